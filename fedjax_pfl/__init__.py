@@ -1,0 +1,1 @@
+"""Personalised federated learning, compiled."""

@@ -1,0 +1,9 @@
+"""Every algorithm, one factory each: NAME(model, task, training, federation, **its own settings).
+
+The settings in a configuration are the factory's keyword-only arguments; nothing else lists them.
+"""
+
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.local import local
+
+__all__ = ["fedavg", "local"]

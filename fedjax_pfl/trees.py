@@ -1,0 +1,121 @@
+"""Pytree mathematics: the layers of a model, sizes, weighted means, norms."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+_COLLECTIONS = ("params", "batch_stats")
+
+
+def _word(entry: Any) -> str:
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def layer_name(path: tuple[Any, ...]) -> str:
+    """The layer that a leaf belongs to: its path without the collection and the leaf's own name.
+
+    Weight and bias of a module are one layer; so are the scale, bias and statistics of a BatchNorm.
+    """
+    words = [_word(entry) for entry in path]
+    if words and words[0] in _COLLECTIONS:
+        words = words[1:]
+    return "/".join(words[:-1] or words) or "payload"
+
+
+def layers(tree: PyTree) -> dict[str, list[Any]]:
+    """The leaves of a tree, grouped by layer, in the order in which the tree holds them."""
+    grouped: dict[str, list[Any]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        grouped.setdefault(layer_name(path), []).append(leaf)
+    return grouped
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of one array, from its shape and dtype alone."""
+    return int(np.prod(leaf.shape, dtype=np.int64)) * np.dtype(leaf.dtype).itemsize
+
+
+def bytes_per_layer(tree: PyTree) -> dict[str, int]:
+    """Bytes in each layer, as Python integers."""
+    return {name: sum(map(leaf_bytes, leaves)) for name, leaves in layers(tree).items()}
+
+
+def size(tree: PyTree) -> int:
+    """How many numbers a tree holds."""
+    return sum(int(np.prod(leaf.shape, dtype=np.int64)) for leaf in jax.tree.leaves(tree))
+
+
+def repeat(tree: PyTree, n: int) -> PyTree:
+    """n copies of a tree, stacked on a new axis 0."""
+    return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *jnp.shape(leaf))), tree)
+
+
+def row(tree: PyTree, i: Any) -> PyTree:
+    """Row i of every leaf."""
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
+def put(tree: PyTree, ids: jax.Array, values: PyTree) -> PyTree:
+    """Write stacked `values` into rows `ids`; an id out of range is dropped."""
+    return jax.tree.map(lambda a, b: a.at[ids].set(b, mode="drop"), tree, values)
+
+
+def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    """Choose whole rows: `condition` is [K] or a scalar, the leaves are [K, ...] or alike."""
+
+    def choose(a: jax.Array, b: jax.Array) -> jax.Array:
+        spread = condition.reshape(condition.shape + (1,) * (a.ndim - condition.ndim))
+        return jnp.where(spread, a, b)
+
+    return jax.tree.map(choose, new, old)
+
+
+def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
+    """Σ_k w_k x_k / Σ_k w_k over axis 0 of every leaf; `weights` is [K] and not all zero."""
+    share = weights / jnp.sum(weights)
+
+    def mean(leaf: jax.Array) -> jax.Array:
+        product = jnp.tensordot(share.astype(leaf.dtype), leaf, 1, precision="highest")
+        return product.astype(leaf.dtype)
+
+    return jax.tree.map(mean, tree)
+
+
+def squared_norm(tree: PyTree) -> jax.Array:
+    """Σ x² over every floating-point leaf."""
+    squares = [
+        jnp.sum(jnp.square(leaf.astype(jnp.float32)))
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return jnp.sum(jnp.stack(squares)) if squares else jnp.zeros((), jnp.float32)
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Whether every number of every floating-point leaf is finite."""
+    checks = [
+        jnp.all(jnp.isfinite(leaf))
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating)
+    ]
+    return jnp.all(jnp.stack(checks)) if checks else jnp.ones((), bool)
+
+
+def change(payload: PyTree, upload: PyTree) -> PyTree:
+    """What an upload changes: minus the leaf that came down under the same path, where one did."""
+    came_down = dict(jax.tree_util.tree_leaves_with_path(payload))
+
+    def minus(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        other = came_down.get(path)
+        floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+        if other is None or other.shape != leaf.shape or not floating:
+            return leaf
+        return leaf - other
+
+    return jax.tree_util.tree_map_with_path(minus, upload)
