@@ -64,13 +64,13 @@ class Algorithm(NamedTuple):
     receive   (server, rows, ids, arrived, payloads, uploads, t) -> (server, rows). The cohort at
               once, stacked on axis 0. Where `arrived` is false, the id is out of range (scatters
               drop it) and the upload is zero; it is not called when nobody arrived.
-    personal  (server, rows, client, i, data, key) -> variables. What client i is served now.
+    personal  (server, rows, client, i, data, t, key) -> variables. What client i is served now.
     predict   (variables, x) -> outputs.
     traffic   (payload, upload) -> Traffic, in bytes.
 
     Where clients have different architectures, `send`, `train`, `personal`, `predict` and `traffic`
-    are tuples with one function per group, `State.clients` is a tuple of stacked trees, and
-    `receive` gets a tuple per group in `ids`, `arrived`, `payloads` and `uploads`.
+    are tuples with one function per group, `State.clients` is a tuple of trees, each with a row
+    for all N clients, and `ids`, `arrived`, `payloads` and `uploads` come to `receive` as tuples.
     """
 
     init: Callable[..., State]
@@ -86,22 +86,23 @@ def members(algorithm: Algorithm) -> tuple[Algorithm, ...]:
     """One algorithm per group of architectures, each with plain functions in place of tuples."""
     if not isinstance(algorithm.send, tuple):
         return (algorithm,)
-    per_group = zip(
-        algorithm.send,
-        algorithm.train,
-        algorithm.personal,
-        algorithm.predict,
-        algorithm.traffic,
-        strict=True,
-    )
+    names = ("send", "train", "personal", "predict", "traffic")
     return tuple(
-        algorithm._replace(send=send, train=train, personal=personal, predict=predict, traffic=bill)
-        for send, train, personal, predict, bill in per_group
+        algorithm._replace(
+            **{
+                name: part[g] if isinstance(part := getattr(algorithm, name), tuple) else part
+                for name in names
+            }
+        )
+        for g in range(len(algorithm.send))
     )
 
 
 def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
-    """Run one algorithm in each group of clients, side by side and without exchange."""
+    """Run one algorithm in each group of clients, side by side and without exchange.
+
+    Every one of them is built for the whole federation: a client's id is the same everywhere.
+    """
 
     def part(i: int, field: str) -> Callable[..., Any]:
         function = getattr(algorithms[i], field)

@@ -35,7 +35,7 @@ class Scores(NamedTuple):
 
     score: jax.Array
     loss: jax.Array
-    count: jax.Array
+    examples: jax.Array
 
 
 def sgd(
@@ -90,7 +90,8 @@ def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
             mutable=list(rest),
         )
         losses = jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0)
-        return jnp.sum(losses) / jnp.maximum(jnp.sum(batch.mask), 1), rest
+        examples = jnp.sum(batch.mask).astype(jnp.float32)
+        return jnp.sum(losses) / jnp.maximum(examples, 1.0), rest
 
     return jax.value_and_grad(loss, has_aux=True)
 

@@ -191,7 +191,7 @@ def make_rounds(
             upload, trained, client, metrics = member.train(
                 payload, client, client_data(data, i), t, stage_key(key, TRAIN, t, i)
             )
-            fine = trees.all_finite((upload, trained))
+            fine = trees.all_finite((upload, trained, client))
             if max_update_norm is not None:
                 moved = trees.squared_norm(trees.change(payload, upload))
                 fine &= moved <= jnp.square(jnp.float32(max_update_norm))
@@ -259,7 +259,7 @@ def make_rounds(
                 own = client_data(data, i)
                 test = Split(data.test.index[i], data.test.count[i])
                 served = member.personal(
-                    server, rows, client, i, own, stage_key(key, PERSONAL, t, i)
+                    server, rows, client, i, own, t, stage_key(key, PERSONAL, t, i)
                 )
                 score = partial(local.evaluate, member.predict, data=own, task=task)
                 before, validation = score(served, split=test), score(served, split=own.validation)

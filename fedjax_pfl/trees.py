@@ -81,8 +81,9 @@ def weighted_mean(tree: PyTree, weights: jax.Array) -> PyTree:
     share = weights / jnp.sum(weights)
 
     def mean(leaf: jax.Array) -> jax.Array:
-        product = jnp.tensordot(share.astype(leaf.dtype), leaf, 1, precision="highest")
-        return product.astype(leaf.dtype)
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"there is no mean of {leaf.dtype}")
+        return jnp.tensordot(share.astype(leaf.dtype), leaf, 1, precision="highest")
 
     return jax.tree.map(mean, tree)
 
@@ -107,15 +108,24 @@ def all_finite(tree: PyTree) -> jax.Array:
     return jnp.all(jnp.stack(checks)) if checks else jnp.ones((), bool)
 
 
-def change(payload: PyTree, upload: PyTree) -> PyTree:
-    """What an upload changes: minus the leaf that came down under the same path, where one did."""
-    came_down = dict(jax.tree_util.tree_leaves_with_path(payload))
+def came_down(payload: PyTree, upload: PyTree) -> PyTree:
+    """For each leaf of an upload what came down under the same path, or zeros where nothing did."""
+    sent = dict(jax.tree_util.tree_leaves_with_path(payload))
 
-    def minus(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        other = came_down.get(path)
+    def same(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        other = sent.get(path)
         floating = jnp.issubdtype(leaf.dtype, jnp.floating)
         if other is None or other.shape != leaf.shape or not floating:
-            return leaf
-        return leaf - other
+            return jnp.zeros_like(leaf)
+        return other
 
-    return jax.tree_util.tree_map_with_path(minus, upload)
+    return jax.tree_util.tree_map_with_path(same, upload)
+
+
+def change(payload: PyTree, upload: PyTree) -> PyTree:
+    """An upload minus what came down; leaves that are not floating-point stay as they are."""
+
+    def minus(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new - old if jnp.issubdtype(new.dtype, jnp.floating) else new
+
+    return jax.tree.map(minus, upload, came_down(payload, upload))

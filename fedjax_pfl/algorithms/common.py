@@ -19,14 +19,16 @@ def initial(model: Any, federation: Federation, key: jax.Array, start: State | N
     if start is None:
         return dict(model.init(key, example))
     wanted = jax.eval_shape(lambda: dict(model.init(key, example)))
+    there = start.server if isinstance(start.server, dict) else {}
+    found = {name: there.get(name) for name in wanted}
     try:
-        chex.assert_trees_all_equal_shapes_and_dtypes(wanted, start.server)
+        chex.assert_trees_all_equal_shapes_and_dtypes(wanted, found)
     except (AssertionError, ValueError):
         raise UsageError(
             "a phase can only start from one that ends with a global model of the same network; "
             "give the phases the same model, and put a method such as fedavg first"
         ) from None
-    return start.server
+    return found
 
 
 def kept(training: local.Training, params: PyTree, federation: Federation) -> PyTree:

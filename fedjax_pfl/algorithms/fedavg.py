@@ -48,7 +48,7 @@ def fedavg(model: Any, task: Task, training: local.Training, federation: Federat
         return trees.weighted_mean(uploads, weights), rows
 
     def personal(
-        server: PyTree, rows: PyTree, client: PyTree, i: Any, data: ClientData, key: jax.Array
+        server: PyTree, rows: PyTree, client: PyTree, i: Any, data: ClientData, t: Any, key: Any
     ) -> PyTree:
         return server
 

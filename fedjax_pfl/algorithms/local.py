@@ -50,7 +50,7 @@ def local(
         return server, rows
 
     def personal(
-        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, key: jax.Array
+        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
     ) -> PyTree:
         return client.variables
 

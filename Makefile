@@ -1,0 +1,41 @@
+# Everything runs in .venv, which the first call of any target makes with the python3 at hand.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup test lint demo clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make setup   make $(VENV) and install the project with its development tools"
+	@echo "make test    run the tests; ARGS are given to pytest, as in ARGS='-x tests/report_test.py'"
+	@echo "make lint    check style, format and types"
+	@echo "make demo    train on the embedded digits; print the results and where the report is"
+	@echo "make clean   remove caches and built packages; $(VENV) and runs/ stay"
+	@echo "PYTHON=python3.12 chooses the interpreter (3.11 to 3.13) that makes $(VENV)."
+
+setup: $(STAMP)
+
+# The stamp is what makes a second call do nothing, so that it works without a network too.
+$(STAMP): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+		{ echo "Python 3.11 to 3.13 is needed: make PYTHON=python3.11 setup" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy fedjax_pfl experiments
+
+demo: setup
+	$(BIN)/python -m experiments.baseline
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

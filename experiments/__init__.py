@@ -1,0 +1,1 @@
+"""Commands: one module per system, each run with `python -m experiments.NAME`."""

@@ -1,0 +1,9 @@
+"""Train a method that needs no system of its own.
+
+python -m experiments.baseline --config=experiments/configs/baseline.py:fedavg-digits
+"""
+
+from experiments.launch import launch
+
+if __name__ == "__main__":
+    launch("baseline")

@@ -1,0 +1,22 @@
+"""Methods without a system of their own, on any dataset and partition.
+
+python -m experiments.baseline --config=experiments/configs/baseline.py:fedavg-digits
+
+Presets are words joined with dashes: a method (fedavg, local), a dataset (digits, mnist, cifar10,
+...), a partition (classes4, dominant2, dirichlet0.5, iid) and a number of clients (n10).
+"""
+
+from ml_collections import ConfigDict
+
+from experiments import presets
+from fedjax_pfl import config as configuration
+
+
+def get_config(preset: str = "fedavg-digits") -> ConfigDict:
+    """A method on a dataset; FedAvg on the embedded digits where nothing is said."""
+    config = configuration.default()
+    config.local_epochs = 5
+    config = presets.apply(config, f"digits-{preset}", {})
+    if config.dataset != "digits":
+        config.classes.examples = config.dominant.examples = 600
+    return config

@@ -1,0 +1,112 @@
+"""What every command shares: flags, the errors a user sees, the run and its table."""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from fedjax_pfl import config as configuration
+from fedjax_pfl import report, runner
+from fedjax_pfl.errors import UsageError
+
+_CONFIGS = Path(__file__).parent / "configs"
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Run directory; the same command on it resumes. Default: runs/ and the preset."
+)
+_DATA_DIR = flags.DEFINE_string(
+    "data_dir", None, "Folder of prepared tfds datasets. Default: TFDS_DATA_DIR."
+)
+
+
+def launch(name: str) -> None:
+    """Run the command `python -m experiments.NAME`."""
+    config = config_flags.DEFINE_config_file(
+        "config", str(_CONFIGS / f"{name}.py"), "Settings: FILE.py:PRESET, then --config.KEY=VALUE."
+    )
+
+    def main(argv: Sequence[str]) -> None:
+        if len(argv) > 1:
+            raise UsageError(f"{argv[1]!r} is no flag; settings are given as --config.KEY=VALUE")
+        settings = config.value
+        if _DATA_DIR.value is not None:
+            settings.data_dir = _DATA_DIR.value
+        workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
+        result = runner.run(settings, workdir)
+        if result.resumed_at is not None:
+            last = result.metrics[-1]["round"]
+            state = "was finished" if result.resumed_at == last else "resumed"
+            print(f"This run {state} at round {result.resumed_at}; it is in {workdir}.")
+        print(report.table(result.metrics))
+        print(f"\nReport: {Path(workdir) / 'report.html'}")
+
+    prepare_devices()
+    try:
+        app.run(main, flags_parser=_parse)
+    except UsageError as error:
+        fail(error)
+
+
+def fail(error: Exception) -> None:
+    """One line, exit status 2."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+def prepare_devices() -> None:
+    """One device per core on a CPU: clients are spread over devices. Before JAX starts, quietly."""
+    logging.set_verbosity(logging.WARNING)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+
+
+def default_workdir(name: str, arguments: Sequence[str]) -> str:
+    """runs/NAME-PRESET and what the command line changes, so that each run has its own."""
+    words = [name]
+    for argument in arguments:
+        flag, _, value = argument.lstrip("-").partition("=")
+        if flag == "config" and ":" in value:
+            words.insert(1, value.rpartition(":")[2])
+        elif flag.startswith("config."):
+            words.append(f"{flag.removeprefix('config.')}={value}")
+    kept = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(words))
+    return str(Path("runs") / kept[:150])
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    """absl's parsing, with every mistake told in one line."""
+    known = configuration.default()
+    for argument in argv[1:]:
+        path = argument.lstrip("-").partition("=")[0]
+        if path.startswith("config."):
+            _check_key(path.removeprefix("config."), known)
+    try:
+        return flags.FLAGS(argv)
+    except UsageError:
+        raise
+    except flags.UnrecognizedFlagError as error:
+        raise UsageError(
+            f"there is no flag --{error.flagname}; settings are --config.KEY"
+        ) from None
+    except flags.Error as error:
+        raise UsageError(str(error)) from None
+    except (OSError, ImportError, SyntaxError) as error:
+        raise UsageError(f"the config file cannot be used: {error}") from None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UsageError(str(error).strip("'\"")) from None
+
+
+def _check_key(path: str, known: configuration.ConfigDict) -> None:
+    level, seen = known, ""
+    for word in path.split("."):
+        word = word.partition("[")[0]
+        if not isinstance(level, configuration.ConfigDict) or word not in level:
+            names = level.keys() if isinstance(level, configuration.ConfigDict) else ()
+            raise UsageError(
+                f"there is no setting {seen}{word}{configuration.nearest(word, names)}"
+            )
+        level, seen = level[word], f"{seen}{word}."

@@ -1,0 +1,135 @@
+"""From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from fedjax_pfl import compress, data, local
+from fedjax_pfl import config as configuration
+from fedjax_pfl.algorithm import Algorithm, Federation, by_group
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.rounds import Rounds, make_rounds
+from fedjax_pfl.task import Task, classification, regression
+
+
+class Phase(NamedTuple):
+    """A part of a run that one algorithm fills."""
+
+    config: ConfigDict
+    begin: int  # its first round
+    end: int
+    algorithm: Algorithm
+    rounds: Rounds
+
+
+class Built(NamedTuple):
+    """Everything that a run needs, before anything is compiled or written."""
+
+    phases: tuple[Phase, ...]
+    data: data.FederatedData
+    federation: Federation
+    task: Task
+
+
+def build(config: ConfigDict) -> Built:
+    """Load, partition and put together, or raise UsageError."""
+    configuration.check(config)
+    own = lambda name: config.get(name, ConfigDict()).to_dict()
+    dataset = data.load(
+        config.dataset,
+        config.data_dir,
+        fraction=config.fraction,
+        fraction_seed=config.partition_seed,
+        **own(config.dataset),
+    )
+    arrays, federation, _ = data.federate(
+        dataset,
+        config.partition,
+        settings=own(config.partition),
+        clients=config.clients,
+        seed=config.partition_seed,
+        split=config.split,
+        test_fraction=config.test_fraction,
+        validation_fraction=config.validation_fraction,
+        validation_examples=config.validation_examples,
+        permute_labels=config.permute_labels,
+        held_out=config.held_out,
+        groups=max(1, len(config.groups)),
+    )
+    task = classification() if np.issubdtype(arrays.y.dtype, np.integer) else regression()
+    mesh = _mesh(config.devices)
+    phases, begin = [], 0
+    for one in configuration.phases(config):
+        algorithm = _algorithm(one, task, arrays, federation, begin)
+        rounds = make_rounds(
+            algorithm,
+            task,
+            federation,
+            cohort=one.clients_per_round or int(federation.active.sum()),
+            calls=boundary(one, begin, begin) - begin,
+            dropout=one.dropout,
+            max_update_norm=one.max_update_norm,
+            after=one.evaluate_after,
+            chunk=one.chunk or _chunk(federation.clients),
+            mesh=mesh,
+        )
+        phases.append(Phase(one, begin, begin + one.rounds, algorithm, rounds))
+        begin += one.rounds
+    return Built(tuple(phases), arrays, federation, task)
+
+
+def _algorithm(
+    one: ConfigDict, task: Task, arrays: data.FederatedData, federation: Federation, begin: int
+) -> Algorithm:
+    """The phase's algorithm: one per group of architectures where there are groups."""
+    factory = configuration.ALGORITHMS[one.algorithm]
+    drops = jnp.asarray([begin + round(share * one.rounds) for share in one.learning_rate_drops])
+    training = local.sgd(
+        learning_rate=lambda t: one.learning_rate * 0.1 ** jnp.sum(t >= drops),
+        momentum=one.momentum,
+        weight_decay=one.weight_decay,
+        clip_norm=one.clip_norm,
+        batch_size=one.batch_size,
+        epochs=None if one.local_steps else one.local_epochs or 1,
+        steps=one.local_steps,
+        keep_momentum=one.keep_momentum,
+    )
+    own = one.get(one.algorithm, ConfigDict()).to_dict()
+    models = [
+        configuration.MODELS[m.model](
+            outputs=federation.outputs, conv=m.conv, **m.get(m.model, ConfigDict()).to_dict()
+        )
+        for m in configuration.groups(one)
+    ]
+    made = tuple(factory(model, task, training, federation, **own) for model in models)
+    algorithm = made[0] if len(made) == 1 else by_group(made)
+    if one.upload_bits is None and one.upload_top_k is None:
+        return algorithm
+    return compress.compressed(
+        algorithm, federation, arrays, bits=one.upload_bits, top_k=one.upload_top_k
+    )
+
+
+def _mesh(devices: int | None) -> jax.sharding.Mesh | None:
+    found = jax.devices()
+    if devices is not None and devices > len(found):
+        raise UsageError(f"devices is {devices}, and this machine shows {len(found)}")
+    count = devices or len(found)
+    if count == 1:
+        return None
+    axis = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((count,), ("clients",), axis, devices=found[:count])
+
+
+def _chunk(clients: int) -> int:
+    """On a CPU one client at a time fills a core; an accelerator wants them all together."""
+    return 1 if jax.default_backend() == "cpu" else clients
+
+
+def boundary(one: ConfigDict, begin: int, now: int) -> int:
+    """The round at which the host next has something to do."""
+    every = [one.eval_every, *([one.checkpoint_every] if one.checkpoint_every else [])]
+    return min(begin + one.rounds, *(now + e - (now - begin) % e for e in every))

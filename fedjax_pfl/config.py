@@ -1,0 +1,258 @@
+"""The one vocabulary of settings, their defaults, and what is wrong with a configuration.
+
+An algorithm's, a partition's, a model's and a dataset's own settings are the keyword arguments of
+its factory; they appear in a sub-config of its name.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import math
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict, config_dict
+
+from fedjax_pfl import algorithms, data, models
+from fedjax_pfl.errors import UsageError
+
+ALGORITHMS: dict[str, Callable[..., Any]] = {
+    name: getattr(algorithms, name) for name in algorithms.__all__
+}
+PARTITIONS: dict[str, Callable[..., Any]] = data.PARTITIONS
+MODELS: dict[str, Callable[..., Any]] = models.MODELS
+DATASETS: dict[str, Callable[..., Any]] = dict(data.SOURCES)
+
+_KINDS = {
+    "algorithm": ALGORITHMS,
+    "dataset": DATASETS,
+    "partition": PARTITIONS,
+    "model": MODELS,
+}
+_GIVEN = {"outputs", "conv", "parent", "name", "data_dir"}  # set elsewhere than in a sub-config
+
+# Settings of one phase; the others hold for all of a run.
+PHASE_KEYS = frozenset(
+    {
+        "algorithm",
+        "model",
+        "rounds",
+        "clients_per_round",
+        "local_epochs",
+        "local_steps",
+        "batch_size",
+        "learning_rate",
+        "learning_rate_drops",
+        "momentum",
+        "keep_momentum",
+        "weight_decay",
+        "clip_norm",
+    }
+)
+# What may differ between a run and its resumption: where data lie, and how work is spread.
+NEUTRAL_KEYS = frozenset({"data_dir", "checkpoint_every", "chunk", "devices"})
+
+
+def settings(factory: Callable[..., Any]) -> dict[str, Any]:
+    """A factory's own settings with their defaults; None becomes an empty place of its type."""
+    if dataclasses.is_dataclass(factory):
+        found = {f.name: f.default for f in dataclasses.fields(factory) if f.name not in _GIVEN}
+    else:
+        found = {
+            name: p.default
+            for name, p in inspect.signature(factory).parameters.items()
+            if p.kind is p.KEYWORD_ONLY and p.default is not p.empty and name not in _GIVEN
+        }
+    hints = typing.get_type_hints(factory)
+    return {
+        name: config_dict.placeholder(_inner(hints[name])) if value is None else value
+        for name, value in found.items()
+    }
+
+
+def _inner(hint: Any) -> type:
+    return next(t for t in typing.get_args(hint) if t is not type(None))
+
+
+def default() -> ConfigDict:
+    """Every setting with its default: FedAvg on the embedded digits."""
+    config = ConfigDict()
+    config.algorithm = "fedavg"
+    config.dataset = "digits"
+    config.data_dir = config_dict.placeholder(str)  # prepared tfds folders; or TFDS_DATA_DIR
+    config.fraction = 1.0  # of the dataset's examples that is used at all
+    config.partition = "classes"
+    config.split = "pooled"  # pooled, official or shared: where test examples come from
+    config.test_fraction = 0.3
+    config.validation_fraction = 0.0
+    config.validation_examples = config_dict.placeholder(int)  # instead, where one set is cut off
+    config.permute_labels = False
+    config.clients = 10
+    config.held_out = 0  # of the clients, that are never sampled
+    config.clients_per_round = config_dict.placeholder(int)  # unset: all that are active
+    config.rounds = 50
+    config.eval_every = 5
+    config.local_epochs = config_dict.placeholder(int)  # one epoch where neither is set
+    config.local_steps = config_dict.placeholder(int)
+    config.batch_size = 32
+    config.learning_rate = 0.01
+    config.learning_rate_drops = ()  # shares of the rounds after which the rate falls to a tenth
+    config.momentum = 0.0
+    config.keep_momentum = False
+    config.weight_decay = 0.0
+    config.clip_norm = config_dict.placeholder(float)
+    config.model = "small"
+    config.conv = "auto"
+    config.groups = ()  # of model settings: as many architectures, clients in turn
+    config.seed = 0
+    config.partition_seed = 0
+    config.phases = ()  # of settings that change in each; the last one ends the run
+    config.dropout = 0.0
+    config.max_update_norm = config_dict.placeholder(float)
+    config.upload_bits = config_dict.placeholder(int)
+    config.upload_top_k = config_dict.placeholder(float)
+    config.evaluate_after = True
+    config.count_initial_download = True
+    config.checkpoint_every = config_dict.placeholder(int)  # rounds; unset: every evaluation
+    config.chunk = config_dict.placeholder(int)  # clients vmapped together; unset: by backend
+    config.devices = config_dict.placeholder(int)  # unset: all
+    for table in _KINDS.values():
+        for name, factory in table.items():
+            if own := settings(factory):
+                config[name] = ConfigDict(own)
+    config.classes.update(per_client=4, examples=40)
+    return config
+
+
+def nearest(word: str, words: Any) -> str:
+    """A hint at the word that was probably meant."""
+    close = difflib.get_close_matches(word, list(words), 1, 0.5)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(words))}"
+
+
+def complete(given: Mapping[str, Any]) -> ConfigDict:
+    """The defaults with what is given in their place; an unknown key is an error."""
+    config = default()
+    _override(config, given, "")
+    return config
+
+
+def _override(config: ConfigDict, given: Mapping[str, Any], prefix: str) -> None:
+    for key, value in given.items():
+        if key not in config:
+            raise UsageError(f"there is no setting {prefix}{key}{nearest(key, config.keys())}")
+        if isinstance(config[key], ConfigDict):
+            if not isinstance(value, Mapping):
+                raise UsageError(f"{prefix}{key} is a group of settings; give {prefix}{key}.NAME")
+            _override(config[key], value, f"{prefix}{key}.")
+            continue
+        try:
+            config[key] = value
+        except (TypeError, ValueError):
+            wanted = config.get_type(key).__name__
+            raise UsageError(f"{prefix}{key} is {value!r}; it must be of type {wanted}") from None
+
+
+def phases(config: ConfigDict) -> list[ConfigDict]:
+    """The configuration of each phase, in order: one where none are listed."""
+    listed = list(config.phases) or [{}]
+    resolved = []
+    for number, changes in enumerate(listed):
+        one = config.copy_and_resolve_references()
+        one.phases = ()
+        if not isinstance(changes, Mapping):
+            raise UsageError(f"phases[{number}] must be a group of settings, such as rounds=10")
+        sub = {v for table in _KINDS.values() for v in table}
+        for key in changes:
+            if key not in PHASE_KEYS and key not in sub:
+                raise UsageError(f"a phase cannot change {key}{nearest(key, PHASE_KEYS)}")
+        _override(one, changes, f"phases[{number}].")
+        resolved.append(one)
+    return resolved
+
+
+def groups(config: ConfigDict) -> list[ConfigDict]:
+    """The configuration of each group of architectures: one where none are listed."""
+    made = []
+    for number, changes in enumerate(config.groups or [{}]):
+        if not isinstance(changes, Mapping) or not set(changes) <= {"model", *MODELS}:
+            raise UsageError(
+                f"groups[{number}] must be settings of a model, such as model='lenet' or "
+                "lenet={'kernels': (8, 16)}"
+            )
+        one = config.copy_and_resolve_references()
+        _override(one, changes, f"groups[{number}].")
+        if one.model not in MODELS:
+            raise UsageError(f"there is no model {one.model!r}{nearest(one.model, MODELS)}")
+        made.append(one)
+    return made
+
+
+def resolved(config: ConfigDict) -> dict[str, Any]:
+    """As plain data, with the sub-configs of what is used and no others."""
+    plain = config.copy_and_resolve_references().to_dict()
+    used = {g[kind] for one in phases(config) for g in groups(one) for kind in _KINDS}
+    optional = {name for table in _KINDS.values() for name in table} - used
+    return {key: value for key, value in plain.items() if key not in optional}
+
+
+_AT_LEAST = {  # smallest value that makes sense
+    "clients": 1, "rounds": 1, "eval_every": 1, "batch_size": 1, "clients_per_round": 1,
+    "local_epochs": 1, "local_steps": 1, "checkpoint_every": 1, "chunk": 1, "devices": 1,
+    "validation_examples": 1, "held_out": 0, "seed": 0, "partition_seed": 0, "momentum": 0.0, "weight_decay": 0.0,
+    "upload_bits": 2, "dropout": 0.0, "test_fraction": 0.0, "validation_fraction": 0.0,
+}  # fmt: skip
+_AT_MOST = {"upload_bits": 16, "seed": 2**31 - 1, "partition_seed": 2**31 - 1}
+_POSITIVE = ("learning_rate", "clip_norm", "max_update_norm", "fraction", "upload_top_k")
+_BELOW_ONE = ("momentum", "dropout", "test_fraction", "validation_fraction")
+
+
+def check(config: ConfigDict) -> None:
+    """Raise UsageError for the first setting that cannot be."""
+    for number, one in enumerate(phases(config)):
+        where = f"phases[{number}]." if len(config.phases) else ""
+        for kind, table in _KINDS.items():
+            if one[kind] not in table:
+                raise UsageError(f"there is no {kind} {one[kind]!r}{nearest(one[kind], table)}")
+        for key, value in one.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{where}{key} is {value}; it must be a finite number")
+            if value is not None and key in _AT_LEAST and value < _AT_LEAST[key]:
+                raise UsageError(f"{where}{key} is {value}; it must be at least {_AT_LEAST[key]}")
+            if value is not None and key in _AT_MOST and value > _AT_MOST[key]:
+                raise UsageError(f"{where}{key} is {value}; it must be at most {_AT_MOST[key]}")
+            if value is not None and key in _POSITIVE and value <= 0:
+                raise UsageError(f"{where}{key} is {value}; it must be above 0")
+            if key in _BELOW_ONE and value >= 1:
+                raise UsageError(f"{where}{key} is {value}; it must be below 1")
+        if one.local_epochs is not None and one.local_steps is not None:
+            raise UsageError(f"{where}local_epochs and local_steps are both set; choose one")
+        if not all(isinstance(d, (int, float)) and 0 < d < 1 for d in one.learning_rate_drops):
+            raise UsageError(f"{where}learning_rate_drops must be shares between 0 and 1")
+        groups(one)
+        active = config.clients - config.held_out
+        if active < 1:
+            raise UsageError(f"held_out is {config.held_out} of {config.clients} clients; "
+                             "at least one must take part")  # fmt: skip
+        if one.clients_per_round is not None and one.clients_per_round > active:
+            raise UsageError(
+                f"{where}clients_per_round is {one.clients_per_round}, and there are {active} "
+                f"clients; choose 1 to {active}"
+            )
+    if config.fraction > 1:
+        raise UsageError(f"fraction is {config.fraction}; it must be at most 1")
+    if config.upload_top_k is not None and config.upload_top_k > 1:
+        raise UsageError(f"upload_top_k is {config.upload_top_k}; it is a share, at most 1")
+    if config.test_fraction + config.validation_fraction >= 1:
+        raise UsageError("test_fraction and validation_fraction leave nothing to train on")
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """The settings in which two resolved configurations differ and that a resumption keeps."""
+    keys = [k for k in sorted({*old, *new}) if k not in NEUTRAL_KEYS]
+    return [
+        f"{key} ({old.get(key)!r} there, {new.get(key)!r} here)"
+        for key in keys
+        if old.get(key) != new.get(key)
+    ]

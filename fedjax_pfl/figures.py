@@ -1,0 +1,355 @@
+"""The figures of a run: pure functions from its recorded numbers to matplotlib figures.
+
+Blue circles are the model as served, vermilion squares the model after local training. The colours
+are Okabe and Ito's, and shape or line style says the same thing once more for who cannot tell the
+colours apart. The background is always white, so that a figure can be printed and pasted.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+Record = Mapping[str, Any]  # one line of metrics.jsonl
+
+STAGES = {"before": "before local training", "after": "after local training"}
+_COLOUR = {"before": "#0072B2", "after": "#D55E00", "down": "#0072B2", "up": "#E69F00"}
+_MARKER = {"before": "o", "after": "s"}
+_INK = "#333333"
+_WIDTH = 7.2  # inches
+_MOST_BARS = 60  # clients: beyond, bars are too thin to read and the figure becomes a scatter
+_MOST_LAYERS = 20  # the smallest layers beyond are drawn as one bar
+_MOST_MARKERS = 40  # evaluations: beyond, markers hide the line
+
+
+class Picture(NamedTuple):
+    """A figure, the sentence beneath it, and the words that replace it for who cannot see it."""
+
+    figure: Figure
+    caption: str
+    alt: str
+
+
+def human_bytes(n: float | None) -> str:
+    """A number of bytes to three digits in decimal units: 1 kB is 1,000 bytes."""
+    if n is None or not math.isfinite(n):
+        return "–"
+    value = float(n)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:,.3f}".rstrip("0").rstrip(".") + " PB"
+
+
+def number(value: Any) -> float:
+    """A recorded value as a float: NaN where it is missing or was not finite."""
+    missing = value is None or value == "" or not math.isfinite(float(value))
+    return math.nan if missing else float(value)
+
+
+def score_name(metrics: Sequence[Record]) -> str:
+    """What the task calls its score, read from the key that ends in `_mean`."""
+    return next(key.removesuffix("_mean") for key in metrics[-1]["before"] if key.endswith("_mean"))
+
+
+def show_score(name: str, value: float) -> str:
+    """An accuracy as a percentage, any other score as a number."""
+    if math.isnan(value):
+        return "–"
+    return f"{100 * value:.2f} %" if name == "accuracy" else f"{value:.4g}"
+
+
+def draw(
+    metrics: Sequence[Record],
+    clients: Sequence[Mapping[str, str]],
+    traffic: Mapping[str, Any],
+) -> dict[str, Picture]:
+    """All figures that these numbers have something to show in, by file name, in reading order."""
+    name = score_name(metrics)
+    drawn = {
+        "score_rounds": _over_rounds(metrics, name),
+        "score_bytes": _over_bytes(metrics, name),
+        "train_loss": _train_loss(metrics),
+        "clients": _per_client(clients, name),
+        "traffic": _traffic(traffic),
+    }
+    return {key: picture for key, picture in drawn.items() if picture is not None}
+
+
+def _over_rounds(metrics: Sequence[Record], name: str) -> Picture:
+    figure, axes = _canvas(f"{_word(name)} over rounds")
+    rounds = [record["round"] for record in metrics]
+    for stage in _stages(metrics):
+        mean, std, worst = (_series(metrics, stage, f"{name}_{k}") for k in _SPREAD)
+        # Side by side where there is but one evaluation, as the whiskers would hide each other.
+        at = rounds if len(rounds) > 1 else [rounds[0] + (0.1 if stage == "after" else -0.1)]
+        _line(axes, at, mean, stage, f"{stage}: mean ± std")
+        low = [m - s for m, s in zip(mean, std, strict=True)]
+        high = [m + s for m, s in zip(mean, std, strict=True)]
+        colour = _COLOUR[stage]
+        if len(rounds) > 1:
+            axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
+            axes.plot(rounds, worst, color=colour, linestyle="--", label=f"{stage}: worst 10 %")
+        else:
+            # A band and a dashed line need two points; one evaluation gets whiskers and a dash.
+            axes.errorbar(at, mean, std, color=colour, capsize=5, alpha=0.6)
+            axes.plot(at, worst, "_", color=colour, markersize=14, label=f"{stage}: worst 10 %")
+    for record, following in itertools.pairwise(metrics):
+        if record.get("phase") != following.get("phase"):
+            axes.axvline(record["round"], color=_INK, linewidth=0.8, linestyle=":")
+    best = metrics[-1].get("best_round")
+    if best is not None and len(rounds) > 1:
+        axes.axvline(best, color="#009E73", linewidth=1.2, linestyle="-.", label="best round")
+    _round_axis(axes, metrics)
+    _score_axis(axes, name)
+    _legend(axes)
+    caption = (
+        f"{_word(name)} on the clients' test examples: the mean over clients, one standard "
+        "deviation over clients on either side, and the mean of the worst tenth of the clients."
+    )
+    phases = len({record.get("phase") for record in metrics}) > 1
+    if best is not None:
+        where = " in the last phase" if phases else ""
+        caption += f" Round {best} was best on the validation examples{where}."
+    if phases:
+        caption += " A dotted line is drawn where a phase ended."
+    return Picture(figure, caption, f"{_word(name)} over rounds. {_ends(metrics, name)}")
+
+
+def _over_bytes(metrics: Sequence[Record], name: str) -> Picture | None:
+    moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
+    if not any(total > 0 for total in moved):
+        return None
+    figure, axes = _canvas(f"{_word(name)} over bytes moved")
+    for stage in _stages(metrics):
+        _line(axes, moved, _series(metrics, stage, f"{name}_mean"), stage, f"{stage}: mean")
+    _bytes_axis(axes)
+    axes.set_xlabel("bytes moved, down and up, all clients")
+    _score_axis(axes, name)
+    _legend(axes)
+    caption = f"Mean {name.replace('_', ' ')} over clients against all bytes moved up to then."
+    alt = f"{_word(name)} over bytes moved. {_ends(metrics, name)}"
+    return Picture(figure, caption, f"{alt} {human_bytes(moved[-1])} were moved.")
+
+
+def _train_loss(metrics: Sequence[Record]) -> Picture | None:
+    loss = [number(record.get("train_loss")) for record in metrics]
+    if all(map(math.isnan, loss)):
+        return None
+    figure, axes = _canvas("Training loss")
+    _line(axes, [record["round"] for record in metrics], loss, "before", "training loss")
+    _round_axis(axes, metrics)
+    axes.set_ylabel("loss")
+    alt = f"Training loss over rounds, {_plain(loss[0])} at first and {_plain(loss[-1])} at last."
+    return Picture(figure, "Loss during local training.", alt)
+
+
+def _per_client(clients: Sequence[Mapping[str, str]], name: str) -> Picture | None:
+    rows = [row for row in clients if not math.isnan(number(row.get(f"before_{name}")))]
+    if not rows:
+        return None
+    rows = sorted(rows, key=lambda row: number(row[f"before_{name}"]))
+    before, after = ([number(row.get(f"{stage}_{name}")) for row in rows] for stage in STAGES)
+    active = [str(row.get("active")).lower() in ("1", "true") for row in rows]
+    figure, axes = _canvas(f"{_word(name)} of each client")
+    if len(rows) <= _MOST_BARS:
+        _client_bars(axes, [row["client"] for row in rows], before, after, active)
+        order = "Clients are sorted by the score as served."
+    else:
+        _client_points(axes, [number(row["train_examples"]) for row in rows], before, after, active)
+        order = "Each client is drawn at its number of training examples."
+    _score_axis(axes, name)
+    _legend(axes)
+    caption = f"Final {name.replace('_', ' ')} of each client on its own test examples. {order}"
+    alt = (
+        f"{_word(name)} of {len(rows)} clients before local training, from "
+        f"{show_score(name, before[0])} to {show_score(name, before[-1])}."
+    )
+    return Picture(figure, caption, alt)
+
+
+def _client_bars(
+    axes: Axes, names: list[str], before: list[float], after: list[float], active: list[bool]
+) -> None:
+    for taking_part, label in ((True, "before"), (False, "before, not taking part")):
+        at = [i for i, a in enumerate(active) if a == taking_part]
+        if at:
+            style: dict[str, Any] = {} if taking_part else {"hatch": "///", "edgecolor": "white"}
+            axes.bar(at, [before[i] for i in at], color=_COLOUR["before"], label=label, **style)
+    if not all(map(math.isnan, after)):
+        axes.plot(
+            range(len(after)), after, _MARKER["after"], color=_COLOUR["after"], label="after",
+            markersize=5, markeredgecolor="white", markeredgewidth=0.6,
+        )  # fmt: skip
+    crowded = len(names) > 30
+    axes.set_xticks(
+        range(len(names)), names, fontsize=7 if crowded else 9, rotation=90 if crowded else 0
+    )
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlim(-0.7, max(len(names), 4) - 0.3)  # a bar of a lonely client stays a bar
+    axes.set_xlabel("client")
+
+
+def _client_points(
+    axes: Axes, size: list[float], before: list[float], after: list[float], active: list[bool]
+) -> None:
+    for stage, values in (("before", before), ("after", after)):
+        for taking_part, label in ((True, stage), (False, f"{stage}, not taking part")):
+            at = [i for i, a in enumerate(active) if a == taking_part and not math.isnan(values[i])]
+            if at:
+                axes.scatter(
+                    [size[i] for i in at], [values[i] for i in at], s=18, label=label, alpha=0.65,
+                    marker=_MARKER[stage], linewidths=0.8, edgecolors=_COLOUR[stage],
+                    facecolors=_COLOUR[stage] if taking_part else "none",
+                )  # fmt: skip
+    if min(size) > 0 and max(size) > 20 * min(size):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
+        axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes.set_xlabel("training examples of the client")
+
+
+def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
+    down, up = traffic.get("down", {}), traffic.get("up", {})
+    names = list(dict.fromkeys([*down, *up]))
+    bill = {name: (down.get(name, 0), up.get(name, 0)) for name in names}
+    if not any(map(sum, bill.values())):
+        return None
+    if len(bill) > _MOST_LAYERS:
+        largest = sorted(names, key=lambda name: -sum(bill[name]))[: _MOST_LAYERS - 1]
+        rest = [bill.pop(name) for name in names if name not in set(largest)]
+        bill[f"{len(rest)} smaller layers"] = (sum(d for d, _ in rest), sum(u for _, u in rest))
+    figure, axes = _canvas("Traffic of each layer", height=1.6 + 0.38 * len(bill))
+    for side, (direction, label) in enumerate((("down", "down"), ("up", "up"))):
+        values = [float(pair[side]) for pair in bill.values()]  # Python integers may pass 64 bits
+        at = [i + (side - 0.5) * 0.4 for i in range(len(bill))]
+        bars = axes.barh(
+            at, values, height=0.38, color=_COLOUR[direction], label=label,
+            hatch="///" if direction == "up" else None, edgecolor="white", linewidth=0,
+        )  # fmt: skip
+        axes.bar_label(bars, [human_bytes(v) for v in values], padding=4, fontsize=8, color=_INK)
+    axes.set_yticks(range(len(bill)), [_shorten(name) for name in bill])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(bill) - 0.4, -0.6)
+    axes.margins(x=0.16)
+    axes.grid(visible=False, axis="y")
+    axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
+    _bytes_axis(axes)
+    axes.set_xlabel("bytes, all clients and rounds")
+    _legend(axes)
+    total_down = traffic.get("total_down", sum(down.values()))
+    total_up = traffic.get("total_up", sum(up.values()))
+    alt = (
+        f"Bytes moved by {len(names)} layers: {human_bytes(total_down)} down and "
+        f"{human_bytes(total_up)} up."
+    )
+    return Picture(figure, "Bytes moved in the whole run, by layer and direction.", alt)
+
+
+_SPREAD = ("mean", "std", "worst10")
+_STEPS = (1, 2, 2.5, 5, 10)  # ticks at round numbers
+
+
+def _canvas(title: str, height: float = 4.2) -> tuple[Figure, Axes]:
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
+    figure = Figure(figsize=(_WIDTH, height), layout=layout, facecolor="white")
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#999999")
+    axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, labelsize=9)
+    axes.xaxis.label.set_color(_INK)
+    axes.yaxis.label.set_color(_INK)
+    return figure, axes
+
+
+def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
+    marker = _MARKER[stage] if len(x) <= _MOST_MARKERS else ""
+    axes.plot(x, y, color=_COLOUR[stage], marker=marker, markersize=5, linewidth=1.8, label=label)
+
+
+def _legend(axes: Axes) -> None:
+    """Above the axes, where it hides nothing: "before" in the first column, then "after"."""
+    order = ("before", "after")
+    handles, labels = axes.get_legend_handles_labels()
+    entries = sorted(
+        zip(handles, labels, strict=True),
+        key=lambda entry: next((i for i, o in enumerate(order) if entry[1].startswith(o)), 2),
+    )
+    axes.legend(
+        [handle for handle, _ in entries],
+        [label for _, label in entries],
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols={4: 2}.get(len(entries), 3),
+        frameon=False,
+        fontsize=9,
+        labelcolor=_INK,
+        borderaxespad=0.3,
+        handlelength=2.2,
+        columnspacing=1.4,
+    )
+
+
+def _round_axis(axes: Axes, metrics: Sequence[Record]) -> None:
+    axes.set_xlabel("round")
+    if len(metrics) == 1:
+        axes.set_xlim(metrics[0]["round"] - 1, metrics[0]["round"] + 1)
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=_STEPS))
+
+
+def _score_axis(axes: Axes, name: str) -> None:
+    axes.set_ylabel(name.replace("_", " "))
+    if name == "accuracy":
+        low, high = axes.get_ylim()
+        wider = max(0.1 - (high - low), 0) / 2  # a difference of a point should not look large
+        axes.set_ylim(max(low - wider, 0), min(high + wider, 1.02))
+        percent: Callable[[float, int], str] = lambda value, _: f"{100 * value:g} %"
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(percent))
+
+
+def _bytes_axis(axes: Axes) -> None:
+    show: Callable[[float, int], str] = lambda value, _: human_bytes(value)
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(show))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, steps=_STEPS))
+    axes.set_xlim(left=0)
+
+
+def _stages(metrics: Sequence[Record]) -> list[str]:
+    return [stage for stage in STAGES if any(record.get(stage) for record in metrics)]
+
+
+def _series(metrics: Sequence[Record], stage: str, key: str) -> list[float]:
+    return [number((record.get(stage) or {}).get(key)) for record in metrics]
+
+
+def _ends(metrics: Sequence[Record], name: str) -> str:
+    ends = [
+        f"{_word(STAGES[stage])} the mean is {show_score(name, values[0])} at round "
+        f"{metrics[0]['round']} and {show_score(name, values[-1])} at round {metrics[-1]['round']}."
+        for stage in _stages(metrics)
+        for values in [_series(metrics, stage, f"{name}_mean")]
+    ]
+    return " ".join(ends)
+
+
+def _word(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def _plain(value: float) -> str:
+    return "not finite" if math.isnan(value) else f"{value:.4g}"
+
+
+def _shorten(name: str) -> str:
+    short = name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
+    return short.replace("$", r"\$")  # which would start a formula

@@ -1,0 +1,59 @@
+"""For each algorithm a tiny configuration in which its interesting branch fires."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from fedjax_pfl import algorithms, local, trees
+from fedjax_pfl.algorithm import Algorithm, Federation, State
+from fedjax_pfl.task import classification
+from tests import tiny
+
+TASK = classification()
+
+
+class Case(NamedTuple):
+    """An algorithm's own settings, and what must be true of a state after four rounds of them."""
+
+    settings: dict[str, Any]
+    fired: Callable[[State, State], bool]  # (first state, last state)
+    bytes_per_visit: Callable[[int], tuple[int, int]]  # of the model's bytes: down, up
+
+
+def _moved(first: State, last: State) -> bool:
+    pairs = zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True)
+    return all(bool((a != b).any()) for a, b in pairs)
+
+
+CASES = {
+    "fedavg": Case({}, _moved, lambda model: (model, model)),
+    "local": Case({}, _moved, lambda model: (0, 0)),
+}
+NAMES = sorted(algorithms.__all__)
+
+
+def training(**changes: Any) -> local.Training:
+    """Momentum that clients keep, decay, clipping, and a short last batch."""
+    settings = {
+        "learning_rate": 0.1,
+        "momentum": 0.9,
+        "weight_decay": 1e-3,
+        "clip_norm": 5.0,
+        "batch_size": 4,
+        "epochs": 2,
+        "keep_momentum": True,
+    }
+    return local.sgd(**{**settings, **changes})
+
+
+def make(name: str, federation: Federation, **changes: Any) -> Algorithm:
+    """An algorithm on the tiny network."""
+    factory = getattr(algorithms, name)
+    return factory(tiny.Net(), TASK, training(**changes), federation, **CASES[name].settings)
+
+
+def model_bytes() -> int:
+    """Bytes of the tiny network's variables."""
+    shapes = jax.eval_shape(tiny.Net().init, jax.random.key(0), jax.numpy.zeros((1, tiny.FEATURES)))
+    return sum(trees.bytes_per_layer(shapes).values())

@@ -1,0 +1,206 @@
+"""The rules that the engine keeps for every algorithm; one is covered by being exported."""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import ledger, trees
+from fedjax_pfl.algorithm import Algorithm, State
+from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.rounds import SEND, TRAIN, Rounds, make_rounds, stage_key
+from tests import cases, tiny
+from tests.cases import CASES, NAMES, TASK
+
+KEY = jax.random.key(7)
+ROUNDS = 4
+SOME = 3  # clients in the cohort of a run with partial participation
+pytestmark = pytest.mark.parametrize("name", NAMES)
+
+
+class Counted(NamedTuple):
+    """Compiled rounds, and how often `train` has been traced so far."""
+
+    rounds: Rounds
+    traces: list[int]
+
+
+@cache
+def full(name: str) -> Rounds:
+    """Everybody takes part, one client after the other."""
+    return make_rounds(algorithm(name), TASK, tiny.federated()[1], cohort=6, calls=ROUNDS)
+
+
+@cache
+def partial(name: str) -> Counted:
+    """Three of six take part, and some of them drop out."""
+    made, traces = algorithm(name), []
+
+    def train(*arguments: Any) -> Any:
+        traces.append(1)
+        return made.train(*arguments)
+
+    rounds = make_rounds(
+        made._replace(train=train),
+        TASK,
+        tiny.federated()[1],
+        cohort=SOME,
+        calls=ROUNDS,
+        dropout=0.4,
+    )
+    return Counted(rounds, traces)
+
+
+@cache
+def algorithm(name: str) -> Algorithm:
+    return cases.make(name, tiny.federated()[1])
+
+
+@cache
+def one_client(name: str) -> Any:
+    """`send` and `train` for one client, compiled once for all of them."""
+    made = algorithm(name)
+
+    def work(state: State, data: Any, i: jax.Array, t: jax.Array) -> Any:
+        payload = made.send(state.server, state.rows, i, t, stage_key(KEY, SEND, t, i))
+        upload, _, client, _ = made.train(
+            payload,
+            trees.row(state.clients, i),
+            client_data(data, i),
+            t,
+            stage_key(KEY, TRAIN, t, i),
+        )
+        return payload, upload, client
+
+    return jax.jit(work)
+
+
+def looped(name: str, state: State, data: Any, arrived: list[bool]) -> State:
+    """One round as a plain loop over clients."""
+    ids = jnp.arange(tiny.CLIENTS)
+    met = [one_client(name)(state, data, i, jnp.int32(0)) for i in ids]
+    payloads, uploads, clients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *met)
+    here = jnp.asarray(arrived)
+    uploads = trees.where(here, uploads, jax.tree.map(jnp.zeros_like, uploads))
+    safe = jnp.where(here, ids, tiny.CLIENTS)
+    server, rows = algorithm(name).receive(
+        state.server, state.rows, safe, here, payloads, uploads, jnp.int32(0)
+    )
+    return State(server, rows, trees.where(here, clients, state.clients))
+
+
+def train(rounds: Rounds, data: Any, n: int = ROUNDS, t: int = 0, state: Any = None) -> Any:
+    state = rounds.init(KEY) if state is None else state
+    return rounds.run(KEY, state, data, jnp.int32(t), jnp.int32(n))
+
+
+def test_the_interesting_branch_fires(name: str):
+    rounds, (data, _) = full(name), tiny.federated()
+    last, _ = train(rounds, data)
+    assert CASES[name].fired(rounds.init(KEY), last)
+
+
+def test_compiled_equals_a_plain_loop(name: str):
+    data, _ = tiny.federated()
+    got, _ = train(full(name), data, 1)
+    wanted = looped(name, full(name).init(KEY), data, [True] * tiny.CLIENTS)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
+    """Chunks of two clients on each of two devices, the last one half empty."""
+    data, federation = tiny.federated()
+    spread = make_rounds(
+        algorithm(name), TASK, federation, cohort=6, calls=ROUNDS, chunk=2, mesh=mesh
+    )
+    key, there = spread.place(KEY), spread.place(data)
+    t, n = spread.place(jnp.int32(0)), spread.place(jnp.int32(1))
+    state, _ = spread.run(key, spread.init(key), there, t, n)
+    wanted, _ = train(full(name), data, 1)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    chex.assert_trees_all_close(jax.device_get(state), jax.device_get(wanted), **close)
+    scores = jax.device_get(spread.evaluate(key, state, there, n))
+    expected = jax.device_get(full(name).evaluate(KEY, wanted, data, jnp.int32(1)))
+    chex.assert_trees_all_close(scores, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(scores.before.examples, tiny.TEST)
+    np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
+
+
+def test_padding_is_invisible(name: str):
+    base, _ = train(full(name), tiny.federated()[0], 1)
+    refilled, _ = train(full(name), tiny.federated(filler=11)[0], 1)
+    chex.assert_trees_all_equal(base, refilled)
+    wider, _ = train(full(name), tiny.federated(extra=9)[0], 1)
+    chex.assert_trees_all_close(base, wider, rtol=1e-6, atol=1e-6)
+
+
+def test_calls_do_not_matter_and_compile_once(name: str):
+    """Four rounds in one call, and in three calls of other lengths, bit for bit."""
+    (rounds, traces), (data, _) = partial(name), tiny.federated()
+    whole, _ = train(rounds, data)
+    first = len(traces)
+    state = None
+    for t, n in ((0, 1), (1, 2), (3, 1)):
+        state, _ = train(rounds, data, n, t, state)
+    chex.assert_trees_all_equal(whole, state)
+    assert len(traces) == first > 0
+
+
+def test_absent_is_untouched(name: str):
+    (rounds, _), (data, _) = partial(name), tiny.federated()
+    state, gone = rounds.init(KEY), 0
+    for t in range(ROUNDS):
+        before = jax.tree.map(np.array, state)
+        state, (log,) = train(rounds, data, 1, t, state)
+        here = np.asarray(log.present & ~log.dropped & ~log.rejected)[0]
+        absent = np.setdiff1d(np.arange(tiny.CLIENTS), np.asarray(log.ids)[0, here])
+        gone += int(np.asarray(log.dropped)[0].sum())
+        rows = zip(
+            jax.tree.leaves((before.clients, before.rows)),
+            jax.tree.leaves((state.clients, state.rows)),
+            strict=True,
+        )
+        for old, new in rows:
+            np.testing.assert_array_equal(old[absent], np.asarray(new)[absent])
+        if not here.any():
+            chex.assert_trees_all_equal(before, jax.device_get(state))
+    assert gone > 0
+
+
+def test_nobody_answers(name: str):
+    """All uploads are bad: the state stays as it was, bit for bit."""
+    data, _ = tiny.federated()
+    first = jax.device_get(full(name).init(KEY))
+    state, (log,) = train(full(name), data._replace(x=data.x * jnp.nan))
+    assert np.asarray(log.rejected).all()
+    chex.assert_trees_all_equal(first, jax.device_get(state))
+
+
+def test_a_bad_upload_changes_nothing_for_the_others(name: str):
+    """Client 3 computes NaN: the round ends as if it had not answered."""
+    data, _ = tiny.federated()
+    own = data.train.index[3, : data.train.count[3]]
+    poisoned = data._replace(x=data.x.at[own].set(jnp.nan))
+    got, (log,) = train(full(name), poisoned, 1)
+    others = [i != 3 for i in range(tiny.CLIENTS)]
+    np.testing.assert_array_equal(np.asarray(log.rejected)[0], ~np.asarray(others))
+    wanted = looped(name, full(name).init(KEY), data, others)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_every_byte_is_counted(name: str):
+    rounds, (data, federation) = partial(name).rounds, tiny.federated()
+    _, logs = train(rounds, data)
+    book = ledger.add(ledger.empty(federation.clients), logs, ROUNDS)
+    down, up = CASES[name].bytes_per_visit(cases.model_bytes())
+    sampled = ROUNDS * SOME
+    assert 0 < sum(book.dropped) < sampled
+    assert book.total_down == down * sampled
+    assert book.total_up == up * (sampled - sum(book.dropped))
+    assert (sum(book.client_down), sum(book.client_up)) == (book.total_down, book.total_up)
+    free = ledger.add(ledger.empty(federation.clients), logs, ROUNDS, free_rounds=1)
+    assert free.total_down == down * (sampled - SOME)

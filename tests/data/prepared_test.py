@@ -1,0 +1,222 @@
+import os
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedjax_pfl.data import load, prepared
+from fedjax_pfl.data.sources import shrink
+from fedjax_pfl.errors import UsageError
+from tests.data.folders import png, write
+
+REAL = os.environ.get("TFDS_DATA_DIR") or os.path.join(
+    os.path.dirname(__file__), "../../../shared/data/tfds"
+)
+real = pytest.mark.skipif(
+    not os.path.isdir(os.path.join(REAL, "cifar100")),
+    reason="no prepared cifar100 and omniglot: set TFDS_DATA_DIR to a folder that has them",
+)
+
+
+def pictures(n, shape=(6, 5, 1), seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (n, *shape)).astype(np.uint8)
+
+
+def mnist(root, n=30, **options):
+    splits = {
+        "train": {"image": pictures(n), "label": np.arange(n) % 10},
+        "test": {"image": pictures(10, seed=1), "label": np.arange(10)},
+    }
+    return write(root, "mnist", splits, **options), splits
+
+
+def test_reads_what_was_written_without_tensorflow(tmp_path):
+    _, splits = mnist(tmp_path)
+    dataset = load("mnist", tmp_path)
+    np.testing.assert_array_equal(dataset.x_train, splits["train"]["image"])
+    np.testing.assert_array_equal(dataset.y_test, splits["test"]["label"])
+    assert dataset.x_train.dtype == np.uint8
+    assert dataset.y_train.dtype == np.int32
+    assert dataset.outputs == 10
+    assert "tensorflow" not in sys.modules
+
+
+def test_the_environment_names_the_folder_and_the_newest_version_is_read(tmp_path, monkeypatch):
+    mnist(tmp_path, version="3.0.9")
+    mnist(tmp_path, n=50, version="3.0.10")
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
+    assert len(load("mnist").x_train) == 50
+
+
+def test_fraction_reads_a_random_part(tmp_path):
+    _, splits = mnist(tmp_path)
+    part = load("mnist", tmp_path, fraction=0.29)
+    assert len(part.x_train) == 8  # of 30
+    assert len(part.x_test) == 2  # of 10
+    again, other = (load("mnist", tmp_path, fraction=0.29, fraction_seed=s) for s in (0, 1))
+    np.testing.assert_array_equal(part.x_train, again.x_train)
+    assert not np.array_equal(part.x_train, other.x_train)
+    for image, label in zip(part.x_train, part.y_train, strict=True):
+        at = np.flatnonzero((splits["train"]["image"] == image).all((1, 2, 3)))
+        assert splits["train"]["label"][at] == label
+
+
+@pytest.mark.parametrize("shape", [(7, 4, 1), (5, 9, 3)])
+def test_joined_decoding_equals_pillow(shape):
+    images = np.concatenate([pictures(5, shape), np.full((2, *shape), 255, np.uint8)])
+    # A smooth one, so that every filter of PNG occurs.
+    images[0] = np.add.outer(np.arange(shape[0]), np.arange(shape[1]))[..., None]
+    np.testing.assert_array_equal(prepared.decode([png(i) for i in images]), images)
+
+
+def test_other_kinds_of_images_are_decoded_one_by_one():
+    images = pictures(3)
+    palette = Image.fromarray(images[0, :, :, 0]).convert("P")
+    files = [png(images[0]), png(np.asarray(palette)[..., None], compress_level=0)]
+    np.testing.assert_array_equal(prepared.decode(files)[1], np.asarray(palette)[..., None])
+    two = np.repeat(images, 3, -1)
+    mixed = [png(two[0]), png(np.concatenate([two[1], two[1][..., :1]], -1))]  # RGB and RGBA
+    np.testing.assert_array_equal(prepared.decode(mixed), two[:2])
+
+
+def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path):
+    images = pictures(26, (4, 4, 1))
+    columns = {"image": images, "label": np.arange(1, 27)}
+    write(tmp_path, "emnist/letters", {"train": columns, "test": columns})
+    dataset = load("emnist_letters", tmp_path)
+    np.testing.assert_array_equal(dataset.x_train, images.swapaxes(1, 2))
+    np.testing.assert_array_equal(dataset.y_train, np.arange(26))
+
+
+def test_cifar100_takes_its_superclasses_from_the_data(tmp_path):
+    fine = np.arange(100)
+    columns = {"image": pictures(100), "label": fine, "coarse_label": fine // 5}
+    write(tmp_path, "cifar100", {"train": columns, "test": columns})
+    np.testing.assert_array_equal(load("cifar100", tmp_path).coarse, fine // 5)
+    with pytest.raises(UsageError, match="50 classes have no training example"):
+        load("cifar100", tmp_path, fraction=0.5)
+
+
+def test_omniglot_numbers_characters_within_alphabets_and_reads_none_twice(tmp_path):
+    # Alphabet 4 has characters 7, 9, 11 and is in both sets; alphabet 2 has character 5.
+    small1 = {"image": pictures(3, (105, 105, 3)), "label": [9, 7, 11], "alphabet": [4, 4, 4]}
+    small2 = {"image": pictures(2, (105, 105, 3)), "label": [5, 9], "alphabet": [2, 4]}
+    write(tmp_path, "omniglot", {"small1": small1, "small2": small2})
+    dataset = load("omniglot", tmp_path)
+    assert dataset.x_train.shape == (4, 28, 28, 1)
+    np.testing.assert_array_equal(dataset.owner_train, [1, 1, 1, 0])
+    np.testing.assert_array_equal(dataset.y_train, [1, 0, 2, 0])
+    np.testing.assert_array_equal(dataset.owner_classes, [[True, False, False], [True] * 3])
+    assert dataset.x_test is None
+
+
+def test_shrinking_takes_means_by_area():
+    image = np.array([[0, 30, 60], [90, 120, 150], [180, 210, 240]], np.uint8)
+    # Each of 2 x 2 pixels covers 1.5 x 1.5: weights 2/3 for the outer, 1/3 for the middle line.
+    small = shrink(image[None, :, :, None], 2)[0, :, :, 0]
+    np.testing.assert_array_equal(small, [[40, 80], [160, 200]])
+
+
+def test_femnist_is_read_by_writer(tmp_path):
+    train = {"image": pictures(4), "label": [0, 61, 3, 3], "writer": ["w9", "w1", "w9", "w5"]}
+    test = {"image": pictures(2), "label": [1, 2], "writer": ["w5", "w1"]}
+    write(tmp_path, "femnist", {"train": train, "test": test})
+    dataset = load("femnist", tmp_path)
+    np.testing.assert_array_equal(dataset.owner_train, [2, 0, 2, 1])
+    np.testing.assert_array_equal(dataset.owner_test, [1, 0])
+    some = load("femnist", tmp_path, fraction=0.67)  # of the writers
+    assert len(np.unique(np.concatenate([some.owner_train, some.owner_test]))) == 2
+    x = dataset.x_train * dataset.scale + dataset.shift
+    assert abs(x.mean()) < 1e-5
+    assert abs(x.std() - 1) < 1e-5
+
+
+def test_a_missing_dataset_says_what_to_do(tmp_path):
+    with pytest.raises(UsageError) as error:
+        load("cifar10", tmp_path)
+    message = str(error.value)
+    for part in ("pip install fedjax_pfl[tfds]", "download_and_prepare", "162 MiB", "TFDS_DATA"):
+        assert part in message
+    assert "\n" not in message
+    with pytest.raises(UsageError, match="features image, label, writer"):
+        load("femnist", tmp_path)
+
+
+def record(folder, split="train"):
+    return folder / f"mnist-{split}.array_record-00000-of-00001"
+
+
+def truncate(folder):
+    os.truncate(record(folder), record(folder).stat().st_size - 70_000)
+
+
+def scribble(folder):
+    with open(record(folder), "r+b") as file:
+        file.seek(200)
+        file.write(b"not a record" * 100)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        scribble,
+        lambda folder: os.truncate(record(folder), 0),
+        lambda folder: record(folder).unlink(),
+        lambda folder: (folder / "dataset_info.json").unlink(),
+        lambda folder: (folder / "dataset_info.json").write_text("{"),
+        lambda folder: (folder / "features.json").unlink(),
+        lambda folder: (folder / "features.json").write_text("{"),
+    ],
+    ids=["truncated", "scribbled", "empty", "shard", "info", "bad info", "features", "bad features"],
+)
+def test_a_damaged_folder_is_one_line(tmp_path, damage):
+    folder, _ = mnist(tmp_path)
+    damage(folder)
+    with pytest.raises(UsageError, match="damaged or half written: delete it") as error:
+        load("mnist", tmp_path)
+    assert "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_fewer_records_than_declared_is_damage(tmp_path):
+    mnist(tmp_path, declared={"train": 31})
+    with pytest.raises(UsageError, match="damaged or half written"):
+        load("mnist", tmp_path)
+
+
+def test_a_missing_feature_is_named(tmp_path):
+    write(tmp_path, "mnist", {"train": {"image": pictures(2)}, "test": {"image": pictures(2)}})
+    with pytest.raises(UsageError, match="a record has no feature label"):
+        load("mnist", tmp_path)
+
+
+def test_a_missing_split_and_foreign_labels_are_named(tmp_path):
+    write(tmp_path, "mnist", {"train": {"image": pictures(2), "label": [0, 1]}})
+    with pytest.raises(UsageError, match="no examples of split test"):
+        load("mnist", tmp_path)
+    columns = {"image": pictures(2), "label": [0, 10]}
+    write(tmp_path, "fashion_mnist", {"train": columns, "test": columns})
+    with pytest.raises(UsageError, match="labels run from 0 to 10"):
+        load("fashion_mnist", tmp_path)
+
+
+@real
+def test_real_cifar100():
+    dataset = load("cifar100", REAL)
+    assert dataset.x_train.shape[1:] == (32, 32, 3)
+    np.testing.assert_array_equal(np.bincount(dataset.coarse), np.full(20, 5))
+    assert dataset.coarse[0] == 4  # apple: fruit and vegetables
+    x = dataset.x_train.astype(np.float64) * dataset.scale + dataset.shift
+    np.testing.assert_allclose(x.mean((0, 1, 2)), 0, atol=0.02)
+    np.testing.assert_allclose(x.std((0, 1, 2)), 1, atol=0.01)
+
+
+@real
+def test_real_omniglot():
+    dataset = load("omniglot", REAL)
+    assert len(dataset.owner_classes) >= 8
+    # Twenty drawings of every character.
+    characters = dataset.owner_train * 100 + dataset.y_train
+    assert set(np.unique(characters, return_counts=True)[1]) == {20}

@@ -1,0 +1,182 @@
+"""Lowerings and pools against XLA's own."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import LeNet
+from fedjax_pfl.models.conv import lowering, max_pool
+
+PRODUCTS = ("patches", "rows", "blocks")
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+CASES = {
+    "lenet1": ((2, 12, 12, 3), (5, 5, 3, 4), (1, 1), "VALID"),
+    "odd": ((2, 9, 8, 2), (3, 3, 2, 3), (1, 1), "SAME"),
+    "stride": ((2, 9, 10, 2), (5, 5, 2, 3), (2, 2), ((2, 2), (2, 2))),
+    "uneven": ((1, 10, 7, 2), (3, 2, 2, 3), (2, 3), ((0, 1), (2, 0))),
+    "stride same": ((2, 8, 8, 2), (3, 3, 2, 3), (2, 2), "SAME"),
+    "crop": ((2, 9, 9, 2), (3, 3, 2, 2), (1, 1), ((-1, 0), (1, -2))),
+    "one": ((2, 5, 4, 3), (1, 1, 3, 2), (1, 1), "VALID"),
+    "whole": ((2, 4, 4, 3), (4, 4, 3, 2), (1, 1), "VALID"),
+}
+
+
+def random(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def value_and_gradient(name, x, k, strides, padding):
+    apply = lowering(name)
+
+    def loss(x, k):
+        y = apply(x, k, strides, padding, dimension_numbers=LAYOUT)
+        weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return jnp.sum(weights * y * y), y
+
+    (_, y), gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, k)
+    return y, *gradient
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lowering_is_the_convolution(case):
+    image, kernel, strides, padding = CASES[case]
+    x, k = random(0, image), random(1, kernel)
+
+    @jax.jit
+    def run(x, k):
+        return [value_and_gradient(name, x, k, strides, padding) for name in ("xla", *PRODUCTS)]
+
+    want, *got = run(x, k)
+    for each in got:
+        close(each, want)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("spread", ["vmap", "map", "shard"])
+def test_lowering_per_client(name, spread):
+    image, kernel, strides, padding = CASES["lenet1"]
+    x, k = random(0, (3, *image)), random(1, (3, *kernel))
+    one = lambda x, k, name=name: value_and_gradient(name, x, k, strides, padding)
+    if spread == "vmap":
+        run = jax.vmap(one)
+    elif spread == "map":
+        run = lambda x, k: lax.map(lambda xk: one(*xk), (x, k))
+    else:
+        mesh = jax.make_mesh((1,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
+        axis = jax.P("clients")
+        run = jax.shard_map(
+            jax.vmap(one), mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False
+        )
+    want = [one(x[i], k[i], "xla") for i in range(3)]
+    close(jax.jit(run)(x, k), [jnp.stack(parts) for parts in zip(*want, strict=True)])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_lowering_in_a_loop_and_twice_differentiated(name):
+    image, kernel, strides, padding = CASES["odd"]
+    x, k = random(0, image), 0.1 * random(1, kernel)
+
+    def run(name):
+        slope = jax.grad(lambda k: jnp.sum(value_and_gradient(name, x, k, strides, padding)[2]))
+        return lax.fori_loop(0, 3, lambda i, k: k - 1e-3 * slope(k), k)
+
+    close([run(name)], [run("xla")])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_bfloat16_accumulates_in_float32(name):
+    image, kernel, strides, padding = CASES["lenet1"]
+    x, k = random(0, image, jnp.bfloat16), random(1, kernel, jnp.bfloat16)
+    got = lowering(name)(x, k, strides, padding, dimension_numbers=LAYOUT)
+    wide = lowering("xla")(
+        x.astype(jnp.float32), k.astype(jnp.float32), strides, padding, dimension_numbers=LAYOUT
+    )
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), wide, rtol=2**-8, atol=1e-3)
+    _, backward = jax.vjp(
+        lambda x, k: lowering(name)(x, k, strides, padding, dimension_numbers=LAYOUT), x, k
+    )
+    assert [g.dtype for g in backward(got)] == [jnp.bfloat16, jnp.bfloat16]
+
+
+def test_what_is_not_lowered():
+    with pytest.raises(UsageError, match="choose from auto, xla"):
+        lowering("winograd")
+    x, k = jnp.ones((1, 6, 6, 4)), jnp.ones((3, 3, 1, 4))
+    with pytest.raises(UsageError, match="does not do groups"):
+        lowering("rows")(
+            x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=4
+        )  # fmt: skip
+    with pytest.raises(UsageError, match="does not do dilation"):
+        lowering("patches")(x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME", None, (2, 2), LAYOUT)
+    with pytest.raises(UsageError, match="layouts"):
+        lowering("patches")(x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME")
+    with pytest.raises(UsageError, match="does not fit"):
+        lowering("patches")(
+            x, jnp.ones((7, 7, 4, 4)), (1, 1), "VALID", dimension_numbers=LAYOUT
+        )  # fmt: skip
+    grouped = lowering("auto")(
+        x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=4
+    )
+    assert grouped.shape == (1, 6, 6, 4)
+
+
+def primitives(jaxpr):
+    """Every equation of a program, those of inner programs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from primitives(inner)
+
+
+@pytest.mark.parametrize(("name", "convolves"), [*((name, 0) for name in PRODUCTS), ("xla", 1)])
+def test_clients_of_their_own_make_no_grouped_convolution(name, convolves):
+    model = LeNet(kernels=(2, 4), dense=(8,), conv=name)
+    x = jnp.ones((3, 2, 20, 20, 1))
+    params = jax.vmap(model.init)(jax.random.split(jax.random.key(0), 3), x)
+    gradient = jax.vmap(jax.grad(lambda p, x: jnp.sum(model.apply(p, x))))
+    found = [
+        equation.params["feature_group_count"] + equation.params["batch_group_count"]
+        for equation in primitives(jax.make_jaxpr(gradient)(params, x).jaxpr)
+        if equation.primitive is lax.conv_general_dilated_p
+    ]
+    assert any(groups > 2 for groups in found) == bool(convolves)
+    assert bool(found) == bool(convolves)
+    grouped = "feature_group_count=3" in jax.jit(gradient).lower(params, x).as_text("hlo")
+    assert grouped == bool(convolves)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "strides"),
+    [
+        ((2, 8, 6, 3), (2, 2), None),
+        ((2, 9, 6, 3), (3, 2), None),
+        ((2, 7, 9, 3), (2, 2), None),
+        ((2, 7, 7, 2), (3, 3), (2, 2)),
+    ],
+)
+def test_max_pool(shape, window, strides):
+    x = random(0, shape)
+
+    def run(pool):
+        return jax.value_and_grad(lambda x: jnp.sum(jnp.sin(pool(x))))(x)
+
+    got = run(lambda x: max_pool(x, window, strides))
+    want = run(lambda x: nn.max_pool(x, window, strides or window))
+    close(got, want)
+
+
+def test_max_pool_gives_ties_to_the_first():
+    x = jnp.zeros((1, 2, 4, 1)).at[0, 1, 2:, 0].set(1.0)
+    gradient = jax.grad(lambda x: jnp.sum(max_pool(x, (2, 2))))(x)
+    np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 0, 0, 0], [0, 0, 1, 0]])

@@ -1,0 +1,68 @@
+"""A federation so small that every algorithm runs on it in seconds, and a network to match."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.algorithm import Federation
+from fedjax_pfl.data.federated import FederatedData, Split
+from fedjax_pfl.models.parts import batch_norm
+
+CLIENTS, FEATURES, CLASSES = 6, 5, 3
+TRAIN = np.array([12, 7, 9, 12, 1, 10])  # ragged, one of them a single example
+VALIDATION = np.array([4, 3, 4, 2, 4, 4])
+TEST = np.array([5, 6, 4, 6, 3, 6])
+
+
+class Net(nn.Module):
+    """Two dense layers with a BatchNorm between them, so that the first needs no bias."""
+
+    outputs: int = CLASSES
+    hidden: int = 8
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        x = nn.Dense(self.hidden, use_bias=False, name="fc1")(x)
+        x = batch_norm(x, train, mask, "norm1")
+        return nn.Dense(self.outputs, name="fc2")(nn.relu(x))
+
+
+def tables(counts: np.ndarray, first: int, longest: int, filler: int) -> tuple[Split, int]:
+    """Consecutive rows for each client, padded with `filler`."""
+    rows = np.full((len(counts), longest), filler, np.int32)
+    for i, count in enumerate(counts):
+        rows[i, :count] = np.arange(first, first + count)
+        first += count
+    return Split(rows, counts.astype(np.int32)), first
+
+
+def federated(
+    *, clients: int = CLIENTS, extra: int = 0, filler: int = 0, seed: int = 0, **changes: Any
+) -> tuple[FederatedData, Federation]:
+    """Learnable data for the first `clients` clients.
+
+    Args:
+      extra: columns of padding behind the longest client's examples.
+      filler: row that the padding points to.
+    """
+    rng = np.random.default_rng(seed)
+    total = int(TRAIN.sum() + VALIDATION.sum() + TEST.sum())
+    y = rng.integers(0, CLASSES, total).astype(np.int32)
+    centres = rng.normal(size=(CLASSES, FEATURES)) * 2
+    x = (centres[y] + rng.normal(size=(total, FEATURES))).astype(np.float32)
+    splits, first = [], 0
+    for counts in (TRAIN, VALIDATION, TEST):
+        split, first = tables(counts, first, counts.max() + extra, filler)
+        splits.append(Split(split.index[:clients], split.count[:clients]))
+    data = FederatedData(x, y, *splits)._replace(**changes)
+    federation = Federation(
+        TRAIN[:clients],
+        (FEATURES,),
+        CLASSES,
+        np.ones(clients, bool),
+        np.zeros(clients, np.int32),
+    )
+    return jax.tree.map(jnp.asarray, data), federation
