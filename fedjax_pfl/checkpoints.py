@@ -39,7 +39,7 @@ class Store(NamedTuple):
 
     def steps(self) -> list[int]:
         """Rounds of which there is a checkpoint, newest first."""
-        return sorted(self.manager.all_steps(read_only=False), reverse=True)
+        return sorted(self.manager.all_steps(), reverse=True)
 
     def facts(self, step: int) -> dict[str, Any]:
         """What was counted and measured until then."""

@@ -200,7 +200,8 @@ def resolved(config: ConfigDict) -> dict[str, Any]:
 _AT_LEAST = {  # smallest value that makes sense
     "clients": 1, "rounds": 1, "eval_every": 1, "batch_size": 1, "clients_per_round": 1,
     "local_epochs": 1, "local_steps": 1, "checkpoint_every": 1, "chunk": 1, "devices": 1,
-    "validation_examples": 1, "held_out": 0, "seed": 0, "partition_seed": 0, "momentum": 0.0, "weight_decay": 0.0,
+    "validation_examples": 1, "held_out": 0, "seed": 0, "partition_seed": 0,
+    "momentum": 0.0, "weight_decay": 0.0,
     "upload_bits": 2, "dropout": 0.0, "test_fraction": 0.0, "validation_fraction": 0.0,
 }  # fmt: skip
 _AT_MOST = {"upload_bits": 16, "seed": 2**31 - 1, "partition_seed": 2**31 - 1}

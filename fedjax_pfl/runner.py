@@ -18,6 +18,7 @@ from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
 from fedjax_pfl.data.picture import draw_partition
+from fedjax_pfl.ledger import Ledger
 
 
 class Position(NamedTuple):
@@ -27,7 +28,7 @@ class Position(NamedTuple):
     round: int = 0
     seconds: float = 0.0
     compile_seconds: float = 0.0
-    ledger: ledger.Ledger | None = None
+    ledger: Ledger | None = None
     pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
     metrics: tuple[dict[str, Any], ...] = ()
     clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
@@ -41,7 +42,7 @@ class Result(NamedTuple):
     config: dict[str, Any]
     metrics: list[dict[str, Any]]  # one per evaluation, as in metrics.jsonl
     clients: list[dict[str, Any]]  # one per client, as in clients.csv
-    ledger: ledger.Ledger
+    ledger: Ledger
     state: State
     best: State | None  # of the last phase, by validation; None without validation examples
     phases: tuple[Phase, ...]

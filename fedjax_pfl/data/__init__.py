@@ -1,0 +1,36 @@
+"""Sources of examples, their partition over clients, and the arrays that training reads."""
+
+from fedjax_pfl.data.dataset import Dataset, arrays
+from fedjax_pfl.data.federate import SPLITS, Portions, federate, portions
+from fedjax_pfl.data.federated import (
+    Batch,
+    ClientData,
+    FederatedData,
+    Split,
+    client_data,
+    take,
+)
+from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
+from fedjax_pfl.data.pool import Pool
+from fedjax_pfl.data.sources import SOURCES, load, source_settings
+
+__all__ = [
+    "PARTITIONS",
+    "SOURCES",
+    "SPLITS",
+    "Batch",
+    "ClientData",
+    "Dataset",
+    "FederatedData",
+    "Pool",
+    "Portions",
+    "Split",
+    "arrays",
+    "client_data",
+    "federate",
+    "load",
+    "partition_settings",
+    "portions",
+    "source_settings",
+    "take",
+]

@@ -1,0 +1,133 @@
+"""Labelled examples before they are given to anybody, and the checks on anyone's arrays."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fedjax_pfl.errors import UsageError
+
+
+class Dataset(NamedTuple):
+    """Labelled examples, not yet given to anybody. NumPy; images as they are stored."""
+
+    name: str
+    x_train: np.ndarray  # [examples, ...]
+    y_train: np.ndarray  # int32 [examples], or float32 [examples, targets]
+    x_test: np.ndarray | None  # None where the source has one pool only
+    y_test: np.ndarray | None
+    outputs: int  # classes, or targets of a regression
+    scale: np.ndarray | None = None  # an example becomes x * scale + shift, in float32
+    shift: np.ndarray | None = None  # both None: used as it is stored
+    coarse: np.ndarray | None = None  # int [outputs]: the superclass of each class
+    owner_train: np.ndarray | None = None  # int [examples]: its writer or alphabet, from 0
+    owner_test: np.ndarray | None = None
+    owner_classes: np.ndarray | None = None  # bool [owners, outputs], where owners differ in these
+
+
+def arrays(
+    x: np.ndarray,
+    y: np.ndarray,
+    x_test: np.ndarray | None = None,
+    y_test: np.ndarray | None = None,
+    *,
+    outputs: int | None = None,
+    scale: np.ndarray | float | None = None,
+    shift: np.ndarray | float | None = None,
+    coarse: np.ndarray | None = None,
+    owners: np.ndarray | None = None,
+    owners_test: np.ndarray | None = None,
+    owner_classes: np.ndarray | None = None,
+    name: str = "arrays",
+) -> Dataset:
+    """Anyone's NumPy arrays, checked.
+
+    Args:
+      x, x_test: [examples, ...]; images have channels last. uint8 is scaled to [0, 1] unless
+        `scale` is given; any other type becomes float32.
+      y, y_test: integer classes [examples], or real targets [examples, targets].
+      outputs: number of classes; None: the largest label plus one.
+      owners, owners_test: whom each example belongs to, integers from 0 (partition `natural`).
+      owner_classes: bool [owners, outputs], where owners differ in the classes that they can have.
+    """
+    x, y = np.asarray(x), np.asarray(y)
+    if y.ndim not in (1, 2) or (y.ndim == 1) != np.issubdtype(y.dtype, np.integer):
+        raise UsageError(
+            f"{name}: y is {y.dtype} {list(y.shape)}; use integer classes [examples] or real "
+            "targets [examples, targets]"
+        )
+    if outputs is None:
+        outputs = y.shape[1] if y.ndim == 2 else int(max(y.max(initial=-1), 0)) + 1
+    if (x_test is None) != (y_test is None):
+        raise UsageError(f"{name}: give both x_test and y_test, or neither")
+    x_train, y_train = _checked(f"{name} (train)", x, y, x, y, outputs)
+    if x_test is not None and y_test is not None:
+        x_test, y_test = _checked(f"{name} (test)", x_test, y_test, x, y, outputs)
+    if scale is None and shift is None and x_train.dtype == np.uint8:
+        scale = 1 / 255
+    if scale is not None or shift is not None:
+        scale = np.asarray(1 if scale is None else scale, np.float32)
+        shift = np.asarray(0 if shift is None else shift, np.float32)
+    if coarse is not None and (
+        len(coarse) != outputs or np.any(np.unique(coarse) != np.arange(np.max(coarse) + 1))
+    ):
+        raise UsageError(f"{name}: coarse must number the superclass of each class from 0")
+    owners = _owners(name, "owners", owners, len(x_train))
+    owners_test = _owners(name, "owners_test", owners_test, 0 if x_test is None else len(x_test))
+    if owner_classes is not None and (
+        owners is None or np.shape(owner_classes) != (int(owners.max()) + 1, outputs)
+    ):
+        raise UsageError(f"{name}: owner_classes must be [owners, {outputs}], and have owners")
+    return Dataset(
+        name, x_train, y_train, x_test, y_test, outputs, scale, shift,
+        None if coarse is None else np.asarray(coarse), owners, owners_test, owner_classes,
+    )  # fmt: skip
+
+
+def _checked(
+    what: str, x: np.ndarray, y: np.ndarray, like: np.ndarray, targets: np.ndarray, outputs: int
+) -> tuple[np.ndarray, np.ndarray]:
+    x, y = np.asarray(x), np.asarray(y)
+    if not len(x) or len(x) != len(y):
+        raise UsageError(f"{what}: x has {len(x)} examples and y {len(y)}; both need the same")
+    if x.ndim < 2 or x.shape[1:] != like.shape[1:] or y.shape[1:] != targets.shape[1:]:
+        raise UsageError(
+            f"{what}: x is {list(x.shape)} and y {list(y.shape)}; use [examples, ...], with train "
+            f"and test alike"
+        )
+    if not (np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)):
+        raise UsageError(f"{what}: x has type {x.dtype}; use numbers")
+    x = x if x.dtype == np.uint8 else x.astype(np.float32)
+    for label, values in (("x", x), ("y", y)):
+        bad = np.nonzero(~np.isfinite(values))[0] if values.dtype.kind == "f" else np.zeros(0, int)
+        if bad.size:
+            raise UsageError(
+                f"{what}: {label} has {bad.size} values that are not finite, the first in example "
+                f"{bad[0]}; remove or replace them"
+            )
+    if y.ndim == 2:
+        return x, y.astype(np.float32)
+    wrong = np.flatnonzero((y < 0) | (y >= outputs))
+    if len(wrong) or not np.issubdtype(y.dtype, np.integer):
+        raise UsageError(
+            f"{what}: {len(wrong)} labels are not classes from 0 to {outputs - 1}"
+            + (f", the first is {y[wrong[0]]} in example {wrong[0]}" if len(wrong) else "")
+        )
+    return x, y.astype(np.int32)
+
+
+def _owners(name: str, what: str, owners: np.ndarray | None, examples: int) -> np.ndarray | None:
+    if owners is None:
+        return None
+    owners = np.asarray(owners)
+    if owners.shape != (examples,) or owners.dtype.kind not in "iu" or np.any(owners < 0):
+        raise UsageError(
+            f"{name}: {what} is {owners.dtype} {list(owners.shape)}; use integers from 0 "
+            f"[{examples}]"
+        )
+    return owners.astype(np.int32)
+
+
+def standardise(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Scale and shift that standardise uint8 pixels, from constants for pixels in [0, 1]."""
+    m, s = np.array(mean), np.array(std)
+    return (1 / (255 * s)).astype(np.float32), (-m / s).astype(np.float32)

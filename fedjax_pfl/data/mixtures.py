@@ -1,0 +1,141 @@
+"""Partitions drawn from Dirichlet distributions. Maps and settings as in `partitions.py`."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fedjax_pfl.data import apportion
+from fedjax_pfl.data.pool import Pool, between, client_size, need, superclasses
+from fedjax_pfl.errors import UsageError
+
+_ATTEMPTS = 300
+
+
+def _retry(draw: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.ndarray:
+    """Draw again until the smallest client is large enough; deterministic, as `draw` is."""
+    need(
+        minimum * pool.clients <= pool.total,
+        f"{pool.clients} clients with minimum={minimum} do not fit into the {pool.total:,} "
+        f"examples: the largest `minimum` is {pool.total // pool.clients}",
+    )
+    best = -1
+    for _ in range(_ATTEMPTS):
+        counts = draw()
+        smallest = int(counts.sum(1).min())
+        if smallest >= minimum:
+            return counts
+        best = max(best, smallest)
+    raise UsageError(
+        f"no draw gave each of the {pool.clients} clients minimum={minimum} of the "
+        f"{pool.total:,} examples (the best gave the smallest client {best}): "
+        f"use a smaller `minimum`, fewer clients or a larger `alpha`"
+    )
+
+
+def dirichlet(
+    pool: Pool, rng: np.random.Generator, *, alpha: float = 0.5, minimum: int = 10
+) -> np.ndarray:
+    """Each class is spread over the clients by Dir(alpha); again until all have `minimum`."""
+    need(alpha > 0, f"alpha={alpha} must be positive")
+
+    def draw() -> np.ndarray:
+        weights = rng.dirichlet(np.full(pool.clients, alpha), pool.classes).T
+        return apportion.cut(weights, pool.available)
+
+    return _retry(draw, minimum, pool)
+
+
+def dirichlet_classes(
+    pool: Pool,
+    rng: np.random.Generator,
+    *,
+    alpha: float = 0.1,
+    novel_alpha: float | None = None,
+    examples: int | None = None,
+) -> np.ndarray:
+    """Clients of one size, each with its own class proportions from Dir(alpha).
+
+    novel_alpha: for the held-out clients, where it is another (pFedHN's novel clients).
+    examples: per client; None deals everything. Then who draws last (in a random order) has to take
+      what is left; with fewer examples than there are, proportions come out as drawn.
+    """
+    novel_alpha = alpha if novel_alpha is None else novel_alpha
+    need(min(alpha, novel_alpha) > 0, f"alpha={alpha}, novel_alpha={novel_alpha}: use more than 0")
+    size = client_size(pool, examples)
+    left = pool.available.copy()
+    counts = np.zeros((pool.clients, pool.classes), np.int64)
+    for i in rng.permutation(pool.clients):
+        a = novel_alpha if i >= pool.clients - pool.held_out else alpha
+        weights = rng.dirichlet(np.full(pool.classes, a))
+        counts[i] = apportion.draw(left, size, lambda alive, w=weights: w, rng)  # type: ignore[misc]
+        left -= counts[i]
+    return counts
+
+
+def clusters(
+    pool: Pool,
+    rng: np.random.Generator,
+    *,
+    clusters: int = 3,
+    alpha: float = 0.4,
+    minimum: int = 2,
+) -> np.ndarray:
+    """Classes shuffled into clusters; each cluster's examples spread over clients by Dir(alpha).
+
+    Within a cluster a client's examples are a random draw, whatever their class.
+    References: FedEM's CIFAR-10 testbed (80 clients, 3 clusters, alpha .4).
+    Deviations: drawn again while a client has fewer than `minimum` examples.
+    """
+    between("clusters", clusters, 1, pool.classes, "the number of classes")
+    need(alpha > 0, f"alpha={alpha} must be positive")
+    parts = np.array_split(rng.permutation(pool.classes), clusters)
+
+    def draw() -> np.ndarray:
+        counts = np.zeros((pool.clients, pool.classes), np.int64)
+        for part in parts:
+            weights = rng.dirichlet(np.full(pool.clients, alpha))[:, None]
+            sizes = apportion.cut(weights, pool.available[part].sum(keepdims=True))[:, 0]
+            labels = rng.permutation(np.repeat(part, pool.available[part]))
+            np.add.at(counts, (np.repeat(np.arange(pool.clients), sizes), labels), 1)
+        return counts
+
+    return _retry(draw, minimum, pool)
+
+
+def pachinko(
+    pool: Pool,
+    rng: np.random.Generator,
+    *,
+    alpha: float = 0.4,
+    beta: float = 10.0,
+    examples: int | None = None,
+) -> np.ndarray:
+    """Pachinko allocation: Dir(alpha) over superclasses, then Dir(beta) over their classes.
+
+    Clients of one size, without replacement: what is used up is left out of later draws.
+    examples: per client; None deals everything (CIFAR-100: 100 clients x 600).
+    References: Reddi et al., Adaptive federated optimization, appendix F; used by FedEM and FedMN.
+    """
+    coarse = superclasses(pool, "pachinko")
+    need(min(alpha, beta) > 0, f"alpha={alpha}, beta={beta} must be positive")
+    size = client_size(pool, examples)
+    tops = int(coarse.max()) + 1
+    member = coarse[None, :] == np.arange(tops)[:, None]
+    left = pool.available.copy()
+    counts = np.zeros((pool.clients, pool.classes), np.int64)
+    for i in rng.permutation(pool.clients):
+        top = rng.dirichlet(np.full(tops, alpha))
+        fine = np.zeros(pool.classes)
+        for row in member:
+            fine[row] = rng.dirichlet(np.full(row.sum(), beta))
+
+        def weights(
+            alive: np.ndarray, top: np.ndarray = top, fine: np.ndarray = fine
+        ) -> np.ndarray:
+            # A superclass keeps its weight as long as one of its classes is left.
+            kept = member @ (fine * alive)
+            return top[coarse] * fine * alive / np.where(kept > 0, kept, 1)[coarse]
+
+        counts[i] = apportion.draw(left, size, weights, rng)
+        left -= counts[i]
+    return counts

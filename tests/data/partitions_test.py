@@ -1,0 +1,231 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_pfl.data import partitions
+from fedjax_pfl.data.partitions import PARTITIONS
+from fedjax_pfl.data.pool import Pool
+from fedjax_pfl.errors import UsageError
+
+CIFAR10 = np.full(10, 6000)
+DIGITS = np.array([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
+# The superclass of every fine class of CIFAR-100, in the official order.
+COARSE = np.array(
+    [4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7, 6, 13, 15]
+    + [3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5, 5, 19, 8, 8, 15, 13, 14, 17, 18, 10, 16, 4, 17]
+    + [4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16, 12, 9, 13, 15]
+    + [13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13]
+)
+CIFAR100 = Pool(np.full(100, 600), 100, COARSE)
+BY_LABEL = [name for name in PARTITIONS if name != "natural"]
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(BY_LABEL), st.integers(0, 99), st.integers(1, 6), st.booleans())
+def test_counts_never_pass_what_is_there(name, seed, clients, uneven):
+    available = rng(seed).integers(60, 90, 6) if uneven else np.full(6, 80)
+    small = {"examples": 20} if "examples" in partitions.partition_settings(name) else {}
+    small |= {"domains": 1} if name == "domains" else {}
+    pool = Pool(available, clients, np.array([0, 0, 1, 1, 2, 2]))
+    counts = PARTITIONS[name](pool, rng(seed), **small)
+    assert counts.shape == (clients, 6)
+    assert (counts >= 0).all()
+    assert (counts.sum(0) <= available).all()
+    np.testing.assert_array_equal(counts, PARTITIONS[name](pool, rng(seed), **small))
+
+
+@pytest.mark.parametrize("name", [n for n in BY_LABEL if n not in ("iid", "domains")])
+def test_another_seed_gives_another_partition(name):
+    one, other = (PARTITIONS[name](CIFAR100, rng(seed)) for seed in (0, 1))
+    assert not np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("name", BY_LABEL)
+def test_five_hundred_clients_are_quick(name):
+    small = {"examples": 120} if name in ("classes", "dominant") else {}
+    begin = time.perf_counter()
+    PARTITIONS[name](CIFAR100._replace(clients=500), rng(), **small)
+    assert time.perf_counter() - begin < 5
+
+
+def test_iid_is_equal_per_class():
+    counts = partitions.iid(Pool(CIFAR10, 20), rng())
+    np.testing.assert_array_equal(counts, np.full((20, 10), 300))
+    counts = partitions.iid(Pool(CIFAR10, 20), rng(), examples=100)
+    np.testing.assert_array_equal(counts, np.full((20, 10), 10))
+
+
+def test_classes_of_cifar10_as_in_pfedla():
+    counts = partitions.classes(Pool(CIFAR10, 10), rng())
+    np.testing.assert_array_equal(np.sort(counts, 1), [[0] * 6 + [150] * 4] * 10)
+
+
+def test_classes_when_every_example_of_some_is_needed():
+    # 8 slots of 5 into exactly 8 places: 3 + 2 + 2 + 1.
+    counts = partitions.classes(
+        Pool(np.array([15, 14, 10, 9]), 4), rng(), per_client=2, examples=10
+    )
+    np.testing.assert_array_equal(counts.sum(0), [15, 10, 10, 5])
+
+
+def test_classes_of_digits_and_what_fits():
+    counts = partitions.classes(Pool(DIGITS, 10), rng(), examples=160)
+    np.testing.assert_array_equal(np.sort(counts, 1)[:, -4:], 40)
+    # 43 of a class fit four times into 172 and more: ten classes carry the 40 slots.
+    with pytest.raises(UsageError, match="the largest `examples` that fits is 172$"):
+        partitions.classes(Pool(DIGITS, 10), rng())
+    partitions.classes(Pool(DIGITS, 10), rng(), examples=172)
+    # 1,797 examples, four each: 449 clients.
+    with pytest.raises(UsageError, match=r"600 examples .* 1,797 .* at most 449 clients$"):
+        partitions.classes(Pool(DIGITS, 500), rng())
+    partitions.classes(Pool(DIGITS, 449), rng(), examples=4)
+
+
+def test_classes_spreads_a_remainder():
+    counts = partitions.classes(Pool(CIFAR10, 3), rng(), per_client=4, examples=10)
+    np.testing.assert_array_equal(np.sort(counts, 1)[:, -4:], [[2, 2, 3, 3]] * 3)
+
+
+def test_dominant_counts_by_hand():
+    # 8 others and 2 of weight 10: low = floor(600/28) = 21, high = (600 - 168)/2 = 216.
+    counts = partitions.dominant(Pool(CIFAR10, 10), rng())
+    np.testing.assert_array_equal(np.sort(counts, 1), [[21] * 8 + [216] * 2] * 10)
+    with pytest.raises(UsageError, match="the largest `examples` that fits is") as error:
+        partitions.dominant(Pool(DIGITS, 10), rng())
+    size = int(str(error.value).split()[-1])
+    partitions.dominant(Pool(DIGITS, 10), rng(), examples=size)
+    assert size >= 150
+
+
+def test_shares_by_the_formula_sum_to_one():
+    counts = partitions.shares(Pool(CIFAR10, 10), rng())
+    np.testing.assert_array_equal((counts > 0).sum(1), 2)
+    np.testing.assert_array_equal((counts > 0).sum(0), 2)
+    np.testing.assert_array_equal(counts.sum(0), CIFAR10)
+    held = counts[counts > 0] / 6000
+    assert held.min() >= 0.4  # .4/(.4 + .6)
+    assert held.max() <= 0.6
+
+
+def test_shares_by_the_authors_code_leave_one_slot():
+    counts = partitions.shares(Pool(CIFAR10, 10), rng(), spare_slot=True)
+    held = counts[counts > 0] / 6000
+    assert held.min() >= 0.4 / 1.6 - 1e-3  # one of three slots: .4/(.4 + .6 + .6) and up
+    assert held.max() <= 0.6 / 1.4 + 1e-3
+    left = 1 - counts.sum(0) / 6000
+    assert left.min() >= 0.4 / 1.6 - 1e-3
+    assert left.max() <= 0.6 / 1.4 + 1e-3
+
+
+def test_dirichlet_deals_everything_and_keeps_its_minimum():
+    counts = partitions.dirichlet(Pool(CIFAR10, 100), rng(), alpha=0.1, minimum=10)
+    np.testing.assert_array_equal(counts.sum(0), CIFAR10)
+    assert counts.sum(1).min() >= 10
+    even = partitions.dirichlet(Pool(CIFAR10, 10), rng(), alpha=1e6)
+    np.testing.assert_allclose(even, 600, atol=10)
+    with pytest.raises(UsageError, match="no draw gave each"):
+        partitions.dirichlet(Pool(DIGITS, 100), rng(), alpha=0.01)
+    with pytest.raises(UsageError, match="the largest `minimum` is 3"):
+        partitions.dirichlet(Pool(DIGITS, 500), rng())
+
+
+def test_dirichlet_classes_has_equal_sizes_and_other_novel_clients():
+    pool = Pool(CIFAR10, 100, held_out=10)
+    counts = partitions.dirichlet_classes(pool, rng(), novel_alpha=1e6, examples=100)
+    np.testing.assert_array_equal(counts.sum(1), 100)
+    assert (counts[:90].max(1) > 40).all()
+    assert (counts[90:].max(1) < 30).all()
+    with pytest.raises(UsageError, match="the largest `examples` is 600"):
+        partitions.dirichlet_classes(pool, rng(), examples=601)
+
+
+def test_shards_by_hand():
+    # Ten examples in four shards: 0-1, 2-4, 5-6, 7-9 of [0]*4 + [1]*6.
+    counts = partitions.shards(Pool(np.array([4, 6]), 4), rng(), per_client=1)
+    assert sorted(map(tuple, counts.tolist())) == [(0, 2), (0, 3), (2, 0), (2, 1)]
+    counts = partitions.shards(Pool(CIFAR10, 100), rng())
+    assert ((counts > 0).sum(1) <= 2).all()
+    np.testing.assert_array_equal(counts.sum(1), 600)
+
+
+def test_clusters_share_proportions_within_a_cluster():
+    counts = partitions.clusters(Pool(CIFAR10, 80), rng())
+    np.testing.assert_array_equal(counts.sum(0), CIFAR10)
+    # Classes of one cluster go to the same clients: their columns agree, those of others do not.
+    together = np.corrcoef(counts.T) > 0.9
+    assert sorted(together.sum(0)) == [3] * 6 + [4] * 4
+
+
+def test_pachinko_uses_every_image_once():
+    counts = partitions.pachinko(CIFAR100, rng())
+    np.testing.assert_array_equal(counts.sum(1), 600)
+    np.testing.assert_array_equal(counts.sum(0), 600)
+    few = partitions.pachinko(CIFAR100, rng(), examples=100)
+    by_top = np.stack([few[:, t == COARSE].sum(1) for t in range(20)], 1)
+    # Dir(.4) over 20 has E[sum of squares] = (.4 + 1)/(20 * .4 + 1) = .156, and sampling adds .01.
+    concentration = ((by_top / 100) ** 2).sum(1).mean()
+    assert 0.12 < concentration < 0.21
+
+
+def test_coarse_gives_whole_superclasses():
+    counts = partitions.coarse(CIFAR100, rng())
+    np.testing.assert_array_equal(counts.sum(0), 600)
+    np.testing.assert_array_equal(np.sort(counts, 1)[:, -5:], 120)
+    assert all(len(set(COARSE[row > 0])) == 1 for row in counts)
+
+
+def test_domains_of_cifar100_and_of_anything():
+    counts = partitions.domains(CIFAR100._replace(clients=20), rng())
+    np.testing.assert_array_equal(counts.sum(1), 1500)
+    assert set(COARSE[counts[0] > 0]) == {5, 6}
+    assert set(COARSE[counts[19] > 0]) == {8, 11}
+    np.testing.assert_array_equal((counts > 0).sum(1), 10)
+    counts = partitions.domains(Pool(np.array([4, 4, 4]), 4), rng(), domains=2)
+    np.testing.assert_array_equal(counts, [[2, 2, 0], [2, 2, 0], [0, 0, 2], [0, 0, 2]])
+    counts = partitions.domains(Pool(np.array([4, 4, 4]), 2), rng(), groups=((2, 0), (1,)))
+    np.testing.assert_array_equal(counts, [[4, 0, 4], [0, 4, 0]])
+
+
+def test_natural_takes_owners_that_are_large_enough():
+    owners = np.array([0, 0, 2, 3, 3, 3, 4, 4])
+    client = partitions.natural(owners, 3, rng())
+    np.testing.assert_array_equal(client, [0, -1, -1, 1, 2])
+    with pytest.raises(UsageError, match="use clients=3 or fewer"):
+        partitions.natural(owners, 4, rng())
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("classes", {"per_client": 11}, "per_client=11 must lie between 1 and 10"),
+        ("classes", {"examples": 3}, "use at least 4"),
+        ("dominant", {"ratio": 0.5}, "use 1 or more"),
+        ("dominant", {"dominant": 0}, "dominant=0"),
+        ("shares", {"low": 0.0}, "0 < low"),
+        ("dirichlet", {"alpha": 0.0}, "must be positive"),
+        ("dirichlet_classes", {"alpha": -1.0}, "more than 0"),
+        ("shards", {"per_client": 7000}, "from 1 to 6000"),
+        ("clusters", {"clusters": 11}, "clusters=11"),
+        ("pachinko", {}, "needs superclasses"),
+        ("coarse", {}, "needs superclasses"),
+        ("domains", {"domains": 11}, "domains=11"),
+        ("domains", {"groups": ((1, 2), (2,))}, "distinct classes"),
+        ("iid", {"examples": 6001}, "the largest `examples` is 6000"),
+    ],
+)
+def test_impossible_settings_are_one_line(name, wrong, message):
+    with pytest.raises(UsageError, match=message) as error:
+        PARTITIONS[name](Pool(CIFAR10, 10), rng(), **wrong)
+    assert "\n" not in str(error.value)
+
+
+def test_settings_are_read_from_signatures():
+    assert partitions.partition_settings("classes") == {"per_client": 4, "examples": 600}
+    assert partitions.partition_settings("natural") == {"minimum": 2}
