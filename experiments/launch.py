@@ -1,13 +1,14 @@
 """What every command shares: flags, the errors a user sees, the run and its table."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from fedjax_pfl import config as configuration
 from fedjax_pfl import report, runner
@@ -24,27 +25,30 @@ _DATA_DIR = flags.DEFINE_string(
 
 def launch(name: str) -> None:
     """Run the command `python -m experiments.NAME`."""
-    config = config_flags.DEFINE_config_file(
-        "config", str(_CONFIGS / f"{name}.py"), "Settings: FILE.py:PRESET, then --config.KEY=VALUE."
-    )
 
     def main(argv: Sequence[str]) -> None:
         if len(argv) > 1:
             raise UsageError(f"{argv[1]!r} is no flag; settings are given as --config.KEY=VALUE")
-        settings = config.value
+        with in_one_line():
+            settings = config.value.copy_and_resolve_references()
         if _DATA_DIR.value is not None:
             settings.data_dir = _DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
         result = runner.run(settings, workdir)
         if result.resumed_at is not None:
-            last = result.metrics[-1]["round"]
-            state = "was finished" if result.resumed_at == last else "resumed"
-            print(f"This run {state} at round {result.resumed_at}; it is in {workdir}.")
+            finished = result.resumed_at == result.metrics[-1]["round"]
+            word = "was finished" if finished else "resumed"
+            print(f"This run {word} at round {result.resumed_at}; it is in {workdir}.")
         print(report.table(result.metrics))
         print(f"\nReport: {Path(workdir) / 'report.html'}")
 
     prepare_devices()
     try:
+        check_keys(sys.argv[1:])
+        with in_one_line():
+            config = config_flags.DEFINE_config_file(
+                "config", str(_CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
+            )
         app.run(main, flags_parser=_parse)
     except UsageError as error:
         fail(error)
@@ -78,35 +82,39 @@ def default_workdir(name: str, arguments: Sequence[str]) -> str:
 
 
 def _parse(argv: Sequence[str]) -> list[str]:
-    """absl's parsing, with every mistake told in one line."""
-    known = configuration.default()
-    for argument in argv[1:]:
-        path = argument.lstrip("-").partition("=")[0]
-        if path.startswith("config."):
-            _check_key(path.removeprefix("config."), known)
-    try:
+    with in_one_line():
         return flags.FLAGS(argv)
+
+
+@contextlib.contextmanager
+def in_one_line() -> Iterator[None]:
+    """Turn whatever reading flags and a config file raises into a UsageError."""
+    try:
+        yield
     except UsageError:
         raise
     except flags.UnrecognizedFlagError as error:
         raise UsageError(
             f"there is no flag --{error.flagname}; settings are --config.KEY"
         ) from None
-    except flags.Error as error:
-        raise UsageError(str(error)) from None
-    except (OSError, ImportError, SyntaxError) as error:
-        raise UsageError(f"the config file cannot be used: {error}") from None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(str(error).strip("'\"")) from None
+    except Exception as error:  # a config file is code and can raise anything
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        line = lines[-1].removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ")
+        raise UsageError(line) from None
 
 
-def _check_key(path: str, known: configuration.ConfigDict) -> None:
-    level, seen = known, ""
-    for word in path.split("."):
-        word = word.partition("[")[0]
-        if not isinstance(level, configuration.ConfigDict) or word not in level:
-            names = level.keys() if isinstance(level, configuration.ConfigDict) else ()
-            raise UsageError(
-                f"there is no setting {seen}{word}{configuration.nearest(word, names)}"
-            )
-        level, seen = level[word], f"{seen}{word}."
+def check_keys(arguments: Sequence[str]) -> None:
+    """Name the nearest setting where one of --config.KEY=VALUE does not exist."""
+    known = configuration.default()
+    for argument in arguments:
+        path = argument.lstrip("-").partition("=")[0]
+        if not path.startswith("config."):
+            continue
+        level, seen = known, ""
+        for word in path.removeprefix("config.").split("."):
+            names = list(level) if isinstance(level, ConfigDict) else []
+            key = word.partition("[")[0]
+            if key not in names:
+                hint = configuration.nearest(key, names) if names else ""
+                raise UsageError(f"there is no setting {seen}{key}{hint}")
+            level, seen = level[key], f"{seen}{key}."

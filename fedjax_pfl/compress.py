@@ -73,7 +73,7 @@ def compressed(
         def train(payload: PyTree, client: Client, data: Any, t: Any, key: jax.Array) -> Any:
             train_key, round_key = jax.random.split(key)
             upload, trained, own, metrics = member.train(payload, client.own, data, t, train_key)
-            new, treedef = jax.tree.flatten(upload)
+            new, shape = jax.tree.flatten(upload)
             old = jax.tree.leaves(trees.came_down(payload, upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
             for i, leaf in enumerate(new):
@@ -81,15 +81,15 @@ def compressed(
                     wanted = leaf - old[i] + lost[i]
                     sent = encode(wanted, jax.random.fold_in(round_key, i), bits, top_k)
                     new[i], lost[i] = old[i] + sent, wanted - sent
-            kept = treedef.unflatten(lost) if feedback else ()
-            return treedef.unflatten(new), trained, Client(own, kept), metrics
+            kept = jax.tree.unflatten(shape, lost) if feedback else ()
+            return jax.tree.unflatten(shape, new), trained, Client(own, kept), metrics
 
         def personal(server: PyTree, rows: PyTree, client: Client, *rest: Any) -> PyTree:
             return member.personal(server, rows, client.own, *rest)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
             bill = member.traffic(payload, upload)
-            up = {}
+            up: dict[str, Any] = {}
             for layer, leaves in trees.layers(upload).items():
                 full = sum(map(trees.leaf_bytes, leaves))
                 packed = sum(

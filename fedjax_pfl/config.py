@@ -21,7 +21,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
     name: getattr(algorithms, name) for name in algorithms.__all__
 }
 PARTITIONS: dict[str, Callable[..., Any]] = data.PARTITIONS
-MODELS: dict[str, Callable[..., Any]] = models.MODELS
+MODELS: dict[str, Callable[..., Any]] = dict(models.MODELS)
 DATASETS: dict[str, Callable[..., Any]] = dict(data.SOURCES)
 
 _KINDS = {

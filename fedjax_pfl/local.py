@@ -106,26 +106,26 @@ def _schedule(
     training: Training, split: Split, key: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
     """The number of steps, and for a step the places in `split` of its batch with their mask."""
-    size, longest = training.batch_size, split.index.shape[0]
+    size, longest = training.batch_size, split.rows.shape[0]
     lanes = jnp.arange(size)
     if training.steps is not None:
 
         def fresh(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            order = _shuffled(jax.random.fold_in(key, step), longest, split.count)
-            return jnp.pad(order, (0, max(size - longest, 0)))[:size], lanes < split.count
+            order = _shuffled(jax.random.fold_in(key, step), longest, split.size)
+            return jnp.pad(order, (0, max(size - longest, 0)))[:size], lanes < split.size
 
-        return jnp.where(split.count > 0, training.steps, 0), fresh
+        return jnp.where(split.size > 0, training.steps, 0), fresh
 
     assert training.epochs is not None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(training.epochs))
-    orders = jax.vmap(_shuffled, (0, None, None))(keys, longest, split.count)
+    orders = jax.vmap(_shuffled, (0, None, None))(keys, longest, split.size)
     orders = jnp.pad(orders, ((0, 0), (0, -longest % size)))
-    per_epoch = -(-split.count // size)
+    per_epoch = -(-split.size // size)
 
     def next_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
         epoch, batch = step // jnp.maximum(per_epoch, 1), step % jnp.maximum(per_epoch, 1)
         places = jax.lax.dynamic_slice(orders[epoch], (batch * size,), (size,))
-        return places, batch * size + lanes < split.count
+        return places, batch * size + lanes < split.size
 
     return training.epochs * per_epoch, next_batch
 
@@ -157,7 +157,7 @@ def fit(
     def step(s: jax.Array, carry: Any) -> Any:
         params, rest, moments, total, seen = carry
         places, mask = next_batch(s)
-        batch = take(data, data.train.index[places], mask)
+        batch = take(data, data.train.rows[places], mask)
         (loss, rest), grads = gradient(params, rest, batch, jax.random.fold_in(noise_key, s))
         updates, moments = training.optimizer.update(grads, moments, params)
         params = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), params, updates)
@@ -181,21 +181,21 @@ def evaluate(
 ) -> Scores:
     """Sum score and loss over a client's examples in `split`."""
     zero = jnp.zeros((), jnp.float32)
-    longest = split.index.shape[0]
+    longest = split.rows.shape[0]
     if longest == 0:
         return Scores(zero, zero, jnp.zeros((), jnp.int32))
     size = min(batch_size, longest)
-    index = jnp.pad(split.index, (0, -longest % size))
+    index = jnp.pad(split.rows, (0, -longest % size))
 
     def step(s: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         places = jax.lax.dynamic_slice(index, (s * size,), (size,))
-        batch = take(data, places, s * size + jnp.arange(size) < split.count)
+        batch = take(data, places, s * size + jnp.arange(size) < split.size)
         outputs = predict(variables, batch.x)
         score = task.score(outputs, batch.y, data.classes)
         loss = task.loss(outputs, batch.y, data.classes)
         total = lambda sum_, values: sum_ + jnp.sum(jnp.where(batch.mask, values, 0.0))
         return total(sums[0], score), total(sums[1], loss)
 
-    batches = -(-split.count // size)
+    batches = -(-split.size // size)
     score, loss = jax.lax.fori_loop(0, batches, step, (zero, zero))
-    return Scores(score, loss, split.count)
+    return Scores(score, loss, split.size)

@@ -50,7 +50,7 @@ def summary(scores: Scores, active: np.ndarray, name: str) -> dict[str, float | 
 
 def client_scores(scores: Evaluation, name: str) -> tuple[dict[str, Any], ...]:
     """One row per client: its score and loss, before and after."""
-    columns: dict[str, Sequence[Any]] = {"test_examples": np.asarray(scores.before.examples)}
+    columns: dict[str, np.ndarray] = {"test_examples": np.asarray(scores.before.examples)}
     for word, part in (("before", scores.before), ("after", scores.after)):
         empty = np.full(len(columns["test_examples"]), np.nan)
         score, loss = (empty, empty) if part is None else per_client(part)

@@ -53,9 +53,9 @@ class Rounds(NamedTuple):
     place     puts a tree on the devices that the rounds run on
     """
 
-    init: Callable[..., State]
-    run: Callable[..., tuple[State, tuple[Log, ...]]]
-    evaluate: Callable[..., Evaluation]
+    init: Any  # compiled functions can also be lowered, which Callable does not say
+    run: Any
+    evaluate: Any
     place: Callable[[PyTree], PyTree]
 
 
@@ -257,7 +257,7 @@ def make_rounds(
                 key, server, rows, data, t = shared
                 i, client = item
                 own = client_data(data, i)
-                test = Split(data.test.index[i], data.test.count[i])
+                test = Split(data.test.rows[i], data.test.size[i])
                 served = member.personal(
                     server, rows, client, i, own, t, stage_key(key, PERSONAL, t, i)
                 )

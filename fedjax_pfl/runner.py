@@ -28,7 +28,7 @@ class Position(NamedTuple):
     round: int = 0
     seconds: float = 0.0
     compile_seconds: float = 0.0
-    ledger: Ledger | None = None
+    ledger: Ledger = ledger.empty(0)
     pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
     metrics: tuple[dict[str, Any], ...] = ()
     clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
@@ -72,9 +72,9 @@ def _execute(
 ) -> Result:
     key = jax.random.key(config.seed)
     store = checkpoints.open_store(directory / "checkpoints") if directory else None
-    at, state, best = _resume(built, key, store) if store else (Position(), None, None)
-    resumed_at = at.round if at.ledger else None
-    at = at if at.ledger else at._replace(ledger=ledger.empty(built.federation.clients))
+    start = Position(ledger=ledger.empty(built.federation.clients))
+    at, state, best = _resume(built, key, store, start) if store else (start, None, None)
+    resumed_at = at.round if state is not None else None
     if directory:
         rundir.write_metrics(directory, list(at.metrics))
 
@@ -95,8 +95,7 @@ def _execute(
                 at, state, best = _one_phase(
                     built, config, phase, key, at, state, best, store, directory, bar
                 )
-    assert at.ledger is not None
-    assert state is not None
+    assert state is not None  # there is at least one phase
     result = Result(
         plain,
         list(at.metrics),
@@ -148,8 +147,8 @@ def _one_phase(
         state, logs = run_rounds(key, state, arrays, number(at.round), number(rounds))
         logs = jax.device_get(logs)
         free = 1 if at.round == 0 and not config.count_initial_download else 0
-        for line in metrics.rejections(logs, at.round, rounds):
-            bar.write(line, file=sys.stderr)
+        for warning in metrics.rejections(logs, at.round, rounds):
+            bar.write(warning, file=sys.stderr)
         at = at._replace(
             round=until,
             ledger=ledger.add(at.ledger, logs, rounds, free),
@@ -170,16 +169,15 @@ def _one_phase(
         every = one.checkpoint_every or one.eval_every
         if store and ((until - phase.begin) % every == 0 or until == phase.end):
             saved = {"state": state} if best is None else {"state": state, "best": best}
-            store.save(until, saved, at._replace(ledger=at.ledger._asdict())._asdict())
+            store.save(until, saved, at._asdict() | {"ledger": at.ledger._asdict()})
     return at, state, best
 
 
 def _measured(built: Built, at: Position, scores: Any) -> tuple[Position, dict[str, Any], bool]:
     """The line of one evaluation, and whether it is the phase's best by validation."""
-    assert at.ledger is not None
     active = built.federation.active
     validation = metrics.summary(scores.validation, active, built.task.name)
-    score = validation and validation[f"{built.task.name}_mean"]
+    score = validation[f"{built.task.name}_mean"] if validation else None
     better = score is not None and (at.best_score is None or score > at.best_score)
     if better:
         at = at._replace(best_round=at.round, best_score=score)
@@ -203,9 +201,9 @@ def _measured(built: Built, at: Position, scores: Any) -> tuple[Position, dict[s
 
 
 def _resume(
-    built: Built, key: jax.Array, store: checkpoints.Store
+    built: Built, key: jax.Array, store: checkpoints.Store, start: Position
 ) -> tuple[Position, PyTree, PyTree]:
-    """The newest checkpoint that is whole; the beginning where there is none."""
+    """The newest checkpoint that is whole; the start where there is none."""
     templates, template = [], None
     for phase in built.phases:
         template = jax.eval_shape(phase.rounds.init, key, template)
@@ -224,4 +222,4 @@ def _resume(
             continue
         state = built.phases[at.phase].rounds.place(found["state"])
         return at, state, found.get("best")
-    return Position(), None, None
+    return start, None, None

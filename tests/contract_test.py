@@ -183,7 +183,7 @@ def test_nobody_answers(name: str):
 def test_a_bad_upload_changes_nothing_for_the_others(name: str):
     """Client 3 computes NaN: the round ends as if it had not answered."""
     data, _ = tiny.federated()
-    own = data.train.index[3, : data.train.count[3]]
+    own = data.train.rows[3, : data.train.size[3]]
     poisoned = data._replace(x=data.x.at[own].set(jnp.nan))
     got, (log,) = train(full(name), poisoned, 1)
     others = [i != 3 for i in range(tiny.CLIENTS)]

@@ -56,7 +56,7 @@ def federated(
     splits, first = [], 0
     for counts in (TRAIN, VALIDATION, TEST):
         split, first = tables(counts, first, counts.max() + extra, filler)
-        splits.append(Split(split.index[:clients], split.count[:clients]))
+        splits.append(Split(split.rows[:clients], split.size[:clients]))
     data = FederatedData(x, y, *splits)._replace(**changes)
     federation = Federation(
         TRAIN[:clients],

@@ -127,7 +127,7 @@ def federate(
 
     data = _compact(x, y, tables, dataset, label_map, classes)
     federation = Federation(
-        counts=np.array(tables[_TRAIN].count),
+        counts=np.array(tables[_TRAIN].size),
         input_shape=tuple(x.shape[1:]),
         outputs=outputs,
         active=np.arange(clients) < clients - held_out,
@@ -142,7 +142,7 @@ def portions(data: FederatedData, stored_classes: int) -> Portions:
     labels = y if y.ndim == 1 else np.zeros(len(y), np.int64)
 
     def count(split: Split) -> np.ndarray:
-        index, number = np.asarray(split.index), np.asarray(split.count)
+        index, number = np.asarray(split.rows), np.asarray(split.size)
         real = np.arange(index.shape[1]) < number[:, None]
         cell = np.arange(len(index))[:, None] * stored_classes + labels[index]
         flat = np.bincount(cell[real], minlength=len(index) * stored_classes)
@@ -283,15 +283,16 @@ def _rows(client: np.ndarray, clients: int) -> list[np.ndarray]:
 
 def _stack(rows: list[np.ndarray]) -> Split:
     """Ragged rows as one table padded with 0; never narrower than one, so that it can be read."""
-    count = np.array([len(r) for r in rows], np.int32)
-    index = np.zeros((len(rows), max(1, count.max())), np.int32)
+    # Any: NumPy arrays, where device arrays will be once the data are put there.
+    count: Any = np.array([len(r) for r in rows], np.int32)
+    index: Any = np.zeros((len(rows), max(1, count.max())), np.int32)
     index[np.arange(index.shape[1]) < count[:, None]] = np.concatenate(rows)
-    return Split(index, count)  # type: ignore[arg-type]
+    return Split(index, count)
 
 
 def _no_empty_client(tables: list[Split], split: str) -> None:
     for part, purpose in ((_TRAIN, "train"), (_TEST, "test")):
-        empty = np.flatnonzero(np.asarray(tables[part].count) == 0)
+        empty = np.flatnonzero(np.asarray(tables[part].size) == 0)
         if len(empty):
             others = f" and {len(empty) - 1} others" if len(empty) > 1 else ""
             hint = " or split=pooled" if split == "official" and part == _TEST else ""
@@ -327,36 +328,36 @@ def _permuted(
 
 
 def _compact(
-    x: np.ndarray,
-    y: np.ndarray,
+    x: Any,
+    y: Any,
     tables: list[Split],
     dataset: Dataset,
-    label_map: np.ndarray | None,
-    classes: np.ndarray | None,
+    label_map: Any,
+    classes: Any,
 ) -> FederatedData:
     """The arrays without the examples that nobody holds; index tables follow."""
-    index = [np.asarray(table.index) for table in tables]
+    index = [np.asarray(table.rows) for table in tables]
     real = [
-        np.arange(i.shape[1]) < np.asarray(table.count)[:, None]
+        np.arange(i.shape[1]) < np.asarray(table.size)[:, None]
         for i, table in zip(index, tables, strict=True)
     ]
     used = np.zeros(len(x), bool)
     for i, mask in zip(index, real, strict=True):
         used[i[mask]] = True
     place = (np.cumsum(used) - 1).astype(np.int32)
-    moved = [np.where(mask, place[i], np.int32(0)) for i, mask in zip(index, real, strict=True)]
-    train, validation, test = (
-        Split(i, table.count)  # type: ignore[arg-type]
-        for i, table in zip(moved, tables, strict=True)
-    )
-    return FederatedData(  # NumPy here, until it is put on a device
-        x[used],  # type: ignore[arg-type]
-        y[used],  # type: ignore[arg-type]
-        train,
-        validation,
-        test,
-        dataset.scale,  # type: ignore[arg-type]
-        dataset.shift,  # type: ignore[arg-type]
-        label_map,  # type: ignore[arg-type]
-        classes,  # type: ignore[arg-type]
+    moved: list[Any] = [
+        np.where(mask, place[i], np.int32(0)) for i, mask in zip(index, real, strict=True)
+    ]
+    train, validation, test = (Split(i, table.size) for i, table in zip(moved, tables, strict=True))
+
+    def ranked(constant: Any) -> Any:
+        """With the rank of a batch, so that nothing relies on implicit rank promotion."""
+        if constant is None:
+            return None
+        shape = np.shape(constant)
+        return np.reshape(constant, (1,) * (x.ndim - len(shape)) + shape)
+
+    scale, shift = ranked(dataset.scale), ranked(dataset.shift)
+    return FederatedData(
+        x[used], y[used], train, validation, test, scale, shift, label_map, classes
     )

@@ -3,19 +3,18 @@
 Images stay as they are stored (uint8); `take` normalises what it gathers, and maps the labels.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-Array = jax.Array
+Array = Any  # of JAX in compiled code, of NumPy where a federation is put together
 
 
 class Split(NamedTuple):
     """Rows of the flat arrays; in FederatedData with a leading client axis."""
 
-    index: Array  # int32 [N, longest]; what lies behind `count` is padding
-    count: Array  # int32 [N]
+    rows: Array  # int32 [N, longest]; what lies behind `size` is padding
+    size: Array  # int32 [N]
 
 
 class FederatedData(NamedTuple):
@@ -56,7 +55,7 @@ class Batch(NamedTuple):
 def client_data(data: FederatedData, i: Array) -> ClientData:
     """The data of client i."""
     row = lambda table: None if table is None else table[i]
-    split = lambda whole: Split(whole.index[i], whole.count[i])
+    split = lambda whole: Split(whole.rows[i], whole.size[i])
     return ClientData(
         data.x,
         data.y,

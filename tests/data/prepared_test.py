@@ -169,7 +169,16 @@ def scribble(folder):
         lambda folder: (folder / "features.json").unlink(),
         lambda folder: (folder / "features.json").write_text("{"),
     ],
-    ids=["truncated", "scribbled", "empty", "shard", "info", "bad info", "features", "bad features"],
+    ids=[
+        "truncated",
+        "scribbled",
+        "empty",
+        "shard",
+        "info",
+        "bad info",
+        "features",
+        "bad features",
+    ],
 )
 def test_a_damaged_folder_is_one_line(tmp_path, damage):
     folder, _ = mnist(tmp_path)

@@ -65,21 +65,20 @@ def test_lowering_is_the_convolution(case):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("spread", ["vmap", "map", "shard"])
-def test_lowering_per_client(name, spread):
+def test_lowering_per_client(name, spread, mesh):
     image, kernel, strides, padding = CASES["lenet1"]
-    x, k = random(0, (3, *image)), random(1, (3, *kernel))
+    x, k = random(0, (4, *image)), random(1, (4, *kernel))
     one = lambda x, k, name=name: value_and_gradient(name, x, k, strides, padding)
     if spread == "vmap":
         run = jax.vmap(one)
     elif spread == "map":
         run = lambda x, k: lax.map(lambda xk: one(*xk), (x, k))
     else:
-        mesh = jax.make_mesh((1,), ("clients",), axis_types=(jax.sharding.AxisType.Auto,))
         axis = jax.P("clients")
         run = jax.shard_map(
             jax.vmap(one), mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False
         )
-    want = [one(x[i], k[i], "xla") for i in range(3)]
+    want = [one(x[i], k[i], "xla") for i in range(4)]
     close(jax.jit(run)(x, k), [jnp.stack(parts) for parts in zip(*want, strict=True)])
 
 

@@ -1,0 +1,284 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedjax_pfl.data import PARTITIONS, arrays, client_data, federate, load, take
+from fedjax_pfl.errors import UsageError
+
+DIGITS = load("digits")
+SPLIT = load("synthetic", examples=1200, test_examples=600, shape=(2,), classes=10)
+NAMES = ("train", "validation", "test")
+
+
+def numbered(n=120, classes=4, n_test=0, **more):
+    """Examples whose only pixel is their number."""
+    x = np.arange(n + n_test, dtype=np.float32)[:, None]
+    y = np.arange(n + n_test) % classes
+    test = (x[n:], y[n:]) if n_test else (None, None)
+    return arrays(x[:n], y[:n], *test, outputs=classes, **more)
+
+
+def held(data, i, name):
+    """The numbers of the examples that client i holds."""
+    split = getattr(data, name)
+    return data.x[split.rows[i, : split.size[i]], 0].astype(int)
+
+
+def everything(data):
+    return np.concatenate([held(data, i, n) for i in range(len(data.train.size)) for n in NAMES])
+
+
+def test_pooled_splits_every_client_as_asked():
+    data, federation, portions = federate(
+        DIGITS,
+        "classes",
+        clients=10,
+        settings={"examples": 160},
+        test_fraction=0.3,
+        validation_fraction=0.1,
+    )
+    np.testing.assert_array_equal(data.test.size, 48)
+    np.testing.assert_array_equal(data.validation.size, 16)
+    np.testing.assert_array_equal(data.train.size, 96)
+    assert data.x.shape == (1600, 8, 8, 1)  # what nobody holds is left out
+    assert data.x.dtype == np.uint8
+    assert {s.rows.dtype for s in data[2:5]} | {s.size.dtype for s in data[2:5]} == {
+        np.dtype(np.int32)
+    }
+    np.testing.assert_array_equal((sum(portions) > 0).sum(1), 4)
+    np.testing.assert_array_equal(sum(portions).max(1), 40)
+    np.testing.assert_array_equal(federation.counts, 96)
+    assert federation.input_shape == (8, 8, 1)
+    assert federation.outputs == 10
+    assert federation.active.all()
+    assert not federation.groups.any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["iid", "classes", "dirichlet", "shares", "shards", "clusters"]),
+    st.sampled_from(["pooled", "official"]),
+    st.integers(2, 6),
+    st.integers(0, 99),
+)
+def test_no_example_is_dealt_twice(name, split, clients, seed):
+    options = {
+        "clients": clients,
+        "seed": seed,
+        "split": split,
+        "settings": {"examples": 40} if name == "classes" else {},
+        "validation_fraction": 0.1,
+    }
+    dataset = numbered(400, n_test=200)
+    try:
+        data, _, portions = federate(dataset, name, **options)
+    except UsageError:  # a skewed draw may leave a client without a test example
+        assert split == "official"
+        return
+    numbers = everything(data)
+    assert len(set(numbers)) == len(numbers) == len(data.x)
+    assert (sum(p.sum(0) for p in portions) <= 150).all()
+    for split_ in data[2:5]:
+        padding = np.arange(split_.rows.shape[1]) >= split_.size[:, None]
+        assert not split_.rows[padding].any()
+    again, _, _ = federate(dataset, name, **options)
+    jax.tree.map(np.testing.assert_array_equal, data, again)
+
+
+def test_seeds_decide():
+    one, other = (federate(numbered(), "iid", clients=4, seed=s)[0] for s in (0, 1))
+    assert set(held(one, 0, "train")) != set(held(other, 0, "train"))
+
+
+def test_at_least_one_example_to_train_and_one_to_test():
+    for fraction in (0.01, 0.99):
+        data, _, _ = federate(numbered(8), "iid", clients=4, test_fraction=fraction)
+        np.testing.assert_array_equal(data.train.size, 1)
+        np.testing.assert_array_equal(data.test.size, 1)
+        assert data.validation.rows.shape == (4, 1)
+
+
+def test_official_keeps_classes_and_shares_in_every_split():
+    data, federation, portions = federate(
+        SPLIT, "shares", clients=10, split="official", validation_examples=300
+    )
+    for p, total in zip(portions, (900, 300, 600), strict=True):
+        assert p.sum() == total  # no example is lost
+        np.testing.assert_array_equal((p > 0).sum(1), 2)
+        np.testing.assert_array_equal(p > 0, portions.train > 0)
+        shares = p / p.sum(0)
+        np.testing.assert_allclose(shares, portions.train / portions.train.sum(0), atol=0.05)
+    test_rows = {tuple(row) for row in SPLIT.x_test}
+    for i in range(10):
+        rows = data.x[data.test.rows[i, : data.test.size[i]]]
+        assert {tuple(row) for row in rows} <= test_rows
+    np.testing.assert_array_equal(federation.counts, portions.train.sum(1))
+
+
+def test_shared_tests_everybody_on_the_same_examples():
+    data, _, _ = federate(
+        numbered(100),
+        "classes",
+        clients=3,
+        settings={"per_client": 2, "examples": 16},
+        split="shared",
+        test_fraction=0.1,
+        validation_fraction=0.2,
+    )
+    np.testing.assert_array_equal(data.test.size, 10)
+    np.testing.assert_array_equal(data.validation.size, 20)
+    test, validation = set(held(data, 0, "test")), set(held(data, 0, "validation"))
+    trained = [set(held(data, i, "train")) for i in range(3)]
+    for i in range(3):
+        assert set(held(data, i, "test")) == test
+        assert set(held(data, i, "validation")) == validation
+        assert not trained[i] & (test | validation)
+    assert len(set.union(*trained)) == 48
+
+
+def test_domains_share_outputs_and_are_tested_on_their_own():
+    data, federation, portions = federate(
+        numbered(200, classes=5),
+        "domains",
+        clients=4,
+        settings={"domains": 2},  # classes 0 1 2 and 3 4
+        split="shared",
+        test_fraction=0.2,
+    )
+    assert federation.outputs == 3
+    np.testing.assert_array_equal(data.label_map, [[0, 1, 2, 0, 1]] * 4)
+    np.testing.assert_array_equal(data.classes, [[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]])
+    assert not portions.test[:2, 3:].any()
+    assert not portions.test[2:, :3].any()
+    whole_test = portions.test[0] + portions.test[2]
+    assert whole_test.sum() == 40
+    np.testing.assert_array_equal(portions.train.sum(0) + whole_test, 40)
+
+
+def test_label_maps_are_permutations_and_stored_labels_stay():
+    plain, _, _ = federate(DIGITS, "iid", clients=20)
+    data, _, _ = federate(DIGITS, "iid", clients=20, permute_labels=True)
+    np.testing.assert_array_equal(np.sort(data.label_map, 1), [np.arange(10)] * 20)
+    assert data.label_map.dtype == np.int32
+    assert len({tuple(row) for row in data.label_map}) == 20
+    np.testing.assert_array_equal(data.y, plain.y)
+    jax.tree.map(np.testing.assert_array_equal, data.train, plain.train)
+    one = client_data(jax.tree.map(jnp.asarray, data), 3)
+    batch = take(one, one.train.rows[:5], jnp.ones(5, bool))
+    rows = data.train.rows[3, :5]
+    np.testing.assert_array_equal(batch.y, data.label_map[3, data.y[rows]])
+    np.testing.assert_allclose(batch.x, data.x[rows] * data.scale + data.shift, rtol=1e-6)
+
+
+def test_permuted_domains_number_their_classes_anew():
+    data, federation, _ = federate(
+        numbered(200, classes=6),
+        "domains",
+        clients=6,
+        settings={"domains": 2},
+        permute_labels=True,
+    )
+    assert federation.outputs == 3
+    for i, row in enumerate(data.label_map):
+        assert sorted(row[:3] if i < 3 else row[3:]) == [0, 1, 2]
+
+
+def owned(**more):
+    # Owner 0 has classes 0 1, owner 1 has 0 1 2 3, owner 2 one example only.
+    x = np.arange(25, dtype=np.float32)[:, None]
+    y = np.concatenate([np.arange(12) % 2, np.arange(12) % 4, [0]])
+    mask = np.arange(4) < np.array([2, 4, 1])[:, None]
+    owners = np.repeat([0, 1, 2], [12, 12, 1])
+    return arrays(x, y, owners=owners, owner_classes=mask, **more)
+
+
+def test_natural_clients_are_owners_with_their_own_classes():
+    data, _, portions = federate(owned(), "natural", clients=2, test_fraction=0.25)
+    assert set(np.concatenate([held(data, 0, n) for n in NAMES])) == set(range(12))
+    assert set(np.concatenate([held(data, 1, n) for n in NAMES])) == set(range(12, 24))
+    np.testing.assert_array_equal(data.classes, [[1, 1, 0, 0], [1, 1, 1, 1]])
+    np.testing.assert_array_equal(portions.test.sum(1), 3)
+    mapped, _, _ = federate(owned(), "natural", clients=2, permute_labels=True, seed=1)
+    assert set(mapped.label_map[0, :2]) == {0, 1}
+    np.testing.assert_array_equal(mapped.label_map[0, 2:], [2, 3])
+
+
+def test_natural_official_keeps_each_owners_own_test_set():
+    dataset = numbered(40, n_test=20, owners=np.arange(40) // 10, owners_test=np.arange(20) // 5)
+    data, _, _ = federate(dataset, "natural", clients=4, split="official", validation_fraction=0.2)
+    for i in range(4):
+        assert set(held(data, i, "test")) == set(range(40 + 5 * i, 45 + 5 * i))
+    numbers = np.concatenate([held(data, i, n) for i in range(4) for n in NAMES[:2]])
+    np.testing.assert_array_equal(np.sort(numbers), np.arange(40))
+    assert data.validation.size.sum() == 8
+
+
+def test_regression_is_partitioned_without_classes():
+    y = np.arange(40, dtype=np.float64).reshape(20, 2)
+    dataset = arrays(np.ones((20, 3)), y)
+    data, federation, portions = federate(dataset, "iid", clients=4)
+    assert federation.outputs == 2
+    assert data.y.dtype == np.float32
+    np.testing.assert_array_equal(sum(portions), [[5]] * 4)
+    with pytest.raises(UsageError, match="has no classes"):
+        federate(dataset, "dirichlet", clients=4)
+    with pytest.raises(UsageError, match="permuted"):
+        federate(dataset, "iid", clients=4, permute_labels=True)
+
+
+def test_novel_clients_and_groups():
+    _, federation, _ = federate(DIGITS, "iid", clients=10, held_out=2, groups=3)
+    np.testing.assert_array_equal(federation.active, [True] * 8 + [False] * 2)
+    np.testing.assert_array_equal(federation.groups, [0, 1, 2, 0, 1, 2, 0, 1, 2, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partition": "dirchlet"}, "did you mean dirichlet"),
+        ({"split": "oficial"}, "did you mean official"),
+        ({"settings": {"alpha": 1}}, "has no setting alpha: it takes examples"),
+        ({"clients": 0}, "use at least 1"),
+        ({"clients": 1000}, "client 797 gets 1 examples and needs two"),
+        ({"held_out": 10}, "must leave one of 10 clients active"),
+        ({"groups": 11}, "groups=11"),
+        ({"split": "official"}, "no test set of its own"),
+        ({"partition": "natural"}, "has no owners"),
+        ({"test_fraction": 0.8, "validation_fraction": 0.2}, "leave something to train on"),
+        ({"test_fraction": float("nan")}, "leave something to train on"),
+        ({"split": "shared", "test_fraction": 0.0}, "nothing to test on"),
+        ({"split": "shared", "validation_examples": 5000}, "must lie between 0 and"),
+        ({"validation_examples": 50}, "is for split=official or shared"),
+    ],
+)
+def test_what_cannot_be_is_one_line(options, message):
+    options = {"partition": "iid", "clients": 10, **options}
+    with pytest.raises(UsageError, match=message) as error:
+        federate(DIGITS, options.pop("partition"), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_clients_without_examples_are_named():
+    dataset = numbered(6, n_test=1, classes=1)
+    with pytest.raises(UsageError, match="client 0 and 1 others would have nothing to test on"):
+        federate(dataset, "iid", clients=3, split="official")
+
+
+def test_alphabets_cannot_share_a_test_set():
+    with pytest.raises(UsageError, match="cannot share a test set"):
+        federate(owned(), "natural", clients=2, split="shared")
+
+
+def test_every_partition_has_a_name_and_fits_cifar100():
+    coarse = np.arange(100) // 5
+    x = np.zeros((6000, 1), np.float32)
+    y = np.arange(6000) % 100
+    dataset = arrays(x, y, coarse=coarse, owners=np.arange(6000) // 60)
+    for name in PARTITIONS:
+        small = {"examples": 40} if name in ("classes", "dominant") else {}
+        _, federation, _ = federate(dataset, name, clients=20, settings=small)
+        assert federation.clients == 20
+        assert federation.counts.min() > 0

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+
+from fedjax_pfl.data import SOURCES, arrays, load, source_settings
+from fedjax_pfl.errors import UsageError
+
+
+def test_digits_are_real_and_standardised():
+    dataset = load("digits")
+    assert dataset.x_train.shape == (1797, 8, 8, 1)
+    assert dataset.x_train.dtype == np.uint8
+    assert dataset.x_test is None
+    np.testing.assert_array_equal(np.bincount(dataset.y_train)[:3], [178, 182, 177])
+    x = dataset.x_train.astype(np.float64) * dataset.scale + dataset.shift
+    assert abs(x.mean()) < 1e-4
+    assert abs(x.std() - 1) < 1e-4
+
+
+def test_fraction_counts_exactly():
+    assert len(load("digits", fraction=0.1).x_train) == 179
+    part = load("synthetic", fraction=0.29, examples=100, test_examples=50)
+    assert len(part.x_train) == 29  # .29 * 100 is 28.999... in binary
+    assert len(part.x_test) == 14
+    whole = load("synthetic", examples=100, test_examples=50)
+    rows = {tuple(x.ravel()) for x in whole.x_train}
+    assert {tuple(x.ravel()) for x in part.x_train} <= rows
+
+
+def test_synthetic_is_deterministic_balanced_and_learnable():
+    make = lambda **more: load("synthetic", shape=(4, 3), classes=5, examples=500, **more)
+    one = make()
+    np.testing.assert_array_equal(one.x_train, make().x_train)
+    assert not np.array_equal(one.x_train, make(seed=1).x_train)
+    np.testing.assert_array_equal(np.bincount(one.y_train), 100)
+    centres = np.stack([one.x_train[one.y_train == c].mean(0) for c in range(5)])
+    distance = ((one.x_test[:, None] - centres) ** 2).sum((2, 3))
+    assert (distance.argmin(1) == one.y_test).mean() > 0.8
+    assert make(test_examples=0).x_test is None
+
+
+def test_arrays_choose_types_and_scales():
+    dataset = arrays(np.zeros((4, 2, 2, 1), np.uint8), np.array([0, 2, 1, 1], np.int64))
+    assert dataset.outputs == 3
+    assert dataset.x_train.dtype == np.uint8
+    np.testing.assert_allclose(dataset.scale, 1 / 255)
+    assert dataset.y_train.dtype == np.int32
+    plain = arrays(np.zeros((4, 2)), np.zeros(4, int), np.ones((1, 2)), np.zeros(1, int))
+    assert plain.x_train.dtype == np.float32
+    assert plain.scale is None
+    assert len(plain.x_test) == 1
+
+
+X, Y = np.zeros((4, 3)), np.array([0, 1, 1, 0])
+HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: arrays(X, Y[:3]), "x has 4 examples and y 3"),
+        (lambda: arrays(X[:0], Y[:0]), "x has 0 examples"),
+        (lambda: arrays(X[:, 0], Y), r"x is \[4\] and y \[4\]"),
+        (lambda: arrays(X, Y.astype(float)), "use integer classes"),
+        (lambda: arrays(X, Y[:, None]), "use integer classes"),
+        (lambda: arrays(X, Y - 1), "2 labels are not classes from 0 to 0, the first is -1"),
+        (lambda: arrays(X, Y, outputs=1), "2 labels are not classes from 0 to 0"),
+        (lambda: arrays(HOLES, Y), "1 values that are not finite, the first in example 2"),
+        (lambda: arrays(X, HOLES), "y has 1 values that are not finite"),
+        (lambda: arrays(X.astype(str), Y), "use numbers"),
+        (lambda: arrays(X, Y, X), "both x_test and y_test"),
+        (lambda: arrays(X, Y, X[:, :2], Y), "train and test alike"),
+        (lambda: arrays(X, Y, X, Y + 1), r"\(test\): 2 labels are not classes"),
+        (lambda: arrays(X, Y, coarse=np.array([1, 1])), "coarse must number"),
+        (lambda: arrays(X, Y, owners=np.array([0, 1])), r"integers from 0 \[4\]"),
+        (lambda: arrays(X, Y, owners=Y, owner_classes=np.ones((3, 2))), "owner_classes must be"),
+        (lambda: load("digit"), "did you mean digits"),
+        (lambda: load("digits", fraction=0.0), "fraction=0.0"),
+        (lambda: load("digits", noise=1), "it takes none"),
+        (lambda: load("synthetic", nois=1), "it takes shape, classes"),
+        (lambda: load("synthetic", examples=3), "use positive numbers"),
+    ],
+)
+def test_what_cannot_be_is_one_line(call, message):
+    with pytest.raises(UsageError, match=message) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
+def test_source_settings_are_read_from_signatures():
+    assert source_settings("synthetic")["shape"] == (8, 8, 1)
+    assert all(source_settings(name) == {} for name in SOURCES if name != "synthetic")
