@@ -67,6 +67,7 @@ class Algorithm(NamedTuple):
     personal  (server, rows, client, i, data, t, key) -> variables. What client i is served now.
     predict   (variables, x) -> outputs.
     traffic   (payload, upload) -> Traffic, in bytes.
+    observe   (state) -> {name: array}. What a run records of the state at every evaluation.
 
     Where clients have different architectures, `send`, `train`, `personal`, `predict` and `traffic`
     are tuples with one function per group, `State.clients` is a tuple of trees, each with a row
@@ -80,6 +81,7 @@ class Algorithm(NamedTuple):
     personal: Any
     predict: Any
     traffic: Any = everything
+    observe: Callable[[State], dict[str, jax.Array]] = lambda state: {}
 
 
 def members(algorithm: Algorithm) -> tuple[Algorithm, ...]:

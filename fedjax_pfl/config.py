@@ -121,7 +121,7 @@ def default() -> ConfigDict:
         for name, factory in table.items():
             if own := settings(factory):
                 config[name] = ConfigDict(own)
-    config.classes.update(per_client=4, examples=40)
+    config.classes.update(per_client=4, examples=160)
     return config
 
 
