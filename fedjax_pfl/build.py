@@ -1,6 +1,7 @@
 """From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -78,6 +79,9 @@ def build(config: ConfigDict) -> Built:
         )
         phases.append(Phase(one, begin, begin + one.rounds, algorithm, rounds))
         begin += one.rounds
+    key, shapes = jax.eval_shape(jax.random.key, 0), None
+    for phase in phases:  # whether each can start from the one before, before hours are spent
+        shapes = jax.eval_shape(phase.rounds.init, key, shapes)
     return Built(tuple(phases), arrays, federation, task)
 
 
@@ -86,9 +90,10 @@ def _algorithm(
 ) -> Algorithm:
     """The phase's algorithm: one per group of architectures where there are groups."""
     factory = configuration.ALGORITHMS[one.algorithm]
-    drops = jnp.asarray([begin + round(share * one.rounds) for share in one.learning_rate_drops])
+    ends = [begin + round(share * one.rounds) for share in one.learning_rate_drops]
+    drops = jnp.asarray(ends, jnp.int32)
     training = local.sgd(
-        learning_rate=lambda t: one.learning_rate * 0.1 ** jnp.sum(t >= drops),
+        learning_rate=lambda t: one.learning_rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32),
         momentum=one.momentum,
         weight_decay=one.weight_decay,
         clip_norm=one.clip_norm,
@@ -98,12 +103,7 @@ def _algorithm(
         keep_momentum=one.keep_momentum,
     )
     own = one.get(one.algorithm, ConfigDict()).to_dict()
-    models = [
-        configuration.MODELS[m.model](
-            outputs=federation.outputs, conv=m.conv, **m.get(m.model, ConfigDict()).to_dict()
-        )
-        for m in configuration.groups(one)
-    ]
+    models = [_model(group, federation) for group in configuration.groups(one)]
     made = tuple(factory(model, task, training, federation, **own) for model in models)
     algorithm = made[0] if len(made) == 1 else by_group(made)
     if one.upload_bits is None and one.upload_top_k is None:
@@ -111,6 +111,22 @@ def _algorithm(
     return compress.compressed(
         algorithm, federation, arrays, bits=one.upload_bits, top_k=one.upload_top_k
     )
+
+
+def _model(one: ConfigDict, federation: Federation) -> Any:
+    """The network of a phase or group, if it can be built for these examples."""
+    factory = configuration.MODELS[one.model]
+    own = one.get(one.model, ConfigDict()).to_dict()
+    if "conv" in {field.name for field in dataclasses.fields(factory)}:
+        own["conv"] = one.conv
+    model = factory(outputs=federation.outputs, **own)
+    shape = federation.input_shape
+    try:
+        jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, *shape))))
+    except Exception as error:  # flax raises whatever a layer without room raises
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{one.model} {own} does not suit examples {shape}: {line}") from error
+    return model
 
 
 def _mesh(devices: int | None) -> jax.sharding.Mesh | None:

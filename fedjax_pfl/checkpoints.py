@@ -5,6 +5,7 @@ alone restores damaged bytes, and other shapes and dtypes, without a word.
 """
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,9 +34,14 @@ class Store(NamedTuple):
             for name, part in leaves.items()
         }
         items = {name: ocp.args.StandardSave(part) for name, part in leaves.items() if part}
-        facts_and_digests = ocp.args.JsonSave({"facts": facts, "digests": digests})
-        self.manager.save(step, args=ocp.args.Composite(meta=facts_and_digests, **items))
+        described = {"facts": facts, "digests": digests}
+        meta = ocp.args.JsonSave(described | {"digest": _text_digest(described)})
+        self.manager.save(step, args=ocp.args.Composite(meta=meta, **items))
         self.manager.wait_until_finished()
+
+    def drop(self, step: int) -> None:
+        """Remove a damaged checkpoint: its round will be saved again."""
+        self.manager.delete(step)
 
     def steps(self) -> list[int]:
         """Rounds of which there is a checkpoint, newest first."""
@@ -53,9 +59,14 @@ class Store(NamedTuple):
     def _meta(self, step: int) -> dict[str, Any]:
         try:
             wanted = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            return self.manager.restore(step, args=wanted)["meta"]
+            meta = self.manager.restore(step, args=wanted)["meta"]
+            described = {"facts": meta["facts"], "digests": meta["digests"]}
+            whole = meta["digest"] == _text_digest(described)
         except Exception as error:  # orbax raises whatever its layers raise
             raise DamagedError(f"its description cannot be read ({_line(error)})") from error
+        if not whole:
+            raise DamagedError("its description is not what was saved")
+        return described
 
     def _tree(self, step: int, name: str, template: PyTree, digests: dict[str, str]) -> PyTree:
         wanted = {key: np.empty(leaf.shape, leaf.dtype) for key, leaf in _named(template).items()}
@@ -98,6 +109,10 @@ def _leaves(tree: PyTree) -> dict[str, np.ndarray]:
 def _digest(leaf: np.ndarray) -> str:
     content = f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes()
     return hashlib.sha256(content).hexdigest()
+
+
+def _text_digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _line(error: Exception) -> str:

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, models
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models.conv import lowering
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     name: getattr(algorithms, name) for name in algorithms.__all__
@@ -163,9 +164,8 @@ def phases(config: ConfigDict) -> list[ConfigDict]:
         one.phases = ()
         if not isinstance(changes, Mapping):
             raise UsageError(f"phases[{number}] must be a group of settings, such as rounds=10")
-        sub = {v for table in _KINDS.values() for v in table}
         for key in changes:
-            if key not in PHASE_KEYS and key not in sub:
+            if key not in PHASE_KEYS and key not in {**ALGORITHMS, **MODELS}:
                 raise UsageError(f"a phase cannot change {key}{nearest(key, PHASE_KEYS)}")
         _override(one, changes, f"phases[{number}].")
         resolved.append(one)
@@ -211,14 +211,15 @@ _BELOW_ONE = ("momentum", "dropout", "test_fraction", "validation_fraction")
 
 def check(config: ConfigDict) -> None:
     """Raise UsageError for the first setting that cannot be."""
+    like = default()
+    lowering(config.conv)
     for number, one in enumerate(phases(config)):
         where = f"phases[{number}]." if len(config.phases) else ""
+        _check_types(one, like, where)
         for kind, table in _KINDS.items():
             if one[kind] not in table:
                 raise UsageError(f"there is no {kind} {one[kind]!r}{nearest(one[kind], table)}")
         for key, value in one.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                raise UsageError(f"{where}{key} is {value}; it must be a finite number")
             if value is not None and key in _AT_LEAST and value < _AT_LEAST[key]:
                 raise UsageError(f"{where}{key} is {value}; it must be at least {_AT_LEAST[key]}")
             if value is not None and key in _AT_MOST and value > _AT_MOST[key]:
@@ -231,7 +232,8 @@ def check(config: ConfigDict) -> None:
             raise UsageError(f"{where}local_epochs and local_steps are both set; choose one")
         if not all(isinstance(d, (int, float)) and 0 < d < 1 for d in one.learning_rate_drops):
             raise UsageError(f"{where}learning_rate_drops must be shares between 0 and 1")
-        groups(one)
+        for i, group in enumerate(groups(one)):
+            _check_types(group, like, f"groups[{i}]." if one.groups else where)
         active = config.clients - config.held_out
         if active < 1:
             raise UsageError(f"held_out is {config.held_out} of {config.clients} clients; "
@@ -249,11 +251,29 @@ def check(config: ConfigDict) -> None:
         raise UsageError("test_fraction and validation_fraction leave nothing to train on")
 
 
+def _check_types(config: ConfigDict, like: ConfigDict, where: str) -> None:
+    """What a ConfigDict lets pass: None, truth values and other items in place of the default's."""
+    for key, wanted in like.items():
+        value, kind = config[key], like.get_type(key)
+        if isinstance(wanted, ConfigDict):
+            _check_types(value, wanted, f"{where}{key}.")
+            continue
+        odd = isinstance(value, bool) and kind is not bool
+        if odd or (value is None and wanted is not None):
+            raise UsageError(f"{where}{key} is {value!r}; it must be of type {kind.__name__}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{where}{key} is {value}; it must be a finite number")
+        if isinstance(wanted, tuple) and wanted and {type(v) for v in value} - {type(wanted[0])}:
+            raise UsageError(f"{where}{key} is {value!r}; it must be numbers as in {wanted!r}")
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The settings in which two resolved configurations differ and that a resumption keeps."""
-    keys = [k for k in sorted({*old, *new}) if k not in NEUTRAL_KEYS]
-    return [
-        f"{key} ({old.get(key)!r} there, {new.get(key)!r} here)"
-        for key in keys
-        if old.get(key) != new.get(key)
-    ]
+    found = []
+    for key in sorted({*old, *new} - NEUTRAL_KEYS):
+        there, here = old.get(key), new.get(key)
+        if isinstance(there, Mapping) and isinstance(here, Mapping):
+            found += [f"{key}.{line}" for line in differences(there, here)]
+        elif there != here:
+            found.append(f"{key} ({there!r} there, {here!r} here)")
+    return found

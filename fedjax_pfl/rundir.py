@@ -7,40 +7,56 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.ledger import Ledger
+
+Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds, and what was seen
 
 
 def claim(directory: Path, config: Mapping[str, Any]) -> Path:
     """Make the directory this run's own, or raise UsageError where it is another's."""
     known = directory / "config.json"
+    try:
+        return _claim(directory, known, config)
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be used ({error.strerror})") from None
+
+
+def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> Path:
     if known.exists():
         try:
-            there = json.loads(known.read_text())
-        except ValueError:
+            there = dict(json.loads(known.read_text()))
+        except (TypeError, ValueError):
             raise UsageError(f"{known} is damaged; choose another --workdir") from None
         if different := configuration.differences(there, config):
             raise UsageError(
                 f"{directory} holds a run with other settings: {'; '.join(different)}; "
                 "choose another --workdir"
             )
+        if not os.access(directory, os.W_OK):
+            raise UsageError(f"{directory} cannot be written; choose another --workdir")
         return directory
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UsageError(f"{directory} is not empty and holds no run; choose another --workdir")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        write_json(known, config)
-    except OSError as error:
-        raise UsageError(f"{directory} cannot be written ({error.strerror})") from None
+    if directory.exists():
+        # A run that was killed before anything else leaves the first file half written.
+        others = directory.is_dir() and {p.name for p in directory.iterdir()} - {_part(known).name}
+        if others or not directory.is_dir():
+            raise UsageError(f"{directory} is not empty and holds no run; choose another --workdir")
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(known, config)
     return directory
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
 
 
 def _whole(path: Path, text: str) -> None:
     """Replace a file at once: whoever reads it finds the old one or the new one."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    _part(path).write_text(text)
+    os.replace(_part(path), path)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -68,6 +84,27 @@ def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
         writer.writeheader()
         writer.writerows(rows)
     os.replace(part, directory / "clients.csv")
+
+
+def write_observations(directory: Path, seen: Observations) -> None:
+    """NAME.npz for each: `rounds` [E] and `values` [E, ...]."""
+    for name, (rounds, values) in seen.items():
+        part = directory / f"{name}.npz.part"
+        with open(part, "wb") as file:
+            np.savez_compressed(file, rounds=np.asarray(rounds), values=np.stack(values))
+        os.replace(part, directory / f"{name}.npz")
+
+
+def read_observations(directory: Path, until: int) -> Observations:
+    """What was observed up to a round."""
+    seen: Observations = {}
+    for path in sorted(directory.glob("*.npz")):
+        with np.load(path, allow_pickle=False) as file:
+            both = zip(file["rounds"], file["values"], strict=True)
+            kept = [(int(r), v) for r, v in both if r <= until]
+        if kept:
+            seen[path.stem] = ([r for r, _ in kept], [v for _, v in kept])
+    return seen
 
 
 def write_traffic(directory: Path, ledger: Ledger) -> None:

@@ -49,6 +49,7 @@ class Result(NamedTuple):
     data: data.FederatedData
     federation: Federation
     directory: Path | None
+    observations: rundir.Observations  # what the algorithm shows of its state
     resumed_at: int | None  # the round that a resumed run went on from
 
 
@@ -75,8 +76,10 @@ def _execute(
     start = Position(ledger=ledger.empty(built.federation.clients))
     at, state, best = _resume(built, key, store, start) if store else (start, None, None)
     resumed_at = at.round if state is not None else None
+    seen: rundir.Observations = {}
     if directory:
         rundir.write_metrics(directory, list(at.metrics))
+        seen = rundir.read_observations(directory, at.round)
 
     bar = tqdm(
         total=built.phases[-1].end,
@@ -93,7 +96,7 @@ def _execute(
                 at, best = at._replace(phase=number, best_round=None, best_score=None), None
             if at.round < phase.end:
                 at, state, best = _one_phase(
-                    built, config, phase, key, at, state, best, store, directory, bar
+                    built, config, phase, key, at, state, best, seen, store, directory, bar
                 )
     assert state is not None  # there is at least one phase
     result = Result(
@@ -107,6 +110,7 @@ def _execute(
         built.data,
         built.federation,
         directory,
+        seen,
         resumed_at,
     )
     if directory and not (directory / "report.html").exists():
@@ -125,6 +129,7 @@ def _one_phase(
     at: Position,
     state: State,
     best: State | None,
+    seen: rundir.Observations,
     store: checkpoints.Store | None,
     directory: Path | None,
     bar: Any,
@@ -138,6 +143,7 @@ def _one_phase(
     zero = number(0)
     run_rounds = phase.rounds.run.lower(key, state, arrays, zero, zero).compile()
     evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
+    observe = jax.jit(phase.algorithm.observe)
     at = at._replace(compile_seconds=at.compile_seconds + time.perf_counter() - began)
 
     while at.round < phase.end:
@@ -160,8 +166,13 @@ def _one_phase(
             at, line, better = _measured(built, at, scores)
             if better:
                 best = jax.tree.map(np.array, jax.device_get(state))
+            for name, values in jax.device_get(observe(state)).items():
+                rounds_seen, values_seen = seen.setdefault(name, ([], []))
+                rounds_seen.append(until)
+                values_seen.append(values)
             if directory:
                 rundir.append_metrics(directory, line)
+                rundir.write_observations(directory, seen)
             bar.set_postfix({built.task.name: f"{line['before'][built.task.name + '_mean']:.4f}"})
         else:
             at = at._replace(seconds=at.seconds + time.perf_counter() - began)
@@ -219,6 +230,7 @@ def _resume(
         except checkpoints.DamagedError as error:
             print(f"The checkpoint of round {step} is damaged: {error}. Going on from an older "
                   "one.", file=sys.stderr)  # fmt: skip
+            store.drop(step)
             continue
         state = built.phases[at.phase].rounds.place(found["state"])
         return at, state, found.get("best")

@@ -1,5 +1,6 @@
 """Pytree mathematics: the layers of a model, sizes, weighted means, norms."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -129,3 +130,8 @@ def change(payload: PyTree, upload: PyTree) -> PyTree:
         return new - old if jnp.issubdtype(new.dtype, jnp.floating) else new
 
     return jax.tree.map(minus, upload, came_down(payload, upload))
+
+
+def map_layers(f: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
+    """f(layer name, leaf) for every leaf."""
+    return jax.tree_util.tree_map_with_path(lambda path, leaf: f(layer_name(path), leaf), tree)

@@ -196,11 +196,17 @@ def test_every_byte_is_counted(name: str):
     rounds, (data, federation) = partial(name).rounds, tiny.federated()
     _, logs = train(rounds, data)
     book = ledger.add(ledger.empty(federation.clients), logs, ROUNDS)
-    down, up = CASES[name].bytes_per_visit(cases.model_bytes())
-    sampled = ROUNDS * SOME
-    assert 0 < sum(book.dropped) < sampled
-    assert book.total_down == down * sampled
-    assert book.total_up == up * (sampled - sum(book.dropped))
+    (log,) = logs
+    down, up = (sum(np.asarray(b) for b in bill.values()) for bill in (log.down, log.up))
+    down, up = (np.broadcast_to(total, log.ids.shape) for total in (down, up))
+    may = CASES[name].bytes_per_visit(cases.model_bytes())
+    may_down, may_up = (allowed if isinstance(allowed, set) else {allowed} for allowed in may)
+    dropped = np.asarray(log.dropped)
+    assert 0 < dropped.sum() < dropped.size
+    assert set(down.ravel()) <= may_down
+    assert set(up[~dropped]) <= may_up
+    assert not up[dropped].any()
+    assert (book.total_down, book.total_up) == (down.sum(), up.sum())
     assert (sum(book.client_down), sum(book.client_up)) == (book.total_down, book.total_up)
     free = ledger.add(ledger.empty(federation.clients), logs, ROUNDS, free_rounds=1)
-    assert free.total_down == down * (sampled - SOME)
+    assert free.total_down == down[1:].sum()

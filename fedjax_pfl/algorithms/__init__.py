@@ -5,5 +5,6 @@ The settings in a configuration are the factory's keyword-only arguments; nothin
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.local import local
+from fedjax_pfl.algorithms.pfedla import pfedla
 
-__all__ = ["fedavg", "local"]
+__all__ = ["fedavg", "local", "pfedla"]

@@ -1,0 +1,178 @@
+"""pFedLA and HeurpFedLA: the server mixes each client's model layer by layer.
+
+Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning, 2022. With θ_j the
+stored model of client j, ψ_i the hypernetwork of client i (its embedding v_i included) and
+α_i = HN(ψ_i) of shape [L, N]:
+
+  θ̄_i^l = Σ_j α_i^{l,j} θ_j^l                             (6), all from one snapshot
+  θ_i    = local training from θ̄_i, Δθ_i = θ_i − θ̄_i      (Algorithm 1)
+  ψ_i   ← ψ_i + η (∂θ̄_i/∂ψ_i)ᵀ Δθ_i                       (10), (11)
+
+HeurpFedLA (12): in every round the k layers with the largest α_i^{l,i} stay θ_i^l; they do not come
+down and give the hypernetwork no gradient.
+
+Deviations: the step goes towards the trained model; both public implementations go the other way.
+BatchNorm's statistics stay with the clients, its scale and shift are a layer like any other. A row
+of α that ReLU leaves at zero becomes the client's own layer.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import local, trees
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.nets.layer_weights import NORMALISE, LayerWeights, alpha
+from fedjax_pfl.task import Task
+
+
+class Rows(NamedTuple):
+    """What the server keeps for each client."""
+
+    theta: PyTree  # its parameters as it last uploaded them
+    psi: PyTree  # its hypernetwork's parameters
+
+
+class Client(NamedTuple):
+    """What stays with each client."""
+
+    rest: PyTree  # BatchNorm statistics
+    momentum: PyTree
+
+
+def mix(theta: PyTree, weights: jax.Array, layer_of: PyTree) -> PyTree:
+    """θ̄^l = Σ_j α^{l,j} θ_j^l: stacked parameters [N, ...], weights [L, N], a layer per leaf."""
+    return jax.tree.map(
+        lambda leaf, layer: jnp.tensordot(weights[layer], leaf, 1, precision="highest"),
+        theta,
+        layer_of,
+    )
+
+
+def pfedla(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    k: int = 0,
+    granularity: str = "layer",
+    normalise: str = "relu",
+    rate: float = 5e-3,
+    embedding: int = 100,
+    hidden: int = 100,
+    depth: int = 3,
+) -> Algorithm:
+    """Layer-wise mixing by a hypernetwork per client.
+
+    Args:
+      k: layers that each client retains (HeurpFedLA); 0 is pFedLA.
+      granularity: "layer", or "model" for one weight per client and whole model.
+      normalise: "relu" (relu(x)/Σ) or "softmax".
+      rate: η of the hypernetworks' plain SGD.
+      embedding, hidden, depth: sizes of the hypernetworks.
+    """
+    n = federation.clients
+    variables = jax.eval_shape(lambda: common.initial(model, federation, jax.random.key(0), None))
+    bytes_of = trees.bytes_per_layer(variables["params"])
+    number = {name: j if granularity == "layer" else 0 for j, name in enumerate(bytes_of)}
+    layers = max(number.values()) + 1
+    _check(k, granularity, normalise, rate, layers, n)
+    layer_of = trees.map_layers(lambda name, leaf: number[name], variables["params"])
+    network = LayerWeights(n, layers, embedding, hidden, depth, normalise)
+
+    def weights(psi: PyTree, i: Any) -> jax.Array:
+        """α_i: [L, N]. Novel clients weigh nothing for others, and something for themselves."""
+        allowed = jnp.asarray(federation.active) | (jnp.arange(n) == i)
+        raw = jnp.asarray(network.apply({"params": psi}))
+        return alpha(raw, i, allowed, normalise)
+
+    def retained(psi: PyTree, i: Any) -> jax.Array:
+        """Bool [L]: the k layers with the largest weight on the client's own."""
+        own = weights(psi, i)[:, i]
+        rank = jnp.argsort(jnp.argsort(-own, stable=True))
+        return rank < k
+
+    def served(psi: PyTree, theta: PyTree, i: Any, kept: jax.Array) -> PyTree:
+        """θ̄_i: mixed, but for the retained layers."""
+        own = jax.nn.one_hot(i, n)
+        return mix(theta, jnp.where(kept[:, None], own, weights(psi, i)), layer_of)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        first = common.initial(model, federation, key, start)
+        params, rest = local.split_variables(first)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
+        psi = jax.vmap(lambda one: network.init(one)["params"])(keys)
+        stays = Client(trees.repeat(rest, n), common.kept(training, params, federation))
+        return State((), Rows(trees.repeat(params, n), psi), stays)
+
+    def send(server: PyTree, rows: Rows, i: Any, t: Any, key: jax.Array) -> PyTree:
+        psi = trees.row(rows.psi, i)
+        kept = retained(psi, i)
+        return {"params": served(psi, rows.theta, i, kept), "retained": kept}
+
+    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+        trained, momentum, metrics = common.train_all(
+            model,
+            task,
+            training,
+            {"params": payload["params"], **client.rest},
+            client.momentum,
+            data,
+            t,
+            key,
+        )
+        params, rest = local.split_variables(trained)
+        return {"params": params}, trained, Client(rest, momentum), metrics
+
+    def receive(
+        server: PyTree,
+        rows: Rows,
+        ids: jax.Array,
+        arrived: jax.Array,
+        payloads: PyTree,
+        uploads: PyTree,
+        t: Any,
+    ) -> tuple[PyTree, Rows]:
+        def step(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
+            psi = trees.row(rows.psi, i)
+            delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
+            mixed = lambda psi: served(psi, rows.theta, i, payload["retained"])
+            (direction,) = jax.vjp(mixed, psi)[1](delta)
+            return jax.tree.map(lambda p, d: p + rate * d, psi, direction)
+
+        psi = jax.vmap(step)(ids, payloads, uploads)
+        theta = trees.put(rows.theta, ids, uploads["params"])
+        return server, Rows(theta, trees.put(rows.psi, ids, psi))
+
+    def personal(
+        server: PyTree, rows: Rows, client: Client, i: Any, data: ClientData, t: Any, key: Any
+    ) -> PyTree:
+        return {"params": send(server, rows, i, t, key)["params"], **client.rest}
+
+    def traffic(payload: PyTree, upload: PyTree) -> Traffic:
+        stays = payload["retained"]
+        down = {name: jnp.where(stays[number[name]], 0, b) for name, b in bytes_of.items()}
+        return Traffic(down, dict(bytes_of))
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {"alpha": jax.vmap(weights)(state.rows.psi, jnp.arange(n))}
+
+    return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
+
+
+def _check(k: int, granularity: str, normalise: str, rate: float, layers: int, n: int) -> None:
+    if n < 2:
+        raise UsageError("pfedla mixes models of several clients; clients must be at least 2")
+    if granularity not in ("layer", "model"):
+        raise UsageError(f"pfedla.granularity is {granularity!r}; choose layer or model")
+    if normalise not in NORMALISE:
+        raise UsageError(f"pfedla.normalise is {normalise!r}; choose {' or '.join(NORMALISE)}")
+    if not 0 <= k <= layers:
+        raise UsageError(f"pfedla.k is {k}; the network has {layers} layers, choose 0 to {layers}")
+    if rate <= 0:
+        raise UsageError(f"pfedla.rate is {rate}; it must be above 0")
