@@ -79,6 +79,33 @@ def classes(
     return _spread(chosen, pool.classes, *divmod(examples, per_client))
 
 
+def listed(
+    pool: Pool,
+    rng: np.random.Generator,
+    *,
+    classes: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3)),
+    examples: int = 600,
+) -> np.ndarray:
+    """Each client has the classes that are listed for it, equally many examples of each.
+
+    classes: one list per client; the lists start over where there are more clients.
+    """
+    need(len(classes) > 0, "listed.classes is empty: list the classes of each client")
+    held = [tuple(classes[i % len(classes)]) for i in range(pool.clients)]
+    counts = np.zeros((pool.clients, pool.classes), np.int64)
+    for i, own in enumerate(held):
+        fits = 0 < len(set(own)) == len(own) <= examples and set(own) <= set(range(pool.classes))
+        need(fits, f"listed.classes of client {i} must be some of 0 to {pool.classes - 1}, once")
+        counts[i, list(own)] = examples // len(own) + (np.arange(len(own)) < examples % len(own))
+    short = np.flatnonzero(counts.sum(0) > pool.available)
+    need(
+        not short.size,
+        f"class {short[:1]} has {pool.available[short[:1]]} examples, and {examples} per client "
+        f"need {counts.sum(0)[short[:1]]} of it: lower listed.examples",
+    )
+    return counts
+
+
 def dominant(
     pool: Pool,
     rng: np.random.Generator,
@@ -267,6 +294,7 @@ def natural(
 PARTITIONS: dict[str, Callable[..., np.ndarray]] = {
     "iid": iid,
     "classes": classes,
+    "listed": listed,
     "dominant": dominant,
     "shares": shares,
     "dirichlet": dirichlet,
