@@ -141,6 +141,13 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
         new_server, new_rows = zip(*news, strict=True)
         return new_server, new_rows
 
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {
+            f"{name}_group{i}": values
+            for i, a in enumerate(algorithms)
+            for name, values in a.observe(State(*(part[i] for part in state))).items()
+        }
+
     every = range(len(algorithms))
     return Algorithm(
         init=init,
@@ -150,4 +157,5 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
         personal=tuple(part(i, "personal") for i in every),
         predict=tuple(a.predict for a in algorithms),
         traffic=tuple(a.traffic for a in algorithms),
+        observe=observe,
     )

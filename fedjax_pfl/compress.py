@@ -44,7 +44,11 @@ def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) 
         levels = 2 ** (bits - 1) - 1
         scale = jnp.max(jnp.abs(flat)) / levels
         safe = jnp.where(scale == 0, 1.0, scale)
-        flat = jnp.floor(flat / safe + jax.random.uniform(key, flat.shape)) * scale
+        # The draw is compared, not added: at 16 bits a sum would round off the grid.
+        exact = jnp.clip(flat / safe, -levels, levels)
+        below = jnp.floor(exact)
+        up = jax.random.uniform(key, flat.shape) < exact - below
+        flat = jnp.where(up, below + 1, below) * scale
     return flat.reshape(x.shape)
 
 
@@ -112,9 +116,7 @@ def compressed(
     train, personal, traffic = (f[0] if alone else f for f in wrapped)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        if start is not None and isinstance(start.clients, Client):
-            start = start._replace(clients=start.clients.own)
-        state = algorithm.init(key, start)
+        state = algorithm.init(key, start and bare(start))
         owned = (state.clients,) if alone else state.clients
 
         def upload_of(member: Algorithm, clients: PyTree) -> PyTree:
@@ -132,4 +134,17 @@ def compressed(
         stacked = tuple(map(with_lost, parts, owned))
         return state._replace(clients=stacked[0] if alone else stacked)
 
-    return algorithm._replace(init=init, train=train, personal=personal, traffic=traffic)
+    return algorithm._replace(
+        init=init,
+        train=train,
+        personal=personal,
+        traffic=traffic,
+        observe=lambda state: algorithm.observe(bare(state)),
+    )
+
+
+def bare(state: State) -> State:
+    """The state without what compression adds to it."""
+    wrapped = lambda part: isinstance(part, Client)
+    own = lambda part: part.own if wrapped(part) else part
+    return state._replace(clients=jax.tree.map(own, state.clients, is_leaf=wrapped))

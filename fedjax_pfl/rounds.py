@@ -174,7 +174,8 @@ def make_rounds(
         if len(groups) == 1:
             return ids, jnp.ones(cohort, bool)
         own = jnp.asarray(federation.groups == g)[ids]
-        slots = min(cohort, int(np.sum(federation.groups[candidates] == g)))
+        # At least one, empty, where every client of a group is novel: arrays need a length.
+        slots = max(1, min(cohort, int(np.sum(federation.groups[candidates] == g))))
         order = jnp.argsort(~own, stable=True)[:slots]
         return ids[order], own[order]
 
