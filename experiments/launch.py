@@ -1,5 +1,6 @@
 """What every command shares: flags, the errors a user sees, the run and its table."""
 
+import ast
 import contextlib
 import os
 import sys
@@ -18,7 +19,7 @@ _CONFIGS = Path(__file__).parent / "configs"
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run directory; the same command on it resumes. Default: runs/ and the preset."
 )
-_DATA_DIR = flags.DEFINE_string(
+DATA_DIR = flags.DEFINE_string(
     "data_dir", None, "Folder of prepared tfds datasets. Default: TFDS_DATA_DIR."
 )
 
@@ -31,8 +32,9 @@ def launch(name: str) -> None:
             raise UsageError(f"{argv[1]!r} is no flag; settings are given as --config.KEY=VALUE")
         with in_one_line():
             settings = config.value.copy_and_resolve_references()
-        if _DATA_DIR.value is not None:
-            settings.data_dir = _DATA_DIR.value
+        replace_length(settings, sys.argv[1:])
+        if DATA_DIR.value is not None:
+            settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
         result = runner.run(settings, workdir)
         if result.resumed_at is not None:
@@ -49,6 +51,7 @@ def launch(name: str) -> None:
             config = config_flags.DEFINE_config_file(
                 "config", str(_CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
             )
+        _describe(name)
         app.run(main, flags_parser=_parse)
     except UsageError as error:
         fail(error)
@@ -68,14 +71,39 @@ def prepare_devices() -> None:
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
 
 
+def _describe(name: str) -> None:
+    """What --help shows: the presets, as the config file describes them, and all flags of ours."""
+    tree = ast.parse((_CONFIGS / f"{name}.py").read_text())
+    sys.modules["__main__"].__doc__ = f"\n{ast.get_docstring(tree)}\n"
+    for flag in ("config", "workdir", "data_dir"):
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
+
+
+def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The flags of a command line and their values, given as --FLAG=VALUE or --FLAG VALUE."""
+    left = list(arguments)
+    while left:
+        flag, equals, value = left.pop(0).partition("=")
+        if not equals and left and not left[0].startswith("--"):
+            value = left.pop(0)
+        yield flag.lstrip("-"), value
+
+
+def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
+    """Local steps on the command line replace a preset's epochs, and epochs its steps."""
+    given = {flag.removeprefix("config.") for flag, _ in _given(arguments)}
+    for chosen, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
+        if chosen in given and other not in given:
+            settings[other] = None
+
+
 def default_workdir(name: str, arguments: Sequence[str]) -> str:
     """runs/NAME-PRESET and what the command line changes, so that each run has its own."""
     words = [name]
-    for argument in arguments:
-        flag, _, value = argument.lstrip("-").partition("=")
+    for flag, value in _given(arguments):
         if flag == "config" and ":" in value:
             words.insert(1, value.rpartition(":")[2])
-        elif flag.startswith("config."):
+        elif flag.startswith(("config.", "noconfig.")):
             words.append(f"{flag.removeprefix('config.')}={value}")
     kept = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(words))
     return str(Path("runs") / kept[:150])

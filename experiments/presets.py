@@ -52,17 +52,20 @@ _PATTERNS: dict[str, Callable[[ConfigDict, re.Match[str]], None]] = {
 def apply(config: ConfigDict, preset: str, extra: Mapping[str, Callable[..., None]]) -> ConfigDict:
     """Change a configuration by the words of a preset, joined with dashes.
 
+    The last dataset named is taken, so that a preset may begin with the one where none is named.
+
     Args:
       extra: a system's own words; each gets the configuration and the match of its pattern.
     """
     patterns = {**_PATTERNS, **extra}
     words = [w for w in preset.split("-") if w]
-    # The dataset first: it brings defaults that the other words change.
-    for word in sorted(words, key=lambda w: w not in DATASETS):
+    for word in [w for w in words if w in DATASETS][-1:]:
+        config.dataset = word  # before the others: they change the defaults that it brings
+        config.update(DATASETS[word])
+    for word in words:
         if word in DATASETS:
-            config.dataset = word
-            config.update(DATASETS[word])
-        elif word in configuration.ALGORITHMS:
+            continue
+        if word in configuration.ALGORITHMS:
             config.algorithm = word
         else:
             matches = ((use, re.fullmatch(p, word)) for p, use in patterns.items())

@@ -1,6 +1,5 @@
 """From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -91,7 +90,7 @@ def _algorithm(
     """The phase's algorithm: one per group of architectures where there are groups."""
     factory = configuration.ALGORITHMS[one.algorithm]
     ends = [begin + round(share * one.rounds) for share in one.learning_rate_drops]
-    drops = jnp.asarray(ends, jnp.int32)
+    drops = np.asarray(ends, np.int32)
     training = local.sgd(
         learning_rate=lambda t: one.learning_rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32),
         momentum=one.momentum,
@@ -108,8 +107,10 @@ def _algorithm(
     algorithm = made[0] if len(made) == 1 else by_group(made)
     if one.upload_bits is None and one.upload_top_k is None:
         return algorithm
+    # One example on the device tells the shapes as well as all of them.
+    few = jax.tree.map(jnp.asarray, arrays._replace(x=arrays.x[:1], y=arrays.y[:1]))
     return compress.compressed(
-        algorithm, federation, arrays, bits=one.upload_bits, top_k=one.upload_top_k
+        algorithm, federation, few, bits=one.upload_bits, top_k=one.upload_top_k
     )
 
 
@@ -117,7 +118,7 @@ def _model(one: ConfigDict, federation: Federation) -> Any:
     """The network of a phase or group, if it can be built for these examples."""
     factory = configuration.MODELS[one.model]
     own = one.get(one.model, ConfigDict()).to_dict()
-    if "conv" in {field.name for field in dataclasses.fields(factory)}:
+    if hasattr(factory, "conv"):
         own["conv"] = one.conv
     model = factory(outputs=federation.outputs, **own)
     shape = federation.input_shape

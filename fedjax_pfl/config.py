@@ -148,11 +148,15 @@ def _override(config: ConfigDict, given: Mapping[str, Any], prefix: str) -> None
                 raise UsageError(f"{prefix}{key} is a group of settings; give {prefix}{key}.NAME")
             _override(config[key], value, f"{prefix}{key}.")
             continue
+        wanted = config.get_type(key)
         try:
+            if isinstance(value, bool) and wanted is not bool:  # which Python takes for a number
+                raise TypeError
             config[key] = value
         except (TypeError, ValueError):
-            wanted = config.get_type(key).__name__
-            raise UsageError(f"{prefix}{key} is {value!r}; it must be of type {wanted}") from None
+            raise UsageError(
+                f"{prefix}{key} is {value!r}; it must be of type {wanted.__name__}"
+            ) from None
 
 
 def phases(config: ConfigDict) -> list[ConfigDict]:
@@ -252,14 +256,13 @@ def check(config: ConfigDict) -> None:
 
 
 def _check_types(config: ConfigDict, like: ConfigDict, where: str) -> None:
-    """What a ConfigDict lets pass: None, truth values and other items in place of the default's."""
+    """What a ConfigDict lets pass: None, NaN and other items in place of the default's."""
     for key, wanted in like.items():
         value, kind = config[key], like.get_type(key)
         if isinstance(wanted, ConfigDict):
             _check_types(value, wanted, f"{where}{key}.")
             continue
-        odd = isinstance(value, bool) and kind is not bool
-        if odd or (value is None and wanted is not None):
+        if value is None and wanted is not None:
             raise UsageError(f"{where}{key} is {value!r}; it must be of type {kind.__name__}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{where}{key} is {value}; it must be a finite number")

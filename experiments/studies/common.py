@@ -15,13 +15,12 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from experiments.launch import fail, prepare_devices
+from experiments.launch import DATA_DIR, fail, prepare_devices
 from fedjax_pfl import runner
 from fedjax_pfl.errors import UsageError
 
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "mnist", "Dataset.")
-DATA_DIR = flags.DEFINE_string("data_dir", None, "Folder of prepared tfds datasets.")
 ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2)
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")

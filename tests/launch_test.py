@@ -1,0 +1,253 @@
+"""The command line: presets, where a run goes, and errors in one line."""
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import launch, presets
+from experiments.configs import baseline
+from fedjax_pfl import config
+from fedjax_pfl.errors import UsageError
+
+ROOT = Path(__file__).parents[1]
+FILE = "experiments/configs/baseline.py"
+
+
+def message(function, *arguments):
+    """The one line of a UsageError."""
+    with pytest.raises(UsageError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# Presets.
+
+
+def test_a_preset_is_its_words():
+    made = baseline.get_config("fedavg-cifar10-classes4-n10")
+    assert (made.algorithm, made.dataset, made.partition) == ("fedavg", "cifar10", "classes")
+    assert (made.classes.per_client, made.classes.examples, made.clients) == (4, 600, 10)
+    assert made.model == "lenet"
+
+
+@pytest.mark.parametrize(
+    ("preset", "wanted"),
+    [
+        ("local", {"algorithm": "local", "dataset": "digits", "model": "small"}),
+        ("digits", {"algorithm": "fedavg", "learning_rate": 0.05}),
+        ("", {"algorithm": "fedavg", "dataset": "digits"}),
+        ("n100-iid", {"clients": 100, "partition": "iid"}),
+        ("dominant3", {"partition": "dominant", "dominant": {"dominant": 3}}),
+        ("dirichlet0.25", {"partition": "dirichlet", "dirichlet": {"alpha": 0.25}}),
+        ("mnist-local", {"dataset": "mnist", "model": "lenet", "learning_rate": 0.005}),
+        ("fashion_mnist-n3", {"dataset": "fashion_mnist", "clients": 3}),
+        ("synthetic", {"dataset": "synthetic", "model": "mlp"}),
+    ],
+)
+def test_words_change_what_they_name(preset, wanted):
+    made = baseline.get_config(preset)
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                assert made[key][name] == inner
+        else:
+            assert made[key] == value
+    config.check(made)
+
+
+@pytest.mark.parametrize("dataset", presets.DATASETS)
+def test_a_dataset_brings_its_own_defaults_and_no_others(dataset):
+    """Not those of the digits, with which every preset begins."""
+    made, default = baseline.get_config(dataset), config.default()
+    assert made.dataset == dataset
+    for key in {key for own in presets.DATASETS.values() for key in own}:
+        assert made[key] == presets.DATASETS[dataset].get(key, default[key]), key
+
+
+def test_the_order_of_words_does_not_matter():
+    one, other = (baseline.get_config(p) for p in ("mnist-n7-local-iid", "iid-local-n7-mnist"))
+    assert one.to_dict() == other.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("preset", "nearest"),
+    [("fedagv", "fedavg"), ("cifar01", "cifar10"), ("clases4", "classes4"), ("iidd", "iid")],
+)
+def test_an_unknown_word_gets_the_nearest(preset, nearest):
+    line = message(baseline.get_config, f"local-{preset}")
+    assert line == f"there is no preset {preset!r}; did you mean {nearest}?"
+
+
+def test_every_word_of_the_documentation_is_a_preset():
+    """The words in brackets in the docstring, which is what --help shows."""
+    words = baseline.__doc__.replace("\n", " ").split("(")[1:]
+    words = [w.strip() for part in words for w in part.split(")")[0].split(",")]
+    assert {"fedavg", "digits", "classes4", "n10"} <= set(words)
+    for word in words:
+        if word != "...":
+            baseline.get_config(word)
+
+
+def test_a_systems_own_words_come_after_the_shared_ones():
+    def use(settings, match):
+        settings.seed = int(match["s"])
+
+    made = presets.apply(config.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
+    assert (made.seed, made.dataset) == (12, "mnist")
+    assert "own" in message(presets.apply, config.default(), "ownn", {"own": use})
+
+
+# Keys, directories, and errors of one line.
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--config.clientz=3", "there is no setting clientz; did you mean clients?"),
+        ("-config.clientz=3", "there is no setting clientz; did you mean clients?"),
+        ("--config.classes.per_clent=3", "no setting classes.per_clent; did you mean per_client?"),
+        ("--config.clients.x=3", "there is no setting clients.x"),
+        ("--config.phase[0].rounds=3", "there is no setting phase; did you mean phases?"),
+        ("--config.zzzzzzz", "there is no setting zzzzzzz; there are "),
+    ],
+)
+def test_check_keys_names_the_nearest(argument, words):
+    assert words in message(launch.check_keys, ["--config.rounds=2", argument])
+
+
+def test_check_keys_lets_all_settings_pass():
+    plain = [f"--config.{key}=1" for key in config.default()]
+    launch.check_keys([*plain, "--config.mlp.hidden=(3,)", "--config=x.py:y", "--workdir=x", "z"])
+
+
+def test_in_one_line_passes_nothing_else():
+    def raised(error):
+        with launch.in_one_line():
+            raise error
+
+    assert message(raised, UsageError("as it is")) == "as it is"
+    assert message(raised, ValueError("first\nlast")) == "last"
+    assert message(raised, KeyError()) == "KeyError"
+    assert message(raised, flags.UnrecognizedFlagError("rounds")) == (
+        "there is no flag --rounds; settings are --config.KEY"
+    )
+    text = "Traceback ...\nfedjax_pfl.errors.UsageError: what is wrong"
+    assert message(raised, RuntimeError(text)) == "what is wrong"
+    with pytest.raises(KeyboardInterrupt):
+        raised(KeyboardInterrupt())
+
+
+def test_fail_is_one_line_and_status_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        launch.fail(UsageError("what\n  is wrong"))
+    assert caught.value.code == 2
+    assert capsys.readouterr() == ("", "error: what is wrong\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], "runs/baseline"),
+        (["--config=a/b.py:fedavg-digits"], "runs/baseline-fedavg-digits"),
+        (["--config", "a/b.py:fedavg-digits"], "runs/baseline-fedavg-digits"),
+        (["--config=a/b.py"], "runs/baseline"),
+        (["--config.seed=3"], "runs/baseline-seed=3"),
+        (["--config.seed", "3"], "runs/baseline-seed=3"),
+        (["--config.seed=3", "--config=a.py:local"], "runs/baseline-local-seed=3"),
+        (["--config.data_dir=/a/b"], "runs/baseline-data_dir=_a_b"),
+        (["--config.mlp.hidden=(3, 4)"], "runs/baseline-mlp.hidden=_3,_4_"),
+        (["--data_dir=/x", "--workdir=y"], "runs/baseline"),
+    ],
+)
+def test_every_command_has_a_directory_of_its_own(arguments, wanted):
+    assert launch.default_workdir("baseline", arguments) == wanted
+
+
+def test_a_directorys_name_stays_short_and_inside_runs():
+    name = launch.default_workdir(
+        "baseline", ["--config=../../x.py:../..", f"--config.a={'b' * 999}"]
+    )
+    assert Path(name).parent == Path("runs")
+    assert len(Path(name).name) <= 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--config.local_steps=3"], (None, 7)),
+        (["--config.local_epochs=3"], (5, None)),
+        (["--config.local_steps=3", "--config.local_epochs", "2"], (5, 7)),
+        (["--config.rounds=3"], (5, 7)),
+    ],
+)
+def test_the_command_line_says_whether_steps_or_epochs(arguments, wanted):
+    settings = ConfigDict({"local_epochs": 5, "local_steps": 7})
+    launch.replace_length(settings, arguments)
+    assert (settings.local_epochs, settings.local_steps) == wanted
+
+
+# Real commands: all at once, as each spends its time on starting.
+
+_WRONG = {
+    "unknown key": (["--config.clientz=3"], "did you mean clients?"),
+    "unknown preset": ([f"--config={ROOT / FILE}:fedagv"], "did you mean fedavg?"),
+    "no config file": (["--config=nowhere.py"], "nowhere.py"),
+    "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
+    "unknown flag": (["--rounds=3"], "there is no flag --rounds"),
+    "stray argument": (["digits"], "'digits' is no flag"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """(exit status, stdout, stderr, files) of each of the commands."""
+    commands = {name: arguments for name, (arguments, _) in _WRONG.items()} | {"help": ["--help"]}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    started = {}
+    for name, arguments in commands.items():
+        place = tmp_path_factory.mktemp("launch")
+        command = [sys.executable, "-m", "experiments.baseline", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started[name] = place, subprocess.Popen(command, cwd=place, env=environment, **pipes)
+    guard = threading.Timer(120, lambda: [p.kill() for _, p in started.values()])
+    guard.start()
+    try:
+        outputs = {name: process.communicate() for name, (_, process) in started.items()}
+    finally:
+        guard.cancel()
+        for _, process in started.values():
+            process.kill()
+            process.wait()
+    return {
+        name: (process.returncode, *outputs[name], list(place.iterdir()))
+        for name, (place, process) in started.items()
+    }
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_a_wrong_command_ends_with_one_line(name, ended):
+    status, out, err, files = ended[name]
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert _WRONG[name][1] in err
+    assert files == []
+
+
+def test_help_names_the_presets_and_the_flags(ended):
+    _, out, err, files = ended["help"]
+    assert "Traceback" not in out + err
+    assert err == ""
+    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10"):
+        assert word in out
+    for flag in ("--config:", "--workdir:", "--data_dir:"):
+        assert flag in out
+    assert files == []
