@@ -26,7 +26,7 @@ $(STAMP): setup.cfg pyproject.toml
 	@touch $@
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .
