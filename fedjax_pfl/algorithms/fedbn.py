@@ -2,8 +2,8 @@
 
 Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, 2021.
 
-Deviations: none in the method. A client that has never trained is served the shared layers with
-BatchNorm as it started.
+Deviations: the mean is weighted by examples, as in FedAvg. A client that has never trained is
+served the shared layers with BatchNorm as it started.
 """
 
 from typing import Any
