@@ -1,6 +1,6 @@
 """Pytree mathematics: the layers of a model, sizes, weighted means, norms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -35,6 +35,40 @@ def layers(tree: PyTree) -> dict[str, list[Any]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         grouped.setdefault(layer_name(path), []).append(leaf)
     return grouped
+
+
+def split(variables: PyTree, chosen: Collection[str]) -> tuple[PyTree, PyTree]:
+    """A model's variables, nested dicts, cut by layer name: those of `chosen`, and the others.
+
+    Every leaf keeps its path; a dict that nothing is left of is left out.
+    """
+    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        place = parts[0] if layer_name(path) in chosen else parts[1]
+        *way, last = (_word(entry) for entry in path)
+        for word in way:
+            place = place.setdefault(word, {})
+        place[last] = leaf
+    return parts
+
+
+def join(one: PyTree, other: PyTree) -> PyTree:
+    """The inverse of `split`."""
+    joined = dict(one)
+    for name, tree in other.items():
+        if name in joined and not (isinstance(joined[name], dict) and isinstance(tree, dict)):
+            raise ValueError(f"{name} is in both parts")
+        joined[name] = join(joined[name], tree) if name in joined else tree
+    return joined
+
+
+def alike(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees have leaves of the same shapes and dtypes under the same paths."""
+
+    def form(tree: PyTree) -> list[Any]:
+        return [(p, x.shape, x.dtype) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
+
+    return form(one) == form(other)
 
 
 def leaf_bytes(leaf: Any) -> int:

@@ -27,10 +27,34 @@ def _moved(first: State, last: State) -> bool:
     return all(bool((a != b).any()) for a, b in pairs)
 
 
+def _two_parts(own: set[str]) -> Callable[[State, State], bool]:
+    """Both parts moved, the named layers are each client's own, and the server has the others."""
+
+    def fired(first: State, last: State) -> bool:
+        stays, shared = last.clients.own, last.server
+        apart = [bool((leaf[0] != leaf[1]).any()) for leaf in jax.tree.leaves(stays)]
+        everywhere = set(trees.layers(stays)) == own and not own & set(trees.layers(shared))
+        return everywhere and all(apart) and _moved(first, last)
+
+    return fired
+
+
+def _both(parameters: int) -> tuple[int, int]:
+    return 4 * parameters, 4 * parameters
+
+
+_NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
+_HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 CASES = {
     "fedavg": Case({}, _moved, lambda model: (model, model)),
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
     "pfedla": Case({"k": 1, "rate": 0.5}, _moved, lambda model: ({172, 268, 224}, 332)),
+    "fedbn": Case({}, _two_parts({"norm1"}), lambda model: _both(model // 4 - _NORM)),
+    "fedper": Case({}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)),
+    "fedrep": Case(
+        {"head_epochs": 2}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)
+    ),
+    "lg_fedavg": Case({}, _two_parts({"fc1", "norm1"}), lambda model: _both(_HEAD)),
     "local": Case({}, _moved, lambda model: (0, 0)),
 }
 NAMES = sorted(algorithms.__all__)

@@ -11,7 +11,7 @@ from fedjax_pfl.algorithm import Federation
 from fedjax_pfl.data.federated import FederatedData, Split
 from fedjax_pfl.models.parts import batch_norm
 
-CLIENTS, FEATURES, CLASSES = 6, 5, 3
+CLIENTS, FEATURES, HIDDEN, CLASSES = 6, 5, 8, 3
 TRAIN = np.array([12, 7, 9, 12, 1, 10])  # ragged, one of them a single example
 VALIDATION = np.array([4, 3, 4, 2, 4, 4])
 TEST = np.array([5, 6, 4, 6, 3, 6])
@@ -21,7 +21,9 @@ class Net(nn.Module):
     """Two dense layers with a BatchNorm between them, so that the first needs no bias."""
 
     outputs: int = CLASSES
-    hidden: int = 8
+    hidden: int = HIDDEN
+    head = "fc2"
+    layers = ("fc1", "norm1", "fc2")
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:

@@ -4,7 +4,11 @@ The settings in a configuration are the factory's keyword-only arguments; nothin
 """
 
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.fedbn import fedbn
+from fedjax_pfl.algorithms.fedper import fedper
+from fedjax_pfl.algorithms.fedrep import fedrep
+from fedjax_pfl.algorithms.lg_fedavg import lg_fedavg
 from fedjax_pfl.algorithms.local import local
 from fedjax_pfl.algorithms.pfedla import pfedla
 
-__all__ = ["fedavg", "local", "pfedla"]
+__all__ = ["fedavg", "fedbn", "fedper", "fedrep", "lg_fedavg", "local", "pfedla"]

@@ -1,33 +1,38 @@
-"""What several algorithms share: a first model, local training of all of it, kept momentum."""
+"""What several algorithms share: a first model, local training of all or part of it, momentum."""
 
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import local, trees
 from fedjax_pfl.algorithm import Federation, PyTree, State
-from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.task import Task
 
 
+def shapes(model: Any, federation: Federation) -> PyTree:
+    """Shapes and dtypes of a model's variables."""
+    return jax.eval_shape(lambda: _draw(model, federation, jax.random.key(0)))
+
+
+def _draw(model: Any, federation: Federation, key: jax.Array) -> PyTree:
+    return dict(model.init(key, jnp.zeros((1, *federation.input_shape), jnp.float32)))
+
+
 def initial(model: Any, federation: Federation, key: jax.Array, start: State | None) -> PyTree:
     """A new model's variables, or the global model that an earlier phase ended with."""
-    example = jnp.zeros((1, *federation.input_shape), jnp.float32)
     if start is None:
-        return dict(model.init(key, example))
-    wanted = jax.eval_shape(lambda: dict(model.init(key, example)))
+        return _draw(model, federation, key)
+    wanted = shapes(model, federation)
     there = start.server if isinstance(start.server, dict) else {}
     found = {name: there.get(name) for name in wanted}
-    try:
-        chex.assert_trees_all_equal_shapes_and_dtypes(wanted, found)
-    except (AssertionError, ValueError):
+    if not trees.alike(wanted, found):
         raise UsageError(
             "a phase can only start from one that ends with a global model of the same network; "
             "give the phases the same model, and put a method such as fedavg first"
-        ) from None
+        )
     return found
 
 
@@ -49,8 +54,34 @@ def train_all(
     key: jax.Array,
 ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
     """Train every variable of a model on the task: (variables, optimiser's state, metrics)."""
-    params, rest = local.split_variables(variables)
-    gradient = local.gradient(model, task, data)
+    return train_part(model, task, training, variables, {}, optimizer_state, data, t, key)
+
+
+def train_part(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    part: PyTree,
+    frozen: PyTree,
+    optimizer_state: PyTree,
+    data: ClientData,
+    t: Any,
+    key: jax.Array,
+) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+    """Train some layers of a model: (their variables, optimiser's state, metrics).
+
+    What is frozen is only read: no gradient, decay or momentum, and its BatchNorm statistics stay,
+    although it normalises by the batch, as it does when it trains.
+    """
+    whole, layers = local.gradient(model, task, data), trees.layers(part)
+
+    def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+        variables = trees.join({"params": params, **rest}, frozen)
+        (loss, rest), grads = whole(*local.split_variables(variables), batch, key)
+        grads, rest = local.split_variables(trees.split({"params": grads, **rest}, layers)[0])
+        return (loss, rest), grads
+
+    params, rest = local.split_variables(part)
     params, rest, optimizer_state, metrics = local.fit(
         training, gradient, params, rest, optimizer_state, data, t, key
     )

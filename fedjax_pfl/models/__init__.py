@@ -1,4 +1,8 @@
-"""Networks. All are called `(x, train=False, mask=None)`; `head` names a network's last layer."""
+"""Networks. All are called `(x, train=False, mask=None)`.
+
+`layers` names a network's layers as `trees.layer_name` does, in the order in which they are called
+(a tree of parameters is sorted by name and cannot tell); `head` is the last of them.
+"""
 
 from fedjax_pfl.models.cnn import CNN
 from fedjax_pfl.models.lenet import LeNet

@@ -27,6 +27,13 @@ class LeNet(nn.Module):
     conv: str = "auto"
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers, from the input to the output."""
+        kinds = ("conv", "norm") if self.batch_norm else ("conv",)
+        early = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
+        return (*early, *(f"fc{i}" for i in range(1, len(self.dense) + 2)))
+
+    @property
     def head(self) -> str:
         """Name of the last layer, the one that knows the classes."""
         return f"fc{len(self.dense) + 1}"

@@ -16,6 +16,11 @@ class MLP(nn.Module):
     hidden: tuple[int, ...] = (200,)
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers, from the input to the output."""
+        return tuple(f"fc{i}" for i in range(1, len(self.hidden) + 2))
+
+    @property
     def head(self) -> str:
         """Name of the last layer, the one that knows the classes."""
         return f"fc{len(self.hidden) + 1}"

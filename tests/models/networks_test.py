@@ -1,5 +1,6 @@
 """Networks: sizes, how they start, and what padding may not do."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,9 +37,24 @@ def test_sizes_and_names(model, image, parameters, layers, head):
     variables = shapes(model, *image)
     assert trees.size(variables["params"]) == parameters
     assert set(trees.layers(variables)) == set(layers.split())
-    assert model.head == head
+    assert model.layers == tuple(layers.split())
+    assert model.head == model.layers[-1] == head
     assert variables["params"][head]["bias"].shape == (model.outputs,)
     assert norm_layers(variables) == {name for name in layers.split() if name.startswith("norm")}
+
+
+@pytest.mark.parametrize("model", [LeNet(batch_norm=True), CNN(), SmallCNN(), MLP(hidden=(5, 4))])
+def test_layers_are_in_the_order_of_their_calls(model):
+    called = []
+
+    def note(call, args, kwargs, context):
+        if len(context.module.path) == 1 and context.method_name == "__call__":
+            called.append(context.module.path[0])
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        shapes(model, 28, 28, 1)
+    assert tuple(called) == model.layers
 
 
 def test_layers_start_as_in_pytorch():

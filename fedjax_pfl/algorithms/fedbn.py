@@ -1,0 +1,31 @@
+"""FedBN: FedAvg on everything but BatchNorm, which stays with the client.
+
+Li et al., FedBN: Federated Learning on Non-IID Features via Local Batch Normalization, 2021.
+
+Deviations: the mean is weighted by examples, as in FedAvg. A client that has never trained is
+served the shared layers with BatchNorm as it started.
+"""
+
+from typing import Any
+
+from fedjax_pfl import local
+from fedjax_pfl.algorithm import Algorithm, Federation
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.parts import partly_shared
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import norm_layers
+from fedjax_pfl.task import Task
+
+
+def fedbn(model: Any, task: Task, training: local.Training, federation: Federation) -> Algorithm:
+    """w ← Σ_k n_k w_k / Σ_k n_k for all but scale, bias, mean and variance of each BatchNorm.
+
+    A layer is BatchNorm when it keeps batch statistics, whatever it is called.
+    """
+    norms = norm_layers(common.shapes(model, federation))
+    if not norms:
+        raise UsageError(
+            f"fedbn needs a network with BatchNorm, and this {type(model).__name__} has none; "
+            "set batch_norm, as in --config.model=lenet --config.lenet.batch_norm=True"
+        )
+    return partly_shared(model, task, training, federation, norms)

@@ -1,0 +1,22 @@
+"""FedPer: a shared body, a head for each client, and both trained together.
+
+Arivazhagan et al., Federated Learning with Personalization Layers, 2019.
+
+Deviations: the personal part is the last layer; the paper also tries longer ones. The mean is over
+the clients that took part, as in FedAvg.
+"""
+
+from typing import Any
+
+from fedjax_pfl import local
+from fedjax_pfl.algorithm import Algorithm, Federation
+from fedjax_pfl.algorithms.parts import partly_shared
+from fedjax_pfl.task import Task
+
+
+def fedper(model: Any, task: Task, training: local.Training, federation: Federation) -> Algorithm:
+    """(φ, ω_i) ← local SGD on both; φ ← Σ_k n_k φ_k / Σ_k n_k; the head ω_i stays.
+
+    BatchNorm belongs to the body φ, statistics included.
+    """
+    return partly_shared(model, task, training, federation, {model.head})

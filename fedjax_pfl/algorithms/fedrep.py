@@ -1,0 +1,76 @@
+"""FedRep: each client fits its head to the shared body first, and then the body to its head.
+
+Collins et al., Exploiting Shared Representations for Personalized Federated Learning, 2021.
+
+Deviations: while the head trains, the body's BatchNorm statistics stay, as does all else in it (in
+PyTorch they would go on running). Clipping measures the part that trains. The mean is weighted by
+examples, as in FedAvg.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from fedjax_pfl import local, trees
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.parts import Client, partly_shared
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import Task
+
+
+class Momentum(NamedTuple):
+    """A client's kept momentum; each part's moves only while that part trains."""
+
+    head: PyTree
+    body: PyTree
+
+
+def fedrep(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    head_epochs: int = 10,
+    head_steps: int | None = None,
+) -> Algorithm:
+    """ω_i ← SGD on f(φ, ·); then φ_i ← SGD on f(·, ω_i); φ ← Σ_k n_k φ_k / Σ_k n_k; ω_i stays.
+
+    Server: the body φ, BatchNorm included. Clients: the head ω_i, and momentum where it is kept.
+
+    Args:
+      head_epochs: the head trains so long, however the body's training is counted.
+      head_steps: instead, so many batches, each drawn afresh.
+    """
+    for name, value in (("head_epochs", head_epochs), ("head_steps", head_steps)):
+        if value is not None and value < 1:
+            raise UsageError(f"fedrep.{name} is {value}; it must be at least 1")
+    by_head = training._replace(
+        epochs=head_epochs if head_steps is None else None, steps=head_steps
+    )
+    joint = partly_shared(model, task, training, federation, {model.head})
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        state = joint.init(key, start)
+        head = trees.row(state.clients.own, 0)
+        momentum = Momentum(
+            common.kept(by_head, head["params"], federation),
+            common.kept(training, state.server["params"], federation),
+        )
+        return state._replace(clients=Client(state.clients.own, momentum))
+
+    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+        head_key, body_key = jax.random.split(key)
+        kept_head, kept_body = client.momentum
+        head, kept_head, first = common.train_part(
+            model, task, by_head, client.own, payload, kept_head, data, t, head_key
+        )
+        body, kept_body, metrics = common.train_part(
+            model, task, training, payload, head, kept_body, data, t, body_key
+        )
+        metrics = {**metrics, "head_loss": first["loss"]}
+        return body, trees.join(body, head), Client(head, Momentum(kept_head, kept_body)), metrics
+
+    return joint._replace(init=init, train=train)

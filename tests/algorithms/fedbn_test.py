@@ -1,0 +1,75 @@
+"""FedBN: what stays is BatchNorm, all of it and nothing else."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import MLP, LeNet
+from fedjax_pfl.models.parts import batch_norm
+from tests import cases, tiny
+from tests.algorithms.served import KEY, after_rounds, paths, served
+
+
+class Misnamed(nn.Module):
+    """A dense layer called like a norm, and a BatchNorm called like a dense layer."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        x = batch_norm(nn.Dense(4, name="norm1")(x), train, mask, "fc1")
+        return nn.Dense(tiny.CLASSES, name="BatchNorm_0")(x)
+
+
+def state_of(model: Any, federation: Any) -> Any:
+    return jax.eval_shape(
+        algorithms.fedbn(model, cases.TASK, cases.training(), federation).init, KEY
+    )
+
+
+def test_personal_leaves():
+    images = tiny.federated()[1]._replace(input_shape=(28, 28, 1), outputs=10)
+    state = state_of(LeNet(batch_norm=True), images)
+    assert paths(state.clients.own) == [
+        "batch_stats/norm1/mean",
+        "batch_stats/norm1/var",
+        "batch_stats/norm2/mean",
+        "batch_stats/norm2/var",
+        "params/norm1/bias",
+        "params/norm1/scale",
+        "params/norm2/bias",
+        "params/norm2/scale",
+    ]
+    layers = ("conv1", "conv2", "fc1", "fc2", "fc3")
+    assert paths(state.server) == [f"params/{n}/{w}" for n in layers for w in ("bias", "kernel")]
+
+
+def test_modules_count_and_not_names():
+    state = state_of(Misnamed(), tiny.federated()[1])
+    stays = ["batch_stats/fc1/mean", "batch_stats/fc1/var", "params/fc1/bias", "params/fc1/scale"]
+    assert paths(state.clients.own) == stays
+
+
+def test_clients_differ_in_batch_norm_and_agree_elsewhere():
+    made = cases.make("fedbn", tiny.federated()[1])
+    state, log = after_rounds(made, 2)
+    assert set(log.down) == set(log.up) == {"fc1", "fc2"}
+    one, other = served(made, state, 0), served(made, state, 1)
+    model = tiny.Net().init(KEY, np.zeros((1, tiny.FEATURES), np.float32))
+    assert jax.tree.structure(one) == jax.tree.structure(model)
+    pairs = zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True)
+    differ = sorted("/".join(e.key for e in path) for (path, a), b in pairs if (a != b).any())
+    assert differ == [
+        "batch_stats/norm1/mean",
+        "batch_stats/norm1/var",
+        "params/norm1/bias",
+        "params/norm1/scale",
+    ]
+
+
+def test_without_batch_norm_it_is_an_error():
+    with pytest.raises(UsageError, match=r"^fedbn needs a network with BatchNorm"):
+        algorithms.fedbn(MLP(), cases.TASK, cases.training(), tiny.federated()[1])

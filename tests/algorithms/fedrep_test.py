@@ -1,0 +1,124 @@
+"""FedRep: first the head with the body frozen, then the body with the head frozen."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_pfl import algorithms, local, trees
+from fedjax_pfl.algorithm import Algorithm
+from fedjax_pfl.errors import UsageError
+from tests import cases, tiny
+from tests.algorithms.served import KEY, after_rounds, paths, served, trained
+
+RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
+
+
+def make(training: Any = None, **settings: Any) -> Algorithm:
+    federation = tiny.federated()[1]
+    return algorithms.fedrep(
+        tiny.Net(), cases.TASK, training or cases.training(), federation, **settings
+    )
+
+
+def test_personal_leaves():
+    state = jax.eval_shape(make().init, KEY)
+    assert paths(state.clients.own) == ["params/fc2/bias", "params/fc2/kernel"]
+    assert paths(state.server) == [
+        "batch_stats/norm1/mean",
+        "batch_stats/norm1/var",
+        "params/fc1/kernel",
+        "params/norm1/bias",
+        "params/norm1/scale",
+    ]
+    names = [trees.layers(part).keys() for part in state.clients.momentum]
+    assert ["fc2" in str(n) for n in names] == [True, False]
+    assert ["fc1" in str(n) for n in names] == [False, True]
+
+
+def test_the_heads_phase_leaves_the_body_as_it_is():
+    """No step for the body: what it uploads is what came down, bit for bit, statistics too."""
+    made = make(cases.training(epochs=None, steps=0), head_epochs=3)
+    first = made.init(KEY)
+    upload, _, client, _ = trained(made, first, 0)
+    chex.assert_trees_all_equal(upload, first.server)
+    start = trees.row(first.clients.own, 0)
+    moved = jax.tree.map(lambda a, b: bool((a != b).all()), client.own, start)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_the_bodys_phase_leaves_the_head_as_it_is():
+    """However long the body trains, the head and its momentum are the same, bit for bit."""
+    short, long = (make(cases.training(epochs=e), head_epochs=2) for e in (1, 3))
+    first = short.init(KEY)
+    (body, _, one, _), (further, _, other, _) = (trained(m, first, 0) for m in (short, long))
+    chex.assert_trees_all_equal(one.own, other.own)
+    chex.assert_trees_all_equal(one.momentum.head, other.momentum.head)
+    for a, b, c in zip(*map(jax.tree.leaves, (body, further, first.server)), strict=True):
+        assert (a != b).any()
+        assert (b != c).any()
+
+
+def test_two_rounds_by_hand():
+    """Full batches, momentum kept from round to round, decay; written out layer by layer."""
+    settings = {
+        "learning_rate": RATE,
+        "momentum": MOMENTUM,
+        "weight_decay": DECAY,
+        "batch_size": 16,
+        "epochs": 2,
+        "keep_momentum": True,
+    }
+    made = make(local.sgd(**settings), head_epochs=3)
+    data, state = tiny.federated()[0], made.init(KEY)
+    rows = data.train.rows[0, : data.train.size[0]]
+    x, y = data.x[rows], data.y[rows]
+
+    def loss(params: Any, stats: Any) -> Any:
+        variables = {"params": params, "batch_stats": stats}
+        logits, new = tiny.Net().apply(variables, x, train=True, mutable=["batch_stats"])
+        cross = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
+        return cross, new["batch_stats"]
+
+    gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    model = jax.tree.map(jnp.array, served(made, state, 0))
+    params, stats = model["params"], model["batch_stats"]
+    trace = jax.tree.map(jnp.zeros_like, params)
+    for _ in range(2):
+        losses: dict[str, list[float]] = {"head": [], "body": []}
+        for part, layers, epochs in (("head", ["fc2"], 3), ("body", ["fc1", "norm1"], 2)):
+            for _ in range(epochs):
+                (value, new), grads = gradient(params, stats)
+                losses[part].append(float(value))
+                for name in layers:
+                    for leaf, g in grads[name].items():
+                        step = MOMENTUM * trace[name][leaf] + g + DECAY * params[name][leaf]
+                        trace[name][leaf] = step
+                        params[name][leaf] = params[name][leaf] - RATE * step
+                if part == "body":
+                    stats = new
+        upload, got, client, metrics = trained(made, state, 0)
+        wanted = {"params": params, "batch_stats": stats}
+        chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(metrics["loss"], np.mean(losses["body"]), rtol=1e-5)
+        np.testing.assert_allclose(metrics["head_loss"], np.mean(losses["head"]), rtol=1e-5)
+        stacked = jax.tree.map(lambda a: a[None], client)
+        state = state._replace(server=upload, clients=stacked)
+
+
+def test_heads_never_travel_and_steps_can_replace_epochs():
+    made = make(cases.training(epochs=None, steps=2), head_steps=3)
+    state, log = after_rounds(made, 2)
+    assert set(log.down) == set(log.up) == {"fc1", "norm1"}
+    heads = state.clients.own["params"]["fc2"]
+    assert all((leaf[0] != leaf[1]).any() for leaf in heads.values())
+
+
+@pytest.mark.parametrize("settings", [{"head_epochs": 0}, {"head_steps": 0}])
+def test_a_head_that_never_trains_is_an_error(settings: dict[str, int]):
+    with pytest.raises(UsageError, match=f"fedrep.{next(iter(settings))} is 0"):
+        make(**settings)
