@@ -1,1 +1,5 @@
 """Personalised federated learning, compiled."""
+
+from fedjax_pfl.runner import Result, run
+
+__all__ = ["Result", "run"]

@@ -1,6 +1,7 @@
 """The rules that the engine keeps for every algorithm; one is covered by being exported."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import chex
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import ledger, trees
+from fedjax_pfl import checkpoints, ledger, trees
 from fedjax_pfl.algorithm import Algorithm, State
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.rounds import SEND, TRAIN, Rounds, make_rounds, stage_key
@@ -148,6 +149,20 @@ def test_calls_do_not_matter_and_compile_once(name: str):
         state, _ = train(rounds, data, n, t, state)
     chex.assert_trees_all_equal(whole, state)
     assert len(traces) == first > 0
+
+
+def test_a_checkpoint_holds_all_of_the_state(name: str, tmp_path: Path):
+    """Two rounds, saved and restored, and two more equal four rounds, bit for bit."""
+    (rounds, _), (data, _) = partial(name), tiny.federated()
+    whole, _ = train(rounds, data)
+    state, _ = train(rounds, data, 2)
+    store = checkpoints.open_store(tmp_path)
+    store.save(2, {"state": state}, {})
+    template = jax.eval_shape(rounds.init, KEY)
+    restored = store.restore(2, {"state": template})["state"]
+    chex.assert_trees_all_equal(restored, jax.device_get(state))
+    again, _ = train(rounds, data, 2, 2, rounds.place(restored))
+    chex.assert_trees_all_equal(whole, again)
 
 
 def test_absent_is_untouched(name: str):
