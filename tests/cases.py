@@ -55,8 +55,20 @@ def _personalised(first: State, last: State) -> bool:
     return _moved(first, last) and _params_differ(*_one_visit("pfedme", last, 0))
 
 
+def _weighed(first: State, last: State) -> bool:
+    """One peer has no share in a mixture, and one has some."""
+    weights = [_one_visit("fedfomo", last, i)[0]["weights"] for i in range(tiny.CLIENTS)]
+    share = jnp.maximum(jnp.stack(weights), 0.0)
+    return _moved(first, last) and bool((share == 0).any() and (share > 0).any())
+
+
 CASES = {
     "fedavg": Case({}, _moved, lambda model: (model, model)),
+    "fedfomo": Case(
+        {"peers": 2},
+        _weighed,
+        lambda model: (2 * model, model + 2 * 4),  # M weights
+    ),
     "local": Case({}, _moved, lambda model: (0, 0)),
     "per_fedavg": Case({"variant": "hf", "alpha": 0.05}, _curved, lambda model: (model, model)),
     "pfedme": Case({"beta": 0.8}, _personalised, lambda model: (model, model)),
