@@ -32,6 +32,7 @@ class Federation(NamedTuple):
     outputs: int  # classes, or targets of a regression
     active: np.ndarray  # bool [N]: clients outside are evaluated but never sampled
     groups: np.ndarray  # int [N]: architecture group of each client, 0 where there is one only
+    validation_counts: np.ndarray | None = None  # int [N], likewise; None: there are none
 
     @property
     def clients(self) -> int:

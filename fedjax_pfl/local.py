@@ -102,17 +102,29 @@ def _shuffled(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
     return jnp.argsort(jnp.where(jnp.arange(longest) < count, draws, 2.0))
 
 
+def _drawn(
+    key: jax.Array, longest: int, count: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """`size` different places among 0..count-1 with their mask; padding where there are fewer."""
+    order = _shuffled(key, longest, count)
+    return jnp.pad(order, (0, max(size - longest, 0)))[:size], jnp.arange(size) < count
+
+
+def draw(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
+    """A batch of `size` examples of a split, or of all where it has fewer, without replacement."""
+    places, mask = _drawn(key, split.rows.shape[0], split.size, size)
+    return take(data, split.rows[places], mask)
+
+
 def _schedule(
     training: Training, split: Split, key: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
     """The number of steps, and for a step the places in `split` of its batch with their mask."""
     size, longest = training.batch_size, split.rows.shape[0]
-    lanes = jnp.arange(size)
     if training.steps is not None:
 
         def fresh(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            order = _shuffled(jax.random.fold_in(key, step), longest, split.size)
-            return jnp.pad(order, (0, max(size - longest, 0)))[:size], lanes < split.size
+            return _drawn(jax.random.fold_in(key, step), longest, split.size, size)
 
         return jnp.where(split.size > 0, training.steps, 0), fresh
 
@@ -125,7 +137,7 @@ def _schedule(
     def next_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
         epoch, batch = step // jnp.maximum(per_epoch, 1), step % jnp.maximum(per_epoch, 1)
         places = jax.lax.dynamic_slice(orders[epoch], (batch * size,), (size,))
-        return places, batch * size + lanes < split.size
+        return places, batch * size + jnp.arange(size) < split.size
 
     return training.epochs * per_epoch, next_batch
 

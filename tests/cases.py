@@ -4,9 +4,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_pfl import algorithms, local, trees
 from fedjax_pfl.algorithm import Algorithm, Federation, State
+from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.task import classification
 from tests import tiny
 
@@ -43,6 +45,40 @@ def _both(parameters: int) -> tuple[int, int]:
     return 4 * parameters, 4 * parameters
 
 
+def _one_visit(name: str, state: State, i: int, **changes: Any) -> tuple[Any, Any]:
+    """(upload, trained) of client i's next visit, if it had these other settings."""
+    data, federation = tiny.federated()
+    settings = {**CASES[name].settings, **changes}
+    made = getattr(algorithms, name)(tiny.Net(), TASK, training(), federation, **settings)
+    key, t = jax.random.key(1), jnp.int32(4)
+    payload = made.send(state.server, state.rows, i, t, key)
+    client = trees.row(state.clients, i)
+    return made.train(payload, client, client_data(data, i), t, key)[:2]
+
+
+def _params_differ(one: Any, other: Any) -> bool:
+    distance = trees.squared_norm(jax.tree.map(jnp.subtract, one["params"], other["params"]))
+    return bool(distance > 1e-6)
+
+
+def _curved(first: State, last: State) -> bool:
+    """HF takes another direction than FO does."""
+    (hf, _), (fo, _) = (_one_visit("per_fedavg", last, 0, variant=v) for v in ("hf", "fo"))
+    return _moved(first, last) and _params_differ(hf, fo)
+
+
+def _personalised(first: State, last: State) -> bool:
+    """θ is not w."""
+    return _moved(first, last) and _params_differ(*_one_visit("pfedme", last, 0))
+
+
+def _weighed(first: State, last: State) -> bool:
+    """One peer has no share in a mixture, and one has some."""
+    weights = [_one_visit("fedfomo", last, i)[0]["weights"] for i in range(tiny.CLIENTS)]
+    share = jnp.maximum(jnp.stack(weights), 0.0)
+    return _moved(first, last) and bool((share == 0).any() and (share > 0).any())
+
+
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 CASES = {
@@ -55,7 +91,14 @@ CASES = {
         {"head_epochs": 2}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)
     ),
     "lg_fedavg": Case({}, _two_parts({"fc1", "norm1"}), lambda model: _both(_HEAD)),
+    "fedfomo": Case(
+        {"peers": 2},
+        _weighed,
+        lambda model: (2 * model, model + 2 * 4),  # M weights
+    ),
     "local": Case({}, _moved, lambda model: (0, 0)),
+    "per_fedavg": Case({"variant": "hf", "alpha": 0.05}, _curved, lambda model: (model, model)),
+    "pfedme": Case({"beta": 0.8}, _personalised, lambda model: (model, model)),
 }
 NAMES = sorted(algorithms.__all__)
 

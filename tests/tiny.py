@@ -66,5 +66,6 @@ def federated(
         CLASSES,
         np.ones(clients, bool),
         np.zeros(clients, np.int32),
+        VALIDATION[:clients],
     )
     return jax.tree.map(jnp.asarray, data), federation

@@ -5,10 +5,24 @@ The settings in a configuration are the factory's keyword-only arguments; nothin
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.fedbn import fedbn
+from fedjax_pfl.algorithms.fedfomo import fedfomo
 from fedjax_pfl.algorithms.fedper import fedper
 from fedjax_pfl.algorithms.fedrep import fedrep
 from fedjax_pfl.algorithms.lg_fedavg import lg_fedavg
 from fedjax_pfl.algorithms.local import local
+from fedjax_pfl.algorithms.per_fedavg import per_fedavg
 from fedjax_pfl.algorithms.pfedla import pfedla
+from fedjax_pfl.algorithms.pfedme import pfedme
 
-__all__ = ["fedavg", "fedbn", "fedper", "fedrep", "lg_fedavg", "local", "pfedla"]
+__all__ = [
+    "fedavg",
+    "fedbn",
+    "fedfomo",
+    "fedper",
+    "fedrep",
+    "lg_fedavg",
+    "local",
+    "per_fedavg",
+    "pfedla",
+    "pfedme",
+]

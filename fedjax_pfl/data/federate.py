@@ -132,6 +132,7 @@ def federate(
         outputs=outputs,
         active=np.arange(clients) < clients - held_out,
         groups=np.arange(clients, dtype=np.int32) % groups,
+        validation_counts=np.array(tables[_VALIDATION].size),
     )
     return data, federation, portions(data, stored)
 

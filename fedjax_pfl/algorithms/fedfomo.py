@@ -1,0 +1,210 @@
+"""FedFomo: every client mixes in the models of those peers that do well on its validation examples.
+
+Zhang et al., Personalized Federated Learning with First Order Model Optimization, 2021.
+
+  w_n = (L(θ_prev) − L(θ_n)) / ‖θ_n − θ_prev‖₂      L: mean loss on the client's validation examples
+  θ = θ_prev + Σ_n s_n (θ_n − θ_prev)               s: max(0, w), normalised to sum 1
+over the client's own last model and those of M peers, then local training from θ. Where no w is
+positive θ_prev stays. The server adds every peer's w, negative ones too, to the client's row of
+affinities, and sends it the peers that lead in this row; each of the M places is instead filled at
+random with probability ε_t = max(0, ε − decay · t).
+
+θ_prev is older than the models it is compared with: the θ that the client's last local training
+began with (`reference="start"`, as in the authors' code). With `reference="last"` it is the model
+that this training ended with, which no peer with other classes can beat: on such data the method
+is then Local.
+
+Deviations: peers may be stale, where clients are sampled. The distance is over parameters;
+BatchNorm statistics are mixed like them. t is the round of the whole run, so a later phase of this
+method explores no more.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import local, trees
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import Task
+
+REFERENCES = ("start", "last")
+
+
+class Rows(NamedTuple):
+    """What the server keeps for each client."""
+
+    models: PyTree  # [N, ...]: the last one that arrived
+    affinity: jax.Array  # [N, N]: the sum of the weights that row's client gave column's
+
+
+class Client(NamedTuple):
+    """What stays with a client."""
+
+    start: PyTree  # what its last local training began with; empty where that is no reference
+    momentum: PyTree
+
+
+def choose(
+    affinity: jax.Array, free: jax.Array, peers: int, epsilon: jax.Array, key: jax.Array
+) -> jax.Array:
+    """int32 [peers]: different clients out of `free`, by affinity or, with probability ε, any.
+
+    Equal affinities, as all are in the first round, are ordered at random.
+    """
+
+    def place(free: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        explore_key, order_key = jax.random.split(key)
+        best = jnp.max(jnp.where(free, affinity, -jnp.inf))
+        open_to = free & (jax.random.bernoulli(explore_key, epsilon) | (affinity == best))
+        chosen = jnp.argmax(jnp.where(open_to, jax.random.uniform(order_key, free.shape), -1.0))
+        return free.at[chosen].set(False), chosen
+
+    return jax.lax.scan(place, free, jax.random.split(key, peers))[1]
+
+
+def mixture(reference: PyTree, models: PyTree, weights: jax.Array) -> tuple[PyTree, jax.Array]:
+    """θ and the shares s of the models, all zero where no weight is positive."""
+    positive = jnp.maximum(weights, 0.0)
+    total = jnp.sum(positive)
+    share = positive / jnp.where(total > 0, total, 1.0)
+
+    def mix(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old + jnp.tensordot(share, new - old[None], 1, precision="highest")
+
+    return jax.tree.map(mix, reference, models), share
+
+
+def fedfomo(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    peers: int = 5,
+    epsilon: float = 0.3,
+    epsilon_decay: float = 0.05,
+    reference: str = "start",
+) -> Algorithm:
+    """Each client trains from its own mixture. Rows: `Rows`. Clients: `Client`.
+
+    Args:
+      peers: M, how many models a client is sent; never its own and never a novel client's.
+      epsilon: chance that a place goes to a random peer. epsilon_decay: its fall in each round.
+      reference: θ_prev, start or last.
+    """
+    if reference not in REFERENCES:
+        raise UsageError(f"fedfomo.reference is {reference!r}; there are {', '.join(REFERENCES)}")
+    _check(federation, peers, epsilon, epsilon_decay)
+    active = jnp.asarray(federation.active)
+
+    def mixed(own: PyTree, others: PyTree, client: Client, data: ClientData) -> Any:
+        """θ, and the weights of the peers: [M]."""
+        previous = client.start if reference == "start" else own
+        join = lambda one, many: jnp.concatenate([one[None], many])
+        models = jax.tree.map(join, own, others)
+        weights = weigh(previous, models, data)
+        return mixture(previous, models, weights)[0], weights[1:]
+
+    def weigh(previous: PyTree, models: PyTree, data: ClientData) -> jax.Array:
+        examples = data.validation.size.astype(jnp.float32)
+
+        def loss(one: PyTree) -> jax.Array:
+            return local.evaluate(model.apply, one, data, data.validation, task).loss / examples
+
+        def squared_distance(params: PyTree) -> jax.Array:
+            return trees.squared_norm(jax.tree.map(jnp.subtract, params, previous["params"]))
+
+        gain = loss(previous) - jax.lax.map(loss, models)
+        distance = jnp.sqrt(jax.vmap(squared_distance)(models["params"]))
+        told = (distance > 0) & jnp.isfinite(gain)
+        return jnp.where(told, gain / jnp.where(told, distance, 1.0), 0.0)
+
+    def fetch(rows: Rows, i: Any, epsilon: jax.Array, key: jax.Array) -> tuple[PyTree, jax.Array]:
+        ids = choose(rows.affinity[i], active.at[i].set(False), peers, epsilon, key)
+        return trees.row(rows.models, ids), ids
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        n = federation.clients
+        variables = common.initial(model, federation, key, start)
+        rows = Rows(trees.repeat(variables, n), jnp.zeros((n, n)))
+        begun = trees.repeat(variables, n) if reference == "start" else ()
+        momentum = common.kept(training, variables["params"], federation)
+        return State((), rows, Client(begun, momentum))
+
+    def send(server: PyTree, rows: Rows, i: Any, t: Any, key: jax.Array) -> PyTree:
+        exploring = jnp.maximum(epsilon - epsilon_decay * jnp.float32(t), 0.0)
+        others, ids = fetch(rows, i, exploring, key)
+        return {**trees.row(rows.models, i), "peers": others, "ids": ids}
+
+    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+        own = {name: payload[name] for name in payload if name not in ("peers", "ids")}
+        start, weights = mixed(own, payload["peers"], client, data)
+        trained, momentum, metrics = common.train_all(
+            model, task, training, start, client.momentum, data, t, key
+        )
+        client = Client(start if reference == "start" else (), momentum)
+        return {**trained, "weights": weights}, trained, client, metrics
+
+    def receive(
+        server: PyTree,
+        rows: Rows,
+        ids: jax.Array,
+        arrived: jax.Array,
+        payloads: PyTree,
+        uploads: PyTree,
+        t: Any,
+    ) -> tuple[PyTree, PyTree]:
+        models = {name: uploads[name] for name in uploads if name != "weights"}
+        places = rows.affinity.at[ids[:, None], payloads["ids"]]
+        affinity = places.add(uploads["weights"], mode="drop")
+        return server, Rows(trees.put(rows.models, ids, models), affinity)
+
+    def personal(
+        server: PyTree, rows: Rows, client: Client, i: Any, data: ClientData, t: Any, key: Any
+    ) -> PyTree:
+        others, _ = fetch(rows, i, jnp.zeros(()), key)
+        return mixed(trees.row(rows.models, i), others, client, data)[0]
+
+    def traffic(payload: PyTree, upload: PyTree) -> Traffic:
+        """A client has its own model, and the ids are free."""
+        return Traffic(trees.bytes_per_layer(payload["peers"]), trees.bytes_per_layer(upload))
+
+    return Algorithm(
+        init=init,
+        send=send,
+        train=train,
+        receive=receive,
+        personal=personal,
+        predict=model.apply,
+        traffic=traffic,
+        observe=lambda state: {"affinity": state.rows.affinity},
+    )
+
+
+def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: float) -> None:
+    others = int(np.sum(federation.active)) - 1
+    if others < 1:
+        raise UsageError("fedfomo mixes in peers; it needs at least one other active client")
+    if not 1 <= peers <= others:
+        raise UsageError(
+            f"fedfomo.peers is {peers}, and a client has {others} active peers; "
+            f"choose 1 to {others}"
+        )
+    if not 0 <= epsilon <= 1:
+        raise UsageError(f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
+    if epsilon_decay < 0:
+        raise UsageError(f"fedfomo.epsilon_decay is {epsilon_decay}; it must be at least 0")
+    known = federation.validation_counts
+    counts = np.zeros(federation.clients) if known is None else known
+    without = np.flatnonzero(counts == 0)
+    if len(without):
+        more = f" and {len(without) - 1} others have" if len(without) > 1 else " has"
+        raise UsageError(
+            f"fedfomo weighs peers on validation examples, and client {without[0]}{more} none; "
+            "use a larger validation_fraction, such as 0.2, or a more even partition"
+        )

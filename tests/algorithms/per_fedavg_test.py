@@ -1,0 +1,113 @@
+"""Per-FedAvg on quadratics, where both of its directions are known in closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms, local
+from fedjax_pfl.algorithms.per_fedavg import meta_gradient
+from fedjax_pfl.errors import UsageError
+from tests.algorithms import linear
+from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
+
+ALPHA, BETA = 0.2, 0.05
+X = np.array([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])
+A = X.T @ X / len(X)  # the loss is ½ wᵀAw, because every target is zero
+START = np.array([1.0, -2.0])
+
+
+def make(variant, clients=1, batch_size=4, **settings):
+    data, federation = linear.federated([X] * clients, [np.zeros(3)] * clients)
+    training = local.sgd(learning_rate=BETA, batch_size=batch_size, steps=1)
+    settings = {"alpha": ALPHA, "delta": 1e-2, **settings}
+    made = algorithms.per_fedavg(
+        linear.Linear(), TASK, training, federation, variant=variant, **settings
+    )
+    return made, data
+
+
+def wanted(variant):
+    inner = np.eye(2) - ALPHA * A
+    outer = inner if variant == "hf" else np.eye(2)
+    return START - BETA * outer @ A @ inner @ START
+
+
+@pytest.mark.parametrize("variant", ["fo", "hf"])
+def test_one_step_on_a_quadratic(variant):
+    """Batches hold all of the data, so that only the direction is left."""
+    made, data = make(variant)
+    upload, trained, kept, metrics = made.train(variables(START), (), client(data, 0), T, KEY)
+    w = wanted(variant)
+    np.testing.assert_allclose(weights(upload), w, atol=2e-6)
+    np.testing.assert_allclose(weights(trained), w - ALPHA * A @ w, atol=2e-6)
+    at = START - ALPHA * A @ START
+    np.testing.assert_allclose(metrics["loss"], 0.5 * at @ A @ at, rtol=1e-5)
+    assert kept == ()
+
+
+def test_the_directions_differ():
+    assert np.abs(wanted("hf") - wanted("fo")).max() > 0.02
+
+
+def test_personal_is_one_inner_step():
+    made, data = make("fo")
+    served = made.personal(variables(START), (), (), 0, client(data, 0), T, KEY)
+    np.testing.assert_allclose(weights(served), START - ALPHA * A @ START, rtol=1e-5)
+
+
+def test_without_an_inner_step_it_is_sgd():
+    made, data = make("hf", alpha=0.0)
+    upload, trained, _, _ = made.train(variables(START), (), client(data, 0), T, KEY)
+    np.testing.assert_allclose(weights(upload), START - BETA * A @ START, rtol=1e-5)
+    np.testing.assert_array_equal(weights(trained), weights(upload))
+
+
+def test_the_server_averages_by_examples():
+    data, federation = linear.federated([X, X[:1]], [np.zeros(3), np.zeros(1)])
+    del data
+    training = local.sgd(steps=1)
+    made = algorithms.per_fedavg(linear.Linear(), TASK, training, federation)
+    uploads = jax.tree.map(lambda *leaves: jnp.stack(leaves), variables([4, 0]), variables([0, 8]))
+    ids, here = jnp.arange(2), jnp.ones(2, bool)
+    server, _ = made.receive(variables(START), (), ids, here, uploads, uploads, T)
+    np.testing.assert_allclose(weights(server), [3.0, 2.0], rtol=1e-6)
+
+
+def test_batches_are_independent_and_the_difference_shares_one():
+    """Four passes: B1 at w, B2 (given) at w', then B3 on both sides with the same noise."""
+    x = np.arange(1.0, 41.0)[:, None]
+    data, _ = linear.federated([x], [np.zeros(40)])
+    own, seen, noise = client(data, 0), [], []
+
+    def inner(params, rest, batch, key):
+        seen.append(float(batch.x[0, 0]))
+        noise.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+        return (jnp.zeros(()), rest), params
+
+    meta = meta_gradient(inner, own, 1, variant="hf", alpha=0.1, delta=1e-2)
+    given = local.draw(own, own.train, 1, jax.random.key(0))
+    firsts, thirds = set(), set()
+    for k in range(12):
+        seen.clear()
+        noise.clear()
+        meta(variables([1.0])["params"], {}, given, jax.random.key(k))
+        b1, b2, b3, b3_again = seen
+        assert b2 == float(given.x[0, 0])
+        assert b3 == b3_again
+        assert noise[2] == noise[3]
+        assert len(set(noise)) == 3
+        firsts.add(b1)
+        thirds.add(b3)
+    assert len(firsts) > 6
+    assert len(thirds) > 6
+    assert firsts != thirds
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [({"variant": "second"}, "fo, hf"), ({"alpha": -0.1}, "alpha"), ({"delta": 0.0}, "delta")],
+)
+def test_wrong_settings(settings, word):
+    with pytest.raises(UsageError, match=word):
+        make(**{"variant": "fo", **settings})
