@@ -97,11 +97,13 @@ def listed(
         fits = 0 < len(set(own)) == len(own) <= examples and set(own) <= set(range(pool.classes))
         need(fits, f"listed.classes of client {i} must be some of 0 to {pool.classes - 1}, once")
         counts[i, list(own)] = examples // len(own) + (np.arange(len(own)) < examples % len(own))
-    short = np.flatnonzero(counts.sum(0) > pool.available)
+    wanted = counts.sum(0)
+    c = int(np.argmax(wanted - pool.available))
     need(
-        not short.size,
-        f"class {short[:1]} has {pool.available[short[:1]]} examples, and {examples} per client "
-        f"need {counts.sum(0)[short[:1]]} of it: lower listed.examples",
+        wanted[c] <= pool.available[c],
+        f"class {c} has {pool.available[c]:,} examples, and examples={examples} per client needs "
+        f"{wanted[c]:,} of it: the largest that fits is about "
+        f"{int(examples * pool.available[c] / max(wanted[c], 1)):,}",
     )
     return counts
 

@@ -41,7 +41,7 @@ def test_counts_never_pass_what_is_there(name, seed, clients, uneven):
     np.testing.assert_array_equal(counts, PARTITIONS[name](pool, rng(seed), **small))
 
 
-@pytest.mark.parametrize("name", [n for n in BY_LABEL if n not in ("iid", "domains")])
+@pytest.mark.parametrize("name", [n for n in BY_LABEL if n not in ("iid", "domains", "listed")])
 def test_another_seed_gives_another_partition(name):
     one, other = (PARTITIONS[name](CIFAR100, rng(seed)) for seed in (0, 1))
     assert not np.array_equal(one, other)
@@ -49,10 +49,29 @@ def test_another_seed_gives_another_partition(name):
 
 @pytest.mark.parametrize("name", BY_LABEL)
 def test_five_hundred_clients_are_quick(name):
-    small = {"examples": 120} if name in ("classes", "dominant") else {}
+    small = {"classes": 120, "dominant": 120, "listed": 2}
+    small = {"examples": small[name]} if name in small else {}
     begin = time.perf_counter()
     PARTITIONS[name](CIFAR100._replace(clients=500), rng(), **small)
     assert time.perf_counter() - begin < 5
+
+
+def test_listed_classes_are_what_each_client_has():
+    lists = ((0, 1, 2), (2, 5))
+    counts = partitions.listed(Pool(CIFAR10, 3), rng(), classes=lists, examples=7)
+    wanted = np.zeros((3, 10), int)
+    wanted[0, :3] = wanted[2, :3] = (3, 2, 2)
+    wanted[1, [2, 5]] = (4, 3)
+    np.testing.assert_array_equal(counts, wanted)
+    for bad, word in (
+        ({"classes": ()}, "empty"),
+        ({"classes": ((0, 0),)}, "once"),
+        ({"classes": ((10,),)}, "0 to 9"),
+        ({"classes": ((),)}, "once"),
+        ({"classes": ((1,),), "examples": 5000}, "class 1 has 6,000"),
+    ):
+        with pytest.raises(UsageError, match=word):
+            partitions.listed(Pool(CIFAR10, 3), rng(), **bad)
 
 
 def test_iid_is_equal_per_class():
