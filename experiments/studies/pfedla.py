@@ -135,16 +135,18 @@ def figure6() -> tuple[dict[str, Any], Figure]:
         when: mean_std([accuracy(r, when) for r in results]) for when in ("before", "after")
     }
     found["curve"] = [plateau(r) for r in results]
-    figure = Figure(figsize=(3 * len(names), 3.3))
+    figure = Figure(figsize=(3 * len(names), 3), layout="constrained")
     axes = figure.subplots(1, len(names), squeeze=False)[0]
     for j, (axis, name) in enumerate(zip(axes, names, strict=True)):
         measures = zip(*(agreement(a[:, j], overlap) for a in alphas), strict=True)
         words = ("rank_correlation", "own_is_largest", "own_weight")
         found[name] = {w: mean_std(values) for w, values in zip(words, measures, strict=True)}
-        image = axis.imshow(alphas[:, :, j].mean(0), cmap="viridis")
+        # Against 1/N, because near-uniform weights would all read .125.
+        image = axis.imshow(alphas[:, :, j].mean(0) * len(classes), cmap="viridis")
         axis.set(title=name, xlabel="client")
-        figure.colorbar(image, ax=axis, shrink=0.7)
+        figure.colorbar(image, ax=axis, shrink=0.7, format="%.4f")
     axes[0].set_ylabel("client")
+    figure.suptitle("α of each layer, as a multiple of 1/N")
     return found, figure
 
 
