@@ -289,6 +289,9 @@ def test_megabytes_of_the_papers_third_table():
     assert mebibytes(lenet, (28, 28, 1), []) == 491.08
     assert mebibytes(lenet, (28, 28, 1), ["fc3"]) == 488.65
     assert mebibytes(lenet, (28, 28, 1), ["fc3", "fc1"]) == 312.52
+    normed, shape = LeNet(outputs=10, batch_norm=True), (32, 32, 3)
+    row = [mebibytes(normed, shape, ["fc1", "conv2", "fc3"][:k]) for k in range(4)]
+    np.testing.assert_allclose(row, [693.98, 418.97, 382.25, 379.82], atol=0.03)
 
 
 def test_bad_settings_are_one_line():
