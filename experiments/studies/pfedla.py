@@ -54,7 +54,8 @@ def _listed(classes: Sequence[tuple[int, ...]], **pfedla: Any) -> ConfigDict:
     most = max(sum(c in own for own in classes) for c in range(10))
     config.partition = "listed"
     config.listed.classes = tuple(classes)
-    config.listed.examples = 4 * (170 // most) if DATASET.value == "digits" else 600
+    each = min(170 // most, 40)  # digits has about 177 images of a class
+    config.listed.examples = len(classes[0]) * each if DATASET.value == "digits" else 600
     return config
 
 
@@ -110,7 +111,9 @@ def figure5() -> tuple[dict[str, Any], Figure]:
         axis.set(title=f"{period} period, round {rounds[e]}")
         axis.set_xticks(np.arange(len(names)) + 0.3, names)
     figure.axes[0].set_ylabel("weight, mean over the group")
-    figure.axes[0].legend(frameon=False, fontsize=8)
+    handles = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*handles, frameon=False, ncols=len(groups), loc="upper center", fontsize=9)
+    figure.subplots_adjust(top=0.8)
     return found, figure
 
 
