@@ -54,7 +54,7 @@ def _listed(classes: Sequence[tuple[int, ...]], **pfedla: Any) -> ConfigDict:
     most = max(sum(c in own for own in classes) for c in range(10))
     config.partition = "listed"
     config.listed.classes = tuple(classes)
-    each = min(170 // most, 40)  # digits has about 177 images of a class
+    each = 170 // most  # digits has 174 images of the rarest class
     config.listed.examples = len(classes[0]) * each if DATASET.value == "digits" else 600
     return config
 
