@@ -17,6 +17,7 @@ from fedjax_pfl import trees
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic, members
 from fedjax_pfl.data.federated import FederatedData, client_data
 
+_ROUNDING = 1 << 30  # apart from the small numbers that training splits its key by
 _SCALE_BITS = _INDEX_BITS = _FLOAT_BITS = 32
 
 
@@ -75,8 +76,9 @@ def compressed(
 
     def wrap(member: Algorithm) -> tuple[Callable[..., Any], ...]:
         def train(payload: PyTree, client: Client, data: Any, t: Any, key: jax.Array) -> Any:
-            train_key, round_key = jax.random.split(key)
-            upload, trained, own, metrics = member.train(payload, client.own, data, t, train_key)
+            # The same key as without compression, so that both runs draw the same batches.
+            upload, trained, own, metrics = member.train(payload, client.own, data, t, key)
+            round_key = jax.random.fold_in(key, _ROUNDING)
             new, shape = jax.tree.flatten(upload)
             old = jax.tree.leaves(trees.came_down(payload, upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)

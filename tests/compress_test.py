@@ -13,7 +13,7 @@ from fedjax_pfl.algorithm import Algorithm, State, Traffic, by_group
 from fedjax_pfl.models.mlp import MLP
 from fedjax_pfl.rounds import make_rounds
 from fedjax_pfl.task import regression
-from tests import tiny
+from tests import cases, tiny
 
 KEY = jax.random.key(5)
 X = np.float32([1.0, -0.37, 0.0, 0.123, -1.0, 0.7, 0.005, -0.9])
@@ -234,3 +234,18 @@ def test_a_round_of_fedavg():
     assert (raw.down, raw.up) == ({"fc1": 48 * 6}, {"fc1": 48 * 6})
     assert (book.down, book.up) == ({"fc1": 48 * 6}, {"fc1": (24 + 8) * 6})
     assert book.client_up == [32] * 6
+
+
+def test_training_draws_the_same_batches_as_without_compression():
+    """FedAvg's first round: the same loss to the last bit, and the same model but for rounding."""
+    data, federation = tiny.federated()
+    plain = cases.make("fedavg", federation)
+    small = compress.compressed(plain, federation, data, bits=16)
+    results = []
+    for algorithm in (plain, small):
+        rounds = make_rounds(algorithm, cases.TASK, federation, cohort=tiny.CLIENTS)
+        key, zero, one = jax.random.key(0), jnp.int32(0), jnp.int32(1)
+        state, (log,) = rounds.run(key, rounds.init(key), data, zero, one)
+        results.append((state.server, np.asarray(log.metrics["loss"])))
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+    chex.assert_trees_all_close(results[0][0], results[1][0], atol=1e-3)
