@@ -100,6 +100,8 @@ def _algorithm(
         epochs=None if one.local_steps else one.local_epochs or 1,
         steps=one.local_steps,
         keep_momentum=one.keep_momentum,
+        begin=begin,
+        rounds=one.rounds,
     )
     own = one.get(one.algorithm, ConfigDict()).to_dict()
     models = [_model(group, federation) for group in configuration.groups(one)]

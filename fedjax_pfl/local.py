@@ -28,6 +28,8 @@ class Training(NamedTuple):
     epochs: int | None
     steps: int | None
     keep: bool  # the optimiser's state stays with the client from round to round
+    begin: int  # the phase's first round
+    rounds: int  # and its length: what a schedule of an algorithm runs over
 
 
 class Scores(NamedTuple):
@@ -48,6 +50,8 @@ def sgd(
     epochs: int | None = None,
     steps: int | None = None,
     keep_momentum: bool = False,
+    begin: int = 0,
+    rounds: int = 1,
 ) -> Training:
     """SGD in PyTorch's order: clip the gradient, add the decay, then momentum, then the rate.
 
@@ -57,6 +61,7 @@ def sgd(
       epochs: shuffled passes over all examples, the last short batch kept.
       steps: instead, so many batches, each drawn afresh without replacement.
       keep_momentum: the client keeps its momentum between rounds.
+      begin, rounds: the phase that this is for, where an algorithm has a schedule of its own.
     """
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
@@ -68,7 +73,9 @@ def sgd(
     if momentum:
         parts.append(optax.trace(momentum))
     rate = learning_rate if callable(learning_rate) else lambda t: learning_rate
-    return Training(optax.chain(*parts), rate, batch_size, epochs, steps, keep_momentum)
+    return Training(
+        optax.chain(*parts), rate, batch_size, epochs, steps, keep_momentum, begin, rounds
+    )
 
 
 def split_variables(variables: PyTree) -> tuple[PyTree, PyTree]:

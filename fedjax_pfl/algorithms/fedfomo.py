@@ -7,7 +7,7 @@ Zhang et al., Personalized Federated Learning with First Order Model Optimizatio
 over the client's own last model and those of M peers, then local training from θ. Where no w is
 positive θ_prev stays. The server adds every peer's w, negative ones too, to the client's row of
 affinities, and sends it the peers that lead in this row; each of the M places is instead filled at
-random with probability ε_t = max(0, ε − decay · t).
+random with probability ε_t = max(0, ε − decay · t), t counted within the phase.
 
 θ_prev is older than the models it is compared with: the θ that the client's last local training
 began with (`reference="start"`, as in the authors' code). With `reference="last"` it is the model
@@ -15,8 +15,7 @@ that this training ended with, which no peer with other classes can beat: on suc
 is then Local.
 
 Deviations: peers may be stale, where clients are sampled. The distance is over parameters;
-BatchNorm statistics are mixed like them. t is the round of the whole run, so a later phase of this
-method explores no more.
+BatchNorm statistics are mixed like them.
 """
 
 from typing import Any, NamedTuple
@@ -137,7 +136,7 @@ def fedfomo(
         return State((), rows, Client(begun, momentum))
 
     def send(server: PyTree, rows: Rows, i: Any, t: Any, key: jax.Array) -> PyTree:
-        exploring = jnp.maximum(epsilon - epsilon_decay * jnp.float32(t), 0.0)
+        exploring = jnp.maximum(epsilon - epsilon_decay * jnp.float32(t - training.begin), 0.0)
         others, ids = fetch(rows, i, exploring, key)
         return {**trees.row(rows.models, i), "peers": others, "ids": ids}
 
@@ -174,16 +173,8 @@ def fedfomo(
         """A client has its own model, and the ids are free."""
         return Traffic(trees.bytes_per_layer(payload["peers"]), trees.bytes_per_layer(upload))
 
-    return Algorithm(
-        init=init,
-        send=send,
-        train=train,
-        receive=receive,
-        personal=personal,
-        predict=model.apply,
-        traffic=traffic,
-        observe=lambda state: {"affinity": state.rows.affinity},
-    )
+    observe = lambda state: {"affinity": state.rows.affinity}
+    return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
 
 
 def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: float) -> None:
@@ -191,10 +182,7 @@ def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: fl
     if others < 1:
         raise UsageError("fedfomo mixes in peers; it needs at least one other active client")
     if not 1 <= peers <= others:
-        raise UsageError(
-            f"fedfomo.peers is {peers}, and a client has {others} active peers; "
-            f"choose 1 to {others}"
-        )
+        raise UsageError(f"fedfomo.peers is {peers}; a client has {others}, choose 1 to {others}")
     if not 0 <= epsilon <= 1:
         raise UsageError(f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
     if epsilon_decay < 0:

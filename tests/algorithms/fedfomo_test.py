@@ -17,13 +17,13 @@ Y = X @ [0.2, -0.1] + 0.1 * RNG.normal(size=5)  # so that [1, −1] is neither b
 STORED = np.array([[1.0, -1.0], [0.3, 0.1], [5.0, 5.0], [0.0, -0.5]])
 
 
-def setting(clients=4, validation=5, peers=3, rate=0.0, active=None, **settings):
+def setting(clients=4, validation=5, peers=3, rate=0.0, active=None, begin=0, **settings):
     """Clients that train with rate 0, so that what they upload is the mixture."""
     more = [X[:validation]] * clients, [Y[:validation]] * clients
     data, federation = linear.federated([X] * clients, [Y] * clients, more)
     if active is not None:
         federation = federation._replace(active=np.asarray(active))
-    training = local.sgd(learning_rate=rate, batch_size=8, steps=1)
+    training = local.sgd(learning_rate=rate, batch_size=8, steps=1, begin=begin)
     made = algorithms.fedfomo(linear.Linear(), TASK, training, federation, peers=peers, **settings)
     return made, data
 
@@ -167,12 +167,15 @@ def test_nobody_is_sent_to_itself_and_no_novel_client_to_anyone():
         assert set(np.asarray(sends(made, state, i)["ids"]).ravel()) == others
 
 
-def test_exploration_decays_to_nothing():
-    made, _ = setting(epsilon=1.0, epsilon_decay=0.25, peers=1)
+@pytest.mark.parametrize("begin", [0, 20])
+def test_exploration_decays_to_nothing_within_the_phase(begin):
+    made, _ = setting(epsilon=1.0, epsilon_decay=0.25, peers=1, begin=begin)
     state = made.init(KEY)
     rows = state.rows._replace(affinity=state.rows.affinity.at[0, 3].set(1.0))
     state = state._replace(rows=rows)
-    shares = [(np.asarray(sends(made, state, 0, t)["ids"]) == 3).mean() for t in range(0, 9, 2)]
+    shares = [
+        (np.asarray(sends(made, state, 0, begin + t)["ids"]) == 3).mean() for t in range(0, 9, 2)
+    ]
     assert shares[0] < 0.6
     assert shares[2:] == [1.0, 1.0, 1.0]
 
