@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.studies import common, pfedla
+from fedjax_pfl import config as configuration
 
 
 def test_agreement_by_hand():
@@ -46,3 +47,19 @@ def test_published_tables_are_whole():
             assert missing == (without if method == "fedbn" else set())
     assert published["table1"]["rows"]["pfedla"]["cifar10-n10"] == [61.43, 0.56]
     assert published["table2"]["rows"]["heurpfedla"]["cifar100-n100"] == [48.72, 1.75]
+
+
+@pytest.mark.parametrize("table", ["table1", "table2"])
+def test_every_cell_of_a_table_is_a_configuration(table):
+    published = json.loads(pfedla.PUBLISHED.read_text())[table]
+    for method in published["rows"]:
+        for clients in (10, 100):
+            config = pfedla.row(method, published["partition"], "cifar10", clients)
+            if config.algorithm in configuration.ALGORITHMS:
+                configuration.check(config)
+    fedrep = pfedla.row("fedrep", published["partition"], "cifar10", 10)
+    assert fedrep.local_epochs + fedrep.fedrep.head_epochs == 10
+    pfedme = pfedla.row("pfedme", published["partition"], "cifar10", 100)
+    assert (pfedme.local_epochs, pfedme.local_steps, pfedme.clients_per_round) == (None, 20, 10)
+    heur = pfedla.row("heurpfedla", published["partition"], "cifar10", 10)
+    assert (heur.algorithm, heur.pfedla.k) == ("pfedla", 1)

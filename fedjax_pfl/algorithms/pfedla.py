@@ -8,6 +8,9 @@ stored model of client j, ψ_i the hypernetwork of client i (its embedding v_i i
   θ_i    = local training from θ̄_i, Δθ_i = θ_i − θ̄_i      (Algorithm 1)
   ψ_i   ← ψ_i + η (∂θ̄_i/∂ψ_i)ᵀ Δθ_i                       (10), (11)
 
+With step="scaled" a layer's Δθ_i^l is divided by its squared norm first: η then has no unit, and
+one value serves networks and datasets whose updates differ in size by orders of magnitude.
+
 HeurpFedLA (12): in every round the k layers with the largest α_i^{l,i} stay θ_i^l; they do not come
 down and give the hypernetwork no gradient.
 
@@ -53,6 +56,15 @@ def mix(theta: PyTree, weights: jax.Array, layer_of: PyTree) -> PyTree:
     )
 
 
+def scaled(delta: PyTree, layer_of: PyTree, layers: int) -> PyTree:
+    """Δ^l / ‖Δ^l‖², zero where Δ^l is."""
+    squares = jnp.zeros(layers)
+    for leaf, layer in zip(jax.tree.leaves(delta), jax.tree.leaves(layer_of), strict=True):
+        squares = squares.at[layer].add(jnp.sum(leaf**2))
+    factor = jnp.where(squares > 0, 1 / jnp.where(squares > 0, squares, 1.0), 0.0)
+    return jax.tree.map(lambda leaf, layer: leaf * factor[layer], delta, layer_of)
+
+
 def pfedla(
     model: Any,
     task: Task,
@@ -62,6 +74,7 @@ def pfedla(
     k: int = 0,
     granularity: str = "layer",
     normalise: str = "relu",
+    step: str = "plain",
     rate: float = 5e-3,
     embedding: int = 100,
     hidden: int = 100,
@@ -73,7 +86,8 @@ def pfedla(
       k: layers that each client retains (HeurpFedLA); 0 is pFedLA.
       granularity: "layer", or "model" for one weight per client and whole model.
       normalise: "relu" (relu(x)/Σ) or "softmax".
-      rate: η of the hypernetworks' plain SGD.
+      step: "plain" as published, or "scaled" by each layer's update.
+      rate: η of the hypernetworks' SGD.
       embedding, hidden, depth: sizes of the hypernetworks.
     """
     n = federation.clients
@@ -81,7 +95,7 @@ def pfedla(
     bytes_of = trees.bytes_per_layer(variables["params"])
     number = {name: j if granularity == "layer" else 0 for j, name in enumerate(bytes_of)}
     layers = max(number.values()) + 1
-    _check(k, granularity, normalise, rate, layers, n)
+    _check(k, granularity, normalise, step, rate, layers, n)
     layer_of = trees.map_layers(lambda name, leaf: number[name], variables["params"])
     network = LayerWeights(n, layers, embedding, hidden, depth, normalise)
 
@@ -138,14 +152,16 @@ def pfedla(
         uploads: PyTree,
         t: Any,
     ) -> tuple[PyTree, Rows]:
-        def step(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
+        def learn(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
             psi = trees.row(rows.psi, i)
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
+            if step == "scaled":
+                delta = scaled(delta, layer_of, layers)
             mixed = lambda psi: served(psi, rows.theta, i, payload["retained"])
             (direction,) = jax.vjp(mixed, psi)[1](delta)
             return jax.tree.map(lambda p, d: p + rate * d, psi, direction)
 
-        psi = jax.vmap(step)(ids, payloads, uploads)
+        psi = jax.vmap(learn)(ids, payloads, uploads)
         theta = trees.put(rows.theta, ids, uploads["params"])
         return server, Rows(theta, trees.put(rows.psi, ids, psi))
 
@@ -165,13 +181,17 @@ def pfedla(
     return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
 
 
-def _check(k: int, granularity: str, normalise: str, rate: float, layers: int, n: int) -> None:
+def _check(
+    k: int, granularity: str, normalise: str, step: str, rate: float, layers: int, n: int
+) -> None:
     if n < 2:
         raise UsageError("pfedla mixes models of several clients; clients must be at least 2")
     if granularity not in ("layer", "model"):
         raise UsageError(f"pfedla.granularity is {granularity!r}; choose layer or model")
     if normalise not in NORMALISE:
         raise UsageError(f"pfedla.normalise is {normalise!r}; choose {' or '.join(NORMALISE)}")
+    if step not in ("plain", "scaled"):
+        raise UsageError(f"pfedla.step is {step!r}; choose plain or scaled")
     if not 0 <= k <= layers:
         raise UsageError(f"pfedla.k is {k}; the network has {layers} layers, choose 0 to {layers}")
     if rate <= 0:

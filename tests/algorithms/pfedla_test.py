@@ -185,7 +185,8 @@ class Linear(nn.Module):
         return nn.Dense(self.outputs, name="fc2")(nn.Dense(2, name="fc1")(x))
 
 
-def test_a_whole_round_equals_numpy():
+@pytest.mark.parametrize(("normalise", "step"), [("relu", "plain"), ("softmax", "scaled")])
+def test_a_whole_round_equals_numpy(normalise: str, step: str):
     """Three clients, a two-layer linear network, one full-batch step, three layers of ψ by hand."""
     rng = np.random.default_rng(5)
     x, y = rng.normal(size=(12, 3)).astype(np.float32), rng.normal(size=(12, 1)).astype(np.float32)
@@ -196,12 +197,13 @@ def test_a_whole_round_equals_numpy():
     rate, eta = 0.1, 0.3
     training = local.sgd(learning_rate=rate, batch_size=4, epochs=1)
     algorithm = algorithms.pfedla(
-        Linear(), regression(), training, federation, rate=eta, embedding=4, hidden=5, depth=2
-    )
+        Linear(), regression(), training, federation,
+        rate=eta, embedding=4, hidden=5, depth=2, normalise=normalise, step=step,
+    )  # fmt: skip
     rounds = make_rounds(algorithm, regression(), federation, cohort=3)
     state = rounds.init(KEY)
     spread = lambda p: p + jnp.asarray(rng.normal(size=p.shape), jnp.float32)
-    state = state._replace(rows=state.rows._replace(theta=jax.tree.map(spread, state.rows.theta)))
+    state = state._replace(rows=jax.tree.map(spread, state.rows))
     as_float32 = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
     wide = lambda tree: jax.tree.map(lambda a: np.array(a, np.float64), tree)
     theta, psi = wide(state.rows.theta), wide(state.rows.psi)
@@ -218,7 +220,8 @@ def test_a_whole_round_equals_numpy():
         a2 = np.maximum(z2, 0)
         names = ["fc1", "fc2"]
         raw = [a2 @ one[f"head{n:03d}"]["kernel"] + one[f"head{n:03d}"]["bias"] for n in range(2)]
-        weights = [np.maximum(r, 0) / np.maximum(r, 0).sum() for r in raw]
+        positive = np.exp if normalise == "softmax" else lambda r: np.maximum(r, 0)
+        weights = [positive(r) / positive(r).sum() for r in raw]
         mixed = {
             name: {leaf: np.tensordot(weights[n], theta[name][leaf], 1) for leaf in theta[name]}
             for n, name in enumerate(names)
@@ -236,15 +239,18 @@ def test_a_whole_round_equals_numpy():
         grad_a2 = np.zeros_like(a2)
         new = {}
         for n, name in enumerate(names):
+            length = sum((leaf**2).sum() for leaf in delta[name].values())
             grad_alpha = np.array(
                 [
                     sum((theta[name][leaf][j] * delta[name][leaf]).sum() for leaf in delta[name])
                     for j in range(3)
                 ]
-            )
-            total = np.maximum(raw[n], 0).sum()
-            grad_positive = (grad_alpha - (grad_alpha * weights[n]).sum()) / total
-            grad_raw = grad_positive * (raw[n] > 0)
+            ) / (length if step == "scaled" else 1)
+            grad_raw = grad_alpha - (grad_alpha * weights[n]).sum()
+            if normalise == "softmax":
+                grad_raw *= weights[n]
+            else:
+                grad_raw *= (raw[n] > 0) / positive(raw[n]).sum()
             head = one[f"head{n:03d}"]
             new[f"head{n:03d}"] = {
                 "kernel": head["kernel"] + eta * np.outer(a2, grad_raw),
@@ -301,6 +307,7 @@ def test_bad_settings_are_one_line():
         ({"k": -1}, "choose 0"),
         ({"granularity": "leaf"}, "layer or model"),
         ({"normalise": "max"}, "relu or softmax"),
+        ({"step": "long"}, "plain or scaled"),
         ({"rate": 0.0}, "above 0"),
     ):
         with pytest.raises(UsageError, match=word):
