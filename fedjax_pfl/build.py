@@ -105,7 +105,9 @@ def _algorithm(
     )
     own = one.get(one.algorithm, ConfigDict()).to_dict()
     models = [_model(group, federation) for group in configuration.groups(one)]
-    made = tuple(factory(model, task, training, federation, **own) for model in models)
+    # To its own algorithm a group is all there is: nobody else's model is ever stored there.
+    alone = lambda g: federation._replace(active=federation.active & (federation.groups == g))
+    made = tuple(factory(m, task, training, alone(g), **own) for g, m in enumerate(models))
     algorithm = made[0] if len(made) == 1 else by_group(made)
     if one.upload_bits is None and one.upload_top_k is None:
         return algorithm

@@ -8,8 +8,7 @@ stored model of client j, ψ_i the hypernetwork of client i (its embedding v_i i
   θ_i    = local training from θ̄_i, Δθ_i = θ_i − θ̄_i      (Algorithm 1)
   ψ_i   ← ψ_i + η (∂θ̄_i/∂ψ_i)ᵀ Δθ_i                       (10), (11)
 
-With step="scaled" a layer's Δθ_i^l is divided by its squared norm first: η then has no unit, and
-one value serves networks and datasets whose updates differ in size by orders of magnitude.
+With step="scaled" a layer's Δθ_i^l is divided by its squared norm first, so that η has no unit.
 
 HeurpFedLA (12): in every round the k layers with the largest α_i^{l,i} stay θ_i^l; they do not come
 down and give the hypernetwork no gradient.
@@ -95,7 +94,7 @@ def pfedla(
     bytes_of = trees.bytes_per_layer(variables["params"])
     number = {name: j if granularity == "layer" else 0 for j, name in enumerate(bytes_of)}
     layers = max(number.values()) + 1
-    _check(k, granularity, normalise, step, rate, layers, n)
+    _check(k, granularity, normalise, step, rate, layers, federation)
     layer_of = trees.map_layers(lambda name, leaf: number[name], variables["params"])
     network = LayerWeights(n, layers, embedding, hidden, depth, normalise)
 
@@ -182,16 +181,19 @@ def pfedla(
 
 
 def _check(
-    k: int, granularity: str, normalise: str, step: str, rate: float, layers: int, n: int
+    k: int, granularity: str, normalise: str, step: str, rate: float, layers: int, of: Federation
 ) -> None:
-    if n < 2:
+    if of.clients < 2:
         raise UsageError("pfedla mixes models of several clients; clients must be at least 2")
-    if granularity not in ("layer", "model"):
-        raise UsageError(f"pfedla.granularity is {granularity!r}; choose layer or model")
-    if normalise not in NORMALISE:
-        raise UsageError(f"pfedla.normalise is {normalise!r}; choose {' or '.join(NORMALISE)}")
-    if step not in ("plain", "scaled"):
-        raise UsageError(f"pfedla.step is {step!r}; choose plain or scaled")
+    if of.groups.any():
+        raise UsageError("pfedla mixes models of one architecture; use it without groups")
+    for name, value, choices in (
+        ("granularity", granularity, ("layer", "model")),
+        ("normalise", normalise, NORMALISE),
+        ("step", step, ("plain", "scaled")),
+    ):
+        if value not in choices:
+            raise UsageError(f"pfedla.{name} is {value!r}; choose {' or '.join(choices)}")
     if not 0 <= k <= layers:
         raise UsageError(f"pfedla.k is {k}; the network has {layers} layers, choose 0 to {layers}")
     if rate <= 0:

@@ -315,6 +315,9 @@ def test_bad_settings_are_one_line():
     lonely = federation._replace(counts=federation.counts[:1], active=np.ones(1, bool))
     with pytest.raises(UsageError, match="at least 2"):
         algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), lonely)
+    mixed = federation._replace(groups=np.arange(N) % 2)
+    with pytest.raises(UsageError, match="without groups"):
+        algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), mixed)
 
 
 def test_unsampled_stores_are_untouched_and_still_mixed():
