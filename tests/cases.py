@@ -45,15 +45,19 @@ def _both(parameters: int) -> tuple[int, int]:
     return 4 * parameters, 4 * parameters
 
 
-def _one_visit(name: str, state: State, i: int, **changes: Any) -> tuple[Any, Any]:
-    """(upload, trained) of client i's next visit, if it had these other settings."""
+def _visits(name: str, state: State, **changes: Any) -> tuple[Any, Any]:
+    """(uploads, trained) of every client's next visit, stacked, if it had these other settings."""
     data, federation = tiny.federated()
     settings = {**CASES[name].settings, **changes}
     made = getattr(algorithms, name)(tiny.Net(), TASK, training(), federation, **settings)
     key, t = jax.random.key(1), jnp.int32(4)
-    payload = made.send(state.server, state.rows, i, t, key)
-    client = trees.row(state.clients, i)
-    return made.train(payload, client, client_data(data, i), t, key)[:2]
+
+    def visit(state: State, i: jax.Array) -> tuple[Any, Any]:
+        payload = made.send(state.server, state.rows, i, t, key)
+        client = trees.row(state.clients, i)
+        return made.train(payload, client, client_data(data, i), t, key)[:2]
+
+    return jax.jit(jax.vmap(visit, (None, 0)))(state, jnp.arange(tiny.CLIENTS))
 
 
 def _params_differ(one: Any, other: Any) -> bool:
@@ -63,19 +67,18 @@ def _params_differ(one: Any, other: Any) -> bool:
 
 def _curved(first: State, last: State) -> bool:
     """HF takes another direction than FO does."""
-    (hf, _), (fo, _) = (_one_visit("per_fedavg", last, 0, variant=v) for v in ("hf", "fo"))
+    (hf, _), (fo, _) = (_visits("per_fedavg", last, variant=v) for v in ("hf", "fo"))
     return _moved(first, last) and _params_differ(hf, fo)
 
 
 def _personalised(first: State, last: State) -> bool:
     """θ is not w."""
-    return _moved(first, last) and _params_differ(*_one_visit("pfedme", last, 0))
+    return _moved(first, last) and _params_differ(*_visits("pfedme", last))
 
 
 def _weighed(first: State, last: State) -> bool:
     """One peer has no share in a mixture, and one has some."""
-    weights = [_one_visit("fedfomo", last, i)[0]["weights"] for i in range(tiny.CLIENTS)]
-    share = jnp.maximum(jnp.stack(weights), 0.0)
+    share = jnp.maximum(_visits("fedfomo", last)[0]["weights"], 0.0)
     return _moved(first, last) and bool((share == 0).any() and (share > 0).any())
 
 

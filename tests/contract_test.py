@@ -88,7 +88,7 @@ def looped(name: str, state: State, data: Any, arrived: list[bool]) -> State:
     here = jnp.asarray(arrived)
     uploads = trees.where(here, uploads, jax.tree.map(jnp.zeros_like, uploads))
     safe = jnp.where(here, ids, tiny.CLIENTS)
-    server, rows = algorithm(name).receive(
+    server, rows = jax.jit(algorithm(name).receive)(
         state.server, state.rows, safe, here, payloads, uploads, jnp.int32(0)
     )
     return State(server, rows, trees.where(here, clients, state.clients))
