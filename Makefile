@@ -34,7 +34,7 @@ lint: setup
 	$(BIN)/mypy fedjax_pfl experiments
 
 demo: setup
-	$(BIN)/python -m experiments.baseline
+	$(BIN)/python -m experiments.pfedla
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

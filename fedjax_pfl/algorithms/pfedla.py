@@ -9,13 +9,14 @@ stored model of client j, ψ_i the hypernetwork of client i (its embedding v_i i
   ψ_i   ← ψ_i + η (∂θ̄_i/∂ψ_i)ᵀ Δθ_i                       (10), (11)
 
 With step="scaled" a layer's Δθ_i^l is divided by its squared norm first, so that η has no unit.
+The paper leaves α's normalisation, the sizes and η open; its public re-implementations take
+relu(x)/Σ, the plain step and η = .005, with which α stays uniform for hundreds of rounds.
 
 HeurpFedLA (12): in every round the k layers with the largest α_i^{l,i} stay θ_i^l; they do not come
 down and give the hypernetwork no gradient.
 
 Deviations: the step goes towards the trained model; both public implementations go the other way.
-BatchNorm's statistics stay with the clients, its scale and shift are a layer like any other. A row
-of α that ReLU leaves at zero becomes the client's own layer.
+BatchNorm's statistics stay with the clients, its scale and shift are a layer like any other.
 """
 
 from typing import Any, NamedTuple
@@ -72,9 +73,9 @@ def pfedla(
     *,
     k: int = 0,
     granularity: str = "layer",
-    normalise: str = "relu",
-    step: str = "plain",
-    rate: float = 5e-3,
+    normalise: str = "softmax",
+    step: str = "scaled",
+    rate: float = 0.05,
     embedding: int = 100,
     hidden: int = 100,
     depth: int = 3,
@@ -84,8 +85,7 @@ def pfedla(
     Args:
       k: layers that each client retains (HeurpFedLA); 0 is pFedLA.
       granularity: "layer", or "model" for one weight per client and whole model.
-      normalise: "relu" (relu(x)/Σ) or "softmax".
-      step: "plain" as published, or "scaled" by each layer's update.
+      normalise: "softmax", or "relu" for relu(x)/Σ. step: "scaled" or "plain", as above.
       rate: η of the hypernetworks' SGD.
       embedding, hidden, depth: sizes of the hypernetworks.
     """

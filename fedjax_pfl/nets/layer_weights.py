@@ -24,7 +24,7 @@ class LayerWeights(nn.Module):
     embedding: int = 100
     hidden: int = 100
     depth: int = 3
-    normalise: str = "relu"
+    normalise: str = "softmax"
 
     @nn.compact
     def __call__(self) -> jax.Array:
