@@ -33,6 +33,7 @@ class Federation(NamedTuple):
     active: np.ndarray  # bool [N]: clients outside are evaluated but never sampled
     groups: np.ndarray  # int [N]: architecture group of each client, 0 where there is one only
     validation_counts: np.ndarray | None = None  # int [N], likewise; None: there are none
+    class_counts: np.ndarray | None = None  # int [N, classes as stored]: `counts` by class
 
     @property
     def clients(self) -> int:
@@ -99,6 +100,24 @@ def members(algorithm: Algorithm) -> tuple[Algorithm, ...]:
         )
         for g in range(len(algorithm.send))
     )
+
+
+def alone(algorithm: Algorithm) -> Algorithm:
+    """An algorithm made of tuples with an entry per group, where there is one group: without them.
+
+    One that shares something between architectures is written for any number of groups.
+    """
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        within = start and start._replace(clients=(start.clients,))
+        state = algorithm.init(key, within)
+        return state._replace(clients=state.clients[0])
+
+    def receive(server: PyTree, rows: PyTree, *cohort_and_t: Any) -> tuple[PyTree, PyTree]:
+        *cohort, t = cohort_and_t
+        return algorithm.receive(server, rows, *((part,) for part in cohort), t)
+
+    return members(algorithm)[0]._replace(init=init, receive=receive)
 
 
 def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:

@@ -1,5 +1,6 @@
 """From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
 
+import inspect
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ class Phase(NamedTuple):
     config: ConfigDict
     begin: int  # its first round
     end: int
+    federation: Federation  # the run's, but for who is active
     algorithm: Algorithm
     rounds: Rounds
 
@@ -63,12 +65,13 @@ def build(config: ConfigDict) -> Built:
     mesh = _mesh(config.devices)
     phases, begin = [], 0
     for one in configuration.phases(config):
-        algorithm = _algorithm(one, task, arrays, federation, begin)
+        among = _taking_part(one, federation)
+        algorithm = _algorithm(one, task, arrays, among, begin)
         rounds = make_rounds(
             algorithm,
             task,
-            federation,
-            cohort=one.clients_per_round or int(federation.active.sum()),
+            among,
+            cohort=one.clients_per_round or int(among.active.sum()),
             calls=boundary(one, begin, begin) - begin,
             dropout=one.dropout,
             max_update_norm=one.max_update_norm,
@@ -76,12 +79,19 @@ def build(config: ConfigDict) -> Built:
             chunk=one.chunk or _chunk(federation.clients),
             mesh=mesh,
         )
-        phases.append(Phase(one, begin, begin + one.rounds, algorithm, rounds))
+        phases.append(Phase(one, begin, begin + one.rounds, among, algorithm, rounds))
         begin += one.rounds
     key, shapes = jax.eval_shape(jax.random.key, 0), None
     for phase in phases:  # whether each can start from the one before, before hours are spent
         shapes = jax.eval_shape(phase.rounds.init, key, shapes)
     return Built(tuple(phases), arrays, federation, task)
+
+
+def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
+    """The federation of a phase: with `held_out` the novel clients are the active ones."""
+    if one.participants == "active":
+        return federation
+    return federation._replace(active=~federation.active)
 
 
 def _algorithm(
@@ -104,11 +114,16 @@ def _algorithm(
         rounds=one.rounds,
     )
     own = one.get(one.algorithm, ConfigDict()).to_dict()
-    models = [_model(group, federation) for group in configuration.groups(one)]
+    models = tuple(_model(group, federation) for group in configuration.groups(one))
     # To its own algorithm a group is all there is: nobody else's model is ever stored there.
-    alone = lambda g: federation._replace(active=federation.active & (federation.groups == g))
-    made = tuple(factory(m, task, training, alone(g), **own) for g, m in enumerate(models))
-    algorithm = made[0] if len(made) == 1 else by_group(made)
+    within = lambda g: federation._replace(active=federation.active & (federation.groups == g))
+    if len(models) == 1:
+        algorithm = factory(models[0], task, training, federation, **own)
+    elif "models" in inspect.signature(factory).parameters:  # it shares something between them
+        algorithm = factory(models, task, training, federation, **own)
+    else:
+        made = (factory(m, task, training, within(g), **own) for g, m in enumerate(models))
+        algorithm = by_group(tuple(made))
     if one.upload_bits is None and one.upload_top_k is None:
         return algorithm
     # One example on the device tells the shapes as well as all of them.

@@ -39,6 +39,7 @@ PHASE_KEYS = frozenset(
         "algorithm",
         "model",
         "rounds",
+        "participants",
         "clients_per_round",
         "local_epochs",
         "local_steps",
@@ -51,6 +52,7 @@ PHASE_KEYS = frozenset(
         "clip_norm",
     }
 )
+PARTICIPANTS = ("active", "held_out")
 # What may differ between a run and its resumption: where data lie, and how work is spread.
 NEUTRAL_KEYS = frozenset({"data_dir", "checkpoint_every", "chunk", "devices"})
 
@@ -90,8 +92,9 @@ def default() -> ConfigDict:
     config.validation_examples = config_dict.placeholder(int)  # instead, where one set is cut off
     config.permute_labels = False
     config.clients = 10
-    config.held_out = 0  # of the clients, that are never sampled
-    config.clients_per_round = config_dict.placeholder(int)  # unset: all that are active
+    config.held_out = 0  # of the clients, that are not active
+    config.participants = "active"  # or held_out: a later phase may be for the novel clients
+    config.clients_per_round = config_dict.placeholder(int)  # unset: all that take part
     config.rounds = 50
     config.eval_every = 5
     config.local_epochs = config_dict.placeholder(int)  # one epoch where neither is set
@@ -242,10 +245,17 @@ def check(config: ConfigDict) -> None:
         if active < 1:
             raise UsageError(f"held_out is {config.held_out} of {config.clients} clients; "
                              "at least one must take part")  # fmt: skip
-        if one.clients_per_round is not None and one.clients_per_round > active:
+        if one.participants not in PARTICIPANTS:
+            hint = nearest(one.participants, PARTICIPANTS)
+            raise UsageError(f"{where}participants is {one.participants!r}{hint}")
+        if one.participants == "held_out" and not config.held_out:
+            raise UsageError(f"{where}participants is held_out, and held_out is 0; "
+                             "hold some clients out")  # fmt: skip
+        there = active if one.participants == "active" else config.held_out
+        if one.clients_per_round is not None and one.clients_per_round > there:
             raise UsageError(
-                f"{where}clients_per_round is {one.clients_per_round}, and there are {active} "
-                f"clients; choose 1 to {active}"
+                f"{where}clients_per_round is {one.clients_per_round}, and there are {there} "
+                f"clients; choose 1 to {there}"
             )
     if config.fraction > 1:
         raise UsageError(f"fraction is {config.fraction}; it must be at most 1")

@@ -23,6 +23,7 @@ class Training(NamedTuple):
     """How a client trains. Exactly one of `epochs` and `steps` is set."""
 
     optimizer: optax.GradientTransformation  # without the rate
+    unclipped: optax.GradientTransformation  # the same, for parts whose gradient is not clipped
     rate: Callable[[jax.Array], Any]  # of the round
     batch_size: int
     epochs: int | None
@@ -66,15 +67,23 @@ def sgd(
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
     parts = [optax.identity()]
-    if clip_norm is not None:
-        parts.append(optax.clip_by_global_norm(clip_norm))
     if weight_decay:
         parts.append(optax.add_decayed_weights(weight_decay))
     if momentum:
         parts.append(optax.trace(momentum))
+    unclipped = optax.chain(*parts)
+    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
     rate = learning_rate if callable(learning_rate) else lambda t: learning_rate
     return Training(
-        optax.chain(*parts), rate, batch_size, epochs, steps, keep_momentum, begin, rounds
+        optax.chain(*clip, *parts),
+        unclipped,
+        rate,
+        batch_size,
+        epochs,
+        steps,
+        keep_momentum,
+        begin,
+        rounds,
     )
 
 

@@ -186,7 +186,7 @@ def _one_phase(
 
 def _measured(built: Built, at: Position, scores: Any) -> tuple[Position, dict[str, Any], bool]:
     """The line of one evaluation, and whether it is the phase's best by validation."""
-    active = built.federation.active
+    active = built.phases[at.phase].federation.active
     validation = metrics.summary(scores.validation, active, built.task.name)
     score = validation[f"{built.task.name}_mean"] if validation else None
     better = score is not None and (at.best_score is None or score > at.best_score)

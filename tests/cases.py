@@ -22,6 +22,7 @@ class Case(NamedTuple):
     fired: Callable[[State, State], bool]  # (first state, last state)
     # From the model's bytes those of one visit, down and up; a set where it may be one of several.
     bytes_per_visit: Callable[[int], tuple[int | set[int], int | set[int]]]
+    rows_of_absent_move: bool = False  # pFedHN's momentum and decay of v, and nothing else
 
 
 def _moved(first: State, last: State) -> bool:
@@ -82,6 +83,16 @@ def _weighed(first: State, last: State) -> bool:
     return _moved(first, last) and bool((share == 0).any() and (share > 0).any())
 
 
+def _generated(own: set[str]) -> Callable[[State, State], bool]:
+    """Everything moved: φ, v, their momentum, and what stays at home, which is what it should."""
+
+    def fired(first: State, last: State) -> bool:
+        home = last.clients.home
+        return set(trees.layers(home)) == own and _moved(first, last)
+
+    return fired
+
+
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 CASES = {
@@ -101,6 +112,19 @@ CASES = {
     ),
     "local": Case({}, _moved, lambda model: (0, 0)),
     "per_fedavg": Case({"variant": "hf", "alpha": 0.05}, _curved, lambda model: (model, model)),
+    # Parameters alone travel, and in PC those of fc1 and norm1.
+    "pfedhn": Case(
+        {"rate": 0.1, "clip_norm": 1.0},
+        _generated({"norm1"}),
+        lambda model: _both(model // 4 - _NORM // 2),
+        rows_of_absent_move=True,
+    ),
+    "pfedhn_pc": Case(
+        {"rate": 0.1, "spectral_norm": True, "average": True},
+        _generated({"norm1", "fc2"}),
+        lambda model: _both(model // 4 - _NORM // 2 - _HEAD),
+        rows_of_absent_move=True,
+    ),
     "pfedme": Case({"beta": 0.8}, _personalised, lambda model: (model, model)),
 }
 NAMES = sorted(algorithms.__all__)

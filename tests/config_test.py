@@ -180,6 +180,12 @@ def test_values_of_the_wrong_type(changes, words):
         ({"clients": 0}, ["clients is 0"]),
         ({"eval_every": 0}, ["eval_every is 0"]),
         ({"held_out": 3}, ["held_out is 3 of 3"]),
+        ({"participants": "novel"}, ["participants is 'novel'", "active, held_out"]),
+        ({"participants": "held_out"}, ["participants is held_out", "held_out is 0"]),
+        (
+            {"held_out": 1, "clients_per_round": 2, "phases": [{}, {"participants": "held_out"}]},
+            ["phases[1].clients_per_round is 2", "there are 1 clients"],
+        ),
         ({"held_out": -1}, ["held_out is -1"]),
         ({"momentum": 1.0}, ["momentum is 1.0", "below 1"]),
         ({"momentum": -0.5}, ["momentum is -0.5", "at least 0"]),

@@ -11,6 +11,7 @@ from fedjax_pfl.algorithms.fedrep import fedrep
 from fedjax_pfl.algorithms.lg_fedavg import lg_fedavg
 from fedjax_pfl.algorithms.local import local
 from fedjax_pfl.algorithms.per_fedavg import per_fedavg
+from fedjax_pfl.algorithms.pfedhn import pfedhn, pfedhn_pc
 from fedjax_pfl.algorithms.pfedla import pfedla
 from fedjax_pfl.algorithms.pfedme import pfedme
 
@@ -23,6 +24,8 @@ __all__ = [
     "lg_fedavg",
     "local",
     "per_fedavg",
+    "pfedhn",
+    "pfedhn_pc",
     "pfedla",
     "pfedme",
 ]

@@ -126,6 +126,7 @@ def federate(
         label_map = _permuted(label_map, classes, clients, outputs, permuting)
 
     data = _compact(x, y, tables, dataset, label_map, classes)
+    content = portions(data, stored)
     federation = Federation(
         counts=np.array(tables[_TRAIN].size),
         input_shape=tuple(x.shape[1:]),
@@ -133,8 +134,9 @@ def federate(
         active=np.arange(clients) < clients - held_out,
         groups=np.arange(clients, dtype=np.int32) % groups,
         validation_counts=np.array(tables[_VALIDATION].size),
+        class_counts=content.train if y.ndim == 1 else None,
     )
-    return data, federation, portions(data, stored)
+    return data, federation, content
 
 
 def portions(data: FederatedData, stored_classes: int) -> Portions:

@@ -52,15 +52,25 @@ def dirichlet_classes(
     alpha: float = 0.1,
     novel_alpha: float | None = None,
     examples: int | None = None,
+    equal: bool = True,
 ) -> np.ndarray:
-    """Clients of one size, each with its own class proportions from Dir(alpha).
+    """Each client with its own class proportions p_i from Dir(alpha).
 
     novel_alpha: for the held-out clients, where it is another (pFedHN's novel clients).
+    equal: clients of one size; else client i gets p_ic / Σ_j p_jc of all examples of class c
+      (pFedHN, section 5.3).
     examples: per client; None deals everything. Then who draws last (in a random order) has to take
       what is left; with fewer examples than there are, proportions come out as drawn.
     """
     novel_alpha = alpha if novel_alpha is None else novel_alpha
     need(min(alpha, novel_alpha) > 0, f"alpha={alpha}, novel_alpha={novel_alpha}: use more than 0")
+    if not equal:
+        need(examples is None, "equal=False deals everything: leave `examples` unset")
+        alphas = np.where(
+            np.arange(pool.clients) < pool.clients - pool.held_out, alpha, novel_alpha
+        )
+        weights = np.stack([rng.dirichlet(np.full(pool.classes, a)) for a in alphas])
+        return apportion.cut(weights / weights.sum(0), pool.available)
     size = client_size(pool, examples)
     left = pool.available.copy()
     counts = np.zeros((pool.clients, pool.classes), np.int64)

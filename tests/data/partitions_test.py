@@ -155,6 +155,19 @@ def test_dirichlet_deals_everything_and_keeps_its_minimum():
         partitions.dirichlet(Pool(DIGITS, 500), rng())
 
 
+def test_dirichlet_classes_of_unequal_sizes():
+    """A class is dealt out by p_ic / Σ_j p_jc; p_i is drawn with the client's own alpha."""
+    pool = Pool(CIFAR10, 100, held_out=10)
+    counts = partitions.dirichlet_classes(pool, rng(), novel_alpha=1e6, equal=False)
+    np.testing.assert_array_equal(counts.sum(0), CIFAR10)
+    again = rng()
+    drawn = np.stack([again.dirichlet(np.full(10, 0.1 if i < 90 else 1e6)) for i in range(100)])
+    np.testing.assert_allclose(counts, drawn / drawn.sum(0) * CIFAR10, atol=1)
+    assert np.ptp(counts[90:], 0).max() <= 1
+    with pytest.raises(UsageError, match="deals everything"):
+        partitions.dirichlet_classes(pool, rng(), examples=5, equal=False)
+
+
 def test_dirichlet_classes_has_equal_sizes_and_other_novel_clients():
     pool = Pool(CIFAR10, 100, held_out=10)
     counts = partitions.dirichlet_classes(pool, rng(), novel_alpha=1e6, examples=100)

@@ -1,0 +1,10 @@
+"""Train pFedHN, pFedHN-PC or a method of their tables.
+
+python -m experiments.pfedhn                          on the embedded digits
+python -m experiments.pfedhn --config=experiments/configs/pfedhn.py:cifar10-n50
+"""
+
+from experiments.launch import launch
+
+if __name__ == "__main__":
+    launch("pfedhn")

@@ -1,0 +1,119 @@
+"""pFedHN and pFedHN-PC: a hypernetwork on the server generates every client's model.
+
+Shamsian et al., Personalized Federated Learning using Hypernetworks, 2021. With v_i the embedding
+of client i, h(·; φ) the hypernetwork and J = ∂θ_i / ∂(φ, v):
+
+  θ_i    = h(v_i; φ),  θ̃_i = local training from θ_i        (Algorithm 1)
+  g      = Jᵀ (θ_i − θ̃_i), clipped over φ and all of v together
+  m      ← .9 m + (g + decay · (φ, v))
+  (φ, v) ← (φ, v) − η m
+
+In PC (4) θ_i is all but the last layer; ω_i, the last one, is trained together with it and stays
+with the client, and so does its momentum.
+
+Deviations: Algorithm 1 subtracts Jᵀ (θ̃_i − θ_i), which leads away, in every local step; this is the
+authors' code, once for each visit and towards θ̃_i. Clipping, momentum and decay are the code's too.
+Its gradient of v is dense: momentum and decay also move clients that were not sampled, if they are
+active. ω_i learns at the clients' rate, unclipped. BatchNorm's statistics stay with the clients.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl import local
+from fedjax_pfl.algorithm import Algorithm, Federation
+from fedjax_pfl.algorithms.generated import Settings, generated
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import Task
+
+
+def pfedhn(
+    models: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    rate: float = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-3,
+    clip_norm: float = 50.0,
+    embedding: int | None = None,
+    fixed: bool = False,
+    width: int = 100,
+    depth: int = 3,
+    spectral_norm: bool = False,
+    average: bool = False,
+    frozen: bool = False,
+) -> Algorithm:
+    """The whole of every client's model is generated.
+
+    Args:
+      models: a network, or one for each group of clients; all come from one hypernetwork.
+      rate, momentum, weight_decay, clip_norm: of the server's SGD.
+      embedding: e; None: 1 + N // 4.
+      fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
+      width, depth: of the hypernetwork; width 0 makes it linear, θ_i = W v_i.
+      spectral_norm: divide each of its weights by its largest singular value.
+      average: over the clients of a round; else their gradients are added, as if they came in turn.
+      frozen: only v learns: a later phase for clients that were held out.
+    """
+    shares = _shares("pfedhn", federation) if fixed else None
+    chosen = Settings(rate, momentum, weight_decay, clip_norm, embedding, shares, width, depth,
+                      spectral_norm, average, frozen)  # fmt: skip
+    _check("pfedhn", chosen)
+    return generated("pfedhn", models, lambda model: (), task, training, federation, chosen)
+
+
+def pfedhn_pc(
+    models: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    rate: float = 5e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-3,
+    clip_norm: float = 50.0,
+    embedding: int | None = None,
+    fixed: bool = False,
+    width: int = 100,
+    depth: int = 3,
+    spectral_norm: bool = False,
+    average: bool = False,
+    frozen: bool = False,
+) -> Algorithm:
+    """All but the last layer is generated; the last one stays. The settings are `pfedhn`'s."""
+    shares = _shares("pfedhn_pc", federation) if fixed else None
+    chosen = Settings(rate, momentum, weight_decay, clip_norm, embedding, shares, width, depth,
+                      spectral_norm, average, frozen)  # fmt: skip
+    _check("pfedhn_pc", chosen)
+    head = lambda model: (model.head,)
+    return generated("pfedhn_pc", models, head, task, training, federation, chosen)
+
+
+def _shares(name: str, federation: Federation) -> np.ndarray:
+    """p̂ [N, C]: each client's part of all training examples of a class."""
+    if federation.class_counts is None:
+        raise UsageError(f"{name}.fixed takes shares of classes, and this dataset has none")
+    counts = federation.class_counts.astype(np.float32)
+    return counts / np.maximum(counts.sum(0), 1)
+
+
+def _check(name: str, chosen: Settings) -> None:
+    for setting in ("momentum", "weight_decay", "width", "depth"):
+        if getattr(chosen, setting) < 0:
+            raise UsageError(
+                f"{name}.{setting} is {getattr(chosen, setting)}; it must be at least 0"
+            )
+    for setting in ("rate", "clip_norm"):
+        if getattr(chosen, setting) <= 0:
+            raise UsageError(f"{name}.{setting} is {getattr(chosen, setting)}; it must be above 0")
+    if chosen.momentum >= 1:
+        raise UsageError(f"{name}.momentum is {chosen.momentum}; it must be below 1")
+    if chosen.embedding is not None and chosen.embedding < 1:
+        raise UsageError(f"{name}.embedding is {chosen.embedding}; it must be at least 1")
+    if chosen.fixed is not None and chosen.frozen:
+        raise UsageError(f"{name}.fixed and {name}.frozen leave nothing to learn; choose one")
+    if chosen.fixed is not None and chosen.embedding is not None:
+        raise UsageError(f"{name}.fixed has one number per class; leave {name}.embedding unset")

@@ -1,0 +1,416 @@
+"""pFedHN and pFedHN-PC against numbers worked out apart from them."""
+
+from pathlib import Path
+from typing import Any
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms, checkpoints, local, runner, trees
+from fedjax_pfl.algorithm import Federation
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import MLP, LeNet
+from fedjax_pfl.nets import hypernet
+from fedjax_pfl.rounds import make_rounds
+from fedjax_pfl.task import classification
+from tests import cases, tiny
+from tests.algorithms import linear
+
+KEY = jax.random.key(5)
+T = jnp.int32(0)
+
+
+def make(name: str = "pfedhn", known: bool = True, **own: Any) -> Any:
+    training, federation = cases.training(keep_momentum=False), tiny.federated()[1]
+    if known:
+        federation = federation._replace(class_counts=np.eye(6, 3, dtype=int))
+    return getattr(algorithms, name)(
+        tiny.Net(), cases.TASK, training, federation, **{"width": 4, "depth": 1, **own}
+    )
+
+
+def float64(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), jax.device_get(tree))
+
+
+def norm(tree: Any) -> float:
+    return float(np.sqrt(sum(np.sum(leaf**2) for leaf in jax.tree.leaves(tree))))
+
+
+# The whole method, on a linear network of two layers and four clients of four examples.
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers, the second of them the head."""
+
+    head = "fc2"
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        return nn.Dense(1, name="fc2")(nn.Dense(2, name="fc1")(x))
+
+
+RATE, ETA, CLIP, SERVER_CLIP, DECAY, SERVER_DECAY = 0.1, 0.2, 0.2, 0.09, 0.01, 0.05
+CLIENTS, STEPS, ROUNDS = 4, 2, 4
+
+
+def clipped(gradient: Any, most: float) -> Any:
+    length = norm(gradient)
+    return jax.tree.map(lambda leaf: leaf * (most / length if length > most else 1.0), gradient)
+
+
+def sgd_step(params: Any, gradient: Any, moment: Any, rate: float, decay: float) -> Any:
+    moment = jax.tree.map(lambda m, g, p: 0.9 * m + g + decay * p, moment, gradient, params)
+    return jax.tree.map(lambda p, m: p - rate * m, params, moment), moment
+
+
+def zeros(tree: Any) -> Any:
+    return jax.tree.map(np.zeros_like, tree)
+
+
+def target_gradient(model: Any, x: np.ndarray, y: np.ndarray) -> Any:
+    """Of the mean over examples of ½ (f(x) − y)²."""
+    hidden = x @ model["fc1"]["kernel"] + model["fc1"]["bias"]
+    error = (hidden @ model["fc2"]["kernel"] + model["fc2"]["bias"] - y) / len(x)
+    back = error @ model["fc2"]["kernel"].T
+    return {
+        "fc1": {"kernel": x.T @ back, "bias": back.sum(0)},
+        "fc2": {"kernel": hidden.T @ error, "bias": error.sum(0)},
+    }
+
+
+def forward(phi: Any, v: np.ndarray) -> Any:
+    """θ and the activations, with one hidden layer."""
+    first = v @ phi["layer1"]["kernel"] + phi["layer1"]["bias"]
+    last = np.maximum(first, 0) @ phi["layer2"]["kernel"] + phi["layer2"]["bias"]
+    theta: dict[str, Any] = {}
+    for name, shape in (("fc1", (3, 2)), ("fc2", (2, 1))):
+        for leaf, form in (("kernel", shape), ("bias", shape[1:])):
+            head = phi.get(f"head_0_params_{name}_{leaf}")
+            if head is not None:
+                flat = last @ head["kernel"] + head["bias"]
+                theta.setdefault(name, {})[leaf] = flat.reshape(form)
+    return theta, first, last
+
+
+def backward(phi: Any, v: np.ndarray, change: Any) -> tuple[Any, np.ndarray]:
+    """Jᵀ change, for φ and for v."""
+    _, first, last = forward(phi, v)
+    gradient, back = zeros(phi), np.zeros_like(last)
+    for name, leaves in change.items():
+        for leaf, value in leaves.items():
+            head = f"head_0_params_{name}_{leaf}"
+            gradient[head] = {"kernel": np.outer(last, value), "bias": value.ravel()}
+            back += phi[head]["kernel"] @ value.ravel()
+    gradient["layer2"] = {"kernel": np.outer(np.maximum(first, 0), back), "bias": back}
+    back = (phi["layer2"]["kernel"] @ back) * (first > 0)
+    gradient["layer1"] = {"kernel": np.outer(v, back), "bias": back}
+    return gradient, phi["layer1"]["kernel"] @ back
+
+
+@pytest.mark.parametrize("name", ["pfedhn", "pfedhn_pc"])
+def test_the_whole_method_equals_numpy(name: str):
+    """One client a round; clipping fires on both sides; client 3 is not active."""
+    rng = np.random.default_rng(1)
+    xs, ys = rng.normal(size=(CLIENTS, 4, 3)), rng.normal(size=(CLIENTS, 4))
+    data, federation = linear.federated(list(xs), list(ys))
+    federation = federation._replace(active=np.arange(CLIENTS) < 3)
+    training = local.sgd(learning_rate=RATE, momentum=0.9, weight_decay=DECAY, clip_norm=CLIP,
+                         batch_size=4, steps=STEPS)  # fmt: skip
+    algorithm = getattr(algorithms, name)(
+        TwoLayers(), linear.TASK, training, federation, rate=ETA, weight_decay=SERVER_DECAY,
+        clip_norm=SERVER_CLIP, width=5, depth=1,
+    )  # fmt: skip
+    rounds = make_rounds(algorithm, linear.TASK, federation, cohort=1, calls=ROUNDS)
+    start = float64(rounds.init(KEY))
+    state, (log,) = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(ROUNDS))
+    visits = np.asarray(log.ids)[:, 0]
+    assert len(set(visits)) < ROUNDS  # somebody comes back to the momentum of its head
+    assert start.rows.v.shape == (CLIENTS, 1 + CLIENTS // 4)
+
+    phi, v = start.server.phi, start.rows.v
+    phi_moment, v_moment = zeros(phi), zeros(v)
+    heads = [trees.row(start.clients.home, i).get("params", {}) for i in range(CLIENTS)]
+    head_moments, lengths, server_lengths = zeros(heads), [], []
+    for i in visits:
+        body = forward(phi, v[i])[0]
+        trained, moment = body, zeros(body)
+        for _ in range(STEPS):
+            gradient = target_gradient({**trained, **heads[i]}, xs[i], ys[i][:, None])
+            of_body = {layer: gradient[layer] for layer in trained}
+            of_head = {layer: gradient[layer] for layer in heads[i]}
+            lengths.append(norm(of_body))
+            trained, moment = sgd_step(trained, clipped(of_body, CLIP), moment, RATE, DECAY)
+            heads[i], head_moments[i] = sgd_step(heads[i], of_head, head_moments[i], RATE, DECAY)
+        change = jax.tree.map(np.subtract, body, trained)
+        of_phi, of_v = backward(phi, v[i], change)
+        whole = {"phi": of_phi, "v": np.zeros_like(v)}
+        whole["v"][i] = of_v
+        server_lengths.append(norm(whole))
+        whole = clipped(whole, SERVER_CLIP)
+        phi, phi_moment = sgd_step(phi, whole["phi"], phi_moment, ETA, SERVER_DECAY)
+        v_moment[:3] = 0.9 * v_moment[:3] + whole["v"][:3] + SERVER_DECAY * v[:3]
+        v = v - ETA * v_moment
+    assert max(lengths) > CLIP
+    assert min(server_lengths) < SERVER_CLIP < max(server_lengths)
+
+    got = jax.device_get(state)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    chex.assert_trees_all_close(float64(got.server.phi), phi, **close)
+    chex.assert_trees_all_close(float64(got.rows.v), v, **close)
+    np.testing.assert_array_equal(got.rows.v[3], start.rows.v[3].astype(np.float32))
+    for i in range(CLIENTS):
+        own = trees.row(got.clients.home, i).get("params", {})
+        chex.assert_trees_all_close(float64(own), heads[i], **close)
+    assert set(log.up) == ({"fc1"} if name == "pfedhn_pc" else {"fc1", "fc2"})
+    assert np.asarray(log.up["fc1"]).ravel().tolist() == [4 * 8] * ROUNDS
+
+
+# Single parts of it
+
+
+def everybody(algorithm: Any, state: Any) -> Any:
+    """Payloads of all clients, and uploads a little away from them."""
+    send = jax.vmap(lambda i: algorithm.send(state.server, state.rows, i, T, KEY))
+    payloads, rng = jax.jit(send)(jnp.arange(tiny.CLIENTS)), np.random.default_rng(0)
+    noise = lambda leaf: leaf + jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+    return payloads, jax.tree.map(noise, payloads), jnp.ones(tiny.CLIENTS, bool)
+
+
+def test_a_step_brings_the_generated_model_closer_to_the_trained_one():
+    """‖θ' − θ̃‖ falls, for each client alone."""
+    algorithm = make(rate=1e-4, weight_decay=0.0, clip_norm=1e9)
+    state = jax.jit(algorithm.init)(KEY)
+    payloads, uploads, _ = everybody(algorithm, state)
+
+    def distances(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        payload, upload = (jax.tree.map(lambda x: x[i][None], t) for t in (payloads, uploads))
+        server, rows = algorithm.receive(
+            state.server, state.rows, i[None], jnp.ones(1, bool), payload, upload, T
+        )
+        after = algorithm.send(server, rows, i, T, KEY)
+        change = lambda model: trees.squared_norm(
+            jax.tree.map(lambda a, b: a - b[0], model, upload)
+        )
+        return change(trees.row(payload, 0)), change(after)
+
+    before, after = jax.jit(jax.vmap(distances))(jnp.arange(tiny.CLIENTS))
+    assert (np.asarray(after) < np.asarray(before) * (1 - 1e-5)).all()
+
+
+def test_a_cohort_is_added_or_averaged():
+    """Without clipping and decay six clients' sum at rate η is their mean at 6 η."""
+    plain = {"weight_decay": 0.0, "clip_norm": 1e9, "spectral_norm": True}
+    added, averaged = make(rate=0.01, **plain), make(rate=0.06, average=True, **plain)
+    state, ids = jax.jit(added.init)(KEY), jnp.arange(tiny.CLIENTS)
+    payloads, uploads, here = everybody(added, state)
+    arguments = (state.server, state.rows, ids, here, payloads, uploads, T)
+    one, other = (jax.jit(a.receive)(*arguments) for a in (added, averaged))
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    chex.assert_trees_all_close((one[0].phi, one[1]), (other[0].phi, other[1]), **close)
+    wanted = jax.jit(hypernet.advance)(one[0].phi, state.server.spectral)
+    chex.assert_trees_all_close(one[0].spectral, wanted, **close)
+    assert (one[0].spectral["layer1"]["vector"] != state.server.spectral["layer1"]["vector"]).any()
+
+
+def test_sizes_share_one_step():
+    """A linear hypernetwork of two networks: gradients by hand, one clipping, one step."""
+    federation = tiny.federated()[1]._replace(groups=np.array([0, 1, 0, 1, 0, 1]))
+    models = (MLP(tiny.CLASSES, ()), MLP(tiny.CLASSES, (2,)))
+    settings = {"width": 0, "rate": 0.1, "weight_decay": 0.01, "clip_norm": 2.0, "embedding": 3}
+    algorithm = algorithms.pfedhn(models, cases.TASK, local.sgd(epochs=1), federation, **settings)
+    state = jax.jit(algorithm.init)(KEY)
+    ids = (jnp.array([2, 6]), jnp.array([1, 3]))  # client 0 or 4 did not answer
+    arrived = (jnp.array([True, False]), jnp.array([True, True]))
+    send = lambda g: jax.jit(jax.vmap(lambda i: algorithm.send[g](*state[:2], i, T, KEY)))
+    payloads = tuple(send(g)(ids[g] % 6) for g in range(2))
+    sizes = [trees.size(trees.row(p, 0)) for p in payloads]
+    assert sizes == [6 * 3, 6 * 2 + 3 * 3]
+    rng = np.random.default_rng(3)
+    uploads = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape), x.dtype), payloads)
+    server, rows = jax.jit(algorithm.receive)(*state[:2], ids, arrived, payloads, uploads, T)
+
+    phi, v = float64(state.server.phi), float64(state.rows.v)
+    gradient = {"phi": zeros(phi), "v": np.zeros_like(v)}
+    for g, (client, seat) in ((0, (2, 0)), (1, (1, 0)), (1, (3, 1))):
+        change = jax.tree.map(lambda a, b, k=seat: np.float64(a[k]) - np.float64(b[k]),
+                              payloads[g], uploads[g])  # fmt: skip
+        for layer, leaves in change["params"].items():
+            for leaf, value in leaves.items():
+                head = f"head_{g}_params_{layer}_{leaf}"
+                gradient["phi"][head]["kernel"] += np.outer(v[client], value)
+                gradient["v"][client] += phi[head]["kernel"] @ value.ravel()
+    assert norm(gradient) > 2
+    wanted, _ = sgd_step({"phi": phi, "v": v}, clipped(gradient, 2.0), zeros(gradient), 0.1, 0.01)
+    got = {"phi": float64(server.phi), "v": float64(rows.v)}
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_proposition_1():
+    """θ_i = W v_i on clients with XᵀX = m·I: W spans the first components of uncentred PCA."""
+    rng = np.random.default_rng(4)
+    d, k, clients, m = 5, 2, 6, 8
+    basis = np.linalg.qr(rng.normal(size=(d, d)))[0]
+    solutions = rng.normal(size=(clients, d)) * [3.0, 2.0, 0.6, 0.4, 0.2] @ basis.T + 0.5
+    xs = [np.linalg.qr(rng.normal(size=(m, d)))[0] * m**0.5 for _ in range(clients)]
+    data, federation = linear.federated(xs, [x @ w for x, w in zip(xs, solutions, strict=True)])
+    training = local.sgd(learning_rate=0.5, batch_size=m, steps=1)
+    algorithm = algorithms.pfedhn(
+        linear.Linear(), linear.TASK, training, federation, width=0, embedding=k, rate=0.02,
+        weight_decay=0.0, clip_norm=1e9,
+    )  # fmt: skip
+    calls = 1500
+    rounds = make_rounds(algorithm, linear.TASK, federation, cohort=clients, calls=calls)
+    state, _ = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(calls))
+    (head,) = state.server.phi.values()
+    assert set(head) == {"kernel"}
+    spanned = np.linalg.qr(np.asarray(head["kernel"], np.float64).T)[0]
+    found = np.asarray(state.rows.v) @ np.asarray(head["kernel"])
+
+    def distance(points: np.ndarray) -> float:
+        components = np.linalg.svd(points)[2][:k].T
+        return float(np.linalg.norm(spanned @ spanned.T - components @ components.T, 2))
+
+    assert distance(solutions) < 1e-3
+    assert distance(solutions - solutions.mean(0)) > 0.05  # not the centred one
+    left, sigma, right = np.linalg.svd(solutions, full_matrices=False)
+    np.testing.assert_allclose(found, left[:, :k] * sigma[:k] @ right[:k], atol=5e-3)
+
+
+def test_heads_never_travel():
+    """On CIFAR10 PC moves the 121,182 parameters but for the 850 of the head."""
+    federation = Federation(np.full(50, 4), (32, 32, 3), 10, np.ones(50, bool), np.zeros(50, int))
+    for name, wanted in (("pfedhn", 121_182), ("pfedhn_pc", 120_332)):
+        made = getattr(algorithms, name)(LeNet(), classification(), cases.training(), federation)
+        state = jax.eval_shape(made.init, KEY)
+        assert state.rows.v.shape == (50, 13)
+        payload = jax.eval_shape(lambda s, m=made: m.send(s.server, s.rows, 0, T, KEY), state)
+        bill = made.traffic(payload, payload)
+        assert sum(bill.down.values()) == sum(bill.up.values()) == 4 * wanted
+        assert ("fc3" in bill.up) == (name == "pfedhn")
+
+
+def test_a_body_serves_another_clients_head():
+    """`personal` joins body j with head i."""
+    made = make("pfedhn_pc")
+    state = jax.jit(made.init)(KEY)
+    home = jax.tree.map(lambda x: x * (1 + jnp.arange(6.0)).reshape(-1, *(1,) * (x.ndim - 1)),
+                        state.clients.home)  # fmt: skip
+    clients = state.clients._replace(home=home)
+    mixed, body = jax.jit(
+        lambda state, client: (
+            made.personal(state.server, state.rows, client, 1, None, T, KEY),
+            made.send(state.server, state.rows, 1, T, KEY)["params"],
+        )
+    )(state, trees.row(clients, 4))
+    chex.assert_trees_all_equal(mixed["params"]["fc1"], body["fc1"])
+    chex.assert_trees_all_equal(mixed["params"]["fc2"], trees.row(home["params"]["fc2"], 4))
+
+
+# Whole runs
+
+SMALL = {
+    "dataset": "synthetic",
+    "synthetic": {"examples": 60, "test_examples": 30, "shape": (2, 2, 1), "classes": 3},
+    "partition": "iid",
+    "model": "mlp",
+    "mlp": {"hidden": (3,)},
+    "clients": 6,
+    "clients_per_round": 1,
+    "local_steps": 2,
+    "batch_size": 4,
+    "learning_rate": 0.1,
+    "eval_every": 4,
+    "rounds": 4,
+    "devices": 1,
+    "evaluate_after": False,
+}
+
+
+def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
+    own = {"width": 4, "depth": 1, "spectral_norm": True}
+    phases = ({}, {"participants": "held_out", "pfedhn_pc": {"frozen": True}})
+    run = runner.run(
+        {**SMALL, "algorithm": "pfedhn_pc", "held_out": 2, "pfedhn_pc": own, "phases": phases},
+        tmp_path,
+    )
+    after = jax.device_get(run.state)
+    template = jax.eval_shape(run.phases[0].rounds.init, KEY)
+    store = checkpoints.open_store(tmp_path / "checkpoints")
+    before = store.restore(SMALL["rounds"], {"state": template})["state"]
+    chex.assert_trees_all_equal(before.server.phi, after.server.phi)
+    chex.assert_trees_all_equal(before.server.spectral, after.server.spectral)
+    parts = [jax.tree.leaves((state.rows, state.clients.home)) for state in (before, after)]
+    for old, new in zip(*parts, strict=True):
+        np.testing.assert_array_equal(old[:4], new[:4])
+        assert (old[4:] != new[4:]).any()
+    visits = np.array(run.ledger.visits)
+    assert visits[:4].sum() == visits[4:].sum() == SMALL["rounds"]
+    np.testing.assert_array_equal((before.rows.v != after.rows.v).any(1)[4:], [True] * 2)
+    # What a phase reports is of those that take part in it.
+    rows = [client["before_accuracy"] for client in run.clients]
+    assert run.metrics[-1]["before"]["accuracy_mean"] == pytest.approx(np.mean(rows[4:]))
+
+
+def test_one_hypernetwork_for_three_sizes():
+    """From fixed embeddings, each client's shares of the classes."""
+    groups = tuple({"mlp": {"hidden": (width,)}} for width in (2, 3, 4))
+    own = {"width": 4, "depth": 1, "fixed": True}
+    several = {"partition": "dirichlet", "groups": groups, "clients_per_round": 3}
+    run = runner.run({**SMALL, **several, "algorithm": "pfedhn", "pfedhn": own})
+    sizes = [4 * w + w + w * 3 + 3 for w in (2, 3, 4)]
+    algorithm, state = run.phases[0].algorithm, run.state
+    for g, size in enumerate(sizes):
+        send = lambda s, g=g: algorithm.send[g](s.server, s.rows, g, T, KEY)
+        payload = jax.eval_shape(send, state)
+        assert trees.size(payload) == size
+        assert payload["params"]["fc1"]["kernel"].shape == (4, g + 2)
+    assert trees.size(state.server.phi) == (3 + 1) * 4 + 5 * 4 + 5 * sum(sizes)
+    visits = np.array(run.ledger.visits)
+    assert visits.sum() == 3 * SMALL["rounds"]
+    assert list(run.ledger.client_up) == [4 * sizes[i % 3] * visits[i] for i in range(6)]
+
+    counts = run.federation.class_counts
+    np.testing.assert_array_equal(counts.sum(1), run.federation.counts)
+    np.testing.assert_allclose(state.rows.v, counts / counts.sum(0), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "word"),
+    [
+        ("pfedhn", {"rate": 0.0}, "pfedhn.rate is 0.0"),
+        ("pfedhn_pc", {"rate": -1.0}, "pfedhn_pc.rate is -1.0"),
+        ("pfedhn", {"momentum": 1.0}, "below 1"),
+        ("pfedhn", {"clip_norm": 0.0}, "above 0"),
+        ("pfedhn", {"weight_decay": -0.1}, "at least 0"),
+        ("pfedhn", {"embedding": 0}, "at least 1"),
+        ("pfedhn", {"width": -1}, "width is -1"),
+        ("pfedhn", {"fixed": True, "frozen": True}, "nothing to learn"),
+        ("pfedhn", {"fixed": True, "embedding": 4}, "one number per class"),
+        ("pfedhn", {"fixed": True, "known": False}, "shares of classes"),
+    ],
+)
+def test_wrong_settings(name: str, own: Any, word: str):
+    with pytest.raises(UsageError, match=word):
+        make(name, **own)
+
+
+def test_what_a_phase_can_start_from():
+    made, other, pc = make(), make(width=5), make("pfedhn_pc")
+    start = jax.eval_shape(made.init, KEY)
+    with pytest.raises(UsageError, match="has trained φ"):
+        jax.eval_shape(make(frozen=True).init, KEY)
+    model = cases.make("fedavg", tiny.federated()[1])
+    for wrong in (made, other, pc):
+        for state in (start, jax.eval_shape(model.init, KEY)):
+            if (wrong, state) == (made, start):
+                assert jax.eval_shape(wrong.init, KEY, state) == start
+                continue
+            with pytest.raises(UsageError, match="can only start from one of the same"):
+                jax.eval_shape(wrong.init, KEY, state)
+    with pytest.raises(UsageError, match="has no other"):
+        algorithms.pfedhn_pc(MLP(hidden=()), cases.TASK, cases.training(), tiny.federated()[1])
