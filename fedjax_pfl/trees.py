@@ -37,23 +37,29 @@ def layers(tree: PyTree) -> dict[str, list[Any]]:
     return grouped
 
 
-def split(variables: PyTree, chosen: Collection[str]) -> tuple[PyTree, PyTree]:
-    """A model's variables, nested dicts, cut by layer name: those of `chosen`, and the others.
+def divide(variables: PyTree, chosen: Callable[[str, str], bool]) -> tuple[PyTree, PyTree]:
+    """A model's variables, nested dicts, cut in two: leaves that are `chosen`, and the others.
 
-    Every leaf keeps its path; a dict that nothing is left of is left out.
+    `chosen` is given a leaf's layer and its own name. Every leaf keeps its path; a dict that
+    nothing is left of is left out.
     """
     parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
-        place = parts[0] if layer_name(path) in chosen else parts[1]
         *way, last = (_word(entry) for entry in path)
+        place = parts[0] if chosen(layer_name(path), last) else parts[1]
         for word in way:
             place = place.setdefault(word, {})
         place[last] = leaf
     return parts
 
 
+def split(variables: PyTree, chosen: Collection[str]) -> tuple[PyTree, PyTree]:
+    """As `divide`, by the names of layers."""
+    return divide(variables, lambda layer, leaf: layer in chosen)
+
+
 def join(one: PyTree, other: PyTree) -> PyTree:
-    """The inverse of `split`."""
+    """The inverse of `divide`."""
     joined = dict(one)
     for name, tree in other.items():
         if name in joined and not (isinstance(joined[name], dict) and isinstance(tree, dict)):

@@ -93,9 +93,35 @@ def _generated(own: set[str]) -> Callable[[State, State], bool]:
     return fired
 
 
+def _matched(first: State, last: State) -> bool:
+    """Some are mixed and others not, and of μ some entries are pruned and others not."""
+    seen = algorithms.factorized_fl(
+        tiny.Net(), TASK, training(), tiny.federated()[1], **CASES["factorized_fl"].settings
+    ).observe(last)
+    some = bool((seen["weights"] == 0).any() and ((seen["weights"] > 0).sum(1) > 1).any())
+    pruned = seen["zeros_in_mu"]
+    return some and bool((pruned > 0).all() and (pruned < 1).all()) and _moved(first, last)
+
+
+def _two_factors(first: State, last: State) -> bool:
+    """Of the factors one pair is each client's own."""
+    stays = last.clients.own["params"]["fc1"]
+    return set(stays) == {"x2", "y2"} and _moved(first, last)
+
+
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
+_FACTORS = {
+    4 * (2 * (tiny.FEATURES + tiny.HIDDEN) + _NORM // 2 + _HEAD + entries)
+    for entries in range(tiny.FEATURES * tiny.HIDDEN + 1)
+}
 CASES = {
+    # u and v of rank 2, BatchNorm's scale and shift, the head, and as much of μ as is not zero.
+    "factorized_fl": Case(
+        {"tau": 0.9999, "minimum": 2, "sparsity": 0.02, "rank": 2},
+        _matched,
+        lambda model: (_FACTORS, _FACTORS),
+    ),
     "fedavg": Case({}, _moved, lambda model: (model, model)),
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
     "pfedla": Case({"k": 1, "rate": 0.5}, _moved, lambda model: ({172, 268, 224}, 332)),
@@ -125,6 +151,7 @@ CASES = {
         lambda model: _both(model // 4 - _NORM // 2 - _HEAD),
         rows_of_absent_move=True,
     ),
+    "pfedpara": Case({}, _two_factors, lambda model: _both(3 * (5 + 8) + _NORM + _HEAD)),
     "pfedme": Case({"beta": 0.8}, _personalised, lambda model: (model, model)),
 }
 NAMES = sorted(algorithms.__all__)
@@ -133,7 +160,7 @@ NAMES = sorted(algorithms.__all__)
 def training(**changes: Any) -> local.Training:
     """Momentum that clients keep, decay, clipping, and a short last batch."""
     settings = {
-        "learning_rate": 0.1,
+        "learning_rate": 0.03,
         "momentum": 0.9,
         "weight_decay": 1e-3,
         "clip_norm": 5.0,

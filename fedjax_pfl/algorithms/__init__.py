@@ -3,6 +3,7 @@
 The settings in a configuration are the factory's keyword-only arguments; nothing else lists them.
 """
 
+from fedjax_pfl.algorithms.factorized_fl import factorized_fl
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedfomo import fedfomo
@@ -14,8 +15,10 @@ from fedjax_pfl.algorithms.per_fedavg import per_fedavg
 from fedjax_pfl.algorithms.pfedhn import pfedhn, pfedhn_pc
 from fedjax_pfl.algorithms.pfedla import pfedla
 from fedjax_pfl.algorithms.pfedme import pfedme
+from fedjax_pfl.algorithms.pfedpara import pfedpara
 
 __all__ = [
+    "factorized_fl",
     "fedavg",
     "fedbn",
     "fedfomo",
@@ -28,4 +31,5 @@ __all__ = [
     "pfedhn_pc",
     "pfedla",
     "pfedme",
+    "pfedpara",
 ]

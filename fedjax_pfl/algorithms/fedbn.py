@@ -11,7 +11,7 @@ from typing import Any
 from fedjax_pfl import local
 from fedjax_pfl.algorithm import Algorithm, Federation
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.parts import partly_shared
+from fedjax_pfl.algorithms.parts import of_layers, partly_shared
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.models import norm_layers
 from fedjax_pfl.task import Task
@@ -28,4 +28,4 @@ def fedbn(model: Any, task: Task, training: local.Training, federation: Federati
             f"fedbn needs a network with BatchNorm, and this {type(model).__name__} has none; "
             "set batch_norm, as in --config.model=lenet --config.lenet.batch_norm=True"
         )
-    return partly_shared(model, task, training, federation, norms)
+    return partly_shared(model, task, training, federation, of_layers(norms))

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedjax_pfl import local
 from fedjax_pfl.algorithm import Algorithm, Federation
-from fedjax_pfl.algorithms.parts import partly_shared
+from fedjax_pfl.algorithms.parts import of_layers, partly_shared
 from fedjax_pfl.task import Task
 
 
@@ -19,4 +19,4 @@ def fedper(model: Any, task: Task, training: local.Training, federation: Federat
 
     BatchNorm belongs to the body φ, statistics included.
     """
-    return partly_shared(model, task, training, federation, {model.head})
+    return partly_shared(model, task, training, federation, of_layers({model.head}))

@@ -14,7 +14,7 @@ import jax
 from fedjax_pfl import local, trees
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.parts import Client, partly_shared
+from fedjax_pfl.algorithms.parts import Client, of_layers, partly_shared
 from fedjax_pfl.data.federated import ClientData
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.task import Task
@@ -50,7 +50,7 @@ def fedrep(
     by_head = training._replace(
         epochs=head_epochs if head_steps is None else None, steps=head_steps
     )
-    joint = partly_shared(model, task, training, federation, {model.head})
+    joint = partly_shared(model, task, training, federation, of_layers({model.head}))
 
     def init(key: jax.Array, start: State | None = None) -> State:
         state = joint.init(key, start)

@@ -12,7 +12,7 @@ from typing import Any
 from fedjax_pfl import local
 from fedjax_pfl.algorithm import Algorithm, Federation
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.parts import partly_shared
+from fedjax_pfl.algorithms.parts import of_layers, partly_shared
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.models import norm_layers
 from fedjax_pfl.task import Task
@@ -41,4 +41,4 @@ def lg_fedavg(
             f"layers besides BatchNorm; choose 1 to {most}"
         )
     early = model.layers[: model.layers.index(counted[-shared_layers])]
-    return partly_shared(model, task, training, federation, early)
+    return partly_shared(model, task, training, federation, of_layers(early))

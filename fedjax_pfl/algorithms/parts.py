@@ -1,6 +1,6 @@
-"""A model in two parts: layers that stay with each client, and layers that FedAvg averages."""
+"""A model in two parts: what stays with each client, and what FedAvg averages."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,13 @@ from fedjax_pfl.task import Task
 class Client(NamedTuple):
     """What stays with a client."""
 
-    own: PyTree  # the variables of its own layers
+    own: PyTree  # the variables that are its own
     momentum: PyTree
+
+
+def of_layers(names: Collection[str]) -> Callable[[str, str], bool]:
+    """What belongs to these layers."""
+    return lambda layer, leaf: layer in names
 
 
 def partly_shared(
@@ -26,16 +31,16 @@ def partly_shared(
     task: Task,
     training: local.Training,
     federation: Federation,
-    own: Collection[str],
+    own: Callable[[str, str], bool],
 ) -> Algorithm:
-    """FedAvg on all layers but those named in `own`; every client trains all of them together.
+    """FedAvg on all but what is `own`, by layer and leaf; every client trains all of it together.
 
-    Server: the shared layers' variables, which are all that travels. Clients: their own layers'
-    variables, and momentum of the whole model where it is kept. A phase starts from a global model,
-    whose `own` layers every client gets, or from a state with the same two parts; momentum begins
+    Server: the shared variables, which are all that travels. Clients: their own variables, and
+    momentum of the whole model where it is kept. A phase starts from a global model,
+    whose `own` part every client gets, or from a state with the same two parts; momentum begins
     anew in each phase.
     """
-    first_own, first_shared = trees.split(common.shapes(model, federation), own)
+    first_own, first_shared = trees.divide(common.shapes(model, federation), own)
     if not first_own or not first_shared:
         layers = ", ".join(trees.layers({**first_own, **first_shared}))
         raise UsageError(
@@ -52,7 +57,7 @@ def partly_shared(
         ):
             shared, owned = start.server, start.clients.own
         else:
-            mine, shared = trees.split(common.initial(model, federation, key, start), own)
+            mine, shared = trees.divide(common.initial(model, federation, key, start), own)
             owned = trees.repeat(mine, federation.clients)
         params = trees.join(shared, trees.row(owned, 0))["params"]
         return State(shared, (), Client(owned, common.kept(training, params, federation)))
@@ -61,7 +66,7 @@ def partly_shared(
         variables, momentum, metrics = common.train_all(
             model, task, training, trees.join(payload, client.own), client.momentum, data, t, key
         )
-        mine, shared = trees.split(variables, own)
+        mine, shared = trees.divide(variables, own)
         return shared, variables, Client(mine, momentum), metrics
 
     def personal(

@@ -1,0 +1,194 @@
+"""Factorized-FL: kernels in factors, of which similar clients mix some.
+
+Jeong and Hwang, Factorized-FL: Personalized Federated Learning with Parameter Factorization &
+Similarity Matching, 2022. Every kernel but the head's is W = π(u vᵀ + μ), (1) to (3). With v* that
+of the last layer before the head, for client k and all stored models i, from one snapshot:
+
+  σ_i = cos(v*_k, v*_i), σ_k = 1                                       (4)
+  candidates: σ_i ≥ τ, and in any case the `minimum` most similar
+  ω_i = exp(ε σ_i) / Σ exp(ε σ_j) over the candidates only             (5)
+  u_k ← Σ_i ω_i u_i                     alpha, share="u"
+  (u_k, v_k, μ_k) ← Σ_i ω_i (u_i, v_i, μ_i)      beta, share="all"
+  local training on f + λ ‖μ‖₁                                         (6)
+
+Entries of μ under λ are pruned for evaluation, and where μ travels they do not, in either
+direction. The head is mixed with the rest; BatchNorm's statistics, and in alpha all but u and the
+head, stay with the client. Of v* alpha uploads the one that the server needs, and gets none back.
+
+Deviations: the L1 term has a gradient, which it has not in the authors' code. Models of clients
+that were not sampled are mixed as they were last uploaded.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl import local, trees
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.nets.factorized import LAYOUTS, Factorized, bytes_used, collect_mu, on_mu, prune
+from fedjax_pfl.nets.matching import candidates, cosine
+from fedjax_pfl.task import Task
+
+MATCHING = ("similar", "random", "worst", "none")
+
+
+class Client(NamedTuple):
+    """What stays with a client."""
+
+    own: PyTree
+    momentum: PyTree
+
+
+def factorized_fl(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    share: str = "all",
+    tau: float = 0.0,
+    scale: float = 1.0,
+    minimum: int = 1,
+    matching: str = "similar",
+    peers: int = 3,
+    sparsity: float = 5e-4,
+    rank: int = 1,
+    layout: str = "kernel",
+    bias: bool = True,
+) -> Algorithm:
+    """Rows: what was uploaded, [N, ...]. Clients: `Client`.
+
+    Args:
+      share: "all" (beta) or "u" (alpha).
+      tau, scale, minimum: τ, ε and the least number of candidates, the client included.
+      matching: similar; random or worst, of so many `peers` beside itself; or none: the mean of
+        all, weighted by examples (Factorized-FedAvg).
+      sparsity: λ. rank, layout, bias: of the factors; without bias there is no μ.
+    """
+    _check(federation, minimum, peers if matching in ("random", "worst") else 1, sparsity, rank)
+    for name, value, words in (
+        ("share", share, ("all", "u")),
+        ("matching", matching, MATCHING),
+        ("layout", layout, LAYOUTS),
+    ):
+        if value not in words:
+            raise UsageError(f"factorized_fl.{name} is {value!r}; choose {', '.join(words)}")
+    net = Factorized(model, federation.input_shape, rank, layout, bias)
+    n, last, active = federation.clients, net.factorized[-1], jnp.asarray(federation.active)
+    counts = jnp.asarray(federation.counts, jnp.float32)
+    is_star = lambda layer, leaf: (layer, leaf) == (last, "v")
+    is_mixed = lambda layer, leaf: share == "all" or leaf == "u" or layer == net.head
+    travels = lambda layer, leaf: is_mixed(layer, leaf) or is_star(layer, leaf)
+
+    def signature(rows: PyTree, leaf: str = "v") -> jax.Array:
+        layer = rows["params"]
+        for word in last.split("/"):
+            layer = layer[word]
+        return layer[leaf].reshape(n, -1)
+
+    def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
+        """ω of client i: [N]; a novel client weighs something for itself only."""
+        allowed = active.at[i].set(True)
+        if matching == "none":
+            return jnp.where(allowed, counts, 0.0) / jnp.sum(jnp.where(allowed, counts, 0.0))
+        sigma = cosine(signature(rows), i)
+        if matching == "similar":
+            chosen = candidates(sigma, minimum, sigma >= tau, allowed, i)
+        else:
+            order = -sigma if matching == "worst" else jax.random.uniform(key, sigma.shape)
+            chosen = candidates(order, peers + 1, jnp.zeros_like(allowed), allowed, i)
+        return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        if start is not None:
+            if not isinstance(start.clients, Client):
+                raise UsageError("factorized_fl starts from factors, and an earlier phase of "
+                                 "another method has none; put it first")  # fmt: skip
+            return start
+        variables = common.initial(net, federation, key, None)
+        params, rest = local.split_variables(variables)
+        uploaded, own = trees.divide({"params": params}, travels)
+        momentum = common.kept(training, params, federation)
+        home = Client(trees.repeat({**own, **rest}, n), momentum)
+        return State((), trees.repeat(uploaded, n), home)
+
+    def send(server: PyTree, rows: PyTree, i: Any, t: Any, key: jax.Array) -> PyTree:
+        omega = weights(rows, i, key)
+        mixed = jax.tree.map(lambda x: jnp.tensordot(omega, x, 1, precision="highest"), rows)
+        if share == "all":
+            return {"params": prune(mixed["params"], sparsity)}
+        own, _ = trees.divide(trees.row(rows, i), is_star)
+        return trees.join(trees.divide(mixed, is_mixed)[0], own)
+
+    def with_l1(data: ClientData) -> local.Gradient:
+        """The gradient of loss + λ ‖μ‖₁; the loss that it reports is without the second."""
+        plain = local.gradient(net, task, data)
+
+        def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+            result, grads = plain(params, rest, batch, key)
+            return result, on_mu(lambda g, mu: g + sparsity * jnp.sign(mu), grads, params)
+
+        return gradient
+
+    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+        params, rest = local.split_variables(trees.join(payload, client.own))
+        params, rest, momentum, metrics = local.fit(
+            training, with_l1(data), params, rest, client.momentum, data, t, key
+        )
+        trained = {"params": prune(params, sparsity), **rest}
+        upload, _ = trees.divide({"params": trained["params"]}, travels)
+        own = {**trees.divide({"params": params}, travels)[1], **rest}
+        return upload, trained, Client(own, momentum), metrics
+
+    def receive(
+        server: PyTree,
+        rows: PyTree,
+        ids: jax.Array,
+        arrived: jax.Array,
+        payloads: PyTree,
+        uploads: PyTree,
+        t: Any,
+    ) -> tuple[PyTree, PyTree]:
+        return server, trees.put(rows, ids, uploads)
+
+    def personal(
+        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
+    ) -> PyTree:
+        variables = trees.join(send(server, rows, i, t, key), client.own)
+        return {**variables, "params": prune(variables["params"], sparsity)}
+
+    def traffic(payload: PyTree, upload: PyTree) -> Traffic:
+        """What alpha gets back of v* is its own last upload, and free."""
+        return Traffic(bytes_used(trees.divide(payload, is_mixed)[0]), bytes_used(upload))
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        every, found = jnp.arange(n), {}
+        for leaf in ("u", "v"):
+            found[leaf] = jax.vmap(partial(cosine, signature(state.rows, leaf)))(every)
+        found["weights"] = jax.vmap(weights, (None, 0, None))(state.rows, every, jax.random.key(0))
+        if bias:
+            mu = [leaf.reshape(n, -1) for leaf in collect_mu((state.rows, state.clients.own))]
+            found["zeros_in_mu"] = jnp.mean(jnp.abs(jnp.concatenate(mu, 1)) < sparsity, 1)
+        return found
+
+    return Algorithm(init, send, train, receive, personal, net.apply, traffic, observe)
+
+
+def _check(federation: Federation, minimum: int, peers: int, sparsity: float, rank: int) -> None:
+    active = int(np.sum(federation.active))
+    if not 1 <= minimum <= active:
+        raise UsageError(
+            f"factorized_fl.minimum is {minimum}; it counts the client itself, choose 1 to {active}"
+        )
+    if not 1 <= peers < max(active, 2):
+        raise UsageError(f"factorized_fl.peers is {peers}; choose 1 to {active - 1}")
+    if sparsity < 0:
+        raise UsageError(f"factorized_fl.sparsity is {sparsity}; it must be at least 0")
+    if rank < 1:
+        raise UsageError(f"factorized_fl.rank is {rank}; it must be at least 1")

@@ -1,0 +1,35 @@
+"""pFedPara: kernels as W1 ⊙ (W2 + 1), of which W1 is FedAvg's and W2 the client's own.
+
+Hyeon-Woo, Ye-Bin and Oh, FedPara: Low-rank Hadamard Product for Communication-Efficient Federated
+Learning, 2022. Wi has the factors xi and yi, and ti in a convolution (`nets/factorized.py`); those
+of W1 travel, and so does all that is not factorised: the head, biases, BatchNorm.
+
+Deviations: factors start normal with the variance that gives W that of its fan-in. The mean is
+weighted by examples, as in FedAvg.
+"""
+
+from typing import Any
+
+from fedjax_pfl import local
+from fedjax_pfl.algorithm import Algorithm, Federation
+from fedjax_pfl.algorithms.parts import partly_shared
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.nets.factorized import Hadamard
+from fedjax_pfl.task import Task
+
+PERSONAL = ("x2", "y2", "t2")
+
+
+def pfedpara(
+    model: Any, task: Task, training: local.Training, federation: Federation, *, gamma: float = 0.0
+) -> Algorithm:
+    """Server: factors of W1, and what has none. Clients: factors of W2.
+
+    Args:
+      gamma: from 0, the least rank with which W can have full rank, to 1, as many numbers as in W.
+    """
+    if not 0 <= gamma <= 1:
+        raise UsageError(f"pfedpara.gamma is {gamma}; choose 0 to 1")
+    net = Hadamard(model, federation.input_shape, gamma)
+    own = lambda layer, leaf: layer in net.factorized and leaf in PERSONAL
+    return partly_shared(net, task, training, federation, own)

@@ -1,0 +1,238 @@
+"""Factorized-FL and pFedPara against numbers worked out apart from them."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms, local, trees
+from fedjax_pfl.algorithm import Federation, State
+from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import ResNet9
+from fedjax_pfl.nets.factorized import collect_mu
+from fedjax_pfl.nets.matching import candidates, cosine
+from fedjax_pfl.task import Task
+from tests import cases, tiny
+from tests.algorithms.served import after_rounds
+
+KEY, T = jax.random.key(3), jnp.int32(0)
+N = tiny.CLIENTS
+EVERYONE = jnp.ones(N, bool)
+
+
+def make(task: Any = cases.TASK, training: Any = None, federation: Any = None, **own: Any) -> Any:
+    training = training or cases.training(keep_momentum=False)
+    federation = federation or tiny.federated()[1]
+    return algorithms.factorized_fl(tiny.Net(), task, training, federation, **own)
+
+
+def scattered(made: Any, own: Any = jax.random.normal) -> State:
+    """A first state whose stored parts differ."""
+    state = made.init(KEY)
+    leaves, form = jax.tree.flatten(state.rows)
+    keys = jax.random.split(KEY, len(leaves))
+    noisy = [leaf + own(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    return state._replace(rows=jax.tree.unflatten(form, noisy))
+
+
+def sent(made: Any, state: State, key: Any = KEY) -> Any:
+    send = jax.vmap(lambda i: made.send(state.server, state.rows, i, T, key))
+    return jax.jit(send)(jnp.arange(N))["params"]
+
+
+def reference(v: np.ndarray, tau: float, scale: float, minimum: int) -> np.ndarray:
+    """ω [N, N] with loops, from (4) and (5)."""
+    n = len(v)
+    omega = np.zeros((n, n))
+    for k in range(n):
+        sigma = {
+            i: v[k] @ v[i] / np.linalg.norm(v[k]) / np.linalg.norm(v[i]) for i in range(n) if i != k
+        }
+        others = sorted(sigma, key=lambda i: -sigma[i])
+        chosen = {i for i in others if sigma[i] >= tau} | set(others[: minimum - 1])
+        whole = {k: 1.0, **{i: sigma[i] for i in chosen}}
+        total = sum(np.exp(scale * s) for s in whole.values())
+        for i, s in whole.items():
+            omega[k, i] = np.exp(scale * s) / total
+    return omega
+
+
+@pytest.mark.parametrize(
+    ("tau", "scale", "minimum"), [(0.0, 1.0, 1), (0.3, 20.0, 2), (0.95, 5.0, 3), (-1.0, 1.0, N)]
+)
+@pytest.mark.parametrize("share", ["u", "all"])
+def test_mixing_equals_numpy(share, tau, scale, minimum):
+    made = make(share=share, tau=tau, scale=scale, minimum=minimum, sparsity=0.05)
+    state = scattered(made)
+    rows = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.rows["params"])
+    omega = reference(rows["fc1"]["v"][..., 0], tau, scale, minimum)
+    np.testing.assert_allclose(made.observe(state)["weights"], omega, atol=1e-6)
+    got = sent(made, state)
+    mix = lambda leaf: np.tensordot(omega, leaf, 1)
+    np.testing.assert_allclose(got["fc1"]["u"], mix(rows["fc1"]["u"]), atol=1e-5)
+    np.testing.assert_allclose(got["fc2"]["kernel"], mix(rows["fc2"]["kernel"]), atol=1e-5)
+    if share == "u":  # its own v back, and nothing else of fc1
+        np.testing.assert_array_equal(got["fc1"]["v"], state.rows["params"]["fc1"]["v"])
+        assert set(got) == {"fc1", "fc2"}
+        assert set(got["fc1"]) == {"u", "v"}
+    else:
+        np.testing.assert_allclose(got["fc1"]["v"], mix(rows["fc1"]["v"]), atol=1e-5)
+        np.testing.assert_allclose(got["norm1"]["scale"], mix(rows["norm1"]["scale"]), atol=1e-5)
+        mu = mix(rows["fc1"]["mu"])
+        np.testing.assert_allclose(got["fc1"]["mu"], np.where(np.abs(mu) < 0.05, 0, mu), atol=1e-5)
+
+
+def test_a_threshold_above_one_is_the_identity_and_equal_v_the_plain_mean():
+    made = make(tau=1.1, minimum=1, sparsity=0.0)
+    state = scattered(made)
+    chex.assert_trees_all_close(sent(made, state), state.rows["params"], rtol=1e-6)
+    alike = scattered(make(sparsity=0.0, tau=0.99, scale=20.0), lambda key, shape: 0.0)
+    steps = jnp.arange(N, dtype=jnp.float32)
+    vary = jax.tree.map(lambda x: x + steps.reshape(N, *(1,) * (x.ndim - 1)), alike.rows)
+    vary["params"]["fc1"]["v"] = alike.rows["params"]["fc1"]["v"]
+    got = sent(make(sparsity=0.0, tau=0.99, scale=20.0), alike._replace(rows=vary))
+    wanted = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), vary["params"])
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_permuting_the_clients_permutes_what_they_get():
+    made = make(tau=0.2, scale=3.0, minimum=2, sparsity=0.0)
+    state, order = scattered(made), jnp.array([3, 1, 5, 0, 4, 2])
+    moved = state._replace(rows=jax.tree.map(lambda leaf: leaf[order], state.rows))
+    there, here = sent(made, moved), sent(made, state)
+    chex.assert_trees_all_close(
+        there, jax.tree.map(lambda leaf: leaf[order], here), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_worst_random_and_no_matching():
+    base = {"sparsity": 0.0, "scale": 2.0, "peers": 2}
+    state = scattered(make(**base))
+    v = np.asarray(state.rows["params"]["fc1"]["v"])[..., 0]
+    sigma = np.array([cosine(jnp.asarray(v), i) for i in range(N)])
+    worst = np.asarray(make(**base, matching="worst").observe(state)["weights"])
+    for i in range(N):
+        others = [j for j in np.argsort(sigma[i]) if j != i]
+        assert set(np.flatnonzero(worst[i])) == {i, *others[:2]}
+    np.testing.assert_allclose(worst.sum(1), 1, rtol=1e-5)
+    made = make(**base, matching="random")
+    u = [np.asarray(sent(made, state, key)["fc1"]["u"]) for key in jax.random.split(KEY, 2)]
+    assert (np.abs(u[0] - u[1]).max(axis=(1, 2)) > 1e-4).sum() > 2  # other peers with another key
+    counts = tiny.TRAIN / tiny.TRAIN.sum()
+    mean = np.asarray(make(**base, matching="none").observe(state)["weights"])
+    np.testing.assert_allclose(mean, np.tile(counts, (N, 1)), rtol=1e-5)
+
+
+def test_novel_clients_weigh_nothing_for_others():
+    federation = tiny.federated()[1]._replace(active=np.arange(N) < 4)
+    made = make(federation=federation, minimum=3)
+    omega = np.asarray(made.observe(scattered(made))["weights"])
+    assert not omega[:4, 4:].any()
+    assert (omega[5, 5] > 0, omega[5, 4]) == (True, 0)
+    order = jnp.array([0.5, 0.9, 0.1])
+    likes, allowed = jnp.zeros(3, bool), jnp.array([True, False, True])
+    got = candidates(order, 2, likes, allowed, 0)
+    np.testing.assert_array_equal(got, [True, False, True])
+
+
+def test_without_a_loss_mu_moves_by_the_sign():
+    """dLoss/dμ = λ sign(μ), once cross-entropy is gone."""
+    silent = Task(lambda o, y, c: 0.0 * o.sum(-1), cases.TASK.score, "accuracy")
+    training = local.sgd(learning_rate=0.5, batch_size=64, steps=1)
+    made = make(silent, training, share="u", sparsity=0.01)
+    data, _ = tiny.federated()
+    state = made.init(KEY)
+    client = trees.row(state.clients, 0)
+    mu = jax.random.normal(KEY, (tiny.FEATURES, tiny.HIDDEN)).at[0, 0].set(0.0)
+    client.own["params"]["fc1"]["mu"] = mu
+    payload = made.send((), state.rows, 0, T, KEY)
+    _, trained, after, _ = made.train(payload, client, client_data(data, 0), T, KEY)
+    got = after.own["params"]["fc1"]["mu"]
+    np.testing.assert_allclose(got, mu - 0.5 * 0.01 * jnp.sign(mu), atol=1e-6)
+    # The client keeps what it is evaluated without.
+    wanted = jnp.where(jnp.abs(got) < 0.01, 0.0, got)
+    np.testing.assert_array_equal(trained["params"]["fc1"]["mu"], wanted)
+    np.testing.assert_array_equal(trained["params"]["fc1"]["v"], payload["params"]["fc1"]["v"])
+
+
+def test_what_travels_is_what_is_billed():
+    """alpha: u and the head, and one v up; beta: all, with the entries of μ that are not zero."""
+    made = make(share="u")
+    state, log = after_rounds(made, 1)
+    small, head = 4 * tiny.FEATURES, 4 * (tiny.HIDDEN + 1) * tiny.CLASSES
+    assert int(sum(x.ravel()[0] for x in map(np.asarray, log.down.values()))) == small + head
+    assert int(sum(x.ravel()[0] for x in map(np.asarray, log.up.values()))) == (
+        small + head + 4 * tiny.HIDDEN
+    )
+    beta = make(sparsity=0.02)
+    state, log = after_rounds(beta, 1)
+    stored = np.asarray(collect_mu(state.rows)[0]).reshape(N, -1)
+    assert not ((np.abs(stored) > 0) & (np.abs(stored) < 0.02)).any()
+    rest = head + small + 4 * tiny.HIDDEN + 2 * 4 * tiny.HIDDEN
+    up = sum(np.asarray(x).ravel() for x in log.up.values())
+    np.testing.assert_array_equal(up, rest + 4 * (stored != 0).sum(1))
+    assert 0 < (stored != 0).sum() < stored.size
+
+
+def test_the_papers_cost_of_fedavg():
+    """ResNet9, 20 clients, 50 uploads and 49 downloads: 20.39 GB."""
+    variables = jax.eval_shape(
+        ResNet9(conv="xla").init, KEY, jax.ShapeDtypeStruct((1, 32, 32, 3), jnp.float32)
+    )
+    numbers = trees.size(variables) + 8  # PyTorch counts batches, once for each BatchNorm
+    assert round(20 * 99 * 4 * numbers / 1e9, 2) == 20.39
+    federation = Federation(
+        np.full(20, 4), (32, 32, 3), 10, np.ones(20, bool), np.zeros(20, np.int32)
+    )
+    made = algorithms.factorized_fl(
+        ResNet9(conv="xla"), cases.TASK, cases.training(), federation, share="u"
+    )
+    rows = jax.eval_shape(made.init, KEY).rows
+    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
+    bill = made.traffic(one, one)
+    u, v, head = 4 * (7 * 9 + 25), 4 * 65_536, 4 * 2570
+    assert (sum(bill.down.values()), sum(bill.up.values())) == (u + head, u + v + head)
+    assert round(20 * 50 * v / 1e9, 3) == 0.262
+
+
+def test_batch_statistics_stay_at_home():
+    made = make()
+    state, _ = after_rounds(made, 1)
+    mean = np.asarray(state.clients.own["batch_stats"]["norm1"]["mean"])
+    assert len(np.unique(mean[:, 0])) == N
+    assert "batch_stats" not in state.rows
+
+
+def test_bad_settings_are_one_line():
+    for own, word in (
+        ({"share": "v"}, "all, u"),
+        ({"matching": "best"}, "similar, random, worst, none"),
+        ({"layout": "io"}, "kernel, mixed, oihw"),
+        ({"minimum": 0}, "choose 1 to 6"),
+        ({"minimum": N + 1}, "choose 1 to 6"),
+        ({"matching": "random", "peers": N}, "choose 1 to 5"),
+        ({"sparsity": -1.0}, "at least 0"),
+        ({"rank": 0}, "at least 1"),
+    ):
+        with pytest.raises(UsageError, match=word):
+            make(**own)
+    plain = cases.make("fedavg", tiny.federated()[1]).init(KEY)
+    with pytest.raises(UsageError, match="put it first"):
+        make().init(KEY, plain)
+
+
+def test_pfedpara_shares_one_factor_and_keeps_the_other():
+    federation = tiny.federated()[1]
+    state, log = after_rounds(cases.make("pfedpara", federation), 2)
+    shared, own = state.server["params"], state.clients.own["params"]
+    assert set(shared["fc1"]) == {"x1", "y1"}
+    assert set(own["fc1"]) == {"x2", "y2"}
+    assert len(np.unique(np.asarray(own["fc1"]["x2"])[:, 0, 0])) == N
+    assert set(shared) == {"fc1", "fc2", "norm1"}
+    assert int(np.asarray(log.up["fc1"]).ravel()[0]) == 4 * 3 * (tiny.FEATURES + tiny.HIDDEN)
+    with pytest.raises(UsageError, match="choose 0 to 1"):
+        algorithms.pfedpara(tiny.Net(), cases.TASK, cases.training(), federation, gamma=2.0)
