@@ -11,6 +11,8 @@ from ml_collections import ConfigDict
 from fedjax_pfl import compress, data, local
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, by_group
+from fedjax_pfl.at_home import at_home
+from fedjax_pfl.data.augment import on_normalised
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.rounds import Rounds, make_rounds
 from fedjax_pfl.task import Task, classification, regression
@@ -62,6 +64,10 @@ def build(config: ConfigDict) -> Built:
         groups=max(1, len(config.groups)),
     )
     task = classification() if np.issubdtype(arrays.y.dtype, np.integer) else regression()
+    if config.augment:
+        if arrays.scale is None or len(federation.input_shape) != 3:
+            raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
+        task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
     mesh = _mesh(config.devices)
     phases, begin = [], 0
     for one in configuration.phases(config):
@@ -124,6 +130,8 @@ def _algorithm(
     else:
         made = (factory(m, task, training, within(g), **own) for g, m in enumerate(models))
         algorithm = by_group(tuple(made))
+    if one.keep_head:
+        algorithm = at_home(algorithm, models[0], federation, {models[0].head})
     if one.upload_bits is None and one.upload_top_k is None:
         return algorithm
     # One example on the device tells the shapes as well as all of them.

@@ -50,6 +50,7 @@ PHASE_KEYS = frozenset(
         "keep_momentum",
         "weight_decay",
         "clip_norm",
+        "keep_head",
     }
 )
 PARTICIPANTS = ("active", "held_out")
@@ -91,6 +92,7 @@ def default() -> ConfigDict:
     config.validation_fraction = 0.0
     config.validation_examples = config_dict.placeholder(int)  # instead, where one set is cut off
     config.permute_labels = False
+    config.augment = False  # random crops, flips, colours and gray in training
     config.clients = 10
     config.held_out = 0  # of the clients, that are not active
     config.participants = "active"  # or held_out: a later phase may be for the novel clients
@@ -108,6 +110,7 @@ def default() -> ConfigDict:
     config.clip_norm = config_dict.placeholder(float)
     config.model = "small"
     config.conv = "auto"
+    config.keep_head = False  # the last layer stays with each client, whatever the method
     config.groups = ()  # of model settings: as many architectures, clients in turn
     config.seed = 0
     config.partition_seed = 0

@@ -97,9 +97,10 @@ def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
     """The gradient of the task's mean loss over a batch's real examples."""
 
     def loss(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+        x = batch.x if task.augment is None else task.augment(batch.x, jax.random.fold_in(key, 1))
         outputs, rest = model.apply(
             {"params": params, **rest},
-            batch.x,
+            x,
             train=True,
             mask=batch.mask,
             rngs={"dropout": key},

@@ -20,6 +20,7 @@ class Task(NamedTuple):
     loss: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     score: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     name: str  # of the score, as reports and metrics call it
+    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (x, key) -> x, in training
 
 
 def _open(outputs: jax.Array, classes: jax.Array | None) -> jax.Array:
