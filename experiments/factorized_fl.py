@@ -1,0 +1,11 @@
+"""Train Factorized-FL or a method of its tables.
+
+python -m experiments.factorized_fl                   beta on the embedded digits, labels permuted
+python -m experiments.factorized_fl \
+    --config=experiments/configs/factorized_fl.py:cifar10-permuted-noniid-alpha
+"""
+
+from experiments.launch import launch
+
+if __name__ == "__main__":
+    launch("factorized_fl")
