@@ -23,6 +23,7 @@ class Case(NamedTuple):
     # From the model's bytes those of one visit, down and up; a set where it may be one of several.
     bytes_per_visit: Callable[[int], tuple[int | set[int], int | set[int]]]
     rows_of_absent_move: bool = False  # pFedHN's momentum and decay of v, and nothing else
+    close: float = 1e-5  # between ways to spread the clients, after one round
 
 
 def _moved(first: State, last: State) -> bool:
@@ -121,6 +122,7 @@ CASES = {
         {"tau": 0.9999, "minimum": 2, "sparsity": 0.02, "rank": 2},
         _matched,
         lambda model: (_FACTORS, _FACTORS),
+        close=1e-3,  # BatchNorm blows up rounding where a feature's v is next to nothing
     ),
     "fedavg": Case({}, _moved, lambda model: (model, model)),
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
@@ -160,7 +162,7 @@ NAMES = sorted(algorithms.__all__)
 def training(**changes: Any) -> local.Training:
     """Momentum that clients keep, decay, clipping, and a short last batch."""
     settings = {
-        "learning_rate": 0.03,
+        "learning_rate": 0.02,
         "momentum": 0.9,
         "weight_decay": 1e-3,
         "clip_norm": 5.0,
