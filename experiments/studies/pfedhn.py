@@ -230,9 +230,10 @@ def _spread(result: runner.Result) -> float:
 
     A hypernetwork whose last ReLUs are all dead is a constant, and accuracy need not show it.
     """
-    algorithm, state = result.phases[-1].algorithm, result.best or result.state
+    algorithm = result.phases[-1].algorithm
+    state = jax.tree.map(jnp.asarray, result.best or result.state)
     send = lambda i: algorithm.send(state.server, state.rows, i, jnp.int32(0), jax.random.key(0))
-    theta = jax.lax.map(jax.jit(send), jnp.arange(result.federation.clients))
+    theta = jax.lax.map(send, jnp.arange(result.federation.clients))
     flat = np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(theta)], 1)
     mean = flat.mean(0)
     return float(np.linalg.norm(flat - mean, axis=1).mean() / np.linalg.norm(mean))
