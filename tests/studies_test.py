@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from experiments.studies import common, pfedla
+from experiments.configs import pfedhn as presets
+from experiments.studies import common, pfedhn, pfedla
 from fedjax_pfl import config as configuration
 
 
@@ -63,3 +64,59 @@ def test_every_cell_of_a_table_is_a_configuration(table):
     assert (pfedme.local_epochs, pfedme.local_steps, pfedme.clients_per_round) == (None, 20, 10)
     heur = pfedla.row("heurpfedla", published["partition"], "cifar10", 10)
     assert (heur.algorithm, heur.pfedla.k) == ("pfedla", 1)
+
+
+def test_pfedhns_published_tables_are_whole():
+    """Eight rows and seven columns; each cell has a mean and a deviation."""
+    published = json.loads(pfedhn.PUBLISHED.read_text())
+    for table, rows, columns in (("table1", 8, 7), ("table2", 5, 6), ("table3", 4, 3)):
+        found = published[table]["rows"]
+        assert len(found) == rows
+        for cells in found.values():
+            assert len(cells) == columns
+            assert all(len(cell) == 2 for cell in cells.values())
+    assert published["table1"]["rows"]["pfedhn_pc"]["omniglot-n50"] == [81.89, 0.15]
+    assert published["table2"]["rows"]["pfedhn"]["cifar100-L"] == [50.66, 2.7]
+
+
+def test_rows_are_normalised():
+    got = pfedhn.row_normalised(np.array([[1.0, 3.0, 2.0], [0.5, 0.5, 0.5]]))
+    np.testing.assert_array_equal(got, [[0, 1, 0.5], [1, 1, 1]])
+
+
+def test_total_variation_by_hand():
+    """The last client is half like the first, and nothing like the second."""
+    counts = np.array([[4, 0, 0], [0, 2, 0], [3, 0, 3]])
+    got = pfedhn.total_variation(counts, np.array([False, False, True]))
+    np.testing.assert_allclose(got, [0.5])
+
+
+@pytest.mark.parametrize(
+    ("preset", "wanted"),
+    [
+        ("", {"clients": 10, "clients_per_round": 1, "rounds": 500, "model": "small"}),
+        ("cifar10", {"clients": 50, "clients_per_round": 1, "rounds": 5000, "local_steps": 50}),
+        ("cifar10-n100-k5", {"clients": 100, "clients_per_round": 5, "rounds": 1000}),
+        ("cifar10-local", {"rounds": 40, "clients_per_round": None}),  # of 50 steps
+        ("cifar10-fedavg", {"rounds": 5000, "clients_per_round": 5, "momentum": 0.9}),
+        ("cifar10-pfedme", {"local_steps": 20, "momentum": 0.0}),
+        ("cifar10-sizes", {"clients": 75}),
+        ("omniglot-n8", {"partition": "natural", "clients": 8, "split": "pooled"}),
+        ("steps100-fedper", {"rounds": 20, "partition": "shares"}),
+    ],
+)
+def test_presets_of_pfedhn(preset, wanted):
+    made = presets.get_config(preset)
+    assert {key: made[key] for key in wanted} == wanted
+    assert (made.batch_size, made.learning_rate, made.clip_norm) == (64, 5e-3, 50.0)
+
+
+def test_presets_of_pfedhn_in_parts():
+    made = presets.get_config("cifar100-lg_fedavg-steps50")
+    assert [dict(phase) for phase in made.phases] == [{"algorithm": "fedavg"}, {"rounds": 10}]
+    assert made.shares.per_client == 10
+    sizes = presets.get_config("sizes-cifar10")
+    kernels = [group["lenet"]["kernels"] for group in sizes.groups]
+    assert kernels == [(8, 16), (16, 32), (32, 64)]
+    assert (presets.get_config("mnist").pfedhn.depth, sizes.pfedhn.depth) == (1, 3)
+    assert (sizes.pfedhn.rate, sizes.pfedhn_pc.rate) == (1e-2, 5e-2)

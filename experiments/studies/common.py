@@ -22,15 +22,17 @@ from fedjax_pfl.errors import UsageError
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "mnist", "Dataset.")
 ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2)
+CLIENTS = flags.DEFINE_integer("clients", 10, "Clients, in the tables.", lower_bound=1)
+METHODS = flags.DEFINE_list("methods", [], "Rows of a table to run. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
 
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
 
-def run(config: ConfigDict, name: str, seed: int) -> runner.Result:
-    """One run under OUT; a run that is there already is only read."""
-    config.update(seed=seed, rounds=ROUNDS.value, data_dir=DATA_DIR.value)
+def run(config: ConfigDict, name: str, seed: int, rounds: int | None = None) -> runner.Result:
+    """One run under OUT, of ROUNDS unless told; a run that is there already is only read."""
+    config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     for pair in SET.value:
         key, _, value = pair.partition("=")
         *groups, last = key.split(".")

@@ -18,21 +18,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 from scipy.stats import spearmanr
 
 from experiments.configs import pfedla as presets
 from experiments.studies import common
-from experiments.studies.common import DATASET, ROUNDS, SEEDS, accuracy, mean_std, plateau, run
+from experiments.studies.common import (
+    CLIENTS,
+    DATASET,
+    METHODS,
+    ROUNDS,
+    SEEDS,
+    accuracy,
+    mean_std,
+    plateau,
+    run,
+)
 from fedjax_pfl import runner, trees
 from fedjax_pfl.config import ALGORITHMS
 from fedjax_pfl.errors import UsageError
 
 PUBLISHED = Path(__file__).parents[1] / "papers" / "pfedla.json"
-CLIENTS = flags.DEFINE_enum("clients", "10", ["10", "100"], "Clients, in the tables.")
-METHODS = flags.DEFINE_list("methods", [], "Rows of a table to run. Default: all.")
 # What a row of the tables changes besides the algorithm.
 CHANGES: dict[str, dict[str, Any]] = {
     "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1}},
@@ -226,7 +233,7 @@ def _table(name: str) -> tuple[dict[str, Any], None]:
         raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
     found: dict[str, Any] = {}
     for method, cells in published["rows"].items():
-        config = row(method, published["partition"], DATASET.value, int(CLIENTS.value))
+        config = row(method, published["partition"], DATASET.value, CLIENTS.value)
         shown: dict[str, Any] = {"published": cells.get(column), "ours": "not run"}
         found[method] = shown
         if method not in chosen:

@@ -217,6 +217,19 @@ def test_a_cohort_is_added_or_averaged():
     assert (one[0].spectral["layer1"]["vector"] != state.server.spectral["layer1"]["vector"]).any()
 
 
+def test_who_did_not_arrive_does_not_count():
+    """Neither in the gradient nor in the mean: as if the cohort had been smaller."""
+    algorithm = make(average=True)
+    state, ids = jax.jit(algorithm.init)(KEY), jnp.arange(tiny.CLIENTS)
+    payloads, uploads, _ = everybody(algorithm, state)
+    here = ids < 2
+    safe, empty = jnp.where(here, ids, tiny.CLIENTS), jax.tree.map(jnp.zeros_like, uploads)
+    receive = jax.jit(lambda *cohort: algorithm.receive(state.server, state.rows, *cohort, T))
+    got = receive(safe, here, payloads, trees.where(here, uploads, empty))
+    wanted = receive(*jax.tree.map(lambda x: x[:2], (ids, here, payloads, uploads)))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_sizes_share_one_step():
     """A linear hypernetwork of two networks: gradients by hand, one clipping, one step."""
     federation = tiny.federated()[1]._replace(groups=np.array([0, 1, 0, 1, 0, 1]))

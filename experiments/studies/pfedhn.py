@@ -1,0 +1,368 @@
+"""The pFedHN paper's tables and figures.
+
+python -m experiments.studies.pfedhn table1 --dataset=cifar10 --clients=50 --rounds=1000 --seeds=3
+
+--rounds are communication steps: visits of a hypernetwork's clients, rounds of five clients of the
+others (a fifth as many on digits). LG-FedAvg gets a fifth more; Local trains each client for two
+fifths of as many steps as there are rounds.
+
+table1   every method beside the published numbers; --methods=local,pfedhn chooses
+table2   clients of three sizes: one hypernetwork against baselines in each size
+table3   table1 on MNIST with networks of one hidden layer
+table4   with and without spectral normalisation
+novel    figures 2 and 7: clients that come later, ever less like those that were trained on
+figure3  every client's head on every other client's body
+figure4  t-SNE of the embeddings of clients whose classes come in groups
+figure5  local steps
+figure6  size of the embedding, depth of the hypernetwork
+fixed    learned embeddings against class shares (appendix C.5)
+"""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
+from sklearn.manifold import TSNE
+from sklearn.metrics import silhouette_score
+
+from experiments.configs import pfedhn as presets
+from experiments.studies import common
+from experiments.studies.common import CLIENTS, DATASET, METHODS, ROUNDS, SEEDS, mean_std, plateau
+from fedjax_pfl import local, runner, trees
+from fedjax_pfl.data.federated import Split, client_data
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import classification
+
+PUBLISHED = Path(__file__).parents[1] / "papers" / "pfedhn.json"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
+
+
+def _config(*words: str, **changes: Any) -> ConfigDict:
+    config = presets.get_config("-".join([DATASET.value, *words, f"steps{ROUNDS.value}"]))
+    config.update(changes)
+    return config
+
+
+def _runs(config: ConfigDict, name: str) -> list[runner.Result]:
+    """One run per seed."""
+    return [
+        common.run(config.copy_and_resolve_references(), name, seed, config.rounds)
+        for seed in range(SEEDS.value)
+    ]
+
+
+def _best(result: runner.Result, key: str = "accuracy_mean") -> float:
+    """Accuracy as served in per cent, at the evaluation that is best on validation examples."""
+    chosen = result.metrics[-1]["best_round"]
+    line = next((m for m in result.metrics if m["round"] == chosen), result.metrics[-1])
+    return 100 * line["before"][key]
+
+
+def _numbers(results: list[runner.Result]) -> dict[str, Any]:
+    return {
+        "best": mean_std([_best(r) for r in results]),
+        "best_weighted": mean_std([_best(r, "accuracy_weighted") for r in results]),
+        "last": mean_std([common.accuracy(r) for r in results]),
+        "curve": [plateau(r) for r in results],
+    }
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = (value["mean"], value["std"])
+    if value is None:
+        return "-"
+    mean, std = value
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+
+
+def _chosen(rows: Mapping[str, Any]) -> list[str]:
+    if unknown := set(METHODS.value) - set(rows):
+        raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
+    return METHODS.value or list(rows)
+
+
+def _table(name: str) -> tuple[dict[str, Any], Figure]:
+    """Ours beside the published numbers."""
+    rows = json.loads(PUBLISHED.read_text())[name]["rows"]
+    found: dict[str, Any] = {}
+    for method in _chosen(rows):
+        results = _runs(_config(f"n{CLIENTS.value}", method), f"{name}-n{CLIENTS.value}-{method}")
+        column = f"{DATASET.value}-n{CLIENTS.value}"
+        found[method] = {"published": rows[method].get(column), "ours": _numbers(results)}
+    print(f"{'method':<12}{'published':>16}{'ours, best':>16}{'ours, last':>16}  curves")
+    for method, row in found.items():
+        texts = [_show(v) for v in (row["published"], row["ours"]["best"], row["ours"]["last"])]
+        curves = ", ".join(sorted(set(row["ours"]["curve"])))
+        print(f"{method:<12}{texts[0]:>16}{texts[1]:>16}{texts[2]:>16}  {curves}")
+    bars = {method: {"ours": row["ours"]["best"]} for method, row in found.items()}
+    for method, row in found.items():
+        if row["published"] is not None:
+            bars[method]["published"] = {"mean": row["published"][0], "std": row["published"][1]}
+    return found, _bars(bars)
+
+
+def table2() -> tuple[dict[str, Any], Figure]:
+    """75 clients (12 on digits) in three sizes; one run has all of them."""
+    rows = json.loads(PUBLISHED.read_text())["table2"]["rows"]
+    clients, cohort = (12, 3) if DATASET.value == "digits" else (75, 15)
+    found: dict[str, Any] = {}
+    for method in _chosen(rows):
+        config = _config("sizes", f"n{clients}", method)
+        if method != "pfedhn":
+            config.clients_per_round = cohort
+        results = _runs(config, f"table2-{method}")
+        found[method] = {}
+        for g, size in enumerate("SML"):
+            values = [
+                100 * np.mean([c["before_accuracy"] for c in r.clients if c["group"] == g])
+                for r in results
+            ]
+            published = rows[method].get(f"{DATASET.value}-{size}")
+            found[method][size] = {"published": published, "ours": mean_std(values)}
+    for method, row in found.items():
+        texts = [f"{_show(c['published'])} | {_show(c['ours'])}" for c in row.values()]
+        print(f"{method:<12}" + "".join(f"{text:>32}" for text in texts))
+    return found, _bars({m: {s: c["ours"] for s, c in row.items()} for m, row in found.items()})
+
+
+def table4() -> tuple[dict[str, Any], Figure]:
+    """Weights of the hypernetwork as they are, and divided by their largest singular value."""
+    found = {}
+    for name, on in (("plain", False), ("spectral", True)):
+        config = _config(f"n{CLIENTS.value}", pfedhn={"spectral_norm": on})
+        found[name] = _numbers(_runs(config, f"table4-n{CLIENTS.value}-{name}"))
+    return found, _bars({name: {"best": row["best"]} for name, row in found.items()})
+
+
+def total_variation(counts: np.ndarray, novel: np.ndarray) -> np.ndarray:
+    """For each novel client ½ Σ_c |p_c − q_c|, with q the nearest of the other clients' shares."""
+    shares = counts / counts.sum(1, keepdims=True)
+    gaps = 0.5 * np.abs(shares[novel][:, None] - shares[~novel][None]).sum(-1)
+    return gaps.min(1)
+
+
+def novel() -> tuple[dict[str, Any], Figure]:
+    """Fit v alone for new clients; baselines fine-tune their global model on each client."""
+    digits = DATASET.value == "digits"
+    clients, held_out = (20, 4) if digits else (100, 10)
+    visits = max(held_out, ROUNDS.value * held_out // (clients - held_out))  # as many for each
+    frozen = {"participants": "held_out", "rounds": visits, "pfedhn": {"frozen": True}}
+    methods: dict[str, tuple[str, dict[str, Any]]] = {
+        "pfedhn": ("before", {"phases": ({}, frozen)}),
+        "fedavg": ("after", {"evaluate_after": True}),
+        "per_fedavg": ("after", {"evaluate_after": True}),
+        "pfedme": ("after", {"evaluate_after": True}),
+    }
+    found: dict[str, Any] = {}
+    for method in METHODS.value or methods:
+        if method not in methods:
+            raise UsageError(f"novel clients are for {', '.join(methods)}, not {method}")
+        when, changes = methods[method]
+        found[method] = {}
+        for alpha in (0.1, 0.25, 0.5, 1.0):
+            config = _config(f"n{clients}", method, held_out=held_out, **changes)
+            config.partition = "dirichlet_classes"
+            config.dirichlet_classes.update(alpha=0.1, novel_alpha=alpha, equal=False)
+            gaps, points = [], []
+            for result in _runs(config, f"novel{alpha:g}-{method}"):
+                score = np.array([100 * c[f"{when}_accuracy"] for c in result.clients])
+                new = ~result.federation.active
+                assert result.federation.class_counts is not None  # images have classes
+                distance = total_variation(result.federation.class_counts, new)
+                gaps.append(score[new].mean() - score[~new].mean())
+                points += list(zip(distance.tolist(), score[new].tolist(), strict=True))
+            found[method][f"{alpha:g}"] = {
+                "gap": mean_std(gaps),
+                "total_variation": float(np.mean([d for d, _ in points])),
+                "clients": points,
+            }
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (method, rows), colour in zip(found.items(), COLOURS, strict=False):
+        place = [row["total_variation"] for row in rows.values()]
+        mean = [row["gap"]["mean"] for row in rows.values()]
+        order = np.argsort(place)
+        left.plot(np.array(place)[order], np.array(mean)[order], "o-", color=colour, label=method)
+        x, y = zip(*(point for row in rows.values() for point in row["clients"]), strict=True)
+        right.scatter(x, y, s=14, color=colour, alpha=0.6)
+    left.set(xlabel="mean total variation to the nearest trained client",
+             ylabel="accuracy, novel − trained (points)")  # fmt: skip
+    left.legend(frameon=False)
+    right.set(xlabel="total variation of each novel client", ylabel="accuracy (%)")
+    return found, figure
+
+
+def row_normalised(accuracy: np.ndarray) -> np.ndarray:
+    """Each row from 0, its lowest, to 1, its highest; 1 where all are equal."""
+    low = accuracy.min(1, keepdims=True)
+    width = accuracy.max(1, keepdims=True) - low
+    return np.where(width > 0, (accuracy - low) / np.where(width > 0, width, 1), 1.0)
+
+
+def _crossed(result: runner.Result) -> np.ndarray:
+    """Accuracy [N, N] of head i on body j, on the test examples of client i."""
+    algorithm, data = result.phases[-1].algorithm, jax.tree.map(jnp.asarray, result.data)
+    state, key = result.best or result.state, jax.random.key(0)
+
+    @jax.jit
+    def score(state: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+        own, client = client_data(data, i), trees.row(state.clients, i)
+        t = jnp.int32(0)
+        variables = algorithm.personal(state.server, state.rows, client, j, own, t, key)
+        test = Split(data.test.rows[i], data.test.size[i])
+        scores = local.evaluate(algorithm.predict, variables, own, test, classification())
+        return scores.score / scores.examples
+
+    n = range(result.federation.clients)
+    return np.array([[float(score(state, jnp.int32(i), jnp.int32(j))) for j in n] for i in n])
+
+
+def _spread(result: runner.Result) -> float:
+    """How far generated parameters are from their mean, in lengths of the mean; 0: all are alike.
+
+    A hypernetwork whose last ReLUs are all dead is a constant, and accuracy need not show it.
+    """
+    algorithm = result.phases[-1].algorithm
+    state = jax.tree.map(jnp.asarray, result.best or result.state)
+    send = lambda i: algorithm.send(state.server, state.rows, i, jnp.int32(0), jax.random.key(0))
+    theta = jax.lax.map(send, jnp.arange(result.federation.clients))
+    flat = np.concatenate([np.reshape(x, (len(x), -1)) for x in jax.tree.leaves(theta)], 1)
+    mean = flat.mean(0)
+    return float(np.linalg.norm(flat - mean, axis=1).mean() / np.linalg.norm(mean))
+
+
+def figure3() -> tuple[dict[str, Any], Figure]:
+    """pFedHN-PC with ten clients: bodies and heads of different clients joined."""
+    result = _runs(_config("n10", "pfedhn_pc"), "figure3")[0]
+    accuracy = _crossed(result)
+    figure = Figure(figsize=(5.4, 4.4), layout="constrained")
+    axis = figure.subplots()
+    image = axis.imshow(row_normalised(accuracy), cmap="viridis", vmin=0, vmax=1)
+    axis.set(xlabel="body θ of client", ylabel="head ω of client", xticks=range(10),
+             yticks=range(10))  # fmt: skip
+    figure.colorbar(image, ax=axis, label="accuracy, normalised in each row")
+    own = np.diag(accuracy)
+    off = (accuracy.sum(1) - own) / (len(own) - 1)
+    return {
+        "own_body": 100 * float(own.mean()),
+        "other_bodies": 100 * float(off.mean()),
+        "spread_of_bodies": _spread(result),
+        "own_is_best_of_row": float(np.mean(own >= accuracy.max(1))),
+        "accuracy": accuracy.tolist(),
+    }, figure
+
+
+def figure4() -> tuple[dict[str, Any], Figure]:
+    """Coarse classes of CIFAR100; elsewhere groups of clients with the same two classes."""
+    if DATASET.value == "cifar100":
+        config = _config("n100", partition="coarse", coarse={"per_client": 1})
+    else:
+        config = _config("n20", partition="listed")
+        config.listed.classes = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+        config.listed.examples = 80 if DATASET.value == "digits" else 600
+    result = _runs(config, "figure4")[0]
+    assert result.federation.class_counts is not None  # images have classes
+    held = result.federation.class_counts > 0
+    group = np.unique(held, axis=0, return_inverse=True)[1].ravel()
+    v = np.asarray((result.best or result.state).rows.v)
+    drawn = TSNE(perplexity=min(30, len(v) // 4), random_state=0, init="pca").fit_transform(v)
+    figure = Figure(figsize=(5, 4.4), layout="constrained")
+    axis = figure.subplots()
+    axis.scatter(drawn[:, 0], drawn[:, 1], c=group, cmap="tab20", s=30)
+    axis.set(xticks=[], yticks=[], title="t-SNE of v; a colour for each group of classes")
+    return {
+        **_numbers([result]),
+        "spread_of_models": _spread(result),
+        "groups": int(group.max()) + 1,
+        "silhouette_of_v": float(silhouette_score(v, group)),
+        "silhouette_of_picture": float(silhouette_score(drawn, group)),
+    }, figure
+
+
+def figure5() -> tuple[dict[str, Any], Figure]:
+    """Local steps, in as many visits."""
+    found: dict[str, Any] = {}
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axis = figure.subplots()
+    for steps, colour in zip((1, 25, 50, 100, 200), COLOURS, strict=True):
+        results = _runs(_config(f"n{CLIENTS.value}", local_steps=steps), f"figure5-{steps}")
+        found[str(steps)] = _numbers(results)
+        curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
+        rounds = [m["round"] for m in results[0].metrics]
+        axis.plot(rounds, np.mean(curves, 0), color=colour, label=str(steps))
+    axis.set(xlabel="communication step", ylabel="accuracy (%)")
+    axis.legend(frameon=False, title="local steps")
+    return found, figure
+
+
+def figure6() -> tuple[dict[str, Any], Figure]:
+    """One setting of the hypernetwork at a time."""
+    found: dict[str, Any] = {}
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    settings = {"embedding": (5, 15, 25, 35), "depth": (1, 2, 3, 4, 5)}
+    for axis, (name, values) in zip(figure.subplots(1, 2, sharey=True), settings.items(),
+                                    strict=True):  # fmt: skip
+        found[name] = {}
+        for value in values:
+            config = _config(f"n{CLIENTS.value}", pfedhn={name: value})
+            found[name][value] = _numbers(_runs(config, f"figure6-{name}{value}"))
+        best = [found[name][value]["best"] for value in values]
+        spread = [b["std"] or 0 for b in best]
+        axis.errorbar(values, [b["mean"] for b in best], spread, marker="o", capsize=4)
+        axis.set(xlabel=f"{name} of the hypernetwork", xticks=values)
+    figure.axes[0].set_ylabel("accuracy (%)")
+    return found, figure
+
+
+def fixed() -> tuple[dict[str, Any], Figure]:
+    """As many numbers per client, learned or the client's share of each class."""
+    clients = 20 if DATASET.value == "digits" else 50
+    found = {}
+    for name, own in (("trainable", {"embedding": 10}), ("fixed", {"fixed": True})):
+        config = _config(f"n{clients}", partition="dirichlet_classes", pfedhn=own)
+        config.dirichlet_classes.update(alpha=0.1, equal=False)
+        found[name] = _numbers(_runs(config, f"fixed-{name}"))
+    return found, _bars({name: {"best": row["best"]} for name, row in found.items()})
+
+
+def _bars(rows: dict[str, dict[str, Any]]) -> Figure:
+    """Groups of bars with whiskers: {row: {series: mean and deviation}}."""
+    series = list(dict.fromkeys(name for row in rows.values() for name in row))
+    figure = Figure(figsize=(max(4.5, 1.1 * len(rows)), 3.6), layout="constrained")
+    axis, width = figure.subplots(), 0.8 / len(series)
+    for k, (name, colour) in enumerate(zip(series, COLOURS, strict=False)):
+        there = [(i, row[name]) for i, row in enumerate(rows.values()) if name in row]
+        at = [i + (k - (len(series) - 1) / 2) * width for i, _ in there]
+        heights = [value["mean"] for _, value in there]
+        spread = [value["std"] or 0 for _, value in there]
+        axis.bar(at, heights, width, yerr=spread, capsize=3, color=colour, label=name)
+    axis.set_xticks(range(len(rows)), list(rows), rotation=30 if len(rows) > 4 else 0)
+    axis.set_ylabel("accuracy (%)")
+    if len(series) > 1:
+        figure.legend(frameon=False, ncols=len(series), loc="outside upper center")
+    return figure
+
+
+if __name__ == "__main__":
+    common.launch(
+        {
+            "table1": partial(_table, "table1"),
+            "table2": table2,
+            "table3": partial(_table, "table3"),
+            "table4": table4,
+            "novel": novel,
+            "figure3": figure3,
+            "figure4": figure4,
+            "figure5": figure5,
+            "figure6": figure6,
+            "fixed": fixed,
+        }
+    )
