@@ -6,6 +6,7 @@ The settings in a configuration are the factory's keyword-only arguments; nothin
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.fedfomo import fedfomo
+from fedjax_pfl.algorithms.fedmn import fedmn
 from fedjax_pfl.algorithms.fedper import fedper
 from fedjax_pfl.algorithms.fedrep import fedrep
 from fedjax_pfl.algorithms.lg_fedavg import lg_fedavg
@@ -18,6 +19,7 @@ __all__ = [
     "fedavg",
     "fedbn",
     "fedfomo",
+    "fedmn",
     "fedper",
     "fedrep",
     "lg_fedavg",
