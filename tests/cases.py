@@ -88,6 +88,26 @@ def _routed(first: State, last: State) -> bool:
     return moved and not bool(used.all()) and bool(used.any(0).all())
 
 
+def _held(first: State, last: State) -> bool:
+    """The penalty changes the step."""
+    one, other = (_one_visit("fedprox", last, 0, mu=mu)[0] for mu in (0.0, 1.0))
+    return _moved(first, last) and _params_differ(one, other)
+
+
+def _split(first: State, last: State) -> bool:
+    """Some clients are in other clusters, with other models; two places are left."""
+    used = int(last.server.used)
+    one, other = (trees.row(last.server.models, c) for c in (0, used - 1))
+    return set(last.rows.tolist()) == set(range(used)) and used > 1 and _params_differ(one, other)
+
+
+def _mixed(first: State, last: State) -> bool:
+    """Clients weigh the components differently, and those differ."""
+    one, other = (trees.row(last.server, m) for m in (0, 1))
+    apart = jnp.std(last.clients.pi, 0).min() > 1e-3
+    return _moved(first, last) and bool(apart) and _params_differ(one, other)
+
+
 _LAYOUT = (1, 2, 2)
 _FEDMN = {"layout": _LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.2}
 # An encoder and the router's, labels and gates; then one or two blocks in either layer.
@@ -100,6 +120,14 @@ CASES = {
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
     "pfedla": Case({"k": 1, "rate": 0.5}, _moved, lambda model: ({172, 268, 224}, 332)),
     "fedbn": Case({}, _two_parts({"norm1"}), lambda model: _both(model // 4 - _NORM)),
+    "clustered_fl": Case(
+        {"mean_below": 10.0, "longest_above": 0.01, "max_clusters": 4},
+        _split,
+        lambda model: (model, model),
+    ),
+    "fedavg_plus": Case({"rate": 0.05}, _moved, lambda model: (model, model)),
+    "fedem": Case({"components": 2}, _mixed, lambda model: (2 * model, 2 * model)),
+    "fedprox": Case({"mu": 0.5}, _held, lambda model: (model, model)),
     "fedmn": Case(_FEDMN, _routed, lambda model: (_ROUTES, _ROUTES)),
     "fedper": Case({}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)),
     "fedrep": Case(
