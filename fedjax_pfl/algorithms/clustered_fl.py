@@ -111,7 +111,7 @@ def clustered_fl(
     ) -> tuple[Clusters, jax.Array]:
         counts = jnp.asarray(federation.counts, jnp.float32)
         weights = counts.at[ids].get(mode="fill", fill_value=0.0)
-        cluster = rows.at[ids].get(mode="fill", fill_value=-1)
+        cluster = rows.at[ids].get(mode="fill", fill_value=-1)  # −1: it did not arrive
         deltas = jax.tree.map(jnp.subtract, uploads["params"], payloads["params"])
         gram = products(deltas)
         length = jnp.sqrt(jnp.diagonal(gram))
@@ -120,7 +120,7 @@ def clustered_fl(
 
         def one(c: jax.Array, carry: tuple[Clusters, jax.Array]) -> tuple[Clusters, jax.Array]:
             (models, used), rows = carry
-            members = arrived & (cluster == c)
+            members = cluster == c
             anyone = jnp.any(members)
             # Weights of zero have no mean: an empty cluster keeps its model.
             share = jnp.where(anyone, jnp.where(members, weights, 0.0), 1.0)

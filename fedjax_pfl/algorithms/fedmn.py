@@ -15,7 +15,7 @@ sum of the gradients that came through its gates; clipping, decay and momentum t
 Encoders and router always travel.
 """
 
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -24,13 +24,12 @@ import jax.numpy as jnp
 from fedjax_pfl import local, trees
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
 from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models.modular import Modular, blocks, keep_inactive, pretrained
+from fedjax_pfl.models.modular import Modular, WithLogits, blocks, keep_inactive, pretrained
 from fedjax_pfl.nets import router as routing
 from fedjax_pfl.task import Task
-
-GATES = ("hard", "soft")
 
 
 class Client(NamedTuple):
@@ -54,8 +53,7 @@ def fedmn(
     x_size: int = 128,
     y_size: int = 64,
     gates: str = "hard",
-    first_temperature: float = 1.0,
-    last_temperature: float = 0.1,
+    temperatures: tuple[float, float] = (1.0, 0.1),
 ) -> Algorithm:
     """Each client trains the blocks that its gates open, and the router that opened them.
 
@@ -68,13 +66,15 @@ def fedmn(
       hidden: outputs of the blocks between; behind them is dropout.
       x_size, y_size: outputs of φx, one more encoder, and of φy.
       gates: hard, or soft: used as sampled, which makes every block active.
-      first_temperature, last_temperature: τ.
+      temperatures: τ in the phase's first and last round.
     """
-    _check(layout, gates, first_temperature, last_temperature, dropout)
+    _check(layout, gates, temperatures, dropout)
     n, paths, names = federation.outputs, routing.paths(layout), blocks(layout)
     network = Modular(model, n, layout, width, hidden, dropout)
     router = routing.Router(model, paths, x_size, y_size)
+    logits = partial(routing.logits, router, outputs=n, size=training.batch_size)
     one_epoch = training._replace(epochs=training.epochs and 1, keep=True)
+    epochs = training.epochs or 1  # steps, where they are counted instead, are one epoch
 
     def draw(key: jax.Array) -> tuple[PyTree, PyTree]:
         """New variables of the network, θ, and of the router, ψ; no layer has the same name."""
@@ -97,28 +97,16 @@ def fedmn(
         momentum = [common.kept(training, one["params"], federation) for one in apart(server)]
         return State(server, (), Client(closed, closed, momentum))
 
-    def send(server: PyTree, rows: PyTree, i: Any, t: Any, key: jax.Array) -> PyTree:
-        return server
-
-    def logits(psi: PyTree, data: ClientData) -> jax.Array:
-        return routing.logits(router, psi, data, n, training.batch_size)
-
     def network_epoch(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, data: ClientData,
                       t: Any, key: jax.Array) -> Any:  # fmt: skip
         """SGD at fixed gates: θ, its momentum, the loss, and Σ of the gradients at the logits z."""
 
-        def apply(variables: PyTree, x: jax.Array, **how: Any) -> Any:
-            params = dict(variables["params"])
-            gates = sample(params.pop("logits"))
-            return network.apply({**variables, "params": params}, x, gates, **how)
-
-        whole = local.gradient(SimpleNamespace(apply=apply), task, data)
+        whole = local.gradient(WithLogits(network, sample), task, data)
 
         def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
             rest, pulled = carried
             (loss, rest), grads = whole({**params, "logits": z}, rest, batch, key)
-            pulled = pulled + grads.pop("logits")
-            return (loss, (rest, pulled)), grads
+            return (loss, (rest, pulled + grads.pop("logits"))), grads
 
         params, rest = local.split_variables(theta)
         params, (rest, pulled), trace, metrics = local.fit(
@@ -127,15 +115,13 @@ def fedmn(
         return {"params": params, **rest}, trace, metrics["loss"], pulled
 
     def router_step(psi: PyTree, trace: PyTree, pulled: jax.Array, data: ClientData, t: Any) -> Any:
-        """One step along ∂⟨pulled, logits⟩/∂ψ, through the mean over all examples."""
         grads = routing.pull(router, psi, data, n, training.batch_size, pulled)
         updates, trace = training.optimizer.update(grads, trace, psi["params"])
         step = lambda p, u: p - (training.rate(t) * u).astype(p.dtype)
         return {**psi, "params": jax.tree.map(step, psi["params"], updates)}, trace
 
     def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
-        tau = routing.temperature(t - training.begin, training.rounds, first_temperature,
-                                  last_temperature)  # fmt: skip
+        tau = routing.temperature(t - training.begin, training.rounds, *temperatures)
 
         def epoch(e: Any, carry: Any) -> Any:
             theta, psi, (trace, psi_trace), used, _, _, loss = carry
@@ -152,14 +138,11 @@ def fedmn(
             return theta, psi, [trace, psi_trace], used | active, z, opened, loss + more
 
         theta, psi = apart(payload)
-        momentum = client.momentum
-        if not training.keep:
-            momentum = [training.optimizer.init(one["params"]) for one in (theta, psi)]
-        begun = (theta, psi, momentum, jnp.zeros(len(names), bool), client.pi, client.gates)
-        epochs = training.epochs or 1
-        theta, psi, momentum, used, z, opened, loss = jax.lax.fori_loop(
-            0, epochs, epoch, (*begun, jnp.zeros(()))
-        )
+        new = [training.optimizer.init(one["params"]) for one in (theta, psi)]
+        momentum, nothing = client.momentum if training.keep else new, jnp.zeros(len(names), bool)
+        carry = (theta, psi, momentum, nothing, client.pi, client.gates, jnp.zeros(()))
+        carry = jax.lax.fori_loop(0, epochs, epoch, carry)
+        theta, psi, momentum, used, z, opened, loss = carry
         trained = {**theta, "gates": routing.decide(logits(psi, data), layout)}
         client = Client(jax.nn.sigmoid(z), opened, momentum if training.keep else [(), ()])
         metrics = {"loss": loss / epochs, "active_blocks": jnp.sum(used).astype(jnp.float32)}
@@ -180,7 +163,7 @@ def fedmn(
         def mean(name: str, old: jax.Array, new: jax.Array) -> jax.Array:
             if name not in names:
                 return trees.weighted_mean(new, weights)
-            share = weights * uploads["active"][:, names.index(name)].astype(jnp.float32)
+            share = jnp.where(uploads["active"][:, names.index(name)], weights, 0.0)
             anyone = jnp.any(share > 0)
             return jnp.where(anyone, trees.weighted_mean(new, jnp.where(anyone, share, 1.0)), old)
 
@@ -203,18 +186,16 @@ def fedmn(
         return Traffic(bill, bill)
 
     observe = lambda state: {"pi": state.clients.pi, "gates": state.clients.gates}
+    send = fedavg(model, task, training, federation).send
     return Algorithm(init, send, train, receive, personal, predict, traffic, observe)
 
 
-def _check(layout: tuple[int, ...], gates: str, first: float, last: float, dropout: float) -> None:
+def _check(layout: Any, gates: str, temperatures: tuple[float, float], dropout: float) -> None:
     if len(layout) < 2 or min(layout) < 1:
-        raise UsageError(
-            f"fedmn.layout is {layout}; give at least two layers, encoders first, each with at "
-            "least one block"
-        )
-    if gates not in GATES:
-        raise UsageError(f"fedmn.gates is {gates!r}; choose {' or '.join(GATES)}")
-    if first <= 0 or last <= 0:
-        raise UsageError(f"fedmn's temperatures are {first} and {last}; both must be above 0")
+        raise UsageError(f"fedmn.layout is {layout}; give two layers or more, each with a block")
+    if gates not in ("hard", "soft"):
+        raise UsageError(f"fedmn.gates is {gates!r}; choose hard or soft")
+    if len(temperatures) != 2 or min(temperatures) <= 0:
+        raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
     if not 0 <= dropout < 1:
         raise UsageError(f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")

@@ -4,7 +4,8 @@ References: Wang et al., Personalized Federated Learning via Heterogeneous Modul
 section II-A and equation (13).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -21,7 +22,8 @@ class Modular(nn.Module):
     Each block has its own parameters: encoder1, ..., then block2_1, block2_2, ... in layer 2. An
     encoder is `network` with `width` outputs, and ReLU. A block's input is the mean of what its
     open gates bring, 0 where none is open; so is the network's output over the last layer. A block
-    without input is not heard, because its bias would speak.
+    without input is not heard, because its bias would speak; nor does one without use feel its
+    gates, because a client does not fetch it.
     """
 
     network: Any
@@ -56,21 +58,34 @@ class Modular(nn.Module):
         return mean(layers[-1][0], values)
 
     def _heard(self, gates: jax.Array) -> list[jax.Array]:
-        """The gates' matrices, closed out of blocks without input and into blocks without use.
+        """The gates' matrices, closed where one side is not on a path: that block is not here.
 
-        A gate between two that have both keeps its gradient, closed or open.
+        A gate between two that are keeps its gradient, closed or open.
         """
         fed, used = router.connected(gates, self.layout)
+        here = [fed[0], *(f & u for f, u in zip(fed[1:-1], used[1:-1], strict=True)), used[-1]]
         matrices = router.cut(gates, self.layout)
-        return [
-            jnp.where(f & u.T, m, 0.0) for m, f, u in zip(matrices, fed, used[1:], strict=False)
-        ]
+        sides = zip(matrices, here[:-1], here[1:], strict=True)
+        return [jnp.where(before & after.T, m, 0.0) for m, before, after in sides]
 
     def _block(self, x: jax.Array, name: str, train: bool, last: bool) -> jax.Array:
         if last:
             return init.dense(x.shape[-1], self.outputs, name)(x)
         x = nn.relu(init.dense(x.shape[-1], self.hidden, name)(x))
         return nn.Dropout(self.dropout, deterministic=not train, name=f"dropout_{name}")(x)
+
+
+class WithLogits(NamedTuple):
+    """The network as one with its gates' logits among the parameters."""
+
+    network: Modular
+    sample: Callable[[jax.Array], jax.Array]  # gates from logits
+
+    def apply(self, variables: Any, x: jax.Array, **how: Any) -> Any:
+        """As a module's own."""
+        params = dict(variables["params"])
+        gates = self.sample(params.pop("logits"))
+        return self.network.apply({**variables, "params": params}, x, gates, **how)
 
 
 def mean(gates: jax.Array, values: list[jax.Array]) -> jax.Array:

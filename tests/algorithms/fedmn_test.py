@@ -50,8 +50,8 @@ def router_of(tree: Any) -> Any:
     return {name: layer for name, layer in tree["params"].items() if name.startswith("router")}
 
 
-def with_router(payload: Any, router: Any) -> Any:
-    return {**payload, "params": {**payload["params"], **router}}
+def replaced(payload: Any, layers: Any) -> Any:
+    return {**payload, "params": {**payload["params"], **layers}}
 
 
 def test_the_first_routers_gradient_is_that_of_finite_differences():
@@ -71,7 +71,7 @@ def test_the_first_routers_gradient_is_that_of_finite_differences():
         pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(step), strict=True)
         slope = sum(float(jnp.sum(g * d)) for g, d in pairs)
         loss = [
-            float(train(with_router(payload, moved), t, KEY)[3]["loss"])
+            float(train(replaced(payload, moved), t, KEY)[3]["loss"])
             for h in (0.05, -0.05)
             for moved in [jax.tree.map(lambda p, d, h=h: p + h * d, psi, step)]
         ]
@@ -162,6 +162,21 @@ def test_an_inactive_block_neither_travels_nor_changes():
             assert {n: int(amount) for n, amount in side.items() if int(amount)} == wanted
 
 
+def test_blocks_that_are_not_fetched_do_not_matter():
+    """With other numbers in them all else comes out the same, bit for bit."""
+    _, state, train = plain("hard")
+    for seed in range(4):
+        key = jax.random.key(seed)
+        upload = train(state.server, jnp.int32(0), key)[0]
+        away = [n for n, here in zip(NAMES, upload["active"], strict=True) if not here]
+        other = {n: jax.tree.map(lambda p: p + 3, state.server["params"][n]) for n in away}
+        again = train(replaced(state.server, other), jnp.int32(0), key)[0]
+        kept = {n: upload["params"][n] for n in upload["params"] if n not in away}
+        chex.assert_trees_all_equal({n: again["params"][n] for n in kept}, kept)
+        chex.assert_trees_all_equal({n: again["params"][n] for n in away}, other)
+        chex.assert_trees_all_equal(again["batch_stats"], upload["batch_stats"])
+
+
 def test_aggregation_in_numpy():
     """Σ n a θ / Σ n a for each block; one that nobody used stays, bit for bit; one was absent."""
     (algorithm, state, _), n = plain("hard"), tiny.TRAIN
@@ -199,7 +214,7 @@ def test_evaluation_opens_the_gates_above_one_half():
     assert ((pi > 0.5) <= gates).all()
     layer = state.server["params"]["router_gates"]
     closed = {"router_gates": {**layer, "bias": layer["bias"] - 50}}
-    served = serve(with_router(state.server, closed))
+    served = serve(replaced(state.server, closed))
     assert int(served["gates"].sum()) == 3  # one path through three layers
     assert (algorithm.predict(served, data.x[:4]) != 0).all()
 
@@ -248,10 +263,10 @@ def test_sizes_of_the_testbed():
 
 def test_bad_settings_are_one_line():
     for own, word in (
-        ({"layout": (3,)}, "at least two layers"),
-        ({"layout": (2, 0, 2)}, "at least one block"),
+        ({"layout": (3,)}, "two layers or more"),
+        ({"layout": (2, 0, 2)}, "each with a block"),
         ({"gates": "open"}, "hard or soft"),
-        ({"last_temperature": 0.0}, "above 0"),
+        ({"temperatures": (1.0, 0.0)}, "above 0"),
         ({"dropout": 1.0}, "below 1"),
     ):
         with pytest.raises(UsageError, match=word):
