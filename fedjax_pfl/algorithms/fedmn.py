@@ -12,7 +12,6 @@ blocks, ψ the router and V_k the gates of client k:
 Deviations: the paper divides by Σ_k |D_k|, which shrinks a block that some client did not use.
 Where gates leave no path the likeliest one is opened. The router takes one step an epoch, along the
 sum of the gradients that came through its gates; clipping, decay and momentum treat it apart.
-Encoders and router always travel.
 """
 
 from functools import partial
@@ -79,8 +78,7 @@ def fedmn(
     def draw(key: jax.Array) -> tuple[PyTree, PyTree]:
         """New variables of the network, θ, and of the router, ψ; no layer has the same name."""
         x, y = jnp.zeros((1, *federation.input_shape)), jnp.zeros((1, n))
-        keys = jax.random.split(key)
-        return dict(network.init(keys[0], x)), dict(router.init(keys[1], x, y))
+        return dict(network.init(key, x)), dict(router.init(key, x, y))
 
     shapes = jax.eval_shape(draw, jax.random.key(0))
     bytes_of = trees.bytes_per_layer(trees.join(*shapes))
