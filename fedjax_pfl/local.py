@@ -210,21 +210,34 @@ def evaluate(
 ) -> Scores:
     """Sum score and loss over a client's examples in `split`."""
     zero = jnp.zeros((), jnp.float32)
-    longest = split.rows.shape[0]
-    if longest == 0:
+    if split.rows.shape[0] == 0:
         return Scores(zero, zero, jnp.zeros((), jnp.int32))
-    size = min(batch_size, longest)
-    index = jnp.pad(split.rows, (0, -longest % size))
 
-    def step(s: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        places = jax.lax.dynamic_slice(index, (s * size,), (size,))
-        batch = take(data, places, s * size + jnp.arange(size) < split.size)
+    def one(batch: Batch) -> tuple[jax.Array, jax.Array]:
         outputs = predict(variables, batch.x)
         score = task.score(outputs, batch.y, data.classes)
         loss = task.loss(outputs, batch.y, data.classes)
-        total = lambda sum_, values: sum_ + jnp.sum(jnp.where(batch.mask, values, 0.0))
-        return total(sums[0], score), total(sums[1], loss)
+        add = lambda values: jnp.sum(jnp.where(batch.mask, values, 0.0))
+        return add(score), add(loss)
 
-    batches = -(-split.size // size)
-    score, loss = jax.lax.fori_loop(0, batches, step, (zero, zero))
+    score, loss = total(one, data, split, batch_size)
     return Scores(score, loss, split.size)
+
+
+def total(
+    f: Callable[[Batch], PyTree], data: ClientData, split: Split, batch_size: int = 128
+) -> PyTree:
+    """The sum of f(batch) over the batches that a client's examples in `split` make, in order."""
+    longest = split.rows.shape[0]
+    size = min(batch_size, longest)
+    index = jnp.pad(split.rows, (0, -longest % size))
+
+    def batch(s: Any) -> Batch:
+        places = jax.lax.dynamic_slice(index, (s * size,), (size,))
+        return take(data, places, s * size + jnp.arange(size) < split.size)
+
+    def step(s: jax.Array, sums: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, sums, f(batch(s)))
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, batch(0)))
+    return jax.lax.fori_loop(0, -(-split.size // size), step, zeros)

@@ -172,6 +172,7 @@ def change(payload: PyTree, upload: PyTree) -> PyTree:
     return jax.tree.map(minus, upload, came_down(payload, upload))
 
 
-def map_layers(f: Callable[[str, Any], Any], tree: PyTree) -> PyTree:
-    """f(layer name, leaf) for every leaf."""
-    return jax.tree_util.tree_map_with_path(lambda path, leaf: f(layer_name(path), leaf), tree)
+def map_layers(f: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
+    """f(layer name, leaf, leaves of the others) for every leaf."""
+    named = lambda path, *leaves: f(layer_name(path), *leaves)
+    return jax.tree_util.tree_map_with_path(named, tree, *others)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from fedjax_pfl import algorithms, local, trees
 from fedjax_pfl.algorithm import Algorithm, Federation, State
 from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.nets import router
 from fedjax_pfl.task import classification
 from tests import tiny
 
@@ -110,6 +111,39 @@ def _two_factors(first: State, last: State) -> bool:
     return set(stays) == {"x2", "y2"} and _moved(first, last)
 
 
+def _routed(first: State, last: State) -> bool:
+    """Somebody's route leaves out a block, somebody's does not; the router moved."""
+    used = jax.vmap(lambda gates: router.active(gates, _LAYOUT))(last.clients.gates)
+    router_layers = trees.split(last.server["params"], {"router_gates"})[0]
+    moved = _moved(trees.split(first.server["params"], {"router_gates"})[0], router_layers)
+    return moved and not bool(used.all()) and bool(used.any(0).all())
+
+
+def _held(first: State, last: State) -> bool:
+    """The penalty changes the step."""
+    one, other = (_visits("fedprox", last, mu=mu)[0] for mu in (0.0, 1.0))
+    return _moved(first, last) and _params_differ(one, other)
+
+
+def _split(first: State, last: State) -> bool:
+    """Some clients are in other clusters, with other models; two places are left."""
+    used = int(last.server.used)
+    one, other = (trees.row(last.server.models, c) for c in (0, used - 1))
+    return set(last.rows.tolist()) == set(range(used)) and used > 1 and _params_differ(one, other)
+
+
+def _mixed(first: State, last: State) -> bool:
+    """Clients weigh the components differently, and those differ."""
+    one, other = (trees.row(last.server, m) for m in (0, 1))
+    apart = jnp.std(last.clients.pi, 0).min() > 1e-3
+    return _moved(first, last) and bool(apart) and _params_differ(one, other)
+
+
+_LAYOUT = (1, 2, 2)
+_FEDMN = {"layout": _LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.2}
+# An encoder and the router's, labels and gates; then one or two blocks in either layer.
+_ALWAYS = (40 + 32 + 36) + (40 + 32 + 27) + 8 + 48
+_ROUTES = {4 * (_ALWAYS + 25 * a + 18 * b) for a in (1, 2) for b in (1, 2)}
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 _FACTORS = {
@@ -128,6 +162,15 @@ CASES = {
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
     "pfedla": Case({"k": 1, "rate": 0.5}, _moved, lambda model: ({172, 268, 224}, 332)),
     "fedbn": Case({}, _two_parts({"norm1"}), lambda model: _both(model // 4 - _NORM)),
+    "clustered_fl": Case(
+        {"mean_below": 10.0, "longest_above": 0.01, "max_clusters": 4},
+        _split,
+        lambda model: (model, model),
+    ),
+    "fedavg_plus": Case({"rate": 0.05}, _moved, lambda model: (model, model)),
+    "fedem": Case({"components": 2}, _mixed, lambda model: (2 * model, 2 * model)),
+    "fedprox": Case({"mu": 0.5}, _held, lambda model: (model, model)),
+    "fedmn": Case(_FEDMN, _routed, lambda model: (_ROUTES, _ROUTES)),
     "fedper": Case({}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)),
     "fedrep": Case(
         {"head_epochs": 2}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)

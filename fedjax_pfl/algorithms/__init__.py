@@ -3,11 +3,16 @@
 The settings in a configuration are the factory's keyword-only arguments; nothing else lists them.
 """
 
+from fedjax_pfl.algorithms.clustered_fl import clustered_fl
 from fedjax_pfl.algorithms.factorized_fl import factorized_fl
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.fedavg_plus import fedavg_plus
 from fedjax_pfl.algorithms.fedbn import fedbn
+from fedjax_pfl.algorithms.fedem import fedem
 from fedjax_pfl.algorithms.fedfomo import fedfomo
+from fedjax_pfl.algorithms.fedmn import fedmn
 from fedjax_pfl.algorithms.fedper import fedper
+from fedjax_pfl.algorithms.fedprox import fedprox
 from fedjax_pfl.algorithms.fedrep import fedrep
 from fedjax_pfl.algorithms.lg_fedavg import lg_fedavg
 from fedjax_pfl.algorithms.local import local
@@ -18,11 +23,16 @@ from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.pfedpara import pfedpara
 
 __all__ = [
+    "clustered_fl",
     "factorized_fl",
     "fedavg",
+    "fedavg_plus",
     "fedbn",
+    "fedem",
     "fedfomo",
+    "fedmn",
     "fedper",
+    "fedprox",
     "fedrep",
     "lg_fedavg",
     "local",

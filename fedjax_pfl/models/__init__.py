@@ -7,18 +7,27 @@
 from fedjax_pfl.models.cnn import CNN
 from fedjax_pfl.models.lenet import LeNet
 from fedjax_pfl.models.mlp import MLP
+from fedjax_pfl.models.mobilenet import MobileNet
 from fedjax_pfl.models.parts import norm_layers
 from fedjax_pfl.models.resnet9 import ResNet9
 from fedjax_pfl.models.small import SmallCNN
 
 # By the names that a configuration uses; their fields are its settings.
-MODELS = {"cnn": CNN, "lenet": LeNet, "mlp": MLP, "resnet9": ResNet9, "small": SmallCNN}
+MODELS = {
+    "cnn": CNN,
+    "lenet": LeNet,
+    "mlp": MLP,
+    "mobilenet": MobileNet,
+    "resnet9": ResNet9,
+    "small": SmallCNN,
+}
 
 __all__ = [
     "CNN",
     "MLP",
     "MODELS",
     "LeNet",
+    "MobileNet",
     "ResNet9",
     "SmallCNN",
     "norm_layers",

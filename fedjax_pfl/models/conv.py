@@ -11,10 +11,13 @@ and leave parameters as they are. All are NHWC with HWIO kernels.
     blocks   as patches, but a row yields 2x2 outputs: fewer and larger products, less copying
     auto     one of these by backend and shape
 
+A depthwise convolution (a kernel for each channel) has no product to gain from; all but xla take it
+as shifted multiply-adds.
+
 Deviations: the hand-written gradients exclude forward mode (`jax.jvp`), not reverse over reverse.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,11 +62,14 @@ def _convolve(
     precision: Any = None,
     preferred_element_type: Any = None,
 ) -> jax.Array:
+    depthwise = feature_group_count == lhs.shape[-1] == rhs.shape[-1] > 1
     unsupported = _unsupported(
         lhs, rhs, dimension_numbers, lhs_dilation, rhs_dilation,
-        feature_group_count, batch_group_count, preferred_element_type,
+        1 if depthwise else feature_group_count, batch_group_count, preferred_element_type,
     )  # fmt: skip
-    if name == "auto" and not unsupported:
+    if name == "auto" and not unsupported and depthwise:
+        name = "depthwise"
+    elif name == "auto" and not unsupported:
         name = _auto(rhs.shape, tuple(window_strides))
     if name in ("auto", "xla"):
         return lax.conv_general_dilated(
@@ -79,6 +85,8 @@ def _convolve(
     x = _pad(lhs, (top, bottom, 0), (left, right, 0))
     if x.shape[1] < rhs.shape[0] or x.shape[2] < rhs.shape[1]:
         raise UsageError(f"a kernel of {rhs.shape[:2]} does not fit an image of {x.shape[1:3]}")
+    if depthwise:
+        return _depthwise(x, rhs, (sh, sw))
     return _LOWERINGS[name](x, rhs, _How((sh, sw), precision))
 
 
@@ -272,6 +280,42 @@ def _spread_kernel(k: jax.Array, strides: tuple[int, int]) -> jax.Array:
     places = jnp.stack([at(i, j) for i in range(_TILE) for j in range(_TILE)], 3)
     places = places.reshape(nh, bh, nw, bw, c, _TILE * _TILE * o).transpose(0, 2, 1, 3, 4, 5)
     return places.reshape(nh, nw, bh * bw * c, _TILE * _TILE * o)
+
+
+# Depthwise: shifted multiply-adds.
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _depthwise(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
+    """x [B, H, W, C] and k [h, w, 1, C] -> [B, H', W', C], without padding."""
+    return sum(view * k[i : i + 1, j : j + 1] for i, j, view in _views(x, k, strides))  # type: ignore[return-value]
+
+
+def _views(
+    x: jax.Array, k: jax.Array, strides: tuple[int, int]
+) -> Iterator[tuple[int, int, jax.Array]]:
+    """For each place in the kernel the inputs that it meets."""
+    oh, ow = _outputs(x, k, strides)
+    for i, row in enumerate(_shifts(x, 1, k.shape[0], strides[0], oh)):
+        for j, view in enumerate(_shifts(row, 2, k.shape[1], strides[1], ow)):
+            yield i, j, view
+
+
+def _depthwise_forward(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> Any:
+    return _depthwise(x, k, strides), (x, k)
+
+
+def _depthwise_backward(strides: tuple[int, int], kept: Any, g: jax.Array) -> Any:
+    # Reading shifted views of g again is several times as fast as adding it up in place.
+    x, k = kept
+    dk = jnp.stack([jnp.sum(view * g, (0, 1, 2)) for _, _, view in _views(x, k, strides)])
+    (h, w), (sh, sw) = k.shape[:2], strides
+    over = [x.shape[1 + a] - k.shape[a] - (g.shape[1 + a] - 1) * strides[a] for a in (0, 1)]
+    wide = _pad(g, (h - 1, h - 1 + over[0], sh - 1), (w - 1, w - 1 + over[1], sw - 1))
+    return _depthwise(wide, k[::-1, ::-1], (1, 1)), dk.reshape(k.shape)
+
+
+_depthwise.defvjp(_depthwise_forward, _depthwise_backward)
 
 
 _LOWERINGS: dict[str, Convolution] = {"blocks": _blocks, "patches": _patches, "rows": _rows}

@@ -119,10 +119,10 @@ def test_bfloat16_accumulates_in_float32(name):
 def test_what_is_not_lowered():
     with pytest.raises(UsageError, match="choose from auto, xla"):
         lowering("winograd")
-    x, k = jnp.ones((1, 6, 6, 4)), jnp.ones((3, 3, 1, 4))
+    x, k = jnp.ones((1, 6, 6, 4)), jnp.ones((3, 3, 2, 4))
     with pytest.raises(UsageError, match="does not do groups"):
         lowering("rows")(
-            x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=4
+            x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=2
         )  # fmt: skip
     with pytest.raises(UsageError, match="does not do dilation"):
         lowering("patches")(x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME", None, (2, 2), LAYOUT)
@@ -133,7 +133,7 @@ def test_what_is_not_lowered():
             x, jnp.ones((7, 7, 4, 4)), (1, 1), "VALID", dimension_numbers=LAYOUT
         )  # fmt: skip
     grouped = lowering("auto")(
-        x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=4
+        x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=2
     )
     assert grouped.shape == (1, 6, 6, 4)
 
@@ -174,3 +174,27 @@ def test_max_pool_gives_ties_to_the_first():
     x = jnp.zeros((1, 2, 4, 1)).at[0, 1, 2:, 0].set(1.0)
     gradient = jax.grad(lambda x: jnp.sum(max_pool(x, (2, 2))))(x)
     np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 0, 0, 0], [0, 0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "strides", "padding"),
+    [
+        ((2, 7, 6, 4), (3, 3, 1, 4), (1, 1), ((1, 1), (1, 1))),
+        ((2, 8, 7, 3), (3, 3, 1, 3), (2, 2), ((1, 1), (1, 1))),
+        ((1, 9, 8, 2), (3, 2, 1, 2), (2, 3), "VALID"),
+    ],
+)
+def test_depthwise_is_the_grouped_convolution(image, kernel, strides, padding):
+    """Values and both gradients, also with a kernel per client."""
+    x, k = random(0, (2, *image)), random(1, (2, *kernel))
+
+    def one(name, x, k):
+        groups = {"feature_group_count": image[-1], "dimension_numbers": LAYOUT}
+        loss = lambda x, k: jnp.sum(jnp.sin(lowering(name)(x, k, strides, padding, **groups)))
+        return jax.value_and_grad(loss, (0, 1))(x, k)
+
+    run = jax.jit(lambda name, x, k: jax.vmap(partial(one, name))(x, k), static_argnums=0)
+    (want, want_grads), (got, grads) = run("xla", x, k), run("auto", x, k)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    close(grads, want_grads)
+    assert "conv_general_dilated" not in str(jax.make_jaxpr(lambda x, k: run("auto", x, k))(x, k))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import trees
-from fedjax_pfl.models import CNN, MLP, LeNet, SmallCNN, norm_layers
+from fedjax_pfl.models import CNN, MLP, LeNet, MobileNet, SmallCNN, norm_layers
 from fedjax_pfl.models.init import uniform
 
 
@@ -43,12 +43,60 @@ def test_sizes_and_names(model, image, parameters, layers, head):
     assert norm_layers(variables) == {name for name in layers.split() if name.startswith("norm")}
 
 
-@pytest.mark.parametrize("model", [LeNet(batch_norm=True), CNN(), SmallCNN(), MLP(hidden=(5, 4))])
+@pytest.mark.parametrize(
+    ("kind", "classes", "parameters", "norms"),
+    [
+        ({}, 10, 2_236_682, 52),
+        ({"norm": "group"}, 10, 2_236_682, 0),
+        ({}, 100, 2_351_972, 52),  # 1281 for each class more
+        # torchvision's mobilenet_v2(width_mult=0.5) has 1,968,680 with 1,000 classes.
+        ({"width": 0.5}, 10, 1_968_680 - 990 * 1281, 52),
+    ],
+)
+def test_mobilenet_sizes(kind, classes, parameters, norms):
+    model = MobileNet(outputs=classes, **kind)
+    variables = shapes(model, 32, 32, 3)
+    assert trees.size(variables["params"]) == parameters
+    assert set(trees.layers(variables)) == set(model.layers)
+    assert len(norm_layers(variables)) == norms
+    assert variables["params"][model.head]["bias"].shape == (classes,)
+
+
+def test_mobilenet_strides_and_residuals():
+    """32x32 comes down to 1x1; ten blocks add their input to what they make of it."""
+    shape, adds = {}, MobileNet()._blocks()
+
+    def note(call, args, kwargs, context):
+        out = call(*args, **kwargs)
+        if context.method_name == "__call__" and context.module.name:
+            shape[context.module.name] = out.shape
+        return out
+
+    with nn.intercept_methods(note):
+        shapes(MobileNet(), 32, 32, 3)
+    assert shape["conv1"] == (1, 16, 16, 32)
+    assert shape["project17"] == (*shape["depth17"][:3], 320) == (1, 1, 1, 320)
+    assert [shape[f"project{i}"][1] for i in (1, 3, 6, 10, 13, 16)] == [16, 8, 4, 2, 2, 1]
+    assert sum(b.stride == 1 and b.inputs == b.outputs for b in adds) == 10
+
+
+def test_group_norm_does_not_look_at_other_examples():
+    model = MobileNet(norm="group", width=0.1, dropout=0.0)
+    x = jax.random.normal(jax.random.key(0), (3, 8, 8, 1))
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    run = jax.jit(lambda x: model.apply(variables, x, train=True))
+    np.testing.assert_allclose(run(x)[:1], run(x.at[1:].set(0))[:1], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "model", [LeNet(batch_norm=True), CNN(), SmallCNN(), MLP(hidden=(5, 4)), MobileNet()]
+)
 def test_layers_are_in_the_order_of_their_calls(model):
     called = []
 
     def note(call, args, kwargs, context):
-        if len(context.module.path) == 1 and context.method_name == "__call__":
+        layer = len(context.module.path) == 1 and not isinstance(context.module, nn.Dropout)
+        if layer and context.method_name == "__call__":
             called.append(context.module.path[0])
         return call(*args, **kwargs)
 

@@ -1,0 +1,10 @@
+"""Train FedMN or a method of its tables.
+
+python -m experiments.fedmn                          on the embedded digits
+python -m experiments.fedmn --config=experiments/configs/fedmn.py:cifar10
+"""
+
+from experiments.launch import launch
+
+if __name__ == "__main__":
+    launch("fedmn")

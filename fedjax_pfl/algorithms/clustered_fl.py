@@ -1,0 +1,160 @@
+"""Clustered-FL: clients whose updates point apart are split into clusters, each with FedAvg.
+
+Sattler et al., Clustered Federated Learning: Model-Agnostic Distributed Multi-Task Optimization
+under Privacy Constraints, 2020. With Δ_k = w_k − w_c over the members of cluster c that answered:
+
+  w_c ← Σ_k n_k w_k / Σ_k n_k
+  split c where ‖mean_n Δ‖ < ε₁, max_k ‖Δ_k‖ > ε₂ and it has more than two members: in two parts, by
+  complete linkage on 1 − cos(Δ_j, Δ_k)
+
+Deviations: there are `max_clusters` places; when they are used up nothing splits any more. The part
+of the first member keeps the cluster's number and the other takes the next one, so that numbers
+mean the same after further splits. Members that did not answer keep their number, too.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl import local, trees
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import Task
+
+
+class Clusters(NamedTuple):
+    """What the server keeps."""
+
+    models: PyTree  # [C, ...]: those of the first `used` clusters mean something
+    used: jax.Array  # int32
+
+
+def bipartition(distance: jax.Array, members: jax.Array) -> jax.Array:
+    """bool [K]: whether a member is in the part that the first one is not in.
+
+    Complete linkage, until two parts are left.
+
+    Args:
+      distance: [K, K], symmetric.
+      members: bool [K], two or more.
+    """
+    places = jnp.arange(members.shape[0])
+    outside = ~members[:, None] | ~members[None] | (places[:, None] == places[None])
+
+    def merge(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        distance, part = carry
+        i, j = jnp.unravel_index(jnp.argmin(distance), distance.shape)
+        farther = jnp.maximum(distance[i], distance[j])
+        distance = distance.at[i].set(farther).at[:, i].set(farther)
+        distance = distance.at[j].set(jnp.inf).at[:, j].set(jnp.inf).at[i, i].set(jnp.inf)
+        return distance, jnp.where(part == j, i, part)
+
+    merges = jnp.maximum(jnp.sum(members) - 2, 0)
+    _, part = jax.lax.fori_loop(0, merges, merge, (jnp.where(outside, jnp.inf, distance), places))
+    return members & (part != part[jnp.argmax(members)])
+
+
+def products(deltas: PyTree) -> jax.Array:
+    """[K, K]: ⟨Δ_j, Δ_k⟩ over all leaves."""
+    flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(deltas)]
+    return sum(jnp.matmul(one, one.T, precision="highest") for one in flat)  # type: ignore[return-value]
+
+
+def clustered_fl(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    mean_below: float = 0.4,
+    longest_above: float = 1.6,
+    max_clusters: int = 8,
+) -> Algorithm:
+    """Server: `Clusters`. Rows: int [N], the cluster of each client. Clients: kept momentum.
+
+    A phase starts from a global model, which is cluster 0's, or from a state of its own kind. A
+    client that never takes part is served cluster 0.
+
+    Args:
+      mean_below, longest_above: ε₁ and ε₂, lengths of whole updates of the parameters.
+    """
+    if max_clusters < 1:
+        raise UsageError(f"clustered_fl.max_clusters is {max_clusters}; it must be at least 1")
+    base = fedavg(model, task, training, federation)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        begun = base.init(key, None)
+        server = Clusters(trees.repeat(begun.server, max_clusters), jnp.int32(1))
+        rows = jnp.zeros(federation.clients, jnp.int32)
+        if start is not None and trees.alike((server, rows), (start.server, start.rows)):
+            server, rows = start.server, start.rows
+        elif start is not None:
+            known = common.initial(model, federation, key, start)
+            server = server._replace(models=trees.repeat(known, max_clusters))
+        return State(server, rows, begun.clients)
+
+    def send(server: Clusters, rows: jax.Array, i: Any, t: Any, key: jax.Array) -> PyTree:
+        return trees.row(server.models, rows[i])
+
+    def receive(
+        server: Clusters,
+        rows: jax.Array,
+        ids: jax.Array,
+        arrived: jax.Array,
+        payloads: PyTree,
+        uploads: PyTree,
+        t: Any,
+    ) -> tuple[Clusters, jax.Array]:
+        counts = jnp.asarray(federation.counts, jnp.float32)
+        weights = counts.at[ids].get(mode="fill", fill_value=0.0)
+        cluster = rows.at[ids].get(mode="fill", fill_value=-1)  # −1: it did not arrive
+        deltas = jax.tree.map(jnp.subtract, uploads["params"], payloads["params"])
+        gram = products(deltas)
+        length = jnp.sqrt(jnp.diagonal(gram))
+        floor = jnp.maximum(length, 1e-12)
+        distance = 1 - gram / floor[:, None] / floor[None]
+
+        def one(c: jax.Array, carry: tuple[Clusters, jax.Array]) -> tuple[Clusters, jax.Array]:
+            (models, used), rows = carry
+            members = cluster == c
+            anyone = jnp.any(members)
+            # Weights of zero have no mean: an empty cluster keeps its model.
+            share = jnp.where(anyone, jnp.where(members, weights, 0.0), 1.0)
+            old = trees.row(models, c)
+            mean = trees.where(anyone, trees.weighted_mean(uploads, share), old)
+            drift = jnp.sqrt(
+                trees.squared_norm(jax.tree.map(jnp.subtract, mean["params"], old["params"]))
+            )
+            split = (
+                (drift < mean_below)
+                & (jnp.max(jnp.where(members, length, 0.0)) > longest_above)
+                & (jnp.sum(members) > 2)
+                & (used < max_clusters)
+            )
+            moves = split & bipartition(distance, members)
+            place = jnp.where(split, used, max_clusters)
+            copy = lambda many, new: many.at[c].set(new).at[place].set(new, mode="drop")
+            models = jax.tree.map(copy, models, mean)
+            leaving = jnp.where(moves, ids, federation.clients)
+            rows = rows.at[leaving].set(used, mode="drop")
+            return Clusters(models, used + split.astype(jnp.int32)), rows
+
+        return jax.lax.fori_loop(0, max_clusters, one, (server, rows))
+
+    def personal(
+        server: Clusters,
+        rows: jax.Array,
+        client: PyTree,
+        i: Any,
+        data: ClientData,
+        t: Any,
+        key: Any,
+    ) -> PyTree:
+        return trees.row(server.models, rows[i])
+
+    observe = lambda state: {"cluster": state.rows}
+    return base._replace(init=init, send=send, receive=receive, personal=personal, observe=observe)

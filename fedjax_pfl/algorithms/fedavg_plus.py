@@ -1,0 +1,52 @@
+"""FedAvg+: the global model, tuned by each client on its own examples before it is used.
+
+Jiang et al., Improving Federated Learning Personalization via Model Agnostic Meta Learning, 2019,
+as Marfoq et al., Federated Multi-Task Learning under a Mixture of Distributions, 2021, measure it.
+
+  θ_i = one local epoch from w, at evaluation; it is discarded
+
+Deviations: none. Momentum begins at zero in each tuning.
+"""
+
+from typing import Any
+
+from fedjax_pfl import local
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.data.federated import ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import Task
+
+
+def fedavg_plus(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    rate: float | None = None,
+    epochs: int = 1,
+) -> Algorithm:
+    """Trained as FedAvg, served after `epochs` of local SGD.
+
+    Args:
+      rate: of the tuning, in all rounds; None: the training's in that round.
+    """
+    if rate is not None and rate <= 0:
+        raise UsageError(f"fedavg_plus.rate is {rate}; it must be above 0")
+    if epochs < 1:
+        raise UsageError(f"fedavg_plus.epochs is {epochs}; it must be at least 1")
+    tuning = training._replace(
+        rate=training.rate if rate is None else lambda t: rate,
+        epochs=epochs,
+        steps=None,
+        keep=False,
+    )
+
+    def personal(
+        server: PyTree, rows: PyTree, client: PyTree, i: Any, data: ClientData, t: Any, key: Any
+    ) -> PyTree:
+        return common.train_all(model, task, tuning, server, (), data, t, key)[0]
+
+    return fedavg(model, task, training, federation)._replace(personal=personal)

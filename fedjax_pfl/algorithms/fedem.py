@@ -1,0 +1,137 @@
+"""FedEM: every client is a mixture of the same M models, with weights of its own.
+
+Marfoq et al., Federated Multi-Task Learning under a Mixture of Distributions, 2021. With ℓ_m the
+loss of component m, and θ_m, π as the client received and kept them:
+
+  q_jm ∝ π_m exp(−ℓ_m(x_j, y_j)); π_m ← mean_j q_jm               over its training examples j
+  θ_m ← SGD on mean_j q_jm ℓ_m(x_j, y_j); θ_m ← Σ_k n_k θ_km / Σ_k n_k
+  output: Σ_m π_m softmax_m(x)
+
+Deviations: q is computed anew for each batch from the models that came down, which is the same.
+Those see BatchNorm's running statistics.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl import local, trees
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import Task
+
+
+class Client(NamedTuple):
+    """What stays with each client."""
+
+    pi: jax.Array  # [M]
+    momentum: PyTree  # of all components
+
+
+def responsibilities(losses: jax.Array, pi: jax.Array) -> jax.Array:
+    """q [M, B] from the components' losses [M, B]."""
+    return jax.nn.softmax(jnp.log(pi)[:, None] - losses, 0)
+
+
+def fedem(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    components: int = 3,
+) -> Algorithm:
+    """Server: M models, [M, ...], different from the start. Clients: `Client`. Classes only.
+
+    A phase starts from a state of its own kind: M copies of one model would stay copies.
+
+    Args:
+      components: M; 1 is FedAvg.
+    """
+    if components < 1:
+        raise UsageError(f"fedem.components is {components}; it must be at least 1")
+    if task.name != "accuracy":
+        raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
+    step = training.optimizer
+    each = optax.GradientTransformation(jax.vmap(step.init), jax.vmap(step.update))
+    apart = training._replace(optimizer=each)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        draw = lambda key: common.initial(model, federation, key, None)
+        server = jax.vmap(draw)(jax.random.split(key, components))
+        pi = jnp.full((federation.clients, components), 1 / components)
+        if start is not None:
+            if not isinstance(start.clients, Client) or not trees.alike(
+                (server, pi), (start.server, start.clients.pi)
+            ):
+                raise UsageError(
+                    "a phase of fedem can only start from fedem with the same network and "
+                    "components; copies of one model would stay copies"
+                )
+            server, pi = start.server, start.clients.pi
+        return State(server, (), Client(pi, common.kept(apart, server["params"], federation)))
+
+    def losses(server: PyTree, batch: Batch, data: ClientData) -> jax.Array:
+        """[M, B], as served."""
+        outputs = jax.vmap(lambda one: model.apply(one, batch.x))(server)
+        return jax.vmap(lambda out: task.loss(out, batch.y, data.classes))(outputs)
+
+    def weigh(server: PyTree, pi: jax.Array, data: ClientData) -> jax.Array:
+        """The new π, from one pass over the training examples."""
+
+        def one(batch: Batch) -> jax.Array:
+            q = responsibilities(losses(server, batch, data), pi)
+            return jnp.sum(jnp.where(batch.mask, q, 0.0), 1)
+
+        sums = local.total(one, data, data.train, training.batch_size)
+        return jnp.where(data.train.size > 0, sums / jnp.maximum(jnp.sum(sums), 1e-9), pi)
+
+    def mixture(server: PyTree, pi: jax.Array, data: ClientData) -> PyTree:
+        return {"components": server, "pi": pi, "classes": data.classes}
+
+    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+        def weighted(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+            q = responsibilities(losses(payload, batch, data), client.pi)
+
+            def one(params: PyTree, rest: PyTree, q: jax.Array, key: jax.Array) -> Any:
+                by_q = task._replace(loss=lambda *a: task.loss(*a) * q)
+                return local.gradient(model, by_q, data)(params, rest, batch, key)
+
+            keys = jax.random.split(key, components)
+            (loss, rest), grads = jax.vmap(one)(params, rest, q, keys)
+            return (jnp.sum(loss), rest), grads
+
+        params, rest = local.split_variables(payload)
+        params, rest, momentum, metrics = local.fit(
+            apart, weighted, params, rest, client.momentum, data, t, key
+        )
+        trained = {"params": params, **rest}
+        pi = weigh(payload, client.pi, data)
+        return trained, mixture(trained, pi, data), Client(pi, momentum), metrics
+
+    def personal(
+        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
+    ) -> PyTree:
+        pi = client.pi
+        if not federation.active.all():  # a novel client has had no round to find its weights in
+            pi = jnp.where(jnp.asarray(federation.active)[i], pi, weigh(server, pi, data))
+        return mixture(server, pi, data)
+
+    def predict(variables: PyTree, x: jax.Array) -> jax.Array:
+        """log Σ_m π_m softmax_m(x), over the client's own classes."""
+        outputs = jax.vmap(lambda one: model.apply(one, x))(variables["components"])
+        if variables["classes"] is not None:
+            outputs = jnp.where(variables["classes"][None, None], outputs, -1e9)
+        chances = jax.nn.log_softmax(outputs) + jnp.log(variables["pi"])[:, None, None]
+        return jax.nn.logsumexp(chances, 0)
+
+    base = fedavg(model, task, training, federation)
+    observe = lambda state: {"pi": state.clients.pi}
+    return base._replace(
+        init=init, train=train, personal=personal, predict=predict, observe=observe
+    )

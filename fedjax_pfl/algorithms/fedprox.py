@@ -1,0 +1,51 @@
+"""FedProx: FedAvg whose clients are held near the global model by a penalty.
+
+Li et al., Federated Optimization in Heterogeneous Networks, 2020.
+
+  w_k ← w_k − η (∇f(w_k; B) + μ (w_k − w)), w the model that came down
+
+Deviations: every client does the same work; the paper's lets slow ones do less. The penalty holds
+parameters, never statistics. Clipping, where it is set, measures the whole gradient.
+"""
+
+from typing import Any
+
+import jax
+
+from fedjax_pfl import local
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.data.federated import Batch, ClientData
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.task import Task
+
+
+def fedprox(
+    model: Any,
+    task: Task,
+    training: local.Training,
+    federation: Federation,
+    *,
+    mu: float = 0.1,
+) -> Algorithm:
+    """Server, clients and mean as FedAvg's.
+
+    Args:
+      mu: μ; 0 is FedAvg.
+    """
+    if mu < 0:
+        raise UsageError(f"fedprox.mu is {mu}; it must be at least 0")
+
+    def train(payload: PyTree, client: PyTree, data: ClientData, t: Any, key: jax.Array) -> Any:
+        w, rest = local.split_variables(payload)
+        plain = local.gradient(model, task, data)
+
+        def held(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+            loss_rest, grads = plain(params, rest, batch, key)
+            return loss_rest, jax.tree.map(lambda g, p, a: g + mu * (p - a), grads, params, w)
+
+        params, rest, client, metrics = local.fit(training, held, w, rest, client, data, t, key)
+        variables = {"params": params, **rest}
+        return variables, variables, client, metrics
+
+    return fedavg(model, task, training, federation)._replace(train=train)

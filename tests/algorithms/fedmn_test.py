@@ -1,0 +1,273 @@
+"""FedMN against numbers worked out apart from it."""
+
+from functools import cache
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms, local, trees
+from fedjax_pfl.algorithm import Algorithm
+from fedjax_pfl.data.federated import client_data
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import CNN, MobileNet
+from fedjax_pfl.models.modular import Modular, blocks
+from fedjax_pfl.nets import router
+from tests import cases, tiny
+
+KEY = jax.random.key(3)
+LAYOUT = (2, 2, 2)
+SMALL = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.0}
+NAMES = blocks(LAYOUT)
+RATE, CLIENT = 0.5, 3
+logit = jax.scipy.special.logit
+# Full batches, in any order the same: one step where gates are soft, two where they are hard.
+TRAINING = {
+    "soft": local.sgd(learning_rate=RATE, batch_size=16, epochs=1, begin=20, rounds=5),
+    "hard": local.sgd(learning_rate=RATE, batch_size=16, steps=2),
+}
+
+
+def make(training: local.Training, **own: Any) -> Algorithm:
+    federation = tiny.federated()[1]
+    return algorithms.fedmn(tiny.Net(), cases.TASK, training, federation, **{**SMALL, **own})
+
+
+@cache
+def plain(gates: str) -> tuple[Algorithm, Any, Any]:
+    """An algorithm without momentum, its first state, and client 3's compiled `train`."""
+    algorithm = make(TRAINING[gates], gates=gates)
+    state, data = jax.jit(algorithm.init)(KEY), client_data(tiny.federated()[0], CLIENT)
+    client = trees.row(state.clients, CLIENT)
+    train = jax.jit(lambda payload, t, key: algorithm.train(payload, client, data, t, key))
+    return algorithm, state, train
+
+
+def router_of(tree: Any) -> Any:
+    return {name: layer for name, layer in tree["params"].items() if name.startswith("router")}
+
+
+def replaced(payload: Any, layers: Any) -> Any:
+    return {**payload, "params": {**payload["params"], **layers}}
+
+
+def test_the_first_routers_gradient_is_that_of_finite_differences():
+    """Soft gates: the loss that a client reports, as a function of the router that it was sent."""
+    _, state, train = plain("soft")
+    payload, t = state.server, jnp.int32(20)
+    psi = router_of(payload)
+    upload, _, _, _ = train(payload, t, KEY)
+    gradient = jax.tree.map(lambda old, new: (old - new) / RATE, psi, router_of(upload))
+    for layer in ("router_encoder", "router_labels", "router_gates"):
+        assert float(trees.squared_norm(gradient[layer])) > 0
+    rng = np.random.default_rng(0)
+    noise = jax.tree.map(lambda g: jnp.asarray(rng.normal(size=g.shape), jnp.float32), gradient)
+    for direction in (gradient, noise):
+        size = jnp.sqrt(trees.squared_norm(direction))
+        step = jax.tree.map(lambda d, size=size: d / size, direction)
+        pairs = zip(jax.tree.leaves(gradient), jax.tree.leaves(step), strict=True)
+        slope = sum(float(jnp.sum(g * d)) for g, d in pairs)
+        loss = [
+            float(train(replaced(payload, moved), t, KEY)[3]["loss"])
+            for h in (0.05, -0.05)
+            for moved in [jax.tree.map(lambda p, d, h=h: p + h * d, psi, step)]
+        ]
+        np.testing.assert_allclose((loss[0] - loss[1]) / 0.1, slope, rtol=0.02, atol=2e-5)
+
+
+def test_the_routers_step_is_the_sum_over_an_epochs_batches():
+    """Two full batches: gradients at both θ, through hard gates, at the router that was sent."""
+    _, state, train = plain("hard")
+    payload, data = state.server, client_data(tiny.federated()[0], CLIENT)
+    upload, _, client, _ = train(payload, jnp.int32(0), KEY)
+    # The noise, read off soft gates that were drawn with the same key, at τ = 1.
+    soft = plain("soft")[2](payload, jnp.int32(20), KEY)[2]
+    noise = logit(soft.gates) - logit(soft.pi)
+    rows = data.train.rows[: int(data.train.size)]
+    x, y = data.x[rows], data.y[rows]
+    network, made = Modular(tiny.Net(), 3, LAYOUT, 4, 5, 0.0), router.Router(tiny.Net(), 10, 3, 2)
+
+    def loss(theta: Any, psi: Any, seen: Any) -> Any:
+        variables = {"params": psi, "batch_stats": payload["batch_stats"]}
+        z = jnp.mean(made.apply(variables, x, jax.nn.one_hot(y, 3)), 0)
+        drawn = jax.nn.sigmoid(z + noise)
+        gates = client.gates + (drawn - jax.lax.stop_gradient(drawn))
+        variables = {"params": theta, "batch_stats": seen}
+        out, new = network.apply(variables, x, gates, train=True, mutable=["batch_stats"])
+        return jnp.mean(cases.TASK.loss(out, y, None)), new["batch_stats"]
+
+    psi = router_of(payload)
+    theta = {name: layer for name, layer in payload["params"].items() if name not in psi}
+    seen = {name: payload["batch_stats"][name] for name in ("encoder1", "encoder2")}
+    gradient = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    sums = jax.tree.map(jnp.zeros_like, psi)
+    for _ in range(2):
+        (d_theta, d_psi), seen = gradient(theta, psi, seen)
+        theta = jax.tree.map(lambda p, g: p - RATE * g, theta, d_theta)
+        sums = jax.tree.map(jnp.add, sums, d_psi)
+    assert float(trees.squared_norm(sums)) > 0
+    psi = jax.tree.map(lambda p, g: p - RATE * g, psi, sums)
+    chex.assert_trees_all_close(upload["params"], {**theta, **psi}, rtol=1e-4, atol=1e-6)
+
+
+def test_temperature_and_noise():
+    """With one key the noise is the same in every round; τ falls from 1 to .1 within the phase."""
+    _, state, train = plain("soft")
+    seen = [train(state.server, jnp.int32(t), KEY)[2] for t in (20, 22, 24)]
+    tau = (1, 0.1**0.5, 0.1)
+    drawn = [logit(c.gates) * one - logit(c.pi) for c, one in zip(seen, tau, strict=True)]
+    told = np.abs(drawn[0]) < 1.4  # the others are too close to 0 or 1 at the end
+    assert told.sum() > 4
+    np.testing.assert_allclose(drawn[1][told], drawn[0][told], rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(drawn[2][told], drawn[0][told], rtol=2e-2, atol=2e-2)
+    other = train(state.server, jnp.int32(20), jax.random.key(4))[2]
+    assert (logit(other.gates) - logit(other.pi) != drawn[0]).all()
+    np.testing.assert_array_equal(other.pi, seen[0].pi)
+
+
+def test_an_inactive_block_neither_travels_nor_changes():
+    """With momentum that is there already, decay, and two epochs with gates of their own."""
+    algorithm, data = make(cases.training()), tiny.federated()[0]
+    state, ids = jax.jit(algorithm.init)(KEY), jnp.arange(tiny.CLIENTS)
+    moving = jax.tree.map(lambda leaf: leaf + 0.01, state.clients.momentum)
+    state = state._replace(clients=state.clients._replace(momentum=moving))
+
+    def one(i: jax.Array, client: Any) -> Any:
+        key = jax.random.fold_in(KEY, i)
+        return algorithm.train(state.server, client, client_data(data, i), jnp.int32(0), key)
+
+    uploads, _, clients, _ = jax.jit(jax.vmap(one))(ids, state.clients)
+    active = np.asarray(uploads["active"])
+    assert (~active).sum() > 2
+    assert active.any(0).all()
+    trace = lambda momentum: momentum[0][-1].trace
+    for b, name in enumerate(NAMES):
+        here = active[:, b]
+        for new, old in (
+            (uploads["params"][name], trees.repeat(state.server["params"][name], tiny.CLIENTS)),
+            (trace(clients.momentum)[name], trace(state.clients.momentum)[name]),
+        ):
+            for leaf, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+                changed = (np.asarray(leaf) != np.asarray(before)).reshape(tiny.CLIENTS, -1)
+                np.testing.assert_array_equal(changed.any(1), here)
+    bytes_of = trees.bytes_per_layer(state.server)
+    for k in range(tiny.CLIENTS):
+        bill = algorithm.traffic(state.server, trees.row(uploads, k))
+        wanted = {n: size for n, size in bytes_of.items()
+                  if n not in NAMES or active[k, NAMES.index(n)]}  # fmt: skip
+        for side in bill:
+            assert {n: int(amount) for n, amount in side.items() if int(amount)} == wanted
+
+
+def test_blocks_that_are_not_fetched_do_not_matter():
+    """With other numbers in them all else comes out the same, bit for bit."""
+    _, state, train = plain("hard")
+    for seed in range(4):
+        key = jax.random.key(seed)
+        upload = train(state.server, jnp.int32(0), key)[0]
+        away = [n for n, here in zip(NAMES, upload["active"], strict=True) if not here]
+        other = {n: jax.tree.map(lambda p: p + 3, state.server["params"][n]) for n in away}
+        again = train(replaced(state.server, other), jnp.int32(0), key)[0]
+        kept = {n: upload["params"][n] for n in upload["params"] if n not in away}
+        chex.assert_trees_all_equal({n: again["params"][n] for n in kept}, kept)
+        chex.assert_trees_all_equal({n: again["params"][n] for n in away}, other)
+        chex.assert_trees_all_equal(again["batch_stats"], upload["batch_stats"])
+
+
+def test_aggregation_in_numpy():
+    """Σ n a θ / Σ n a for each block; one that nobody used stays, bit for bit; one was absent."""
+    (algorithm, state, _), n = plain("hard"), tiny.TRAIN
+    server, rng = state.server, np.random.default_rng(0)
+    ids = np.array([4, 0, tiny.CLIENTS, 5])  # the third did not arrive
+    active = np.array([[1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
+    draw = lambda leaf: rng.normal(size=(4, *leaf.shape)).astype(np.float32)
+    uploads = jax.tree.map(draw, server)
+    absent = lambda leaf: np.where(np.arange(4).reshape(-1, *(1,) * (leaf.ndim - 1)) == 2, 0, leaf)
+    uploads = jax.tree.map(lambda leaf: absent(leaf).astype(np.float32), uploads)
+    here = jnp.asarray(ids < tiny.CLIENTS)
+    got, _ = algorithm.receive(
+        server, (), jnp.asarray(ids), here, (), {**uploads, "active": jnp.asarray(active)}, 0
+    )
+    weights = np.array([n[4], n[0], 0, n[5]], float)
+    flat = lambda tree: trees.layers(jax.device_get(tree))
+    for name, leaves in flat(got).items():
+        share = weights * (active[:, NAMES.index(name)] if name in NAMES else 1)
+        if not share.any():
+            chex.assert_trees_all_equal(leaves, flat(server)[name])
+            continue
+        for new, old in zip(leaves, flat(uploads)[name], strict=True):
+            wanted = np.tensordot(share / share.sum(), old, 1)
+            np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)
+    assert not active[:, 2].any()
+
+
+def test_evaluation_opens_the_gates_above_one_half():
+    algorithm, state, train = plain("hard")
+    data, client = client_data(tiny.federated()[0], CLIENT), trees.row(state.clients, CLIENT)
+    serve = jax.jit(lambda server: algorithm.personal(server, (), client, CLIENT, data, 0, KEY))
+    pi = train(state.server, jnp.int32(0), KEY)[2].pi
+    gates = serve(state.server)["gates"]
+    np.testing.assert_array_equal(gates, router.decide(logit(pi), LAYOUT))
+    assert ((pi > 0.5) <= gates).all()
+    layer = state.server["params"]["router_gates"]
+    closed = {"router_gates": {**layer, "bias": layer["bias"] - 50}}
+    served = serve(replaced(state.server, closed))
+    assert int(served["gates"].sum()) == 3  # one path through three layers
+    assert (algorithm.predict(served, data.x[:4]) != 0).all()
+
+
+def test_a_start_fills_every_encoder_and_copies_part():
+    algorithm, fresh, train = plain("hard")
+    federation = tiny.federated()[1]
+    known = algorithms.fedavg(tiny.Net(), cases.TASK, cases.training(), federation).init(KEY)
+    known = known._replace(server=jax.tree.map(lambda leaf: leaf + 0.25, known.server))
+    server = algorithm.init(KEY, known).server
+    body = trees.split(known.server, {"fc2"})[1]
+    for name in ("params", "batch_stats"):
+        for slot in ("encoder1", "encoder2", "router_encoder"):
+            there = {layer: server[name][slot][layer] for layer in body[name]}
+            chex.assert_trees_all_equal(there, body[name])
+    for layer in (*NAMES, "router_gates", "router_labels"):
+        chex.assert_trees_all_equal(server["params"][layer], fresh.server["params"][layer])
+    trained = train(server, jnp.int32(0), KEY)[0]["params"]
+    one, other = (trained[e]["fc1"]["kernel"] for e in ("encoder1", "encoder2"))
+    assert float(jnp.abs(one - other).max()) > 1e-3
+    own = fresh._replace(server=server)
+    chex.assert_trees_all_equal(algorithm.init(KEY, own).server, server)
+    with pytest.raises(UsageError, match="same network"):
+        algorithm.init(KEY, known._replace(server={"params": {}}))
+
+
+def test_sizes_of_the_testbed():
+    """Encoders are the testbed's networks with 512 outputs, the router's has 128."""
+    shape = lambda *image: tiny.federated()[1]._replace(input_shape=image, outputs=62)
+    for model, image, layout, plain in (
+        (CNN(outputs=62), (28, 28, 1), (3, 3, 3), 2_278_334 - 2049 * 62),
+        (MobileNet(outputs=62), (32, 32, 3), LAYOUT, 2_236_682 - 1281 * 10),
+    ):
+        algorithm = algorithms.fedmn(
+            model, cases.TASK, cases.training(), shape(*image), layout=layout
+        )
+        server = jax.eval_shape(algorithm.init, KEY).server["params"]
+        wide, count = (2049 if layout[0] == 3 else 1281), layout[0]
+        wanted = (
+            count * (plain + wide * 512)
+            + count * (513 * 256 + 257 * 62)
+            + plain + wide * 128 + 63 * 64 + 193 * router.paths(layout)
+        )  # fmt: skip
+        assert trees.size(server) == wanted
+
+
+def test_bad_settings_are_one_line():
+    for own, word in (
+        ({"layout": (3,)}, "two layers or more"),
+        ({"layout": (2, 0, 2)}, "each with a block"),
+        ({"gates": "open"}, "hard or soft"),
+        ({"temperatures": (1.0, 0.0)}, "above 0"),
+        ({"dropout": 1.0}, "below 1"),
+    ):
+        with pytest.raises(UsageError, match=word):
+            make(TRAINING["hard"], **own)

@@ -1,0 +1,38 @@
+"""FedProx on a scalar quadratic, and FedAvg where nothing holds."""
+
+import chex
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms, local
+from fedjax_pfl.errors import UsageError
+from tests import cases, tiny
+from tests.algorithms import linear
+from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
+from tests.algorithms.served import after_rounds
+
+
+def test_two_steps_by_hand():
+    """f = ½ (w − 3)², w = 1, η = .1, μ = 2: 1 + .1·2 = 1.2; then 1.2 − .1 (−1.8 + 2·.2) = 1.34."""
+    data, federation = linear.federated([[[1.0]]], [[3.0]])
+    training = local.sgd(learning_rate=0.1, batch_size=1, steps=2)
+    made = algorithms.fedprox(linear.Linear(), TASK, training, federation, mu=2.0)
+    upload, trained, _, _ = made.train(variables([1.0]), (), client(data, 0), T, KEY)
+    np.testing.assert_allclose(weights(upload), [1.34], rtol=1e-6)
+    assert trained is upload
+
+
+def test_without_a_penalty_it_is_fedavg():
+    """Bit for bit, BatchNorm, momentum, decay and clipping included."""
+    federation = tiny.federated()[1]
+    make = lambda name, **own: getattr(algorithms, name)(
+        tiny.Net(), cases.TASK, cases.training(), federation, **own
+    )
+    got, _ = after_rounds(make("fedprox", mu=0.0), 2)
+    wanted, _ = after_rounds(make("fedavg"), 2)
+    chex.assert_trees_all_equal(got, wanted)
+
+
+def test_a_negative_penalty_is_refused():
+    with pytest.raises(UsageError, match="at least 0"):
+        algorithms.fedprox(tiny.Net(), cases.TASK, cases.training(), tiny.federated()[1], mu=-1.0)
