@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from experiments.configs import pfedhn as presets
-from experiments.studies import common, pfedhn, pfedla
+from experiments.configs import factorized_fl as factorized_presets
+from experiments.studies import common, factorized_distance, factorized_fl, pfedhn, pfedla
 from fedjax_pfl import config as configuration
 
 
@@ -120,3 +121,47 @@ def test_presets_of_pfedhn_in_parts():
     assert kernels == [(8, 16), (16, 32), (32, 64)]
     assert (presets.get_config("mnist").pfedhn.depth, sizes.pfedhn.depth) == (1, 3)
     assert (sizes.pfedhn.rate, sizes.pfedhn_pc.rate) == (1e-2, 5e-2)
+
+
+def test_grouping_finds_blocks_and_distance_knows_directions():
+    truth = np.array([0, 0, 1, 1, 2, 2])
+    blocks = np.where(truth[:, None] == truth, 0.9, 0.1) + 0.1 * np.eye(6)
+    assert factorized_fl.grouping(blocks, truth) == 1
+    assert factorized_fl.grouping(blocks, truth[[0, 2, 4, 1, 3, 5]]) < 0.1
+    one = {"a": np.array([3.0, 0.0]), "b": np.array([0.0])}
+    across = {"a": np.array([0.0, 0.1]), "b": np.array([0.0])}
+    assert factorized_distance.apart(one, one) == 0
+    assert factorized_distance.apart(one, across) == pytest.approx(2**0.5)
+
+
+def test_factorized_fls_published_table_is_whole():
+    """The cell of another dataset is none."""
+    tables = json.loads(factorized_fl.PUBLISHED.read_text())["table1"]
+    assert {name: len(rows) for name, rows in tables.items()} == {
+        "cifar10": 9, "svhn_cropped": 9, "domains": 9
+    }  # fmt: skip
+    assert set(tables["cifar10"]) == set(factorized_fl.ROWS)
+    for rows in tables.values():
+        for cells in rows.values():
+            values = [v for name, v in cells.items() if name != "gigabytes"]
+            assert all(len(v) == 2 for v in values)
+    assert tables["cifar10"]["beta"]["permuted-noniid"] == [56.61, 1.1]
+    assert tables["domains"]["alpha"]["average"] == [64.49, 1.57]
+
+
+@pytest.mark.parametrize(
+    ("preset", "wanted", "own"),
+    [
+        ("permuted-noniid", {"clients": 10, "keep_head": True, "model": "small"}, {"minimum": 10}),
+        ("cifar10-iid", {"clients": 20, "keep_head": False, "augment": True}, {"minimum": 20}),
+        ("cifar10-permuted-noniid-alpha", {"permute_labels": True}, {"share": "u", "tau": 0.0}),
+        ("cifar100-domains", {"rounds": 100, "keep_head": True}, {"tau": 0.95, "minimum": 4}),
+        ("mnist-noniid-w16-fedavg", {"algorithm": "fedavg", "augment": False}, {}),
+    ],
+)
+def test_presets_of_factorized_fl(preset, wanted, own):
+    made = factorized_presets.get_config(preset)
+    configuration.check(made)
+    assert {key: made[key] for key in wanted} == wanted
+    assert {key: made.factorized_fl[key] for key in own} == own
+    assert made.resnet9.width == (16 if "w16" in preset else 64)

@@ -1,0 +1,307 @@
+"""The Factorized-FL paper's tables and figures.
+
+python -m experiments.studies.factorized_fl table1 --dataset=mnist --setting=permuted-noniid-w16
+
+--setting is a preset's words without the dataset: iid, noniid, permuted-iid, permuted-noniid or
+domains, and wN for a ResNet9 with N kernels in its first layer. Accuracy is after local training.
+
+table1      every method beside the published numbers; --methods=local,fedavg,beta chooses
+figure6     accuracy over rounds, and over bytes
+similarity  figures 7a to 7f: who resembles whom in u and in v over rounds, and who is mixed
+components  figure 7g: without matching, without μ, random and worst matching with three peers
+rank, tau, layout  figures 7h, 7i and 7k
+single      figure 7j: one client, factorised against plain, and the numbers that each has
+sparsity    zeros in μ over rounds, for several λ
+distance    figures 1b and 4: updates of a model on a part of the data against those on another
+            part, the same with other labels, and foreign data; whole, u and v
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import flags
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
+from scipy.cluster.hierarchy import fcluster, linkage
+from sklearn.metrics import adjusted_rand_score
+
+from experiments.configs import factorized_fl as presets
+from experiments.studies import common, factorized_distance
+from experiments.studies.common import CLIENTS, DATASET, METHODS, SEEDS, accuracy, mean_std, plateau
+from fedjax_pfl import runner, trees
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.nets.factorized import collect_mu
+
+PUBLISHED = Path(__file__).parents[1] / "papers" / "factorized_fl.json"
+SETTING = flags.DEFINE_string("setting", "permuted-noniid", "Words of a preset.")
+# Rows of the table, as words and changes of a preset; FedFomo has five peers in the paper's bill.
+ROWS: dict[str, dict[str, Any]] = {
+    "local": {},
+    "fedavg": {},
+    "fedprox": {},
+    "clustered_fl": {},
+    "per_fedavg": {},
+    "fedfomo": {"fedfomo": {"peers": 5}},
+    "pfedpara": {},
+    "alpha": {},
+    "beta": {},
+}
+COLOURS = ("#000000", "#999999", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#cc79a7",
+           "#d55e00")  # fmt: skip
+
+
+def config(*words: str, **own: Any) -> ConfigDict:
+    """The preset with `own` settings of Factorized-FL."""
+    made = presets.get_config("-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *words]))
+    made.factorized_fl.update(own)
+    return made
+
+
+def runs(made: ConfigDict, name: str) -> list[runner.Result]:
+    """One run per seed."""
+    stem = f"{name}-{SETTING.value}-n{CLIENTS.value}"
+    return [
+        common.run(made.copy_and_resolve_references(), stem, seed) for seed in range(SEEDS.value)
+    ]
+
+
+def numbers(results: list[runner.Result]) -> dict[str, Any]:
+    """What a row shows."""
+    moved = [(r.ledger.total_down + r.ledger.total_up) / 1e9 for r in results]
+    return {
+        "after": mean_std([accuracy(r, "after") for r in results]),
+        "before": mean_std([accuracy(r) for r in results]),
+        "gigabytes": mean_std(moved),
+        "curve": [plateau(r) for r in results],
+    }
+
+
+def _chosen() -> list[str]:
+    if unknown := set(METHODS.value) - set(ROWS):
+        raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
+    return METHODS.value or list(ROWS)
+
+
+def _method(name: str) -> list[runner.Result]:
+    made = config(name)
+    made.update(ROWS[name])
+    return runs(made, f"table1-{name}")
+
+
+def published(method: str) -> dict[str, Any]:
+    """The paper's cell for this dataset and setting, where there is one."""
+    tables = json.loads(PUBLISHED.read_text())["table1"]
+    domains = "domains" in SETTING.value
+    row = tables.get("domains" if domains else DATASET.value, {}).get(method, {})
+    words = [w for w in SETTING.value.split("-") if w in ("permuted", "iid", "noniid")]
+    value = row.get("average" if domains else "-".join(words))
+    if domains and DATASET.value != "cifar100":
+        value = None
+    return {"after": value, "gigabytes": row.get("gigabytes") if value else None}
+
+
+def table1() -> tuple[dict[str, Any], Figure]:
+    """Accuracy after local training and gigabytes, ours beside the paper's."""
+    found: dict[str, Any] = {
+        name: {"published": published(name), "ours": "not run"} for name in ROWS
+    }
+    for name in _chosen():
+        found[name]["ours"] = numbers(_method(name))
+    print(f"{'method':<14}{'published':>16}{'ours':>16}{'before':>16}{'GB, theirs':>12}{'ours':>9}")
+    for name, row in found.items():
+        ours, theirs = row["ours"], row["published"]
+        texts = [_text(theirs["after"]), "not run", "", _text(theirs["gigabytes"]), ""]
+        if not isinstance(ours, str):
+            texts[1:3] = [_text(ours["after"]), _text(ours["before"])]
+            texts[4] = f"{ours['gigabytes']['mean']:.2f}"
+        print(f"{name:<14}{texts[0]:>16}{texts[1]:>16}{texts[2]:>16}{texts[3]:>12}{texts[4]:>9}")
+    there = {name: row["ours"] for name, row in found.items() if not isinstance(row["ours"], str)}
+    return found, bars({name: row["after"] for name, row in there.items()})
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = (value["mean"], value["std"])
+    if value is None:
+        return "-"
+    if isinstance(value, float | int):
+        return f"{value:.2f}"
+    mean, std = value
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+
+
+def figure6() -> tuple[dict[str, Any], Figure]:
+    """Curves of the same runs as table1's."""
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True)
+    found: dict[str, Any] = {}
+    for name in _chosen():
+        results = _method(name)
+        curve = 100 * np.mean(
+            [[m["after"]["accuracy_mean"] for m in r.metrics] for r in results], 0
+        )
+        lines = results[0].metrics
+        rounds = [m["round"] for m in lines]
+        moved = [(m["bytes_down"] + m["bytes_up"]) / 1e9 for m in lines]
+        found[name] = {"round": rounds, "after": curve.tolist(), "gigabytes": moved}
+        colour = COLOURS[list(ROWS).index(name)]
+        left.plot(rounds, curve, color=colour, label=name)
+        if moved[-1]:
+            right.plot(moved, curve, color=colour)
+        else:  # without traffic a method is a level to be reached
+            right.axhline(curve[-1], color=colour, linestyle=":")
+    left.set(xlabel="round", ylabel="accuracy after local training (%)")
+    right.set(xlabel="gigabytes, both directions", xscale="log")
+    left.legend(frameon=False, fontsize=8, ncols=2)
+    return found, figure
+
+
+def bars(values: Mapping[str, Any], label: str = "accuracy after local training (%)") -> Figure:
+    """A bar for each mean, with its deviation."""
+    figure = Figure(figsize=(max(5, 0.9 * len(values)), 3.6), layout="constrained")
+    axis = figure.subplots()
+    means = [v["mean"] for v in values.values()]
+    axis.bar(range(len(means)), means, yerr=[v["std"] or 0 for v in values.values()], capsize=3)
+    axis.set_xticks(range(len(means)), list(values), rotation=30, ha="right")
+    axis.set(ylabel=label, ylim=(max(0, min(means) - 10), min(100, max(means) + 5)))
+    for x, mean in enumerate(means):
+        axis.annotate(f"{mean:.1f}", (x, mean), ha="center", va="bottom", fontsize=8)
+    return figure
+
+
+def _compare(study: str, variants: Mapping[str, ConfigDict]) -> tuple[dict[str, Any], Figure]:
+    found = {name: numbers(runs(made, f"{study}-{name}")) for name, made in variants.items()}
+    return found, bars({name: row["after"] for name, row in found.items()})
+
+
+def components() -> tuple[dict[str, Any], Figure]:
+    """Beta's parts, one at a time; peers as in the paper."""
+    return _compare(
+        "components",
+        {
+            "fedavg": config("fedavg"),
+            "factorized, no matching": config(matching="none"),
+            "the same without μ": config(matching="none", bias=False),
+            "worst of three": config(matching="worst", peers=3),
+            "random three": config(matching="random", peers=3),
+            "alpha": config(share="u"),
+            "beta": config(),
+        },
+    )
+
+
+def rank() -> tuple[dict[str, Any], Figure]:
+    """γ: rank 1 is the method."""
+    return _compare("rank", {f"rank {r}": config(rank=r) for r in (1, 2, 4, 8)})
+
+
+def tau() -> tuple[dict[str, Any], Figure]:
+    """τ, with one candidate at least, so that it is felt."""
+    values = (-1.0, 0.0, 0.5, 0.8, 0.95)
+    return _compare("tau", {f"τ = {v:g}": config(tau=v, minimum=1) for v in values})
+
+
+def layout() -> tuple[dict[str, Any], Figure]:
+    """How a kernel is cut into u and v."""
+    return _compare("layout", {v: config(layout=v) for v in ("kernel", "mixed", "oihw")})
+
+
+def sparsity() -> tuple[dict[str, Any], Figure]:
+    """λ: zeros in μ over rounds, and what they cost in accuracy."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axis = figure.subplots()
+    found = {}
+    for value in (5e-5, 5e-4, 5e-3, 5e-2):
+        results = runs(config(sparsity=value), f"sparsity-{value:g}")
+        zeros = [np.mean(r.observations["zeros_in_mu"][1], 1) for r in results]
+        rounds = results[0].observations["zeros_in_mu"][0]
+        share = 100 * np.mean(zeros, 0)
+        found[f"{value:g}"] = {"round": rounds, "zeros": share.tolist(), **numbers(results)}
+        axis.plot(rounds, share, label=f"λ = {value:g}")
+    axis.set(xlabel="round", ylabel="entries of μ that are pruned (%)", ylim=(0, 102))
+    axis.legend(frameon=False)
+    return found, figure
+
+
+def grouping(similarity: np.ndarray, truth: np.ndarray) -> float:
+    """Adjusted Rand index of complete linkage on 1 − similarity [N, N], cut as the truth is."""
+    distance = np.clip(1 - similarity, 0, None)
+    upper = distance[np.triu_indices(len(distance), 1)]
+    found = fcluster(linkage(upper, "complete"), len(np.unique(truth)), "maxclust")
+    return float(adjusted_rand_score(truth, found))
+
+
+def similarity() -> tuple[dict[str, Any], Figure]:
+    """Cosines of u and v of the last factorised layer, and mean weights, over the clients."""
+    (result, *_) = results = runs(config(), "similarity")
+    rounds, shown = result.observations["v"][0], result.observations
+    truth = None
+    if "domains" in SETTING.value:
+        truth = np.arange(CLIENTS.value) * 5 // CLIENTS.value
+    picked = sorted({0, len(rounds) // 2, len(rounds) - 1})
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    axes = figure.subplots(2, 4)
+    for row, name in enumerate(("u", "v")):
+        least = float(np.min(shown[name][1]))  # all that there is to see may lie close to 1
+        for column, e in enumerate(picked):
+            image = axes[row, column].imshow(shown[name][1][e], vmin=least, vmax=1, cmap="Blues")
+            axes[row, column].set(title=f"{name}, round {rounds[e]}")
+        figure.colorbar(image, ax=axes[row, :3])
+    image = axes[0, 3].imshow(np.mean(shown["weights"][1], 0), cmap="Blues", vmin=0)
+    axes[0, 3].set(title="ω, mean over evaluations")
+    figure.colorbar(image, ax=axes[0, 3])
+    found: dict[str, Any] = {"round": list(map(int, rounds))}
+    for name in ("u", "v"):
+        off = ~np.eye(CLIENTS.value, dtype=bool)
+        found[f"mean cosine of {name}"] = [float(m[off].mean()) for m in shown[name][1]]
+        if truth is not None:
+            by_seed = [[grouping(m, truth) for m in r.observations[name][1]] for r in results]
+            found[f"adjusted Rand index of {name}"] = np.mean(by_seed, 0).tolist()
+            axes[1, 3].plot(rounds, np.mean(by_seed, 0), label=name)
+    if truth is None:
+        axes[1, 3].axis("off")
+    else:
+        axes[1, 3].set(xlabel="round", ylabel="adjusted Rand index", ylim=(-0.1, 1.05))
+        axes[1, 3].legend(frameon=False)
+    return {**found, **numbers(results)}, figure
+
+
+def single() -> tuple[dict[str, Any], Figure]:
+    """Client 0 alone: one epoch in each round; and how many numbers its model is made of."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axis = figure.subplots()
+    found = {}
+    for name, word in (("plain", "fedavg"), ("factorised", "beta")):
+        made = config(word, minimum=1)
+        made.update(local_epochs=1, clients_per_round=1, held_out=CLIENTS.value - 1, eval_every=1)
+        results = runs(made, f"single-{name}")
+        curve = 100 * np.array([[m["before"]["accuracy_mean"] for m in r.metrics] for r in results])
+        state = results[0].state
+        model = state.server if name == "plain" else trees.row(state.rows, 0)
+        zeros = sum(int((np.asarray(mu) == 0).sum()) for mu in collect_mu(model))
+        found[name] = {"before": curve.mean(0).tolist(), "numbers": trees.size(model) - zeros}
+        axis.plot(range(1, curve.shape[1] + 1), curve.mean(0),
+                  label=f"{name}, {found[name]['numbers']:,} numbers")  # fmt: skip
+    axis.set(xlabel="epoch", ylabel="accuracy (%)")
+    axis.legend(frameon=False)
+    return found, figure
+
+
+if __name__ == "__main__":
+    common.launch(
+        {
+            "table1": table1,
+            "figure6": figure6,
+            "similarity": similarity,
+            "components": components,
+            "rank": rank,
+            "tau": tau,
+            "layout": layout,
+            "single": single,
+            "sparsity": sparsity,
+            "distance": factorized_distance.study,
+        }
+    )
