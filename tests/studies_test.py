@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from experiments.configs import pfedhn as presets
 from experiments.configs import factorized_fl as factorized_presets
+from experiments.configs import pfedhn as presets
 from experiments.studies import common, factorized_distance, factorized_fl, pfedhn, pfedla
 from fedjax_pfl import config as configuration
 
