@@ -315,7 +315,7 @@ def figure6() -> tuple[dict[str, Any], Figure]:
             config = _config(f"n{CLIENTS.value}", pfedhn={name: value})
             found[name][value] = _numbers(_runs(config, f"figure6-{name}{value}"))
         best = [found[name][value]["best"] for value in values]
-        spread = [b["std"] or 0 for b in best]
+        spread = None if SEEDS.value == 1 else [b["std"] for b in best]
         axis.errorbar(values, [b["mean"] for b in best], spread, marker="o", capsize=4)
         axis.set(xlabel=f"{name} of the hypernetwork", xticks=values)
     figure.axes[0].set_ylabel("accuracy (%)")
@@ -342,8 +342,9 @@ def _bars(rows: dict[str, dict[str, Any]]) -> Figure:
         there = [(i, row[name]) for i, row in enumerate(rows.values()) if name in row]
         at = [i + (k - (len(series) - 1) / 2) * width for i, _ in there]
         heights = [value["mean"] for _, value in there]
-        spread = [value["std"] or 0 for _, value in there]
-        axis.bar(at, heights, width, yerr=spread, capsize=3, color=colour, label=name)
+        spread = [value["std"] for _, value in there]
+        whiskers = None if None in spread else spread  # of one seed there is no deviation
+        axis.bar(at, heights, width, yerr=whiskers, capsize=3, color=colour, label=name)
     axis.set_xticks(range(len(rows)), list(rows), rotation=30 if len(rows) > 4 else 0)
     axis.set_ylabel("accuracy (%)")
     if len(series) > 1:

@@ -1,0 +1,78 @@
+"""Whole runs of pFedHN: clients that come later, and clients of three sizes."""
+
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import checkpoints, runner, trees
+
+KEY = jax.random.key(5)
+T = jnp.int32(0)
+SMALL = {
+    "dataset": "synthetic",
+    "synthetic": {"examples": 60, "test_examples": 30, "shape": (2, 2, 1), "classes": 3},
+    "partition": "iid",
+    "model": "mlp",
+    "mlp": {"hidden": (3,)},
+    "clients": 6,
+    "clients_per_round": 1,
+    "local_steps": 2,
+    "batch_size": 4,
+    "learning_rate": 0.1,
+    "eval_every": 4,
+    "rounds": 4,
+    "devices": 1,
+    "evaluate_after": False,
+}
+
+
+def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
+    own = {"width": 4, "depth": 1, "spectral_norm": True}
+    phases = ({}, {"participants": "held_out", "pfedhn_pc": {"frozen": True}})
+    run = runner.run(
+        {**SMALL, "algorithm": "pfedhn_pc", "held_out": 2, "pfedhn_pc": own, "phases": phases},
+        tmp_path,
+    )
+    after = jax.device_get(run.state)
+    template = jax.eval_shape(run.phases[0].rounds.init, KEY)
+    store = checkpoints.open_store(tmp_path / "checkpoints")
+    before = store.restore(SMALL["rounds"], {"state": template})["state"]
+    chex.assert_trees_all_equal(before.server.phi, after.server.phi)
+    chex.assert_trees_all_equal(before.server.spectral, after.server.spectral)
+    parts = [jax.tree.leaves((state.rows, state.clients.home)) for state in (before, after)]
+    for old, new in zip(*parts, strict=True):
+        np.testing.assert_array_equal(old[:4], new[:4])
+        assert (old[4:] != new[4:]).any()
+    visits = np.array(run.ledger.visits)
+    assert visits[:4].sum() == visits[4:].sum() == SMALL["rounds"]
+    np.testing.assert_array_equal((before.rows.v != after.rows.v).any(1)[4:], [True] * 2)
+    # What a phase reports is of those that take part in it.
+    rows = [client["before_accuracy"] for client in run.clients]
+    assert run.metrics[-1]["before"]["accuracy_mean"] == pytest.approx(np.mean(rows[4:]))
+
+
+def test_one_hypernetwork_for_three_sizes():
+    """From fixed embeddings, each client's shares of the classes."""
+    groups = tuple({"mlp": {"hidden": (width,)}} for width in (2, 3, 4))
+    own = {"width": 4, "depth": 1, "fixed": True}
+    several = {"partition": "dirichlet", "groups": groups, "clients_per_round": 3}
+    run = runner.run({**SMALL, **several, "algorithm": "pfedhn", "pfedhn": own})
+    sizes = [4 * w + w + w * 3 + 3 for w in (2, 3, 4)]
+    algorithm, state = run.phases[0].algorithm, run.state
+    for g, size in enumerate(sizes):
+        send = lambda s, g=g: algorithm.send[g](s.server, s.rows, g, T, KEY)
+        payload = jax.eval_shape(send, state)
+        assert trees.size(payload) == size
+        assert payload["params"]["fc1"]["kernel"].shape == (4, g + 2)
+    assert trees.size(state.server.phi) == (3 + 1) * 4 + 5 * 4 + 5 * sum(sizes)
+    visits = np.array(run.ledger.visits)
+    assert visits.sum() == 3 * SMALL["rounds"]
+    assert list(run.ledger.client_up) == [4 * sizes[i % 3] * visits[i] for i in range(6)]
+
+    counts = run.federation.class_counts
+    np.testing.assert_array_equal(counts.sum(1), run.federation.counts)
+    np.testing.assert_allclose(state.rows.v, counts / counts.sum(0), rtol=1e-6)
