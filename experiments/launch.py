@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from fedjax_pfl import config as configuration
-from fedjax_pfl import report, runner
+from fedjax_pfl import interrupt, report, runner
 from fedjax_pfl.errors import UsageError
 
 _CONFIGS = Path(__file__).parent / "configs"
@@ -36,7 +36,8 @@ def launch(name: str) -> None:
         if DATA_DIR.value is not None:
             settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
-        result = runner.run(settings, workdir)
+        with interrupt.on_signals() as stop:
+            result = runner.run(settings, workdir, stop)
         if result.resumed_at is not None:
             finished = result.resumed_at == result.metrics[-1]["round"]
             word = "was finished" if finished else "resumed"
@@ -55,6 +56,9 @@ def launch(name: str) -> None:
         app.run(main, flags_parser=_parse)
     except UsageError as error:
         fail(error)
+    except interrupt.Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        sys.exit(stopped.code)
 
 
 def fail(error: Exception) -> None:

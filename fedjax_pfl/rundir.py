@@ -1,9 +1,11 @@
 """A run directory's files: what is in it, who may use it, and how they are written whole."""
 
+import contextlib
 import csv
+import fcntl
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,24 @@ from fedjax_pfl.ledger import Ledger
 Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds, and what was seen
 
 
-def claim(directory: Path, config: Mapping[str, Any]) -> Path:
-    """Make the directory this run's own, or raise UsageError where it is another's."""
-    known = directory / "config.json"
+@contextlib.contextmanager
+def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """The directory as this run's own, for so long, or UsageError where it is another's."""
     try:
-        return _claim(directory, known, config)
+        held = os.open(_claim(directory, directory / "config.json", config), os.O_RDONLY)
     except OSError as error:
         raise UsageError(f"{directory} cannot be used ({error.strerror})") from None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process that dies gives it back
+    except BlockingIOError:
+        os.close(held)
+        raise UsageError(
+            f"{directory} is in use by another process; wait for it or choose another --workdir"
+        ) from None
+    try:
+        yield directory
+    finally:
+        os.close(held)
 
 
 def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> Path:

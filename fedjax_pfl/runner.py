@@ -18,6 +18,7 @@ from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
 from fedjax_pfl.data.picture import draw_partition
+from fedjax_pfl.interrupt import Stop, Stopped
 from fedjax_pfl.ledger import Ledger
 
 
@@ -53,23 +54,31 @@ class Result(NamedTuple):
     resumed_at: int | None  # the round that a resumed run went on from
 
 
-def run(config: ConfigDict | Mapping[str, Any], workdir: str | Path | None = None) -> Result:
+def run(
+    config: ConfigDict | Mapping[str, Any],
+    workdir: str | Path | None = None,
+    stop: Stop | None = None,
+) -> Result:
     """Train and evaluate what a configuration says; go on where the directory already has a part.
 
     Args:
       config: settings; those that are not given are at their defaults.
       workdir: the run directory; None: nothing is written, and nothing can be resumed.
+      stop: asked after every call; where it says so, what there is gets saved and Stopped raised.
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else config
     settings = configuration.complete(given)
     built = build(settings)
     plain = json.loads(json.dumps(configuration.resolved(settings)))
-    directory = None if workdir is None else rundir.claim(Path(workdir), plain)
-    return _execute(built, settings, plain, directory)
+    stop = stop or Stop()
+    if workdir is None:
+        return _execute(built, settings, plain, None, stop)
+    with rundir.claimed(Path(workdir), plain) as directory:
+        return _execute(built, settings, plain, directory, stop)
 
 
 def _execute(
-    built: Built, config: ConfigDict, plain: dict[str, Any], directory: Path | None
+    built: Built, config: ConfigDict, plain: dict[str, Any], directory: Path | None, stop: Stop
 ) -> Result:
     key = jax.random.key(config.seed)
     store = checkpoints.open_store(directory / "checkpoints") if directory else None
@@ -96,7 +105,7 @@ def _execute(
                 at, best = at._replace(phase=number, best_round=None, best_score=None), None
             if at.round < phase.end:
                 at, state, best = _one_phase(
-                    built, config, phase, key, at, state, best, seen, store, directory, bar
+                    built, config, phase, key, at, state, best, seen, store, directory, bar, stop
                 )
     assert state is not None  # there is at least one phase
     result = Result(
@@ -133,6 +142,7 @@ def _one_phase(
     store: checkpoints.Store | None,
     directory: Path | None,
     bar: Any,
+    stop: Stop,
 ) -> tuple[Position, State, State | None]:
     """Run a phase from where it stands to its end."""
     place, one = phase.rounds.place, phase.config
@@ -147,40 +157,47 @@ def _one_phase(
     at = at._replace(compile_seconds=at.compile_seconds + time.perf_counter() - began)
 
     while at.round < phase.end:
-        began = time.perf_counter()
-        until = boundary(one, phase.begin, at.round)
-        rounds = until - at.round
-        state, logs = run_rounds(key, state, arrays, number(at.round), number(rounds))
-        logs = jax.device_get(logs)
-        free = 1 if at.round == 0 and not config.count_initial_download else 0
-        for warning in metrics.rejections(logs, at.round, rounds):
-            bar.write(warning, file=sys.stderr)
-        at = at._replace(
-            round=until,
-            ledger=ledger.add(at.ledger, logs, rounds, free),
-            pending=metrics.gather(at.pending, logs, rounds),
-        )
-        if (until - phase.begin) % one.eval_every == 0 or until == phase.end:
-            scores = jax.device_get(evaluate(key, state, arrays, number(until)))
-            at = at._replace(seconds=at.seconds + time.perf_counter() - began)
-            at, line, better = _measured(built, at, scores)
-            if better:
-                best = jax.tree.map(np.array, jax.device_get(state))
-            for name, values in jax.device_get(observe(state)).items():
-                rounds_seen, values_seen = seen.setdefault(name, ([], []))
-                rounds_seen.append(until)
-                values_seen.append(values)
-            if directory:
-                rundir.append_metrics(directory, line)
-                rundir.write_observations(directory, seen)
-            bar.set_postfix({built.task.name: f"{line['before'][built.task.name + '_mean']:.4f}"})
-        else:
-            at = at._replace(seconds=at.seconds + time.perf_counter() - began)
-        bar.update(rounds)
-        every = one.checkpoint_every or one.eval_every
-        if store and ((until - phase.begin) % every == 0 or until == phase.end):
-            saved = {"state": state} if best is None else {"state": state, "best": best}
-            store.save(until, saved, at._asdict() | {"ledger": at.ledger._asdict()})
+        with stop.held():
+            began = time.perf_counter()
+            until = boundary(one, phase.begin, at.round)
+            rounds = until - at.round
+            state, logs = run_rounds(key, state, arrays, number(at.round), number(rounds))
+            logs = jax.device_get(logs)
+            free = 1 if at.round == 0 and not config.count_initial_download else 0
+            for warning in metrics.rejections(logs, at.round, rounds):
+                bar.write(warning, file=sys.stderr)
+            at = at._replace(
+                round=until,
+                ledger=ledger.add(at.ledger, logs, rounds, free),
+                pending=metrics.gather(at.pending, logs, rounds),
+            )
+            if (until - phase.begin) % one.eval_every == 0 or until == phase.end:
+                scores = jax.device_get(evaluate(key, state, arrays, number(until)))
+                at = at._replace(seconds=at.seconds + time.perf_counter() - began)
+                at, line, better = _measured(built, at, scores)
+                if better:
+                    best = jax.tree.map(np.array, jax.device_get(state))
+                for name, values in jax.device_get(observe(state)).items():
+                    rounds_seen, values_seen = seen.setdefault(name, ([], []))
+                    rounds_seen.append(until)
+                    values_seen.append(values)
+                if directory:
+                    rundir.append_metrics(directory, line)
+                    rundir.write_observations(directory, seen)
+                bar.set_postfix(
+                    {built.task.name: f"{line['before'][built.task.name + '_mean']:.4f}"}
+                )
+            else:
+                at = at._replace(seconds=at.seconds + time.perf_counter() - began)
+            bar.update(rounds)
+            every = one.checkpoint_every or one.eval_every
+            stopping = stop.asked > 0 and until < built.phases[-1].end
+            due = (until - phase.begin) % every == 0 or until == phase.end
+            if store and (due or stopping):
+                saved = {"state": state} if best is None else {"state": state, "best": best}
+                store.save(until, saved, at._asdict() | {"ledger": at.ledger._asdict()})
+        if stopping:
+            raise Stopped(until, stop.asked)
     return at, state, best
 
 

@@ -1,0 +1,68 @@
+"""Ctrl-C and SIGTERM: a first one lets what is being computed be saved, a second one ends at once.
+
+A command uses this; whoever calls the library from Python or a notebook keeps what Python does.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and everything up to `round` is saved."""
+
+    def __init__(self, round: int, code: int) -> None:
+        super().__init__(f"stopped at round {round}; the same command goes on from there")
+        self.round, self.code = round, code
+
+
+class Stop:
+    """Whether to stop; nobody asks, unless `on_signals` listens."""
+
+    def __init__(self) -> None:
+        self.asked = 0  # with which exit status
+        self._busy = threading.Lock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is done here is done to its end; elsewhere a signal ends the process at once."""
+        with self._busy:
+            yield
+
+    def _wait_for_signals(self, read: socket.socket) -> None:
+        """In a thread of its own, because Python runs no handler while XLA compiles."""
+        while number := read.recv(1):
+            code = 128 + number[0]
+            if self.asked or self._busy.acquire(blocking=False):
+                print("stopped; the same command goes on from what is saved", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(code)
+            self.asked = code
+            print("stopping when this call is saved; once more ends at once", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def on_signals() -> Iterator[Stop]:
+    """Listen, in the main thread."""
+    stop = Stop()
+    read, write = socket.socketpair()
+    write.setblocking(False)
+    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+    signal.set_wakeup_fd(write.fileno())
+    listener = threading.Thread(target=stop._wait_for_signals, args=(read,), daemon=True)
+    listener.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        write.close()
+        listener.join()
+        read.close()
