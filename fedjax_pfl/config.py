@@ -283,13 +283,21 @@ def _check_types(config: ConfigDict, like: ConfigDict, where: str) -> None:
             raise UsageError(f"{where}{key} is {value!r}; it must be numbers as in {wanted!r}")
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The settings in which two resolved configurations differ and that a resumption keeps."""
-    found = []
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], known: Mapping[str, Any] | None = None
+) -> list[str]:
+    """The settings in which two resolved configurations differ and that a resumption keeps.
+
+    A setting that there was not yet when the old run began is at its default there.
+    """
+    found, known = [], default().to_dict() if known is None else known
     for key in sorted({*old, *new} - NEUTRAL_KEYS):
-        there, here = old.get(key), new.get(key)
+        usual = known.get(key)
+        usual = list(usual) if isinstance(usual, tuple) else usual
+        there, here = old.get(key, usual), new.get(key)
         if isinstance(there, Mapping) and isinstance(here, Mapping):
-            found += [f"{key}.{line}" for line in differences(there, here)]
+            inner = usual if isinstance(usual, Mapping) else {}
+            found += [f"{key}.{line}" for line in differences(there, here, inner)]
         elif there != here:
             found.append(f"{key} ({there!r} there, {here!r} here)")
     return found

@@ -290,6 +290,10 @@ def test_resolved_holds_what_is_used_and_is_json():
 def test_differences_name_the_settings_that_a_resumption_keeps():
     old = config.resolved(checked({}))
     assert config.differences(old, old) == []
+    now = json.loads(json.dumps(old))
+    younger = {k: v for k, v in now.items() if k not in ("keep_head", "groups")}
+    assert config.differences(younger, now) == []  # settings that came later, at their defaults
+    assert "keep_head (False there" in config.differences(younger, {**now, "keep_head": True})[0]
     new = {**old, "seed": 3, "data_dir": "x", "chunk": 4, "devices": 1, "checkpoint_every": 2}
     (line,) = config.differences(old, new)
     assert re.fullmatch(r"seed \(0 there, 3 here\)", line)
