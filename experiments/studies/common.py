@@ -24,6 +24,7 @@ DATASET = flags.DEFINE_string("dataset", "mnist", "Dataset.")
 ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2)
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
+METHODS = flags.DEFINE_list("methods", [], "Rows of a table to run. Default: all.")
 
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 

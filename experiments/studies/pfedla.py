@@ -25,14 +25,22 @@ from scipy.stats import spearmanr
 
 from experiments.configs import pfedla as presets
 from experiments.studies import common
-from experiments.studies.common import DATASET, ROUNDS, SEEDS, accuracy, mean_std, plateau, run
+from experiments.studies.common import (
+    DATASET,
+    METHODS,
+    ROUNDS,
+    SEEDS,
+    accuracy,
+    mean_std,
+    plateau,
+    run,
+)
 from fedjax_pfl import runner, trees
 from fedjax_pfl.config import ALGORITHMS
 from fedjax_pfl.errors import UsageError
 
 PUBLISHED = Path(__file__).parents[1] / "papers" / "pfedla.json"
 CLIENTS = flags.DEFINE_enum("clients", "10", ["10", "100"], "Clients, in the tables.")
-METHODS = flags.DEFINE_list("methods", [], "Rows of a table to run. Default: all.")
 # What a row of the tables changes besides the algorithm.
 CHANGES: dict[str, dict[str, Any]] = {
     "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1}},
