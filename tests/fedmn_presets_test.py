@@ -3,9 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments.configs import fedmn
+from experiments.studies import fedmn as studies
 from fedjax_pfl import config
 from fedjax_pfl.config import ALGORITHMS
 
@@ -65,3 +67,14 @@ def test_the_published_table_is_whole():
     best = {dataset: max(rows, key=lambda row: rows[row][dataset]) for dataset in fedmn.TESTBED}
     assert set(best.values()) == {"fedmn"}
     assert rows["fedmn"]["femnist"] == 82.2
+
+
+def test_the_arithmetic_of_the_studies():
+    """The layouts that the paper lists for 8 blocks, and how groups are compared."""
+    assert studies.layouts(8) == [(1, 2, 5), (1, 3, 4), (1, 4, 3), (1, 5, 2)]
+    true = np.array([0, 0, 1, 1, 2, 2])
+    pi = np.repeat([[0.1, 0.2], [0.1, 0.3], [0.2, 0.2]], 2, 0)
+    assert studies.grouped(pi, true) == pytest.approx(1)
+    assert studies.grouped(pi, np.array([0, 1, 2, 0, 1, 2])) < 0.2
+    opened = studies.served(np.array([[0.6, 0.1, 0.7], [0.2, 0.3, 0.4]]), (1, 1, 1))
+    np.testing.assert_array_equal(opened, [[True] * 3, [True] * 3])  # one path is kept

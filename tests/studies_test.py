@@ -31,10 +31,10 @@ def test_mean_and_deviation_over_seeds():
 
 
 def test_cells():
-    assert pfedla._cell(None) == "-"
-    assert pfedla._cell([59.44, 0.4]) == "59.44 ± 0.40"
-    assert pfedla._cell({"mean": 1.0, "std": None, "seeds": 1}) == "1.00"
-    assert pfedla._cell("not run") == "not run"
+    assert common.cell(None) == "-"
+    assert common.cell([59.44, 0.4]) == "59.44 ± 0.40"
+    assert common.cell({"mean": 1.0, "std": None, "seeds": 1}) == "1.00"
+    assert common.cell("not run") == "not run"
 
 
 def test_published_tables_are_whole():

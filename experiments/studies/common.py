@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ METHODS = flags.DEFINE_list("methods", [], "Rows of a table to run. Default: all
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
 
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
 
@@ -68,6 +69,56 @@ def plateau(result: runner.Result) -> str:
         return "too short to tell"
     last, earlier = np.mean(curve[-quarter:]), np.mean(curve[-2 * quarter : -quarter])
     return "plateau" if abs(last - earlier) <= 0.5 else "not converged"
+
+
+def runs(config: ConfigDict, name: str) -> list[runner.Result]:
+    """One run per seed, of as many rounds as the configuration says."""
+    each = [config.copy_and_resolve_references() for _ in range(SEEDS.value)]
+    return [run(one, name, seed, config.rounds) for seed, one in enumerate(each)]
+
+
+def moved(result: runner.Result) -> int:
+    """Bytes, both directions."""
+    return result.ledger.total_down + result.ledger.total_up
+
+
+def chosen(rows: Collection[str]) -> list[str]:
+    """The rows of a table that --methods asks for."""
+    if unknown := set(METHODS.value) - set(rows):
+        raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
+    return METHODS.value or list(rows)
+
+
+def cell(value: Any) -> str:
+    """A mean and its deviation, or whatever else stands in a table."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        value = (value["mean"], value["std"])
+    if value is None:
+        return "-"
+    mean, std = (value, None) if isinstance(value, float | int) else value
+    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+
+
+def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> Figure:
+    """Groups of bars with whiskers: {row: {series: mean and deviation}}."""
+    series = list(dict.fromkeys(name for row in rows.values() for name in row))
+    figure = Figure(figsize=(max(4.5, 1.1 * len(rows)), 3.6), layout="constrained")
+    axis, width = figure.subplots(), 0.8 / len(series)
+    for k, (name, colour) in enumerate(zip(series, COLOURS, strict=False)):
+        there = [(i, row[name]) for i, row in enumerate(rows.values()) if name in row]
+        at = [i + (k - (len(series) - 1) / 2) * width for i, _ in there]
+        heights = [value["mean"] for _, value in there]
+        spread = [value["std"] for _, value in there]
+        whiskers = None if None in spread else spread  # of one seed there is no deviation
+        drawn = axis.bar(at, heights, width, yerr=whiskers, capsize=3, color=colour, label=name)
+        axis.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
+    axis.set_xticks(range(len(rows)), list(rows), rotation=30 if len(rows) > 4 else 0)
+    axis.set_ylabel(label)
+    if len(series) > 1:
+        figure.legend(frameon=False, ncols=len(series), loc="outside upper center")
+    return figure
 
 
 def main(studies: dict[str, Study], argv: Sequence[str]) -> None:

@@ -30,9 +30,8 @@ from sklearn.metrics import adjusted_rand_score
 
 from experiments.configs import factorized_fl as presets
 from experiments.studies import common, factorized_distance
-from experiments.studies.common import CLIENTS, DATASET, METHODS, SEEDS, accuracy, mean_std, plateau
+from experiments.studies.common import CLIENTS, DATASET, accuracy, mean_std, plateau
 from fedjax_pfl import runner, trees
-from fedjax_pfl.errors import UsageError
 from fedjax_pfl.nets.factorized import collect_mu
 
 PUBLISHED = Path(__file__).parents[1] / "papers" / "factorized_fl.json"
@@ -62,27 +61,18 @@ def config(*words: str, **own: Any) -> ConfigDict:
 
 def runs(made: ConfigDict, name: str) -> list[runner.Result]:
     """One run per seed."""
-    stem = f"{name}-{SETTING.value}-n{CLIENTS.value}"
-    return [
-        common.run(made.copy_and_resolve_references(), stem, seed) for seed in range(SEEDS.value)
-    ]
+    made.rounds = common.ROUNDS.value
+    return common.runs(made, f"{name}-{SETTING.value}-n{CLIENTS.value}")
 
 
 def numbers(results: list[runner.Result]) -> dict[str, Any]:
     """What a row shows."""
-    moved = [(r.ledger.total_down + r.ledger.total_up) / 1e9 for r in results]
     return {
         "after": mean_std([accuracy(r, "after") for r in results]),
         "before": mean_std([accuracy(r) for r in results]),
-        "gigabytes": mean_std(moved),
+        "gigabytes": mean_std([common.moved(r) / 1e9 for r in results]),
         "curve": [plateau(r) for r in results],
     }
-
-
-def _chosen() -> list[str]:
-    if unknown := set(METHODS.value) - set(ROWS):
-        raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
-    return METHODS.value or list(ROWS)
 
 
 def _method(name: str) -> list[runner.Result]:
@@ -108,29 +98,18 @@ def table1() -> tuple[dict[str, Any], Figure]:
     found: dict[str, Any] = {
         name: {"published": published(name), "ours": "not run"} for name in ROWS
     }
-    for name in _chosen():
+    for name in common.chosen(ROWS):
         found[name]["ours"] = numbers(_method(name))
     print(f"{'method':<14}{'published':>16}{'ours':>16}{'before':>16}{'GB, theirs':>12}{'ours':>9}")
     for name, row in found.items():
         ours, theirs = row["ours"], row["published"]
-        texts = [_text(theirs["after"]), "not run", "", _text(theirs["gigabytes"]), ""]
+        texts = [common.cell(theirs["after"]), "not run", "", common.cell(theirs["gigabytes"]), ""]
         if not isinstance(ours, str):
-            texts[1:3] = [_text(ours["after"]), _text(ours["before"])]
+            texts[1:3] = [common.cell(ours["after"]), common.cell(ours["before"])]
             texts[4] = f"{ours['gigabytes']['mean']:.2f}"
         print(f"{name:<14}{texts[0]:>16}{texts[1]:>16}{texts[2]:>16}{texts[3]:>12}{texts[4]:>9}")
     there = {name: row["ours"] for name, row in found.items() if not isinstance(row["ours"], str)}
-    return found, bars({name: row["after"] for name, row in there.items()})
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = (value["mean"], value["std"])
-    if value is None:
-        return "-"
-    if isinstance(value, float | int):
-        return f"{value:.2f}"
-    mean, std = value
-    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
+    return found, _bars(there)
 
 
 def figure6() -> tuple[dict[str, Any], Figure]:
@@ -138,7 +117,7 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     found: dict[str, Any] = {}
-    for name in _chosen():
+    for name in common.chosen(ROWS):
         results = _method(name)
         curve = 100 * np.mean(
             [[m["after"]["accuracy_mean"] for m in r.metrics] for r in results], 0
@@ -159,22 +138,14 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     return found, figure
 
 
-def bars(values: Mapping[str, Any], label: str = "accuracy after local training (%)") -> Figure:
-    """A bar for each mean, with its deviation."""
-    figure = Figure(figsize=(max(5, 0.9 * len(values)), 3.6), layout="constrained")
-    axis = figure.subplots()
-    means = [v["mean"] for v in values.values()]
-    axis.bar(range(len(means)), means, yerr=[v["std"] or 0 for v in values.values()], capsize=3)
-    axis.set_xticks(range(len(means)), list(values), rotation=30, ha="right")
-    axis.set(ylabel=label, ylim=(max(0, min(means) - 10), min(100, max(means) + 5)))
-    for x, mean in enumerate(means):
-        axis.annotate(f"{mean:.1f}", (x, mean), ha="center", va="bottom", fontsize=8)
-    return figure
+def _bars(rows: Mapping[str, Any]) -> Figure:
+    after = {name: {"after": row["after"]} for name, row in rows.items()}
+    return common.bars(after, "accuracy after local training (%)")
 
 
 def _compare(study: str, variants: Mapping[str, ConfigDict]) -> tuple[dict[str, Any], Figure]:
     found = {name: numbers(runs(made, f"{study}-{name}")) for name, made in variants.items()}
-    return found, bars({name: row["after"] for name, row in found.items()})
+    return found, _bars(found)
 
 
 def components() -> tuple[dict[str, Any], Figure]:

@@ -19,7 +19,6 @@ fixed    learned embeddings against class shares (appendix C.5)
 """
 
 import json
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,21 +40,12 @@ from fedjax_pfl.errors import UsageError
 from fedjax_pfl.task import classification
 
 PUBLISHED = Path(__file__).parents[1] / "papers" / "pfedhn.json"
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")
 
 
 def _config(*words: str, **changes: Any) -> ConfigDict:
     config = presets.get_config("-".join([DATASET.value, *words, f"steps{ROUNDS.value}"]))
     config.update(changes)
     return config
-
-
-def _runs(config: ConfigDict, name: str) -> list[runner.Result]:
-    """One run per seed."""
-    return [
-        common.run(config.copy_and_resolve_references(), name, seed, config.rounds)
-        for seed in range(SEEDS.value)
-    ]
 
 
 def _best(result: runner.Result, key: str = "accuracy_mean") -> float:
@@ -74,39 +64,28 @@ def _numbers(results: list[runner.Result]) -> dict[str, Any]:
     }
 
 
-def _show(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = (value["mean"], value["std"])
-    if value is None:
-        return "-"
-    mean, std = value
-    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
-
-
-def _chosen(rows: Mapping[str, Any]) -> list[str]:
-    if unknown := set(METHODS.value) - set(rows):
-        raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
-    return METHODS.value or list(rows)
-
-
 def _table(name: str) -> tuple[dict[str, Any], Figure]:
     """Ours beside the published numbers."""
     rows = json.loads(PUBLISHED.read_text())[name]["rows"]
     found: dict[str, Any] = {}
-    for method in _chosen(rows):
-        results = _runs(_config(f"n{CLIENTS.value}", method), f"{name}-n{CLIENTS.value}-{method}")
+    for method in common.chosen(rows):
+        results = common.runs(
+            _config(f"n{CLIENTS.value}", method), f"{name}-n{CLIENTS.value}-{method}"
+        )
         column = f"{DATASET.value}-n{CLIENTS.value}"
         found[method] = {"published": rows[method].get(column), "ours": _numbers(results)}
     print(f"{'method':<12}{'published':>16}{'ours, best':>16}{'ours, last':>16}  curves")
     for method, row in found.items():
-        texts = [_show(v) for v in (row["published"], row["ours"]["best"], row["ours"]["last"])]
+        texts = [
+            common.cell(v) for v in (row["published"], row["ours"]["best"], row["ours"]["last"])
+        ]
         curves = ", ".join(sorted(set(row["ours"]["curve"])))
         print(f"{method:<12}{texts[0]:>16}{texts[1]:>16}{texts[2]:>16}  {curves}")
     bars = {method: {"ours": row["ours"]["best"]} for method, row in found.items()}
     for method, row in found.items():
         if row["published"] is not None:
             bars[method]["published"] = {"mean": row["published"][0], "std": row["published"][1]}
-    return found, _bars(bars)
+    return found, common.bars(bars)
 
 
 def table2() -> tuple[dict[str, Any], Figure]:
@@ -114,11 +93,11 @@ def table2() -> tuple[dict[str, Any], Figure]:
     rows = json.loads(PUBLISHED.read_text())["table2"]["rows"]
     clients, cohort = (12, 3) if DATASET.value == "digits" else (75, 15)
     found: dict[str, Any] = {}
-    for method in _chosen(rows):
+    for method in common.chosen(rows):
         config = _config("sizes", f"n{clients}", method)
         if method != "pfedhn":
             config.clients_per_round = cohort
-        results = _runs(config, f"table2-{method}")
+        results = common.runs(config, f"table2-{method}")
         found[method] = {}
         for g, size in enumerate("SML"):
             values = [
@@ -128,9 +107,11 @@ def table2() -> tuple[dict[str, Any], Figure]:
             published = rows[method].get(f"{DATASET.value}-{size}")
             found[method][size] = {"published": published, "ours": mean_std(values)}
     for method, row in found.items():
-        texts = [f"{_show(c['published'])} | {_show(c['ours'])}" for c in row.values()]
+        texts = [f"{common.cell(c['published'])} | {common.cell(c['ours'])}" for c in row.values()]
         print(f"{method:<12}" + "".join(f"{text:>32}" for text in texts))
-    return found, _bars({m: {s: c["ours"] for s, c in row.items()} for m, row in found.items()})
+    return found, common.bars(
+        {m: {s: c["ours"] for s, c in row.items()} for m, row in found.items()}
+    )
 
 
 def table4() -> tuple[dict[str, Any], Figure]:
@@ -138,8 +119,8 @@ def table4() -> tuple[dict[str, Any], Figure]:
     found = {}
     for name, on in (("plain", False), ("spectral", True)):
         config = _config(f"n{CLIENTS.value}", pfedhn={"spectral_norm": on})
-        found[name] = _numbers(_runs(config, f"table4-n{CLIENTS.value}-{name}"))
-    return found, _bars({name: {"best": row["best"]} for name, row in found.items()})
+        found[name] = _numbers(common.runs(config, f"table4-n{CLIENTS.value}-{name}"))
+    return found, common.bars({name: {"best": row["best"]} for name, row in found.items()})
 
 
 def total_variation(counts: np.ndarray, novel: np.ndarray) -> np.ndarray:
@@ -172,7 +153,7 @@ def novel() -> tuple[dict[str, Any], Figure]:
             config.partition = "dirichlet_classes"
             config.dirichlet_classes.update(alpha=0.1, novel_alpha=alpha, equal=False)
             gaps, points = [], []
-            for result in _runs(config, f"novel{alpha:g}-{method}"):
+            for result in common.runs(config, f"novel{alpha:g}-{method}"):
                 score = np.array([100 * c[f"{when}_accuracy"] for c in result.clients])
                 new = ~result.federation.active
                 assert result.federation.class_counts is not None  # images have classes
@@ -186,7 +167,7 @@ def novel() -> tuple[dict[str, Any], Figure]:
             }
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for (method, rows), colour in zip(found.items(), COLOURS, strict=False):
+    for (method, rows), colour in zip(found.items(), common.COLOURS, strict=False):
         place = [row["total_variation"] for row in rows.values()]
         mean = [row["gap"]["mean"] for row in rows.values()]
         order = np.argsort(place)
@@ -241,7 +222,7 @@ def _spread(result: runner.Result) -> float:
 
 def figure3() -> tuple[dict[str, Any], Figure]:
     """pFedHN-PC with ten clients: bodies and heads of different clients joined."""
-    result = _runs(_config("n10", "pfedhn_pc"), "figure3")[0]
+    result = common.runs(_config("n10", "pfedhn_pc"), "figure3")[0]
     accuracy = _crossed(result)
     figure = Figure(figsize=(5.4, 4.4), layout="constrained")
     axis = figure.subplots()
@@ -268,7 +249,7 @@ def figure4() -> tuple[dict[str, Any], Figure]:
         config = _config("n20", partition="listed")
         config.listed.classes = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
         config.listed.examples = 80 if DATASET.value == "digits" else 600
-    result = _runs(config, "figure4")[0]
+    result = common.runs(config, "figure4")[0]
     assert result.federation.class_counts is not None  # images have classes
     held = result.federation.class_counts > 0
     group = np.unique(held, axis=0, return_inverse=True)[1].ravel()
@@ -292,8 +273,8 @@ def figure5() -> tuple[dict[str, Any], Figure]:
     found: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.8), layout="constrained")
     axis = figure.subplots()
-    for steps, colour in zip((1, 25, 50, 100, 200), COLOURS, strict=True):
-        results = _runs(_config(f"n{CLIENTS.value}", local_steps=steps), f"figure5-{steps}")
+    for steps, colour in zip((1, 25, 50, 100, 200), common.COLOURS, strict=True):
+        results = common.runs(_config(f"n{CLIENTS.value}", local_steps=steps), f"figure5-{steps}")
         found[str(steps)] = _numbers(results)
         curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
         rounds = [m["round"] for m in results[0].metrics]
@@ -313,7 +294,7 @@ def figure6() -> tuple[dict[str, Any], Figure]:
         found[name] = {}
         for value in values:
             config = _config(f"n{CLIENTS.value}", pfedhn={name: value})
-            found[name][value] = _numbers(_runs(config, f"figure6-{name}{value}"))
+            found[name][value] = _numbers(common.runs(config, f"figure6-{name}{value}"))
         best = [found[name][value]["best"] for value in values]
         spread = None if SEEDS.value == 1 else [b["std"] for b in best]
         axis.errorbar(values, [b["mean"] for b in best], spread, marker="o", capsize=4)
@@ -329,27 +310,8 @@ def fixed() -> tuple[dict[str, Any], Figure]:
     for name, own in (("trainable", {"embedding": 10}), ("fixed", {"fixed": True})):
         config = _config(f"n{clients}", partition="dirichlet_classes", pfedhn=own)
         config.dirichlet_classes.update(alpha=0.1, equal=False)
-        found[name] = _numbers(_runs(config, f"fixed-{name}"))
-    return found, _bars({name: {"best": row["best"]} for name, row in found.items()})
-
-
-def _bars(rows: dict[str, dict[str, Any]]) -> Figure:
-    """Groups of bars with whiskers: {row: {series: mean and deviation}}."""
-    series = list(dict.fromkeys(name for row in rows.values() for name in row))
-    figure = Figure(figsize=(max(4.5, 1.1 * len(rows)), 3.6), layout="constrained")
-    axis, width = figure.subplots(), 0.8 / len(series)
-    for k, (name, colour) in enumerate(zip(series, COLOURS, strict=False)):
-        there = [(i, row[name]) for i, row in enumerate(rows.values()) if name in row]
-        at = [i + (k - (len(series) - 1) / 2) * width for i, _ in there]
-        heights = [value["mean"] for _, value in there]
-        spread = [value["std"] for _, value in there]
-        whiskers = None if None in spread else spread  # of one seed there is no deviation
-        axis.bar(at, heights, width, yerr=whiskers, capsize=3, color=colour, label=name)
-    axis.set_xticks(range(len(rows)), list(rows), rotation=30 if len(rows) > 4 else 0)
-    axis.set_ylabel("accuracy (%)")
-    if len(series) > 1:
-        figure.legend(frameon=False, ncols=len(series), loc="outside upper center")
-    return figure
+        found[name] = _numbers(common.runs(config, f"fixed-{name}"))
+    return found, common.bars({name: {"best": row["best"]} for name, row in found.items()})
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from experiments.studies import common
 from experiments.studies.common import (
     CLIENTS,
     DATASET,
-    METHODS,
     ROUNDS,
     SEEDS,
     accuracy,
@@ -37,7 +36,6 @@ from experiments.studies.common import (
 )
 from fedjax_pfl import runner, trees
 from fedjax_pfl.config import ALGORITHMS
-from fedjax_pfl.errors import UsageError
 
 PUBLISHED = Path(__file__).parents[1] / "papers" / "pfedla.json"
 # What a row of the tables changes besides the algorithm.
@@ -182,7 +180,7 @@ def table3() -> tuple[dict[str, Any], Figure]:
     found: dict[str, Any] = {}
     for k in range(4):
         results = [run(_config(10, k=k), f"table3-k{k}", seed) for seed in range(SEEDS.value)]
-        moved = [(r.ledger.total_down + r.ledger.total_up) / 2**20 for r in results]
+        moved = [common.moved(r) / 2**20 for r in results]
         found[f"k={k}"] = {
             "before": mean_std([accuracy(r) for r in results]),
             "after": mean_std([accuracy(r, "after") for r in results]),
@@ -207,7 +205,7 @@ def compression() -> tuple[dict[str, Any], Figure]:
             config = _config(10, k=1)
             config.update(changes)
             results.append(run(config, f"compression-{name}", seed))
-        moved = [(r.ledger.total_down + r.ledger.total_up) / 2**20 for r in results]
+        moved = [common.moved(r) / 2**20 for r in results]
         found[name] = {
             "before": mean_std([accuracy(r) for r in results]),
             "after": mean_std([accuracy(r, "after") for r in results]),
@@ -228,9 +226,7 @@ def _table(name: str) -> tuple[dict[str, Any], None]:
     """A table of the paper, our numbers beside its own; what was not run says so."""
     published = json.loads(PUBLISHED.read_text())[name]
     column = f"{DATASET.value}-n{CLIENTS.value}"
-    chosen = METHODS.value or list(published["rows"])
-    if unknown := set(chosen) - set(published["rows"]):
-        raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
+    chosen = common.chosen(published["rows"])
     found: dict[str, Any] = {}
     for method, cells in published["rows"].items():
         config = row(method, published["partition"], DATASET.value, CLIENTS.value)
@@ -257,20 +253,9 @@ def _table(name: str) -> tuple[dict[str, Any], None]:
         ours = shown["ours"]
         texts = [ours, ""] if isinstance(ours, str) else [ours["before"], ours["after"]]
         curves = "" if isinstance(ours, str) else ", ".join(sorted(set(ours["curve"])))
-        texts = [_cell(shown["published"]), *map(_cell, texts), f"  {curves}"]
+        texts = [common.cell(shown["published"]), *map(common.cell, texts), f"  {curves}"]
         print(f"{method:<12}{texts[0]:>15}{texts[1]:>15}{texts[2]:>15}{texts[3]}")
     return found, None
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        value = (value["mean"], value["std"])
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return "-"
-    mean, std = value
-    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
 def _against_bytes(found: dict[str, Any]) -> Figure:
