@@ -112,13 +112,13 @@ def test_compiled_equals_a_plain_loop(name: str):
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
-    """Chunks of two clients on each of two devices, the last one half empty."""
+def test_vmap_devices_and_longer_padding_do_not_matter(name: str, mesh: jax.sharding.Mesh):
+    """Chunks of two clients on each of two devices, the last one half empty; nine rows more."""
     data, federation = tiny.federated()
     spread = make_rounds(
         algorithm(name), TASK, federation, cohort=6, calls=ROUNDS, chunk=2, mesh=mesh
     )
-    key, there = spread.place(KEY), spread.place(data)
+    key, there = spread.place(KEY), spread.place(tiny.federated(extra=9)[0])
     t, n = spread.place(jnp.int32(0)), spread.place(jnp.int32(1))
     state, _ = spread.run(key, spread.init(key), there, t, n)
     wanted, _ = train(full(name), data, 1)
@@ -135,8 +135,6 @@ def test_padding_is_invisible(name: str):
     base, _ = train(full(name), tiny.federated()[0], 1)
     refilled, _ = train(full(name), tiny.federated(filler=11)[0], 1)
     chex.assert_trees_all_equal(base, refilled)
-    wider, _ = train(full(name), tiny.federated(extra=9)[0], 1)
-    chex.assert_trees_all_close(base, wider, rtol=1e-6, atol=1e-6)
 
 
 def test_calls_do_not_matter_and_compile_once(name: str):
