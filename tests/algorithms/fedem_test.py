@@ -16,7 +16,7 @@ from fedjax_pfl.errors import UsageError
 from fedjax_pfl.rounds import make_rounds
 from fedjax_pfl.task import regression
 from tests import cases, tiny
-from tests.algorithms.served import KEY, after_rounds
+from tests.algorithms.served import KEY, trained
 
 
 class Softmax(nn.Module):
@@ -89,20 +89,15 @@ def make(components=2, **changes):
 def test_one_component_is_fedavg():
     federation = tiny.federated()[1]
     average = algorithms.fedavg(tiny.Net(), cases.TASK, cases.training(), federation)
-    first = average.init(KEY).server
-    one = make(1)
-    same = lambda init: (
-        lambda key, start=None: init(key, start)._replace(
-            server=jax.tree.map(lambda leaf: leaf[None], first)
-        )
-    )
-    got, log = after_rounds(one._replace(init=same(one.init)), 2)
-    begun = lambda key, start=None: average.init(key, start)._replace(server=first)
-    wanted, other = after_rounds(average._replace(init=begun), 2)
+    one, state = make(1), average.init(KEY)
+    begun = one.init(KEY)._replace(server=jax.tree.map(lambda leaf: leaf[None], state.server))
+    upload, mixture, client, metrics = trained(one, begun, 3)
+    wanted, _, kept, other = trained(average, state, 3)
     close = partial(chex.assert_trees_all_close, rtol=1e-5, atol=1e-6)
-    close(trees.row(got.server, 0), wanted.server)
-    close(log.metrics["loss"], other.metrics["loss"])
-    np.testing.assert_array_equal(got.clients.pi, np.ones((6, 1)))
+    close(trees.row(upload, 0), wanted)
+    close(trees.row(client.momentum, 0), kept)
+    close(metrics["loss"], other["loss"])
+    np.testing.assert_array_equal(mixture["pi"], [1.0])
 
 
 def test_a_novel_client_weighs_by_its_own_examples():
