@@ -114,7 +114,7 @@ def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> 
         whiskers = None if None in spread else spread  # of one seed there is no deviation
         drawn = axis.bar(at, heights, width, yerr=whiskers, capsize=3, color=colour, label=name)
         axis.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
-    turned = {"rotation": 30, "ha": "right"} if len(rows) > 4 else {}
+    turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(rows) > 4 else {}
     axis.set_xticks(range(len(rows)), list(rows), **turned)
     axis.set_ylabel(label)
     axis.margins(y=0.1)
