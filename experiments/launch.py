@@ -71,8 +71,16 @@ def fail(error: Exception) -> None:
 def prepare_devices() -> None:
     """One device per core on a CPU: clients are spread over devices. Before JAX starts, quietly."""
     logging.set_verbosity(logging.WARNING)
+    keep_programs()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+
+
+def keep_programs() -> None:
+    """What was compiled once is there for later runs: JAX_COMPILATION_CACHE_DIR, or ~/.cache."""
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "fedjax_pfl"))
 
 
 def _describe(name: str) -> None:
