@@ -78,7 +78,7 @@ def prepare_devices() -> None:
 
 def keep_programs() -> None:
     """What was compiled once is there for later runs: JAX_COMPILATION_CACHE_DIR, or ~/.cache."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(cache / "fedjax_pfl"))
 
