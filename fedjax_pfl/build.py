@@ -130,12 +130,12 @@ def _algorithm(
     else:
         made = (factory(m, task, training, within(g), **own) for g, m in enumerate(models))
         algorithm = by_group(tuple(made))
-    if one.keep_head:
-        algorithm = at_home(algorithm, models[0], federation, {models[0].head})
-    if one.upload_bits is None and one.upload_top_k is None:
-        return algorithm
     # One example on the device tells the shapes as well as all of them.
     few = jax.tree.map(jnp.asarray, arrays._replace(x=arrays.x[:1], y=arrays.y[:1]))
+    if one.keep_head:
+        algorithm = at_home(algorithm, models[0], federation, few, {models[0].head})
+    if one.upload_bits is None and one.upload_top_k is None:
+        return algorithm
     return compress.compressed(
         algorithm, federation, few, bits=one.upload_bits, top_k=one.upload_top_k
     )

@@ -38,29 +38,36 @@ class Stop:
     def _wait_for_signals(self, read: socket.socket) -> None:
         """In a thread of its own, because Python runs no handler while XLA compiles."""
         while number := read.recv(1):
+            if number[0] not in SIGNALS:
+                continue
             code = 128 + number[0]
             if self.asked or self._busy.acquire(blocking=False):
-                print("stopped; the same command goes on from what is saved", file=sys.stderr)
-                sys.stderr.flush()
+                _say("stopped; the same command goes on from what is saved")
                 os._exit(code)
             self.asked = code
-            print("stopping when this call is saved; once more ends at once", file=sys.stderr)
+            _say("stopping when this call is saved; once more ends at once")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def on_signals() -> Iterator[Stop]:
-    """Listen, in the main thread."""
+    """Listen, in the main thread, to those of the two that are not ignored."""
     stop = Stop()
     read, write = socket.socketpair()
     write.setblocking(False)
-    before = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-    signal.set_wakeup_fd(write.fileno())
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
+    wakeup = signal.set_wakeup_fd(write.fileno())
     listener = threading.Thread(target=stop._wait_for_signals, args=(read,), daemon=True)
     listener.start()
     try:
         yield stop
     finally:
-        signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
         write.close()

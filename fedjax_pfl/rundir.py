@@ -5,6 +5,7 @@ import csv
 import fcntl
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,23 +23,41 @@ Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds,
 def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     """The directory as this run's own, for so long, or UsageError where it is another's."""
     try:
-        held = os.open(_claim(directory, directory / "config.json", config), os.O_RDONLY)
+        if directory.is_file():
+            raise UsageError(f"{directory} is not empty and holds no run; choose another --workdir")
+        directory.mkdir(parents=True, exist_ok=True)
+        held = os.open(directory, os.O_RDONLY)
     except OSError as error:
-        raise UsageError(f"{directory} cannot be used ({error.strerror})") from None
+        raise _unusable(directory, error) from None
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a process that dies gives it back
-    except BlockingIOError:
-        os.close(held)
-        raise UsageError(
-            f"{directory} is in use by another process; wait for it or choose another --workdir"
-        ) from None
-    try:
+        _lock(directory, held)
+        try:
+            _claim(directory, directory / "config.json", config)
+        except OSError as error:
+            raise _unusable(directory, error) from None
         yield directory
     finally:
         os.close(held)
 
 
-def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> Path:
+def _unusable(directory: Path, error: OSError) -> UsageError:
+    return UsageError(f"{directory} cannot be used ({error.strerror})")
+
+
+def _lock(directory: Path, held: int) -> None:
+    """A process that dies, in whatever way, gives it back."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{directory} is in use by another process; wait for it or choose another --workdir"
+        ) from None
+    except OSError as error:  # some network file systems know no such lock
+        line = f"{directory} cannot be locked ({error.strerror}); start no other run in it"
+        print(line, file=sys.stderr)
+
+
+def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> None:
     if known.exists():
         try:
             there = dict(json.loads(known.read_text()))
@@ -51,15 +70,11 @@ def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> Path:
             )
         if not os.access(directory, os.W_OK):
             raise UsageError(f"{directory} cannot be written; choose another --workdir")
-        return directory
-    if directory.exists():
-        # A run that was killed before anything else leaves the first file half written.
-        others = directory.is_dir() and {p.name for p in directory.iterdir()} - {_part(known).name}
-        if others or not directory.is_dir():
-            raise UsageError(f"{directory} is not empty and holds no run; choose another --workdir")
-    directory.mkdir(parents=True, exist_ok=True)
+        return
+    # A run that was killed before anything else leaves the first file half written.
+    if {p.name for p in directory.iterdir()} - {_part(known).name}:
+        raise UsageError(f"{directory} is not empty and holds no run; choose another --workdir")
     write_json(known, config)
-    return directory
 
 
 def _part(path: Path) -> Path:

@@ -191,13 +191,15 @@ def _one_phase(
                 at = at._replace(seconds=at.seconds + time.perf_counter() - began)
             bar.update(rounds)
             every = one.checkpoint_every or one.eval_every
-            stopping = stop.asked > 0 and until < built.phases[-1].end
             due = (until - phase.begin) % every == 0 or until == phase.end
-            if store and (due or stopping):
-                saved = {"state": state} if best is None else {"state": state, "best": best}
+            saved = {"state": state} if best is None else {"state": state, "best": best}
+            if store and due:
+                store.save(until, saved, at._asdict() | {"ledger": at.ledger._asdict()})
+            stopping = stop.asked if until < built.phases[-1].end else 0
+            if store and stopping and not due:
                 store.save(until, saved, at._asdict() | {"ledger": at.ledger._asdict()})
         if stopping:
-            raise Stopped(until, stop.asked)
+            raise Stopped(until, stopping)
     return at, state, best
 
 

@@ -13,13 +13,13 @@ from fedjax_pfl.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, served
 
-FEDERATION = tiny.federated()[1]
+DATA, FEDERATION = tiny.federated()
 HEAD = 4 * (tiny.HIDDEN + 1) * tiny.CLASSES
 
 
 def kept(name, **changes):
     made = cases.make(name, FEDERATION, **changes)
-    return at_home(made, tiny.Net(), FEDERATION, {"fc2"})
+    return at_home(made, tiny.Net(), FEDERATION, DATA, {"fc2"})
 
 
 def test_fedavg_without_its_head_is_fedper():
@@ -59,10 +59,10 @@ def test_no_head_leaves_its_client(name):
         np.testing.assert_allclose(model["params"]["fc2"]["kernel"], own[2], rtol=1e-5)
 
 
-def test_what_is_not_shared_anyway_is_as_it_was():
-    state, _ = after_rounds(kept("local"), 2)
-    alone, _ = after_rounds(cases.make("local", FEDERATION), 2)
-    chex.assert_trees_all_equal(state.clients.method, alone.clients)
+@pytest.mark.parametrize("name", ["local", "fedper", "fedrep", "pfedhn_pc"])
+def test_what_is_not_shared_anyway_is_as_it_was(name):
+    made = cases.make(name, FEDERATION)
+    assert at_home(made, tiny.Net(), FEDERATION, DATA, {"fc2"}) is made
 
 
 def test_own_layers_reach_every_model_in_a_tree():
@@ -90,4 +90,21 @@ def test_a_later_phase_goes_on_with_the_heads():
 def test_groups_are_refused():
     both = by_group((cases.make("fedavg", FEDERATION), cases.make("fedavg", FEDERATION)))
     with pytest.raises(UsageError, match="without groups"):
-        at_home(both, tiny.Net(), FEDERATION, {"fc2"})
+        at_home(both, tiny.Net(), FEDERATION, DATA, {"fc2"})
+
+
+@pytest.mark.parametrize("name", ["pfedhn", "fedem", "fedmn"])
+def test_methods_without_one_shared_model_are_refused(name):
+    with pytest.raises(UsageError, match="leave it off"):
+        kept(name)
+
+
+def test_fedfomos_last_start_has_the_clients_own_head():
+    made = kept("fedfomo")
+    state, _ = after_rounds(made, 2)
+    own = jax.tree.map(lambda leaf: leaf + 7.0, state.clients.own)
+    moved = with_own(state.clients.method, own, 0)
+    np.testing.assert_array_equal(
+        moved.start["params"]["fc2"]["kernel"], own["params"]["fc2"]["kernel"]
+    )
+    chex.assert_trees_all_equal(moved.momentum, state.clients.method.momentum)

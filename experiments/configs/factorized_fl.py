@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from experiments import presets
 from fedjax_pfl import config as configuration
 
-# τ, ε and the least number of candidates.
+# τ, ε and the least number of candidates among 20 clients.
 _MATCHING: dict[str, dict[str, Any]] = {
     "plain": {"tau": 0.0, "scale": 1.0, "minimum": 20},
     "permuted": {"tau": 0.0, "scale": 1.0, "minimum": 10},
@@ -71,7 +71,11 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     kind = "permuted" if config.permute_labels and kind == "plain" else kind
     config.keep_head = kind != "plain"
     config.factorized_fl.update(_MATCHING[kind])
-    config.factorized_fl.minimum = min(config.factorized_fl.minimum, config.clients)
+    least = _MATCHING[kind]["minimum"] * config.clients / 20
+    config.factorized_fl.minimum = max(1, round(least))
+    # Bills as in the paper: 50 uploads and 49 downloads, and a pFedPara of 7.4 GB.
+    config.count_initial_download = False
+    config.pfedpara.gamma = 0.8
     if kind == "domains":
         config.rounds = 100
     return config

@@ -15,8 +15,11 @@ Entries of μ under λ are pruned for evaluation, and where μ travels they do n
 direction. The head is mixed with the rest; BatchNorm's statistics, and in alpha all but u and the
 head, stay with the client. Of v* alpha uploads the one that the server needs, and gets none back.
 
-Deviations: the L1 term has a gradient, which it has not in the authors' code. Models of clients
-that were not sampled are mixed as they were last uploaded.
+Deviations: (5) has a plain sum in place of Σ ω_i u_i, and leaves open whether a score under τ is 0
+or left out; here it is left out. The head is mixed too, as in the authors' code. The L1 term has a
+gradient, which it has not there. What is pruned when μ travels is gone, so that entries that move
+less than λ in a round start over. Clients that were not sampled are mixed as they last uploaded;
+random and worst peers are weighed by ω as well.
 """
 
 from functools import partial
@@ -80,6 +83,8 @@ def factorized_fl(
         if value not in words:
             raise UsageError(f"factorized_fl.{name} is {value!r}; choose {', '.join(words)}")
     net = Factorized(model, federation.input_shape, rank, layout, bias)
+    if not net.factorized:
+        raise UsageError("factorized_fl leaves the last layer whole, and this network has no other")
     n, last, active = federation.clients, net.factorized[-1], jnp.asarray(federation.active)
     counts = jnp.asarray(federation.counts, jnp.float32)
     is_star = lambda layer, leaf: (layer, leaf) == (last, "v")
@@ -106,17 +111,19 @@ def factorized_fl(
         return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        if start is not None:
-            if not isinstance(start.clients, Client):
-                raise UsageError("factorized_fl starts from factors, and an earlier phase of "
-                                 "another method has none; put it first")  # fmt: skip
-            return start
         variables = common.initial(net, federation, key, None)
         params, rest = local.split_variables(variables)
         uploaded, own = trees.divide({"params": params}, travels)
         momentum = common.kept(training, params, federation)
         home = Client(trees.repeat({**own, **rest}, n), momentum)
-        return State((), trees.repeat(uploaded, n), home)
+        fresh = State((), trees.repeat(uploaded, n), home)
+        if start is None:
+            return fresh
+        parts = lambda state: (state.rows, state.clients.own)
+        if not isinstance(start.clients, Client) or not trees.alike(parts(start), parts(fresh)):
+            raise UsageError("factorized_fl starts from factors of the same settings, and the "
+                             "earlier phase has none; put it first")  # fmt: skip
+        return State((), start.rows, Client(start.clients.own, momentum))
 
     def send(server: PyTree, rows: PyTree, i: Any, t: Any, key: jax.Array) -> PyTree:
         omega = weights(rows, i, key)
@@ -188,7 +195,6 @@ def _check(federation: Federation, minimum: int, peers: int, sparsity: float, ra
         )
     if not 1 <= peers < max(active, 2):
         raise UsageError(f"factorized_fl.peers is {peers}; choose 1 to {active - 1}")
-    if sparsity < 0:
-        raise UsageError(f"factorized_fl.sparsity is {sparsity}; it must be at least 0")
-    if rank < 1:
-        raise UsageError(f"factorized_fl.rank is {rank}; it must be at least 1")
+    for name, value, least in (("sparsity", sparsity, 0), ("rank", rank, 1)):
+        if value < least:
+            raise UsageError(f"factorized_fl.{name} is {value}; it must be at least {least}")

@@ -194,9 +194,11 @@ def test_the_papers_cost_of_fedavg():
     rows = jax.eval_shape(made.init, KEY).rows
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
     bill = made.traffic(one, one)
-    u, v, head = 4 * (7 * 9 + 25), 4 * 65_536, 4 * 2570
-    assert (sum(bill.down.values()), sum(bill.up.values())) == (u + head, u + v + head)
-    assert round(20 * 50 * v / 1e9, 3) == 0.262
+    u, head = 4 * (7 * 9 + 25), 4 * 2570
+    down, up = sum(bill.down.values()), sum(bill.up.values())
+    assert down == u + head
+    assert up - down == 4 * 65_536
+    assert round(20 * 50 * (up - down) / 1e9, 3) == 0.262
 
 
 def test_batch_statistics_stay_at_home():
@@ -221,8 +223,19 @@ def test_bad_settings_are_one_line():
         with pytest.raises(UsageError, match=word):
             make(**own)
     plain = cases.make("fedavg", tiny.federated()[1]).init(KEY)
-    with pytest.raises(UsageError, match="put it first"):
-        make().init(KEY, plain)
+    for start in (plain, make(share="u").init(KEY), make(rank=2).init(KEY)):
+        with pytest.raises(UsageError, match="put it first"):
+            make().init(KEY, start)
+
+
+def test_a_later_phase_takes_factors_and_begins_its_momentum_anew():
+    kept = make(training=cases.training(keep_momentum=True))
+    state, _ = after_rounds(kept, 1)
+    for made in (kept, make()):
+        begun = made.init(KEY, state)
+        chex.assert_trees_all_equal(begun.rows, state.rows)
+        chex.assert_trees_all_equal(begun.clients.own, state.clients.own)
+        assert not any(leaf.any() for leaf in jax.tree.leaves(begun.clients.momentum))
 
 
 def test_pfedpara_shares_one_factor_and_keeps_the_other():
