@@ -6,7 +6,8 @@ python -m experiments.compare RUN RUN ... --out=FOLDER     and writes them in al
                                                            compare.png and compare.html
 
 Each RUN is a run directory. Runs that differ in their seed only are one row. The test is Wilcoxon's
-signed-rank test, two-sided, of each row against the first, over clients x seeds.
+signed-rank test, two-sided, of each row against the first, over clients x seeds; p is not corrected
+for the number of rows, nor for a client's several seeds being no independent samples.
 """
 
 import csv
@@ -255,16 +256,19 @@ def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
         for title, table in zip(("Results", "Paired tests"), tables(rows), strict=False)
     )
     runs = [
-        (_label(row) + (f", seed {run.seed}" if len(row.runs) > 1 else ""), str(run.directory))
+        [_breakable(row.label), str(run.seed), str(run.metrics[-1]["round"]), str(run.directory)]
         for row in rows
         for run in row.runs
     ]
     body = f"""{sections}
-<section class="figures">
+<section>
 <h2>Curves</h2>
 {report.figure_block(picture, image)}
 </section>
-{report.settings_block("Runs", runs)}
+<section>
+<h2>Runs</h2>
+{report.table_block("What each row is made of.", ["seed", "rounds", "directory"], runs)}
+</section>
 {report.settings_block("Settings that all have in common", shared)}"""
     many = len(rows) > 1
     return report.page(f"{len(rows)} configurations compared" if many else _label(rows[0]), facts,
@@ -272,7 +276,7 @@ def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
 
 
 def _breakable(label: str) -> str:
-    return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 40))
+    return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 28))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -280,11 +284,10 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) < 2:
         raise UsageError("name one run directory or more, such as runs/pfedla")
     rows = comparison.group([comparison.read(Path(word)) for word in argv[1:]])
+    page = None if _OUT.value is None else write(rows, Path(_OUT.value))
     print(FORMATS[_FORMAT.value][0](rows))
-    if _OUT.value is not None:
-        page = write(rows, Path(_OUT.value))
-        if _FORMAT.value == "text":  # the others are for other programs to read
-            print(f"\nPage: {page}")
+    if page is not None and _FORMAT.value == "text":  # other formats are for programs to read
+        print(f"\nPage: {page}")
 
 
 if __name__ == "__main__":

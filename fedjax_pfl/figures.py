@@ -163,7 +163,7 @@ def curves(rows: Mapping[str, Curve], name: str) -> Picture:
         for axes, x in zip(panels, (curve.rounds, curve.moved), strict=False):
             axes.plot(
                 x, curve.score, color=colour, linestyle=dash, marker="" if crowded else marker,
-                markersize=4, linewidth=1.6, label=label,
+                markersize=4, linewidth=1.6, label=label, clip_on=False, zorder=3,
             )  # fmt: skip
     for axes in map(_dressed, panels):
         axes.label_outer()
