@@ -337,18 +337,10 @@ def _legend(axes: Axes) -> None:
         key=lambda entry: next((i for i, o in enumerate(order) if entry[1].startswith(o)), 2),
     )
     axes.legend(
-        [handle for handle, _ in entries],
-        [label for _, label in entries],
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols={4: 2}.get(len(entries), 3),
-        frameon=False,
-        fontsize=9,
-        labelcolor=_INK,
-        borderaxespad=0.3,
-        handlelength=2.2,
-        columnspacing=1.4,
-    )
+        [handle for handle, _ in entries], [label for _, label in entries], loc="lower left",
+        bbox_to_anchor=(0, 1), ncols={4: 2}.get(len(entries), 3), frameon=False, fontsize=9,
+        labelcolor=_INK, borderaxespad=0.3, handlelength=2.2, columnspacing=1.4,
+    )  # fmt: skip
 
 
 def _round_axis(axes: Axes, metrics: Sequence[Record]) -> None:

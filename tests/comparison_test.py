@@ -181,6 +181,17 @@ def test_the_exact_distribution_of_five_gains(tmp_path):
     assert comparison.paired(rows[0], rows[0], "before") == (0.0, 1.0, 5)
 
 
+def test_ties_that_binary_fractions_would_break(tmp_path):
+    """Differences of .1, .1, .1, -.1 have one rank, as scores of tenths say."""
+    rows = rows_of(
+        made(tmp_path / "a", [0.8, 0.2, 0.5, 0.2], settings()),
+        made(tmp_path / "b", [0.9, 0.3, 0.6, 0.1], settings("local")),
+    )
+    found = comparison.paired(rows[1], rows[0], "before")
+    assert found[1] == wilcoxon([1, 1, 1, -1]).pvalue
+    assert found[1] != wilcoxon([0.9 - 0.8, 0.3 - 0.2, 0.6 - 0.5, 0.1 - 0.2]).pvalue
+
+
 def test_the_held_out_clients_are_paired_where_the_last_phase_is_theirs(tmp_path):
     novel = {"held_out": 1, "phases": [{}, {"participants": "held_out"}]}
     rows = rows_of(
