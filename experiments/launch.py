@@ -4,7 +4,7 @@ import ast
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -15,7 +15,7 @@ from fedjax_pfl import config as configuration
 from fedjax_pfl import interrupt, report, runner
 from fedjax_pfl.errors import UsageError
 
-_CONFIGS = Path(__file__).parent / "configs"
+CONFIGS = Path(__file__).parent / "configs"
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run directory; the same command on it resumes. Default: runs/ and the preset."
 )
@@ -50,7 +50,7 @@ def launch(name: str) -> None:
         check_keys(sys.argv[1:])
         with in_one_line():
             config = config_flags.DEFINE_config_file(
-                "config", str(_CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
+                "config", str(CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
             )
         _describe(name)
         app.run(main, flags_parser=_parse)
@@ -59,6 +59,28 @@ def launch(name: str) -> None:
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(stopped.code)
+
+
+def command(main: Callable[[Sequence[str]], None]) -> None:
+    """Run a command that has no configuration; its errors are one line too."""
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        try:
+            return flags.FLAGS(argv)
+        except flags.Error as error:
+            raise UsageError(str(error)) from None
+
+    def whole(argv: Sequence[str]) -> None:
+        main(argv)
+        sys.stdout.flush()
+
+    logging.set_verbosity(logging.WARNING)
+    try:
+        app.run(whole, flags_parser=parse)
+    except UsageError as error:
+        fail(error)
+    except BrokenPipeError:  # whoever reads, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(error: Exception) -> None:
@@ -85,10 +107,14 @@ def keep_programs() -> None:
 
 def _describe(name: str) -> None:
     """What --help shows: the presets, as the config file describes them, and all flags of ours."""
-    tree = ast.parse((_CONFIGS / f"{name}.py").read_text())
-    sys.modules["__main__"].__doc__ = f"\n{ast.get_docstring(tree)}\n"
+    sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
     for flag in ("config", "workdir", "data_dir"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
+
+
+def description(path: Path) -> str:
+    """The docstring of a config file, which is not executed."""
+    return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 
 def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

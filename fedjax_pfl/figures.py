@@ -7,6 +7,7 @@ colours apart. The background is always white, so that a figure can be printed a
 
 import itertools
 import math
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,9 @@ Record = Mapping[str, Any]  # one line of metrics.jsonl
 STAGES = {"before": "before local training", "after": "after local training"}
 _COLOUR = {"before": "#0072B2", "after": "#D55E00", "down": "#0072B2", "up": "#E69F00"}
 _MARKER = {"before": "o", "after": "s"}
+# Of rows that are compared, with as many markers and dashes: the same triple comes after 140 rows.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS, _DASHES = "osD^v", ("-", "--", "-.", ":")
 _INK = "#333333"
 _WIDTH = 7.2  # inches
 _MOST_BARS = 60  # clients: beyond, bars are too thin to read and the figure becomes a scatter
@@ -33,6 +37,14 @@ class Picture(NamedTuple):
     figure: Figure
     caption: str
     alt: str
+
+
+class Curve(NamedTuple):
+    """What one row of a comparison draws: at each evaluation, means over its seeds."""
+
+    rounds: Sequence[int]
+    moved: Sequence[float]  # bytes
+    score: Sequence[float]
 
 
 def human_bytes(n: float | None) -> str:
@@ -136,6 +148,37 @@ def _over_bytes(metrics: Sequence[Record], name: str) -> Picture | None:
     caption = f"Mean {name.replace('_', ' ')} over clients against all bytes moved up to then."
     alt = f"{_word(name)} over bytes moved. {_ends(metrics, name)}"
     return Picture(figure, caption, f"{alt} {human_bytes(moved[-1])} were moved.")
+
+
+def curves(rows: Mapping[str, Curve], name: str) -> Picture:
+    """Several configurations in one figure: the score over rounds, and over bytes if any moved."""
+    moved = any(value > 0 for curve in rows.values() for value in curve.moved)
+    wrapped = [textwrap.fill(label, 60).replace("$", r"\$") for label in rows]
+    height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
+    figure = _sheet(f"{_word(name)} before local training", _WIDTH * (1.5 if moved else 1), height)
+    panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
+    styles = zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_DASHES))
+    for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
+        crowded = len(curve.rounds) > _MOST_MARKERS
+        for axes, x in zip(panels, (curve.rounds, curve.moved), strict=False):
+            axes.plot(
+                x, curve.score, color=colour, linestyle=dash, marker="" if crowded else marker,
+                markersize=4, linewidth=1.6, label=label, clip_on=False, zorder=3,
+            )  # fmt: skip
+    for axes in map(_dressed, panels):
+        axes.label_outer()
+    _round_axis(panels[0], [{"round": r} for r in sorted({r for c in rows.values() for r in c[0]})])
+    _score_axis(panels[0], name)
+    if moved:
+        _bytes_axis(panels[1])
+        panels[1].set_xlabel("bytes moved, down and up, all clients")
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2 if moved else 1,
+        frameon=False, fontsize=9, labelcolor=_INK, handlelength=3,
+    )  # fmt: skip
+    caption = f"Mean {name.replace('_', ' ')} over clients, before local training; mean over seeds."
+    ends = [f"{label}: {show_score(name, curve.score[-1])}." for label, curve in rows.items()]
+    return Picture(figure, caption, f"{caption} At last, {' '.join(ends)}")
 
 
 def _train_loss(metrics: Sequence[Record]) -> Picture | None:
@@ -258,10 +301,18 @@ _STEPS = (1, 2, 2.5, 5, 10)  # ticks at round numbers
 
 
 def _canvas(title: str, height: float = 4.2) -> tuple[Figure, Axes]:
+    figure = _sheet(title, _WIDTH, height)
+    return figure, _dressed(figure.add_subplot())
+
+
+def _sheet(title: str, width: float, height: float) -> Figure:
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-    figure = Figure(figsize=(_WIDTH, height), layout=layout, facecolor="white")
+    figure = Figure(figsize=(width, height), layout=layout, facecolor="white")
     figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
-    axes = figure.add_subplot()
+    return figure
+
+
+def _dressed(axes: Axes) -> Axes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
     axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
@@ -269,7 +320,7 @@ def _canvas(title: str, height: float = 4.2) -> tuple[Figure, Axes]:
     axes.tick_params(colors=_INK, labelsize=9)
     axes.xaxis.label.set_color(_INK)
     axes.yaxis.label.set_color(_INK)
-    return figure, axes
+    return axes
 
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
@@ -286,18 +337,10 @@ def _legend(axes: Axes) -> None:
         key=lambda entry: next((i for i, o in enumerate(order) if entry[1].startswith(o)), 2),
     )
     axes.legend(
-        [handle for handle, _ in entries],
-        [label for _, label in entries],
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols={4: 2}.get(len(entries), 3),
-        frameon=False,
-        fontsize=9,
-        labelcolor=_INK,
-        borderaxespad=0.3,
-        handlelength=2.2,
-        columnspacing=1.4,
-    )
+        [handle for handle, _ in entries], [label for _, label in entries], loc="lower left",
+        bbox_to_anchor=(0, 1), ncols={4: 2}.get(len(entries), 3), frameon=False, fontsize=9,
+        labelcolor=_INK, borderaxespad=0.3, handlelength=2.2, columnspacing=1.4,
+    )  # fmt: skip
 
 
 def _round_axis(axes: Axes, metrics: Sequence[Record]) -> None:

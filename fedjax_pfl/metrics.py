@@ -48,6 +48,12 @@ def summary(scores: Scores, active: np.ndarray, name: str) -> dict[str, float | 
     }
 
 
+def mean_std(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and sample standard deviation over seeds; no deviation of one value."""
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return {"mean": float(np.mean(values)), "std": spread, "seeds": len(values)}
+
+
 def client_scores(scores: Evaluation, name: str) -> tuple[dict[str, Any], ...]:
     """One row per client: its score and loss, before and after."""
     columns: dict[str, np.ndarray] = {"test_examples": np.asarray(scores.before.examples)}

@@ -12,7 +12,7 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -21,7 +21,17 @@ from fedjax_pfl import figures
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.figures import Picture, Record, human_bytes, number, score_name, show_score
 
-__all__ = ["human_bytes", "table", "write"]
+__all__ = [
+    "figure_block",
+    "flat",
+    "human_bytes",
+    "page",
+    "png",
+    "settings_block",
+    "table",
+    "table_block",
+    "write",
+]
 
 _COLUMNS = {"mean": "mean", "weighted": "weighted", "std": "std", "worst10": "worst 10 %"}
 _INPUTS = ("config.json", "metrics.jsonl", "clients.csv", "traffic.json")
@@ -53,7 +63,7 @@ def write(
         words = re.sub(r"[\W_]+", " ", name).strip().capitalize()
         caption = str(figure.get_label()) or f"{words}."
         pictures[re.sub(r"[^\w.-]+", "_", name)] = Picture(figure, caption, caption)
-    images = {name: _png(picture.figure) for name, picture in pictures.items()}
+    images = {name: png(picture.figure) for name, picture in pictures.items()}
     (directory / "figures").mkdir(exist_ok=True)
     for name, image in images.items():
         (directory / "figures" / f"{name}.png").write_bytes(image)
@@ -124,7 +134,8 @@ def _seconds(value: Any) -> str:
     return "–" if math.isnan(seconds) else f"{seconds:,.1f}"
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, facecolor="white")
     return buffer.getvalue()
@@ -139,11 +150,20 @@ def _page(
     title = f"{_setting(config, 'algorithm')} on {_setting(config, 'dataset')}"
     facts = [f"{_setting(config, 'partition')} partition", f"seed {_setting(config, 'seed')}"]
     facts[1:1] = [f"{_setting(config, key)} {key}" for key in ("clients", "rounds")]
-    drawn = "\n".join(_figure(pictures[name], images[name]) for name in pictures)
-    settings = "\n".join(
-        f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
-        for key, value in _flat(config)
-    )
+    drawn = "\n".join(figure_block(pictures[name], images[name]) for name in pictures)
+    body = f"""{_warnings(metrics)}
+{_headline(metrics)}
+{_results(metrics)}
+<section class="figures">
+<h2>Figures</h2>
+{drawn}
+</section>
+{settings_block("Settings", flat(config))}"""
+    return page(title, facts, body)
+
+
+def page(title: str, facts: Sequence[str], body: str) -> str:
+    """A whole page, which loads nothing: title and facts are text, body is HTML."""
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -159,19 +179,7 @@ def _page(
 <h1>{html.escape(title)}</h1>
 <p class="facts">{html.escape(" · ".join(facts))}</p>
 </header>
-{_warnings(metrics)}
-{_headline(metrics)}
-{_results(metrics)}
-<section class="figures">
-<h2>Figures</h2>
-{drawn}
-</section>
-<section>
-<h2>Settings</h2>
-<dl class="settings">
-{settings}
-</dl>
-</section>
+{body}
 </main>
 </body>
 </html>
@@ -224,31 +232,56 @@ def _headline(metrics: Sequence[Record]) -> str:
 
 def _results(metrics: Sequence[Record]) -> str:
     name = score_name(metrics)
-    heads = "".join(f'<th scope="col">{text}</th>' for text in (*_COLUMNS.values(), "loss"))
-    body = "\n".join(
-        f'<tr><th scope="row">{title}<br><small>{figures.STAGES[stage]}</small></th>'
-        + "".join(f"<td>{cell}</td>" for cell in _cells(record[stage], name))
-        + "</tr>"
+    rows = [
+        (f"{title}<br><small>{figures.STAGES[stage]}</small>", *_cells(record[stage], name))
         for title, record in _picked(metrics)
         for stage in _stages(record)
-    )
+    ]
     caption = name.replace("_", " ").capitalize() + (" in per cent" if name == "accuracy" else "")
+    caption += " on the clients' test examples, and the loss."
     known = metrics[-1].get("best_round") is not None
     note = "" if known else "<p>There is no best round, as it is chosen on validation examples.</p>"
     return f"""<section>
 <h2>Results</h2>
-<div class="wide"><table>
-<caption>{html.escape(caption)} on the clients' test examples, and the loss.</caption>
-<thead><tr><td></td>{heads}</tr></thead>
-<tbody>
-{body}
-</tbody>
-</table></div>
+{table_block(caption, (*_COLUMNS.values(), "loss"), rows)}
 {note}
 </section>"""
 
 
-def _figure(picture: Picture, image: bytes) -> str:
+def table_block(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; a row's first cell is HTML and its head, all else is text."""
+    columns = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
+    body = "\n".join(
+        f'<tr><th scope="row">{head}</th>'
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
+        + "</tr>"
+        for head, *cells in rows
+    )
+    return f"""<div class="wide"><table>
+<caption>{html.escape(caption)}</caption>
+<thead><tr><td></td>{columns}</tr></thead>
+<tbody>
+{body}
+</tbody>
+</table></div>"""
+
+
+def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
+    """Settings and their values under a heading."""
+    inside = "\n".join(
+        f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
+        for key, value in settings
+    )
+    return f"""<section>
+<h2>{html.escape(title)}</h2>
+<dl class="settings">
+{inside}
+</dl>
+</section>"""
+
+
+def figure_block(picture: Picture, image: bytes) -> str:
+    """A picture, embedded, with its caption."""
     width, height = (round(150 * side) for side in picture.figure.get_size_inches())
     data = base64.b64encode(image).decode()
     return (
@@ -263,11 +296,11 @@ def _setting(config: Mapping[str, Any], key: str) -> str:
     return "?" if value is None else str(value)
 
 
-def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     """Settings as (dotted name, value), those of sub-configs after the plain ones."""
     for key, value in sorted(config.items(), key=lambda item: (_is_group(item[1]), item[0])):
         if _is_group(value):
-            yield from _flat(value, f"{above}{key}.")
+            yield from flat(value, f"{above}{key}.")
         else:
             plain = value if isinstance(value, str) else json.dumps(value)
             yield f"{above}{key}", plain

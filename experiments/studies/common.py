@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from experiments.launch import DATA_DIR, fail, prepare_devices
 from fedjax_pfl import runner
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.metrics import mean_std as mean_std
 
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "mnist", "Dataset.")
@@ -48,12 +49,6 @@ def run(config: ConfigDict, name: str, seed: int, rounds: int | None = None) -> 
     path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
     print(f"{path} ...", flush=True)
     return runner.run(config, Path(OUT.value) / path)
-
-
-def mean_std(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation over seeds; no deviation of one value."""
-    spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return {"mean": float(np.mean(values)), "std": spread, "seeds": len(values)}
 
 
 def accuracy(result: runner.Result, when: str = "before") -> float:

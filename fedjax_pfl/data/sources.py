@@ -155,6 +155,7 @@ def _images(
             *standardise(*_NORMAL[name]), coarse,
         )  # fmt: skip
 
+    source.__doc__ = f"{outputs} classes of images, {folder} in tfds, with an official test set."
     return source
 
 

@@ -1,0 +1,294 @@
+"""Runs side by side: means over seeds, paired tests, curves.
+
+python -m experiments.compare RUN RUN ...                  prints two tables
+python -m experiments.compare RUN RUN ... --format=latex   in text, markdown, latex or csv
+python -m experiments.compare RUN RUN ... --out=FOLDER     and writes them in all formats, with
+                                                           compare.png and compare.html
+
+Each RUN is a run directory. Runs that differ in their seed only are one row. The test is Wilcoxon's
+signed-rank test, two-sided, of each row against the first, over clients x seeds; p is not corrected
+for the number of rows, nor for a client's several seeds being no independent samples.
+"""
+
+import csv
+import html
+import io
+import math
+import re
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+
+from experiments.launch import command
+from fedjax_pfl import comparison, figures, report
+from fedjax_pfl.comparison import Paired, Row
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.figures import score_name, show_score
+
+WIDTH = 100
+_LEAST = 16  # columns for labels
+_LATEX = {
+    "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
+    "±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": "$|$", '"': "''",
+}  # fmt: skip
+
+
+class Table(NamedTuple):
+    """Text in cells; a row begins with its label."""
+
+    caption: str
+    heads: list[str]  # of the other columns
+    rows: list[list[str]]
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """The results, and the tests against the first row where there is another."""
+    name = score_name(rows[0].runs[0].metrics)
+    unit = " in per cent" if name == "accuracy" else ""
+    results = Table(
+        f"{_word(name)}{unit} before and after local training at the last evaluation, and of the "
+        "worst tenth of the clients before it: mean ± sample standard deviation over seeds. "
+        "Megabytes are those of all clients, mean over seeds.",
+        ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"],
+        [[_label(row), *_results(row, name)] for row in rows],
+    )
+    if len(rows) < 2:
+        return [results]
+    points = " in points" if name == "accuracy" else ""
+    return [
+        results,
+        Table(
+            f"Mean difference{points} to {_label(rows[0])}, and p of Wilcoxon's signed-rank test "
+            "over pairs of clients x seeds, before and after local training.",
+            ["before", "p", "after", "p", "pairs"],
+            [[_label(row), *_tests(row, rows[0], name)] for row in rows[1:]],
+        ),
+    ]
+
+
+def _word(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def _label(row: Row) -> str:
+    note = comparison.unfinished(row)
+    return f"{row.label} ({note})" if note else row.label
+
+
+def _results(row: Row, name: str) -> list[str]:
+    found = comparison.summary(row)
+    low, high = found.rounds
+    return [
+        *(_spread(value, name) for value in (found.before, found.after, found.worst10)),
+        _megabytes(found.megabytes_down),
+        _megabytes(found.megabytes_up),
+        f"{low}" if low == high else f"{low}–{high}",
+        f"{len(row.runs)}",
+    ]
+
+
+def _spread(value: Mapping[str, Any] | None, name: str) -> str:
+    if value is None:
+        return "–"
+    show = lambda x: show_score(name, x).removesuffix(" %")
+    mean, std = value["mean"], value["std"]
+    return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
+
+
+def _megabytes(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
+def _tests(row: Row, first: Row, name: str) -> list[str]:
+    both = [comparison.paired(row, first, stage) for stage in figures.STAGES]
+    cells = []
+    for stage, found in zip(figures.STAGES, both, strict=True):
+        if isinstance(found, Paired):
+            difference = f"{100 * found.difference:+.2f}" if name == "accuracy" else ""
+            p = f"{found.p:.4f}" if found.p >= 1e-4 else f"{found.p:.1e}"
+            cells += [difference or f"{found.difference:+.4g}", p]
+        else:
+            cells += ["–", "not paired" if _evaluated(row, first, stage) else "–"]
+    return [*cells, f"{both[0].pairs}" if isinstance(both[0], Paired) else both[0]]
+
+
+def _evaluated(row: Row, first: Row, stage: str) -> bool:
+    return all(run.metrics[-1].get(stage) for one in (row, first) for run in one.runs)
+
+
+def text(rows: Sequence[Row]) -> str:
+    """At most 100 columns wide; labels are wrapped."""
+    parts = []
+    for table in tables(rows):
+        lines = [table.heads, *(cells for _, *cells in table.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        room = max(_LEAST, WIDTH - sum(widths) - 2 * len(widths))
+        said = [[""], *(textwrap.wrap(label, room) for label, *_ in table.rows)]
+        room = max(len(line) for label in said for line in label)
+        out = textwrap.wrap(table.caption, WIDTH)
+        for label, cells in zip(said, lines, strict=True):
+            numbers = "".join(f"  {c.rjust(w)}" for c, w in zip(cells, widths, strict=True))
+            out += [(label[0].ljust(room) + numbers).rstrip(), *label[1:]]
+        parts.append("\n".join(out))
+    return "\n\n".join(parts)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A paragraph and a table each."""
+    line = lambda cells: "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    return "\n\n".join(
+        "\n".join(
+            [
+                table.caption,
+                "",
+                line(["", *table.heads]),
+                line(["---", *("---:" for _ in table.heads)]),
+                *map(line, table.rows),
+            ]
+        )
+        for table in tables(rows)
+    )
+
+
+def latex(rows: Sequence[Row]) -> str:
+    """Tables that need no package."""
+    line = lambda cells: " & ".join(map(_escaped, cells)) + r" \\"
+    return "\n\n".join(
+        "\n".join(
+            [
+                r"\begin{table}",
+                rf"\caption{{{_escaped(table.caption)}}}",
+                rf"\begin{{tabular}}{{l{'r' * len(table.heads)}}}",
+                r"\hline",
+                line(["", *table.heads]),
+                r"\hline",
+                *map(line, table.rows),
+                r"\hline",
+                r"\end{tabular}",
+                r"\end{table}",
+            ]
+        )
+        for table in tables(rows)
+    )
+
+
+def _escaped(cell: str) -> str:
+    plain = "".join(_LATEX.get(character, character) for character in cell)
+    return re.sub(r"^([-+])(?=[\d.])", r"$\1$", plain)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line per row, numbers in full: scores as recorded (an accuracy of 1 is all), bytes/1e6.
+
+    `pairs` says why a row is not paired with the first.
+    """
+    name = score_name(rows[0].runs[0].metrics)
+    written: list[dict[str, Any]] = []
+    for row in rows:
+        found = comparison.summary(row)
+        line: dict[str, Any] = {"label": row.label, "unfinished": comparison.unfinished(row)}
+        for word in ("before", "after", "worst10"):
+            value = getattr(found, word) or {}
+            line |= {f"{name}_{word}_{key}": value.get(key) for key in ("mean", "std")}
+        line |= {"megabytes_down": found.megabytes_down, "megabytes_up": found.megabytes_up}
+        line |= {"rounds": found.rounds[0], "most_rounds": found.rounds[1], "seeds": len(row.runs)}
+        tests = {s: comparison.paired(row, rows[0], s) for s in figures.STAGES}
+        for stage, test in tests.items():
+            both = test if isinstance(test, Paired) and row is not rows[0] else None
+            line |= {f"difference_{stage}": both and both.difference, f"p_{stage}": both and both.p}
+        test = tests["before"]
+        pairs = test.pairs if isinstance(test, Paired) else f"not paired: {test}"
+        written.append(line | {"pairs": None if row is rows[0] else pairs})
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(written[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(written)
+    return buffer.getvalue().rstrip("\n")
+
+
+FORMATS: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
+    "text": (text, "txt"),
+    "markdown": (markdown, "md"),
+    "latex": (latex, "tex"),
+    "csv": (as_csv, "csv"),
+}
+_OUT = flags.DEFINE_string("out", None, "Folder for tables, compare.png and compare.html.")
+_FORMAT = flags.DEFINE_enum("format", "text", list(FORMATS), "Of the tables that are printed.")
+
+
+def write(rows: Sequence[Row], out: Path) -> Path:
+    """Tables in every format, the curves, and the page, which is whole when it is there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for render, suffix in FORMATS.values():
+            (out / f"compare.{suffix}").write_text(render(rows) + "\n", encoding="utf-8")
+        name = score_name(rows[0].runs[0].metrics)
+        picture = figures.curves({_label(row): comparison.curve(row) for row in rows}, name)
+        image = report.png(picture.figure)
+        (out / "compare.png").write_bytes(image)
+        part = out / "compare.html.part"
+        part.write_text(_page(rows, picture, image), encoding="utf-8")
+        return part.replace(out / "compare.html")
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror})") from None
+
+
+def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
+    each = [dict(report.flat(row.config)) for row in rows]
+    shared = [(k, v) for k, v in each[0].items() if all(one.get(k) == v for one in each)]
+    datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)
+    count = sum(len(row.runs) for row in rows)
+    facts = [", ".join(datasets), f"{count} run" + "s" * (count > 1)]
+    sections = "\n".join(
+        f"<section>\n<h2>{title}</h2>\n"
+        + report.table_block(
+            table.caption,
+            table.heads,
+            [[_breakable(label), *cells] for label, *cells in table.rows],
+        )
+        + "\n</section>"
+        for title, table in zip(("Results", "Paired tests"), tables(rows), strict=False)
+    )
+    runs = [
+        [_breakable(row.label), str(run.seed), str(run.metrics[-1]["round"]), str(run.directory)]
+        for row in rows
+        for run in row.runs
+    ]
+    body = f"""{sections}
+<section>
+<h2>Curves</h2>
+{report.figure_block(picture, image)}
+</section>
+<section>
+<h2>Runs</h2>
+{report.table_block("What each row is made of.", ["seed", "rounds", "directory"], runs)}
+</section>
+{report.settings_block("Settings that all have in common", shared)}"""
+    many = len(rows) > 1
+    return report.page(f"{len(rows)} configurations compared" if many else _label(rows[0]), facts,
+                       body)  # fmt: skip
+
+
+def _breakable(label: str) -> str:
+    return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 28))
+
+
+def main(argv: Sequence[str]) -> None:
+    """Read, print, write."""
+    if len(argv) < 2:
+        raise UsageError("name one run directory or more, such as runs/pfedla")
+    rows = comparison.group([comparison.read(Path(word)) for word in argv[1:]])
+    page = None if _OUT.value is None else write(rows, Path(_OUT.value))
+    print(FORMATS[_FORMAT.value][0](rows))
+    if page is not None and _FORMAT.value == "text":  # other formats are for programs to read
+        print(f"\nPage: {page}")
+
+
+if __name__ == "__main__":
+    command(main)

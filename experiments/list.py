@@ -1,0 +1,88 @@
+"""What there is to choose from, and the settings of each with their defaults.
+
+python -m experiments.list            methods, datasets, partitions, models and presets
+python -m experiments.list methods    one of them
+"""
+
+import inspect
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from experiments.launch import CONFIGS, command, description
+from fedjax_pfl import config as configuration
+from fedjax_pfl.errors import UsageError
+
+WIDTH = 100
+_NAMES = 19  # columns for names
+TABLES: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
+    "methods": ("algorithm", configuration.ALGORITHMS),
+    "datasets": ("dataset", configuration.DATASETS),
+    "partitions": ("partition", configuration.PARTITIONS),
+    "models": ("model", configuration.MODELS),
+}
+KINDS = (*TABLES, "presets")
+
+
+def listing(kind: str) -> str:
+    """One kind as text, at most 100 columns wide."""
+    if kind == "presets":
+        return "\n".join(_presets())
+    setting, table = TABLES[kind]
+    return "\n".join(_factories(kind, setting, table))
+
+
+def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
+    defaults = configuration.default()
+    homes = Counter(factory.__module__ for factory in table.values())
+    yield f"{kind.capitalize()}: {setting}=NAME, and their own settings NAME.SETTING"
+    for name, factory in table.items():
+        # A file with one method in it says on top what the method is.
+        alone = kind == "methods" and homes[factory.__module__] == 1
+        said = sys.modules[factory.__module__] if alone else factory
+        first = (inspect.getdoc(said) or "").partition("\n")[0]
+        yield from _wrapped(f"  {name}".ljust(_NAMES + 2) + first, _NAMES + 2)
+        own = defaults[name].to_dict() if name in defaults else {}
+        if own:
+            shown = ", ".join(f"{key}={_shown(value)}" for key, value in own.items())
+            yield from _wrapped(" " * (_NAMES + 4) + shown, _NAMES + 4)
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value).replace(" ", "")
+
+
+def _presets() -> Iterator[str]:
+    yield "Presets: python -m experiments.SYSTEM --config=experiments/configs/SYSTEM.py:PRESET"
+    for path in sorted(CONFIGS.glob("[!_]*.py")):
+        paragraphs = re.split(r"\n\s*\n", description(path))
+        yield from _wrapped(f"  {path.stem}".ljust(_NAMES + 2) + paragraphs[0], _NAMES + 2)
+        for paragraph in paragraphs[1:]:
+            if paragraph.startswith("Presets"):
+                yield from _wrapped(" " * (_NAMES + 4) + paragraph, _NAMES + 4)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    """The text's first `indent` columns are kept as they are."""
+    beginning, rest = text[:indent], " ".join(text[indent:].split())
+    return textwrap.wrap(
+        rest, WIDTH, initial_indent=beginning, subsequent_indent=" " * indent,
+        break_on_hyphens=False,
+    ) or [beginning.rstrip()]  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print one kind or all."""
+    if len(argv) > 2:
+        raise UsageError(f"name one kind, or none for all: {', '.join(KINDS)}")
+    for word in argv[1:]:
+        if word not in KINDS:
+            raise UsageError(f"there is no kind {word!r}{configuration.nearest(word, KINDS)}")
+    print("\n\n".join(listing(kind) for kind in argv[1:] or KINDS))
+
+
+if __name__ == "__main__":
+    command(main)

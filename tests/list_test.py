@@ -1,0 +1,59 @@
+"""The listing names everything, in 100 columns."""
+
+import re
+
+import pytest
+
+from experiments import list as listing
+from fedjax_pfl import algorithms, config, data, models
+from tests.launch_test import message
+
+EXPORTED = {
+    "methods": algorithms.__all__,
+    "datasets": data.SOURCES,
+    "partitions": data.PARTITIONS,
+    "models": models.MODELS,
+}
+
+
+@pytest.mark.parametrize("kind", listing.KINDS)
+def test_fits_a_terminal(kind):
+    assert max(map(len, listing.listing(kind).splitlines())) <= 100
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_names_everything_with_a_description_and_its_defaults(kind):
+    text = listing.listing(kind)
+    found = dict(re.findall(r"^  (\w+) +(\S.*)$", text, re.MULTILINE))
+    assert list(found) == list(EXPORTED[kind])
+    words = text.split()
+    for name in found:
+        own = config.default().get(name)
+        for key, value in (own or {}).items():
+            shown = "unset" if value is None else str(value).replace(" ", "")
+            assert {f"{key}={shown}", f"{key}={shown},"} & set(words), key
+
+
+def test_defaults_are_those_of_a_configuration():
+    entry = listing.listing("partitions").split("\n  classes ")[1].split("\n  listed ")[0]
+    assert entry.endswith("examples=160, per_client=4")
+
+
+def test_presets_of_every_system():
+    text = listing.listing("presets")
+    for path in listing.CONFIGS.glob("[!_]*.py"):
+        assert f"\n  {path.stem} " in text
+    assert text.count("Presets are words") == text.count("\n  ") - text.count("\n   ")
+
+
+def test_kinds(capsys):
+    listing.main(["list"])
+    everything = capsys.readouterr().out
+    listing.main(["list", "models"])
+    models_only = capsys.readouterr().out
+    assert models_only in everything
+    assert "Methods" not in models_only
+    line = message(listing.main, ["list", "method"])
+    assert line == "there is no kind 'method'; did you mean methods?"
+    assert "there are datasets, methods" in message(listing.main, ["list", "zzzz"])
+    assert "name one kind" in message(listing.main, ["list", "methods", "models"])
