@@ -218,8 +218,6 @@ FORMATS: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
     "latex": (latex, "tex"),
     "csv": (as_csv, "csv"),
 }
-_OUT = flags.DEFINE_string("out", None, "Folder for tables, compare.png and compare.html.")
-_FORMAT = flags.DEFINE_enum("format", "text", list(FORMATS), "Of the tables that are printed.")
 
 
 def write(rows: Sequence[Row], out: Path) -> Path:
@@ -284,11 +282,15 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) < 2:
         raise UsageError("name one run directory or more, such as runs/pfedla")
     rows = comparison.group([comparison.read(Path(word)) for word in argv[1:]])
-    page = None if _OUT.value is None else write(rows, Path(_OUT.value))
-    print(FORMATS[_FORMAT.value][0](rows))
-    if page is not None and _FORMAT.value == "text":  # other formats are for programs to read
+    chosen = flags.FLAGS
+    page = None if chosen.out is None else write(rows, Path(chosen.out))
+    print(FORMATS[chosen.format][0](rows))
+    if page is not None and chosen.format == "text":  # other formats are for programs to read
         print(f"\nPage: {page}")
 
 
 if __name__ == "__main__":
+    # Here, because other commands have an --out of their own.
+    flags.DEFINE_string("out", None, "Folder for tables, compare.png and compare.html.")
+    flags.DEFINE_enum("format", "text", list(FORMATS), "Of the tables that are printed.")
     command(main)
