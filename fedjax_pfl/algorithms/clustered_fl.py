@@ -109,8 +109,7 @@ def clustered_fl(
         uploads: PyTree,
         t: Any,
     ) -> tuple[Clusters, jax.Array]:
-        counts = jnp.asarray(federation.counts, jnp.float32)
-        weights = counts.at[ids].get(mode="fill", fill_value=0.0)
+        weights = common.examples(federation, ids)
         cluster = rows.at[ids].get(mode="fill", fill_value=-1)  # −1: it did not arrive
         deltas = jax.tree.map(jnp.subtract, uploads["params"], payloads["params"])
         gram = products(deltas)

@@ -1,4 +1,4 @@
-"""What several algorithms share: a first model, local training of all or part of it, momentum."""
+"""What several algorithms share: a first model, local training of all or part of it, weights."""
 
 from typing import Any
 
@@ -34,6 +34,12 @@ def initial(model: Any, federation: Federation, key: jax.Array, start: State | N
             "give the phases the same model, and put a method such as fedavg first"
         )
     return found
+
+
+def examples(federation: Federation, ids: jax.Array) -> jax.Array:
+    """|D_i| of each client of a cohort, float32 [K]; zero in an empty slot."""
+    counts = jnp.asarray(federation.counts, jnp.float32)
+    return counts.at[ids].get(mode="fill", fill_value=0.0)
 
 
 def kept(training: local.Training, params: PyTree, federation: Federation) -> PyTree:

@@ -6,7 +6,6 @@ McMahan et al., Communication-Efficient Learning of Deep Networks from Decentral
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fedjax_pfl import local, trees
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
@@ -43,8 +42,7 @@ def fedavg(model: Any, task: Task, training: local.Training, federation: Federat
         uploads: PyTree,
         t: Any,
     ) -> tuple[PyTree, PyTree]:
-        counts = jnp.asarray(federation.counts, jnp.float32)
-        weights = counts.at[ids].get(mode="fill", fill_value=0.0)
+        weights = common.examples(federation, ids)
         return trees.weighted_mean(uploads, weights), rows
 
     def personal(

@@ -155,8 +155,7 @@ def fedmn(
         uploads: PyTree,
         t: Any,
     ) -> tuple[PyTree, PyTree]:
-        counts = jnp.asarray(federation.counts, jnp.float32)
-        weights = counts.at[ids].get(mode="fill", fill_value=0.0)
+        weights = common.examples(federation, ids)
 
         def mean(name: str, old: jax.Array, new: jax.Array) -> jax.Array:
             if name not in names:

@@ -17,6 +17,7 @@ Its gradient of v is dense: momentum and decay also move clients that were not s
 active. ω_i learns at the clients' rate, unclipped. BatchNorm's statistics stay with the clients.
 """
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -28,68 +29,55 @@ from fedjax_pfl.errors import UsageError
 from fedjax_pfl.task import Task
 
 
-def pfedhn(
-    models: Any,
-    task: Task,
-    training: local.Training,
-    federation: Federation,
-    *,
-    rate: float = 1e-2,
-    momentum: float = 0.9,
-    weight_decay: float = 1e-3,
-    clip_norm: float = 50.0,
-    embedding: int | None = None,
-    fixed: bool = False,
-    width: int = 100,
-    depth: int = 3,
-    spectral_norm: bool = False,
-    average: bool = False,
-    frozen: bool = False,
-) -> Algorithm:
-    """The whole of every client's model is generated.
+def _method(
+    name: str, says: str, at_home: Callable[[Any], Collection[str]], rate: float
+) -> Callable[..., Algorithm]:
+    """A factory of that name, whose clients keep what `at_home` names; `rate` is its default."""
+    default = rate
 
-    Args:
-      models: a network, or one for each group of clients; all come from one hypernetwork.
-      rate, momentum, weight_decay, clip_norm: of the server's SGD.
-      embedding: e; None: 1 + N // 4.
-      fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
-      width, depth: of the hypernetwork; width 0 makes it linear, θ_i = W v_i.
-      spectral_norm: divide each of its weights by its largest singular value.
-      average: over the clients of a round; else their gradients are added, as if they came in turn.
-      frozen: only v learns: a later phase for clients that were held out.
-    """
-    shares = _shares("pfedhn", federation) if fixed else None
-    chosen = Settings(rate, momentum, weight_decay, clip_norm, embedding, shares, width, depth,
-                      spectral_norm, average, frozen)  # fmt: skip
-    _check("pfedhn", chosen)
-    return generated("pfedhn", models, lambda model: (), task, training, federation, chosen)
+    def factory(
+        models: Any,
+        task: Task,
+        training: local.Training,
+        federation: Federation,
+        *,
+        rate: float = default,
+        momentum: float = 0.9,
+        weight_decay: float = 1e-3,
+        clip_norm: float = 50.0,
+        embedding: int | None = None,
+        fixed: bool = False,
+        width: int = 100,
+        depth: int = 3,
+        spectral_norm: bool = False,
+        average: bool = False,
+        frozen: bool = False,
+    ) -> Algorithm:
+        shares = _shares(name, federation) if fixed else None
+        chosen = Settings(rate, momentum, weight_decay, clip_norm, embedding, shares, width, depth,
+                          spectral_norm, average, frozen)  # fmt: skip
+        _check(name, chosen)
+        return generated(name, models, at_home, task, training, federation, chosen)
+
+    factory.__name__ = factory.__qualname__ = name
+    factory.__doc__ = f"{says}\n\n{_SETTINGS}"
+    return factory
 
 
-def pfedhn_pc(
-    models: Any,
-    task: Task,
-    training: local.Training,
-    federation: Federation,
-    *,
-    rate: float = 5e-2,
-    momentum: float = 0.9,
-    weight_decay: float = 1e-3,
-    clip_norm: float = 50.0,
-    embedding: int | None = None,
-    fixed: bool = False,
-    width: int = 100,
-    depth: int = 3,
-    spectral_norm: bool = False,
-    average: bool = False,
-    frozen: bool = False,
-) -> Algorithm:
-    """All but the last layer is generated; the last one stays. The settings are `pfedhn`'s."""
-    shares = _shares("pfedhn_pc", federation) if fixed else None
-    chosen = Settings(rate, momentum, weight_decay, clip_norm, embedding, shares, width, depth,
-                      spectral_norm, average, frozen)  # fmt: skip
-    _check("pfedhn_pc", chosen)
-    head = lambda model: (model.head,)
-    return generated("pfedhn_pc", models, head, task, training, federation, chosen)
+_SETTINGS = """Args:
+  models: a network, or one for each group of clients; all come from one hypernetwork.
+  rate, momentum, weight_decay, clip_norm: of the server's SGD.
+  embedding: e; None: 1 + N // 4.
+  fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
+  width, depth: of the hypernetwork; width 0 makes it linear, θ_i = W v_i.
+  spectral_norm: divide each of its weights by its largest singular value.
+  average: over the clients of a round; else their gradients are added, as if they came in turn.
+  frozen: only v learns: a later phase for clients that were held out.
+"""
+pfedhn = _method("pfedhn", "The whole of every client's model is generated.", lambda _: (), 1e-2)
+pfedhn_pc = _method(
+    "pfedhn_pc", "All but the last layer is generated; that one stays.", lambda m: (m.head,), 5e-2
+)
 
 
 def _shares(name: str, federation: Federation) -> np.ndarray:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import trees
-from fedjax_pfl.models import CNN, MLP, LeNet, MobileNet, SmallCNN, norm_layers
+from fedjax_pfl.models import CNN, MLP, LeNet, MobileNet, ResNet9, SmallCNN, norm_layers
 from fedjax_pfl.models.init import uniform
 
 
@@ -20,6 +20,13 @@ def shapes(model, *image):
     [
         (LeNet(), (32, 32, 3), 121_182, "conv1 conv2 fc1 fc2 fc3", "fc3"),
         (LeNet(), (28, 28, 1), 85_822, "conv1 conv2 fc1 fc2 fc3", "fc3"),
+        (
+            ResNet9(),
+            (32, 32, 3),
+            2_574_282 - 2 * 1472,  # BatchNorm's statistics are no parameters
+            " ".join(f"conv{i} norm{i}" for i in range(1, 9)) + " fc1",
+            "fc1",
+        ),
         (CNN(), (28, 28, 1), 2_278_334, "conv1 conv2 fc1 fc2", "fc2"),
         (MLP(hidden=(5, 4)), (2, 3), 35 + 24 + 50, "fc1 fc2 fc3", "fc3"),
         (MLP(hidden=()), (6,), 70, "fc1", "fc1"),
@@ -88,8 +95,50 @@ def test_group_norm_does_not_look_at_other_examples():
     np.testing.assert_allclose(run(x)[:1], run(x.at[1:].set(0))[:1], rtol=1e-5, atol=1e-7)
 
 
+@jax.numpy_rank_promotion("allow")
+def test_resnet9_layer_by_layer():
+    """Strides, padding, what is added to what and pooling, with PyTorch's meaning of padding."""
+    model, (draw, begin) = ResNet9(width=2), jax.random.split(jax.random.key(0))
+    x = jax.random.normal(draw, (3, 32, 32, 3))
+    variables = jax.jit(model.init)(begin, x)
+    # So that scales, shifts and statistics matter.
+    shift = lambda leaf: leaf + 0.5 * jnp.cos(jnp.arange(leaf.size)) if leaf.ndim == 1 else leaf
+    variables = jax.tree.map(shift, variables)
+    params, kept = variables["params"], variables["batch_stats"]
+
+    def block(x, i, pad, stride=1):
+        x = jax.lax.conv_general_dilated(
+            x, params[f"conv{i}"]["kernel"], (stride,) * 2, [(pad, pad)] * 2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        mean, var = (kept[f"norm{i}"][name] for name in ("mean", "var"))
+        norm = params[f"norm{i}"]
+        return jnp.maximum((x - mean) / jnp.sqrt(var + 1e-5) * norm["scale"] + norm["bias"], 0)
+
+    def pool(x, size):
+        b, h, w, c = x.shape
+        return x.reshape(b, h // size, size, w // size, size, c).max((2, 4))
+
+    @jax.jit
+    def wanted(x):
+        sizes = []
+        for i, pad, stride in ((1, 1, 1), (2, 2, 2)):
+            x = block(x, i, pad, stride)
+            sizes.append(x.shape[1:])
+        x = x + block(block(x, 3, 1), 4, 1)
+        x = pool(block(x, 5, 1), 2)
+        x = x + block(block(x, 6, 1), 7, 1)
+        x = block(x, 8, 0)
+        assert [*sizes, x.shape[1:]] == [(32, 32, 2), (16, 16, 4), (6, 6, 8)]
+        return pool(x, 6)[:, 0, 0] @ params["fc1"]["kernel"] + params["fc1"]["bias"]
+
+    got = jax.jit(model.apply)(variables, x)
+    assert np.ptp(got) > 1
+    np.testing.assert_allclose(got, wanted(x), rtol=1e-4)
+
+
 @pytest.mark.parametrize(
-    "model", [LeNet(batch_norm=True), CNN(), SmallCNN(), MLP(hidden=(5, 4)), MobileNet()]
+    "model", [LeNet(batch_norm=True), CNN(), SmallCNN(), MLP(hidden=(5, 4)), MobileNet(), ResNet9()]
 )
 def test_layers_are_in_the_order_of_their_calls(model):
     called = []
