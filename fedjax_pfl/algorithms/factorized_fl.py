@@ -11,15 +11,15 @@ of the last layer before the head, for client k and all stored models i, from on
   (u_k, v_k, μ_k) ← Σ_i ω_i (u_i, v_i, μ_i)      beta, share="all"
   local training on f + λ ‖μ‖₁                                         (6)
 
-Entries of μ under λ are pruned for evaluation, and where μ travels they do not, in either
+Entries of μ under λ are pruned for evaluation, and where μ travels they are not billed, in either
 direction. The head is mixed with the rest; BatchNorm's statistics, and in alpha all but u and the
 head, stay with the client. Of v* alpha uploads the one that the server needs, and gets none back.
 
 Deviations: (5) has a plain sum in place of Σ ω_i u_i, and leaves open whether a score under τ is 0
 or left out; here it is left out. The head is mixed too, as in the authors' code. The L1 term has a
-gradient, which it has not there. What is pruned when μ travels is gone, so that entries that move
-less than λ in a round start over. Clients that were not sampled are mixed as they last uploaded;
-random and worst peers are weighed by ω as well.
+gradient, which it has not there. What is not billed does not travel, so that entries that move less
+than λ in a round start over; pruned="evaluation" bills as published, and they travel. Clients that
+were not sampled are mixed as they last uploaded; random and worst peers are weighed by ω as well.
 """
 
 from functools import partial
@@ -61,6 +61,7 @@ def factorized_fl(
     matching: str = "similar",
     peers: int = 3,
     sparsity: float = 5e-4,
+    pruned: str = "travel",
     rank: int = 1,
     layout: str = "kernel",
     bias: bool = True,
@@ -72,14 +73,14 @@ def factorized_fl(
       tau, scale, minimum: τ, ε and the least number of candidates, the client included.
       matching: similar; random or worst, of so many `peers` beside itself; or none: the mean of
         all, weighted by examples (Factorized-FedAvg).
-      sparsity: λ. rank, layout, bias: of the factors; without bias there is no μ.
+      sparsity: λ. pruned: "travel", or "evaluation": then entries under λ travel unbilled.
+      rank, layout, bias: of the factors; without bias there is no μ.
     """
     _check(federation, minimum, peers if matching in ("random", "worst") else 1, sparsity, rank)
     for name, value, words in (
-        ("share", share, ("all", "u")),
-        ("matching", matching, MATCHING),
-        ("layout", layout, LAYOUTS),
-    ):
+        ("share", share, ("all", "u")), ("pruned", pruned, ("travel", "evaluation")),
+        ("matching", matching, MATCHING), ("layout", layout, LAYOUTS),
+    ):  # fmt: skip
         if value not in words:
             raise UsageError(f"factorized_fl.{name} is {value!r}; choose {', '.join(words)}")
     net = Factorized(model, federation.input_shape, rank, layout, bias)
@@ -90,6 +91,8 @@ def factorized_fl(
     is_star = lambda layer, leaf: (layer, leaf) == (last, "v")
     is_mixed = lambda layer, leaf: share == "all" or leaf == "u" or layer == net.head
     travels = lambda layer, leaf: is_mixed(layer, leaf) or is_star(layer, leaf)
+
+    sent = partial(prune, least=sparsity) if pruned == "travel" else lambda params: params
 
     def signature(rows: PyTree, leaf: str = "v") -> jax.Array:
         layer = rows["params"]
@@ -129,8 +132,8 @@ def factorized_fl(
         omega = weights(rows, i, key)
         mixed = jax.tree.map(lambda x: jnp.tensordot(omega, x, 1, precision="highest"), rows)
         if share == "all":
-            return {"params": prune(mixed["params"], sparsity)}
-        own, _ = trees.divide(trees.row(rows, i), is_star)
+            return {"params": sent(mixed["params"])}
+        own = trees.divide(trees.row(rows, i), is_star)[0]
         return trees.join(trees.divide(mixed, is_mixed)[0], own)
 
     def with_l1(data: ClientData) -> local.Gradient:
@@ -149,18 +152,12 @@ def factorized_fl(
             training, with_l1(data), params, rest, client.momentum, data, t, key
         )
         trained = {"params": prune(params, sparsity), **rest}
-        upload, _ = trees.divide({"params": trained["params"]}, travels)
+        upload, _ = trees.divide({"params": sent(params)}, travels)
         own = {**trees.divide({"params": params}, travels)[1], **rest}
         return upload, trained, Client(own, momentum), metrics
 
     def receive(
-        server: PyTree,
-        rows: PyTree,
-        ids: jax.Array,
-        arrived: jax.Array,
-        payloads: PyTree,
-        uploads: PyTree,
-        t: Any,
+        server: PyTree, rows: PyTree, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any
     ) -> tuple[PyTree, PyTree]:
         return server, trees.put(rows, ids, uploads)
 
@@ -172,7 +169,8 @@ def factorized_fl(
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """What alpha gets back of v* is its own last upload, and free."""
-        return Traffic(bytes_used(trees.divide(payload, is_mixed)[0]), bytes_used(upload))
+        down = trees.divide(payload, is_mixed)[0]
+        return Traffic(*(bytes_used(prune(tree, sparsity)) for tree in (down, upload)))
 
     def observe(state: State) -> dict[str, jax.Array]:
         every, found = jnp.arange(n), {}

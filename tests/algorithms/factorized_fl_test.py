@@ -86,6 +86,29 @@ def test_mixing_equals_numpy(share, tau, scale, minimum):
         np.testing.assert_allclose(got["fc1"]["mu"], np.where(np.abs(mu) < 0.05, 0, mu), atol=1e-5)
 
 
+def test_entries_that_are_pruned_for_evaluation_only_travel_unbilled():
+    least = {"sparsity": 0.3, "scale": 2.0}
+    state = scattered(make(**least))
+    for pruned in ("travel", "evaluation"):
+        made, data = make(**least, pruned=pruned), client_data(tiny.federated()[0], 0)
+        client = trees.row(state.clients, 0)
+
+        @jax.jit
+        def visit(state: State, made: Any = made, client: Any = client, data: Any = data) -> Any:
+            payload = made.send(state.server, state.rows, 0, T, KEY)
+            upload, trained, _, _ = made.train(payload, client, data, T, KEY)
+            bill = made.traffic(payload, upload)
+            return payload, upload, trained, (bill.down["fc1"], bill.up["fc1"])
+
+        *trees_of, bill = visit(state)
+        down, up, trained = (np.abs(tree["params"]["fc1"]["mu"]) for tree in trees_of)
+        assert ((trained == 0) | (trained >= 0.3)).all()
+        assert ((down > 0) & (down < 0.3)).any() == (pruned == "evaluation")
+        assert ((up > 0) & (up < 0.3)).any() == (pruned == "evaluation")
+        others = tiny.FEATURES + tiny.HIDDEN  # u and v
+        assert bill == (4 * (others + (down >= 0.3).sum()), 4 * (others + (up >= 0.3).sum()))
+
+
 def test_a_threshold_above_one_is_the_identity_and_equal_v_the_plain_mean():
     made = make(tau=1.1, minimum=1, sparsity=0.0)
     state = scattered(made)
