@@ -10,8 +10,9 @@ blocks, ψ the router and V_k the gates of client k:
 π, ε and with them the architecture hold for one local epoch. Evaluation opens the gates of π > ½.
 
 Deviations: the paper divides by Σ_k |D_k|, which shrinks a block that some client did not use.
-Where gates leave no path the likeliest one is opened. The router takes one step an epoch, along the
-sum of the gradients that came through its gates; clipping, decay and momentum treat it apart.
+Where gates leave no path the likeliest one opens. The router takes one step an epoch, along the sum
+of the gradients at its gates; clipping, decay and momentum treat it apart. `contrast` is not in the
+paper: without it π hardly differs, and all clients get one route.
 """
 
 from functools import partial
@@ -53,12 +54,13 @@ def fedmn(
     y_size: int = 64,
     gates: str = "hard",
     temperatures: tuple[float, float] = (1.0, 0.1),
+    router_rate: float = 1.0,
+    contrast: float | None = None,
 ) -> Algorithm:
     """Each client trains the blocks that its gates open, and the router that opened them.
 
-    Server: the variables of encoders, blocks and router. Clients: `Client`. A phase starts from a
-    state of its own kind or from a global `model`, which goes, but for its head, into every encoder
-    and into φx.
+    Server: variables of encoders, blocks and router. Clients: `Client`. A phase starts from its own
+    kind or from a global `model`, which goes, but for its head, into every encoder and into φx.
 
     Args:
       layout: blocks in each layer; the first are encoders, that is, `model` with `width` outputs.
@@ -66,11 +68,13 @@ def fedmn(
       x_size, y_size: outputs of φx, one more encoder, and of φy.
       gates: hard, or soft: used as sampled, which makes every block active.
       temperatures: τ in the phase's first and last round.
+      contrast: deviation over clients to which embeddings are brought; None: as published.
+      router_rate: the router's, in rates of the rest.
     """
-    _check(layout, gates, temperatures, dropout)
+    _check(layout, gates, temperatures, dropout, contrast=contrast, router_rate=router_rate)
     n, paths, names = federation.outputs, routing.paths(layout), blocks(layout)
     network = Modular(model, n, layout, width, hidden, dropout)
-    router = routing.Router(model, paths, x_size, y_size)
+    router = routing.Router(model, paths, x_size, y_size, contrast)
     logits = partial(routing.logits, router, outputs=n, size=training.batch_size)
     one_epoch = training._replace(epochs=training.epochs and 1, keep=True)
     epochs = training.epochs or 1  # steps, where they are counted instead, are one epoch
@@ -98,7 +102,6 @@ def fedmn(
     def network_epoch(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, data: ClientData,
                       t: Any, key: jax.Array) -> Any:  # fmt: skip
         """SGD at fixed gates: θ, its momentum, the loss, and Σ of the gradients at the logits z."""
-
         whole = local.gradient(WithLogits(network, sample), task, data)
 
         def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
@@ -115,7 +118,7 @@ def fedmn(
     def router_step(psi: PyTree, trace: PyTree, pulled: jax.Array, data: ClientData, t: Any) -> Any:
         grads = routing.pull(router, psi, data, n, training.batch_size, pulled)
         updates, trace = training.optimizer.update(grads, trace, psi["params"])
-        step = lambda p, u: p - (training.rate(t) * u).astype(p.dtype)
+        step = lambda p, u: p - (router_rate * training.rate(t) * u).astype(p.dtype)
         return {**psi, "params": jax.tree.map(step, psi["params"], updates)}, trace
 
     def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
@@ -136,24 +139,20 @@ def fedmn(
             return theta, psi, [trace, psi_trace], used | active, z, opened, loss + more
 
         theta, psi = apart(payload)
+        if contrast is not None:
+            share = jnp.where(t == training.begin, 1.0, 0.1)
+            psi = routing.spread(router, psi, data, n, training.batch_size, share)
         new = [training.optimizer.init(one["params"]) for one in (theta, psi)]
         momentum, nothing = client.momentum if training.keep else new, jnp.zeros(len(names), bool)
         carry = (theta, psi, momentum, nothing, client.pi, client.gates, jnp.zeros(()))
-        carry = jax.lax.fori_loop(0, epochs, epoch, carry)
-        theta, psi, momentum, used, z, opened, loss = carry
+        theta, psi, momentum, used, z, opened, loss = jax.lax.fori_loop(0, epochs, epoch, carry)
         trained = {**theta, "gates": routing.decide(logits(psi, data), layout)}
         client = Client(jax.nn.sigmoid(z), opened, momentum if training.keep else [(), ()])
         metrics = {"loss": loss / epochs, "active_blocks": jnp.sum(used).astype(jnp.float32)}
         return {**trees.join(theta, psi), "active": used}, trained, client, metrics
 
     def receive(
-        server: PyTree,
-        rows: PyTree,
-        ids: jax.Array,
-        arrived: jax.Array,
-        payloads: PyTree,
-        uploads: PyTree,
-        t: Any,
+        server: PyTree, rows: PyTree, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any
     ) -> tuple[PyTree, PyTree]:
         weights = common.examples(federation, ids)
 
@@ -187,12 +186,15 @@ def fedmn(
     return Algorithm(init, send, train, receive, personal, predict, traffic, observe)
 
 
-def _check(layout: Any, gates: str, temperatures: tuple[float, float], dropout: float) -> None:
+def _check(layout: Any, gates: str, temperatures: Any, dropout: float, **above: Any) -> None:
     if len(layout) < 2 or min(layout) < 1:
         raise UsageError(f"fedmn.layout is {layout}; give two layers or more, each with a block")
     if gates not in ("hard", "soft"):
         raise UsageError(f"fedmn.gates is {gates!r}; choose hard or soft")
     if len(temperatures) != 2 or min(temperatures) <= 0:
         raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
+    for name, value in above.items():
+        if value is not None and value <= 0:
+            raise UsageError(f"fedmn.{name} is {value}; it must be above 0")
     if not 0 <= dropout < 1:
         raise UsageError(f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")

@@ -108,7 +108,10 @@ def pretrained(variables: Any, body: Any, encoders: int) -> Any:
     """The variables with the layers of `body` in every encoder, and in the router's."""
     slots = [*(f"encoder{j}" for j in range(1, encoders + 1)), "router_encoder"]
     return {
-        name: {**tree, **{slot: {**tree[slot], **body.get(name, {})} for slot in slots}}
+        name: {
+            **tree,
+            **{slot: {**tree[slot], **body.get(name, {})} for slot in slots if slot in tree},
+        }
         for name, tree in variables.items()
     }
 

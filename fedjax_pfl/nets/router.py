@@ -19,6 +19,7 @@ from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.models import init
 
 PyTree = Any
+SPREAD = "router_spread"
 Layout = tuple[int, ...]
 
 
@@ -26,13 +27,15 @@ class Router(nn.Module):
     """h([φx(x), φy(y)]) for each example: one number per gate; the client's logits are their mean.
 
     φx is a network with `x_size` outputs, φy a linear map of the one-hot label (or the targets of a
-    regression); side by side they are normalised to length 1 for each example.
+    regression); side by side they are normalised to length 1 for each example. With a `contrast`
+    what tells clients apart is then multiplied by that over its spread; see `Spread`.
     """
 
     network: Any
     gates: int
     x_size: int = 128
     y_size: int = 64
+    contrast: float | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -40,8 +43,28 @@ class Router(nn.Module):
         seen = self.network.clone(outputs=self.x_size, parent=self, name="router_encoder")(x)
         told = init.dense(y.shape[-1], self.y_size, "router_labels")(y)
         joint = jnp.concatenate([seen, told], -1)
-        length = jnp.sqrt(jnp.sum(jnp.square(joint), -1, keepdims=True) + 1e-12)
-        return init.dense(self.x_size + self.y_size, self.gates, "router_gates")(joint / length)
+        joint /= jnp.sqrt(jnp.sum(jnp.square(joint), -1, keepdims=True) + 1e-12)
+        if self.contrast is not None:
+            if not self.is_initializing():
+                self.sow("seen", "joint", joint)
+            joint = self.contrast * Spread(name=SPREAD)(joint)
+        return init.dense(self.x_size + self.y_size, self.gates, "router_gates")(joint)
+
+
+class Spread(nn.Module):
+    """Subtracts the mean over clients of their mean embeddings and divides by the deviation.
+
+    Both are running averages, which clients move towards their own, see `spread`, and the server
+    then averages with the rest of the router: of means and of their squares.
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, D] -> [B, D]"""
+        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1]).value
+        square = self.variable("batch_stats", "square", jnp.ones, x.shape[-1]).value
+        variance = jnp.maximum(square - jnp.square(mean), 0.0)
+        return (x - mean[None]) / jnp.sqrt(variance + 1e-8)[None]
 
 
 def logits(
@@ -53,6 +76,23 @@ def logits(
         return _share(router, variables, data, outputs, batch)
 
     return local.total(one, data, data.train, size)
+
+
+def spread(
+    router: Router, variables: PyTree, data: ClientData, outputs: int, size: int, share: Any
+) -> PyTree:
+    """The variables with that share of the averages in `Spread` from this client."""
+
+    def one(batch: Batch) -> jax.Array:
+        _, seen = router.apply(variables, batch.x, _targets(batch, outputs), mutable=["seen"])
+        joint = seen["seen"]["joint"][0]
+        return jnp.sum(jnp.where(batch.mask[:, None], joint, 0.0), 0)
+
+    count = jnp.maximum(data.train.size, 1).astype(jnp.float32)
+    mean = local.total(one, data, data.train, size) / count
+    own, kept = {"mean": mean, "square": jnp.square(mean)}, variables["batch_stats"]
+    moved = jax.tree.map(lambda a, b: a + share * (b - a), kept[SPREAD], own)
+    return {**variables, "batch_stats": {**kept, SPREAD: moved}}
 
 
 def pull(
@@ -80,11 +120,15 @@ def _share(
     router: Router, variables: PyTree, data: ClientData, outputs: int, batch: Batch
 ) -> jax.Array:
     """What a batch adds to the mean."""
-    classes = jnp.issubdtype(batch.y.dtype, jnp.integer)
-    y = jax.nn.one_hot(batch.y, outputs) if classes else batch.y
-    values = jnp.asarray(router.apply(variables, batch.x, y))
+    values = jnp.asarray(router.apply(variables, batch.x, _targets(batch, outputs)))
     total = jnp.sum(jnp.where(batch.mask[:, None], values, 0.0), 0)
     return total / jnp.maximum(data.train.size, 1).astype(jnp.float32)
+
+
+def _targets(batch: Batch, outputs: int) -> jax.Array:
+    """[B, C]"""
+    classes = jnp.issubdtype(batch.y.dtype, jnp.integer)
+    return jax.nn.one_hot(batch.y, outputs) if classes else batch.y
 
 
 def paths(layout: Layout) -> int:

@@ -241,6 +241,65 @@ def test_a_start_fills_every_encoder_and_copies_part():
         algorithm.init(KEY, known._replace(server={"params": {}}))
 
 
+def test_contrast_brings_clients_to_a_deviation_and_the_server_keeps_averages():
+    """After one round the averages are the clients'; later they move a tenth of the way."""
+    algorithm, data = make(TRAINING["soft"], gates="soft", contrast=2.5), tiny.federated()[0]
+    made = router.Router(tiny.Net(), 10, 3, 2)  # without contrast: its last layer is left out
+    state, n = jax.jit(algorithm.init)(KEY), np.asarray(tiny.TRAIN, float)
+
+    def embedded(server: Any, i: int) -> np.ndarray:
+        rows = data.train.rows[i, : tiny.TRAIN[i]]
+        eye = {"kernel": jnp.eye(5), "bias": jnp.zeros(5)}
+        psi = {**router_of(server), "router_gates": eye}
+        seen = {"router_encoder": server["batch_stats"]["router_encoder"]}
+        y = jax.nn.one_hot(data.y[rows], 3)
+        out = made.clone(gates=5).apply({"params": psi, "batch_stats": seen}, data.x[rows], y)
+        return np.asarray(out, np.float64).mean(0)
+
+    @jax.jit
+    def visit(state: Any, i: Any, t: Any) -> Any:
+        client, own = trees.row(state.clients, i), client_data(data, i)
+        return algorithm.train(state.server, client, own, t, KEY)
+
+    averages = {"mean": np.zeros(5), "square": np.ones(5)}
+    for t in (20, 21):
+        server = state.server
+        e = np.stack([embedded(server, i) for i in range(tiny.CLIENTS)])
+        share, own = 1.0 if t == 20 else 0.1, {"mean": e, "square": e**2}
+        mine = {k: (1 - share) * averages[k] + share * own[k] for k in own}  # each client's
+        std = np.sqrt(mine["square"] - mine["mean"] ** 2 + 1e-8)
+        last = jax.device_get(router_of(server)["router_gates"])
+        wanted = 2.5 * (e - mine["mean"]) / std @ last["kernel"] + last["bias"]
+        met = [visit(state, jnp.int32(i), jnp.int32(t)) for i in range(tiny.CLIENTS)]
+        uploads, _, clients, _ = jax.tree.map(lambda *leaves: jnp.stack(leaves), *met)
+        if t > 20:  # at first a client knows no other, and is centred on itself
+            np.testing.assert_allclose(logit(clients.pi), wanted, rtol=2e-3, atol=2e-3)
+        ids, here = jnp.arange(tiny.CLIENTS), jnp.ones(tiny.CLIENTS, bool)
+        server, _ = algorithm.receive(server, (), ids, here, server, uploads, jnp.int32(t))
+        averages = {k: n @ mine[k] / n.sum() for k in mine}
+        for name, value in averages.items():
+            got = server["batch_stats"][router.SPREAD][name]
+            np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
+        state = state._replace(server=server)
+    assert np.abs(wanted).max() > 1
+
+
+def test_the_routers_rate_is_its_own():
+    payload = plain("hard")[1].server
+    own, steps = client_data(tiny.federated()[0], CLIENT), []
+    for times in (1.0, 3.0):
+        algorithm = make(TRAINING["hard"], router_rate=times)
+        client = trees.row(plain("hard")[1].clients, CLIENT)
+        upload = jax.jit(algorithm.train)(payload, client, own, jnp.int32(0), KEY)[0]
+        steps.append(jax.tree.map(jnp.subtract, router_of(upload), router_of(payload)))
+        rest = {k: v for k, v in upload["params"].items() if k not in router_of(upload)}
+        steps.append(rest)
+    chex.assert_trees_all_equal(steps[1], steps[3])
+    chex.assert_trees_all_close(
+        jax.tree.map(lambda s: 3 * s, steps[0]), steps[2], rtol=1e-3, atol=1e-6
+    )
+
+
 def test_sizes_of_the_testbed():
     """Encoders are the testbed's networks with 512 outputs, the router's has 128."""
     shape = lambda *image: tiny.federated()[1]._replace(input_shape=image, outputs=62)
@@ -268,6 +327,8 @@ def test_bad_settings_are_one_line():
         ({"gates": "open"}, "hard or soft"),
         ({"temperatures": (1.0, 0.0)}, "above 0"),
         ({"dropout": 1.0}, "below 1"),
+        ({"contrast": 0.0}, "contrast is 0.0; it must be above 0"),
+        ({"router_rate": -1.0}, "router_rate is -1.0; it must be above 0"),
     ):
         with pytest.raises(UsageError, match=word):
             make(TRAINING["hard"], **own)
