@@ -1,0 +1,77 @@
+"""About how much memory a compiled function takes, found without compiling it.
+
+Values are counted as they are written down: XLA keeps fewer of them, because it fuses operations,
+and allocates some more for copies and gaps. How the need grows with the clients that are vmapped
+together shows all the same.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+# Their result takes the place of their first operand, where nobody needs that any more.
+_IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice")
+
+
+def peak(f: Callable[..., Any], *arguments: Any) -> int:
+    """Bytes of the arguments and all values that live at once in f(*arguments), at the worst time.
+
+    Arguments may be shapes. They stay, but for those that f, if it is compiled, takes as donated.
+    """
+    jaxpr = jax.make_jaxpr(f)(*arguments).jaxpr
+    return _peak(jaxpr, [True] * len(jaxpr.invars))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves; shapes will do, and keys are two words each."""
+    return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _bytes(value: Any) -> int:
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return 8 * math.prod(value.shape)
+    return int(np.dtype(value.dtype).itemsize) * math.prod(value.shape)
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {atom for atom in atoms if not isinstance(atom, core.Literal)}
+
+
+def _peak(jaxpr: Any, owned: Sequence[bool]) -> int:
+    """`owned`: inputs that are freed after their last use; others stay with the caller."""
+    uses = Counter(v for eqn in jaxpr.eqns for v in _variables(eqn.invars))
+    uses.update(_variables(jaxpr.outvars))
+    uses.update(v for v, ours in zip(jaxpr.invars, owned, strict=True) if not ours)
+    uses.update(jaxpr.constvars)
+    size = {v: _bytes(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
+    live = most = sum(size.values())
+    for eqn in jaxpr.eqns:
+        outputs = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+        size |= {v: _bytes(v.aval) for v in outputs}
+        made = sum(size[v] for v in outputs)
+        replaced = _variables(eqn.invars[:1]) if eqn.primitive.name in _IN_PLACE else set()
+        taken = 0 if any(uses[v] == 1 for v in replaced) else made
+        most = max(most, live + _needed(eqn, taken))
+        live += made
+        for v in _variables(eqn.invars):
+            uses[v] -= 1
+        done = {v for v in (*_variables(eqn.invars), *outputs) if uses[v] == 0}
+        live -= sum(size[v] for v in done)
+    return most
+
+
+def _needed(eqn: Any, made: int) -> int:
+    """What an operation needs beside its operands: results, and what goes on inside."""
+    most = 0
+    for inner in core.jaxprs_in_params(eqn.params):
+        given = eqn.params.get("donated_invars", [eqn.primitive.name in ("while", "scan")])
+        owned = given if len(given) == len(inner.invars) else given[:1] * len(inner.invars)
+        most = max(most, _peak(inner, owned) - sum(_bytes(v.aval) for v in inner.invars))
+    # A scan's stacked results are there all the time; other results are part of what is inside.
+    stacked = eqn.outvars[eqn.params["num_carry"] :] if eqn.primitive.name == "scan" else []
+    return max(made, most + sum(_bytes(v.aval) for v in stacked))

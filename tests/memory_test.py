@@ -1,0 +1,62 @@
+"""Memory found without compiling, against sums by hand and against what XLA allocates."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedjax_pfl import build, memory
+from fedjax_pfl import config as configuration
+
+KIB = jax.ShapeDtypeStruct((256,), jnp.float32)
+
+
+def wide(x):
+    return jnp.broadcast_to(x, (256, 256))
+
+
+@pytest.mark.parametrize(
+    ("f", "arguments", "kibibytes"),
+    [
+        (lambda x: x + 1, [KIB], 2),  # what comes in stays until its last use, then what comes out
+        (lambda x: x * 2 + x * 3, [KIB], 3),  # x and one product, then x with both
+        (lambda x: (x * 2) * 3, [KIB], 2),
+        (lambda x, y: x + y, [KIB, KIB], 3),
+        (lambda x: wide(x).sum(), [KIB], 257),
+        # In place: the sum replaces what nobody needs any more, and not what somebody does.
+        (lambda x: (x * 2).at[3].set(1.0), [KIB], 2),
+        (lambda x: (x.at[3].set(1.0), x), [KIB], 2),
+        # Loops keep what they carry once, and what goes on inside.
+        (lambda x: jax.lax.fori_loop(0, 9, lambda i, x: wide(x).sum(0), x), [KIB], 257),
+        # A scan's results are stacked: eight of them, what is carried and what that becomes.
+        (lambda x: jax.lax.scan(lambda c, _: (c * 2, c), x, None, 8)[1], [KIB], 10),
+    ],
+)
+def test_by_hand(f, arguments, kibibytes):
+    assert abs(memory.peak(f, *arguments) / 1024 - kibibytes) < 0.1
+
+
+def test_donated_arguments_are_replaced():
+    f = lambda x: x * 2 + 1
+    assert memory.peak(jax.jit(f), KIB) == 3 * 1024
+    assert memory.peak(jax.jit(f, donate_argnums=0), KIB) == 2 * 1024
+
+
+def test_a_run_needs_about_as_much_as_xla_allocates():
+    """More clients at once need more, nearly in proportion."""
+    found = {}
+    for chunk in (2, 5, 10):
+        config = configuration.complete(
+            {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "rounds": 2,
+             "eval_every": 2, "chunk": chunk, "conv": "patches"}
+        )  # fmt: skip
+        built = build.build(config)
+        rounds = built.phases[0].rounds
+        key, state = jax.random.key(0), jax.eval_shape(rounds.init, jax.random.key(0))
+        arguments = (key, state, built.data, jnp.int32(0), jnp.int32(1))
+        found[chunk] = memory.peak(rounds.run, *arguments)
+        if chunk == 10:
+            real = rounds.run.lower(*arguments).compile().memory_analysis()
+    used = real.argument_size_in_bytes + real.temp_size_in_bytes + real.output_size_in_bytes
+    used -= real.alias_size_in_bytes
+    assert abs((found[10] - found[5]) / 5 / ((found[5] - found[2]) / 3) - 1) < 0.2
+    assert 0.7 < found[10] / used < 1.5
