@@ -1,0 +1,165 @@
+"""How each method's state grows with the number of clients, without training anything.
+
+python -m experiments.scaling --clients=10,1000,1000000 --memory_gb=80 --model=lenet
+
+Server: models, hypernetworks and routers, and what the server keeps for each client. Clients: what
+stays with them, which a simulation holds as well. A visit: the arrays that one client fetches and
+sends, as they are; with blocks, layers or zeros that do not travel the bill is smaller. Most: the
+clients with which the state fills the memory.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from experiments.launch import fail
+from fedjax_pfl import config as configuration
+from fedjax_pfl import local, memory, task
+from fedjax_pfl.algorithm import Federation
+from fedjax_pfl.data.federated import ClientData, Split
+from fedjax_pfl.errors import UsageError
+
+CLIENTS = flags.DEFINE_list("clients", ["10", "1000", "1000000"], "Numbers of clients.")
+MEMORY = flags.DEFINE_float("memory_gb", 80.0, "Memory that the state may fill.", lower_bound=0.1)
+MODEL = flags.DEFINE_string("model", "lenet", "Network, on 32x32x3 examples with ten classes.")
+METHODS = flags.DEFINE_list("methods", [], "Methods. Default: all.")
+OUT = flags.DEFINE_string("out", None, "JSON file to write the numbers to.")
+_EXAMPLES = 16  # of each client; they are not part of a state
+
+
+class Sizes(NamedTuple):
+    """Bytes."""
+
+    server: int
+    clients: int
+    down: int  # one visit
+    up: int
+
+    @property
+    def state(self) -> int:
+        return self.server + self.clients
+
+
+def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
+    """What one method with its default settings needs for so many clients."""
+    everyone = np.full(clients, _EXAMPLES, np.int32)
+    federation = Federation(
+        everyone, (32, 32, 3), 10, np.ones(clients, bool), np.zeros(clients, np.int32), everyone
+    )
+    own = configuration.default().get(method)
+    factory = configuration.MODELS[model]
+    norm = {"batch_norm": True} if method == "fedbn" and hasattr(factory, "batch_norm") else {}
+    training = local.sgd(epochs=1, batch_size=_EXAMPLES)
+    made = configuration.ALGORITHMS[method](
+        factory(outputs=10, **norm), task.classification(), training, federation,
+        **(own.to_dict() if own else {}),
+    )  # fmt: skip
+    key, i = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
+    state = jax.eval_shape(made.init, key)
+    split = Split(jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32), i)
+    data = ClientData(
+        jax.ShapeDtypeStruct((_EXAMPLES, 32, 32, 3), jnp.float32),
+        jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32), split, split, None, None, None, None,
+    )  # fmt: skip
+    payload = jax.eval_shape(made.send, state.server, state.rows, i, i, key)
+    row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state.clients)
+    upload = jax.eval_shape(made.train, payload, row, data, i, key)[0]
+    count = memory.tree_bytes
+    return Sizes(count(state[:2]), count(state.clients), count(payload), count(upload))
+
+
+class Growth(NamedTuple):
+    """Bytes of the state as a polynomial in the number of clients."""
+
+    fixed: float
+    each: float
+    pairs: float
+
+    @property
+    def name(self) -> str:
+        return "N²" if self.pairs else "N" if self.each else "1"
+
+    def most(self, budget: float) -> float:
+        """The largest number of clients whose state fits; infinite where none is too large."""
+        free = budget - self.fixed
+        if self.pairs:
+            return (math.sqrt(self.each**2 + 4 * self.pairs * free) - self.each) / 2 / self.pairs
+        return free / self.each if self.each else math.inf
+
+
+def growth(method: str, model: str) -> Growth:
+    """Read off three numbers of clients, which embeddings of N // 4 entries divide."""
+    one, two, three = (sizes(method, n, model).state for n in (400, 800, 1200))
+    pairs = (three - 2 * two + one) / (2 * 400**2)
+    # Below a byte for each pair of 40 clients it is a table of another dtype, or rounding.
+    pairs = pairs if pairs > 1e-3 else 0.0
+    each = (two - one) / 400 - 1200 * pairs
+    each = each if each > 1e-3 else 0.0
+    return Growth(one - 400 * each - 400**2 * pairs, each, pairs)
+
+
+def readable(number: float) -> str:
+    """Bytes with three digits."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if number < 999.5 or unit == "PB":
+            break
+        number /= 1000
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the table."""
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]!r} is no flag; see --help")
+    columns = [_number(word) for word in CLIENTS.value]
+    unknown = sorted(set(METHODS.value) - set(configuration.ALGORITHMS))
+    if unknown:
+        raise UsageError(f"--methods has {', '.join(unknown)}; see python -m experiments.list")
+    if MODEL.value not in configuration.MODELS:
+        choices = ", ".join(configuration.MODELS)
+        raise UsageError(f"--model={MODEL.value} is none of {choices}")
+    heads = [*(f"N = {n:,}" for n in columns), "grows", "most", "down", "up"]
+    widths = [max(12, len(head) + 2) for head in heads]
+    print("state".ljust(15) + "".join(h.rjust(w) for h, w in zip(heads, widths, strict=True)))
+    found: dict[str, Any] = {}
+    for method in METHODS.value or sorted(configuration.ALGORITHMS):
+        each = {n: sizes(method, n, MODEL.value) for n in columns}
+        grows = growth(method, MODEL.value)
+        largest = grows.most(MEMORY.value * 1e9)
+        visit = each[columns[0]]
+        found[method] = {
+            "bytes": {str(n): each[n]._asdict() for n in columns},
+            "grows": grows._asdict(),
+            "most": None if math.isinf(largest) else int(largest),
+        }
+        cells = [
+            *(readable(each[n].state) for n in columns),
+            grows.name,
+            "any" if math.isinf(largest) else f"{largest:,.0f}",
+            readable(visit.down),
+            readable(visit.up),
+        ]
+        print(method.ljust(15) + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
+    if OUT.value:
+        said = {"model": MODEL.value, "memory_gb": MEMORY.value, "methods": found}
+        Path(OUT.value).write_text(json.dumps(said, indent=2) + "\n")
+
+
+def _number(word: str) -> int:
+    if not word.isdecimal() or not 4 <= int(word) <= 10**7:
+        raise UsageError(f"--clients has {word!r}; give whole numbers from 4 to 10⁷")
+    return int(word)
+
+
+if __name__ == "__main__":
+    try:
+        app.run(main)
+    except UsageError as error:
+        fail(error)

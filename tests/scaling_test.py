@@ -1,0 +1,50 @@
+"""How states grow, against the methods' own formulas."""
+
+import math
+
+import pytest
+
+from experiments import scaling
+
+P = 4 * 121_182  # bytes of LeNet on CIFAR10
+LAYERS, HIDDEN = 5, 100
+
+
+@pytest.mark.parametrize(
+    ("method", "each", "pairs"),
+    [
+        ("fedavg", 0, 0),
+        ("local", P, 0),
+        ("fedper", 4 * 850, 0),  # the head, 84 x 10 and 10
+        # A store, and a hypernetwork with an output for every client in every layer.
+        ("pfedla", None, 4 * LAYERS * (HIDDEN + 1)),
+        ("pfedhn", None, 4 * 2 / 4),  # embeddings of N // 4 entries, and their momentum
+    ],
+)
+def test_growth(method, each, pairs):
+    found = scaling.growth(method, "lenet")
+    assert found.name == ("N²" if pairs else "N" if each else "1")
+    assert found.pairs == pytest.approx(pairs)
+    if each is not None:
+        assert found.each == pytest.approx(each)
+    there = scaling.sizes(method, 2000, "lenet").state
+    assert there == pytest.approx(found.fixed + 2000 * found.each + 2000**2 * found.pairs)
+    largest = found.most(8e9)
+    if each == 0:
+        assert largest == math.inf
+    else:
+        needed = found.fixed + largest * found.each + largest**2 * found.pairs
+        assert needed == pytest.approx(8e9)
+
+
+def test_one_visit():
+    sizes = scaling.sizes("fedavg", 8, "lenet")
+    assert sizes == (P, 0, P, P)
+    assert scaling.sizes("local", 8, "lenet") == (0, 8 * P, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(850, "850 B"), (484_728, "485 kB"), (999_600, "1 MB"), (2e18, "2000 PB")]
+)  # fmt: skip
+def test_readable(number, text):
+    assert scaling.readable(number) == text
