@@ -127,9 +127,19 @@ def synthetic(
     return Dataset("synthetic", x, y, x_test, y_test, classes)
 
 
+def _folder(name: str) -> str:
+    """Where tfds keeps a dataset; those of EMNIST are configurations of one."""
+    return {"emnist": "emnist/byclass"}.get(name, name.replace("emnist_", "emnist/"))
+
+
+def need(name: str, data_dir: DataDir = None) -> None:
+    """Raise UsageError, which says how to get it, where a known dataset is not at hand."""
+    if name not in ("digits", "synthetic"):
+        prepared.find(_folder(name), data_dir)
+
+
 def _images(
     name: str,
-    folder: str,
     outputs: int,
     convert: Callable[[np.ndarray], np.ndarray] = lambda images: images,
     first: int = 0,
@@ -140,7 +150,7 @@ def _images(
     """
 
     def source(data_dir: DataDir, keep: Keep) -> Dataset:
-        path = prepared.find(folder, data_dir)
+        path = prepared.find(_folder(name), data_dir)
         sizes = _sizes(path, "train", "test")
         features = ("image", "label", "coarse_label") if name == "cifar100" else ("image", "label")
         train, test = (
@@ -155,7 +165,9 @@ def _images(
             *standardise(*_NORMAL[name]), coarse,
         )  # fmt: skip
 
-    source.__doc__ = f"{outputs} classes of images, {folder} in tfds, with an official test set."
+    source.__doc__ = (
+        f"{outputs} classes of images, {_folder(name)} in tfds, with an official test set."
+    )
     return source
 
 
@@ -277,14 +289,14 @@ def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
 SOURCES: dict[str, Callable[..., Dataset]] = {
     "digits": digits,
     "synthetic": synthetic,
-    "cifar10": _images("cifar10", "cifar10", 10),
-    "cifar100": _images("cifar100", "cifar100", 100),
-    "mnist": _images("mnist", "mnist", 10),
-    "fashion_mnist": _images("fashion_mnist", "fashion_mnist", 10),
-    "emnist": _images("emnist", "emnist/byclass", 62, _upright),
-    "emnist_digits": _images("emnist_digits", "emnist/digits", 10, _upright),
-    "emnist_letters": _images("emnist_letters", "emnist/letters", 26, _upright, first=1),
-    "svhn_cropped": _images("svhn_cropped", "svhn_cropped", 10),
+    "cifar10": _images("cifar10", 10),
+    "cifar100": _images("cifar100", 100),
+    "mnist": _images("mnist", 10),
+    "fashion_mnist": _images("fashion_mnist", 10),
+    "emnist": _images("emnist", 62, _upright),
+    "emnist_digits": _images("emnist_digits", 10, _upright),
+    "emnist_letters": _images("emnist_letters", 26, _upright, first=1),
+    "svhn_cropped": _images("svhn_cropped", 10),
     "omniglot": omniglot,
     "femnist": femnist,
 }
