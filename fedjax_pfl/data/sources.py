@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +37,26 @@ def load(
     *,
     fraction: float = 1.0,
     fraction_seed: int = 0,
+    sources: Mapping[str, Callable[..., Dataset]] | None = None,
     **settings: Any,
 ) -> Dataset:
     """A dataset by name.
 
     Args:
-      name: one of `SOURCES`.
+      name: one of `sources`, which are `SOURCES` where none are given.
       data_dir: where tfds keeps prepared datasets; None: TFDS_DATA_DIR, or its own default.
       fraction: keep a random part of the examples, of train and test alike; where examples have
         owners, of the owners, with all of their examples.
       settings: what else the source takes (`synthetic` does).
     """
-    if name not in SOURCES:
-        near = difflib.get_close_matches(name, SOURCES, 1)
+    sources = sources or SOURCES
+    if name not in sources:
+        near = difflib.get_close_matches(name, sources, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"no dataset named {name}: {hint}there are {', '.join(SOURCES)}")
+        raise UsageError(f"no dataset named {name}: {hint}there are {', '.join(sources)}")
     if not 0 < fraction <= 1:
         raise UsageError(f"fraction={fraction} must lie above 0 and at most at 1")
-    known = source_settings(name)
+    known = source_settings(name, sources)
     for key in settings:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
@@ -66,7 +68,7 @@ def load(
             return None
         return np.sort(rng.choice(examples, _part(fraction, examples), replace=False))
 
-    return SOURCES[name](data_dir, keep, **settings)
+    return sources[name](data_dir, keep, **settings)
 
 
 def _part(fraction: float, number: int) -> int:
@@ -302,7 +304,9 @@ SOURCES: dict[str, Callable[..., Dataset]] = {
 }
 
 
-def source_settings(name: str) -> dict[str, Any]:
+def source_settings(
+    name: str, sources: Mapping[str, Callable[..., Dataset]] | None = None
+) -> dict[str, Any]:
     """The settings that only this source takes, and their defaults, as its signature has them."""
-    parameters = inspect.signature(SOURCES[name]).parameters.values()
+    parameters = inspect.signature((sources or SOURCES)[name]).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
