@@ -1,5 +1,6 @@
 """The documents' programs run, are as short as they say, and do what they say."""
 
+import importlib.util
 import re
 import shlex
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from experiments import compare
-from fedjax_pfl import comparison
+from experiments.tables import TABLES
+from fedjax_pfl import algorithms, comparison
 from tests import cases, documents, tiny
 
 KEY = jax.random.key(3)
@@ -110,9 +112,52 @@ def test_moments_do_not_travel():
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
 
 
+# The site.
+
+
+@pytest.fixture(scope="module")
+def site():
+    """docs/conf.py, which needs no Sphinx."""
+    spec = importlib.util.spec_from_file_location("conf", documents.DOCS / "conf.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
 @pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
 def test_links_between_pages_lead_somewhere(page):
     text = (documents.DOCS / page).read_text()
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in target and not target.startswith("api/"):
             assert (documents.DOCS / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
+def test_what_pages_name_is_there(page, site):
+    source = [(documents.DOCS / page).read_text()]
+    site._fill(None, page, source)
+    assert "{{" not in source[0]
+
+
+def test_what_the_code_says_is_on_the_pages(site):
+    def filled(page):
+        source = [(documents.DOCS / page).read_text()]
+        site._fill(None, page, source)
+        return source[0]
+
+    assert "| pfedla | 61.43 ± 0.56 | 73.15 ± 0.83 |" in filled("pfedla.md")
+    assert "| `pfedla.rate` | `0.05` |" in filled("pfedla.md")
+    assert "(∂θ̄&#95;i/∂ψ&#95;i)ᵀ Δθ&#95;i" in filled("pfedla.md")
+    assert "robustness" not in filled("index.md") or (documents.DOCS / "robustness.md").is_file()
+    assert all(f"`{name}`" in filled("tables.md") for name in TABLES)
+    with pytest.raises(KeyError):
+        site.published("pfedla/table1", "cifar11-n10")
+
+
+def test_the_reference_has_every_method_and_what_is_public(site):
+    text = "\n".join(site.module(name) for modules in site.API.values() for name in modules)
+    for name in algorithms.__all__:
+        assert f"### `{name}`\n\n```python\ndef {name}(" in text
+    assert "### `run`" in text
+    assert "    server: PyTree  # what all share" in text
+    assert "### `_" not in text
