@@ -58,8 +58,8 @@ class Plan(NamedTuple):
 
     cell: Cell
     published: ConfigDict  # the settings of the paper
-    config: ConfigDict | None  # those of ours; None: it cannot be run, or is left out
-    remark: str = ""  # why not, in a few words
+    config: ConfigDict | None  # those of ours; None: it makes no sense, or is left out
+    remark: str = ""  # why it is not run, in a few words
     message: str = ""  # and what to do
 
 
@@ -100,7 +100,7 @@ def plans(table: Table, options: Options) -> list[Plan]:
         if remark := table.impossible(config):
             made.append(Plan(cell, like, None, remark))
         elif message := _missing(config.dataset, options.data_dir):
-            made.append(Plan(cell, like, None, "no data", message))
+            made.append(Plan(cell, like, config, "no data", message))
         else:
             made.append(Plan(cell, like, config))
     return made
@@ -177,7 +177,7 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
     known, failed = Known(options.out), dict[str, str]()
     todo: dict[str, tuple[Plan, ConfigDict, Path | None]] = {}
     cells: dict[str, list[int]] = {}  # that a run is for
-    for one, config in jobs(plan, seeds):
+    for one, config in jobs([one for one in plan if not one.message], seeds):
         key, path = known.find(config)
         cells.setdefault(key, []).append(id(one))
         if path is None or not (path / "report.html").is_file():
@@ -273,8 +273,9 @@ def differences(plan: Sequence[Plan]) -> list[str]:
     ]
 
 
-def remarks(options: Options, table: Table, plan: Sequence[Plan]) -> Iterator[str]:
+def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator[str]:
     """What is not as in the paper, and what is missing."""
+    plan = [place.plan for place in places]
     ran = [one for one in plan if one.config is not None]
     if changed := differences(ran):
         yield f"Not the published settings: {'; '.join(changed)}."
@@ -285,9 +286,9 @@ def remarks(options: Options, table: Table, plan: Sequence[Plan]) -> Iterator[st
     if left := dict.fromkeys(one.cell.column for one in plan if one.remark == LEFT_OUT):
         yield (f"Left out: {', '.join(left)}. --cells=... runs some of them, --scale=full all of "
                "them, with the published settings.")  # fmt: skip
-    messages = {one.message: None for one in plan if one.message}
-    for message in messages:
-        cells = [_label(one.cell) for one in plan if one.message == message]
+    without = [place.plan for place in places if place.plan.message and not place.runs]
+    for message in dict.fromkeys(one.message for one in without):
+        cells = [_label(one.cell) for one in without if one.message == message]
         named = ", ".join(cells) if len(cells) < 4 else f"{len(cells)} cells"
         yield f"{named}: {message}"
 
@@ -301,7 +302,7 @@ def page(options: Options, table: Table, places: Sequence[Place], form: str) -> 
         f"Ours, scale {options.scale}, {many}: {table.ours}. Gap: ours less published. "
         "±: over seeds, sample standard deviation.",
     ]
-    tail = remarks(options, table, [place.plan for place in places])
+    tail = remarks(options, table, places)
     body = tables(table, places)
     if form == "markdown":
         return "\n\n".join([*head, render.markdown(body), *tail])
