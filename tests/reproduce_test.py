@@ -9,6 +9,7 @@ from experiments.reproduce import Options
 from experiments.tables import TABLES, cells_of, common, factorized_fl, pfedhn, pfedla
 from fedjax_pfl import comparison, runner
 from fedjax_pfl import config as configuration
+from fedjax_pfl.build import build
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.interrupt import Stopped
 from tests.comparison_test import made
@@ -147,6 +148,15 @@ def test_measures_by_hand():
     assert ours("factorized_fl/table1", "cifar10-iid") == [100, 50]
     assert ours("factorized_fl/table1", "domains-food") == pytest.approx([30, 25])  # 2, 3
     assert ours("factorized_fl/table1", "domains-GB") == [1.5]
+
+
+def test_quick_fits_the_digits(monkeypatch):
+    """Each table's first row, as far as compilation."""
+    monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
+    for name, table in TABLES.items():
+        first = next(iter(table.cells))
+        (config, *_) = [p.config for p in reproduce.plans(table, Options(name, cells=(first,)))]
+        assert build(config).federation.clients <= 12
 
 
 # The page.
