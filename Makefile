@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint demo clean
+.PHONY: help setup test lint demo docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,7 @@ help:
 	@echo "make test    run the tests; ARGS are given to pytest, as in ARGS='-x tests/report_test.py'"
 	@echo "make lint    check style, format and types"
 	@echo "make demo    train on the embedded digits; print the results and where the report is"
+	@echo "make docs    build the documents into site/; warnings are errors"
 	@echo "make clean   remove caches and built packages; $(VENV) and runs/ stay"
 	@echo "PYTHON=python3.12 chooses the interpreter (3.11 to 3.13) that makes $(VENV)."
 
@@ -36,6 +37,15 @@ lint: setup
 demo: setup
 	$(BIN)/python -m experiments.pfedla
 
+# The first call installs what builds them; later ones need no network.
+docs: $(VENV)/.docs
+	$(BIN)/sphinx-build -q -E -W --keep-going docs site
+	@echo "site/index.html"
+
+$(VENV)/.docs: $(STAMP)
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
+	@touch $@
+
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,35 +14,20 @@ import csv
 import html
 import io
 import math
-import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from absl import flags
 
+from experiments import render
 from experiments.launch import command
+from experiments.render import Table
 from fedjax_pfl import comparison, figures, report
 from fedjax_pfl.comparison import Paired, Row
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.figures import score_name, show_score
-
-WIDTH = 100
-_LEAST = 16  # columns for labels
-_LATEX = {
-    "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
-    "±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": "$|$", '"': "''",
-}  # fmt: skip
-
-
-class Table(NamedTuple):
-    """Text in cells; a row begins with its label."""
-
-    caption: str
-    heads: list[str]  # of the other columns
-    rows: list[list[str]]
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -124,63 +109,17 @@ def _evaluated(row: Row, first: Row, stage: str) -> bool:
 
 def text(rows: Sequence[Row]) -> str:
     """At most 100 columns wide; labels are wrapped."""
-    parts = []
-    for table in tables(rows):
-        lines = [table.heads, *(cells for _, *cells in table.rows)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        room = max(_LEAST, WIDTH - sum(widths) - 2 * len(widths))
-        said = [[""], *(textwrap.wrap(label, room) for label, *_ in table.rows)]
-        room = max(len(line) for label in said for line in label)
-        out = textwrap.wrap(table.caption, WIDTH)
-        for label, cells in zip(said, lines, strict=True):
-            numbers = "".join(f"  {c.rjust(w)}" for c, w in zip(cells, widths, strict=True))
-            out += [(label[0].ljust(room) + numbers).rstrip(), *label[1:]]
-        parts.append("\n".join(out))
-    return "\n\n".join(parts)
+    return render.text(tables(rows))
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """A paragraph and a table each."""
-    line = lambda cells: "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-    return "\n\n".join(
-        "\n".join(
-            [
-                table.caption,
-                "",
-                line(["", *table.heads]),
-                line(["---", *("---:" for _ in table.heads)]),
-                *map(line, table.rows),
-            ]
-        )
-        for table in tables(rows)
-    )
+    return render.markdown(tables(rows))
 
 
 def latex(rows: Sequence[Row]) -> str:
     """Tables that need no package."""
-    line = lambda cells: " & ".join(map(_escaped, cells)) + r" \\"
-    return "\n\n".join(
-        "\n".join(
-            [
-                r"\begin{table}",
-                rf"\caption{{{_escaped(table.caption)}}}",
-                rf"\begin{{tabular}}{{l{'r' * len(table.heads)}}}",
-                r"\hline",
-                line(["", *table.heads]),
-                r"\hline",
-                *map(line, table.rows),
-                r"\hline",
-                r"\end{tabular}",
-                r"\end{table}",
-            ]
-        )
-        for table in tables(rows)
-    )
-
-
-def _escaped(cell: str) -> str:
-    plain = "".join(_LATEX.get(character, character) for character in cell)
-    return re.sub(r"^([-+])(?=[\d.])", r"$\1$", plain)
+    return render.latex(tables(rows))
 
 
 def as_csv(rows: Sequence[Row]) -> str:

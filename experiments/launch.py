@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -145,6 +146,22 @@ def default_workdir(name: str, arguments: Sequence[str]) -> str:
             words.append(f"{flag.removeprefix('config.')}={value}")
     kept = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(words))
     return str(Path("runs") / kept[:150])
+
+
+def change(config: ConfigDict, pairs: Sequence[str]) -> None:
+    """Apply --set=KEY=VALUE, each value as JSON; a key may have dots."""
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        *groups, last = key.split(".")
+        level = config
+        try:
+            for group in groups:
+                level = level[group]
+            if last not in level:  # which a ConfigDict would add
+                raise KeyError(last)
+            level[last] = json.loads(value)
+        except (KeyError, AttributeError, ValueError, TypeError):
+            raise UsageError(f"--set={pair} is no KEY=VALUE of this configuration") from None
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

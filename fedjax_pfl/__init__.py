@@ -1,5 +1,6 @@
 """Personalised federated learning, compiled."""
 
+from fedjax_pfl.data import arrays
 from fedjax_pfl.runner import Result, run
 
-__all__ = ["Result", "run"]
+__all__ = ["Result", "arrays", "run"]

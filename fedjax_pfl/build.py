@@ -38,15 +38,16 @@ class Built(NamedTuple):
     task: Task
 
 
-def build(config: ConfigDict) -> Built:
+def build(config: ConfigDict, words: configuration.Words = configuration.OURS) -> Built:
     """Load, partition and put together, or raise UsageError."""
-    configuration.check(config)
+    configuration.check(config, words)
     own = lambda name: config.get(name, ConfigDict()).to_dict()
     dataset = data.load(
         config.dataset,
         config.data_dir,
         fraction=config.fraction,
         fraction_seed=config.partition_seed,
+        sources=words.dataset,
         **own(config.dataset),
     )
     arrays, federation, _ = data.federate(
@@ -70,9 +71,9 @@ def build(config: ConfigDict) -> Built:
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
     mesh = _mesh(config.devices)
     phases, begin = [], 0
-    for one in configuration.phases(config):
+    for one in configuration.phases(config, words):
         among = _taking_part(one, federation)
-        algorithm = _algorithm(one, task, arrays, among, begin)
+        algorithm = _algorithm(one, words, task, arrays, among, begin)
         rounds = make_rounds(
             algorithm,
             task,
@@ -101,10 +102,15 @@ def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
 
 
 def _algorithm(
-    one: ConfigDict, task: Task, arrays: data.FederatedData, federation: Federation, begin: int
+    one: ConfigDict,
+    words: configuration.Words,
+    task: Task,
+    arrays: data.FederatedData,
+    federation: Federation,
+    begin: int,
 ) -> Algorithm:
     """The phase's algorithm: one per group of architectures where there are groups."""
-    factory = configuration.ALGORITHMS[one.algorithm]
+    factory = words.algorithm[one.algorithm]
     ends = [begin + round(share * one.rounds) for share in one.learning_rate_drops]
     drops = np.asarray(ends, np.int32)
     training = local.sgd(
@@ -120,7 +126,8 @@ def _algorithm(
         rounds=one.rounds,
     )
     own = one.get(one.algorithm, ConfigDict()).to_dict()
-    models = tuple(_model(group, federation) for group in configuration.groups(one))
+    each = configuration.groups(one, words)
+    models = tuple(_model(words.model[group.model], group, federation) for group in each)
     # To its own algorithm a group is all there is: nobody else's model is ever stored there.
     within = lambda g: federation._replace(active=federation.active & (federation.groups == g))
     if len(models) == 1:
@@ -130,6 +137,8 @@ def _algorithm(
     else:
         made = (factory(m, task, training, within(g), **own) for g, m in enumerate(models))
         algorithm = by_group(tuple(made))
+    if not isinstance(algorithm, Algorithm):
+        raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
     # One example on the device tells the shapes as well as all of them.
     few = jax.tree.map(jnp.asarray, arrays._replace(x=arrays.x[:1], y=arrays.y[:1]))
     if one.keep_head:
@@ -141,9 +150,8 @@ def _algorithm(
     )
 
 
-def _model(one: ConfigDict, federation: Federation) -> Any:
+def _model(factory: Any, one: ConfigDict, federation: Federation) -> Any:
     """The network of a phase or group, if it can be built for these examples."""
-    factory = configuration.MODELS[one.model]
     own = one.get(one.model, ConfigDict()).to_dict()
     if hasattr(factory, "conv"):
         own["conv"] = one.conv

@@ -99,13 +99,13 @@ def group(runs: Sequence[Run]) -> list[Row]:
         raise UsageError(
             f"{there} is scored by {other} and {here} by {one}; compare runs with one score"
         )
-    known = json.loads(json.dumps(configuration.default().to_dict()))
+    known = known_settings()
     configs: dict[str, dict[str, Any]] = {}
     members: dict[str, dict[int, Run]] = {}
     for run in runs:
-        common = _common(run.config, known)
-        key = json.dumps(common, sort_keys=True)
-        configs[key] = common
+        shared = common(run.config, known)
+        key = json.dumps(shared, sort_keys=True)
+        configs[key] = shared
         seeds = members.setdefault(key, {})
         if run.seed in seeds:
             raise UsageError(
@@ -119,7 +119,12 @@ def group(runs: Sequence[Run]) -> list[Row]:
     ]
 
 
-def _common(config: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
+def known_settings() -> dict[str, Any]:
+    """All settings at their defaults, as a run directory would have them."""
+    return json.loads(json.dumps(configuration.default().to_dict()))
+
+
+def common(config: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without the seed and what is neutral; a setting of later is at its default.
 
     known: all settings; of its sub-configs only those that the configuration has are taken.

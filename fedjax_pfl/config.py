@@ -10,7 +10,7 @@ import inspect
 import math
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict, config_dict
 
@@ -25,12 +25,17 @@ PARTITIONS: dict[str, Callable[..., Any]] = data.PARTITIONS
 MODELS: dict[str, Callable[..., Any]] = dict(models.MODELS)
 DATASETS: dict[str, Callable[..., Any]] = dict(data.SOURCES)
 
-_KINDS = {
-    "algorithm": ALGORITHMS,
-    "dataset": DATASETS,
-    "partition": PARTITIONS,
-    "model": MODELS,
-}
+
+class Words(NamedTuple):
+    """What each name means, by the setting that chooses it."""
+
+    algorithm: Mapping[str, Callable[..., Any]] = ALGORITHMS
+    dataset: Mapping[str, Callable[..., Any]] = DATASETS
+    partition: Mapping[str, Callable[..., Any]] = PARTITIONS
+    model: Mapping[str, Callable[..., Any]] = MODELS
+
+
+OURS = Words()  # what is part of the library; own.py adds what a caller brings for one run
 _GIVEN = {"outputs", "conv", "parent", "name", "data_dir"}  # set elsewhere than in a sub-config
 
 # Settings of one phase; the others hold for all of a run.
@@ -79,7 +84,7 @@ def _inner(hint: Any) -> type:
     return next(t for t in typing.get_args(hint) if t is not type(None))
 
 
-def default() -> ConfigDict:
+def default(words: Words = OURS) -> ConfigDict:
     """Every setting with its default: FedAvg on the embedded digits."""
     config = ConfigDict()
     config.algorithm = "fedavg"
@@ -124,7 +129,7 @@ def default() -> ConfigDict:
     config.checkpoint_every = config_dict.placeholder(int)  # rounds; unset: every evaluation
     config.chunk = config_dict.placeholder(int)  # clients vmapped together; unset: by backend
     config.devices = config_dict.placeholder(int)  # unset: all
-    for table in _KINDS.values():
+    for table in words:
         for name, factory in table.items():
             if own := settings(factory):
                 config[name] = ConfigDict(own)
@@ -138,9 +143,9 @@ def nearest(word: str, words: Any) -> str:
     return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(words))}"
 
 
-def complete(given: Mapping[str, Any]) -> ConfigDict:
+def complete(given: Mapping[str, Any], words: Words = OURS) -> ConfigDict:
     """The defaults with what is given in their place; an unknown key is an error."""
-    config = default()
+    config = default(words)
     _override(config, given, "")
     return config
 
@@ -165,7 +170,7 @@ def _override(config: ConfigDict, given: Mapping[str, Any], prefix: str) -> None
             ) from None
 
 
-def phases(config: ConfigDict) -> list[ConfigDict]:
+def phases(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
     """The configuration of each phase, in order: one where none are listed."""
     listed = list(config.phases) or [{}]
     resolved = []
@@ -175,35 +180,36 @@ def phases(config: ConfigDict) -> list[ConfigDict]:
         if not isinstance(changes, Mapping):
             raise UsageError(f"phases[{number}] must be a group of settings, such as rounds=10")
         for key in changes:
-            if key not in PHASE_KEYS and key not in {**ALGORITHMS, **MODELS}:
+            if key not in PHASE_KEYS and key not in {**words.algorithm, **words.model}:
                 raise UsageError(f"a phase cannot change {key}{nearest(key, PHASE_KEYS)}")
         _override(one, changes, f"phases[{number}].")
         resolved.append(one)
     return resolved
 
 
-def groups(config: ConfigDict) -> list[ConfigDict]:
+def groups(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
     """The configuration of each group of architectures: one where none are listed."""
     made = []
     for number, changes in enumerate(config.groups or [{}]):
-        if not isinstance(changes, Mapping) or not set(changes) <= {"model", *MODELS}:
+        if not isinstance(changes, Mapping) or not set(changes) <= {"model", *words.model}:
             raise UsageError(
                 f"groups[{number}] must be settings of a model, such as model='lenet' or "
                 "lenet={'kernels': (8, 16)}"
             )
         one = config.copy_and_resolve_references()
         _override(one, changes, f"groups[{number}].")
-        if one.model not in MODELS:
-            raise UsageError(f"there is no model {one.model!r}{nearest(one.model, MODELS)}")
+        if one.model not in words.model:
+            raise UsageError(f"there is no model {one.model!r}{nearest(one.model, words.model)}")
         made.append(one)
     return made
 
 
-def resolved(config: ConfigDict) -> dict[str, Any]:
+def resolved(config: ConfigDict, words: Words = OURS) -> dict[str, Any]:
     """As plain data, with the sub-configs of what is used and no others."""
     plain = config.copy_and_resolve_references().to_dict()
-    used = {g[kind] for one in phases(config) for g in groups(one) for kind in _KINDS}
-    optional = {name for table in _KINDS.values() for name in table} - used
+    each = [g for one in phases(config, words) for g in groups(one, words)]
+    used = {g[kind] for g in each for kind in words._fields}
+    optional = {name for table in words for name in table} - used
     return {key: value for key, value in plain.items() if key not in optional}
 
 
@@ -219,14 +225,14 @@ _POSITIVE = ("learning_rate", "clip_norm", "max_update_norm", "fraction", "uploa
 _BELOW_ONE = ("momentum", "dropout", "test_fraction", "validation_fraction")
 
 
-def check(config: ConfigDict) -> None:
+def check(config: ConfigDict, words: Words = OURS) -> None:
     """Raise UsageError for the first setting that cannot be."""
-    like = default()
+    like = default(words)
     lowering(config.conv)
-    for number, one in enumerate(phases(config)):
+    for number, one in enumerate(phases(config, words)):
         where = f"phases[{number}]." if len(config.phases) else ""
         _check_types(one, like, where)
-        for kind, table in _KINDS.items():
+        for kind, table in words._asdict().items():
             if one[kind] not in table:
                 raise UsageError(f"there is no {kind} {one[kind]!r}{nearest(one[kind], table)}")
         for key, value in one.items():
@@ -242,7 +248,7 @@ def check(config: ConfigDict) -> None:
             raise UsageError(f"{where}local_epochs and local_steps are both set; choose one")
         if not all(isinstance(d, (int, float)) and 0 < d < 1 for d in one.learning_rate_drops):
             raise UsageError(f"{where}learning_rate_drops must be shares between 0 and 1")
-        for i, group in enumerate(groups(one)):
+        for i, group in enumerate(groups(one, words)):
             _check_types(group, like, f"groups[{i}]." if one.groups else where)
         active = config.clients - config.held_out
         if active < 1:

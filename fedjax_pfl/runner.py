@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,9 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from fedjax_pfl import checkpoints, data, ledger, metrics, report, rundir
+from fedjax_pfl import checkpoints, data, ledger, metrics, own, report, rundir
 from fedjax_pfl import config as configuration
-from fedjax_pfl.algorithm import Federation, PyTree, State
+from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
 from fedjax_pfl.data.picture import draw_partition
 from fedjax_pfl.interrupt import Stop, Stopped
@@ -58,6 +58,9 @@ def run(
     config: ConfigDict | Mapping[str, Any],
     workdir: str | Path | None = None,
     stop: Stop | None = None,
+    *,
+    dataset: data.Dataset | None = None,
+    algorithm: Callable[..., Algorithm] | None = None,
 ) -> Result:
     """Train and evaluate what a configuration says; go on where the directory already has a part.
 
@@ -65,11 +68,17 @@ def run(
       config: settings; those that are not given are at their defaults.
       workdir: the run directory; None: nothing is written, and nothing can be resumed.
       stop: asked after every call; where it says so, what there is gets saved and Stopped raised.
+      dataset: your own examples, as `arrays` makes them; what `dataset` is then called in the
+        configuration is their name. A run directory goes on with the same examples only.
+      algorithm: your own factory, NAME(model, task, training, federation, *, its settings) ->
+        Algorithm. The configuration may call it by its name, in a phase too, and holds its
+        settings under that name; it is the run's algorithm where none is given.
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else config
-    settings = configuration.complete(given)
-    built = build(settings)
-    plain = json.loads(json.dumps(configuration.resolved(settings)))
+    words, given = own.added(given, dataset, algorithm)
+    settings = configuration.complete(given, words)
+    built = build(settings, words)
+    plain = json.loads(json.dumps(configuration.resolved(settings, words)))
     stop = stop or Stop()
     if workdir is None:
         return _execute(built, settings, plain, None, stop)

@@ -11,7 +11,7 @@ from fedjax_pfl.algorithm import Algorithm, Federation, State
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.nets import router
 from fedjax_pfl.task import classification
-from tests import tiny
+from tests import documents, tiny
 
 TASK = classification()
 
@@ -161,6 +161,7 @@ CASES = {
         training={"learning_rate": 0.03},
     ),
     "fedavg": Case({}, _moved, lambda model: (model, model)),
+    "fedavgm": Case({"beta": 0.5}, _moved, lambda model: (model, model)),
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
     "pfedla": Case({"k": 1, "rate": 0.5}, _moved, lambda model: ({172, 268, 224}, 332)),
     "fedbn": Case({}, _two_parts({"norm1"}), lambda model: _both(model // 4 - _NORM)),
@@ -201,7 +202,11 @@ CASES = {
     "pfedpara": Case({}, _two_factors, lambda model: _both(3 * (5 + 8) + _NORM + _HEAD)),
     "pfedme": Case({"beta": 0.8}, _personalised, lambda model: (model, model)),
 }
-NAMES = sorted(algorithms.__all__)
+FACTORIES: dict[str, Callable[..., Algorithm]] = {
+    **{name: getattr(algorithms, name) for name in algorithms.__all__},
+    "fedavgm": documents.module("your_method.md").fedavgm,  # as a reader writes it
+}
+NAMES = sorted(FACTORIES)
 
 
 def training(**changes: Any) -> local.Training:
@@ -220,10 +225,9 @@ def training(**changes: Any) -> local.Training:
 
 def make(name: str, federation: Federation, **changes: Any) -> Algorithm:
     """An algorithm on the tiny network."""
-    factory = getattr(algorithms, name)
     case = CASES[name]
     trained = training(**{**(case.training or {}), **changes})
-    return factory(tiny.Net(), TASK, trained, federation, **case.settings)
+    return FACTORIES[name](tiny.Net(), TASK, trained, federation, **case.settings)
 
 
 def model_bytes() -> int:

@@ -1,6 +1,4 @@
-"""The arithmetic of the studies, and the published numbers that they print."""
-
-import json
+"""The arithmetic of the studies, and the presets of their systems."""
 
 import numpy as np
 import pytest
@@ -28,56 +26,6 @@ def test_agreement_by_hand():
 def test_mean_and_deviation_over_seeds():
     assert common.mean_std([1.0, 3.0]) == {"mean": 2.0, "std": pytest.approx(2**0.5), "seeds": 2}
     assert common.mean_std([5.0])["std"] is None
-
-
-def test_cells():
-    assert common.cell(None) == "-"
-    assert common.cell([59.44, 0.4]) == "59.44 ± 0.40"
-    assert common.cell({"mean": 1.0, "std": None, "seeds": 1}) == "1.00"
-    assert common.cell("not run") == "not run"
-
-
-def test_published_tables_are_whole():
-    """Ten rows; FedBN has no number where the network has no BatchNorm."""
-    published = json.loads(pfedla.PUBLISHED.read_text())
-    for table in ("table1", "table2"):
-        rows = published[table]["rows"]
-        assert len(rows) == 10
-        for method, cells in rows.items():
-            missing = {cell for cell, value in cells.items() if value is None}
-            without = {f"{d}-n{n}" for d in ("emnist", "fashion_mnist") for n in (10, 100)}
-            assert missing == (without if method == "fedbn" else set())
-    assert published["table1"]["rows"]["pfedla"]["cifar10-n10"] == [61.43, 0.56]
-    assert published["table2"]["rows"]["heurpfedla"]["cifar100-n100"] == [48.72, 1.75]
-
-
-@pytest.mark.parametrize("table", ["table1", "table2"])
-def test_every_cell_of_a_table_is_a_configuration(table):
-    published = json.loads(pfedla.PUBLISHED.read_text())[table]
-    for method in published["rows"]:
-        for clients in (10, 100):
-            config = pfedla.row(method, published["partition"], "cifar10", clients)
-            if config.algorithm in configuration.ALGORITHMS:
-                configuration.check(config)
-    fedrep = pfedla.row("fedrep", published["partition"], "cifar10", 10)
-    assert fedrep.local_epochs + fedrep.fedrep.head_epochs == 10
-    pfedme = pfedla.row("pfedme", published["partition"], "cifar10", 100)
-    assert (pfedme.local_epochs, pfedme.local_steps, pfedme.clients_per_round) == (None, 20, 10)
-    heur = pfedla.row("heurpfedla", published["partition"], "cifar10", 10)
-    assert (heur.algorithm, heur.pfedla.k) == ("pfedla", 1)
-
-
-def test_pfedhns_published_tables_are_whole():
-    """Eight rows and seven columns; each cell has a mean and a deviation."""
-    published = json.loads(pfedhn.PUBLISHED.read_text())
-    for table, rows, columns in (("table1", 8, 7), ("table2", 5, 6), ("table3", 4, 3)):
-        found = published[table]["rows"]
-        assert len(found) == rows
-        for cells in found.values():
-            assert len(cells) == columns
-            assert all(len(cell) == 2 for cell in cells.values())
-    assert published["table1"]["rows"]["pfedhn_pc"]["omniglot-n50"] == [81.89, 0.15]
-    assert published["table2"]["rows"]["pfedhn"]["cifar100-L"] == [50.66, 2.7]
 
 
 def test_rows_are_normalised():
@@ -132,21 +80,6 @@ def test_grouping_finds_blocks_and_distance_knows_directions():
     across = {"a": np.array([0.0, 0.1]), "b": np.array([0.0])}
     assert factorized_distance.apart(one, one) == 0
     assert factorized_distance.apart(one, across) == pytest.approx(2**0.5)
-
-
-def test_factorized_fls_published_table_is_whole():
-    """The cell of another dataset is none."""
-    tables = json.loads(factorized_fl.PUBLISHED.read_text())["table1"]
-    assert {name: len(rows) for name, rows in tables.items()} == {
-        "cifar10": 9, "svhn_cropped": 9, "domains": 9
-    }  # fmt: skip
-    assert set(tables["cifar10"]) == set(factorized_fl.ROWS)
-    for rows in tables.values():
-        for cells in rows.values():
-            values = [v for name, v in cells.items() if name != "gigabytes"]
-            assert all(len(v) == 2 for v in values)
-    assert tables["cifar10"]["beta"]["permuted-noniid"] == [56.61, 1.1]
-    assert tables["domains"]["alpha"]["average"] == [64.49, 1.57]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 python -m experiments.pfedla --config=experiments/configs/pfedla.py:cifar10-classes4-n10-k1
 
 Presets are words joined with dashes: a dataset (digits, mnist, emnist, fashion_mnist, cifar10,
-cifar100), a partition (classes4 is the paper's non-IID.1, dominant2 its non-IID.2; cifar100 takes
+cifar100), a partition (classes4 is the paper's non-IID.1, dominant2 its non-IID.2; on cifar100
 classes12 and dominant6), a number of clients (n10: all take part; n100: a tenth does), a number of
 retained layers (k1 is HeurpFedLA), or another method in place of pfedla (local, fedavg, ...).
 """
@@ -25,10 +25,13 @@ def get_config(preset: str = "") -> ConfigDict:
     config = configuration.default()
     config.algorithm = "pfedla"
     config.local_epochs = 10
+    if "cifar100" in preset.split("-"):  # before the words, which may say otherwise
+        config.classes.per_client, config.dominant.dominant = 12, 6
     config = presets.apply(config, f"digits-{preset}", {r"k(?P<k>\d+)": _retained})
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":
         config.update(rounds=60, local_epochs=5)
+        config.dominant.examples = 160  # as many as there are for ten clients
     else:
         config.classes.examples = config.dominant.examples = 600
         config.update(rounds=600, eval_every=10)

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from absl import app, flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from experiments.launch import DATA_DIR, fail, prepare_devices
+from experiments.launch import DATA_DIR, change, fail, prepare_devices
 from fedjax_pfl import runner
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.metrics import mean_std as mean_std
@@ -23,8 +22,8 @@ from fedjax_pfl.metrics import mean_std as mean_std
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "mnist", "Dataset.")
 ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2)
-CLIENTS = flags.DEFINE_integer("clients", 10, "Clients, in the tables.", lower_bound=1)
-METHODS = flags.DEFINE_list("methods", [], "Rows of a table to run. Default: all.")
+CLIENTS = flags.DEFINE_integer("clients", 10, "Clients.", lower_bound=1)
+METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
 
@@ -35,35 +34,11 @@ Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 def run(config: ConfigDict, name: str, seed: int, rounds: int | None = None) -> runner.Result:
     """One run under OUT, of ROUNDS unless told; a run that is there already is only read."""
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
-    for pair in SET.value:
-        key, _, value = pair.partition("=")
-        *groups, last = key.split(".")
-        level = config
-        try:
-            for group in groups:
-                level = level[group]
-            level[last] = json.loads(value)
-        except (KeyError, AttributeError, ValueError, TypeError):
-            raise UsageError(f"--set={pair} is no KEY=VALUE of this configuration") from None
+    change(config, SET.value)
     words = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
     path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
     print(f"{path} ...", flush=True)
     return runner.run(config, Path(OUT.value) / path)
-
-
-def accuracy(result: runner.Result, when: str = "before") -> float:
-    """Mean accuracy over clients at the last evaluation, in per cent."""
-    return 100 * result.metrics[-1][when]["accuracy_mean"]
-
-
-def plateau(result: runner.Result) -> str:
-    """Whether the last quarter of the evaluations is within half a point of the one before."""
-    curve = [100 * line["before"]["accuracy_mean"] for line in result.metrics]
-    quarter = len(curve) // 4
-    if not quarter:
-        return "too short to tell"
-    last, earlier = np.mean(curve[-quarter:]), np.mean(curve[-2 * quarter : -quarter])
-    return "plateau" if abs(last - earlier) <= 0.5 else "not converged"
 
 
 def runs(config: ConfigDict, name: str) -> list[runner.Result]:
@@ -72,28 +47,11 @@ def runs(config: ConfigDict, name: str) -> list[runner.Result]:
     return [run(one, name, seed, config.rounds) for seed, one in enumerate(each)]
 
 
-def moved(result: runner.Result) -> int:
-    """Bytes, both directions."""
-    return result.ledger.total_down + result.ledger.total_up
-
-
 def chosen(rows: Collection[str]) -> list[str]:
-    """The rows of a table that --methods asks for."""
+    """The methods that --methods asks for."""
     if unknown := set(METHODS.value) - set(rows):
-        raise UsageError(f"the table has no row {', '.join(sorted(unknown))}")
+        raise UsageError(f"this study has no method {', '.join(sorted(unknown))}")
     return METHODS.value or list(rows)
-
-
-def cell(value: Any) -> str:
-    """A mean and its deviation, or whatever else stands in a table."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, Mapping):
-        value = (value["mean"], value["std"])
-    if value is None:
-        return "-"
-    mean, std = (value, None) if isinstance(value, float | int) else value
-    return f"{mean:.2f}" if std is None else f"{mean:.2f} ± {std:.2f}"
 
 
 def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> Figure:

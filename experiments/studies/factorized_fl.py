@@ -1,12 +1,11 @@
-"""The Factorized-FL paper's tables and figures.
+"""The Factorized-FL paper's figures. Tables: experiments.reproduce.
 
-python -m experiments.studies.factorized_fl table1 --dataset=mnist --setting=permuted-noniid-w16
+python -m experiments.studies.factorized_fl figure6 --dataset=mnist --setting=permuted-noniid-w16
 
 --setting is a preset's words without the dataset: iid, noniid, permuted-iid, permuted-noniid or
 domains, and wN for a ResNet9 with N kernels in its first layer. Accuracy is after local training.
 
-table1      every method beside the published numbers; --methods=local,fedavg,beta chooses
-figure6     accuracy over rounds, and over bytes
+figure6     accuracy over rounds, and over bytes; --methods=local,fedavg,beta chooses
 similarity  figures 7a to 7f: who resembles whom in u and in v over rounds, and who is mixed
 components  figure 7g: without matching, without μ, random and worst matching with three peers
 rank, tau, layout  figures 7h, 7i and 7k
@@ -16,9 +15,7 @@ distance    figures 1b and 4: updates of a model on a part of the data against t
             part, the same with other labels, and foreign data; whole, u and v
 """
 
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,25 +27,13 @@ from sklearn.metrics import adjusted_rand_score
 
 from experiments.configs import factorized_fl as presets
 from experiments.studies import common, factorized_distance
-from experiments.studies.common import CLIENTS, DATASET, accuracy, mean_std, plateau
+from experiments.studies.common import CLIENTS, DATASET, mean_std
+from experiments.tables.common import accuracy, after, moved, plateau
+from experiments.tables.factorized_fl import ROWS
 from fedjax_pfl import runner, trees
 from fedjax_pfl.nets.factorized import collect_mu
 
-PUBLISHED = Path(__file__).parents[1] / "papers" / "factorized_fl.json"
 SETTING = flags.DEFINE_string("setting", "permuted-noniid", "Words of a preset.")
-# Rows of the table, as words and changes of a preset. The paper bills FedFomo six times FedAvg's
-# bytes; with five peers down and one model up it is three times here.
-ROWS: dict[str, dict[str, Any]] = {
-    "local": {},
-    "fedavg": {},
-    "fedprox": {},
-    "clustered_fl": {},
-    "per_fedavg": {},
-    "fedfomo": {"fedfomo": {"peers": 5}},
-    "pfedpara": {},
-    "alpha": {},
-    "beta": {},
-}
 COLOURS = ("#000000", "#999999", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#cc79a7",
            "#d55e00")  # fmt: skip
 
@@ -69,9 +54,9 @@ def runs(made: ConfigDict, name: str) -> list[runner.Result]:
 def numbers(results: list[runner.Result]) -> dict[str, Any]:
     """What a row shows."""
     return {
-        "after": mean_std([accuracy(r, "after") for r in results]),
+        "after": mean_std(list(map(after, results))),
         "before": mean_std([accuracy(r) for r in results]),
-        "gigabytes": mean_std([common.moved(r) / 1e9 for r in results]),
+        "gigabytes": mean_std([moved(r) / 1e9 for r in results]),
         "curve": [plateau(r) for r in results],
     }
 
@@ -82,39 +67,8 @@ def _method(name: str) -> list[runner.Result]:
     return runs(made, f"table1-{name}")
 
 
-def published(method: str) -> dict[str, Any]:
-    """The paper's cell for this dataset and setting, where there is one."""
-    tables = json.loads(PUBLISHED.read_text())["table1"]
-    domains = "domains" in SETTING.value
-    row = tables.get("domains" if domains else DATASET.value, {}).get(method, {})
-    words = [w for w in SETTING.value.split("-") if w in ("permuted", "iid", "noniid")]
-    value = row.get("average" if domains else "-".join(words))
-    if domains and DATASET.value != "cifar100":
-        value = None
-    return {"after": value, "gigabytes": row.get("gigabytes") if value else None}
-
-
-def table1() -> tuple[dict[str, Any], Figure]:
-    """Accuracy after local training and gigabytes, ours beside the paper's."""
-    found: dict[str, Any] = {
-        name: {"published": published(name), "ours": "not run"} for name in ROWS
-    }
-    for name in common.chosen(ROWS):
-        found[name]["ours"] = numbers(_method(name))
-    print(f"{'method':<14}{'published':>16}{'ours':>16}{'before':>16}{'GB, theirs':>12}{'ours':>9}")
-    for name, row in found.items():
-        ours, theirs = row["ours"], row["published"]
-        texts = [common.cell(theirs["after"]), "not run", "", common.cell(theirs["gigabytes"]), ""]
-        if not isinstance(ours, str):
-            texts[1:3] = [common.cell(ours["after"]), common.cell(ours["before"])]
-            texts[4] = f"{ours['gigabytes']['mean']:.2f}"
-        print(f"{name:<14}{texts[0]:>16}{texts[1]:>16}{texts[2]:>16}{texts[3]:>12}{texts[4]:>9}")
-    there = {name: row["ours"] for name, row in found.items() if not isinstance(row["ours"], str)}
-    return found, _bars(there)
-
-
 def figure6() -> tuple[dict[str, Any], Figure]:
-    """Curves of the same runs as table1's."""
+    """Curves of every method."""
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     found: dict[str, Any] = {}
@@ -125,12 +79,12 @@ def figure6() -> tuple[dict[str, Any], Figure]:
         )
         lines = results[0].metrics
         rounds = [m["round"] for m in lines]
-        moved = [(m["bytes_down"] + m["bytes_up"]) / 1e9 for m in lines]
-        found[name] = {"round": rounds, "after": curve.tolist(), "gigabytes": moved}
+        gigabytes = [(m["bytes_down"] + m["bytes_up"]) / 1e9 for m in lines]
+        found[name] = {"round": rounds, "after": curve.tolist(), "gigabytes": gigabytes}
         colour = COLOURS[list(ROWS).index(name)]
         left.plot(rounds, curve, color=colour, label=name)
-        if moved[-1]:
-            right.plot(moved, curve, color=colour)
+        if gigabytes[-1]:
+            right.plot(gigabytes, curve, color=colour)
         else:  # without traffic a method is a level to be reached
             right.axhline(curve[-1], color=colour, linestyle=":")
     left.set(xlabel="round", ylabel="accuracy after local training (%)")
@@ -265,7 +219,6 @@ def single() -> tuple[dict[str, Any], Figure]:
 if __name__ == "__main__":
     common.launch(
         {
-            "table1": table1,
             "figure6": figure6,
             "similarity": similarity,
             "components": components,

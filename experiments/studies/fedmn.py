@@ -1,8 +1,7 @@
-"""The FedMN paper's table and figure, and what its routes look like.
+"""The FedMN paper's figure, and what its routes look like. Tables: experiments.reproduce.
 
 python -m experiments.studies.fedmn grouping --dataset=digits --seeds=3 --rounds=60
 
-table2    every method beside the published numbers; --methods=local,fedavg,fedmn chooses
 figure2   accuracy against the numbers moved (the paper's 20 rounds: --rounds=20): 1 x a x b blocks
           against MLPs of as many layers under FedAvg; --blocks=8,9,10
 paths     the routes by which each client is served
@@ -10,8 +9,6 @@ grouping  clients in groups with classes of their own: do routes find the groups
 gates     entropy of the gates and active blocks over the rounds
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,57 +20,26 @@ from ml_collections import ConfigDict
 from scipy.cluster.hierarchy import fcluster, linkage
 from sklearn.metrics import adjusted_rand_score
 
-from experiments.configs import fedmn as presets
 from experiments.studies import common
 from experiments.studies.common import (
     DATASET,
     ROUNDS,
     SEEDS,
-    accuracy,
     mean_std,
-    plateau,
     run,
 )
+from experiments.tables import fedmn as tables
+from experiments.tables.common import accuracy, moved
 from fedjax_pfl import runner
 from fedjax_pfl.nets import router
 
-PUBLISHED = Path(__file__).parents[1] / "papers" / "fedmn.json"
 BLOCKS = flags.DEFINE_list("blocks", ["8", "9", "10"], "Blocks and layers, in figure2.")
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def _config(method: str = "fedmn") -> ConfigDict:
     """A preset of the dataset; FedMN's pre-training is a third of the rounds."""
-    config = presets.get_config(f"{DATASET.value}-{method}")
-    if method == "fedmn":
-        first = ROUNDS.value // 3
-        early, late = {"algorithm": "fedavg", "rounds": first}, {"rounds": ROUNDS.value - first}
-        config.phases = (early, late) if first else ()
-    return config
-
-
-def table2() -> tuple[dict[str, Any], None]:
-    """Our numbers beside the published ones; what was not run says so."""
-    published = json.loads(PUBLISHED.read_text())["table2"]["rows"]
-    chosen = common.chosen(published)
-    found: dict[str, Any] = {}
-    print(f"{'method':<14}{'published':>10}{'before':>16}{'after':>16}{'MiB':>10}")
-    for method, cells in published.items():
-        row: dict[str, Any] = {"published": cells.get(DATASET.value), "ours": "not run"}
-        found[method] = row
-        if method not in chosen:
-            continue
-        results = [run(_config(method), f"table2-{method}", s) for s in range(SEEDS.value)]
-        row["ours"] = {
-            **{w: mean_std([accuracy(r, w) for r in results]) for w in ("before", "after")},
-            "mebibytes": mean_std([common.moved(r) / 2**20 for r in results]),
-            "curve": [plateau(r) for r in results],
-        }
-        ours = [row["ours"][word] for word in ("before", "after", "mebibytes")]
-        texts = list(map(common.cell, ours))
-        there = "-" if row["published"] is None else f"{row['published']:.1f}"
-        print(f"{method:<14}{there:>10}{texts[0]:>16}{texts[1]:>16}{texts[2]:>10}")
-    return found, None
+    return tables.settings(method, DATASET.value, ROUNDS.value)
 
 
 def layouts(blocks: int) -> list[tuple[int, int, int]]:
@@ -100,12 +66,12 @@ def figure2() -> tuple[dict[str, Any], Figure]:
                     config.fedmn.update(layout=layout, width=256, hidden=256)
                 name = f"{kind}-" + ("x".join(map(str, layout)) if layout else f"{blocks}")
                 results = [run(config, f"figure2-{name}", seed) for seed in range(SEEDS.value)]
-                moved = mean_std([common.moved(r) / 4e6 for r in results])
+                numbers = mean_std([moved(r) / 4e6 for r in results])
                 found[name] = {
                     "accuracy": mean_std([accuracy(r) for r in results]),
-                    "million_numbers": moved,
+                    "million_numbers": numbers,
                 }
-                points.append((moved["mean"], found[name]["accuracy"]["mean"]))
+                points.append((numbers["mean"], found[name]["accuracy"]["mean"]))
             label = f"{kind}, {blocks} {'blocks' if kind == 'FedMN' else 'layers'}"
             axis.plot(*zip(*points, strict=True), marker, color=colour, label=label, alpha=0.8)
     axis.set(
@@ -234,7 +200,6 @@ def gates() -> tuple[dict[str, Any], Figure]:
 if __name__ == "__main__":
     common.launch(
         {
-            "table2": table2,
             "figure2": figure2,
             "paths": paths,
             "grouping": grouping,

@@ -1,15 +1,12 @@
-"""The pFedHN paper's tables and figures.
+"""The pFedHN paper's figures. Tables: experiments.reproduce.
 
-python -m experiments.studies.pfedhn table1 --dataset=cifar10 --clients=50 --rounds=1000 --seeds=3
+python -m experiments.studies.pfedhn novel --dataset=cifar10 --rounds=1000 --seeds=3
 
 --rounds are communication steps: visits of a hypernetwork's clients, rounds of five clients of the
 others (a fifth as many on digits). LG-FedAvg gets a fifth more; Local trains each client for two
 fifths of as many steps as there are rounds.
 
-table1   every method beside the published numbers; --methods=local,pfedhn chooses
-table2   clients of three sizes: one hypernetwork against baselines in each size
-table3   table1 on MNIST with networks of one hidden layer
-table4   with and without spectral normalisation
+spectral  with and without spectral normalisation
 novel    figures 2 and 7: clients that come later, ever less like those that were trained on
 figure3  every client's head on every other client's body
 figure4  t-SNE of the embeddings of clients whose classes come in groups
@@ -18,9 +15,6 @@ figure6  size of the embedding, depth of the hypernetwork
 fixed    learned embeddings against class shares (appendix C.5)
 """
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,94 +25,36 @@ from ml_collections import ConfigDict
 from sklearn.manifold import TSNE
 from sklearn.metrics import silhouette_score
 
-from experiments.configs import pfedhn as presets
 from experiments.studies import common
-from experiments.studies.common import CLIENTS, DATASET, METHODS, ROUNDS, SEEDS, mean_std, plateau
+from experiments.studies.common import CLIENTS, DATASET, METHODS, ROUNDS, SEEDS, mean_std
+from experiments.tables import pfedhn as tables
+from experiments.tables.common import accuracy, best, plateau
 from fedjax_pfl import local, runner, trees
 from fedjax_pfl.data.federated import Split, client_data
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.task import classification
 
-PUBLISHED = Path(__file__).parents[1] / "papers" / "pfedhn.json"
-
 
 def _config(*words: str, **changes: Any) -> ConfigDict:
-    config = presets.get_config("-".join([DATASET.value, *words, f"steps{ROUNDS.value}"]))
+    config = tables.settings(DATASET.value, ROUNDS.value, *words)
     config.update(changes)
     return config
 
 
-def _best(result: runner.Result, key: str = "accuracy_mean") -> float:
-    """Accuracy as served in per cent, at the evaluation that is best on validation examples."""
-    chosen = result.metrics[-1]["best_round"]
-    line = next((m for m in result.metrics if m["round"] == chosen), result.metrics[-1])
-    return 100 * line["before"][key]
-
-
 def _numbers(results: list[runner.Result]) -> dict[str, Any]:
     return {
-        "best": mean_std([_best(r) for r in results]),
-        "best_weighted": mean_std([_best(r, "accuracy_weighted") for r in results]),
-        "last": mean_std([common.accuracy(r) for r in results]),
+        "best": mean_std([best(r) for r in results]),
+        "best_weighted": mean_std([best(r, "accuracy_weighted") for r in results]),
+        "last": mean_std([accuracy(r) for r in results]),
         "curve": [plateau(r) for r in results],
     }
 
 
-def _table(name: str) -> tuple[dict[str, Any], Figure]:
-    """Ours beside the published numbers."""
-    rows = json.loads(PUBLISHED.read_text())[name]["rows"]
-    found: dict[str, Any] = {}
-    for method in common.chosen(rows):
-        results = common.runs(
-            _config(f"n{CLIENTS.value}", method), f"{name}-n{CLIENTS.value}-{method}"
-        )
-        column = f"{DATASET.value}-n{CLIENTS.value}"
-        found[method] = {"published": rows[method].get(column), "ours": _numbers(results)}
-    print(f"{'method':<12}{'published':>16}{'ours, best':>16}{'ours, last':>16}  curves")
-    for method, row in found.items():
-        texts = [
-            common.cell(v) for v in (row["published"], row["ours"]["best"], row["ours"]["last"])
-        ]
-        curves = ", ".join(sorted(set(row["ours"]["curve"])))
-        print(f"{method:<12}{texts[0]:>16}{texts[1]:>16}{texts[2]:>16}  {curves}")
-    bars = {method: {"ours": row["ours"]["best"]} for method, row in found.items()}
-    for method, row in found.items():
-        if row["published"] is not None:
-            bars[method]["published"] = {"mean": row["published"][0], "std": row["published"][1]}
-    return found, common.bars(bars)
-
-
-def table2() -> tuple[dict[str, Any], Figure]:
-    """75 clients (12 on digits) in three sizes; one run has all of them."""
-    rows = json.loads(PUBLISHED.read_text())["table2"]["rows"]
-    clients, cohort = (12, 3) if DATASET.value == "digits" else (75, 15)
-    found: dict[str, Any] = {}
-    for method in common.chosen(rows):
-        config = _config("sizes", f"n{clients}", method)
-        if method != "pfedhn":
-            config.clients_per_round = cohort
-        results = common.runs(config, f"table2-{method}")
-        found[method] = {}
-        for g, size in enumerate("SML"):
-            values = [
-                100 * np.mean([c["before_accuracy"] for c in r.clients if c["group"] == g])
-                for r in results
-            ]
-            published = rows[method].get(f"{DATASET.value}-{size}")
-            found[method][size] = {"published": published, "ours": mean_std(values)}
-    for method, row in found.items():
-        texts = [f"{common.cell(c['published'])} | {common.cell(c['ours'])}" for c in row.values()]
-        print(f"{method:<12}" + "".join(f"{text:>32}" for text in texts))
-    return found, common.bars(
-        {m: {s: c["ours"] for s, c in row.items()} for m, row in found.items()}
-    )
-
-
-def table4() -> tuple[dict[str, Any], Figure]:
+def spectral() -> tuple[dict[str, Any], Figure]:
     """Weights of the hypernetwork as they are, and divided by their largest singular value."""
     found = {}
     for name, on in (("plain", False), ("spectral", True)):
-        config = _config(f"n{CLIENTS.value}", pfedhn={"spectral_norm": on})
+        config = tables.spectral(on, DATASET.value, f"n{CLIENTS.value}", ROUNDS.value)
         found[name] = _numbers(common.runs(config, f"table4-n{CLIENTS.value}-{name}"))
     return found, common.bars({name: {"best": row["best"]} for name, row in found.items()})
 
@@ -317,10 +253,7 @@ def fixed() -> tuple[dict[str, Any], Figure]:
 if __name__ == "__main__":
     common.launch(
         {
-            "table1": partial(_table, "table1"),
-            "table2": table2,
-            "table3": partial(_table, "table3"),
-            "table4": table4,
+            "spectral": spectral,
             "novel": novel,
             "figure3": figure3,
             "figure4": figure4,

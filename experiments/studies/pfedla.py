@@ -1,4 +1,4 @@
-"""The pFedLA paper's figures and third table, and uploads that are compressed.
+"""The pFedLA paper's figures, and uploads that are compressed. Tables: experiments.reproduce.
 
 python -m experiments.studies.pfedla figure6 --dataset=mnist --seeds=3 --rounds=60
 
@@ -6,15 +6,11 @@ figure1  layer-wise against model-wise mixing: six clients, nine classes
 figure5  a client's weights in the first, middle and last period
 figure6  eight clients in a chain of overlapping classes: α per layer
 figure7  the weights of one client in all layers
-table3   accuracy and megabytes with k = 0, 1, 2, 3 retained layers
-table1   every method on the first split (table2: on the second) beside the published numbers;
-         --methods=local,fedavg,pfedla chooses, --clients is 10 or 100
+retained  accuracy and megabytes with k = 0, 1, 2, 3 retained layers, drawn
 compression  HeurpFedLA with quantised and sparsified uploads: accuracy against bytes
 """
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,29 +21,15 @@ from scipy.stats import spearmanr
 from experiments.configs import pfedla as presets
 from experiments.studies import common
 from experiments.studies.common import (
-    CLIENTS,
     DATASET,
-    ROUNDS,
     SEEDS,
-    accuracy,
     mean_std,
-    plateau,
     run,
 )
+from experiments.tables.common import accuracy, moved, plateau
+from experiments.tables.pfedla import retained as settings_of_retained
 from fedjax_pfl import runner, trees
-from fedjax_pfl.config import ALGORITHMS
 
-PUBLISHED = Path(__file__).parents[1] / "papers" / "pfedla.json"
-# What a row of the tables changes besides the algorithm.
-CHANGES: dict[str, dict[str, Any]] = {
-    "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1}},
-    # FedFomo weighs its peers on validation examples, a fifth of what others train on.
-    "fedfomo": {"validation_fraction": 0.14},
-    # The others' ten epochs, half for the head and half for the body.
-    "fedrep": {"local_epochs": 5, "fedrep": {"head_epochs": 5}},
-    # pFedMe's own R and K: 100 gradients, where 600 images in ten epochs are 140.
-    "pfedme": {"local_epochs": None, "local_steps": 20, "pfedme": {"inner_steps": 5}},
-}
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
@@ -175,16 +157,17 @@ def figure7() -> tuple[dict[str, Any], Figure]:
     return {name: alpha[j].tolist() for j, name in enumerate(names)}, figure
 
 
-def table3() -> tuple[dict[str, Any], Figure]:
+def retained() -> tuple[dict[str, Any], Figure]:
     """Retained layers against accuracy and megabytes (MiB, both directions)."""
     found: dict[str, Any] = {}
     for k in range(4):
-        results = [run(_config(10, k=k), f"table3-k{k}", seed) for seed in range(SEEDS.value)]
-        moved = [common.moved(r) / 2**20 for r in results]
+        made = [settings_of_retained(k, DATASET.value) for _ in range(SEEDS.value)]
+        results = [run(config, f"table3-k{k}", seed) for seed, config in enumerate(made)]
+        sizes = [moved(r) / 2**20 for r in results]
         found[f"k={k}"] = {
             "before": mean_std([accuracy(r) for r in results]),
             "after": mean_std([accuracy(r, "after") for r in results]),
-            "mebibytes": mean_std(moved),
+            "mebibytes": mean_std(sizes),
         }
     return found, _against_bytes(found)
 
@@ -205,57 +188,13 @@ def compression() -> tuple[dict[str, Any], Figure]:
             config = _config(10, k=1)
             config.update(changes)
             results.append(run(config, f"compression-{name}", seed))
-        moved = [common.moved(r) / 2**20 for r in results]
+        sizes = [moved(r) / 2**20 for r in results]
         found[name] = {
             "before": mean_std([accuracy(r) for r in results]),
             "after": mean_std([accuracy(r, "after") for r in results]),
-            "mebibytes": mean_std(moved),
+            "mebibytes": mean_std(sizes),
         }
     return found, _against_bytes(found)
-
-
-def row(method: str, partition: str, dataset: str, clients: int) -> ConfigDict:
-    """The configuration of one cell of the tables."""
-    config = presets.get_config(f"{dataset}-n{clients}")
-    config.partition = partition
-    config.update({"algorithm": method, **CHANGES.get(method, {})})
-    return config
-
-
-def _table(name: str) -> tuple[dict[str, Any], None]:
-    """A table of the paper, our numbers beside its own; what was not run says so."""
-    published = json.loads(PUBLISHED.read_text())[name]
-    column = f"{DATASET.value}-n{CLIENTS.value}"
-    chosen = common.chosen(published["rows"])
-    found: dict[str, Any] = {}
-    for method, cells in published["rows"].items():
-        config = row(method, published["partition"], DATASET.value, CLIENTS.value)
-        shown: dict[str, Any] = {"published": cells.get(column), "ours": "not run"}
-        found[method] = shown
-        if method not in chosen:
-            continue
-        if config.algorithm not in ALGORITHMS:
-            shown["ours"] = "not there yet"
-            continue
-        if method == "fedbn" and not config[config.model].batch_norm:
-            shown["ours"] = "no BatchNorm in this network"
-            continue
-        results = [run(config.copy_and_resolve_references(), f"{name}-{method}", seed)
-                   for seed in range(SEEDS.value)]  # fmt: skip
-        shown["ours"] = {
-            "before": mean_std([accuracy(r) for r in results]),
-            "after": mean_std([accuracy(r, "after") for r in results]),
-            "curve": [plateau(r) for r in results],
-        }
-    print(f"{name}, {column}, {ROUNDS.value} rounds: accuracy in %")
-    print(f"{'method':<12}{'published':>15}{'ours before':>15}{'ours after':>15}  curves")
-    for method, shown in found.items():
-        ours = shown["ours"]
-        texts = [ours, ""] if isinstance(ours, str) else [ours["before"], ours["after"]]
-        curves = "" if isinstance(ours, str) else ", ".join(sorted(set(ours["curve"])))
-        texts = [common.cell(shown["published"]), *map(common.cell, texts), f"  {curves}"]
-        print(f"{method:<12}{texts[0]:>15}{texts[1]:>15}{texts[2]:>15}{texts[3]}")
-    return found, None
 
 
 def _against_bytes(found: dict[str, Any]) -> Figure:
@@ -281,9 +220,7 @@ if __name__ == "__main__":
             "figure5": figure5,
             "figure6": figure6,
             "figure7": figure7,
-            "table3": table3,
+            "retained": retained,
             "compression": compression,
-            "table1": lambda: _table("table1"),
-            "table2": lambda: _table("table2"),
         }
     )

@@ -12,7 +12,7 @@ from fedjax_pfl.data.federated import (
 )
 from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
 from fedjax_pfl.data.pool import Pool
-from fedjax_pfl.data.sources import SOURCES, load, source_settings
+from fedjax_pfl.data.sources import SOURCES, load, need, source_settings
 
 __all__ = [
     "PARTITIONS",
@@ -29,6 +29,7 @@ __all__ = [
     "client_data",
     "federate",
     "load",
+    "need",
     "partition_settings",
     "portions",
     "source_settings",

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +37,26 @@ def load(
     *,
     fraction: float = 1.0,
     fraction_seed: int = 0,
+    sources: Mapping[str, Callable[..., Dataset]] | None = None,
     **settings: Any,
 ) -> Dataset:
     """A dataset by name.
 
     Args:
-      name: one of `SOURCES`.
+      name: one of `sources`, which are `SOURCES` where none are given.
       data_dir: where tfds keeps prepared datasets; None: TFDS_DATA_DIR, or its own default.
       fraction: keep a random part of the examples, of train and test alike; where examples have
         owners, of the owners, with all of their examples.
       settings: what else the source takes (`synthetic` does).
     """
-    if name not in SOURCES:
-        near = difflib.get_close_matches(name, SOURCES, 1)
+    sources = sources or SOURCES
+    if name not in sources:
+        near = difflib.get_close_matches(name, sources, 1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"no dataset named {name}: {hint}there are {', '.join(SOURCES)}")
+        raise UsageError(f"no dataset named {name}: {hint}there are {', '.join(sources)}")
     if not 0 < fraction <= 1:
         raise UsageError(f"fraction={fraction} must lie above 0 and at most at 1")
-    known = source_settings(name)
+    known = source_settings(name, sources)
     for key in settings:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
@@ -66,7 +68,7 @@ def load(
             return None
         return np.sort(rng.choice(examples, _part(fraction, examples), replace=False))
 
-    return SOURCES[name](data_dir, keep, **settings)
+    return sources[name](data_dir, keep, **settings)
 
 
 def _part(fraction: float, number: int) -> int:
@@ -127,9 +129,19 @@ def synthetic(
     return Dataset("synthetic", x, y, x_test, y_test, classes)
 
 
+def _folder(name: str) -> str:
+    """Where tfds keeps a dataset; those of EMNIST are configurations of one."""
+    return {"emnist": "emnist/byclass"}.get(name, name.replace("emnist_", "emnist/"))
+
+
+def need(name: str, data_dir: DataDir = None) -> None:
+    """Raise UsageError, which says how to get it, where a known dataset is not at hand."""
+    if name not in ("digits", "synthetic"):
+        prepared.find(_folder(name), data_dir)
+
+
 def _images(
     name: str,
-    folder: str,
     outputs: int,
     convert: Callable[[np.ndarray], np.ndarray] = lambda images: images,
     first: int = 0,
@@ -140,7 +152,7 @@ def _images(
     """
 
     def source(data_dir: DataDir, keep: Keep) -> Dataset:
-        path = prepared.find(folder, data_dir)
+        path = prepared.find(_folder(name), data_dir)
         sizes = _sizes(path, "train", "test")
         features = ("image", "label", "coarse_label") if name == "cifar100" else ("image", "label")
         train, test = (
@@ -155,7 +167,9 @@ def _images(
             *standardise(*_NORMAL[name]), coarse,
         )  # fmt: skip
 
-    source.__doc__ = f"{outputs} classes of images, {folder} in tfds, with an official test set."
+    source.__doc__ = (
+        f"{outputs} classes of images, {_folder(name)} in tfds, with an official test set."
+    )
     return source
 
 
@@ -277,20 +291,22 @@ def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
 SOURCES: dict[str, Callable[..., Dataset]] = {
     "digits": digits,
     "synthetic": synthetic,
-    "cifar10": _images("cifar10", "cifar10", 10),
-    "cifar100": _images("cifar100", "cifar100", 100),
-    "mnist": _images("mnist", "mnist", 10),
-    "fashion_mnist": _images("fashion_mnist", "fashion_mnist", 10),
-    "emnist": _images("emnist", "emnist/byclass", 62, _upright),
-    "emnist_digits": _images("emnist_digits", "emnist/digits", 10, _upright),
-    "emnist_letters": _images("emnist_letters", "emnist/letters", 26, _upright, first=1),
-    "svhn_cropped": _images("svhn_cropped", "svhn_cropped", 10),
+    "cifar10": _images("cifar10", 10),
+    "cifar100": _images("cifar100", 100),
+    "mnist": _images("mnist", 10),
+    "fashion_mnist": _images("fashion_mnist", 10),
+    "emnist": _images("emnist", 62, _upright),
+    "emnist_digits": _images("emnist_digits", 10, _upright),
+    "emnist_letters": _images("emnist_letters", 26, _upright, first=1),
+    "svhn_cropped": _images("svhn_cropped", 10),
     "omniglot": omniglot,
     "femnist": femnist,
 }
 
 
-def source_settings(name: str) -> dict[str, Any]:
+def source_settings(
+    name: str, sources: Mapping[str, Callable[..., Dataset]] | None = None
+) -> dict[str, Any]:
     """The settings that only this source takes, and their defaults, as its signature has them."""
-    parameters = inspect.signature(SOURCES[name]).parameters.values()
+    parameters = inspect.signature((sources or SOURCES)[name]).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -1,0 +1,385 @@
+"""A published table with ours beside every cell; what is missing is run, what was cut goes on.
+
+python -m experiments.reproduce                                   lists the tables
+python -m experiments.reproduce --table=pfedla/table1             some minutes on two cores
+python -m experiments.reproduce --table=pfedla/table1 --scale=full --cells=cifar10-n10 --seeds=3
+python -m experiments.reproduce --table=pfedla/table1 --scale=full --only_show
+
+--scale=quick takes few rounds and one seed, and the embedded digits where a column's data are not
+at hand or its network is too large; --scale=full takes the published settings and three seeds. What
+differs from the published settings is printed below the table. --cells chooses by names of rows and
+columns: pfedla, cifar10-n10, pfedla/cifar10-n10, with * for anything. A run in the folder --out is
+known by its settings, whatever its name and whichever command made it.
+"""
+
+import fnmatch
+import hashlib
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import launch, render
+from experiments.known import Known
+from experiments.tables import TABLES, Cell, Table, cells_of
+from experiments.tables.common import cell as shown
+from experiments.tables.common import plateau
+from fedjax_pfl import comparison, data, interrupt, report, runner
+from fedjax_pfl import config as configuration
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.metrics import mean_std
+
+SCALES = {"quick": 1, "full": 3}  # seeds
+NOT_RUN = "not run"
+LEFT_OUT = "left out"
+
+
+class Options(NamedTuple):
+    """What a command line asks for."""
+
+    table: str
+    scale: str = "quick"
+    cells: Sequence[str] = ()
+    seeds: int | None = None
+    rounds: int | None = None
+    out: Path = Path("runs/reproduce")
+    data_dir: str | None = None
+    changes: Sequence[str] = ()
+    only_show: bool = False
+    format: str = "text"
+
+
+class Plan(NamedTuple):
+    """A cell and how it is to be run."""
+
+    cell: Cell
+    published: ConfigDict  # the settings of the paper
+    config: ConfigDict | None  # those of ours; None: it makes no sense, or is left out
+    remark: str = ""  # why it is not run, in a few words
+    message: str = ""  # and what to do
+
+
+class Place(NamedTuple):
+    """A cell and the runs of it that there are, by seed."""
+
+    plan: Plan
+    runs: Mapping[int, comparison.Run]
+
+
+def listing() -> str:
+    """All tables."""
+    width = max(map(len, TABLES)) + 4
+    lines = ["Tables: python -m experiments.reproduce --table=NAME"]
+    for name, table in TABLES.items():
+        said = f"{table.about}; columns {', '.join(table.columns)}"
+        first = f"  {name}".ljust(width)
+        lines += textwrap.wrap(said, 100, initial_indent=first, subsequent_indent=" " * width,
+                               break_on_hyphens=False)  # fmt: skip
+    return "\n".join(lines)
+
+
+def plans(table: Table, options: Options) -> list[Plan]:
+    """Every cell that is to be shown: all of them, or those that are chosen."""
+    made = []
+    for cell in _chosen(table, options):
+        own = table.dataset(cell.column)
+        like = table.settings(cell.row, cell.column, own, None)
+        quick = options.scale == "quick"
+        if quick and not options.cells and cell.column not in table.quick.columns:
+            made.append(Plan(cell, like, None, LEFT_OUT))
+            continue
+        config = _quick(table, cell, options) if quick else (
+            table.settings(cell.row, cell.column, own, options.rounds)
+        )  # fmt: skip
+        config.data_dir = options.data_dir
+        launch.change(config, options.changes)
+        if remark := table.impossible(config):
+            made.append(Plan(cell, like, None, remark))
+        elif message := _missing(config.dataset, options.data_dir):
+            made.append(Plan(cell, like, config, "no data", message))
+        else:
+            made.append(Plan(cell, like, config))
+    return made
+
+
+def _chosen(table: Table, options: Options) -> list[Cell]:
+    """A row alone is, in quick, a row in the columns that quick runs."""
+    every, patterns = cells_of(table), options.cells
+    whole = lambda cell: options.scale == "full" or cell.column in table.quick.columns
+    names = [
+        (cell.column, f"{cell.row}/{cell.column}", *([cell.row] if whole(cell) else []))
+        for cell in every
+    ]
+    fits = lambda own, pattern: any(fnmatch.fnmatchcase(name, pattern) for name in own)
+    for pattern in patterns:
+        if not any(fits(own, pattern) for own in names):
+            known = [*table.cells, *table.columns]
+            raise UsageError(f"no cell is {pattern!r}{configuration.nearest(pattern, known)}")
+    kept = [any(fits(own, pattern) for pattern in patterns) for own in names]
+    return [cell for cell, keep in zip(every, kept, strict=True) if keep or not patterns]
+
+
+def _quick(table: Table, cell: Cell, options: Options) -> ConfigDict:
+    own, quick = table.dataset(cell.column), table.quick
+    if own in quick.light and not _missing(own, options.data_dir):
+        rounds = options.rounds or quick.light[own]
+        config = table.settings(cell.row, cell.column, own, rounds)
+        quick.shrink(config)
+    else:
+        config = table.settings(cell.row, cell.column, "digits", options.rounds or quick.rounds)
+    # Five evaluations are enough to see a curve, and the best of them on validation examples.
+    config.eval_every = max(1, config.rounds // 5)
+    return config
+
+
+def _missing(dataset: str, data_dir: str | None) -> str:
+    """How to get a dataset that is not at hand."""
+    try:
+        data.need(dataset, data_dir)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
+    """Seeds in the outer order, so that the whole table is there once before any is there twice."""
+    for seed in range(seeds):
+        for one in plan:
+            if one.config is not None:
+                config = one.config.copy_and_resolve_references()
+                config.seed = seed
+                yield one, config
+
+
+def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
+    """What there is already."""
+    known = Known(folder)
+    found: dict[int, dict[int, comparison.Run]] = {id(one): {} for one in plan}
+    for one, config in jobs(plan, seeds):
+        path = known.find(config)[1]
+        if path is not None:
+            try:
+                found[id(one)][config.seed] = comparison.read(path)
+            except UsageError:
+                continue  # no evaluation yet
+    return [Place(one, found[id(one)]) for one in plan]
+
+
+def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
+    """Run what is missing and go on with what was cut; the plan, with what turned out impossible.
+
+    Where one run cannot be the others still are.
+    """
+    known, failed = Known(options.out), dict[str, str]()
+    todo: dict[str, tuple[Plan, ConfigDict, Path | None]] = {}
+    cells: dict[str, list[int]] = {}  # that a run is for
+    for one, config in jobs([one for one in plan if not one.message], seeds):
+        key, path = known.find(config)
+        cells.setdefault(key, []).append(id(one))
+        if path is None or not (path / "report.html").is_file():
+            todo.setdefault(key, (one, config, path))
+    count = len(cells)
+    cut = sum(path is not None for _, _, path in todo.values())
+    facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
+    print(f"{count} runs: {facts}", file=sys.stderr)
+    with interrupt.on_signals() as stop:
+        for number, (key, (one, config, path)) in enumerate(todo.items(), 1):
+            where = path or options.out / _name(options.table, one.cell, config.seed, key)
+            print(f"[{number}/{len(todo)}] {where}", file=sys.stderr, flush=True)
+            try:
+                runner.run(config, where, stop)
+            except UsageError as error:
+                failed[key] = " ".join(str(error).split())
+                print(f"  {failed[key]}", file=sys.stderr)
+    why = {cell: message for key, message in failed.items() for cell in cells[key]}
+    cannot = lambda one: one._replace(remark="cannot be run", message=why[id(one)])
+    return [cannot(one) if id(one) in why else one for one in plan]
+
+
+def _label(cell: Cell) -> str:
+    return f"{cell.row}/{cell.column}"
+
+
+def _name(table: str, cell: Cell, seed: int, key: str) -> str:
+    """Words to read, and a digest by which other settings have another folder."""
+    words = f"{table}-{cell.row}-{cell.column}-s{seed}".replace("/", "-")
+    plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
+    return f"{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def tables(table: Table, places: Sequence[Place]) -> list[render.Table]:
+    """One for each column: published, ours, gap, seeds, and what stands beside ours."""
+    made = []
+    kept = [place for place in places if place.plan.remark != LEFT_OUT]
+    for column in dict.fromkeys(place.plan.cell.column for place in kept):
+        here = [place for place in kept if place.plan.cell.column == column]
+        measure, beside = table.measures(column)
+        heads = ["published", "ours", "gap", "seeds", *([table.beside] if beside else []), "remark"]
+        rows = []
+        for place in here:
+            runs = [one for one in place.runs.values() if one.finished]
+            published = place.plan.cell.published
+            cells = ["–" if published is None else shown(published), NOT_RUN, "", ""]
+            cells += [""] if beside else []
+            remark = place.plan.remark
+            if runs:
+                ours = mean_std([measure(one) for one in runs])
+                cells[1], cells[3] = shown(ours), str(len(runs))
+                if published is not None and _same_data(table, place.plan):
+                    cells[2] = f"{ours['mean'] - _mean(published):+.2f}"
+                if beside:
+                    cells[4] = shown(mean_std([beside(one) for one in runs]))
+                remark = ", ".join(sorted({plateau(one) for one in runs}))
+            rows.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
+        made.append(render.Table(column, heads, rows))
+    return made
+
+
+def _same_data(table: Table, one: Plan) -> bool:
+    return one.config is not None and one.config.dataset == table.dataset(one.cell.column)
+
+
+def _mean(published: Any) -> float:
+    return float(published if isinstance(published, int | float) else published[0])
+
+
+def _unfinished(place: Place) -> str:
+    found = [(seed, one) for seed, one in place.runs.items() if not one.finished]
+    return ", ".join(f"seed {seed} is at round {one.metrics[-1]['round']}" for seed, one in found)
+
+
+def differences(plan: Sequence[Plan]) -> list[str]:
+    """In which settings the runs differ from the published ones, each with all its values."""
+    seen: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for one in plan:
+        if one.config is None:
+            continue
+        there, here = (
+            dict(report.flat(configuration.resolved(config)))
+            for config in (one.published, one.config)
+        )
+        for key in there.keys() & here.keys() - {"data_dir", "seed", "eval_every"}:
+            if there[key] != here[key]:
+                ours, theirs = seen.setdefault(key, ({}, {}))
+                ours[here[key]] = theirs[there[key]] = None
+    ordered = sorted(seen.items(), key=lambda item: ("." in item[0], item[0]))
+    return [
+        f"{key} {' or '.join(ours)} in place of {' or '.join(theirs)}"
+        for key, (ours, theirs) in ordered
+    ]
+
+
+def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator[str]:
+    """What is not as in the paper, and what is missing."""
+    plan = [place.plan for place in places]
+    ran = [one for one in plan if one.config is not None]
+    if changed := differences(ran):
+        yield f"Not the published settings: {'; '.join(changed)}."
+    elif ran:
+        yield "The settings are the published ones; ours where the paper is silent."
+    if not all(_same_data(table, one) for one in ran):
+        yield "There is no gap where other data stand in for a column's own."
+    if left := dict.fromkeys(one.cell.column for one in plan if one.remark == LEFT_OUT):
+        yield (f"Left out: {', '.join(left)}. --cells=... runs some of them, --scale=full all of "
+               "them, with the published settings.")  # fmt: skip
+    without = [place.plan for place in places if place.plan.message and not place.runs]
+    for message in dict.fromkeys(one.message for one in without):
+        cells = [_label(one.cell) for one in without if one.message == message]
+        named = ", ".join(cells) if len(cells) < 4 else f"{len(cells)} cells"
+        yield f"{named}: {message}"
+
+
+def page(options: Options, table: Table, places: Sequence[Place], form: str) -> str:
+    """The whole output, as text or as Markdown."""
+    seeds = options.seeds or SCALES[options.scale]
+    many = f"seeds 0 to {seeds - 1}" if seeds > 1 else "seed 0"
+    head = [
+        f"{options.table}. {table.about}.",
+        f"Ours, scale {options.scale}, {many}: {table.ours}. Gap: ours less published. "
+        "±: over seeds, sample standard deviation.",
+    ]
+    tail = remarks(options, table, places)
+    body = tables(table, places)
+    if form == "markdown":
+        return "\n\n".join([*head, render.markdown(body), *tail])
+    wrap = lambda part: textwrap.fill(part, render.WIDTH, break_on_hyphens=False)
+    return "\n\n".join([*map(wrap, head), render.text(body), *map(wrap, tail)])
+
+
+def write(options: Options, table: Table, places: Sequence[Place]) -> None:
+    """The page in both formats, beside the runs."""
+    stem = f"{options.table.replace('/', '-')}-{options.scale}"
+    try:
+        for form, suffix in (("text", "txt"), ("markdown", "md")):
+            path = options.out / f"{stem}.{suffix}"
+            path.write_text(page(options, table, places, form) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{options.out} cannot be written ({error.strerror})") from None
+
+
+def reproduce(options: Options) -> int:
+    """Run, print, write; the exit status."""
+    if options.table not in TABLES:
+        print(listing())
+        if not options.table:
+            return 0
+        hint = configuration.nearest(options.table, TABLES)
+        raise UsageError(f"there is no table {options.table!r}{hint}")
+    table, status = TABLES[options.table], 0
+    seeds = options.seeds or SCALES[options.scale]
+    plan = plans(table, options)
+    if not options.only_show:
+        try:
+            plan = run(options, plan, seeds)
+        except interrupt.Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            status = stopped.code
+    places = collect(plan, seeds, options.out)
+    if not options.only_show:
+        write(options, table, places)
+    print(page(options, table, places, options.format))
+    return status
+
+
+def _without_value(arguments: list[str]) -> list[str]:
+    """--table without a value asks for the listing, as no --table does."""
+    after = [*arguments[1:], "--"]
+    return [
+        "--table=" if one == "--table" and following.startswith("--") else one
+        for one, following in zip(arguments, after, strict=True)
+    ]
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line."""
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
+    chosen = flags.FLAGS
+    sys.exit(
+        reproduce(
+            Options(
+                chosen.table, chosen.scale, chosen.cells, chosen.seeds, chosen.rounds,
+                Path(chosen.out), chosen.data_dir, chosen.set, chosen.only_show, chosen.format,
+            )
+        )
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    # Here, because other commands have flags of these names too.
+    flags.DEFINE_string("table", "", "Which table; without a value all of them are listed.")
+    flags.DEFINE_enum("scale", "quick", list(SCALES), "Minutes, or the published settings.")
+    flags.DEFINE_list("cells", [], "ROW, COLUMN or ROW/COLUMN, with *. Default: as the scale says.")
+    flags.DEFINE_integer("seeds", None, "Seeds 0, 1, ... Default: 1, or 3 in full.", lower_bound=1)
+    flags.DEFINE_integer("rounds", None, "In place of the scale's.", lower_bound=1)
+    flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs, and of the table's files.")
+    flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
+    flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
+    flags.DEFINE_enum("format", "text", ["text", "markdown"], "Of what is printed.")
+    launch.prepare_devices()
+    sys.argv = _without_value(sys.argv)
+    launch.command(main)

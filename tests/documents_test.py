@@ -1,0 +1,163 @@
+"""The documents' programs run, are as short as they say, and do what they say."""
+
+import importlib.util
+import re
+import shlex
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import compare
+from experiments.tables import TABLES
+from fedjax_pfl import algorithms, comparison
+from tests import cases, documents, tiny
+
+KEY = jax.random.key(3)
+
+
+def test_your_data(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = documents.blocks("your_data.md")
+    assert documents.lines(code) < 20
+    names = {"__name__": "__main__"}
+    exec(code, names)
+    *clients, page = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in clients] == ["Amsterdam", "Bern", "Cairo", "Delhi"]
+    assert all(float(line.split()[1]) > 0.8 for line in clients)
+    assert (tmp_path / page).is_file()
+    # Each client has its own owner's examples, and all of them.
+    held = np.asarray(names["result"].federation.counts)
+    tested = [int(c["test_examples"]) for c in names["result"].clients]
+    np.testing.assert_array_equal(held + tested, np.bincount(names["owners"]))
+
+
+def test_lines_of_code_are_counted():
+    assert documents.lines("# no\n\nx = 1  # yes\n    y = 2\n  # no\n") == 2
+
+
+def test_your_method_is_short():
+    file, comparing = documents.blocks("your_method.md")
+    assert len(file.splitlines()) < 100
+    assert documents.lines(comparing) < 20
+
+
+def test_your_method_against_fedavg(tmp_path, monkeypatch):
+    """As the page says: the bytes are equal, and momentum is far ahead."""
+    monkeypatch.chdir(tmp_path)
+    documents.module("your_method.md")
+    exec(documents.blocks("your_method.md")[1], {"__name__": "__main__"})
+    (command,) = documents.blocks("your_method.md", "sh")
+    *_, words = command.partition("experiments.compare ")
+    rows = comparison.group([comparison.read(tmp_path / word) for word in shlex.split(words)])
+    fedavg, fedavgm = map(comparison.summary, rows)
+    assert "fedavgm" not in rows[0].config  # which that run did not use
+    assert fedavgm.before["mean"] > fedavg.before["mean"] + 0.1
+    assert fedavgm.megabytes_down == fedavg.megabytes_down
+    (shown,) = documents.blocks("your_method.md", "text")
+    blank = lambda text: [re.sub(r"[\d.]+", "0", line).split() for line in text.splitlines()]
+    found = compare.text(rows).splitlines()
+    first = next(i for i, line in enumerate(found) if line.startswith("fedavg "))
+    assert blank(shown)[1:] == blank("\n".join(found[first : first + 2]))
+
+
+# FedAvgM's mathematics.
+
+
+def fedavgm(**settings):
+    _, federation = tiny.federated()
+    factory = cases.FACTORIES["fedavgm"]
+    return factory(tiny.Net(), cases.TASK, cases.training(), federation, **settings)
+
+
+def test_moments_and_steps_by_hand():
+    """Two rounds of one weight: 1 → 2, 4 with examples 12 and 7 is a mean of 52/19 = 2.7368."""
+    made = fedavgm(beta=0.5, server_rate=2.0)
+    server = {"params": {"w": jnp.float32(1)}, "moments": {"w": jnp.float32(0)},
+              "batch_stats": {"s": jnp.float32(9)}}  # fmt: skip
+    ids, arrived = jnp.array([0, 1, 6]), jnp.array([True, True, False])
+    upload = {"params": {"w": jnp.array([2.0, 4.0, 0.0])},
+              "batch_stats": {"s": jnp.array([1.0, 1.0, 0.0])}}  # fmt: skip
+    receive = lambda server: made.receive(server, (), ids, arrived, (), upload, 0)[0]
+    once = receive(server)
+    change = 52 / 19 - 1
+    np.testing.assert_allclose(once["moments"]["w"], change, rtol=1e-6)
+    np.testing.assert_allclose(once["params"]["w"], 1 + 2 * change, rtol=1e-6)
+    np.testing.assert_allclose(once["batch_stats"]["s"], 1, rtol=1e-6)
+    twice = receive(once)
+    moment = 0.5 * change + 52 / 19 - (1 + 2 * change)
+    np.testing.assert_allclose(twice["moments"]["w"], moment, rtol=1e-5)
+    np.testing.assert_allclose(twice["params"]["w"], 1 + 2 * change + 2 * moment, rtol=1e-5)
+
+
+def test_without_momentum_it_is_fedavg():
+    made, plain = fedavgm(beta=0.0), cases.make("fedavg", tiny.federated()[1])
+    state = made.init(KEY)
+    uploads = jax.tree.map(
+        lambda x: jnp.stack([x + 1, x * 2, 0 * x]), made.send(*state[:2], 0, 0, KEY)
+    )
+    cohort = (jnp.array([0, 4, 6]), jnp.array([True, True, False]), uploads, uploads, 0)
+    ours, _ = made.receive(*state[:2], *cohort)
+    theirs, _ = plain.receive(*plain.init(KEY)[:2], *cohort)
+    assert set(ours) == {*theirs, "moments"}
+    chex.assert_trees_all_close({k: ours[k] for k in theirs}, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_moments_do_not_travel():
+    made = fedavgm()
+    state = made.init(KEY)
+    payload = made.send(state.server, (), 0, 0, KEY)
+    assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
+
+
+# The site.
+
+
+@pytest.fixture(scope="module")
+def site():
+    """docs/conf.py, which needs no Sphinx."""
+    spec = importlib.util.spec_from_file_location("conf", documents.DOCS / "conf.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
+def test_links_between_pages_lead_somewhere(page):
+    text = (documents.DOCS / page).read_text()
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if "://" not in target and not target.startswith("api/"):
+            assert (documents.DOCS / target).exists(), target
+
+
+@pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
+def test_what_pages_name_is_there(page, site):
+    source = [(documents.DOCS / page).read_text()]
+    site._fill(None, page, source)
+    assert "{{" not in source[0]
+
+
+def test_what_the_code_says_is_on_the_pages(site):
+    def filled(page):
+        source = [(documents.DOCS / page).read_text()]
+        site._fill(None, page, source)
+        return source[0]
+
+    assert "| pfedla | 61.43 ± 0.56 | 73.15 ± 0.83 |" in filled("pfedla.md")
+    assert "| `pfedla.rate` | `0.05` |" in filled("pfedla.md")
+    assert "(∂θ̄&#95;i/∂ψ&#95;i)ᵀ Δθ&#95;i" in filled("pfedla.md")
+    assert "robustness" not in filled("index.md") or (documents.DOCS / "robustness.md").is_file()
+    assert all(f"`{name}`" in filled("tables.md") for name in TABLES)
+    with pytest.raises(KeyError):
+        site.published("pfedla/table1", "cifar11-n10")
+
+
+def test_the_reference_has_every_method_and_what_is_public(site):
+    text = "\n".join(site.module(name) for modules in site.API.values() for name in modules)
+    for name in algorithms.__all__:
+        assert f"### `{name}`\n\n```python\ndef {name}(" in text
+    assert "### `run`" in text
+    assert "    server: PyTree  # what all share" in text
+    assert "### `_" not in text
