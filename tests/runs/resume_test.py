@@ -9,10 +9,21 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedjax_pfl import checkpoints, rundir, runner
-from tests.runs.common import BASE, FILES, MODEL, PHASES, assert_same_run, undisturbed
+from fedjax_pfl.errors import UsageError
+from tests.runs.common import (
+    BASE,
+    FILES,
+    MODEL,
+    PHASES,
+    assert_same_bits,
+    assert_same_run,
+    contents,
+    undisturbed,
+)
 
 # Interrupted and resumed.
 
@@ -190,11 +201,11 @@ DAMAGES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # orbax's readers
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_passed_over(damage, finished, tmp_path, capsys):
     directory = tmp_path / "run"
     shutil.copytree(finished[1], directory)
+    (directory / "checkpoints" / "6" / checkpoints.SUMS).unlink()  # the leaves' digests suffice
     DAMAGES[damage](directory / "checkpoints" / "6")
     result = runner.run(BASE, directory)
     assert result.resumed_at == 5
@@ -208,15 +219,75 @@ def test_a_damaged_checkpoint_is_passed_over(damage, finished, tmp_path, capsys)
     assert_same_run(again, finished[0], directory)
 
 
-def test_where_all_checkpoints_are_damaged_the_run_starts_again(finished, tmp_path, capsys):
+def test_where_all_checkpoints_are_damaged_one_line_says_what_to_do(finished, tmp_path, capsys):
     directory = tmp_path / "run"
     shutil.copytree(finished[1], directory)
     for step in (directory / "checkpoints").iterdir():
-        DAMAGES["facts truncated"](step)
+        _truncate(step / "meta" / "metadata")
+    before = contents(directory)
+    with pytest.raises(UsageError, match=r"are damaged \(round 6: meta/metadata is not") as caught:
+        runner.run(BASE, directory)
+    assert "\n" not in str(caught.value)
+    assert "bring one back from a copy, or delete that folder to start again" in str(caught.value)
+    assert contents(directory) == before
+    assert capsys.readouterr().err == ""
+    shutil.rmtree(directory / "checkpoints")
     result = runner.run(BASE, directory)
     assert result.resumed_at is None
-    assert len(capsys.readouterr().err.splitlines()) == 2
     assert_same_run(result, finished[0], directory)
+
+
+def test_the_smallest_change_of_any_file_is_noticed(tmp_path):
+    """A bit flipped, or a byte gone, in each file of a checkpoint in turn."""
+    store = checkpoints.open_store(tmp_path / "saved")
+    trees = {"state": {"w": np.arange(6, dtype=np.float32), "n": np.int32(3)}}
+    store.save(1, trees, {"round": 1})
+    store.check(1)
+    found = sorted(p for p in (tmp_path / "saved" / "1").rglob("*") if p.is_file())
+    assert len(found) > 5
+    for path in found:
+        whole = path.read_bytes()
+        last = bytes([whole[-1] ^ 1])
+        for damaged in (whole[:-1] + last, whole[:-1], b""):
+            path.write_bytes(damaged)
+            with pytest.raises(checkpoints.DamagedError, match="is not what was written") as caught:
+                store.check(1)
+            assert path.name == checkpoints.SUMS or path.name in str(caught.value)
+        path.write_bytes(whole)
+    store.check(1)
+    (tmp_path / "saved" / "1" / checkpoints.SUMS).unlink()  # what a kill just before it leaves
+    store.check(1)
+
+
+def test_other_dtypes_and_shapes_are_refused_by_name(tmp_path):
+    store = checkpoints.open_store(tmp_path)
+    kept = {"w": np.arange(6, dtype=np.float32), "empty": np.zeros((0, 2), np.float32)}
+    store.save(1, {"state": kept}, {})
+    assert_same_bits(store.restore(1, {"state": kept})["state"], kept)
+    for other, words in (
+        (np.zeros(6, np.float64), "float32[6] there and float64[6] in this run"),
+        (np.zeros(6, np.float16), "float32[6] there and float16[6] in this run"),
+        (np.zeros(6, np.int32), "float32[6] there and int32[6] in this run"),
+        (np.zeros((2, 3), np.float32), "float32[6] there and float32[2, 3] in this run"),
+    ):
+        with pytest.raises(checkpoints.DamagedError) as caught:
+            store.restore(1, {"state": {**kept, "w": other}})
+        assert str(caught.value) == f"state['w'] is {words}"
+    with pytest.raises(checkpoints.DamagedError, match="other parts"):
+        store.restore(1, {"state": {"w": kept["w"]}})
+
+
+def test_a_damaged_file_of_observations_is_set_aside(tmp_path, capsys):
+    seen = {"alpha": ([2, 4], [np.ones(3), np.zeros(3)])}
+    rundir.write_observations(tmp_path, seen)
+    assert rundir.read_observations(tmp_path, 3)["alpha"][0] == [2]
+    _flip(tmp_path / "alpha.npz")
+    assert rundir.read_observations(tmp_path, 4) == {}
+    assert "it is now alpha.npz.damaged and begins anew" in capsys.readouterr().err
+    objects = np.array([{}, {}], dtype=object)
+    np.savez(tmp_path / "beta.npz", rounds=np.array([2, 4]), values=objects)
+    assert rundir.read_observations(tmp_path, 4) == {}  # what is pickled is never read
+    assert {p.name for p in tmp_path.iterdir()} == {"alpha.npz.damaged", "beta.npz.damaged"}
 
 
 # A real process, really killed.
