@@ -119,7 +119,8 @@ class Store(NamedTuple):
     def _meta(self, step: int) -> dict[str, Any]:
         try:
             wanted = ocp.args.Composite(meta=ocp.args.JsonRestore())
-            meta = self.manager.restore(step, args=wanted)["meta"]
+            with _quietly():
+                meta = self.manager.restore(step, args=wanted)["meta"]
             described = {"facts": meta["facts"], "digests": meta["digests"]}
             whole = meta["digest"] == _text_digest(described)
         except Exception as error:  # orbax raises whatever its layers raise
@@ -157,11 +158,12 @@ class Store(NamedTuple):
 
 def open_store(directory: Path, keep: int = KEPT) -> Store:
     """The checkpoints in a directory, which is made if need be."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # orbax reports each step of each save
+    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each step of each save
     options = ocp.CheckpointManagerOptions(
         max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
     )
-    return Store(ocp.CheckpointManager(directory.absolute(), options=options))
+    with _quietly():  # it reads what may be damaged, and needs none of it
+        return Store(ocp.CheckpointManager(directory.absolute(), options=options))
 
 
 @contextlib.contextmanager

@@ -70,14 +70,16 @@ def writing(
         if known and not known.is_file():
             raise FileNotFoundError(errno.ENOENT, "it is not there any more")
         yield
-    except OSError as error:
-        if known is None:
+    except Exception as error:  # orbax raises whatever its layers raise
+        if known is None or isinstance(error, UsageError):
             raise
         if not known.is_file():
             raise UsageError(
                 f"{directory} was removed or moved during its run; put it back and give the same "
                 "command again, or choose another --workdir to start anew"
             ) from error
+        if not isinstance(error, OSError):
+            raise
         rounds = saved() if saved else []
         there = f"that of round {rounds[0]} is whole" if rounds else "there is none yet"
         raise UsageError(

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
 from tqdm import tqdm
 
-from fedjax_pfl import interrupt, rundir, runner
+from fedjax_pfl import interrupt, report, rundir, runner
 from fedjax_pfl.errors import UsageError
 
 EVERY = 2  # rounds between evaluations, each of which is saved
@@ -155,6 +156,10 @@ class Process:
             if key == word:
                 return True
 
+    def signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -180,9 +185,11 @@ def _work(
     said = io.StringIO()
 
     class Stop(interrupt.Stop):
-        def held(self) -> contextlib.AbstractContextManager[None]:
+        @contextlib.contextmanager
+        def held(self) -> Iterator[None]:
             tell("call", None)
-            return super().held()
+            with super().held():
+                yield
 
     write = rundir.write_metrics
 
@@ -190,9 +197,12 @@ def _work(
         tell("resumed", lines[-1]["round"] if lines else 0)
         write(directory, lines)
 
-    rundir.write_metrics = resumed
-    runner.report.write = lambda directory, figures: (directory / "report.html").write_text("page")
-    with contextlib.redirect_stderr(said):
+    page = lambda directory, figures: (directory / "report.html").write_text("page")
+    with (
+        mock.patch.object(rundir, "write_metrics", resumed),
+        mock.patch.object(report, "write", page),
+        contextlib.redirect_stderr(said),
+    ):
         try:
             _begin(fault, directory)
             result = runner.run(config, directory, Stop())
