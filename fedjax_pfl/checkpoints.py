@@ -72,8 +72,7 @@ class Store(NamedTuple):
         try:
             yield
         except Exception as error:
-            for left in self.folder.glob(f"{step}.*tmp*"):
-                shutil.rmtree(left, ignore_errors=True)
+            _clear(self.folder)
             if number := re.search(r"os_error_code='(\d+)'", str(error)):  # tensorstore's
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise
@@ -159,9 +158,8 @@ class Store(NamedTuple):
 def open_store(directory: Path, keep: int = KEPT) -> Store:
     """The checkpoints in a directory, which is made if need be."""
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each step of each save
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
-    )
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+    _clear(directory)
     with _quietly():  # it reads what may be damaged, and needs none of it
         return Store(ocp.CheckpointManager(directory.absolute(), options=options))
 
@@ -193,6 +191,12 @@ def _named(tree: PyTree) -> dict[str, Any]:
 
 def _leaves(tree: PyTree) -> dict[str, np.ndarray]:
     return {key: np.asarray(leaf) for key, leaf in _named(tree).items()}
+
+
+def _clear(directory: Path) -> None:
+    """Remove what a save that did not end has left; the run's lock keeps others out."""
+    for left in directory.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _sums(folder: Path) -> str:

@@ -93,7 +93,10 @@ def _execute(
     built: Built, config: ConfigDict, plain: dict[str, Any], directory: Path | None, stop: Stop
 ) -> Result:
     key = jax.random.key(config.seed)
-    store = checkpoints.open_store(directory / "checkpoints") if directory else None
+    store = None
+    if directory:
+        with rundir.writing(directory):
+            store = checkpoints.open_store(directory / "checkpoints")
     start = Position(ledger=ledger.empty(built.federation.clients))
     at, state, best = _resume(built, key, store, start) if store else (start, None, None)
     resumed_at = at.round if state is not None else None
