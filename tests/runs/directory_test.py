@@ -4,6 +4,7 @@ import errno
 import os
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -212,3 +213,25 @@ def test_too_little_memory_is_one_line(error, monkeypatch):
     monkeypatch.setattr(runner, "_one_phase", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runner.run(BASE)
+
+
+# What a run reads is data, and never a program.
+
+_unpickled = []
+
+
+def _audit(event, arguments):
+    if event == "pickle.find_class":
+        _unpickled.append(str(arguments))
+
+
+def test_a_run_and_its_resumption_unpickle_nothing(finished, tmp_path):
+    directory = tmp_path / "run"
+    sys.addaudithook(_audit)
+    shutil.copytree(finished[1], directory)
+    shutil.rmtree(directory / "checkpoints" / "6")
+    (directory / "report.html").unlink()
+    assert runner.run(BASE, directory).resumed_at == 5
+    assert _unpickled == []
+    for path, content in contents(directory).items():
+        assert not content.startswith((b"\x80\x04", b"\x80\x05")), path

@@ -74,14 +74,15 @@ def finish(rows: list[Row]) -> None:
 
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder for runs, and for what they compile: once for all of them."""
+    """A folder for runs, and for what they compile unless there is one: once for all of them."""
+    given = jax.config.values["jax_compilation_cache_dir"]
     with tempfile.TemporaryDirectory(prefix="stress-") as name:
-        jax.config.update("jax_compilation_cache_dir", str(Path(name) / "programs"))
+        jax.config.update("jax_compilation_cache_dir", given or str(Path(name) / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         try:
             yield Path(name)
         finally:
-            jax.config.update("jax_compilation_cache_dir", None)
+            jax.config.update("jax_compilation_cache_dir", given)
 
 
 def digest(*trees: Any) -> str:

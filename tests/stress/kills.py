@@ -6,6 +6,7 @@ what comes out in the end is what an undisturbed run gives, bit for bit.
 
 import argparse
 import time
+from typing import Any
 
 import numpy as np
 
@@ -23,16 +24,16 @@ from tests.stress.common import (
 )
 
 
-def kills(number: int = 100, seed: int = 0) -> list[Row]:
+def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> list[Row]:
     """Runs that are killed at random moments and started again, until so many kills are done."""
     rng = np.random.default_rng(seed)
     done = runs = unrestorable = different = most = early = 0
     with scratch() as place:
-        wanted, wanted_files, call = undisturbed(place / "undisturbed")
+        wanted, wanted_files, call = undisturbed(place / "undisturbed", config)
         while done < number:
             directory, runs, seen = place / f"run{runs}", runs + 1, 0
             while True:
-                process = Process(directory, CONFIG)
+                process = Process(directory, config)
                 # One in ten is killed before its first call: while it reads, builds and compiles.
                 first = rng.random() < 0.1
                 if done < number and (first or process.until("call")):

@@ -21,8 +21,9 @@ CLOSE = 1e-5
 
 
 def after_a_round(changes: dict[str, Any]) -> Any:
-    """The state after one round."""
-    made = build(config.complete({**CONFIG, **changes}))
+    """The state after one round, of a network that is wide enough for rounding to be seen."""
+    wide = {"mlp": {"hidden": (64, 32)}, "local_epochs": 3}
+    made = build(config.complete({**CONFIG, **wide, **changes}))
     rounds = made.phases[0].rounds
     key, data = rounds.place((jax.random.key(0), made.data))
     t, n = rounds.place((jnp.int32(0), jnp.int32(1)))
