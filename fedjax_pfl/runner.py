@@ -83,8 +83,8 @@ def run(
             line = (str(error).splitlines() or ["MemoryError"])[0][:200]
             if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
                 raise UsageError(
-                    f"there is too little memory ({line}); use a smaller chunk, batch_size, "
-                    "eval_every or model, and give the same command again"
+                    f"there is too little memory ({line}); go on with a smaller chunk or "
+                    "checkpoint_every, or begin anew with a smaller batch_size or model"
                 ) from error
             raise
 

@@ -208,7 +208,7 @@ def test_too_little_memory_is_one_line(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(runner, "_one_phase", fail)
-    with pytest.raises(UsageError, match=r"too little memory .*use a smaller chunk"):
+    with pytest.raises(UsageError, match=r"too little memory .*go on with a smaller chunk"):
         runner.run(BASE)
     monkeypatch.setattr(runner, "_one_phase", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):

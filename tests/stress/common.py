@@ -111,7 +111,7 @@ def files(directory: Path) -> str:
 class Ended(NamedTuple):
     """What became of a process."""
 
-    resumed: int  # the round that it went on from; 0: it began
+    resumed: int | None  # the round that it went on from, 0 where it began; None: not so far
     result: str | None  # digest of the states, where it came to the end
     error: str | None  # one line, or a traceback
     said: str  # on stderr
@@ -140,7 +140,7 @@ class Process:
         self._process = context.Process(target=_work, args=arguments, daemon=True)
         self._process.start()
         there.close()
-        self._told: dict[str, Any] = {"resumed": 0, "result": None, "error": None, "said": ""}
+        self._told: dict[str, Any] = {"resumed": None, "result": None, "error": None, "said": ""}
 
     def until(self, word: str, seconds: float = 120.0) -> bool:
         """Listen until it says so; False where it ends before."""

@@ -94,7 +94,7 @@ def disk(number: int = 20, seed: int = 0) -> list[Row]:
                 and not refused.said
                 and again.result == wanted
                 and files(directory) == wanted_files
-                and (second is not None or again.resumed >= saved - SHORT["eval_every"])
+                and (second is not None or (again.resumed or 0) >= saved - SHORT["eval_every"])
             )
             progress(f"{tried.total()} faults")
             if not fine:

@@ -45,7 +45,7 @@ def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> 
                 else:
                     ended = process.ended()
                 progress(f"{done} kills, {runs} runs, round {last_round(directory)}")
-                if ended.resumed or ended.result:
+                if ended.resumed is not None:
                     most = max(most, seen - ended.resumed)
                 if ended.error or "damaged" in ended.said:
                     unrestorable += 1
