@@ -81,10 +81,12 @@ def writing(
         if not isinstance(error, OSError):
             raise
         rounds = saved() if saved else []
-        there = f"that of round {rounds[0]} is whole" if rounds else "there is none yet"
+        there = (
+            f"its checkpoint of round {rounds[0]} is whole" if rounds else "it has no checkpoint"
+        )
         raise UsageError(
-            f"{directory} cannot be written ({error.strerror or error}), so this run stops; of its "
-            f"checkpoints {there}: {_advice(error)} and give the same command again"
+            f"{directory} cannot be written ({error.strerror or error}), so this run stops; "
+            f"{there}: {_advice(error)} and give the same command again"
         ) from error
 
 

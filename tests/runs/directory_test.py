@@ -154,7 +154,7 @@ def test_a_disk_that_is_full_stops_the_run_with_a_line(
     else:
         line = stopped(directory, monkeypatch, owner, name, what)
     assert words in line
-    assert f"that of round {saved} is whole" in line
+    assert f"its checkpoint of round {saved} is whole" in line
     assert ("make it writable" if what is read_only else "make room on its disk") in line
     assert capsys.readouterr().err == ""
     result = runner.run(BASE, directory)
@@ -177,7 +177,7 @@ def test_what_a_file_system_refuses_orbax_ends_with_a_line_too(tmp_path, monkeyp
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot be written (File too large)" in line
-    assert "that of round 2 is whole" in line
+    assert "its checkpoint of round 2 is whole" in line
     assert capfd.readouterr().err == ""
     assert {p.name for p in (directory / "checkpoints").iterdir()} == {"1", "2"}
     result = runner.run(BASE, directory)
