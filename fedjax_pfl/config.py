@@ -220,7 +220,8 @@ _AT_LEAST = {  # smallest value that makes sense
     "momentum": 0.0, "weight_decay": 0.0,
     "upload_bits": 2, "dropout": 0.0, "test_fraction": 0.0, "validation_fraction": 0.0,
 }  # fmt: skip
-_AT_MOST = {"upload_bits": 16, "seed": 2**31 - 1, "partition_seed": 2**31 - 1}
+_AT_MOST = {"upload_bits": 16}
+_LARGEST = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
 _POSITIVE = ("learning_rate", "clip_norm", "max_update_norm", "fraction", "upload_top_k")
 _BELOW_ONE = ("momentum", "dropout", "test_fraction", "validation_fraction")
 
@@ -266,6 +267,8 @@ def check(config: ConfigDict, words: Words = OURS) -> None:
                 f"{where}clients_per_round is {one.clients_per_round}, and there are {there} "
                 f"clients; choose 1 to {there}"
             )
+    if (whole := sum(one.rounds for one in phases(config))) > _LARGEST:
+        raise UsageError(f"all phases have {whole} rounds; together at most {_LARGEST} can be")
     if config.fraction > 1:
         raise UsageError(f"fraction is {config.fraction}; it must be at most 1")
     if config.upload_top_k is not None and config.upload_top_k > 1:
@@ -285,6 +288,9 @@ def _check_types(config: ConfigDict, like: ConfigDict, where: str) -> None:
             raise UsageError(f"{where}{key} is {value!r}; it must be of type {kind.__name__}")
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{where}{key} is {value}; it must be a finite number")
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(n, int) and abs(n) > _LARGEST for n in numbers):
+            raise UsageError(f"{where}{key} is {value}; it must be at most {_LARGEST}")
         if isinstance(wanted, tuple) and wanted and {type(v) for v in value} - {type(wanted[0])}:
             raise UsageError(f"{where}{key} is {value!r}; it must be numbers as in {wanted!r}")
 

@@ -2,11 +2,12 @@
 
 import contextlib
 import csv
+import errno
 import fcntl
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,52 @@ def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
-    return UsageError(f"{directory} cannot be used ({error.strerror})")
+    what = f"{directory} cannot be used ({error.strerror})"
+    return UsageError(f"{what}; {_advice(error)}, or choose another --workdir")
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in _FULL:
+        return "make room on its disk"
+    return "make it writable" if error.errno in _CLOSED else "mend that"
+
+
+@contextlib.contextmanager
+def writing(
+    directory: Path | None, saved: Callable[[], Sequence[int]] | None = None
+) -> Iterator[None]:
+    """What is written in here is written, or one line says why not and what to do.
+
+    Args:
+      saved: gives the rounds of which there is a checkpoint, newest first.
+    """
+    known = directory and directory / "config.json"
+    try:
+        if known and not known.is_file():
+            raise FileNotFoundError(errno.ENOENT, "it is not there any more")
+        yield
+    except Exception as error:  # orbax raises whatever its layers raise
+        if known is None or isinstance(error, UsageError):
+            raise
+        if not known.is_file():
+            raise UsageError(
+                f"{directory} was removed or moved during its run; put it back and give the same "
+                "command again, or choose another --workdir to start anew"
+            ) from error
+        if not isinstance(error, OSError):
+            raise
+        rounds = saved() if saved else []
+        there = (
+            f"its checkpoint of round {rounds[0]} is whole" if rounds else "it has no checkpoint"
+        )
+        raise UsageError(
+            f"{directory} cannot be written ({error.strerror or error}), so this run stops; "
+            f"{there}: {_advice(error)} and give the same command again"
+        ) from error
 
 
 def _lock(directory: Path, held: int) -> None:
@@ -62,7 +108,9 @@ def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> None:
         try:
             there = dict(json.loads(known.read_text()))
         except (TypeError, ValueError):
-            raise UsageError(f"{known} is damaged; choose another --workdir") from None
+            raise UsageError(
+                f"{known} is damaged; bring it back from a copy or choose another --workdir"
+            ) from None
         if different := configuration.differences(there, config):
             raise UsageError(
                 f"{directory} holds a run with other settings: {'; '.join(different)}; "
@@ -124,12 +172,20 @@ def write_observations(directory: Path, seen: Observations) -> None:
 
 
 def read_observations(directory: Path, until: int) -> Observations:
-    """What was observed up to a round."""
+    """What was observed up to a round. A damaged file is set aside; it begins anew."""
     seen: Observations = {}
     for path in sorted(directory.glob("*.npz")):
-        with np.load(path, allow_pickle=False) as file:
-            both = zip(file["rounds"], file["values"], strict=True)
-            kept = [(int(r), v) for r, v in both if r <= until]
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                both = zip(file["rounds"], file["values"], strict=True)
+                kept = [(int(r), v) for r, v in both if r <= until]
+        except Exception as error:  # zipfile, zlib and NumPy raise what they like
+            aside = path.with_name(path.name + ".damaged")
+            os.replace(path, aside)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            line = f"{path} is damaged ({reason}); it is now {aside.name} and begins anew"
+            print(line, file=sys.stderr)
+            continue
         if kept:
             seen[path.stem] = ([r for r, _ in kept], [v for _, v in kept])
     return seen

@@ -1,5 +1,6 @@
 """The host's loop around compiled rounds: run, evaluate, save, resume, report."""
 
+import contextlib
 import json
 import sys
 import time
@@ -18,6 +19,7 @@ from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
 from fedjax_pfl.data.picture import draw_partition
+from fedjax_pfl.errors import UsageError
 from fedjax_pfl.interrupt import Stop, Stopped
 from fedjax_pfl.ledger import Ledger
 
@@ -80,24 +82,38 @@ def run(
     built = build(settings, words)
     plain = json.loads(json.dumps(configuration.resolved(settings, words)))
     stop = stop or Stop()
-    if workdir is None:
-        return _execute(built, settings, plain, None, stop)
-    with rundir.claimed(Path(workdir), plain) as directory:
-        return _execute(built, settings, plain, directory, stop)
+    with contextlib.ExitStack() as kept:
+        directory = None
+        if workdir is not None:
+            directory = kept.enter_context(rundir.claimed(Path(workdir), plain))
+        try:
+            return _execute(built, settings, plain, directory, stop)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            line = (str(error).splitlines() or ["MemoryError"])[0][:200]
+            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
+                raise UsageError(
+                    f"there is too little memory ({line}); go on with a smaller chunk or "
+                    "checkpoint_every, or begin anew with a smaller batch_size or model"
+                ) from error
+            raise
 
 
 def _execute(
     built: Built, config: ConfigDict, plain: dict[str, Any], directory: Path | None, stop: Stop
 ) -> Result:
     key = jax.random.key(config.seed)
-    store = checkpoints.open_store(directory / "checkpoints") if directory else None
+    store = None
+    if directory:
+        with rundir.writing(directory):
+            store = checkpoints.open_store(directory / "checkpoints")
     start = Position(ledger=ledger.empty(built.federation.clients))
     at, state, best = _resume(built, key, store, start) if store else (start, None, None)
     resumed_at = at.round if state is not None else None
     seen: rundir.Observations = {}
     if directory:
-        rundir.write_metrics(directory, list(at.metrics))
-        seen = rundir.read_observations(directory, at.round)
+        with rundir.writing(directory, store and store.steps):
+            rundir.write_metrics(directory, list(at.metrics))
+            seen = rundir.read_observations(directory, at.round)
 
     bar = tqdm(
         total=built.phases[-1].end,
@@ -132,10 +148,11 @@ def _execute(
         resumed_at,
     )
     if directory and not (directory / "report.html").exists():
-        rundir.write_clients(directory, result.clients)
-        rundir.write_traffic(directory, result.ledger)
-        partition = draw_partition(built.data, built.federation)
-        report.write(directory, {"partition": partition})
+        with rundir.writing(directory, store and store.steps):
+            rundir.write_clients(directory, result.clients)
+            rundir.write_traffic(directory, result.ledger)
+            partition = draw_partition(built.data, built.federation)
+            report.write(directory, {"partition": partition})
     return result
 
 
@@ -171,7 +188,7 @@ def _one_phase(
             until = boundary(one, phase.begin, at.round)
             rounds = until - at.round
             state, logs = run_rounds(key, state, arrays, number(at.round), number(rounds))
-            logs = jax.device_get(logs)
+            logs = jax.device_get(jax.block_until_ready(logs))
             free = 1 if at.round == 0 and not config.count_initial_download else 0
             for warning in metrics.rejections(logs, at.round, rounds):
                 bar.write(warning, file=sys.stderr)
@@ -191,8 +208,9 @@ def _one_phase(
                     rounds_seen.append(until)
                     values_seen.append(values)
                 if directory:
-                    rundir.append_metrics(directory, line)
-                    rundir.write_observations(directory, seen)
+                    with rundir.writing(directory, store and store.steps):
+                        rundir.append_metrics(directory, line)
+                        rundir.write_observations(directory, seen)
                 bar.set_postfix(
                     {built.task.name: f"{line['before'][built.task.name + '_mean']:.4f}"}
                 )
@@ -202,11 +220,14 @@ def _one_phase(
             every = one.checkpoint_every or one.eval_every
             due = (until - phase.begin) % every == 0 or until == phase.end
             saved = {"state": state} if best is None else {"state": state, "best": best}
+            facts = at._asdict() | {"ledger": at.ledger._asdict()}
             if store and due:
-                store.save(until, saved, at._asdict() | {"ledger": at.ledger._asdict()})
+                with rundir.writing(directory, store.steps):
+                    store.save(until, saved, facts)
             stopping = stop.asked if until < built.phases[-1].end else 0
             if store and stopping and not due:
-                store.save(until, saved, at._asdict() | {"ledger": at.ledger._asdict()})
+                with rundir.writing(directory, store.steps):
+                    store.save(until, saved, facts)
         if stopping:
             raise Stopped(until, stopping)
     return at, state, best
@@ -242,13 +263,14 @@ def _measured(built: Built, at: Position, scores: Any) -> tuple[Position, dict[s
 def _resume(
     built: Built, key: jax.Array, store: checkpoints.Store, start: Position
 ) -> tuple[Position, PyTree, PyTree]:
-    """The newest checkpoint that is whole; the start where there is none."""
-    templates, template = [], None
+    """The newest checkpoint that is whole; the start where there is none at all."""
+    templates, template, damaged = [], None, []
     for phase in built.phases:
         template = jax.eval_shape(phase.rounds.init, key, template)
         templates.append(template)
     for step in store.steps():
         try:
+            store.check(step)
             facts = store.facts(step)
             at = Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
             wanted = {"state": templates[at.phase]}
@@ -256,10 +278,17 @@ def _resume(
                 wanted["best"] = templates[at.phase]
             found = store.restore(step, wanted)
         except checkpoints.DamagedError as error:
-            print(f"The checkpoint of round {step} is damaged: {error}. Going on from an older "
-                  "one.", file=sys.stderr)  # fmt: skip
-            store.drop(step)
+            damaged.append((step, error))
             continue
+        for worse, reason in damaged:
+            print(f"The checkpoint of round {worse} is damaged: {reason}. Going on from round "
+                  f"{step}.", file=sys.stderr)  # fmt: skip
+            store.drop(worse)
         state = built.phases[at.phase].rounds.place(found["state"])
         return at, state, found.get("best")
+    if damaged:
+        raise UsageError(
+            f"all checkpoints in {store.folder} are damaged (round {damaged[0][0]}: "
+            f"{damaged[0][1]}); bring one back from a copy, or delete that folder to start again"
+        )
     return start, None, None

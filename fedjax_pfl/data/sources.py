@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -110,10 +111,20 @@ def synthetic(
     noise: the standard deviation around centres, which are themselves standard normal.
     """
     del data_dir
-    if not (classes >= 1 and examples >= classes and test_examples >= 0 and min(shape) >= 1):
+    if not (
+        classes >= 1 and examples >= classes and test_examples >= 0 and min(shape, default=0) >= 1
+    ):
         raise UsageError(
             f"synthetic: shape={tuple(shape)}, classes={classes}, examples={examples}, "
-            f"test_examples={test_examples}: use positive numbers, and examples >= classes"
+            f"test_examples={test_examples}: use positive numbers, at least one in shape, and "
+            "examples >= classes"
+        )
+    if seed < 0 or not 0 <= noise <= 1e6:
+        raise UsageError(f"synthetic: seed={seed}, noise={noise}: use 0 or more, noise up to 1e6")
+    if (values := (examples + test_examples) * math.prod(shape)) > 2**33:
+        raise UsageError(
+            f"synthetic: {values:,} values are more than 2**33; use fewer examples or a smaller "
+            "shape"
         )
     rng = np.random.default_rng(seed)
     centres = rng.standard_normal((classes, *shape), np.float32)
@@ -161,6 +172,7 @@ def _images(
         )
         labels = [part["label"].astype(np.int32) - first for part in (train, test)]
         _in_range(path, outputs, *labels)
+        _alike(path, len(_NORMAL[name][0]), train["image"], test["image"])
         coarse = _coarse(train, outputs) if name == "cifar100" else None
         return Dataset(
             name, train["image"], labels[0], test["image"], labels[1], outputs,
@@ -188,6 +200,15 @@ def _in_range(path: Path, outputs: int, *labels: np.ndarray) -> None:
                 f"{path}: labels run from {part.min()} to {part.max()}, not from 0 to "
                 f"{outputs - 1}: it is another dataset than its name says"
             )
+
+
+def _alike(path: Path, channels: int, train: np.ndarray, test: np.ndarray) -> None:
+    shapes = [part.shape[1:] for part in (train, test)]
+    if shapes[0] != shapes[1] or shapes[0][-1] != channels:
+        raise UsageError(
+            f"{path}: images are {shapes[0]} in train and {shapes[1]} in test, not alike with "
+            f"{channels} channels: it is another dataset than its name says"
+        )
 
 
 def _coarse(part: dict[str, np.ndarray], outputs: int) -> np.ndarray:
@@ -280,6 +301,7 @@ def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
         part["writer"] = np.searchsorted(writers, part["writer"]).astype(np.int32)
         part["label"] = part["label"].astype(np.int32)
     _in_range(path, 62, train["label"], test["label"])
+    _alike(path, 1, train["image"], test["image"])
     pixels = train["image"]
     constants = (float(pixels.mean()) / 255,), (max(float(pixels.std()), 1.0) / 255,)
     return Dataset(

@@ -91,7 +91,8 @@ def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path):
 
 def test_cifar100_takes_its_superclasses_from_the_data(tmp_path):
     fine = np.arange(100)
-    columns = {"image": pictures(100), "label": fine, "coarse_label": fine // 5}
+    images = pictures(100, (6, 5, 3))
+    columns = {"image": images, "label": fine, "coarse_label": fine // 5}
     write(tmp_path, "cifar100", {"train": columns, "test": columns})
     np.testing.assert_array_equal(load("cifar100", tmp_path).coarse, fine // 5)
     with pytest.raises(UsageError, match="50 classes have no training example"):
@@ -209,6 +210,15 @@ def test_a_missing_split_and_foreign_labels_are_named(tmp_path):
     write(tmp_path, "fashion_mnist", {"train": columns, "test": columns})
     with pytest.raises(UsageError, match="labels run from 0 to 10"):
         load("fashion_mnist", tmp_path)
+
+
+@pytest.mark.parametrize("shapes", [((6, 5, 1), (5, 5, 1)), ((6, 5, 3), (6, 5, 3))])
+def test_pictures_of_other_shapes_are_named(tmp_path, shapes):
+    train, test = ({"image": pictures(10, shape), "label": np.arange(10)} for shape in shapes)
+    write(tmp_path, "mnist", {"train": train, "test": test})
+    with pytest.raises(UsageError, match="not alike with 1 channels: it is another dataset") as e:
+        load("mnist", tmp_path)
+    assert "\n" not in str(e.value)
 
 
 @real

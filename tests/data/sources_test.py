@@ -78,6 +78,10 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: load("digits", noise=1), "it takes none"),
         (lambda: load("synthetic", nois=1), "it takes shape, classes"),
         (lambda: load("synthetic", examples=3), "use positive numbers"),
+        (lambda: load("synthetic", shape=()), r"shape=\(\).*at least one in shape"),
+        (lambda: load("synthetic", seed=-1), "seed=-1"),
+        (lambda: load("synthetic", noise=1e300), r"noise=1e\+300"),
+        (lambda: load("synthetic", shape=(10**4,) * 3), "use fewer examples or a smaller shape"),
     ],
 )
 def test_what_cannot_be_is_one_line(call, message):

@@ -1,0 +1,36 @@
+"""What all tests of runs share."""
+
+import pytest
+
+from fedjax_pfl import report, runner
+from tests.runs.common import BASE
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_report():
+    """Compile each configuration once, and let an empty page stand for the report."""
+    made, built, written = runner.build, {}, report.write
+
+    def once(settings):
+        key = settings.to_json()
+        if key not in built:
+            built[key] = made(settings)
+        return built[key]
+
+    def page(directory, extra_figures):
+        (directory / "figures").mkdir(exist_ok=True)
+        (directory / "report.html").write_text("a page")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "build", once)
+        patch.setattr(report, "write", page)
+        yield written
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, real_report):
+    """One run with its real report. Nothing may be written to its directory."""
+    directory = tmp_path_factory.mktemp("runs") / "finished"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write", real_report)
+        return runner.run(BASE, directory), directory

@@ -1,0 +1,134 @@
+"""Damaged checkpoints: python -m tests.stress.rot --faults=100
+
+The newest checkpoint of a run, or all of them, are damaged at random: bits flipped, files cut off,
+overwritten, emptied, removed or put in another's place. Each has to be noticed, with the file or
+the leaf in the warning, and the run has to go on from the one before it, bit for bit; where none
+is left, one line has to say what to do. A part of the faults is done to checkpoints without the
+list of their files' digests, as a kill just before it leaves them: there the leaves' digests have
+to hold, and a fault that changes nothing of what is restored counts as harmless.
+"""
+
+import argparse
+import contextlib
+import io
+from collections import Counter
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fedjax_pfl import checkpoints, config, ledger, runner
+from fedjax_pfl.build import Built, build
+from fedjax_pfl.errors import UsageError
+from tests.stress.common import CONFIG, Row, copied, digest, finish, one_line, progress, scratch
+
+KINDS = ("bits flipped", "cut off", "overwritten", "emptied", "removed", "put in another's place")
+
+
+def damage(kind: str, path: Path, rng: np.random.Generator) -> None:
+    """One fault to a file."""
+    content = bytearray(path.read_bytes())
+    if kind == "bits flipped":
+        for at in rng.integers(0, len(content) * 8, rng.integers(1, 5)):
+            content[at // 8] ^= 1 << (at % 8)
+    elif kind == "cut off":
+        del content[rng.integers(0, len(content)) :]
+    elif kind == "overwritten":
+        at = rng.integers(0, len(content))
+        content[at : at + 64] = bytes(len(content[at : at + 64]))
+    elif kind == "emptied":
+        content.clear()
+    elif kind == "put in another's place":
+        others = [p for p in path.parents[1].rglob("*") if p.is_file() and p != path]
+        content = bytearray(others[rng.integers(len(others))].read_bytes())
+    if kind == "removed":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(content))
+
+
+class Resumed:
+    """What a directory's checkpoints are good for: the round, the states, and what is said."""
+
+    def __init__(self, built: Built, directory: Path) -> None:
+        said = io.StringIO()
+        self.round, self.digest, self.error = -1, "", None
+        with contextlib.redirect_stderr(said):
+            store = checkpoints.open_store(directory)
+            start = runner.Position(ledger=ledger.empty(built.federation.clients))
+            try:
+                at, state, best = runner._resume(built, jax.random.key(0), store, start)
+                self.round, self.digest = at.round, digest(state, best, at.ledger)
+            except UsageError as error:
+                self.error = str(error)
+            store.manager.close()
+        self.said = said.getvalue()
+
+
+def rot(number: int = 100, seed: int = 0) -> list[Row]:
+    """So many faults, one after the other, each to a fresh copy."""
+    rng = np.random.default_rng(seed)
+    tried: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
+    harmless = fell_back = refused = 0
+    with scratch() as place:
+        settings = config.complete({**CONFIG, "rounds": 4})
+        built = build(settings)
+        runner.run(settings, place / "run")
+        good = place / "run" / "checkpoints"
+        older, newer = sorted(int(p.name) for p in good.iterdir())
+        new = Resumed(built, copied(good, place / "new"))
+        only = copied(good, place / "only")
+        checkpoints.open_store(only).drop(newer)
+        old = Resumed(built, only)
+        assert (old.round, new.round, old.said + new.said) == (older, newer, "")
+        for count in range(number):
+            there = copied(good, place / "there")
+            kind, listed, both = KINDS[rng.integers(6)], rng.random() > 0.2, rng.random() < 0.1
+            for step in (newer, older) if both else (newer,):
+                if not listed:
+                    (there / str(step) / checkpoints.SUMS).unlink()
+                files = sorted(p for p in (there / str(step)).rglob("*") if p.is_file())
+                files = [p for p in files if p.stat().st_size]
+                damage(kind, files[rng.integers(len(files))], rng)
+            # Unlisted, a checkpoint cannot know of what nobody reads.
+            changed = contents(there) != contents(good, listed)
+            got = Resumed(built, there)
+            tried[kind] += 1
+            progress(f"{count + 1} faults")
+            if got.error:
+                fine = both and one_line(got.error) and "delete that folder" in got.error
+                refused += fine
+            elif got.round == older:
+                named = f"checkpoint of round {newer} is damaged: " in got.said
+                fine = named and one_line(got.said.strip()) and got.digest == old.digest
+                fell_back += fine
+            else:
+                fine = got.digest == new.digest and not got.said and not (listed and changed)
+                harmless += fine
+            if not fine:
+                lost[kind] += 1
+                print(
+                    f"{kind} (both: {both}, listed: {listed}): {got.round} {got.error} {got.said}"
+                )
+    note = f"{fell_back} fell back, {refused} refused (none was good), {harmless} harmless"
+    rows = [Row(kind, tried[kind], tried[kind] - lost[kind], lost[kind]) for kind in KINDS]
+    total = Row("checkpoint damaged", number, number - lost.total(), lost.total(), note)
+    return [total, *(row._replace(kind=f"- {row.kind}") for row in rows if row.tried)]
+
+
+def contents(directory: Path, listed: bool = True) -> dict[str, bytes]:
+    """All files; without the lists of digests where there are none."""
+    return {
+        str(p.relative_to(directory)): p.read_bytes()
+        for p in directory.rglob("*")
+        if p.is_file() and (listed or p.name != checkpoints.SUMS)
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    finish(rot(given.faults, given.seed))

@@ -1,0 +1,66 @@
+"""A small pass of each of the long tries in tests/stress."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.stress.common import CONFIG, Row, scratch, table
+from tests.stress.data import data
+from tests.stress.disk import disk
+from tests.stress.kills import kills
+from tests.stress.long import long
+from tests.stress.rot import rot
+from tests.stress.same import distance
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs() -> Iterator[None]:
+    with scratch():
+        yield
+
+
+def assert_nothing_lost(rows: list[Row], tried: int) -> None:
+    assert rows[0].tried == tried
+    assert rows[0].survived == tried, table(rows)
+    assert not any(row.lost for row in rows)
+
+
+def test_a_kill():
+    assert_nothing_lost(kills(1, config={**CONFIG, "rounds": 8}), 1)
+
+
+def test_a_disk():
+    assert_nothing_lost(disk(1), 1)
+
+
+def test_damaged_checkpoints():
+    assert_nothing_lost(rot(12), 12)
+
+
+def test_damaged_datasets():
+    assert_nothing_lost(data(6), 6)
+
+
+def test_a_run_that_is_not_long():
+    rows = long(24, 2)
+    assert rows[0].tried == 1  # so short, its times and memory say nothing
+    assert "12 calls" in rows[0].note
+
+
+def test_distances_are_relative_to_a_leafs_largest_value():
+    one = {"w": np.array([1.0, -4.0]), "n": np.zeros(2)}
+    assert distance(one, one) == 0
+    assert distance(one, {**one, "w": np.array([1.5, -4.0])}) == 0.125
+    assert distance(one, {**one, "n": np.array([0.0, 1e-7])}) == pytest.approx(0.1)
+
+
+def test_the_table_is_markdown():
+    rows = [Row("SIGKILL", 10, 9, 1, "why"), Row("x", 1, 1, 0)]
+    assert table(rows).splitlines() == [
+        "| fault   | tried | survived | lost | note |",
+        "| ------- | ----: | -------: | ---: | ---- |",
+        "| SIGKILL |    10 |        9 |    1 | why  |",
+        "| x       |     1 |        1 |    0 |      |",
+    ]
+    assert CONFIG["rounds"] % CONFIG["eval_every"] == 0
