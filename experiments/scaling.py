@@ -17,20 +17,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
-from experiments.launch import fail
+from experiments.launch import command
 from fedjax_pfl import config as configuration
 from fedjax_pfl import local, memory, task
 from fedjax_pfl.algorithm import Federation
 from fedjax_pfl.data.federated import ClientData, Split
 from fedjax_pfl.errors import UsageError
 
-CLIENTS = flags.DEFINE_list("clients", ["10", "1000", "1000000"], "Numbers of clients.")
-MEMORY = flags.DEFINE_float("memory_gb", 80.0, "Memory that the state may fill.", lower_bound=0.1)
-MODEL = flags.DEFINE_string("model", "lenet", "Network, on 32x32x3 examples with ten classes.")
-METHODS = flags.DEFINE_list("methods", [], "Methods. Default: all.")
-OUT = flags.DEFINE_string("out", None, "JSON file to write the numbers to.")
 _EXAMPLES = 16  # of each client; they are not part of a state
 
 
@@ -118,21 +113,22 @@ def main(argv: Sequence[str]) -> None:
     """Print the table."""
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
-    columns = [_number(word) for word in CLIENTS.value]
-    unknown = sorted(set(METHODS.value) - set(configuration.ALGORITHMS))
+    chosen = flags.FLAGS
+    columns = [_number(word) for word in chosen.clients]
+    unknown = sorted(set(chosen.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see python -m experiments.list")
-    if MODEL.value not in configuration.MODELS:
+    if chosen.model not in configuration.MODELS:
         choices = ", ".join(configuration.MODELS)
-        raise UsageError(f"--model={MODEL.value} is none of {choices}")
+        raise UsageError(f"--model={chosen.model} is none of {choices}")
     heads = [*(f"N = {n:,}" for n in columns), "grows", "most", "down", "up"]
     widths = [max(12, len(head) + 2) for head in heads]
     print("state".ljust(15) + "".join(h.rjust(w) for h, w in zip(heads, widths, strict=True)))
     found: dict[str, Any] = {}
-    for method in METHODS.value or sorted(configuration.ALGORITHMS):
-        each = {n: sizes(method, n, MODEL.value) for n in columns}
-        grows = growth(method, MODEL.value)
-        largest = grows.most(MEMORY.value * 1e9)
+    for method in chosen.methods or sorted(configuration.ALGORITHMS):
+        each = {n: sizes(method, n, chosen.model) for n in columns}
+        grows = growth(method, chosen.model)
+        largest = grows.most(chosen.memory_gb * 1e9)
         visit = each[columns[0]]
         found[method] = {
             "bytes": {str(n): each[n]._asdict() for n in columns},
@@ -147,9 +143,9 @@ def main(argv: Sequence[str]) -> None:
             readable(visit.up),
         ]
         print(method.ljust(15) + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
-    if OUT.value:
-        said = {"model": MODEL.value, "memory_gb": MEMORY.value, "methods": found}
-        Path(OUT.value).write_text(json.dumps(said, indent=2) + "\n")
+    if chosen.out:
+        said = {"model": chosen.model, "memory_gb": chosen.memory_gb, "methods": found}
+        Path(chosen.out).write_text(json.dumps(said, indent=2) + "\n")
 
 
 def _number(word: str) -> int:
@@ -159,7 +155,10 @@ def _number(word: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        app.run(main)
-    except UsageError as error:
-        fail(error)
+    # Here, because other commands have a --clients of their own.
+    flags.DEFINE_list("clients", ["10", "1000", "1000000"], "Numbers of clients.")
+    flags.DEFINE_float("memory_gb", 80.0, "Memory that the state may fill.", lower_bound=0.1)
+    flags.DEFINE_string("model", "lenet", "Network, on 32x32x3 examples with ten classes.")
+    flags.DEFINE_list("methods", [], "Methods. Default: all.")
+    flags.DEFINE_string("out", None, "JSON file to write the numbers to.")
+    command(main)

@@ -60,7 +60,7 @@ PHASE_KEYS = frozenset(
 )
 PARTICIPANTS = ("active", "held_out")
 # What may differ between a run and its resumption: where data lie, and how work is spread.
-NEUTRAL_KEYS = frozenset({"data_dir", "checkpoint_every", "chunk", "devices"})
+NEUTRAL_KEYS = frozenset({"data_dir", "checkpoint_every", "chunk", "devices", "memory_gb"})
 
 
 def settings(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -129,6 +129,7 @@ def default(words: Words = OURS) -> ConfigDict:
     config.checkpoint_every = config_dict.placeholder(int)  # rounds; unset: every evaluation
     config.chunk = config_dict.placeholder(int)  # clients vmapped together; unset: by backend
     config.devices = config_dict.placeholder(int)  # unset: all
+    config.memory_gb = config_dict.placeholder(float)  # of a device: chooses chunk, or refuses
     for table in words:
         for name, factory in table.items():
             if own := settings(factory):
@@ -222,7 +223,14 @@ _AT_LEAST = {  # smallest value that makes sense
 }  # fmt: skip
 _AT_MOST = {"upload_bits": 16}
 _LARGEST = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
-_POSITIVE = ("learning_rate", "clip_norm", "max_update_norm", "fraction", "upload_top_k")
+_POSITIVE = (
+    "memory_gb",
+    "learning_rate",
+    "clip_norm",
+    "max_update_norm",
+    "fraction",
+    "upload_top_k",
+)
 _BELOW_ONE = ("momentum", "dropout", "test_fraction", "validation_fraction")
 
 
@@ -267,7 +275,7 @@ def check(config: ConfigDict, words: Words = OURS) -> None:
                 f"{where}clients_per_round is {one.clients_per_round}, and there are {there} "
                 f"clients; choose 1 to {there}"
             )
-    if (whole := sum(one.rounds for one in phases(config))) > _LARGEST:
+    if (whole := sum(one.rounds for one in phases(config, words))) > _LARGEST:
         raise UsageError(f"all phases have {whole} rounds; together at most {_LARGEST} can be")
     if config.fraction > 1:
         raise UsageError(f"fraction is {config.fraction}; it must be at most 1")

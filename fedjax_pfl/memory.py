@@ -21,10 +21,12 @@ _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice")
 def peak(f: Callable[..., Any], *arguments: Any) -> int:
     """Bytes of the arguments and all values that live at once in f(*arguments), at the worst time.
 
-    Arguments may be shapes. They stay, but for those that f, if it is compiled, takes as donated.
+    Arguments may be shapes. Those of a compiled function stay, unless it takes them as donated;
+    those of a plain one are freed after their last use.
     """
     jaxpr = jax.make_jaxpr(f)(*arguments).jaxpr
-    return _peak(jaxpr, [True] * len(jaxpr.invars))
+    compiled = jaxpr.eqns[0].params.get("donated_invars") if len(jaxpr.eqns) == 1 else None
+    return _peak(jaxpr, compiled or [True] * len(jaxpr.invars))
 
 
 def tree_bytes(tree: Any) -> int:
@@ -56,7 +58,7 @@ def _peak(jaxpr: Any, owned: Sequence[bool]) -> int:
         made = sum(size[v] for v in outputs)
         replaced = _variables(eqn.invars[:1]) if eqn.primitive.name in _IN_PLACE else set()
         taken = 0 if any(uses[v] == 1 for v in replaced) else made
-        most = max(most, live + _needed(eqn, taken))
+        most = max(most, live + _needed(eqn, taken, uses))
         live += made
         for v in _variables(eqn.invars):
             uses[v] -= 1
@@ -65,13 +67,14 @@ def _peak(jaxpr: Any, owned: Sequence[bool]) -> int:
     return most
 
 
-def _needed(eqn: Any, made: int) -> int:
+def _needed(eqn: Any, made: int, uses: Counter[Any]) -> int:
     """What an operation needs beside its operands: results, and what goes on inside."""
-    most = 0
+    loop, most = eqn.primitive.name in ("while", "scan"), 0
     for inner in core.jaxprs_in_params(eqn.params):
-        given = eqn.params.get("donated_invars", [eqn.primitive.name in ("while", "scan")])
-        owned = given if len(given) == len(inner.invars) else given[:1] * len(inner.invars)
+        operands = eqn.invars[-len(inner.invars) :]
+        last = [isinstance(v, core.Literal) or uses[v] == 1 for v in operands]
+        owned = [True] * len(inner.invars) if loop or len(last) < len(inner.invars) else last
         most = max(most, _peak(inner, owned) - sum(_bytes(v.aval) for v in inner.invars))
     # A scan's stacked results are there all the time; other results are part of what is inside.
     stacked = eqn.outvars[eqn.params["num_carry"] :] if eqn.primitive.name == "scan" else []
-    return max(made, most + sum(_bytes(v.aval) for v in stacked))
+    return max(made if most == 0 else 0, most + sum(_bytes(v.aval) for v in stacked))

@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fedjax_pfl import build, memory
+from fedjax_pfl import build, memory, rounds
 from fedjax_pfl import config as configuration
+from fedjax_pfl.errors import UsageError
 
 KIB = jax.ShapeDtypeStruct((256,), jnp.float32)
 
@@ -60,3 +61,42 @@ def test_a_run_needs_about_as_much_as_xla_allocates():
     used -= real.alias_size_in_bytes
     assert abs((found[10] - found[5]) / 5 / ((found[5] - found[2]) / 3) - 1) < 0.2
     assert 0.7 < found[10] / used < 1.5
+
+
+BASE = {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "rounds": 2}
+
+
+def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
+    """As on an accelerator, where all are trained together unless memory is short."""
+    monkeypatch.setattr(build, "_chunk", lambda clients: clients)
+    tried = []
+
+    def make(*arguments, chunk, **settings):
+        tried.append(chunk)
+        return rounds.make_rounds(*arguments, chunk=chunk, **settings)
+
+    monkeypatch.setattr(build, "make_rounds", make)
+    build.build(configuration.complete({**BASE, "memory_gb": 1.0}))
+    assert tried == [10]
+    tried.clear()
+    build.build(configuration.complete({**BASE, "memory_gb": 0.005}))
+    assert tried == [10, 5, 2]
+    with pytest.raises(
+        UsageError, match=r"1 of 10 clients .* needs about 0\.00\d+ GB, and memory_gb"
+    ):
+        build.build(configuration.complete({**BASE, "memory_gb": 0.0005}))
+    with pytest.raises(
+        UsageError, match="take fewer clients, a smaller chunk, model or batch_size"
+    ):
+        build.build(configuration.complete({**BASE, "memory_gb": 0.005, "chunk": 10}))
+
+
+def test_a_thousand_clients_of_pfedla_fit_into_eight_gigabytes():
+    config = {
+        "algorithm": "pfedla", "model": "lenet", "dataset": "synthetic", "clients": 1000,
+        "clients_per_round": 100, "partition": "iid", "memory_gb": 8.0, "devices": 1,
+        "synthetic": {"shape": (32, 32, 3), "examples": 10_000, "classes": 10},
+    }  # fmt: skip
+    build.build(configuration.complete(config))
+    with pytest.raises(UsageError, match=r"needs about [67]\.\d+ GB"):
+        build.build(configuration.complete({**config, "memory_gb": 3.0}))

@@ -5,8 +5,9 @@ import pytest
 
 from experiments.configs import factorized_fl as factorized_presets
 from experiments.configs import pfedhn as presets
-from experiments.studies import common, factorized_distance, factorized_fl, pfedhn, pfedla
+from experiments.studies import common, factorized_distance, factorized_fl, fedmn, pfedhn, pfedla
 from fedjax_pfl import config as configuration
+from fedjax_pfl import data
 
 
 def test_agreement_by_hand():
@@ -80,6 +81,20 @@ def test_grouping_finds_blocks_and_distance_knows_directions():
     across = {"a": np.array([0.0, 0.1]), "b": np.array([0.0])}
     assert factorized_distance.apart(one, one) == 0
     assert factorized_distance.apart(one, across) == pytest.approx(2**0.5)
+
+
+def test_contradicting_groups_see_the_same_classes_under_other_numbers():
+    made = fedmn.contradicting("digits", None, 30)
+    digits = data.load("digits")
+    first = made.owner_train < 6
+    np.testing.assert_array_equal(np.bincount(made.owner_train), [30] * 12)
+    assert set(made.y_train[first]) == {0, 1, 2, 3, 4}
+    assert set(made.y_train[~first]) == {5, 6, 7, 8, 9}
+    known = {
+        image.tobytes(): label for image, label in zip(digits.x_train, digits.y_train, strict=True)
+    }
+    seen = np.array([known[image.tobytes()] for image in made.x_train])
+    np.testing.assert_array_equal(made.y_train - seen, np.where(first, 0, 5))
 
 
 @pytest.mark.parametrize(

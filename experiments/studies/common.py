@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from experiments.launch import DATA_DIR, change, fail, prepare_devices
-from fedjax_pfl import runner
+from fedjax_pfl import data, runner
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.metrics import mean_std as mean_std
 
@@ -31,14 +31,20 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for th
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
 
-def run(config: ConfigDict, name: str, seed: int, rounds: int | None = None) -> runner.Result:
+def run(
+    config: ConfigDict,
+    name: str,
+    seed: int,
+    rounds: int | None = None,
+    dataset: data.Dataset | None = None,
+) -> runner.Result:
     """One run under OUT, of ROUNDS unless told; a run that is there already is only read."""
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     change(config, SET.value)
     words = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
     path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
     print(f"{path} ...", flush=True)
-    return runner.run(config, Path(OUT.value) / path)
+    return runner.run(config, Path(OUT.value) / path, dataset=dataset)
 
 
 def runs(config: ConfigDict, name: str) -> list[runner.Result]:

@@ -6,6 +6,8 @@ figure2   accuracy against the numbers moved (the paper's 20 rounds: --rounds=20
           against MLPs of as many layers under FedAvg; --blocks=8,9,10
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
+conflict  two groups that see the same images and number their classes differently: FedMN as
+          published, and with a contrast, beside Local and FedAvg
 gates     entropy of the gates and active blocks over the rounds
 """
 
@@ -20,6 +22,7 @@ from ml_collections import ConfigDict
 from scipy.cluster.hierarchy import fcluster, linkage
 from sklearn.metrics import adjusted_rand_score
 
+from experiments.launch import DATA_DIR
 from experiments.studies import common
 from experiments.studies.common import (
     DATASET,
@@ -30,7 +33,7 @@ from experiments.studies.common import (
 )
 from experiments.tables import fedmn as tables
 from experiments.tables.common import accuracy, moved
-from fedjax_pfl import runner
+from fedjax_pfl import data, runner
 from fedjax_pfl.nets import router
 
 BLOCKS = flags.DEFINE_list("blocks", ["8", "9", "10"], "Blocks and layers, in figure2.")
@@ -174,6 +177,63 @@ def grouping() -> tuple[dict[str, Any], Figure]:
     }, figure
 
 
+def contradicting(name: str, data_dir: str | None, each: int) -> data.Dataset:
+    """Five classes, dealt to twelve clients; the last six of them call class c by c + 5."""
+    known = data.load(name, data_dir)
+    rows = np.flatnonzero(known.y_train < 5)
+    rows = np.random.default_rng(0).permutation(rows)[: 12 * each]
+    owners = np.arange(len(rows)) % 12
+    labels = known.y_train[rows] + np.where(owners < 6, 0, 5)
+    return data.arrays(
+        known.x_train[rows], labels, outputs=10, scale=known.scale, shift=known.shift,
+        owners=owners, name=f"contradicting_{name}",
+    )  # fmt: skip
+
+
+def conflict() -> tuple[dict[str, Any], Figure]:
+    """One model cannot serve both groups: whoever routes them alike is right half of the time."""
+    dataset = contradicting(DATASET.value, DATA_DIR.value, 70 if DATASET.value == "digits" else 300)
+    true = np.arange(12) // 6
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "Local": ("local", {}),
+        "FedAvg": ("fedavg", {}),
+        "FedMN, as published": ("fedmn", {}),
+        "FedMN, contrast 30": ("fedmn", {"contrast": 30.0, "router_rate": 0.003}),
+    }
+    found: dict[str, Any] = {}
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for (label, (method, own)), colour in zip(kinds.items(), common.COLOURS, strict=False):
+        config = _config("fedmn")
+        config.update(algorithm=method, phases=(), dataset=dataset.name, partition="natural")
+        config.update(clients=12, evaluate_after=False, batch_size=8, eval_every=5)
+        config.fedmn.update(own)
+        word = "-".join([method, *(["contrast"] if own else [])])
+        results = [
+            run(config.copy_and_resolve_references(), f"conflict-{word}", seed, dataset=dataset)
+            for seed in range(SEEDS.value)
+        ]
+        curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
+        rounds = [m["round"] for m in results[0].metrics]
+        axis.plot(rounds, np.mean(curves, 0), color=colour, label=label)
+        found[label] = {"accuracy": mean_std([accuracy(r) for r in results])}
+        if method == "fedmn":
+            layout = tuple(config.fedmn.layout)
+            pi = [_seen(r, "pi")[-1] for r in results]
+            routes = [np.unique(served(p, layout), axis=0, return_inverse=True)[1] for p in pi]
+            found[label] |= {
+                "different_routes": mean_std([len(np.unique(one)) for one in routes]),
+                "routes_shared_by_both_groups": mean_std(
+                    [len(np.intersect1d(one[true == 0], one[true == 1])) for one in routes]
+                ),
+                "adjusted_rand_index_of_pi": mean_std([grouped(p, true) for p in pi]),
+                "std_of_pi_over_clients": mean_std([float(p.std(0).mean()) for p in pi]),
+            }
+    axis.set(xlabel="round", ylabel="accuracy (%)", ylim=(0, 102))
+    axis.legend(frameon=False)
+    return found, figure
+
+
 def gates() -> tuple[dict[str, Any], Figure]:
     """Mean entropy of a gate in bits, and mean share of blocks that a client has fetched."""
     config = _config()
@@ -203,6 +263,7 @@ if __name__ == "__main__":
             "figure2": figure2,
             "paths": paths,
             "grouping": grouping,
+            "conflict": conflict,
             "gates": gates,
         }
     )

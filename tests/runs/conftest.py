@@ -11,10 +11,10 @@ def real_report():
     """Compile each configuration once, and let an empty page stand for the report."""
     made, built, written = runner.build, {}, report.write
 
-    def once(settings):
+    def once(settings, words):
         key = settings.to_json()
         if key not in built:
-            built[key] = made(settings)
+            built[key] = made(settings, words)
         return built[key]
 
     def page(directory, extra_figures):

@@ -21,6 +21,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 from fedjax_pfl import interrupt, report, rundir, runner
@@ -78,11 +79,15 @@ def scratch() -> Iterator[Path]:
     given = jax.config.values["jax_compilation_cache_dir"]
     with tempfile.TemporaryDirectory(prefix="stress-") as name:
         jax.config.update("jax_compilation_cache_dir", given or str(Path(name) / "programs"))
+        least = jax.config.values["jax_persistent_cache_min_compile_time_secs"]
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        compilation_cache.reset_cache()  # JAX keeps to the folder that it began with
         try:
             yield Path(name)
         finally:
             jax.config.update("jax_compilation_cache_dir", given)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", least)
+            compilation_cache.reset_cache()
 
 
 def digest(*trees: Any) -> str:
