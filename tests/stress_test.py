@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.stress.cohort import missing, spoilt
 from tests.stress.common import CONFIG, Row, scratch, table
 from tests.stress.data import data
 from tests.stress.disk import disk
@@ -32,6 +33,13 @@ def test_a_kill():
 
 def test_a_disk():
     assert_nothing_lost(disk(1), 1)
+
+
+def test_missing_clients_and_bad_uploads():
+    """The contract suite tries the first for every algorithm."""
+    assert_nothing_lost(missing(6, ("fedper",)), 1)
+    for row in spoilt(("local", "fedper")):
+        assert_nothing_lost([row], 1)
 
 
 def test_damaged_checkpoints():

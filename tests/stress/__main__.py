@@ -4,6 +4,7 @@ python -m tests.stress --share=0.1  with so much of each
 
 import argparse
 
+from tests.stress.cohort import missing, spoilt
 from tests.stress.common import Row, finish, progress, scratch
 from tests.stress.data import data
 from tests.stress.disk import disk
@@ -14,7 +15,8 @@ from tests.stress.same import same
 
 
 def everything(share: float = 1.0, seed: int = 0) -> list[Row]:
-    """Rows of all tries: 100 kills, 100 damaged checkpoints and datasets, 24 disks, 2000 rounds."""
+    """Rows of all tries: 100 kills, 100 damaged checkpoints and datasets, 24 disks, 2000 rounds,
+    and for every algorithm 50 rounds with clients missing and three kinds of bad upload."""
     part = lambda whole: max(1, round(share * whole))
     rows: list[Row] = []
     with scratch():  # what is compiled for one serves the others
@@ -23,6 +25,8 @@ def everything(share: float = 1.0, seed: int = 0) -> list[Row]:
             lambda: rot(part(100), seed),
             lambda: disk(part(24), seed),
             lambda: data(part(100), seed),
+            lambda: missing(max(4, part(50))),
+            spoilt,
             same,
             lambda: long(max(200, part(2000)), 20),
         ):
