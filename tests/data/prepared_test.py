@@ -10,9 +10,7 @@ from fedjax_pfl.data.sources import shrink
 from fedjax_pfl.errors import UsageError
 from tests.data.folders import png, write
 
-REAL = os.environ.get("TFDS_DATA_DIR") or os.path.join(
-    os.path.dirname(__file__), "../../../shared/data/tfds"
-)
+REAL = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")
 real = pytest.mark.skipif(
     not os.path.isdir(os.path.join(REAL, "cifar100")),
     reason="no prepared cifar100 and omniglot: set TFDS_DATA_DIR to a folder that has them",

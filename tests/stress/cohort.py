@@ -132,7 +132,7 @@ def spoilt(names: tuple[str, ...] = NAMES) -> list[Row]:
     rows = []
     for kind in RUBBISH:
         wrong = [found[kind] for found in seen.values() if kind in found]
-        note = wrong[0] if wrong else "rejected alone; the same end as without it"
+        note = wrong[0] if wrong else "rejected alone; one and the same end for all kinds"
         rows.append(
             Row(f"upload {kind}", len(sending), len(sending) - len(wrong), len(wrong), note)
         )

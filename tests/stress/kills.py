@@ -1,5 +1,7 @@
 """SIGKILL anywhere in rounds and saves, again and again: python -m tests.stress.kills --kills=100
 
+With --each=1 every algorithm is killed once instead, in a run of its own.
+
 Nothing may be unrestorable, at most one evaluation's interval may have to be computed again, and
 what comes out in the end is what an undisturbed run gives, bit for bit.
 """
@@ -10,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl import algorithms
 from tests.stress.common import (
     CONFIG,
     EVERY,
@@ -22,6 +25,8 @@ from tests.stress.common import (
     scratch,
     undisturbed,
 )
+
+NAMES = tuple(sorted(algorithms.__all__))
 
 
 def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> list[Row]:
@@ -61,9 +66,26 @@ def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> 
     return [Row("SIGKILL", done, done - bad, bad, f"{note}; {different} runs differ")]
 
 
+def each(number: int = 1, seed: int = 0, names: tuple[str, ...] = NAMES) -> list[Row]:
+    """So many kills of every algorithm; a row for all of them."""
+    rows = []
+    with scratch():
+        for name in names:
+            own: dict[str, Any] = {"algorithm": name}
+            if name == "fedbn":  # the only one that asks for normalisation
+                own |= {"model": "small", "small": {"kernels": (2, 4), "batch_norm": True}}
+            rows += kills(number, seed, {**CONFIG, "rounds": 8, **own})
+    bad = [f"{name}: {row.note}" for name, row in zip(names, rows, strict=True) if row.lost]
+    tried = sum(row.tried for row in rows)
+    lost = sum(row.lost for row in rows)
+    note = bad[0] if bad else f"{number} each, {len(names)} algorithms; no run differs"
+    return [Row("SIGKILL, every algorithm", tried, tried - lost, lost, note)]
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", type=int, default=0)
     given = parser.parse_args()
-    finish(kills(given.kills, given.seed))
+    finish(each(given.each, given.seed) if given.each else kills(given.kills, given.seed))
