@@ -12,8 +12,8 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from fedjax_pfl import comparison, interrupt, report, runner
 from fedjax_pfl import config as configuration
-from fedjax_pfl import interrupt, report, runner
 from fedjax_pfl.errors import UsageError
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -38,13 +38,17 @@ def launch(name: str) -> None:
             settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
         with interrupt.on_signals() as stop:
-            result = runner.run(settings, workdir, stop)
-        if result.resumed_at is not None:
-            finished = result.resumed_at == result.metrics[-1]["round"]
-            word = "was finished" if finished else "resumed"
-            print(f"This run {word} at round {result.resumed_at}; it is in {workdir}.")
-        print(report.table(result.metrics))
-        print(f"\nReport: {Path(workdir) / 'report.html'}")
+            results = runner.run_all(settings, workdir, stop)
+        for result in results.values():
+            if result.resumed_at is not None:
+                finished = result.resumed_at == result.metrics[-1]["round"]
+                word = "was finished" if finished else "resumed"
+                print(f"This run {word} at round {result.resumed_at}; it is in {result.directory}.")
+        if "" in results:
+            print(report.table(results[""].metrics))
+            print(f"\nReport: {Path(workdir) / 'report.html'}")
+        else:
+            _side_by_side(Path(workdir), list(results))
 
     prepare_devices()
     try:
@@ -60,6 +64,16 @@ def launch(name: str) -> None:
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(stopped.code)
+
+
+def _side_by_side(workdir: Path, names: Sequence[str]) -> None:
+    """What `experiments.compare` shows of the runs of a sweep."""
+    from experiments import compare  # which needs this module
+
+    rows = comparison.group([comparison.read(workdir / name) for name in names])
+    page = compare.write(rows, workdir / "compare")
+    print(f"{compare.text(rows)}\n\nPage: {page}")
+    print(f"Reports: {workdir}/*/report.html")
 
 
 def command(main: Callable[[Sequence[str]], None]) -> None:

@@ -1,22 +1,23 @@
 """From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from fedjax_pfl import compress, data, local, memory
+from fedjax_pfl import compress, data, local, memory, sweep
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, by_group
 from fedjax_pfl.at_home import at_home
 from fedjax_pfl.data.augment import on_normalised
 from fedjax_pfl.errors import UsageError
-from fedjax_pfl.rounds import Rounds, make_rounds
+from fedjax_pfl.rounds import Plain, Rounds, compiled, plain_rounds
 from fedjax_pfl.task import Task, classification, regression
 
 # XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
@@ -26,7 +27,8 @@ _SLACK = 4 / 3
 class Phase(NamedTuple):
     """A part of a run that one algorithm fills."""
 
-    config: ConfigDict
+    config: ConfigDict  # of the first point, where there are several
+    points: Any  # what its rounds take as key: a key, or the Points of a sweep
     begin: int  # its first round
     end: int
     federation: Federation  # the run's, but for who is active
@@ -43,9 +45,14 @@ class Built(NamedTuple):
     task: Task
 
 
-def build(config: ConfigDict, words: configuration.Words = configuration.OURS) -> Built:
-    """Load, partition and put together, or raise UsageError."""
-    configuration.check(config, words)
+def build(*configs: ConfigDict, words: configuration.Words = configuration.OURS) -> Built:
+    """Load, partition and put together, or raise UsageError.
+
+    configs: one; or the points of a sweep, for a program that computes them all.
+    """
+    for one in configs:
+        configuration.check(one, words)
+    config = configs[0]
     own = lambda name: config.get(name, ConfigDict()).to_dict()
     dataset = data.load(
         config.dataset,
@@ -76,14 +83,22 @@ def build(config: ConfigDict, words: configuration.Words = configuration.OURS) -
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
     mesh = _mesh(config.devices)
     phases, begin, state = [], 0, None
-    for one in configuration.phases(config, words):
+    each = [configuration.phases(one, words) for one in configs]
+    unread = sweep.differing(configs)
+    for alike in zip(*each, strict=True):
+        one, settings = alike[0], sweep.values(alike)
+        unread -= set(settings)
         among = _taking_part(one, federation)
-        algorithm = _algorithm(one, words, task, arrays, among, begin)
-        make = partial(
-            make_rounds,
-            algorithm,
-            task,
-            among,
+        put_together = partial(_algorithm, one, words, task, arrays, among, begin)
+        # With numbers of its own every point is checked; what all have in common is the first's.
+        algorithm, *_ = [
+            put_together({name: values[i] for name, values in settings.items()})
+            for i in range(len(configs))
+        ]
+        plain = partial(
+            plain_rounds,
+            task=task,
+            federation=among,
             cohort=one.clients_per_round or int(among.active.sum()),
             calls=boundary(one, begin, begin) - begin,
             dropout=one.dropout,
@@ -91,11 +106,36 @@ def build(config: ConfigDict, words: configuration.Words = configuration.OURS) -
             after=one.evaluate_after,
             mesh=mesh,
         )
+        points: Any = jax.random.key(one.seed)
+        make = partial(_alone, plain, algorithm, mesh)
+        if len(configs) > 1:
+            points = sweep.points([point.seed for point in alike], settings)
+            make = partial(_together, plain, put_together, mesh, settings, len(configs))
         # Whether each can start from the one before, and has room, is known before hours are spent.
-        rounds, state = _with_room(one, make, arrays, state, federation.clients)
-        phases.append(Phase(one, begin, begin + one.rounds, among, algorithm, rounds))
+        rounds, state = _with_room(one, make, points, arrays, state, federation.clients)
+        phases.append(Phase(one, points, begin, begin + one.rounds, among, algorithm, rounds))
         begin += one.rounds
+    for name in unread:
+        raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
     return Built(tuple(phases), arrays, federation, task)
+
+
+def _alone(
+    plain: Callable[..., Plain], algorithm: Algorithm, mesh: Mesh | None, chunk: int
+) -> Rounds:
+    return compiled(plain(algorithm, chunk=chunk), mesh)
+
+
+def _together(
+    plain: Callable[..., Plain],
+    put_together: Callable[[Mapping[str, Any]], Algorithm],
+    mesh: Mesh | None,
+    settings: Mapping[str, Sequence[float]],
+    points: int,
+    chunk: int,
+) -> Rounds:
+    make = lambda values: plain(put_together(values), chunk=chunk)
+    return sweep.make_rounds(make, settings, mesh, _at_once(points))
 
 
 def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
@@ -112,16 +152,22 @@ def _algorithm(
     arrays: data.FederatedData,
     federation: Federation,
     begin: int,
+    settings: Mapping[str, Any],
 ) -> Algorithm:
-    """The phase's algorithm: one per group of architectures where there are groups."""
+    """The phase's algorithm: one per group of architectures where there are groups.
+
+    settings: values in the place of the configuration's, by name.
+    """
     factory = words.algorithm[one.algorithm]
+    value = lambda name: settings.get(name, one.get(name))
     ends = [begin + round(share * one.rounds) for share in one.learning_rate_drops]
     drops = np.asarray(ends, np.int32)
+    rate = value("learning_rate")
     training = local.sgd(
-        learning_rate=lambda t: one.learning_rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32),
-        momentum=one.momentum,
-        weight_decay=one.weight_decay,
-        clip_norm=one.clip_norm,
+        learning_rate=lambda t: rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32),
+        momentum=value("momentum"),
+        weight_decay=value("weight_decay"),
+        clip_norm=value("clip_norm"),
         batch_size=one.batch_size,
         epochs=None if one.local_steps else one.local_epochs or 1,
         steps=one.local_steps,
@@ -129,7 +175,10 @@ def _algorithm(
         begin=begin,
         rounds=one.rounds,
     )
-    own = one.get(one.algorithm, ConfigDict()).to_dict()
+    own = {
+        name: settings.get(f"{one.algorithm}.{name}", setting)
+        for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
+    }
     each = configuration.groups(one, words)
     models = tuple(_model(words.model[group.model], group, federation) for group in each)
     # To its own algorithm a group is all there is: nobody else's model is ever stored there.
@@ -182,7 +231,8 @@ def _mesh(devices: int | None) -> jax.sharding.Mesh | None:
 
 def _with_room(
     one: ConfigDict,
-    make: Callable[..., Rounds],
+    make: Callable[[int], Rounds],
+    points: Any,
     arrays: data.FederatedData,
     before: Any,
     clients: int,
@@ -191,10 +241,12 @@ def _with_room(
 
     before: the state's shapes at the end of the phase before.
     """
-    chunk, key = one.chunk or _chunk(clients), jax.eval_shape(lambda: jax.random.key(0))
-    rounds = make(chunk=chunk)
+    chunk, key = one.chunk or _at_once(clients), jax.eval_shape(lambda: points)
+    rounds = make(chunk)
     state = jax.eval_shape(rounds.init, key, before)
     number = jax.ShapeDtypeStruct((), jnp.int32)
+    if isinstance(points, sweep.Points):  # what cannot be swept shows when it is traced
+        jax.eval_shape(rounds.run, key, state, arrays, number, number)
 
     def needed(rounds: Rounds) -> float:
         """GB of a round or an evaluation, and of a checkpoint, which is a copy of the state."""
@@ -210,13 +262,13 @@ def _with_room(
                 f"{'chunk, ' if chunk > 1 else ''}model or batch_size"
             )
         chunk //= 2
-        rounds = make(chunk=chunk)
+        rounds = make(chunk)
     return rounds, state
 
 
-def _chunk(clients: int) -> int:
+def _at_once(count: int) -> int:
     """On a CPU one client at a time fills a core; an accelerator wants them all together."""
-    return 1 if jax.default_backend() == "cpu" else clients
+    return 1 if jax.default_backend() == "cpu" else count
 
 
 def boundary(one: ConfigDict, begin: int, now: int) -> int:

@@ -118,6 +118,8 @@ def default(words: Words = OURS) -> ConfigDict:
     config.keep_head = False  # the last layer stays with each client, whatever the method
     config.groups = ()  # of model settings: as many architectures, clients in turn
     config.seed = 0
+    config.seeds = 1  # so many seeds from `seed` on, in one program and in a directory each
+    config.sweep = ""  # real-valued settings in one program: learning_rate=.1,.01; pfedla.rate=1,2
     config.partition_seed = 0
     config.phases = ()  # of settings that change in each; the last one ends the run
     config.dropout = 0.0
@@ -147,18 +149,19 @@ def nearest(word: str, words: Any) -> str:
 def complete(given: Mapping[str, Any], words: Words = OURS) -> ConfigDict:
     """The defaults with what is given in their place; an unknown key is an error."""
     config = default(words)
-    _override(config, given, "")
+    override(config, given)
     return config
 
 
-def _override(config: ConfigDict, given: Mapping[str, Any], prefix: str) -> None:
+def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> None:
+    """Change settings in place; an unknown key, or a value of another type, is an error."""
     for key, value in given.items():
         if key not in config:
             raise UsageError(f"there is no setting {prefix}{key}{nearest(key, config.keys())}")
         if isinstance(config[key], ConfigDict):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix}{key} is a group of settings; give {prefix}{key}.NAME")
-            _override(config[key], value, f"{prefix}{key}.")
+            override(config[key], value, f"{prefix}{key}.")
             continue
         wanted = config.get_type(key)
         try:
@@ -183,7 +186,7 @@ def phases(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
         for key in changes:
             if key not in PHASE_KEYS and key not in {**words.algorithm, **words.model}:
                 raise UsageError(f"a phase cannot change {key}{nearest(key, PHASE_KEYS)}")
-        _override(one, changes, f"phases[{number}].")
+        override(one, changes, f"phases[{number}].")
         resolved.append(one)
     return resolved
 
@@ -198,7 +201,7 @@ def groups(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
                 "lenet={'kernels': (8, 16)}"
             )
         one = config.copy_and_resolve_references()
-        _override(one, changes, f"groups[{number}].")
+        override(one, changes, f"groups[{number}].")
         if one.model not in words.model:
             raise UsageError(f"there is no model {one.model!r}{nearest(one.model, words.model)}")
         made.append(one)
@@ -217,11 +220,11 @@ def resolved(config: ConfigDict, words: Words = OURS) -> dict[str, Any]:
 _AT_LEAST = {  # smallest value that makes sense
     "clients": 1, "rounds": 1, "eval_every": 1, "batch_size": 1, "clients_per_round": 1,
     "local_epochs": 1, "local_steps": 1, "checkpoint_every": 1, "chunk": 1, "devices": 1,
-    "validation_examples": 1, "held_out": 0, "seed": 0, "partition_seed": 0,
+    "validation_examples": 1, "held_out": 0, "seed": 0, "seeds": 1, "partition_seed": 0,
     "momentum": 0.0, "weight_decay": 0.0,
     "upload_bits": 2, "dropout": 0.0, "test_fraction": 0.0, "validation_fraction": 0.0,
 }  # fmt: skip
-_AT_MOST = {"upload_bits": 16}
+_AT_MOST = {"upload_bits": 16, "seeds": 1000}
 _LARGEST = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
 _POSITIVE = (
     "memory_gb",

@@ -43,20 +43,26 @@ class Evaluation(NamedTuple):
     after: local.Scores | None
 
 
-class Rounds(NamedTuple):
-    """An algorithm, compiled.
+class Plain(NamedTuple):
+    """An algorithm's rounds, to be compiled.
 
     init      (key, start=None) -> State
-    run       (key, state, data, t, n) -> (state, logs): rounds t .. t+n-1, n up to `calls`. The
-              state passed in is used up.
+    run       (key, state, data, t, n) -> (state, logs): rounds t .. t+n-1, n up to `calls`
     evaluate  (key, state, data, t) -> Evaluation
-    place     puts a tree on the devices that the rounds run on
     """
+
+    init: Callable[..., State]
+    run: Callable[..., tuple[State, tuple[Log, ...]]]
+    evaluate: Callable[..., Evaluation]
+
+
+class Rounds(NamedTuple):
+    """As Plain, compiled; `run` uses up the state that it is given."""
 
     init: Any  # compiled functions can also be lowered, which Callable does not say
     run: Any
     evaluate: Any
-    place: Callable[[PyTree], PyTree]
+    place: Callable[[PyTree], PyTree]  # puts a tree on the devices that the rounds run on
 
 
 def stage_key(key: jax.Array, stage: int, t: Any = 0, i: Any = 0) -> jax.Array:
@@ -131,7 +137,20 @@ def _counted(bill: dict[str, Any], counts: jax.Array) -> dict[str, jax.Array]:
     return {layer: jnp.where(counts, jnp.int32(amount), 0) for layer, amount in bill.items()}
 
 
-def make_rounds(
+def compiled(plain: Plain, mesh: Mesh | None = None) -> Rounds:
+    """Rounds on one device, or on all of a mesh."""
+    everywhere = NamedSharding(mesh, P()) if mesh else None
+    jit = partial(jax.jit, out_shardings=everywhere)
+    place = lambda tree: jax.device_put(tree, everywhere) if mesh else jax.device_put(tree)
+    return Rounds(jit(plain.init), jit(plain.run, donate_argnums=1), jit(plain.evaluate), place)
+
+
+def make_rounds(algorithm: Algorithm, task: Task, federation: Federation, **how: Any) -> Rounds:
+    """Compile an algorithm's rounds and its evaluation; `how` as for `plain_rounds`."""
+    return compiled(plain_rounds(algorithm, task, federation, **how), how.get("mesh"))
+
+
+def plain_rounds(
     algorithm: Algorithm,
     task: Task,
     federation: Federation,
@@ -143,8 +162,8 @@ def make_rounds(
     after: bool = True,
     chunk: int = 1,
     mesh: Mesh | None = None,
-) -> Rounds:
-    """Compile an algorithm's rounds and its evaluation.
+) -> Plain:
+    """An algorithm's rounds and its evaluation.
 
     Args:
       cohort: clients sampled in a round, without replacement, of those that are active.
@@ -279,12 +298,5 @@ def make_rounds(
             total = scores if total is None else jax.tree.map(jnp.add, total, scores)
         return total
 
-    everywhere = NamedSharding(mesh, P()) if mesh else None
-    compiled = partial(jax.jit, out_shardings=everywhere)
-    place = lambda tree: jax.device_put(tree, everywhere) if mesh else jax.device_put(tree)
-    return Rounds(
-        init=compiled(lambda key, start=None: algorithm.init(stage_key(key, INIT), start)),
-        run=compiled(run, donate_argnums=1),
-        evaluate=compiled(evaluate),
-        place=place,
-    )
+    init = lambda key, start=None: algorithm.init(stage_key(key, INIT), start)
+    return Plain(init, run, evaluate)

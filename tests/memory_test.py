@@ -68,14 +68,14 @@ BASE = {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "r
 
 def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
     """As on an accelerator, where all are trained together unless memory is short."""
-    monkeypatch.setattr(build, "_chunk", lambda clients: clients)
+    monkeypatch.setattr(build, "_at_once", lambda count: count)
     tried = []
 
     def make(*arguments, chunk, **settings):
         tried.append(chunk)
-        return rounds.make_rounds(*arguments, chunk=chunk, **settings)
+        return rounds.plain_rounds(*arguments, chunk=chunk, **settings)
 
-    monkeypatch.setattr(build, "make_rounds", make)
+    monkeypatch.setattr(build, "plain_rounds", make)
     build.build(configuration.complete({**BASE, "memory_gb": 1.0}))
     assert tried == [10]
     tried.clear()

@@ -71,7 +71,7 @@ def test_a_method_of_ones_own_in_a_phase_and_beside_ours():
     words, given = own.added(
         {**SETTINGS, "algorithm": "fedavg", "phases": phases}, examples("examples"), mine
     )
-    built = build(configuration.complete(given, words), words)
+    built = build(configuration.complete(given, words), words=words)
     assert [phase.config.algorithm for phase in built.phases] == ["fedavg", "mine"]
     assert built.phases[1].config.mine.share == 0.1
 

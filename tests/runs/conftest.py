@@ -11,10 +11,10 @@ def real_report():
     """Compile each configuration once, and let an empty page stand for the report."""
     made, built, written = runner.build, {}, report.write
 
-    def once(settings, words):
-        key = settings.to_json()
+    def once(*points, words):
+        key = "".join(one.to_json() for one in points)
         if key not in built:
-            built[key] = made(settings, words)
+            built[key] = made(*points, words=words)
         return built[key]
 
     def page(directory, extra_figures):

@@ -14,12 +14,12 @@ import io
 from collections import Counter
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from fedjax_pfl import checkpoints, config, ledger, runner
 from fedjax_pfl.build import Built, build
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.member import Member, Position, resume
 from tests.stress.common import CONFIG, Row, copied, digest, finish, one_line, progress, scratch
 
 KINDS = ("bits flipped", "cut off", "overwritten", "emptied", "removed", "put in another's place")
@@ -55,10 +55,11 @@ class Resumed:
         self.round, self.digest, self.error = -1, "", None
         with contextlib.redirect_stderr(said):
             store = checkpoints.open_store(directory)
-            start = runner.Position(ledger=ledger.empty(built.federation.clients))
+            start = Position(ledger=ledger.empty(built.federation.clients))
+            run = Member("", built.phases[0].config, {}, directory.parent, store, start)
             try:
-                at, state, best = runner._resume(built, jax.random.key(0), store, start)
-                self.round, self.digest = at.round, digest(state, best, at.ledger)
+                (state,) = resume(built, [run]) or [None]
+                self.round, self.digest = run.at.round, digest(state, run.best, run.at.ledger)
             except UsageError as error:
                 self.error = str(error)
             store.manager.close()

@@ -1,0 +1,188 @@
+"""A run's place in time: where it stands, what it has measured, and how it is saved and resumed.
+
+A program computes one run or, in a sweep, several: each is a member with a directory of its own.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from fedjax_pfl import checkpoints, ledger, metrics, rundir
+from fedjax_pfl.algorithm import PyTree, State
+from fedjax_pfl.build import Built
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.ledger import Ledger
+from fedjax_pfl.sweep import Points
+
+
+class Position(NamedTuple):
+    """Where a run stands, but for the states; plain data, saved in every checkpoint."""
+
+    phase: int = 0
+    round: int = 0
+    seconds: float = 0.0
+    compile_seconds: float = 0.0
+    ledger: Ledger = ledger.empty(0)
+    pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
+    metrics: tuple[dict[str, Any], ...] = ()
+    clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
+    best_round: int | None = None  # in this phase, by validation
+    best_score: float | None = None
+
+
+@dataclasses.dataclass
+class Member:
+    """One run of those that a program computes together."""
+
+    name: str  # among them; empty where it is alone
+    settings: ConfigDict
+    config: dict[str, Any]  # as it is written down
+    directory: Path | None = None
+    store: checkpoints.Store | None = None
+    at: Position = dataclasses.field(default_factory=Position)
+    best: State | None = None
+    seen: rundir.Observations = dataclasses.field(default_factory=dict)
+    resumed_at: int | None = None
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """For what is written to its directory."""
+        return rundir.writing(self.directory, self.store and self.store.steps)
+
+
+def save(member: Member, state: State) -> None:
+    """Write a checkpoint of where it stands."""
+    if member.store:
+        saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
+        facts = member.at._asdict() | {"ledger": member.at.ledger._asdict()}
+        with member.writing():
+            member.store.save(member.at.round, saved, facts)
+
+
+def keep(member: Member, observed: Mapping[str, np.ndarray], line: dict[str, Any]) -> None:
+    """Keep what an evaluation showed."""
+    for name, values in observed.items():
+        rounds, each = member.seen.setdefault(name, ([], []))
+        rounds.append(member.at.round)
+        each.append(values)
+    if member.directory:
+        with member.writing():
+            rundir.append_metrics(member.directory, line)
+            rundir.write_observations(member.directory, member.seen)
+
+
+def measured(built: Built, member: Member, scores: Any, state: State) -> dict[str, Any]:
+    """The line of one evaluation; where it is the phase's best by validation, its state is kept."""
+    at = member.at
+    active = built.phases[at.phase].federation.active
+    validation = metrics.summary(scores.validation, active, built.task.name)
+    score = validation[f"{built.task.name}_mean"] if validation else None
+    if score is not None and (at.best_score is None or score > at.best_score):
+        at = at._replace(best_round=at.round, best_score=score)
+        member.best = jax.tree.map(np.array, jax.device_get(state))
+    line = {
+        "round": at.round,
+        "phase": at.phase,
+        "seconds": round(at.seconds, 3),
+        "compile_seconds": round(at.compile_seconds, 3),
+        **metrics.means(at.pending),
+        "before": metrics.summary(scores.before, active, built.task.name),
+        "after": scores.after and metrics.summary(scores.after, active, built.task.name),
+        "validation": validation,
+        "bytes_down": at.ledger.total_down,
+        "bytes_up": at.ledger.total_up,
+        "dropped": sum(at.ledger.dropped),
+        "rejected": sum(at.ledger.rejected),
+        "best_round": at.best_round,
+    }
+    rows = metrics.client_scores(scores, built.task.name)
+    member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
+    return line
+
+
+def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
+    """Set members to the newest checkpoint that is whole in all of them; their states.
+
+    Where none is common to them they start anew, and nothing is returned.
+    """
+    templates = _templates(built)
+    common = set.intersection(*(set(m.store.steps()) if m.store else set() for m in members))
+    damaged: list[tuple[int, Member, str]] = []
+    for step in sorted(common, reverse=True):
+        found = []
+        for member in members:
+            try:
+                found.append(_restored(member, templates, step))
+            except checkpoints.DamagedError as error:
+                damaged.append((step, member, str(error)))
+                break
+        else:
+            return _set(members, found, step, damaged)
+    for step, member, reason in damaged[:1]:
+        folder = member.store and member.store.folder
+        raise UsageError(
+            f"all checkpoints in {folder} are damaged (round {step}: {reason}); bring one back "
+            "from a copy, or delete that folder to start again"
+        )
+    _drop(members, 0)
+    return None
+
+
+def _set(
+    members: Sequence[Member],
+    found: Sequence[tuple[Position, State, State | None]],
+    step: int,
+    damaged: Sequence[tuple[int, Member, str]],
+) -> list[State]:
+    for worse, member, reason in damaged:
+        which = f" of {member.name}" if member.name else ""
+        print(
+            f"The checkpoint of round {worse}{which} is damaged: {reason}. Going on from round "
+            f"{step}.",
+            file=sys.stderr,
+        )
+    _drop(members, step)
+    for member, (at, _, best) in zip(members, found, strict=True):
+        member.at, member.best, member.resumed_at = at, best, at.round
+    return [state for _, state, _ in found]
+
+
+def _templates(built: Built) -> list[PyTree]:
+    """The shapes of one run's state at the end of each phase."""
+    found, state = [], None
+    for phase in built.phases:
+        state = jax.eval_shape(phase.rounds.init, phase.points, state)
+        found.append(
+            jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state)
+            if isinstance(phase.points, Points)
+            else state
+        )
+    return found
+
+
+def _restored(
+    member: Member, templates: Sequence[PyTree], step: int
+) -> tuple[Position, State, State | None]:
+    assert member.store is not None
+    member.store.check(step)
+    facts = member.store.facts(step)
+    at = Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
+    wanted = {"state": templates[at.phase]}
+    if at.best_round is not None:
+        wanted["best"] = templates[at.phase]
+    found = member.store.restore(step, wanted)
+    return at, found["state"], found.get("best")
+
+
+def _drop(members: Sequence[Member], after: int) -> None:
+    """Remove checkpoints of later rounds, which are computed again."""
+    for member in members:
+        for step in member.store.steps() if member.store else []:
+            if step > after:
+                member.store.drop(step)  # type: ignore[union-attr]

@@ -1,0 +1,225 @@
+"""Several runs as one program: points that differ in their seed and real-valued settings only."""
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from fedjax_pfl import config as configuration
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.rounds import Plain, Rounds, compiled
+
+# Besides the real-valued settings of the algorithm itself.
+TRAINING = ("learning_rate", "momentum", "weight_decay", "clip_norm")
+_MOST = 1000  # points
+
+
+class Points(NamedTuple):
+    """What each point of a sweep has of its own, on axis 0; in the place of a run's key."""
+
+    key: jax.Array
+    settings: jax.Array  # float32 [points, settings]
+
+
+class Swept:
+    """A setting with a value in each point: `now` is that of the point which is computed.
+
+    Checks and choices are made once for all points: they see every value and must come out the
+    same. What needs a number before the program is compiled raises TypeError.
+    """
+
+    def __init__(self, name: str, values: Sequence[float], now: jax.Array) -> None:
+        self.name, self.values, self.now = name, tuple(values), now
+
+    def __jax_array__(self) -> jax.Array:
+        return self.now
+
+    def __repr__(self) -> str:
+        return " or ".join(dict.fromkeys(f"{value:g}" for value in self.values))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __bool__(self) -> bool:
+        return self._agreed([value != 0 for value in self.values])
+
+    def __neg__(self) -> Any:
+        return 0 - self  # type: ignore[operator]
+
+    def __round__(self, digits: int | None = None) -> int:
+        raise TypeError(f"{self.name} shapes the program")
+
+    __int__ = __float__ = __index__ = __round__
+
+    def _agreed(self, answers: Sequence[bool]) -> bool:
+        if len(set(answers)) > 1:
+            raise UsageError(
+                f"{self.name} is {self}, which makes different programs; run them one by one"
+            )
+        return answers[0]
+
+    def _each(self, other: Any, f: Callable[[Any, Any], Any]) -> list[Any]:
+        others = other.values if isinstance(other, Swept) else [other] * len(self.values)
+        return [f(a, b) for a, b in zip(self.values, others, strict=True)]
+
+
+def _arithmetic(f: Callable[[Any, Any], Any]) -> Callable[[Swept, Any], Any]:
+    def apply(self: Swept, other: Any) -> Any:
+        if isinstance(other, (jax.Array, np.ndarray)):
+            return f(self.now, other)
+        now = f(self.now, other.now if isinstance(other, Swept) else other)
+        return Swept(self.name, self._each(other, f), now)
+
+    return apply
+
+
+def _comparison(f: Callable[[Any, Any], Any]) -> Callable[[Swept, Any], Any]:
+    def apply(self: Swept, other: Any) -> Any:
+        if isinstance(other, (jax.Array, np.ndarray)):
+            return f(self.now, other)
+        return self._agreed(self._each(other, f))
+
+    return apply
+
+
+def _swapped(f: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda a, b: f(b, a)
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow"):
+    _f = getattr(operator, _name)
+    setattr(Swept, f"__{_name}__", _arithmetic(_f))
+    setattr(Swept, f"__r{_name}__", _arithmetic(_swapped(_f)))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(Swept, f"__{_name}__", _comparison(getattr(operator, _name)))
+
+
+def expand(config: ConfigDict) -> dict[str, ConfigDict]:
+    """The points that `seeds` and `sweep` ask for, each the configuration of a run of its own.
+
+    Returns:
+      By name, for a folder; one without a name where one is all.
+    """
+    grid = _parsed(config.sweep)
+    if config.seeds == 1 and not grid:
+        return {"": config}
+    count = config.seeds * math.prod(map(len, grid.values()))
+    if count > _MOST:
+        raise UsageError(f"seeds and sweep ask for {count} runs; at most {_MOST} can be together")
+    found = {}
+    for values in itertools.product(*grid.values()):
+        for seed in range(config.seed, config.seed + config.seeds):
+            one = config.copy_and_resolve_references()
+            one.update(seeds=1, sweep="", seed=seed)
+            for name, value in zip(grid, values, strict=True):
+                group, _, last = name.rpartition(".")
+                configuration.override(one, {group: {last: value}} if group else {last: value})
+            pairs = [*zip(grid, values, strict=True), ("seed", seed)]
+            found[",".join(f"{name}={value}" for name, value in pairs)] = one
+    return found
+
+
+def _parsed(text: str) -> dict[str, list[float]]:
+    """name=1,2; group.name=3,4"""
+    grid: dict[str, list[float]] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, values = (word.strip() for word in part.partition("="))
+        try:
+            grid[name] = list(dict.fromkeys(float(value) for value in values.split(",")))
+        except ValueError:
+            raise UsageError(
+                f"sweep has {part!r}, which is no NAME=NUMBER,NUMBER; "
+                "write learning_rate=.1,.01; pfedla.rate=1,2"
+            ) from None
+    return grid
+
+
+def differing(configs: Sequence[ConfigDict]) -> set[str]:
+    """The names of all settings in which configurations differ, but for the seed."""
+    first, *others = (dict(_leaves(config)) for config in configs)
+    return {name for name in first if any(one[name] != first[name] for one in others)} - {"seed"}
+
+
+def values(configs: Sequence[ConfigDict]) -> dict[str, tuple[float, ...]]:
+    """By name, the settings in which the configurations of a phase differ and that its rounds read.
+
+    Raises UsageError for one that makes more different than numbers.
+    """
+    algorithm, found = configs[0].algorithm, dict[str, tuple[float, ...]]()
+    for name in sorted(differing(configs)):
+        group, _, _ = name.rpartition(".")
+        each: tuple[Any, ...] = tuple(dict(_leaves(config))[name] for config in configs)
+        own = group == algorithm or name in TRAINING
+        if own and all(isinstance(value, float) for value in each):
+            found[name] = each
+        elif own or group not in configuration.ALGORITHMS:  # another phase may be another's
+            raise UsageError(
+                f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); seed, "
+                f"{', '.join(TRAINING)} and real-valued settings of {algorithm} can"
+            )
+    return found
+
+
+def _leaves(config: ConfigDict, prefix: str = "") -> Any:
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def points(seeds: Sequence[int], settings: Mapping[str, Sequence[float]]) -> Points:
+    """The points of a sweep, where settings are given by name with a value for each point."""
+    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
+    table = np.array(list(settings.values()), np.float32).reshape(len(settings), len(seeds))
+    return Points(keys, jnp.asarray(table.T))
+
+
+def make_rounds(
+    make: Callable[[Mapping[str, Any]], Plain],
+    settings: Mapping[str, Sequence[float]],
+    mesh: Mesh | None,
+    width: int,
+) -> Rounds:
+    """Rounds of all points: as of one, with Points for the key and the points on axis 0 of results.
+
+    Args:
+      make: from the settings that differ to the rounds of one point.
+      settings: their values, by name.
+      width: how many points are computed at once; the others follow.
+    """
+
+    def plain(values: jax.Array) -> Plain:
+        return make(
+            {name: Swept(name, settings[name], values[i]) for i, name in enumerate(settings)}
+        )
+
+    def over(f: Callable[..., Any], *trees: Any) -> Any:
+        try:
+            at_once = width if width > 1 else None
+            return jax.lax.map(lambda point: f(*point), trees, batch_size=at_once)
+        except TypeError as error:
+            line = str(error).splitlines()[0]
+            raise UsageError(
+                f"{' or '.join(settings)} cannot differ in one program ({line}); "
+                "run them one by one"
+            ) from error
+
+    def init(points: Points, start: Any = None) -> Any:
+        if start is None:
+            return over(lambda p: plain(p.settings).init(p.key), points)
+        return over(lambda p, start: plain(p.settings).init(p.key, start), points, start)
+
+    def run(points: Points, state: Any, data: Any, t: jax.Array, n: jax.Array) -> Any:
+        return over(lambda p, s: plain(p.settings).run(p.key, s, data, t, n), points, state)
+
+    def evaluate(points: Points, state: Any, data: Any, t: jax.Array) -> Any:
+        return over(lambda p, s: plain(p.settings).evaluate(p.key, s, data, t), points, state)
+
+    return compiled(Plain(init, run, evaluate), mesh)
