@@ -38,7 +38,7 @@ def launch(name: str) -> None:
             settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
         with interrupt.on_signals() as stop:
-            results = runner.run_all(settings, workdir, stop)
+            results = runner.run_all(settings, workdir, stop, tell=_tell)
         for result in results.values():
             if result.resumed_at is not None:
                 finished = result.resumed_at == result.metrics[-1]["round"]
@@ -64,6 +64,10 @@ def launch(name: str) -> None:
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(stopped.code)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _side_by_side(workdir: Path, names: Sequence[str]) -> None:

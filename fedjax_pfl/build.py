@@ -1,7 +1,7 @@
 """From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,13 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from fedjax_pfl import compress, data, local, memory, sweep
+from fedjax_pfl import compress, data, local, memory, plan, sweep
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, by_group
 from fedjax_pfl.at_home import at_home
 from fedjax_pfl.data.augment import on_normalised
 from fedjax_pfl.errors import UsageError
-from fedjax_pfl.rounds import Plain, Rounds, compiled, plain_rounds
+from fedjax_pfl.plan import Plan
+from fedjax_pfl.rounds import Rounds, compiled, plain_rounds
 from fedjax_pfl.task import Task, classification, regression
 
 # XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
@@ -34,6 +35,7 @@ class Phase(NamedTuple):
     federation: Federation  # the run's, but for who is active
     algorithm: Algorithm
     rounds: Rounds
+    plan: Plan
 
 
 class Built(NamedTuple):
@@ -45,10 +47,16 @@ class Built(NamedTuple):
     task: Task
 
 
-def build(*configs: ConfigDict, words: configuration.Words = configuration.OURS) -> Built:
+def build(
+    *configs: ConfigDict,
+    words: configuration.Words = configuration.OURS,
+    plans: Sequence[Plan] | None = None,
+) -> Built:
     """Load, partition and put together, or raise UsageError.
 
-    configs: one; or the points of a sweep, for a program that computes them all.
+    Args:
+      configs: one; or the points of a sweep, for a program that computes them all.
+      plans: one for each phase, where a run goes on that had them.
     """
     for one in configs:
         configuration.check(one, words)
@@ -82,60 +90,136 @@ def build(*configs: ConfigDict, words: configuration.Words = configuration.OURS)
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
     mesh = _mesh(config.devices)
-    phases, begin, state = [], 0, None
+    phases, works, begin, state = [], [], 0, None
     each = [configuration.phases(one, words) for one in configs]
     unread = sweep.differing(configs)
-    for alike in zip(*each, strict=True):
+    for number, alike in enumerate(zip(*each, strict=True)):
         one, settings = alike[0], sweep.values(alike)
         unread -= set(settings)
         among = _taking_part(one, federation)
-        put_together = partial(_algorithm, one, words, task, arrays, among, begin)
-        # With numbers of its own every point is checked; what all have in common is the first's.
-        algorithm, *_ = [
-            put_together({name: values[i] for name, values in settings.items()})
-            for i in range(len(configs))
-        ]
-        plain = partial(
-            plain_rounds,
-            task=task,
-            federation=among,
-            cohort=one.clients_per_round or int(among.active.sum()),
-            calls=boundary(one, begin, begin) - begin,
-            dropout=one.dropout,
-            max_update_norm=one.max_update_norm,
-            after=one.evaluate_after,
-            mesh=mesh,
-        )
-        points: Any = jax.random.key(one.seed)
-        make = partial(_alone, plain, algorithm, mesh)
-        if len(configs) > 1:
-            points = sweep.points([point.seed for point in alike], settings)
-            make = partial(_together, plain, put_together, mesh, settings, len(configs))
+        work = _Work(alike, settings, words, task, arrays, among, begin, mesh)
         # Whether each can start from the one before, and has room, is known before hours are spent.
-        rounds, state = _with_room(one, make, points, arrays, state, federation.clients)
-        phases.append(Phase(one, points, begin, begin + one.rounds, among, algorithm, rounds))
-        begin += one.rounds
+        chosen, rounds, state = _with_room(
+            work, plans[number] if plans and number < len(plans) else None, state
+        )
+        end = begin + one.rounds
+        algorithm = work.algorithm(chosen.conv)
+        phases.append(Phase(one, work.points(), begin, end, among, algorithm, rounds, chosen))
+        works.append(work)
+        begin = end
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
+    if config.measure and not plans:
+        phases = list(map(_measured, works, phases))
     return Built(tuple(phases), arrays, federation, task)
 
 
-def _alone(
-    plain: Callable[..., Plain], algorithm: Algorithm, mesh: Mesh | None, chunk: int
-) -> Rounds:
-    return compiled(plain(algorithm, chunk=chunk), mesh)
+class _Work(NamedTuple):
+    """What a phase's rounds are made from, but for their plan."""
+
+    alike: Sequence[ConfigDict]  # the phase in each point of a sweep
+    settings: Mapping[str, Sequence[float]]  # in which they differ
+    words: configuration.Words
+    task: Task
+    arrays: data.FederatedData
+    federation: Federation
+    begin: int
+    mesh: Mesh | None
+
+    @property
+    def cohort(self) -> int:
+        return self.alike[0].clients_per_round or int(self.federation.active.sum())
+
+    def points(self) -> Any:
+        """What its rounds take as key."""
+        if len(self.alike) == 1:
+            return jax.random.key(self.alike[0].seed)
+        return sweep.points([one.seed for one in self.alike], self.settings)
+
+    def algorithm(self, conv: str, values: Mapping[str, Any] | None = None) -> Algorithm:
+        """Of one point, the first where none is given: with numbers, or with what stands for all.
+
+        With numbers of its own every point is checked.
+        """
+        make = partial(
+            _algorithm,
+            self.alike[0],
+            self.words,
+            self.task,
+            self.arrays,
+            self.federation,
+            self.begin,
+            conv,
+        )
+        if values is not None:
+            return make(values)
+        points = list(zip(*self.settings.values(), strict=True)) or [()]
+        first, *_ = [make(dict(zip(self.settings, own, strict=True))) for own in points]
+        return first
+
+    def rounds(self, plan: Plan) -> Rounds:
+        """Compiled when they are first called."""
+        one = self.alike[0]
+        plain = partial(
+            plain_rounds,
+            task=self.task,
+            federation=self.federation,
+            cohort=self.cohort,
+            calls=boundary(one, self.begin, self.begin) - self.begin,
+            dropout=one.dropout,
+            max_update_norm=one.max_update_norm,
+            after=one.evaluate_after,
+            chunk=plan.chunk,
+            mesh=self.mesh,
+        )
+        if len(self.alike) == 1:
+            return compiled(plain(self.algorithm(plan.conv)), self.mesh)
+        make = lambda values: plain(self.algorithm(plan.conv, values))
+        return sweep.make_rounds(make, self.settings, self.mesh, _at_once(len(self.alike)))
+
+    def short(self) -> "_Work":
+        """With little local training, for trying how fast it is."""
+        changed = [one.copy_and_resolve_references() for one in self.alike]
+        for one in changed:
+            one.local_epochs = None
+            one.local_steps = min(plan.STEPS, one.local_steps or plan.STEPS)
+        return self._replace(alike=changed)
 
 
-def _together(
-    plain: Callable[..., Plain],
-    put_together: Callable[[Mapping[str, Any]], Algorithm],
-    mesh: Mesh | None,
-    settings: Mapping[str, Sequence[float]],
-    points: int,
-    chunk: int,
-) -> Rounds:
-    make = lambda values: plain(put_together(values), chunk=chunk)
-    return sweep.make_rounds(make, settings, mesh, _at_once(points))
+def _measured(work: _Work, phase: Phase) -> Phase:
+    """The phase by the plan that is fastest here, of those that its settings leave open."""
+    one, usual = phase.config, phase.plan
+    short = work.short()
+    kind = plan.work(
+        {
+            "algorithm": one.algorithm,
+            "model": [one.model, one.get(one.model, ConfigDict()).to_dict(), one.groups],
+            "examples": work.federation.input_shape,
+            "batch_size": one.batch_size,
+            "cohort": work.cohort,
+            "points": len(work.alike),
+            "devices": work.mesh.size if work.mesh else 1,
+            "open": [one.conv, one.chunk, usual.chunk],
+        }
+    )
+    found = plan.kept(plan.folder(), kind)
+    if found is None:
+        most = -(-work.cohort // (work.mesh.size if work.mesh else 1))
+        most = min(most, usual.chunk) if one.memory_gb is not None else most
+        has_conv = any(
+            hasattr(work.words.model[group.model], "conv")
+            for group in configuration.groups(one, work.words)
+        )
+        found = plan.fastest(
+            usual,
+            [one.chunk] if one.chunk else plan.chunks(most),
+            plan.LOWERINGS if has_conv and one.conv == "auto" else [one.conv],
+            lambda tried: plan.timed(short.rounds(tried), phase.points, work.arrays),
+        )
+        plan.keep(plan.folder(), kind, found)
+    return phase._replace(
+        plan=found, rounds=work.rounds(found), algorithm=work.algorithm(found.conv)
+    )
 
 
 def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
@@ -152,6 +236,7 @@ def _algorithm(
     arrays: data.FederatedData,
     federation: Federation,
     begin: int,
+    conv: str,
     settings: Mapping[str, Any],
 ) -> Algorithm:
     """The phase's algorithm: one per group of architectures where there are groups.
@@ -180,7 +265,7 @@ def _algorithm(
         for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
     }
     each = configuration.groups(one, words)
-    models = tuple(_model(words.model[group.model], group, federation) for group in each)
+    models = tuple(_model(words.model[g.model], g, federation, conv) for g in each)
     # To its own algorithm a group is all there is: nobody else's model is ever stored there.
     within = lambda g: federation._replace(active=federation.active & (federation.groups == g))
     if len(models) == 1:
@@ -203,11 +288,11 @@ def _algorithm(
     )
 
 
-def _model(factory: Any, one: ConfigDict, federation: Federation) -> Any:
+def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> Any:
     """The network of a phase or group, if it can be built for these examples."""
     own = one.get(one.model, ConfigDict()).to_dict()
     if hasattr(factory, "conv"):
-        own["conv"] = one.conv
+        own["conv"] = conv
     model = factory(outputs=federation.outputs, **own)
     shape = federation.input_shape
     try:
@@ -229,41 +314,41 @@ def _mesh(devices: int | None) -> jax.sharding.Mesh | None:
     return jax.make_mesh((count,), ("clients",), axis, devices=found[:count])
 
 
-def _with_room(
-    one: ConfigDict,
-    make: Callable[[int], Rounds],
-    points: Any,
-    arrays: data.FederatedData,
-    before: Any,
-    clients: int,
-) -> tuple[Rounds, Any]:
+def _with_room(work: _Work, recorded: Plan | None, before: Any) -> tuple[Plan, Rounds, Any]:
     """A phase's rounds, of as many clients at a time as memory_gb has room for; the state's shapes.
 
-    before: the state's shapes at the end of the phase before.
+    Args:
+      recorded: the plan of the run so far, where it goes on.
+      before: the state's shapes at the end of the phase before.
     """
-    chunk, key = one.chunk or _at_once(clients), jax.eval_shape(lambda: points)
-    rounds = make(chunk)
+    one, clients = work.alike[0], work.federation.clients
+    chosen = Plan(one.conv, one.chunk or _at_once(clients))
+    if recorded and one.conv == "auto":
+        chosen = chosen._replace(conv=recorded.conv, measured=recorded.measured)
+    if recorded and not one.chunk:
+        chosen = chosen._replace(chunk=recorded.chunk, measured=recorded.measured)
+    rounds, key = work.rounds(chosen), jax.eval_shape(work.points)
     state = jax.eval_shape(rounds.init, key, before)
     number = jax.ShapeDtypeStruct((), jnp.int32)
-    if isinstance(points, sweep.Points):  # what cannot be swept shows when it is traced
-        jax.eval_shape(rounds.run, key, state, arrays, number, number)
+    if work.settings:  # what cannot be swept shows when it is traced
+        jax.eval_shape(rounds.run, key, state, work.arrays, number, number)
 
     def needed(rounds: Rounds) -> float:
         """GB of a round or an evaluation, and of a checkpoint, which is a copy of the state."""
-        run = memory.peak(rounds.run, key, state, arrays, number, number)
-        evaluate = memory.peak(rounds.evaluate, key, state, arrays, number)
+        run = memory.peak(rounds.run, key, state, work.arrays, number, number)
+        evaluate = memory.peak(rounds.evaluate, key, state, work.arrays, number)
         return (_SLACK * max(run, evaluate) + memory.tree_bytes(state)) / 1e9
 
     while one.memory_gb is not None and (most := needed(rounds)) > one.memory_gb:
-        if chunk == 1 or one.chunk:
+        if chosen.chunk == 1 or one.chunk:
             raise UsageError(
-                f"with {chunk} of {clients} clients at a time this needs about {most:.3g} GB, and "
-                f"memory_gb is {one.memory_gb}; take fewer clients, a smaller "
-                f"{'chunk, ' if chunk > 1 else ''}model or batch_size"
+                f"with {chosen.chunk} of {clients} clients at a time this needs about {most:.3g} "
+                f"GB, and memory_gb is {one.memory_gb}; take fewer clients, a smaller "
+                f"{'chunk, ' if chosen.chunk > 1 else ''}model or batch_size"
             )
-        chunk //= 2
-        rounds = make(chunk)
-    return rounds, state
+        chosen = chosen._replace(chunk=chosen.chunk // 2)
+        rounds = work.rounds(chosen)
+    return chosen, rounds, state
 
 
 def _at_once(count: int) -> int:

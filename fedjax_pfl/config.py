@@ -60,7 +60,9 @@ PHASE_KEYS = frozenset(
 )
 PARTICIPANTS = ("active", "held_out")
 # What may differ between a run and its resumption: where data lie, and how work is spread.
-NEUTRAL_KEYS = frozenset({"data_dir", "checkpoint_every", "chunk", "devices", "memory_gb"})
+NEUTRAL_KEYS = frozenset(
+    {"data_dir", "checkpoint_every", "chunk", "conv", "devices", "measure", "memory_gb"}
+)
 
 
 def settings(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -131,6 +133,7 @@ def default(words: Words = OURS) -> ConfigDict:
     config.checkpoint_every = config_dict.placeholder(int)  # rounds; unset: every evaluation
     config.chunk = config_dict.placeholder(int)  # clients vmapped together; unset: by backend
     config.devices = config_dict.placeholder(int)  # unset: all
+    config.measure = False  # which lowering and chunk are fastest here, once for each kind of work
     config.memory_gb = config_dict.placeholder(float)  # of a device: chooses chunk, or refuses
     for table in words:
         for name, factory in table.items():

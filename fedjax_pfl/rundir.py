@@ -16,6 +16,7 @@ import numpy as np
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.ledger import Ledger
+from fedjax_pfl.plan import Plan
 
 Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds, and what was seen
 
@@ -189,6 +190,19 @@ def read_observations(directory: Path, until: int) -> Observations:
         if kept:
             seen[path.stem] = ([r for r, _ in kept], [v for _, v in kept])
     return seen
+
+
+def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
+    """plan.json: how each phase's work is laid out."""
+    write_json(directory / "plan.json", [plan._asdict() for plan in plans])
+
+
+def read_plans(directory: Path) -> list[Plan] | None:
+    """Those of a run that goes on, if they can be read: results do not hang on them."""
+    try:
+        return [Plan(**plan) for plan in json.loads((directory / "plan.json").read_text())]
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def write_traffic(directory: Path, ledger: Ledger) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from fedjax_pfl import checkpoints, data, ledger, metrics, own, report, rundir, sweep, trees
+from fedjax_pfl import checkpoints, data, ledger, metrics, own, plan, report, rundir, sweep, trees
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
@@ -74,8 +74,12 @@ def run_all(
     *,
     dataset: data.Dataset | None = None,
     algorithm: Callable[..., Algorithm] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Result]:
     """As `run`, for all the runs that `seeds` and `sweep` ask for, in one compiled program.
+
+    Args:
+      tell: is given a line on each phase's plan, before anything is compiled.
 
     Returns:
       The results by the names of the runs, such as "learning_rate=0.1,seed=3", which are those of
@@ -86,7 +90,11 @@ def run_all(
     settings = configuration.complete(given, words)
     configuration.check(settings, words)
     members = [Member(name, one, {}) for name, one in sweep.expand(settings).items()]
-    built = build(*(member.settings for member in members), words=words)
+    recorded = None if workdir is None else rundir.read_plans(Path(workdir, members[0].name))
+    built = build(*(member.settings for member in members), words=words, plans=recorded)
+    for phase in built.phases:
+        cohort = phase.config.clients_per_round or int(phase.federation.active.sum())
+        tell(plan.describe(phase.plan, cohort, phase.config.devices or jax.device_count()))
     for member in members:
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
     stop = stop or Stop()
@@ -95,6 +103,7 @@ def run_all(
             directory = Path(workdir, member.name)  # type: ignore[arg-type]
             member.directory = kept.enter_context(rundir.claimed(directory, member.config))
             with member.writing():
+                rundir.write_plans(directory, [phase.plan for phase in built.phases])
                 member.store = checkpoints.open_store(directory / "checkpoints")
         try:
             return _execute(built, members, words, stop)
@@ -120,7 +129,8 @@ def _execute(
     if left:
         program = built
         if len(left) < len(members):  # what is finished is not computed again
-            program = build(*(member.settings for member in left), words=words)
+            plans = [phase.plan for phase in built.phases]
+            program = build(*(member.settings for member in left), words=words, plans=plans)
         started = resume(program, left)
         states |= zip((m.name for m in left), _advance(program, left, started, stop), strict=True)
     results = {}

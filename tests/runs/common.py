@@ -34,6 +34,7 @@ BASE = {
 PHASES = {**BASE, "eval_every": 1, "phases": ({"rounds": 2}, {"algorithm": "local", "rounds": 2})}
 FILES = {
     "config.json",
+    "plan.json",
     "metrics.jsonl",
     "clients.csv",
     "traffic.json",

@@ -11,10 +11,10 @@ def real_report():
     """Compile each configuration once, and let an empty page stand for the report."""
     made, built, written = runner.build, {}, report.write
 
-    def once(*points, words):
+    def once(*points, **how):
         key = "".join(one.to_json() for one in points)
         if key not in built:
-            built[key] = made(*points, words=words)
+            built[key] = made(*points, **how)
         return built[key]
 
     def page(directory, extra_figures):

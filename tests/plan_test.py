@@ -1,0 +1,156 @@
+"""How work is laid out: chosen by time, kept, recorded with the run, and left to who says it."""
+
+import json
+
+import jax
+import pytest
+
+from fedjax_pfl import build, plan, runner
+from fedjax_pfl import config as configuration
+from fedjax_pfl.errors import UsageError
+from fedjax_pfl.plan import Plan
+
+BASE = {
+    "algorithm": "fedavg", "model": "lenet", "lenet": {"kernels": (2,), "dense": (4,)},
+    "dataset": "synthetic", "synthetic": {"shape": (12, 12, 1), "examples": 60, "test_examples": 0},
+    "partition": "iid", "clients": 5, "rounds": 2, "eval_every": 1, "devices": 1, "measure": True,
+}  # fmt: skip
+
+
+def chosen(seconds, usual=("auto", 1), chunks=(1, 4, 10), lowerings=("auto", "patches", "xla")):
+    tried = []
+
+    def taken(tried_plan):
+        tried.append(tried_plan[:2])
+        return seconds.get(tried_plan[:2])
+
+    return plan.fastest(Plan(*usual), chunks, lowerings, taken), tried
+
+
+def test_the_fastest_chunk_and_then_the_fastest_lowering_with_it():
+    seconds = {
+        ("auto", 1): 1.0, ("auto", 4): 0.5, ("auto", 10): 0.6, ("patches", 4): 0.7,
+        ("xla", 4): 0.4, ("xla", 10): 0.1,
+    }  # fmt: skip
+    found, tried = chosen(seconds)
+    assert found == Plan("xla", 4, measured=True)
+    assert tried == list(seconds)[:5]
+
+
+def test_what_is_hardly_faster_is_not_worth_it():
+    found, _ = chosen({("auto", 1): 1.0, ("auto", 4): 0.96, ("auto", 10): 0.951})
+    assert found == Plan("auto", 1, measured=True)
+    found, _ = chosen({("auto", 1): 1.0, ("auto", 4): 0.94, ("auto", 10): 0.93})
+    assert found == Plan("auto", 10, measured=True)
+
+
+def test_what_cannot_be_is_passed_over_even_if_it_is_the_usual():
+    found, _ = chosen({("auto", 4): 2.0, ("xla", 4): 3.0}, usual=("auto", 10))
+    assert found == Plan("auto", 4, measured=True)
+
+
+def test_chunks_are_powers_of_four_and_all():
+    assert [plan.chunks(n) for n in (1, 2, 4, 5, 100)] == [
+        [1], [1, 2], [1, 4], [1, 4, 5], [1, 4, 16, 64, 100],
+    ]  # fmt: skip
+
+
+def test_a_measurement_is_kept_and_a_damaged_file_is_nothing(tmp_path):
+    assert plan.kept(tmp_path, "a") is None
+    plan.keep(tmp_path, "a", Plan("xla", 4, True))
+    plan.keep(tmp_path, "b", Plan("auto", 1, True))
+    assert plan.kept(tmp_path, "a") == Plan("xla", 4, measured=True)
+    assert {p.name for p in tmp_path.iterdir()} == {"plans.json"}
+    for content in ("{", "[]", '{"a": 3}', '{"a": ["xla", "many", true]}'):
+        (tmp_path / "plans.json").write_text(content)
+        assert plan.kept(tmp_path, "a") is None
+    plan.keep(tmp_path, "a", Plan("rows", 2, True))
+    assert plan.kept(tmp_path, "a") == Plan("rows", 2, measured=True)
+    (tmp_path / "file").write_text("")
+    plan.keep(tmp_path / "file", "a", Plan("rows", 2, True))  # no folder: no error
+
+
+def test_lines_for_people():
+    assert plan.describe(Plan("auto", 8), 10, 2) == (
+        "10 clients a round, 5 at a time on each of 2 devices, convolutions by auto (as usual; "
+        "--config.measure tries others)"
+    )
+    assert plan.describe(Plan("xla", 1, True), 3, 1) == (
+        "3 clients a round, 1 at a time on one device, convolutions by xla (measured here)"
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch, tmp_path):
+    """Times by plan in the place of real ones, and what was asked for."""
+    asked = []
+
+    def timed(rounds, points, data):
+        asked.append(rounds)
+        return 1.0 / len(asked)
+
+    monkeypatch.setattr(plan, "timed", timed)
+    monkeypatch.setattr(plan, "folder", lambda: tmp_path / "cache")
+    return asked
+
+
+def of(**changes):
+    return build.build(configuration.complete({**BASE, **changes})).phases[0].plan
+
+
+def test_each_kind_of_work_is_measured_once(clock):
+    assert of() == Plan("xla", 5, measured=True)  # each is faster than the one before
+    assert len(clock) == 3 + 4  # 1, 4, 5 clients, and four lowerings besides auto
+    assert of() == Plan("xla", 5, measured=True)
+    assert of(learning_rate=0.3, rounds=9) == Plan("xla", 5, measured=True)
+    assert len(clock) == 7
+    of(batch_size=7)
+    assert len(clock) == 14
+    assert of(measure=False) == Plan("auto", 1)
+
+
+def test_what_is_set_stays(clock):
+    assert of(conv="rows", chunk=2) == Plan("rows", 2, measured=True)
+    assert len(clock) == 1
+    assert of(chunk=2).chunk == 2
+    assert of(conv="rows").conv == "rows"
+    clock.clear()
+    assert of(model="mlp").conv == "auto"  # it has no convolution
+    assert len(clock) == 3
+
+
+def test_a_run_goes_on_by_its_own_plan(clock, tmp_path, monkeypatch):
+    told = []
+    whole = {"chunk": 2, "conv": "patches"}
+    runner.run_all({**BASE, **whole, "rounds": 1}, tmp_path / "run", tell=told.append)
+    assert json.loads((tmp_path / "run/plan.json").read_text()) == [
+        {"conv": "patches", "chunk": 2, "measured": True}
+    ]
+    assert told == [
+        "5 clients a round, 2 at a time on one device, convolutions by patches (measured here)"
+    ]
+    clock.clear()
+    again = runner.run({**BASE, "rounds": 1}, tmp_path / "run")
+    assert (again.phases[0].plan, clock) == (Plan("patches", 2, measured=True), [])
+    other = runner.run({**BASE, "rounds": 1, "chunk": 1}, tmp_path / "run")
+    assert other.phases[0].plan == Plan("patches", 1, measured=True)
+    (tmp_path / "run/plan.json").write_text("[")
+    runner.run({**BASE, "rounds": 1, "measure": False}, tmp_path / "run")
+    assert json.loads((tmp_path / "run/plan.json").read_text())[0]["chunk"] == 1
+
+
+def test_a_round_is_really_timed():
+    built = build.build(configuration.complete({**BASE, "model": "mlp", "measure": False}))
+    (phase,) = built.phases
+    assert 0 < plan.timed(phase.rounds, phase.points, built.data) < 60
+
+    def fails(error):
+        def init(key):
+            raise error
+
+        return plan.timed(phase.rounds._replace(init=init), phase.points, built.data)
+
+    assert fails(UsageError("no groups")) is None
+    assert fails(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")) is None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        fails(jax.errors.JaxRuntimeError("INTERNAL: broken"))
