@@ -98,6 +98,7 @@ def build(
         unread -= set(settings)
         among = _taking_part(one, federation)
         work = _Work(alike, settings, words, task, arrays, among, begin, mesh)
+        work.algorithm(one.conv)  # which checks the numbers of every point
         # Whether each can start from the one before, and has room, is known before hours are spent.
         chosen, rounds, state = _with_room(
             work, plans[number] if plans and number < len(plans) else None, state

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,9 +195,17 @@ def _leaves(tree: PyTree) -> dict[str, np.ndarray]:
 
 
 def _clear(directory: Path) -> None:
-    """Remove what a save that did not end has left; the run's lock keeps others out."""
-    for left in directory.glob("*.orbax-checkpoint-tmp*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Remove what a save that did not end has left; the run's lock keeps others out.
+
+    The threads of one that has just failed may still be writing for a moment.
+    """
+    for _ in range(50):
+        left = list(directory.glob("*.orbax-checkpoint-tmp*"))
+        if not left:
+            return
+        for path in left:
+            shutil.rmtree(path, ignore_errors=True)
+        time.sleep(0.1)
 
 
 def _sums(folder: Path) -> str:
