@@ -12,6 +12,7 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from experiments.together import Given, together
 from fedjax_pfl import config as configuration
 from fedjax_pfl import interrupt, report, runner
 from fedjax_pfl.errors import UsageError
@@ -37,19 +38,22 @@ def launch(name: str) -> None:
         if DATA_DIR.value is not None:
             settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
-        with interrupt.on_signals() as stop:
+        flag = flags.FLAGS
+        given = Given(flag.processes, flag.process, flag.coordinator, flag.wait)
+        with together(given), interrupt.on_signals() as stop:
             result = runner.run(settings, workdir, stop)
-        if result.resumed_at is not None:
-            finished = result.resumed_at == result.metrics[-1]["round"]
-            word = "was finished" if finished else "resumed"
-            print(f"This run {word} at round {result.resumed_at}; it is in {workdir}.")
-        print(report.table(result.metrics))
-        print(f"\nReport: {Path(workdir) / 'report.html'}")
+            if result.resumed_at is not None:
+                finished = result.resumed_at == result.metrics[-1]["round"]
+                word = "was finished" if finished else "resumed"
+                print(f"This run {word} at round {result.resumed_at}; it is in {workdir}.")
+            print(report.table(result.metrics))
+            print(f"\nReport: {Path(workdir) / 'report.html'}")
 
     prepare_devices()
     try:
         check_keys(sys.argv[1:])
         with in_one_line():
+            _define_processes()
             config = config_flags.DEFINE_config_file(
                 "config", str(CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
             )
@@ -60,6 +64,21 @@ def launch(name: str) -> None:
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(stopped.code)
+
+
+def _define_processes() -> None:
+    """Here, because other commands compute in one process."""
+    flags.DEFINE_integer(
+        "processes", 1, "Processes that compute this run; on one machine this starts them all.",
+        lower_bound=1,
+    )  # fmt: skip
+    flags.DEFINE_integer(
+        "process", None, "Which of them this is, where each machine starts its own.", lower_bound=0
+    )
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0; or auto, where SLURM or a TPU pod knows."
+    )
+    flags.DEFINE_integer("wait", 300, "Seconds for all processes to come.", lower_bound=1)
 
 
 def command(main: Callable[[Sequence[str]], None]) -> None:
@@ -109,7 +128,7 @@ def keep_programs() -> None:
 def _describe(name: str) -> None:
     """What --help shows: the presets, as the config file describes them, and all flags of ours."""
     sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
-    for flag in ("config", "workdir", "data_dir"):
+    for flag in ("config", "workdir", "data_dir", "processes", "process", "coordinator", "wait"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
 
 

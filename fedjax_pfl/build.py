@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl import compress, data, local, memory
+from fedjax_pfl import compress, data, local, memory, processes
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, by_group
 from fedjax_pfl.at_home import at_home
@@ -170,14 +170,11 @@ def _model(factory: Any, one: ConfigDict, federation: Federation) -> Any:
 
 
 def _mesh(devices: int | None) -> jax.sharding.Mesh | None:
-    found = jax.devices()
-    if devices is not None and devices > len(found):
-        raise UsageError(f"devices is {devices}, and this machine shows {len(found)}")
-    count = devices or len(found)
-    if count == 1:
+    chosen = processes.devices(devices)
+    if len(chosen) == 1:
         return None
     axis = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((count,), ("clients",), axis, devices=found[:count])
+    return jax.make_mesh((len(chosen),), ("clients",), axis, devices=chosen)
 
 
 def _with_room(

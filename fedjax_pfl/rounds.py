@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import local, trees
+from fedjax_pfl import local, processes, trees
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, members
 from fedjax_pfl.data.federated import FederatedData, Split, client_data
 from fedjax_pfl.errors import UsageError
@@ -281,7 +281,7 @@ def make_rounds(
 
     everywhere = NamedSharding(mesh, P()) if mesh else None
     compiled = partial(jax.jit, out_shardings=everywhere)
-    place = lambda tree: jax.device_put(tree, everywhere) if mesh else jax.device_put(tree)
+    place = lambda tree: processes.put(tree, everywhere) if everywhere else jax.device_put(tree)
     return Rounds(
         init=compiled(lambda key, start=None: algorithm.init(stage_key(key, INIT), start)),
         run=compiled(run, donate_argnums=1),

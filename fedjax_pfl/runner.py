@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from fedjax_pfl import checkpoints, data, ledger, metrics, own, report, rundir
+from fedjax_pfl import checkpoints, data, ledger, metrics, own, processes, report, rundir
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
@@ -79,12 +79,14 @@ def run(
     given = config.to_dict() if isinstance(config, ConfigDict) else config
     words, given = own.added(given, dataset, algorithm)
     settings = configuration.complete(given, words)
+    processes.check_settings(settings.to_dict())
     built = build(settings, words)
+    processes.check_examples(built.data)
     plain = json.loads(json.dumps(configuration.resolved(settings, words)))
     stop = stop or Stop()
     with contextlib.ExitStack() as kept:
         directory = None
-        if workdir is not None:
+        if workdir is not None and processes.lead():
             directory = kept.enter_context(rundir.claimed(Path(workdir), plain))
         try:
             return _execute(built, settings, plain, directory, stop)
@@ -107,7 +109,8 @@ def _execute(
         with rundir.writing(directory):
             store = checkpoints.open_store(directory / "checkpoints")
     start = Position(ledger=ledger.empty(built.federation.clients))
-    at, state, best = _resume(built, key, store, start) if store else (start, None, None)
+    found = _resume(built, key, store, start) if store else (start, None, None)
+    at, state, best = _told(built, key, *found)
     resumed_at = at.round if state is not None else None
     seen: rundir.Observations = {}
     if directory:
@@ -119,7 +122,7 @@ def _execute(
         total=built.phases[-1].end,
         initial=at.round,
         unit="round",
-        disable=not sys.stderr.isatty(),
+        disable=not (processes.lead() and sys.stderr.isatty()),
         dynamic_ncols=True,
     )
     with bar:
@@ -153,6 +156,7 @@ def _execute(
             rundir.write_traffic(directory, result.ledger)
             partition = draw_partition(built.data, built.federation)
             report.write(directory, {"partition": partition})
+    processes.agree("done")
     return result
 
 
@@ -180,6 +184,7 @@ def _one_phase(
     run_rounds = phase.rounds.run.lower(key, state, arrays, zero, zero).compile()
     evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
     observe = jax.jit(phase.algorithm.observe)
+    processes.agree("compiled")
     at = at._replace(compile_seconds=at.compile_seconds + time.perf_counter() - began)
 
     while at.round < phase.end:
@@ -190,7 +195,7 @@ def _one_phase(
             state, logs = run_rounds(key, state, arrays, number(at.round), number(rounds))
             logs = jax.device_get(jax.block_until_ready(logs))
             free = 1 if at.round == 0 and not config.count_initial_download else 0
-            for warning in metrics.rejections(logs, at.round, rounds):
+            for warning in metrics.rejections(logs, at.round, rounds) if processes.lead() else ():
                 bar.write(warning, file=sys.stderr)
             at = at._replace(
                 round=until,
@@ -220,14 +225,13 @@ def _one_phase(
             every = one.checkpoint_every or one.eval_every
             due = (until - phase.begin) % every == 0 or until == phase.end
             saved = {"state": state} if best is None else {"state": state, "best": best}
-            facts = at._asdict() | {"ledger": at.ledger._asdict()}
             if store and due:
                 with rundir.writing(directory, store.steps):
-                    store.save(until, saved, facts)
-            stopping = stop.asked if until < built.phases[-1].end else 0
+                    store.save(until, saved, _facts(at))
+            stopping = processes.agree(stop.asked, max) if until < built.phases[-1].end else 0
             if store and stopping and not due:
                 with rundir.writing(directory, store.steps):
-                    store.save(until, saved, facts)
+                    store.save(until, saved, _facts(at))
         if stopping:
             raise Stopped(until, stopping)
     return at, state, best
@@ -264,15 +268,11 @@ def _resume(
     built: Built, key: jax.Array, store: checkpoints.Store, start: Position
 ) -> tuple[Position, PyTree, PyTree]:
     """The newest checkpoint that is whole; the start where there is none at all."""
-    templates, template, damaged = [], None, []
-    for phase in built.phases:
-        template = jax.eval_shape(phase.rounds.init, key, template)
-        templates.append(template)
+    templates, damaged = _shapes(built, key), []
     for step in store.steps():
         try:
             store.check(step)
-            facts = store.facts(step)
-            at = Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
+            at = _position(store.facts(step))
             wanted = {"state": templates[at.phase]}
             if at.best_round is not None:
                 wanted["best"] = templates[at.phase]
@@ -284,11 +284,40 @@ def _resume(
             print(f"The checkpoint of round {worse} is damaged: {reason}. Going on from round "
                   f"{step}.", file=sys.stderr)  # fmt: skip
             store.drop(worse)
-        state = built.phases[at.phase].rounds.place(found["state"])
-        return at, state, found.get("best")
+        return at, found["state"], found.get("best")
     if damaged:
         raise UsageError(
             f"all checkpoints in {store.folder} are damaged (round {damaged[0][0]}: "
             f"{damaged[0][1]}); bring one back from a copy, or delete that folder to start again"
         )
     return start, None, None
+
+
+def _told(built: Built, key: jax.Array, at: Position, state: PyTree, best: PyTree) -> Any:
+    """What process 0 has found in all of them, the state on its devices."""
+    facts = processes.agree(_facts(at) if state is not None else None)
+    if facts is None:
+        return at, None, None
+    at, template = _position(facts), _shapes(built, key)[facts["phase"]]
+    found = {"state": state} if at.best_round is None else {"state": state, "best": best}
+    if not processes.lead():
+        found = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), dict.fromkeys(found, template))
+    found = processes.broadcast(found)
+    return at, built.phases[at.phase].rounds.place(found["state"]), found.get("best")
+
+
+def _shapes(built: Built, key: jax.Array) -> list[PyTree]:
+    """The state's in each phase."""
+    shapes, last = [], None
+    for phase in built.phases:
+        last = jax.eval_shape(phase.rounds.init, key, last)
+        shapes.append(last)
+    return shapes
+
+
+def _facts(at: Position) -> dict[str, Any]:
+    return at._asdict() | {"ledger": at.ledger._asdict()}
+
+
+def _position(facts: dict[str, Any]) -> Position:
+    return Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
