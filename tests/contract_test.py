@@ -32,13 +32,13 @@ class Counted(NamedTuple):
 
 @cache
 def full(name: str) -> Rounds:
-    """Everybody takes part, one client after the other."""
-    return make_rounds(algorithm(name), TASK, tiny.federated()[1], cohort=6, calls=ROUNDS)
+    """Everybody takes part, in chunks of three clients."""
+    return make_rounds(algorithm(name), TASK, tiny.federated()[1], cohort=6, calls=ROUNDS, chunk=3)
 
 
 @cache
 def partial(name: str) -> Counted:
-    """Three of six take part, and some of them drop out."""
+    """Three of six take part, one after the other, and some of them drop out."""
     made, traces = algorithm(name), []
 
     def train(*arguments: Any) -> Any:
@@ -113,11 +113,9 @@ def test_compiled_equals_a_plain_loop(name: str):
 
 
 def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
-    """Chunks of two clients on each of two devices, the last one half empty."""
+    """Chunks of three clients, and a client on each of eight devices, of which two are idle."""
     data, federation = tiny.federated()
-    spread = make_rounds(
-        algorithm(name), TASK, federation, cohort=6, calls=ROUNDS, chunk=2, mesh=mesh
-    )
+    spread = make_rounds(algorithm(name), TASK, federation, cohort=6, calls=ROUNDS, mesh=mesh)
     key, there = spread.place(KEY), spread.place(data)
     t, n = spread.place(jnp.int32(0)), spread.place(jnp.int32(1))
     state, _ = spread.run(key, spread.init(key), there, t, n)

@@ -1,5 +1,8 @@
 """Memory found without compiling, against sums by hand and against what XLA allocates."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -100,3 +103,33 @@ def test_a_thousand_clients_of_pfedla_fit_into_eight_gigabytes():
     build.build(configuration.complete(config))
     with pytest.raises(UsageError, match=r"needs about [67]\.\d+ GB"):
         build.build(configuration.complete({**config, "memory_gb": 3.0}))
+
+
+def test_what_all_gathers_put_together_is_what_is_compiled(mesh):
+    """Five items, so padded to eight, in a loop; one of three results is used by nobody."""
+
+    def work(shared, item):
+        return shared * item, (item.sum() > 0, jnp.ones((3, 2), jnp.int32))
+
+    def looped(shared, items):
+        def step(_, x):
+            products, (_, ones) = rounds.spread(work, x, items, jnp.ones(5, bool), 1, mesh)
+            return x + products[0] * ones.sum().astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, 3, step, shared)
+
+    arguments = jnp.zeros(3), jnp.ones((5, 3))
+    assert memory.gathered(looped, *arguments) == 8 * (4 * 3 + 4 * 3 * 2)
+    text = jax.jit(looped).lower(*arguments).compile().as_text()
+    assert all_gathered(text) == memory.gathered(looped, *arguments)
+
+
+def all_gathered(text):
+    """Bytes of the results of all all-gathers of a compiled program."""
+    total = 0
+    for line in text.splitlines():
+        if found := re.search(r" = (.*) all-gather\(", line):
+            for kind, bits, shape in re.findall(r"(pred|[a-z]+(\d+))\[([\d,]*)\]", found[1]):
+                size = math.prod(int(n) for n in shape.split(",") if n)
+                total += size * (1 if kind == "pred" else int(bits) // 8)
+    return total
