@@ -1,8 +1,5 @@
 """Memory found without compiling, against sums by hand and against what XLA allocates."""
 
-import math
-import re
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +7,7 @@ import pytest
 from fedjax_pfl import build, memory, rounds
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
+from tests import programs
 
 KIB = jax.ShapeDtypeStruct((256,), jnp.float32)
 
@@ -121,15 +119,4 @@ def test_what_all_gathers_put_together_is_what_is_compiled(mesh):
     arguments = jnp.zeros(3), jnp.ones((5, 3))
     assert memory.gathered(looped, *arguments) == 8 * (4 * 3 + 4 * 3 * 2)
     text = jax.jit(looped).lower(*arguments).compile().as_text()
-    assert all_gathered(text) == memory.gathered(looped, *arguments)
-
-
-def all_gathered(text):
-    """Bytes of the results of all all-gathers of a compiled program."""
-    total = 0
-    for line in text.splitlines():
-        if found := re.search(r" = (.*) all-gather\(", line):
-            for kind, bits, shape in re.findall(r"(pred|[a-z]+(\d+))\[([\d,]*)\]", found[1]):
-                size = math.prod(int(n) for n in shape.split(",") if n)
-                total += size * (1 if kind == "pred" else int(bits) // 8)
-    return total
+    assert programs.all_gathered(text) == memory.gathered(looped, *arguments)

@@ -44,8 +44,8 @@ def test_one_visit():
 
 
 def test_what_devices_send_each_other():
-    """FedAvg: payload, upload, loss, whether it is finite, and two bills of five layers."""
-    assert scaling.gathered("fedavg", 8)[0] == 2 * P + 4 + 1 + 2 * 4 * LAYERS
+    """FedAvg: upload, loss, whether it is finite, and two bills of five layers."""
+    assert scaling.gathered("fedavg", 8)[0] == P + 4 + 1 + 2 * 4 * LAYERS
     # Local: nothing goes down or up, the model stays, and so it comes back once.
     assert scaling.gathered("local", 8)[0] == P + 4 + 1
     assert scaling.received(10, 100, 8) == 7 * 13 * 10
