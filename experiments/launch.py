@@ -5,14 +5,15 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from fedjax_pfl import comparison, interrupt, report, runner
+from experiments.together import Given, together
+from fedjax_pfl import comparison, interrupt, processes, report, runner
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 
@@ -37,23 +38,18 @@ def launch(name: str) -> None:
         if DATA_DIR.value is not None:
             settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
-        with interrupt.on_signals() as stop:
+        flag = flags.FLAGS
+        given = Given(flag.processes, flag.process, flag.coordinator, flag.wait)
+        with together(given), interrupt.on_signals() as stop:
             results = runner.run_all(settings, workdir, stop, tell=_tell)
-        for result in results.values():
-            if result.resumed_at is not None:
-                finished = result.resumed_at == result.metrics[-1]["round"]
-                word = "was finished" if finished else "resumed"
-                print(f"This run {word} at round {result.resumed_at}; it is in {result.directory}.")
-        if "" in results:
-            print(report.table(results[""].metrics))
-            print(f"\nReport: {Path(workdir) / 'report.html'}")
-        else:
-            _side_by_side(Path(workdir), list(results))
+            if processes.lead():
+                _show(Path(workdir), results)
 
     prepare_devices()
     try:
         check_keys(sys.argv[1:])
         with in_one_line():
+            _define_processes()
             config = config_flags.DEFINE_config_file(
                 "config", str(CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
             )
@@ -70,6 +66,19 @@ def _tell(line: str) -> None:
     print(line, file=sys.stderr)
 
 
+def _show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
+    for result in results.values():
+        if result.resumed_at is not None:
+            finished = result.resumed_at == result.metrics[-1]["round"]
+            word = "was finished" if finished else "resumed"
+            print(f"This run {word} at round {result.resumed_at}; it is in {result.directory}.")
+    if "" in results:
+        print(report.table(results[""].metrics))
+        print(f"\nReport: {workdir / 'report.html'}")
+    else:
+        _side_by_side(workdir, list(results))
+
+
 def _side_by_side(workdir: Path, names: Sequence[str]) -> None:
     """What `experiments.compare` shows of the runs of a sweep."""
     from experiments import compare  # which needs this module
@@ -78,6 +87,21 @@ def _side_by_side(workdir: Path, names: Sequence[str]) -> None:
     page = compare.write(rows, workdir / "compare")
     print(f"{compare.text(rows)}\n\nPage: {page}")
     print(f"Reports: {workdir}/*/report.html")
+
+
+def _define_processes() -> None:
+    """Here, because other commands compute in one process."""
+    flags.DEFINE_integer(
+        "processes", 1, "Processes that compute this run; on one machine this starts them all.",
+        lower_bound=1,
+    )  # fmt: skip
+    flags.DEFINE_integer(
+        "process", None, "Which of them this is, where each machine starts its own.", lower_bound=0
+    )
+    flags.DEFINE_string(
+        "coordinator", None, "HOST:PORT of process 0; or auto, where SLURM or a TPU pod knows."
+    )
+    flags.DEFINE_integer("wait", 300, "Seconds for all processes to come.", lower_bound=1)
 
 
 def command(main: Callable[[Sequence[str]], None]) -> None:
@@ -127,7 +151,7 @@ def keep_programs() -> None:
 def _describe(name: str) -> None:
     """What --help shows: the presets, as the config file describes them, and all flags of ours."""
     sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
-    for flag in ("config", "workdir", "data_dir"):
+    for flag in ("config", "workdir", "data_dir", "processes", "process", "coordinator", "wait"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
 
 

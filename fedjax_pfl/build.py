@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from fedjax_pfl import compress, data, local, memory, plan, sweep
+from fedjax_pfl import compress, data, local, memory, plan, processes, sweep
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, by_group
 from fedjax_pfl.at_home import at_home
@@ -111,6 +111,8 @@ def build(
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
     if config.measure and not plans:
+        if processes.count() > 1:
+            raise UsageError("measure is for one process; set chunk and conv for several")
         phases = list(map(_measured, works, phases))
     return Built(tuple(phases), arrays, federation, task)
 
@@ -305,14 +307,11 @@ def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> 
 
 
 def _mesh(devices: int | None) -> jax.sharding.Mesh | None:
-    found = jax.devices()
-    if devices is not None and devices > len(found):
-        raise UsageError(f"devices is {devices}, and this machine shows {len(found)}")
-    count = devices or len(found)
-    if count == 1:
+    chosen = processes.devices(devices)
+    if len(chosen) == 1:
         return None
     axis = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((count,), ("clients",), axis, devices=found[:count])
+    return jax.make_mesh((len(chosen),), ("clients",), axis, devices=chosen)
 
 
 def _with_room(work: _Work, recorded: Plan | None, before: Any) -> tuple[Plan, Rounds, Any]:

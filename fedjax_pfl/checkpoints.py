@@ -159,7 +159,13 @@ class Store(NamedTuple):
 def open_store(directory: Path, keep: int = KEPT) -> Store:
     """The checkpoints in a directory, which is made if need be."""
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each step of each save
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep,
+        enable_async_checkpointing=False,
+        create=False,  # which would wait for processes that never come here
+        multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes={0}),
+    )
+    directory.mkdir(exist_ok=True)
     _clear(directory)
     with _quietly():  # it reads what may be damaged, and needs none of it
         return Store(ocp.CheckpointManager(directory.absolute(), options=options))

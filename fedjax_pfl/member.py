@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl import checkpoints, ledger, metrics, rundir
+from fedjax_pfl import checkpoints, ledger, metrics, processes, rundir
 from fedjax_pfl.algorithm import PyTree, State
 from fedjax_pfl.build import Built
 from fedjax_pfl.errors import UsageError
@@ -60,9 +60,16 @@ def save(member: Member, state: State) -> None:
     """Write a checkpoint of where it stands."""
     if member.store:
         saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
-        facts = member.at._asdict() | {"ledger": member.at.ledger._asdict()}
         with member.writing():
-            member.store.save(member.at.round, saved, facts)
+            member.store.save(member.at.round, saved, _facts(member.at))
+
+
+def _facts(at: Position) -> dict[str, Any]:
+    return at._asdict() | {"ledger": at.ledger._asdict()}
+
+
+def _position(facts: Mapping[str, Any]) -> Position:
+    return Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
 
 
 def keep(member: Member, observed: Mapping[str, np.ndarray], line: dict[str, Any]) -> None:
@@ -111,6 +118,26 @@ def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
 
     Where none is common to them they start anew, and nothing is returned.
     """
+    found = _found(built, members) if processes.lead() else None
+    facts = processes.agree(found and [_facts(member.at) for member in members])
+    if facts is None or processes.count() == 1:
+        return found
+    template = _templates(built)[facts[0]["phase"]]
+    for member, one in zip(members, facts, strict=True):
+        member.at = _position(one)
+        member.resumed_at = member.at.round
+    kept = [member for member in members if member.at.best_round is not None]
+    saved = found or [template] * len(members), [member.best for member in kept]
+    if not processes.lead():
+        empty = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
+        saved = [empty] * len(members), [empty] * len(kept)
+    states, best = processes.broadcast(saved)
+    for member, one in zip(kept, best, strict=True):
+        member.best = one
+    return list(states)
+
+
+def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
     templates = _templates(built)
     common = set.intersection(*(set(m.store.steps()) if m.store else set() for m in members))
     damaged: list[tuple[int, Member, str]] = []
@@ -171,8 +198,7 @@ def _restored(
 ) -> tuple[Position, State, State | None]:
     assert member.store is not None
     member.store.check(step)
-    facts = member.store.facts(step)
-    at = Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
+    at = _position(member.store.facts(step))
     wanted = {"state": templates[at.phase]}
     if at.best_round is not None:
         wanted["best"] = templates[at.phase]

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl import processes
 from fedjax_pfl.errors import UsageError
 
 LOWERINGS = ("auto", "patches", "rows", "blocks", "xla")
@@ -92,6 +93,12 @@ def timed(rounds: Any, points: Any, data: Any) -> float | None:
             return None
         raise
     return min(taken[1:])
+
+
+def agreed(plans: Sequence[Plan] | None) -> list[Plan] | None:
+    """What process 0 has read."""
+    found = processes.agree(plans)
+    return None if found is None else [Plan(*one) for one in found]
 
 
 def work(described: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl import local, trees
+from fedjax_pfl import local, processes, trees
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, members
 from fedjax_pfl.data.federated import FederatedData, Split, client_data
 from fedjax_pfl.errors import UsageError
@@ -116,16 +116,20 @@ def spread(
     if mesh is None:
         out = on_device(shared, items, use)
     else:
-        axis = P(mesh.axis_names[0])
+        axis, share = mesh.axis_names[0], chunks * width
 
         def gathered(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-            out = on_device(shared, items, use)
-            return jax.lax.all_gather(out, mesh.axis_names[0], tiled=True)
+            first = jax.lax.axis_index(axis) * share
+            own = jax.tree.map(
+                lambda a: jax.lax.dynamic_slice_in_dim(a, first, share), (items, use)
+            )
+            return jax.lax.all_gather(on_device(shared, *own), axis, tiled=True)
 
-        # Random keys and loop carries mix replicated and sharded values freely in here.
-        out = jax.shard_map(
-            gathered, mesh=mesh, in_specs=(P(), axis, axis), out_specs=P(), check_vma=False
-        )(shared, items, use)
+        # All of it comes in whole: told that items are sharded, XLA would shard what they are made
+        # of, and send that around. Random keys and loop carries mix both kinds freely in here.
+        out = jax.shard_map(gathered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
+            shared, items, use
+        )
     return jax.tree.map(lambda a: a[:n], out)
 
 
@@ -141,7 +145,7 @@ def compiled(plain: Plain, mesh: Mesh | None = None) -> Rounds:
     """Rounds on one device, or on all of a mesh."""
     everywhere = NamedSharding(mesh, P()) if mesh else None
     jit = partial(jax.jit, out_shardings=everywhere)
-    place = lambda tree: jax.device_put(tree, everywhere) if mesh else jax.device_put(tree)
+    place = lambda tree: processes.put(tree, everywhere) if everywhere else jax.device_put(tree)
     return Rounds(jit(plain.init), jit(plain.run, donate_argnums=1), jit(plain.evaluate), place)
 
 

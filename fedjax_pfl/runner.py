@@ -14,7 +14,19 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from fedjax_pfl import checkpoints, data, ledger, metrics, own, plan, report, rundir, sweep, trees
+from fedjax_pfl import (
+    checkpoints,
+    data,
+    ledger,
+    metrics,
+    own,
+    plan,
+    processes,
+    report,
+    rundir,
+    sweep,
+    trees,
+)
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
@@ -88,10 +100,14 @@ def run_all(
     given = config.to_dict() if isinstance(config, ConfigDict) else config
     words, given = own.added(given, dataset, algorithm)
     settings = configuration.complete(given, words)
+    processes.check_settings(settings.to_dict())
     configuration.check(settings, words)
     members = [Member(name, one, {}) for name, one in sweep.expand(settings).items()]
-    recorded = None if workdir is None else rundir.read_plans(Path(workdir, members[0].name))
+    recorded = None
+    if workdir is not None:
+        recorded = plan.agreed(rundir.read_plans(Path(workdir, members[0].name)))
     built = build(*(member.settings for member in members), words=words, plans=recorded)
+    processes.check_examples(built.data)
     for phase in built.phases:
         cohort = phase.config.clients_per_round or int(phase.federation.active.sum())
         tell(plan.describe(phase.plan, cohort, phase.config.devices or jax.device_count()))
@@ -99,7 +115,7 @@ def run_all(
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
     stop = stop or Stop()
     with contextlib.ExitStack() as kept:
-        for member in members if workdir is not None else []:
+        for member in members if workdir is not None and processes.lead() else []:
             directory = Path(workdir, member.name)  # type: ignore[arg-type]
             member.directory = kept.enter_context(rundir.claimed(directory, member.config))
             with member.writing():
@@ -123,7 +139,7 @@ def _execute(
     end, states = built.phases[-1].end, dict[str, State]()
     for member in members:
         member.at = Position(ledger=ledger.empty(built.federation.clients))
-        if member.store and end in member.store.steps()[:1]:
+        if processes.agree(member.store is not None and end in member.store.steps()[:1]):
             states |= zip([member.name], resume(built, [member]) or [], strict=True)
     left = [member for member in members if member.at.round < end]
     if left:
@@ -155,6 +171,7 @@ def _execute(
                 rundir.write_traffic(member.directory, result.ledger)
                 partition = draw_partition(built.data, built.federation)
                 report.write(member.directory, {"partition": partition})
+    processes.agree("done")
     return results
 
 
@@ -173,7 +190,7 @@ def _advance(
         total=built.phases[-1].end,
         initial=at.round,
         unit="round",
-        disable=not sys.stderr.isatty(),
+        disable=not (processes.lead() and sys.stderr.isatty()),
         dynamic_ncols=True,
     )
     with bar:
@@ -214,6 +231,7 @@ def _one_phase(
     run_rounds = phase.rounds.run.lower(key, state, arrays, zero, zero).compile()
     evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
     observe = jax.jit(phase.algorithm.observe)
+    processes.agree("compiled")
     compiling, running = time.perf_counter() - began, 0.0
     for member in members:
         member.at = member.at._replace(compile_seconds=member.at.compile_seconds + compiling)
@@ -232,7 +250,7 @@ def _one_phase(
             running = time.perf_counter() - began
             for i, member in enumerate(members):
                 logs = _part(all_logs, i, members)
-                for warning in metrics.rejections(logs, now, rounds):
+                for warning in metrics.rejections(logs, now, rounds) if processes.lead() else ():
                     named = f"{member.name}: {warning}" if member.name else warning
                     bar.write(named, file=sys.stderr)
                 free = 1 if now == 0 and not one.count_initial_download else 0
@@ -253,7 +271,7 @@ def _one_phase(
             bar.update(rounds)
             every = one.checkpoint_every or one.eval_every
             due = (until - phase.begin) % every == 0 or until == phase.end
-            stopping = stop.asked if until < built.phases[-1].end else 0
+            stopping = processes.agree(stop.asked, max) if until < built.phases[-1].end else 0
             if due or stopping:
                 for i, member in enumerate(members):
                     save(member, _part(state, i, members))
