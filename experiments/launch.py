@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -41,7 +42,7 @@ def launch(name: str) -> None:
         flag = flags.FLAGS
         given = Given(flag.processes, flag.process, flag.coordinator, flag.wait)
         with together(given), interrupt.on_signals() as stop:
-            results = runner.run_all(settings, workdir, stop, tell=_tell)
+            results = runner.run_all(settings, workdir, stop, tell=partial(print, flush=True))
             if processes.lead():
                 _show(Path(workdir), results)
 
@@ -60,10 +61,6 @@ def launch(name: str) -> None:
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)
         sys.exit(stopped.code)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
