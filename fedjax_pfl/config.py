@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict, config_dict
 
-from fedjax_pfl import algorithms, data, models
+from fedjax_pfl import algorithms, data, models, tensorboard
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.models.conv import lowering
 
@@ -59,8 +59,11 @@ PHASE_KEYS = frozenset(
     }
 )
 PARTICIPANTS = ("active", "held_out")
-# What may differ between a run and its resumption: where data lie, and how work is spread.
-NEUTRAL_KEYS = frozenset({"data_dir", "checkpoint_every", "chunk", "devices", "memory_gb"})
+# What may differ between a run and its resumption: where data lie, how work is spread, what else is
+# written.
+NEUTRAL_KEYS = frozenset(
+    {"data_dir", "checkpoint_every", "chunk", "devices", "memory_gb", "tensorboard"}
+)
 
 
 def settings(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -130,6 +133,7 @@ def default(words: Words = OURS) -> ConfigDict:
     config.chunk = config_dict.placeholder(int)  # clients vmapped together; unset: by backend
     config.devices = config_dict.placeholder(int)  # unset: all
     config.memory_gb = config_dict.placeholder(float)  # of a device: chooses chunk, or refuses
+    config.tensorboard = False  # write an event file too
     for table in words:
         for name, factory in table.items():
             if own := settings(factory):
@@ -277,6 +281,8 @@ def check(config: ConfigDict, words: Words = OURS) -> None:
             )
     if (whole := sum(one.rounds for one in phases(config, words))) > _LARGEST:
         raise UsageError(f"all phases have {whole} rounds; together at most {_LARGEST} can be")
+    if config.tensorboard:
+        tensorboard.check()
     if config.fraction > 1:
         raise UsageError(f"fraction is {config.fraction}; it must be at most 1")
     if config.upload_top_k is not None and config.upload_top_k > 1:

@@ -14,7 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from fedjax_pfl import checkpoints, data, ledger, metrics, own, report, rundir
+from fedjax_pfl import checkpoints, data, ledger, metrics, own, report, rundir, tensorboard
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.build import Built, Phase, boundary, build
@@ -113,6 +113,8 @@ def _execute(
     if directory:
         with rundir.writing(directory, store and store.steps):
             rundir.write_metrics(directory, list(at.metrics))
+            if config.tensorboard:
+                tensorboard.write(directory, at.metrics)
             seen = rundir.read_observations(directory, at.round)
 
     bar = tqdm(
@@ -210,6 +212,8 @@ def _one_phase(
                 if directory:
                     with rundir.writing(directory, store and store.steps):
                         rundir.append_metrics(directory, line)
+                        if config.tensorboard:
+                            tensorboard.append(directory, line)
                         rundir.write_observations(directory, seen)
                 bar.set_postfix(
                     {built.task.name: f"{line['before'][built.task.name + '_mean']:.4f}"}
