@@ -1,8 +1,8 @@
 """A run's evaluations as a file that TensorBoard shows: the setting `tensorboard`.
 
-The file is what metrics.jsonl is: written anew from the checkpoint's lines when a run begins or goes
-on, and longer by one record after each evaluation. So nothing is there twice, and nothing is
-missing. A scalar has its name in metrics.jsonl, as in before/accuracy_mean.
+The file is what metrics.jsonl is: written anew from its lines when a run begins or goes on, and
+longer by one record after each evaluation. So nothing is there twice, and nothing is missing. A
+scalar has its name in metrics.jsonl, as in before/accuracy_mean.
 """
 
 import os
