@@ -53,8 +53,8 @@ def restored(
     """
     directory = Path(directory)
     try:
-        config = dict(json.loads((directory / "config.json").read_text()))
-        phases = config["phases"] or [{}]
+        config = dict(_tuples(json.loads((directory / "config.json").read_text())))
+        phases = config["phases"] or ({},)
         last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
     except (OSError, TypeError, ValueError, KeyError, AttributeError):
         raise UsageError(f"{directory} is not a run directory: it has no config.json") from None
@@ -197,7 +197,7 @@ def load(path: str | Path) -> tuple[Any, PyTree]:
             place = place.setdefault(word, {})
         place[last] = jnp.asarray(leaf)
     try:
-        model = _built(facts["model"])
+        model = _built(_tuples(facts["model"]))
         x = jax.ShapeDtypeStruct((1, *facts["input_shape"]), jnp.float32)
         shape = jax.eval_shape(model.apply, variables, x).shape
     except Exception as error:  # flax raises whatever a missing or wrong array raises
@@ -264,13 +264,15 @@ def _plain(net: Any) -> dict[str, Any]:
 def _built(plain: dict[str, Any]) -> Any:
     """A network from what `_plain` made of it; only those of ours."""
 
-    def value(v: Any) -> Any:
-        if isinstance(v, dict):
-            return _built(v)
-        return tuple(map(value, v)) if isinstance(v, list) else v
+    made = {k: _built(v) if isinstance(v, dict) else v for k, v in plain.items() if k != "kind"}
+    return NETWORKS[plain["kind"]](**made)
 
-    settings = {name: value(v) for name, v in plain.items() if name != "kind"}
-    return NETWORKS[plain["kind"]](**settings)
+
+def _tuples(plain: Any) -> Any:
+    """JSON with tuples for lists, as settings are."""
+    if isinstance(plain, dict):
+        return {key: _tuples(value) for key, value in plain.items()}
+    return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
 
 
 def _flat(variables: PyTree, result: runner.Result) -> dict[str, np.ndarray]:

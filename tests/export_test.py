@@ -159,14 +159,15 @@ def test_what_every_method_predicts_with_can_be_written_down(name):
         network, cases.TASK, cases.training(), federation, **case.settings
     )
     net = made.predict.__self__
-    again = export._built(json.loads(json.dumps(export._plain(net))))
+    again = export._built(export._tuples(json.loads(json.dumps(export._plain(net)))))
     assert (type(again), again) == (type(net), net)
 
 
 # The command, on a run directory.
 
 PHASES = {
-    **BASE, "validation_fraction": 0.2, "devices": 2, "eval_every": 1,
+    **BASE, "validation_fraction": 0.2, "partition": "listed",
+    "listed": {"classes": ((0, 1), (1, 2)), "examples": 20}, "devices": 2, "eval_every": 1,
     "phases": ({"algorithm": "fedavg", "rounds": 1}, {"algorithm": "fedper", "rounds": 3}),
 }  # fmt: skip
 
