@@ -53,7 +53,7 @@ def restored(
     """
     directory = Path(directory)
     try:
-        config = dict(_tuples(json.loads((directory / "config.json").read_text())))
+        config: dict[str, Any] = dict(_tuples(json.loads((directory / "config.json").read_text())))
         phases = config["phases"] or ({},)
         last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
     except (OSError, TypeError, ValueError, KeyError, AttributeError):
