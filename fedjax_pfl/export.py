@@ -54,7 +54,7 @@ def restored(
     directory = Path(directory)
     try:
         config: dict[str, Any] = dict(_tuples(json.loads((directory / "config.json").read_text())))
-        phases = config["phases"] or ({},)
+        phases: tuple[dict[str, Any], ...] = config["phases"] or ({},)
         last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
     except (OSError, TypeError, ValueError, KeyError, AttributeError):
         raise UsageError(f"{directory} is not a run directory: it has no config.json") from None
