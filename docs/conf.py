@@ -37,7 +37,10 @@ html_css_files = ["kept.css"]
 html_show_sphinx = html_show_copyright = html_copy_source = False
 
 API = {
-    "Runs": ["fedjax_pfl", "fedjax_pfl.config", "fedjax_pfl.build", "fedjax_pfl.rounds"],
+    "Runs": [
+        "fedjax_pfl", "fedjax_pfl.config", "fedjax_pfl.build", "fedjax_pfl.rounds",
+        "fedjax_pfl.export",
+    ],
     "Writing a method": [
         "fedjax_pfl.algorithm", "fedjax_pfl.algorithms.common", "fedjax_pfl.algorithms.parts",
         "fedjax_pfl.local", "fedjax_pfl.trees", "fedjax_pfl.task", "fedjax_pfl.at_home",

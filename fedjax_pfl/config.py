@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict, config_dict
 
-from fedjax_pfl import algorithms, data, models
+from fedjax_pfl import algorithms, data, models, tensorboard
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.models.conv import lowering
 
@@ -59,9 +59,19 @@ PHASE_KEYS = frozenset(
     }
 )
 PARTICIPANTS = ("active", "held_out")
-# What may differ between a run and its resumption: where data lie, and how work is spread.
+# What may differ between a run and its resumption: where data lie, how work is laid out, what else
+# is written.
 NEUTRAL_KEYS = frozenset(
-    {"data_dir", "checkpoint_every", "chunk", "conv", "devices", "measure", "memory_gb"}
+    {
+        "data_dir",
+        "checkpoint_every",
+        "chunk",
+        "conv",
+        "devices",
+        "measure",
+        "memory_gb",
+        "tensorboard",
+    }
 )
 
 
@@ -135,6 +145,7 @@ def default(words: Words = OURS) -> ConfigDict:
     config.devices = config_dict.placeholder(int)  # unset: all
     config.measure = False  # which lowering and chunk are fastest here, once for each kind of work
     config.memory_gb = config_dict.placeholder(float)  # of a device: chooses chunk, or refuses
+    config.tensorboard = False  # write an event file too
     for table in words:
         for name, factory in table.items():
             if own := settings(factory):
@@ -283,6 +294,8 @@ def check(config: ConfigDict, words: Words = OURS) -> None:
             )
     if (whole := sum(one.rounds for one in phases(config, words))) > _LARGEST:
         raise UsageError(f"all phases have {whole} rounds; together at most {_LARGEST} can be")
+    if config.tensorboard:
+        tensorboard.check()
     if config.fraction > 1:
         raise UsageError(f"fraction is {config.fraction}; it must be at most 1")
     if config.upload_top_k is not None and config.upload_top_k > 1:

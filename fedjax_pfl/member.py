@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl import checkpoints, ledger, metrics, processes, rundir
+from fedjax_pfl import checkpoints, ledger, metrics, processes, rundir, tensorboard
 from fedjax_pfl.algorithm import PyTree, State
 from fedjax_pfl.build import Built
 from fedjax_pfl.errors import UsageError
@@ -56,6 +56,16 @@ class Member:
         return rundir.writing(self.directory, self.store and self.store.steps)
 
 
+def begin(member: Member) -> None:
+    """Let its files say what has been measured up to where it stands, and read what was seen."""
+    if member.directory:
+        with member.writing():
+            rundir.write_metrics(member.directory, list(member.at.metrics))
+            if member.settings.tensorboard:
+                tensorboard.write(member.directory, member.at.metrics)
+            member.seen = rundir.read_observations(member.directory, member.at.round)
+
+
 def save(member: Member, state: State) -> None:
     """Write a checkpoint of where it stands."""
     if member.store:
@@ -81,6 +91,8 @@ def keep(member: Member, observed: Mapping[str, np.ndarray], line: dict[str, Any
     if member.directory:
         with member.writing():
             rundir.append_metrics(member.directory, line)
+            if member.settings.tensorboard:
+                tensorboard.append(member.directory, line)
             rundir.write_observations(member.directory, member.seen)
 
 

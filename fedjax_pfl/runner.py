@@ -34,7 +34,7 @@ from fedjax_pfl.data.picture import draw_partition
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.interrupt import Stop, Stopped
 from fedjax_pfl.ledger import Ledger
-from fedjax_pfl.member import Member, Position, keep, measured, resume, save
+from fedjax_pfl.member import Member, Position, begin, keep, measured, resume, save
 
 
 class Result(NamedTuple):
@@ -141,6 +141,7 @@ def _execute(
         member.at = Position(ledger=ledger.empty(built.federation.clients))
         if processes.agree(member.store is not None and end in member.store.steps()[:1]):
             states |= zip([member.name], resume(built, [member]) or [], strict=True)
+            begin(member)
     left = [member for member in members if member.at.round < end]
     if left:
         program = built
@@ -180,10 +181,7 @@ def _advance(
 ) -> list[State]:
     """Run members that stand at the same place to the end."""
     for member in members:
-        if member.directory:
-            with member.writing():
-                rundir.write_metrics(member.directory, list(member.at.metrics))
-                member.seen = rundir.read_observations(member.directory, member.at.round)
+        begin(member)
     at = members[0].at
     state = None if states is None else _stacked(states)
     bar = tqdm(

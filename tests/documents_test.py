@@ -34,6 +34,17 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     np.testing.assert_array_equal(held + tested, np.bincount(names["owners"]))
 
 
+def test_models_as_files(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = documents.blocks("models.md")
+    exec(code, {"__name__": "__main__"})
+    predicted, labels = (re.findall(r"\d+", line) for line in capsys.readouterr().out.splitlines())
+    assert len(predicted) == len(labels) == 5
+    assert {p.name for p in (tmp_path / "models").iterdir()} == {
+        "client-0.safetensors", "client-3.safetensors"
+    }  # fmt: skip
+
+
 def test_lines_of_code_are_counted():
     assert documents.lines("# no\n\nx = 1  # yes\n    y = 2\n  # no\n") == 2
 

@@ -11,6 +11,7 @@ Deviations: q is computed anew for each batch from the models that came down, wh
 Those see BatchNorm's running statistics.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,21 @@ class Client(NamedTuple):
 
     pi: jax.Array  # [M]
     momentum: PyTree  # of all components
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixture:
+    """M networks as one."""
+
+    network: Any
+
+    def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
+        """log Σ_m π_m softmax_m(x), over the client's own classes."""
+        outputs = jax.vmap(lambda one: self.network.apply(one, x))(variables["components"])
+        if (classes := variables.get("classes")) is not None:
+            outputs = jnp.where(classes[None, None], outputs, -1e9)
+        chances = jax.nn.log_softmax(outputs) + jnp.log(variables["pi"])[:, None, None]
+        return jax.nn.logsumexp(chances, 0)
 
 
 def responsibilities(losses: jax.Array, pi: jax.Array) -> jax.Array:
@@ -122,16 +138,9 @@ def fedem(
             pi = jnp.where(jnp.asarray(federation.active)[i], pi, weigh(server, pi, data))
         return mixture(server, pi, data)
 
-    def predict(variables: PyTree, x: jax.Array) -> jax.Array:
-        """log Σ_m π_m softmax_m(x), over the client's own classes."""
-        outputs = jax.vmap(lambda one: model.apply(one, x))(variables["components"])
-        if variables["classes"] is not None:
-            outputs = jnp.where(variables["classes"][None, None], outputs, -1e9)
-        chances = jax.nn.log_softmax(outputs) + jnp.log(variables["pi"])[:, None, None]
-        return jax.nn.logsumexp(chances, 0)
-
     base = fedavg(model, task, training, federation)
     observe = lambda state: {"pi": state.clients.pi}
+    predict = Mixture(model).apply
     return base._replace(
         init=init, train=train, personal=personal, predict=predict, observe=observe
     )

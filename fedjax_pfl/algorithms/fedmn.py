@@ -27,6 +27,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import modular
 from fedjax_pfl.models.modular import Modular, WithLogits, blocks, keep_inactive, pretrained
 from fedjax_pfl.nets import router as routing
 from fedjax_pfl.task import Task
@@ -171,10 +172,6 @@ def fedmn(
         theta, psi = apart(server)
         return {**theta, "gates": routing.decide(logits(psi, data), layout)}
 
-    def predict(variables: PyTree, x: jax.Array) -> jax.Array:
-        theta = {name: tree for name, tree in variables.items() if name != "gates"}
-        return jnp.asarray(network.apply(theta, x, variables["gates"].astype(jnp.float32)))
-
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """Active blocks, both ways: the gates are chosen before blocks are fetched."""
         used = dict(zip(names, upload["active"], strict=True))
@@ -183,6 +180,7 @@ def fedmn(
 
     observe = lambda state: {"pi": state.clients.pi, "gates": state.clients.gates}
     send = fedavg(model, task, training, federation).send
+    predict = modular.Routed(network).apply
     return Algorithm(init, send, train, receive, personal, predict, traffic, observe)
 
 

@@ -4,6 +4,7 @@ References: Wang et al., Personalized Federated Learning via Heterogeneous Modul
 section II-A and equation (13).
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -86,6 +87,18 @@ class WithLogits(NamedTuple):
         params = dict(variables["params"])
         gates = self.sample(params.pop("logits"))
         return self.network.apply({**variables, "params": params}, x, gates, **how)
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """The network as one with its gates among the variables."""
+
+    network: Modular
+
+    def apply(self, variables: Any, x: jax.Array) -> jax.Array:
+        """In evaluation mode."""
+        own = {name: tree for name, tree in variables.items() if name != "gates"}
+        return jnp.asarray(self.network.apply(own, x, variables["gates"].astype(jnp.float32)))
 
 
 def mean(gates: jax.Array, values: list[jax.Array]) -> jax.Array:

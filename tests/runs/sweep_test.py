@@ -92,6 +92,7 @@ def test_a_kill_between_two_saves_goes_on_where_all_are(saves, tmp_path, monkeyp
 
 def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
     runner.run_all(SEEDS, tmp_path)
+    rundir.write_observations(tmp_path / "seed=1", {"alpha": ([2], [np.ones(3)])})
     before = contents(tmp_path)
     saved, save = [], checkpoints.Store.save
     monkeypatch.setattr(
@@ -99,6 +100,7 @@ def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
     )
     again = runner.run_all(SEEDS, tmp_path)
     assert (contents(tmp_path), saved) == (before, [])
+    assert [list(result.observations) for result in again.values()] == [[], ["alpha"]]
     more = runner.run_all({**SEEDS, "seeds": 3}, tmp_path)
     assert {store.folder for store in saved} == {tmp_path / "seed=2" / "checkpoints"}
     for seed in range(3):

@@ -1,0 +1,104 @@
+"""Every notebook runs from top to bottom in a process of its own, and its file is clean."""
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests import documents, notebooks
+
+# What makes each one small.
+SMALL = {
+    "first_run": "rounds, model = 1, 'mlp'",
+    "four_methods": """
+rounds, seeds, model, after = 2, 1, "mlp", False
+methods = ("pfedhn", "fedmn")  # one as it is, one with settings of its own; all take long
+""",
+    "layer_weights": "rounds, model = 2, 'mlp'",
+    "your_data": "rounds = 2",
+    "your_method": "rounds, seeds = 2, 1",
+}
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_runs_from_top_to_bottom(name, tmp_path, tmp_path_factory):
+    program = f"from tests import notebooks; notebooks.run({name!r}, {SMALL[name]!r})"
+    quick = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",  # fewer take less to compile
+        "MPLBACKEND": "Agg",
+    }
+    paths = {
+        "PYTHONPATH": str(notebooks.FOLDER.parent),
+        "XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache"),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, **quick, **paths},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("cpu [CpuDevice(id=0)")
+    assert {path.name for path in tmp_path.iterdir()} == {"runs"}
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_the_file_is_clean(name):
+    path = notebooks.FOLDER / f"{name}.ipynb"
+    assert path.stat().st_size < 150_000
+    book = notebooks.read(name)
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert set(book["metadata"]) == {"kernelspec", "language_info"}
+    cells = book["cells"]
+    ids = [cell["id"] for cell in cells]
+    assert len(set(ids)) == len(ids)
+    assert all(re.fullmatch(r"[\w-]{1,64}", one) for one in ids)
+    assert [cell["id"] for cell in cells if "tags" in cell["metadata"]] == ["parameters"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert [cell["id"] for cell in code[:3]] == ["install", "devices", "parameters"]
+    # Run once, in order; nothing went wrong, and nothing tells of the machine.
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    for output in (output for cell in code for output in cell["outputs"]):
+        assert output["output_type"] in ("stream", "display_data")
+        assert output.get("name") != "stderr"
+        text = "".join([*output.get("text", ()), *output.get("data", {}).get("text/plain", ())])
+        assert not re.search(r"/(tmp|home|root|work)/", text)
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_beginnings_are_the_same(name):
+    first, *_ = notebooks.NAMES
+    for cell in ("install", "devices"):
+        assert notebooks.code(name)[cell] == notebooks.code(first)[cell]
+    assert "%pip install -q {clone}" in json.dumps(notebooks.read(name))
+    assert "%pip" not in notebooks.code(name)["install"]
+
+
+def test_the_method_is_that_of_the_document():
+    (ours,) = (
+        node
+        for node in ast.parse(notebooks.code("your_method")["fedavgm"]).body
+        if isinstance(node, ast.FunctionDef)
+    )
+    (theirs,) = (
+        node
+        for node in ast.parse(documents.blocks("your_method.md")[0]).body
+        if isinstance(node, ast.FunctionDef)
+    )
+    assert notebooks.form(ours) == notebooks.form(theirs)
+
+
+def test_the_document_names_all():
+    page = (documents.DOCS / "notebooks.md").read_text()
+    assert re.findall(r"`(\w+)\.ipynb`", page) == [
+        "first_run", "layer_weights", "four_methods", "your_data", "your_method"
+    ]  # fmt: skip
+    assert set(re.findall(r"`(\w+)\.ipynb`", page)) == set(notebooks.NAMES) == set(SMALL)
