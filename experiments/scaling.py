@@ -5,7 +5,8 @@ python -m experiments.scaling --clients=10,1000,1000000 --memory_gb=80 --model=l
 Server: models, hypernetworks and routers, and what the server keeps for each client. Clients: what
 stays with them, which a simulation holds as well. A visit: the arrays that one client fetches and
 sends, as they are; with blocks, layers or zeros that do not travel the bill is smaller. Most: the
-clients with which the state fills the memory.
+clients with which the state fills the memory. Mixing: what each of several devices receives from
+the others in a round, with --cohort clients of the second of --clients, spread over --devices.
 """
 
 import json
@@ -22,9 +23,10 @@ from absl import flags
 from experiments.launch import command
 from fedjax_pfl import config as configuration
 from fedjax_pfl import local, memory, task
-from fedjax_pfl.algorithm import Federation
-from fedjax_pfl.data.federated import ClientData, Split
+from fedjax_pfl.algorithm import Algorithm, Federation
+from fedjax_pfl.data.federated import ClientData, FederatedData, Split
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.rounds import make_rounds
 
 _EXAMPLES = 16  # of each client; they are not part of a state
 
@@ -44,18 +46,7 @@ class Sizes(NamedTuple):
 
 def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
     """What one method with its default settings needs for so many clients."""
-    everyone = np.full(clients, _EXAMPLES, np.int32)
-    federation = Federation(
-        everyone, (32, 32, 3), 10, np.ones(clients, bool), np.zeros(clients, np.int32), everyone
-    )
-    own = configuration.default().get(method)
-    factory = configuration.MODELS[model]
-    norm = {"batch_norm": True} if method == "fedbn" and hasattr(factory, "batch_norm") else {}
-    training = local.sgd(epochs=1, batch_size=_EXAMPLES)
-    made = configuration.ALGORITHMS[method](
-        factory(outputs=10, **norm), task.classification(), training, federation,
-        **(own.to_dict() if own else {}),
-    )  # fmt: skip
+    made, _ = _made(method, clients, model)
     key, i = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     state = jax.eval_shape(made.init, key)
     split = Split(jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32), i)
@@ -68,6 +59,46 @@ def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
     upload = jax.eval_shape(made.train, payload, row, data, i, key)[0]
     count = memory.tree_bytes
     return Sizes(count(state[:2]), count(state.clients), count(payload), count(upload))
+
+
+def _made(method: str, clients: int, model: str) -> tuple[Algorithm, Federation]:
+    everyone = np.full(clients, _EXAMPLES, np.int32)
+    federation = Federation(
+        everyone, (32, 32, 3), 10, np.ones(clients, bool), np.zeros(clients, np.int32), everyone
+    )
+    own = configuration.default().get(method)
+    factory = configuration.MODELS[model]
+    norm = {"batch_norm": True} if method == "fedbn" and hasattr(factory, "batch_norm") else {}
+    training = local.sgd(epochs=1, batch_size=_EXAMPLES)
+    made = configuration.ALGORITHMS[method](
+        factory(outputs=10, **norm), task.classification(), training, federation,
+        **(own.to_dict() if own else {}),
+    )  # fmt: skip
+    return made, federation
+
+
+def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]:
+    """Bytes for each client of a cohort, and for each client that is evaluated, which all-gathers
+    bring from its device to the others."""
+    made, federation = _made(method, clients, model)
+    mesh = jax.make_mesh(
+        (1,), ("clients",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
+    )
+    rounds = make_rounds(made, task.classification(), federation, cohort=4, mesh=mesh)
+    array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
+    split = Split(array(clients, _EXAMPLES), array(clients))
+    images = array(_EXAMPLES, 32, 32, 3, dtype=jnp.float32)
+    data = FederatedData(images, array(_EXAMPLES), split, split, split)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(rounds.init, key)
+    round_ = memory.gathered(rounds.run, key, state, data, array(), array())
+    evaluation = memory.gathered(rounds.evaluate, key, state, data, array())
+    return round_ // 4, evaluation // clients
+
+
+def received(each: int, cohort: int, devices: int) -> int:
+    """Bytes that one device gets from the others; their last clients may be padding."""
+    return (devices - 1) * -(-cohort // devices) * each
 
 
 class Growth(NamedTuple):
@@ -121,7 +152,9 @@ def main(argv: Sequence[str]) -> None:
     if chosen.model not in configuration.MODELS:
         choices = ", ".join(configuration.MODELS)
         raise UsageError(f"--model={chosen.model} is none of {choices}")
-    heads = [*(f"N = {n:,}" for n in columns), "grows", "most", "down", "up"]
+    middle = columns[min(1, len(columns) - 1)]
+    cohort = min(chosen.cohort, middle)
+    heads = [*(f"N = {n:,}" for n in columns), "grows", "most", "down", "up", "mixing"]
     widths = [max(12, len(head) + 2) for head in heads]
     print("state".ljust(15) + "".join(h.rjust(w) for h, w in zip(heads, widths, strict=True)))
     found: dict[str, Any] = {}
@@ -130,10 +163,13 @@ def main(argv: Sequence[str]) -> None:
         grows = growth(method, chosen.model)
         largest = grows.most(chosen.memory_gb * 1e9)
         visit = each[columns[0]]
+        a_round, evaluation = gathered(method, middle, chosen.model)
+        mixing = received(a_round, cohort, chosen.devices)
         found[method] = {
             "bytes": {str(n): each[n]._asdict() for n in columns},
             "grows": grows._asdict(),
             "most": None if math.isinf(largest) else int(largest),
+            "gathered": {"visit": a_round, "evaluated": evaluation, "round": mixing},
         }
         cells = [
             *(readable(each[n].state) for n in columns),
@@ -141,10 +177,16 @@ def main(argv: Sequence[str]) -> None:
             "any" if math.isinf(largest) else f"{largest:,.0f}",
             readable(visit.down),
             readable(visit.up),
+            readable(mixing),
         ]
         print(method.ljust(15) + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
     if chosen.out:
-        said = {"model": chosen.model, "memory_gb": chosen.memory_gb, "methods": found}
+        said = {
+            "model": chosen.model,
+            "memory_gb": chosen.memory_gb,
+            "mixing": {"clients": middle, "cohort": cohort, "devices": chosen.devices},
+            "methods": found,
+        }
         Path(chosen.out).write_text(json.dumps(said, indent=2) + "\n")
 
 
@@ -160,5 +202,7 @@ if __name__ == "__main__":
     flags.DEFINE_float("memory_gb", 80.0, "Memory that the state may fill.", lower_bound=0.1)
     flags.DEFINE_string("model", "lenet", "Network, on 32x32x3 examples with ten classes.")
     flags.DEFINE_list("methods", [], "Methods. Default: all.")
+    flags.DEFINE_integer("cohort", 100, "Clients in a round, for mixing.", lower_bound=1)
+    flags.DEFINE_integer("devices", 8, "Devices that they are spread over.", lower_bound=1)
     flags.DEFINE_string("out", None, "JSON file to write the numbers to.")
     command(main)

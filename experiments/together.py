@@ -291,9 +291,12 @@ def verdict(ends: Sequence[End], given: Given, address: str) -> tuple[str, int]:
     lost = [end for end in by_number if end.code == GONE or "JAX distributed service" in end.noise]
     for end in lost:
         if end.word == _JOINING:
+            all_of_them = f"all of the {given.processes} processes have come to {address}"
+            if given.coordinator == "auto":
+                all_of_them = "all processes of the cluster have come"
             return (
-                f"error: not all of the {given.processes} processes have come to {address} in "
-                f"{given.wait} s; start the others, or wait for them longer with --wait"
+                f"error: not {all_of_them} in {given.wait} s; start the others, or wait for them "
+                "longer with --wait"
             ), 2
     for end in by_number:
         if end.code and end not in lost:

@@ -110,16 +110,20 @@ def spread(
     if mesh is None:
         out = on_device(shared, items, use)
     else:
-        axis = P(mesh.axis_names[0])
+        axis, share = mesh.axis_names[0], chunks * width
 
         def gathered(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-            out = on_device(shared, items, use)
-            return jax.lax.all_gather(out, mesh.axis_names[0], tiled=True)
+            first = jax.lax.axis_index(axis) * share
+            own = jax.tree.map(
+                lambda a: jax.lax.dynamic_slice_in_dim(a, first, share), (items, use)
+            )
+            return jax.lax.all_gather(on_device(shared, *own), axis, tiled=True)
 
-        # Random keys and loop carries mix replicated and sharded values freely in here.
-        out = jax.shard_map(
-            gathered, mesh=mesh, in_specs=(P(), axis, axis), out_specs=P(), check_vma=False
-        )(shared, items, use)
+        # All of it comes in whole: told that items are sharded, XLA would shard what they are made
+        # of, and send that around. Random keys and loop carries mix both kinds freely in here.
+        out = jax.shard_map(gathered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
+            shared, items, use
+        )
     return jax.tree.map(lambda a: a[:n], out)
 
 

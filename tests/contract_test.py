@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoints, ledger, trees
+from fedjax_pfl import checkpoints, ledger, memory, trees
 from fedjax_pfl.algorithm import Algorithm, State
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.rounds import SEND, TRAIN, Rounds, make_rounds, stage_key
-from tests import cases, tiny
+from tests import cases, programs, tiny
 from tests.cases import CASES, NAMES, TASK
 
 KEY = jax.random.key(7)
@@ -32,13 +32,13 @@ class Counted(NamedTuple):
 
 @cache
 def full(name: str) -> Rounds:
-    """Everybody takes part, one client after the other."""
-    return make_rounds(algorithm(name), TASK, tiny.federated()[1], cohort=6, calls=ROUNDS)
+    """Everybody takes part, in chunks of three clients."""
+    return make_rounds(algorithm(name), TASK, tiny.federated()[1], cohort=6, calls=ROUNDS, chunk=3)
 
 
 @cache
 def partial(name: str) -> Counted:
-    """Three of six take part, and some of them drop out."""
+    """Three of six take part, one after the other, and some of them drop out."""
     made, traces = algorithm(name), []
 
     def train(*arguments: Any) -> Any:
@@ -113,14 +113,17 @@ def test_compiled_equals_a_plain_loop(name: str):
 
 
 def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
-    """Chunks of two clients on each of two devices, the last one half empty."""
+    """Chunks of three clients, and a client on each of eight devices, of which two are idle."""
     data, federation = tiny.federated()
-    spread = make_rounds(
-        algorithm(name), TASK, federation, cohort=6, calls=ROUNDS, chunk=2, mesh=mesh
-    )
+    spread = make_rounds(algorithm(name), TASK, federation, cohort=6, calls=ROUNDS, mesh=mesh)
     key, there = spread.place(KEY), spread.place(data)
     t, n = spread.place(jnp.int32(0)), spread.place(jnp.int32(1))
-    state, _ = spread.run(key, spread.init(key), there, t, n)
+    first = spread.init(key)
+    most = memory.gathered(spread.run, key, first, there, t, n)
+    run = spread.run.lower(key, first, there, t, n).compile()
+    assert programs.collectives(run.as_text()) == {"all-gather"}
+    assert 0 < programs.all_gathered(run.as_text()) <= most
+    state, _ = run(key, first, there, t, n)
     wanted, _ = train(full(name), data, 1)
     close = {"rtol": 1e-5, "atol": 1e-6}
     chex.assert_trees_all_close(jax.device_get(state), jax.device_get(wanted), **close)

@@ -7,6 +7,7 @@ import pytest
 from fedjax_pfl import build, memory, rounds
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
+from tests import programs
 
 KIB = jax.ShapeDtypeStruct((256,), jnp.float32)
 
@@ -100,3 +101,22 @@ def test_a_thousand_clients_of_pfedla_fit_into_eight_gigabytes():
     build.build(configuration.complete(config))
     with pytest.raises(UsageError, match=r"needs about [67]\.\d+ GB"):
         build.build(configuration.complete({**config, "memory_gb": 3.0}))
+
+
+def test_what_all_gathers_put_together_is_what_is_compiled(mesh):
+    """Five items, so padded to eight, in a loop; one of three results is used by nobody."""
+
+    def work(shared, item):
+        return shared * item, (item.sum() > 0, jnp.ones((3, 2), jnp.int32))
+
+    def looped(shared, items):
+        def step(_, x):
+            products, (_, ones) = rounds.spread(work, x, items, jnp.ones(5, bool), 1, mesh)
+            return x + products[0] * ones.sum().astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, 3, step, shared)
+
+    arguments = jnp.zeros(3), jnp.ones((5, 3))
+    assert memory.gathered(looped, *arguments) == 8 * (4 * 3 + 4 * 3 * 2)
+    text = jax.jit(looped).lower(*arguments).compile().as_text()
+    assert programs.all_gathered(text) == memory.gathered(looped, *arguments)

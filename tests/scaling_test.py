@@ -43,6 +43,15 @@ def test_one_visit():
     assert scaling.sizes("local", 8, "lenet") == (0, 8 * P, 0, 0)
 
 
+def test_what_devices_send_each_other():
+    """FedAvg: upload, loss, whether it is finite, and two bills of five layers."""
+    assert scaling.gathered("fedavg", 8)[0] == P + 4 + 1 + 2 * 4 * LAYERS
+    # Local: nothing goes down or up, the model stays, and so it comes back once.
+    assert scaling.gathered("local", 8)[0] == P + 4 + 1
+    assert scaling.received(10, 100, 8) == 7 * 13 * 10
+    assert scaling.received(10, 100, 1) == 0
+
+
 @pytest.mark.parametrize(
     ("number", "text"), [(850, "850 B"), (484_728, "485 kB"), (999_600, "1 MB"), (2e18, "2000 PB")]
 )  # fmt: skip
