@@ -9,9 +9,13 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
+from fedjax_pfl import processes
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO = 1.0  # seconds in which, among several processes, a second signal is still the first one
 
 
 class Stopped(Exception):
@@ -28,6 +32,7 @@ class Stop:
     def __init__(self) -> None:
         self.asked = 0  # with which exit status
         self._busy = threading.Lock()
+        self._when = 0.0
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -40,11 +45,13 @@ class Stop:
         while number := read.recv(1):
             if number[0] not in SIGNALS:
                 continue
-            code = 128 + number[0]
+            code, now = 128 + number[0], time.monotonic()
+            if self.asked and processes.count() > 1 and now < self._when + ECHO:
+                continue  # it was sent to all, and passed on as well
             if self.asked or self._busy.acquire(blocking=False):
                 _say("stopped; the same command goes on from what is saved")
                 os._exit(code)
-            self.asked = code
+            self.asked, self._when = code, now
             _say("stopping when this call is saved; once more ends at once")
 
 

@@ -38,6 +38,23 @@ def test_a_first_signal_waits_and_a_second_does_not(monkeypatch, capfd):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_among_several_processes_the_same_signal_may_come_twice(monkeypatch):
+    """From the terminal, and passed on by the process that started this one."""
+    codes = []
+    monkeypatch.setattr(interrupt.os, "_exit", codes.append)
+    monkeypatch.setattr(interrupt.processes, "count", lambda: 2)
+    with interrupt.on_signals() as stop, stop.held():
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: stop.asked)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        assert codes == []
+        stop._when -= interrupt.ECHO
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(lambda: codes)
+    assert codes == [130]
+
+
 def test_where_nothing_is_being_saved_the_first_one_ends(monkeypatch):
     codes = []
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
