@@ -54,8 +54,11 @@ def killed(started: list[Command], victim: int, seconds: float) -> tuple[float, 
     time.sleep(seconds)
     pid = started[0].process.pid if victim == 2 else (workers or [0])[min(victim, 1)]
     late = not workers or any(command.process.poll() is not None for command in started)
-    if not late:
-        os.kill(pid, signal.SIGKILL)
+    try:
+        if not late:
+            os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        late = True
     began = time.monotonic()
     while any(map(alive, workers)) and time.monotonic() < began + 60:
         time.sleep(0.02)
