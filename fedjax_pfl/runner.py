@@ -85,7 +85,23 @@ def run_all(
     words, given = own.added(given, dataset, algorithm)
     settings = configuration.complete(given, words)
     configuration.check(settings, words)
-    members = [Member(name, one, {}) for name, one in sweep.expand(settings).items()]
+    return run_points(sweep.expand(settings), workdir, stop, words=words)
+
+
+def run_points(
+    points: Mapping[str, ConfigDict],
+    workdir: str | Path | None = None,
+    stop: Stop | None = None,
+    *,
+    words: configuration.Words = configuration.OURS,
+) -> dict[str, Result]:
+    """As `run_all`, for runs that are listed: each has a seed and real-valued settings of its own.
+
+    Args:
+      points: complete configurations, by the names of their directories in `workdir`.
+      words: what names in the configurations mean.
+    """
+    members = [Member(name, one, {}) for name, one in points.items()]
     built = build(*(member.settings for member in members), words=words)
     for member in members:
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
