@@ -142,6 +142,8 @@ def main(argv: Sequence[str]) -> None:
     chosen = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; settings are given as --config.KEY=VALUE")
+    if chosen.workdir is not None:
+        raise UsageError("the runs, tables and preset are written to --out here; leave workdir out")
     base = chosen.config.copy_and_resolve_references()
     launch.replace_length(base, sys.argv[1:])
     if chosen.data_dir is not None:

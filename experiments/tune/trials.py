@@ -172,17 +172,17 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
                 else:
                     name, steps = str(path.relative_to(folder)), _steps(path)
                 todo.setdefault(key, Job(trial.method, point, config, name, steps))
-    programs = [
-        part
-        for alike in _alike(list(todo.values()))
-        for program in _programs(alike)
-        for part in _parts(program, together)
-    ]
-    cut = sum(bool(job.steps) for job in todo.values())
-    facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
-    inside = f", in {len(programs)} program{'s' * (len(programs) != 1)}" if programs else ""
-    print(f"{count} runs: {facts}{inside}", file=sys.stderr)
     with interrupt.on_signals() as stop:
+        programs = [
+            part
+            for alike in _alike(list(todo.values()))
+            for program in _programs(alike)
+            for part in _parts(program, together)
+        ]
+        cut = sum(bool(job.steps) for job in todo.values())
+        facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
+        inside = f", in {len(programs)} program{'s' * (len(programs) > 1)}" if programs else ""
+        print(f"{count} runs: {facts}{inside}", file=sys.stderr)
         for number, jobs in enumerate(programs, 1):
             where = f"{jobs[0].method}: {len(jobs)} run{'s' * (len(jobs) > 1)}"
             print(f"[{number}/{len(programs)}] {where}", file=sys.stderr, flush=True)

@@ -388,6 +388,15 @@ def test_programs_are_as_few_as_the_method_allows():
     assert [len(part) for part in trials._parts(jobs, None)] == [8]
 
 
+def test_a_number_that_shapes_the_program_makes_several():
+    (one,) = planned(["learning_rate=.1,.2; pfedpara.gamma=.1,.9"], ["pfedpara"])
+    jobs = [Job(one.method, point, config, "", frozenset())
+            for point, each in trials.configs(one, 1) for config in each]  # fmt: skip
+    (alike,) = trials._alike(jobs)
+    found = [[tuple(job.point.values()) for job in program] for program in trials._programs(alike)]
+    assert found == [[(0.1, 0.1), (0.2, 0.1)], [(0.1, 0.9), (0.2, 0.9)]]
+
+
 def test_what_stands_at_other_rounds_goes_on_in_a_program_of_its_own():
     job = lambda name, *steps: Job("fedavg", {"learning_rate": 0.1}, None, name, frozenset(steps))
     jobs = [job("a", 1, 2), job("b"), job("c", 2, 3), job("d", 5), job("e"), job("f", 3)]
