@@ -15,6 +15,7 @@ from experiments.render import Table
 from experiments.tune import choice, grids
 from experiments.tune.choice import Tried
 from fedjax_pfl import figures, report
+from fedjax_pfl.comparison import Run
 from fedjax_pfl.figures import Picture, score_name, show_score
 
 Found = Mapping[str, Sequence[Tried]]  # by method, points in grid order
@@ -83,6 +84,8 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
         best = choice.chosen(tried)
         if best is not None:
             own += choice.edges(best.point, points)
+            if all(_still_rising(run) for run in best.runs.values()):
+                own.append("its best rounds are the last ones, and more may choose otherwise")
         elif all(one.complete for one in tried):
             own.append("no point has a finite score, and none is chosen")
         else:
@@ -94,6 +97,11 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
         said.append("fedfomo: it weighs peers on validation examples while it trains: its score is "
                     "flattered, that of all its points alike.")  # fmt: skip
     return said
+
+
+def _still_rising(run: Run) -> bool:
+    last = run.metrics[-1]
+    return len(run.metrics) > 1 and last.get("best_round") == last["round"]
 
 
 def as_csv(found: Found) -> str:

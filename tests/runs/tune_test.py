@@ -251,6 +251,17 @@ def test_the_tables_by_hand():
     assert unfinished[0].rows == [["learning_rate=1.0", "not run", "", "", "", ""]]
 
 
+def test_a_choice_that_was_still_rising_is_named():
+    def notes(*scores):
+        runs = {seed: made(each) for seed, each in enumerate(scores)}
+        one = Tried({"learning_rate": 1.0}, configuration.complete({}), runs, len(runs))
+        return show.notes({"local": [one]}, {"local": 1}, None)
+
+    rising = "local: its best rounds are the last ones, and more may choose otherwise."
+    assert notes([0.5, 0.6], [0.1, 0.2, 0.3]) == [rising]
+    assert notes([0.5, 0.6], [0.4, 0.3]) == notes([0.5]) == []
+
+
 def test_the_picture_has_a_panel_for_each_number_and_a_line_for_each_method():
     figure = show.draw(FOUND).figure
     panels = [axes for axes in figure.axes if axes.get_visible()]
@@ -428,7 +439,7 @@ def test_the_rate_that_learns_is_chosen(tuned):
         "fedavg", "local", "tune.txt", "tune.md", "tune.csv", "tune.png", "tune.html", "tuned.py"
     }  # fmt: skip
     text = (out / "tune.txt").read_text()
-    assert "fedavg: learning_rate 0.1 is the largest tried." in text
+    assert "fedavg: learning_rate 0.1 is the largest tried" in text
     assert "Each method has 2 points, 2 seeds and 2 rounds." in text
     get_config = loaded((out / "tuned.py").read_text())
     for trial in made:
