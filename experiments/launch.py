@@ -49,12 +49,12 @@ def launch(name: str) -> None:
     prepare_devices()
     try:
         check_keys(sys.argv[1:])
-        with in_one_line():
-            _define_processes()
-            config = config_flags.DEFINE_config_file(
-                "config", str(CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
-            )
-        _describe(name)
+        _define_processes()
+        config = define_config(name)
+        for flag in ("workdir", "processes", "process", "coordinator", "wait"):
+            flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
+        # What --help shows: the presets, as the config file describes them.
+        sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
         app.run(main, flags_parser=_parse)
     except UsageError as error:
         fail(error)
@@ -101,8 +101,11 @@ def _define_processes() -> None:
     flags.DEFINE_integer("wait", 300, "Seconds for all processes to come.", lower_bound=1)
 
 
-def command(main: Callable[[Sequence[str]], None]) -> None:
-    """Run a command that has no configuration; its errors are one line too."""
+def command(main: Callable[[Sequence[str]], None], config: str = "") -> None:
+    """Run a command; its errors are one line too.
+
+    config: the system whose file --config names by default; none: the command has no --config.
+    """
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
@@ -116,7 +119,10 @@ def command(main: Callable[[Sequence[str]], None]) -> None:
 
     logging.set_verbosity(logging.WARNING)
     try:
-        app.run(whole, flags_parser=parse)
+        if config:
+            check_keys(sys.argv[1:])
+            define_config(config)
+        app.run(whole, flags_parser=_parse if config else parse)
     except UsageError as error:
         fail(error)
     except BrokenPipeError:  # whoever reads, such as head, has read enough
@@ -145,11 +151,15 @@ def keep_programs() -> None:
         jax.config.update("jax_compilation_cache_dir", str(cache / "fedjax_pfl"))
 
 
-def _describe(name: str) -> None:
-    """What --help shows: the presets, as the config file describes them, and all flags of ours."""
-    sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
-    for flag in ("config", "workdir", "data_dir", "processes", "process", "coordinator", "wait"):
+def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
+    """The flag --config, by default a system's own file; --help shows it and where data are."""
+    with in_one_line():
+        holder = config_flags.DEFINE_config_file(
+            "config", str(CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
+        )
+    for flag in ("config", "data_dir"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
+    return holder
 
 
 def description(path: Path) -> str:

@@ -16,7 +16,7 @@ from fedjax_pfl.metrics import mean_std
 from fedjax_pfl.report import flat
 
 # The settings that say which examples a client has, besides those of its dataset and partition.
-_DATA = (
+DATA = (
     "dataset", "fraction", "partition", "partition_seed", "split", "test_fraction",
     "validation_fraction", "validation_examples", "permute_labels", "clients", "held_out",
 )  # fmt: skip
@@ -204,7 +204,7 @@ def paired(row: Row, first: Row, stage: str) -> Paired | str:
         return "unfinished"
     if [run.seed for run in row.runs] != [run.seed for run in first.runs]:
         return "other seeds"
-    if _data(row.config) != _data(first.config):
+    if problem(row.config) != problem(first.config):
         return "other clients"
     ours, theirs = _scores(row, stage), _scores(first, stage)
     if ours.keys() != theirs.keys() or not ours:
@@ -217,9 +217,10 @@ def paired(row: Row, first: Row, stage: str) -> Paired | str:
     return Paired(float(difference.mean()), p, len(difference))
 
 
-def _data(config: Mapping[str, Any]) -> list[Any]:
+def problem(config: Mapping[str, Any]) -> list[Any]:
+    """What says which examples each client has."""
     own = [config.get(str(config.get(kind))) for kind in ("dataset", "partition")]
-    return [*(config.get(key) for key in _DATA), *own]
+    return [*(config.get(key) for key in DATA), *own]
 
 
 def _scores(row: Row, stage: str) -> dict[tuple[int, str, str], float]:

@@ -22,9 +22,9 @@ STAGES = {"before": "before local training", "after": "after local training"}
 _COLOUR = {"before": "#0072B2", "after": "#D55E00", "down": "#0072B2", "up": "#E69F00"}
 _MARKER = {"before": "o", "after": "s"}
 # Of rows that are compared, with as many markers and dashes: the same triple comes after 140 rows.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS, _DASHES = "osD^v", ("-", "--", "-.", ":")
-_INK = "#333333"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS, DASHES = "osD^v", ("-", "--", "-.", ":")
+INK = "#333333"
 _WIDTH = 7.2  # inches
 _MOST_BARS = 60  # clients: beyond, bars are too thin to read and the figure becomes a scatter
 _MOST_LAYERS = 20  # the smallest layers beyond are drawn as one bar
@@ -114,12 +114,12 @@ def _over_rounds(metrics: Sequence[Record], name: str) -> Picture:
             axes.plot(at, worst, "_", color=colour, markersize=14, label=f"{stage}: worst 10 %")
     for record, following in itertools.pairwise(metrics):
         if record.get("phase") != following.get("phase"):
-            axes.axvline(record["round"], color=_INK, linewidth=0.8, linestyle=":")
+            axes.axvline(record["round"], color=INK, linewidth=0.8, linestyle=":")
     best = metrics[-1].get("best_round")
     if best is not None and len(rounds) > 1:
         axes.axvline(best, color="#009E73", linewidth=1.2, linestyle="-.", label="best round")
     _round_axis(axes, metrics)
-    _score_axis(axes, name)
+    score_axis(axes, name)
     _legend(axes)
     caption = (
         f"{_word(name)} on the clients' test examples: the mean over clients, one standard "
@@ -143,7 +143,7 @@ def _over_bytes(metrics: Sequence[Record], name: str) -> Picture | None:
         _line(axes, moved, _series(metrics, stage, f"{name}_mean"), stage, f"{stage}: mean")
     _bytes_axis(axes)
     axes.set_xlabel("bytes moved, down and up, all clients")
-    _score_axis(axes, name)
+    score_axis(axes, name)
     _legend(axes)
     caption = f"Mean {name.replace('_', ' ')} over clients against all bytes moved up to then."
     alt = f"{_word(name)} over bytes moved. {_ends(metrics, name)}"
@@ -155,9 +155,9 @@ def curves(rows: Mapping[str, Curve], name: str) -> Picture:
     moved = any(value > 0 for curve in rows.values() for value in curve.moved)
     wrapped = [textwrap.fill(label, 60).replace("$", r"\$") for label in rows]
     height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
-    figure = _sheet(f"{_word(name)} before local training", _WIDTH * (1.5 if moved else 1), height)
+    figure = sheet(f"{_word(name)} before local training", _WIDTH * (1.5 if moved else 1), height)
     panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
-    styles = zip(itertools.cycle(_COLOURS), itertools.cycle(_MARKERS), itertools.cycle(_DASHES))
+    styles = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
     for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
         crowded = len(curve.rounds) > _MOST_MARKERS
         for axes, x in zip(panels, (curve.rounds, curve.moved), strict=False):
@@ -165,16 +165,16 @@ def curves(rows: Mapping[str, Curve], name: str) -> Picture:
                 x, curve.score, color=colour, linestyle=dash, marker="" if crowded else marker,
                 markersize=4, linewidth=1.6, label=label, clip_on=False, zorder=3,
             )  # fmt: skip
-    for axes in map(_dressed, panels):
+    for axes in map(dressed, panels):
         axes.label_outer()
     _round_axis(panels[0], [{"round": r} for r in sorted({r for c in rows.values() for r in c[0]})])
-    _score_axis(panels[0], name)
+    score_axis(panels[0], name)
     if moved:
         _bytes_axis(panels[1])
         panels[1].set_xlabel("bytes moved, down and up, all clients")
     figure.legend(
         *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2 if moved else 1,
-        frameon=False, fontsize=9, labelcolor=_INK, handlelength=3,
+        frameon=False, fontsize=9, labelcolor=INK, handlelength=3,
     )  # fmt: skip
     caption = f"Mean {name.replace('_', ' ')} over clients, before local training; mean over seeds."
     ends = [f"{label}: {show_score(name, curve.score[-1])}." for label, curve in rows.items()]
@@ -207,7 +207,7 @@ def _per_client(clients: Sequence[Mapping[str, str]], name: str) -> Picture | No
     else:
         _client_points(axes, [number(row["train_examples"]) for row in rows], before, after, active)
         order = "Each client is drawn at its number of training examples."
-    _score_axis(axes, name)
+    score_axis(axes, name)
     _legend(axes)
     caption = f"Final {name.replace('_', ' ')} of each client on its own test examples. {order}"
     alt = (
@@ -277,7 +277,7 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
             at, values, height=0.38, color=_COLOUR[direction], label=label,
             hatch="///" if direction == "up" else None, edgecolor="white", linewidth=0,
         )  # fmt: skip
-        axes.bar_label(bars, [human_bytes(v) for v in values], padding=4, fontsize=8, color=_INK)
+        axes.bar_label(bars, [human_bytes(v) for v in values], padding=4, fontsize=8, color=INK)
     axes.set_yticks(range(len(bill)), [_shorten(name) for name in bill])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(bill) - 0.4, -0.6)
@@ -301,25 +301,27 @@ _STEPS = (1, 2, 2.5, 5, 10)  # ticks at round numbers
 
 
 def _canvas(title: str, height: float = 4.2) -> tuple[Figure, Axes]:
-    figure = _sheet(title, _WIDTH, height)
-    return figure, _dressed(figure.add_subplot())
+    figure = sheet(title, _WIDTH, height)
+    return figure, dressed(figure.add_subplot())
 
 
-def _sheet(title: str, width: float, height: float) -> Figure:
+def sheet(title: str, width: float, height: float) -> Figure:
+    """An empty figure, in inches, with a title."""
     layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
     figure = Figure(figsize=(width, height), layout=layout, facecolor="white")
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=_INK)
+    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
     return figure
 
 
-def _dressed(axes: Axes) -> Axes:
+def dressed(axes: Axes) -> Axes:
+    """Axes as those of all figures look."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#999999")
     axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_INK, labelsize=9)
-    axes.xaxis.label.set_color(_INK)
-    axes.yaxis.label.set_color(_INK)
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
     return axes
 
 
@@ -339,7 +341,7 @@ def _legend(axes: Axes) -> None:
     axes.legend(
         [handle for handle, _ in entries], [label for _, label in entries], loc="lower left",
         bbox_to_anchor=(0, 1), ncols={4: 2}.get(len(entries), 3), frameon=False, fontsize=9,
-        labelcolor=_INK, borderaxespad=0.3, handlelength=2.2, columnspacing=1.4,
+        labelcolor=INK, borderaxespad=0.3, handlelength=2.2, columnspacing=1.4,
     )  # fmt: skip
 
 
@@ -350,14 +352,14 @@ def _round_axis(axes: Axes, metrics: Sequence[Record]) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=_STEPS))
 
 
-def _score_axis(axes: Axes, name: str) -> None:
+def score_axis(axes: Axes, name: str) -> None:
+    """The y axis of a score: per cent of an accuracy, and a point of it never large."""
     axes.set_ylabel(name.replace("_", " "))
     if name == "accuracy":
         low, high = axes.get_ylim()
         wider = max(0.1 - (high - low), 0) / 2  # a difference of a point should not look large
         axes.set_ylim(max(low - wider, 0), min(high + wider, 1.02))
-        percent: Callable[[float, int], str] = lambda value, _: f"{100 * value:g} %"
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(percent))
+        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{100 * value:g} %"))
 
 
 def _bytes_axis(axes: Axes) -> None:

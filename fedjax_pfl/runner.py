@@ -102,7 +102,24 @@ def run_all(
     settings = configuration.complete(given, words)
     processes.check_settings(settings.to_dict())
     configuration.check(settings, words)
-    members = [Member(name, one, {}) for name, one in sweep.expand(settings).items()]
+    return run_points(sweep.expand(settings), workdir, stop, words=words, tell=tell)
+
+
+def run_points(
+    points: Mapping[str, ConfigDict],
+    workdir: str | Path | None = None,
+    stop: Stop | None = None,
+    *,
+    words: configuration.Words = configuration.OURS,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Result]:
+    """As `run_all`, for runs that are listed: each has a seed and real-valued settings of its own.
+
+    Args:
+      points: complete configurations, by the names of their directories in `workdir`.
+      words: what names in the configurations mean.
+    """
+    members = [Member(name, one, {}) for name, one in points.items()]
     recorded = None
     if workdir is not None:
         recorded = plan.agreed(rundir.read_plans(Path(workdir, members[0].name)))

@@ -21,6 +21,14 @@ TRAINING = ("learning_rate", "momentum", "weight_decay", "clip_norm")
 _MOST = 1000  # points
 
 
+class Apart(UsageError):
+    """Settings, by name, whose several values one program cannot have."""
+
+    def __init__(self, names: Sequence[str], line: str) -> None:
+        super().__init__(line)
+        self.names = tuple(names)
+
+
 class Points(NamedTuple):
     """What each point of a sweep has of its own, on axis 0; in the place of a run's key."""
 
@@ -59,9 +67,8 @@ class Swept:
 
     def _agreed(self, answers: Sequence[bool]) -> bool:
         if len(set(answers)) > 1:
-            raise UsageError(
-                f"{self.name} is {self}, which makes different programs; run them one by one"
-            )
+            line = f"{self.name} is {self}, which makes different programs; run them one by one"
+            raise Apart([self.name], line)
         return answers[0]
 
     def _each(self, other: Any, f: Callable[[Any, Any], Any]) -> list[Any]:
@@ -149,7 +156,7 @@ def differing(configs: Sequence[ConfigDict]) -> set[str]:
 def values(configs: Sequence[ConfigDict]) -> dict[str, tuple[float, ...]]:
     """By name, the settings in which the configurations of a phase differ and that its rounds read.
 
-    Raises UsageError for one that makes more different than numbers.
+    Raises Apart for one that makes more different than numbers.
     """
     algorithm, found = configs[0].algorithm, dict[str, tuple[float, ...]]()
     for name in sorted(differing(configs)):
@@ -159,9 +166,10 @@ def values(configs: Sequence[ConfigDict]) -> dict[str, tuple[float, ...]]:
         if own and all(isinstance(value, float) for value in each):
             found[name] = each
         elif own or group not in configuration.ALGORITHMS:  # another phase may be another's
-            raise UsageError(
+            raise Apart(
+                [name],
                 f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); seed, "
-                f"{', '.join(TRAINING)} and real-valued settings of {algorithm} can"
+                f"{', '.join(TRAINING)} and real-valued settings of {algorithm} can",
             )
     return found
 
@@ -206,9 +214,10 @@ def make_rounds(
             return jax.lax.map(lambda point: f(*point), trees, batch_size=at_once)
         except TypeError as error:
             line = str(error).splitlines()[0]
-            raise UsageError(
+            raise Apart(
+                [name for name in settings if name in line] or list(settings),
                 f"{' or '.join(settings)} cannot differ in one program ({line}); "
-                "run them one by one"
+                "run them one by one",
             ) from error
 
     def init(points: Points, start: Any = None) -> Any:

@@ -12,6 +12,7 @@ import pytest
 
 from experiments import compare
 from experiments.tables import TABLES
+from experiments.tune import grids
 from fedjax_pfl import algorithms, comparison
 from tests import cases, documents, tiny
 
@@ -72,6 +73,19 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
     found = compare.text(rows).splitlines()
     first = next(i for i, line in enumerate(found) if line.startswith("fedavg "))
     assert blank(shown)[1:] == blank("\n".join(found[first : first + 2]))
+
+
+def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
+    text = (documents.DOCS / "tuning.md").read_text()
+    assert all(f"`{name}`" in text for name in grids.TRAINING)
+    command = shlex.split(text.partition("\n    python ")[2].partition("\n\n")[0])
+    given = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
+    found = grids.grids([given["grid"]], given["methods"].split(","))
+    counts = {len(grids.points(method, grid)) for method, grid in found.items()}
+    assert counts == {4}
+    (shown,) = documents.blocks("tuning.md", "text")
+    wanted = f"Each method has 4 points, {given['seeds']} seeds and {given['rounds']} rounds."
+    assert wanted in shown
 
 
 # FedAvgM's mathematics.

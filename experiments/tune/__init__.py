@@ -1,0 +1,1 @@
+"""Settings chosen on validation examples, with equal budgets for all methods."""

@@ -1,0 +1,246 @@
+"""All that is to be tried: each method's configurations, the runs there are, and the others."""
+
+import hashlib
+import inspect
+import math
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+from ml_collections.config_flags import config_path
+
+from experiments import launch
+from experiments.known import Known
+from experiments.tune.choice import Tried
+from experiments.tune.grids import Point, apply, word
+from fedjax_pfl import comparison, interrupt, runner, sweep
+from fedjax_pfl import config as configuration
+from fedjax_pfl.build import build
+from fedjax_pfl.errors import UsageError
+
+
+class Trial(NamedTuple):
+    """What is tried of a method."""
+
+    method: str
+    config: ConfigDict  # without the values of a point
+    points: Sequence[Point]
+    whole: int  # points of its grid, of which these may be some
+
+
+class Job(NamedTuple):
+    """A run that is missing, or that was cut."""
+
+    method: str
+    point: Point
+    config: ConfigDict
+    name: str  # of its directory in the folder of all
+    steps: frozenset[int]  # the rounds of its checkpoints
+
+
+def configured(
+    source: str, base: ConfigDict, changes: Mapping[str, Any], methods: Sequence[str]
+) -> dict[str, ConfigDict]:
+    """The configuration of each method.
+
+    Where a file's presets have methods for words, as all of ours, a method has the settings that
+    its word brings; elsewhere only `algorithm` changes.
+
+    Args:
+      source: FILE.py:PRESET.
+      base: what it says, with the changes.
+      changes: of the command line, by path.
+    """
+    made = {}
+    for method in methods:
+        one = None if method == base.algorithm else _with_word(source, method)
+        if one is None:
+            one = base.copy_and_resolve_references()
+        else:
+            with launch.in_one_line():
+                for path, value in changes.items():
+                    config_path.set_value(path, one, value)
+            launch.replace_length(one, [f"--config.{path}=" for path in changes])
+            one.update(data_dir=base.data_dir, eval_every=base.eval_every)
+        one.algorithm = method
+        made[method] = one
+    return made
+
+
+def _with_word(source: str, method: str) -> ConfigDict | None:
+    """The preset and one more word, if that is one and names the method."""
+    path, _, preset = source.partition(":")
+    try:
+        make = runpy.run_path(path)["get_config"]
+        usual = next(iter(inspect.signature(make).parameters.values())).default
+        found = make("-".join(filter(None, (preset or usual, method))))
+    except Exception:  # a config file is code, which need not know such words
+        return None
+    return found if found.algorithm == method else None
+
+
+def length(config: ConfigDict) -> int:
+    """The rounds of a whole run."""
+    return sum(one.rounds for one in configuration.phases(config))
+
+
+def shorten(config: ConfigDict, rounds: int) -> None:
+    """Give a whole run so many rounds; phases keep their shares of it."""
+    each, whole = [one.rounds for one in configuration.phases(config)], length(config)
+    if whole == rounds:
+        return
+    parts = [max(1, round(rounds * n / whole)) for n in each[:-1]]
+    if sum(parts) >= rounds:
+        raise UsageError(f"--rounds={rounds} is too few for {len(each)} phases of {each} rounds")
+    config.rounds = rounds
+    parts = [*parts, rounds - sum(parts)]
+    config.phases = tuple(
+        {**one, "rounds": n} for one, n in zip(config.phases, parts, strict=False)
+    )
+
+
+def check(trials: Sequence[Trial]) -> None:
+    """Raise UsageError where methods would not be tried alike, or cannot be scored."""
+    first = trials[0]
+    config = first.config
+    if not config.validation_fraction and config.validation_examples is None:
+        raise UsageError(
+            "there are no validation examples, by which to choose; set "
+            "--config.validation_fraction=0.2"
+        )
+    problem = lambda one: comparison.problem(configuration.resolved(one))
+    lengths = {trial.method: length(trial.config) for trial in trials}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{method} {rounds}" for method, rounds in lengths.items())
+        raise UsageError(
+            f"the methods' runs have different rounds ({said}), and budgets are equal; give "
+            "--rounds=N"
+        )
+    for trial in trials:
+        if problem(trial.config) != problem(config):
+            raise UsageError(
+                f"the preset gives {trial.method} other examples than {first.method}; set them "
+                "with --config.KEY=VALUE"
+            )
+        for point in trial.points:
+            configuration.check(apply(trial.config, point))
+
+
+def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]]:
+    """Every point, and its configuration for each seed."""
+    for point in trial.points:
+        one = apply(trial.config, point)
+        each = [one.copy_and_resolve_references() for _ in range(seeds)]
+        for number, config in enumerate(each):
+            config.update(seed=one.seed + number, seeds=1, sweep="")
+        yield point, each
+
+
+def collect(trial: Trial, seeds: int, folder: Path) -> list[Tried]:
+    """The finished runs that there are, of every point."""
+    known, tried = Known(folder), []
+    for point, each in configs(trial, seeds):
+        paths = {config.seed: known.find(config)[1] for config in each}
+        runs = {
+            seed: comparison.read(path)
+            for seed, path in paths.items()
+            if path is not None and (path / "report.html").is_file()
+        }
+        tried.append(Tried(point, each[0], runs, seeds))
+    return tried
+
+
+def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None) -> None:
+    """Run what is missing and go on with what was cut, as few programs as can be.
+
+    All of them are built before the first is compiled, so that what cannot be is said at once.
+    """
+    known, count = Known(folder), 0
+    todo: dict[str, Job] = {}
+    for trial in trials:
+        for point, each in configs(trial, seeds):
+            count += len(each)
+            for config in each:
+                key, path = known.find(config)
+                if path is None:
+                    name, steps = _name(trial.method, point, config.seed, key), frozenset[int]()
+                elif (path / "report.html").is_file():
+                    continue
+                else:
+                    name, steps = str(path.relative_to(folder)), _steps(path)
+                todo.setdefault(key, Job(trial.method, point, config, name, steps))
+    with interrupt.on_signals() as stop:
+        programs = [
+            part
+            for alike in _alike(list(todo.values()))
+            for program in _programs(alike)
+            for part in _parts(program, together)
+        ]
+        cut = sum(bool(job.steps) for job in todo.values())
+        facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
+        inside = f", in {len(programs)} program{'s' * (len(programs) > 1)}" if programs else ""
+        print(f"{count} runs: {facts}{inside}", file=sys.stderr)
+        for number, jobs in enumerate(programs, 1):
+            where = f"{jobs[0].method}: {len(jobs)} run{'s' * (len(jobs) > 1)}"
+            print(f"[{number}/{len(programs)}] {where}", file=sys.stderr, flush=True)
+            runner.run_points({job.name: job.config for job in jobs}, folder, stop)
+
+
+def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Those that can share a program as far as is seen at once, and that can go on together."""
+    groups: dict[str, list[tuple[frozenset[int], list[Job]]]] = {}
+    for job in jobs:
+        shared = lambda name: name in sweep.TRAINING or name.startswith(f"{job.method}.")  # noqa: B023
+        apart = {
+            name: value
+            for name, value in job.point.items()
+            if not (shared(name) and isinstance(value, float))
+        }
+        standing = groups.setdefault(repr((job.method, apart)), [])
+        for i, (steps, members) in enumerate(standing):
+            if steps & job.steps or not steps | job.steps:
+                standing[i] = steps & job.steps, [*members, job]
+                break
+        else:
+            standing.append((job.steps, [job]))
+    return [members for standing in groups.values() for _, members in standing]
+
+
+def _programs(jobs: list[Job]) -> list[list[Job]]:
+    """As few programs as the method allows: some numbers shape it, or choose what it does."""
+    try:
+        built = build(*(job.config for job in jobs))
+    except sweep.Apart as error:
+        groups: dict[tuple[Any, ...], list[Job]] = {}
+        for job in jobs:
+            groups.setdefault(tuple(job.point.get(name) for name in error.names), []).append(job)
+        if len(groups) < 2:
+            raise
+        return [program for group in groups.values() for program in _programs(group)]
+    except UsageError as error:
+        raise UsageError(f"{jobs[0].method}: {error}") from error
+    federation = built.federation
+    counts = federation.validation_counts
+    if counts is None or not counts[federation.active].any():
+        raise UsageError("no client has validation examples; raise --config.validation_fraction")
+    return [jobs]
+
+
+def _parts(jobs: list[Job], most: int | None) -> list[list[Job]]:
+    count = math.ceil(len(jobs) / (most or len(jobs)))
+    size = math.ceil(len(jobs) / count)  # parts as equal as can be: sizes are programs of their own
+    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+
+
+def _steps(path: Path) -> frozenset[int]:
+    return frozenset(int(p.name) for p in path.glob("checkpoints/*") if p.name.isdigit())
+
+
+def _name(method: str, point: Point, seed: int, key: str) -> str:
+    """Words to read, and a digest by which other settings have another folder."""
+    words = ",".join([*(f"{name}={word(value)}" for name, value in point.items()), f"seed={seed}"])
+    plain = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in words)[:150]
+    return f"{method}/{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
