@@ -19,6 +19,7 @@ from fedjax_pfl import (
     data,
     ledger,
     metrics,
+    observed,
     own,
     plan,
     processes,
@@ -187,8 +188,9 @@ def _execute(
             with member.writing():
                 rundir.write_clients(member.directory, result.clients)
                 rundir.write_traffic(member.directory, result.ledger)
-                partition = draw_partition(built.data, built.federation)
-                report.write(member.directory, {"partition": partition})
+                pictures = {"partition": draw_partition(built.data, built.federation)}
+                pictures |= observed.draw(member.seen, list(result.ledger.down))
+                report.write(member.directory, pictures)
     processes.agree("done")
     return results
 

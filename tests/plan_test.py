@@ -75,6 +75,9 @@ def test_lines_for_people():
         "10 clients a round, 5 at a time on each of 2 devices, convolutions by auto (as usual; "
         "--config.measure tries others)"
     )
+    assert plan.describe(Plan("xla", 4, True), 1, 8) == (
+        "1 client a round, 1 at a time on one device, convolutions by xla (measured here)"
+    )
     assert plan.describe(Plan("xla", 1, True), 3, 1) == (
         "3 clients a round, 1 at a time on one device, convolutions by xla (measured here)"
     )

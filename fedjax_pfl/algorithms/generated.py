@@ -182,8 +182,8 @@ def generated(
             return [h(phi, server.spectral, v)[g] for g, v in enumerate(own)]
 
         def change(here: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
-            difference = jax.tree.map(jnp.subtract, payload, upload)
-            return trees.where(here, difference, jax.tree.map(jnp.zeros_like, difference))
+            moved = jax.tree.map(jnp.subtract, payload, upload)
+            return trees.where(here, moved, jax.tree.map(jnp.zeros_like, moved))
 
         (gradient,) = jax.vjp(sent, now)[1](list(map(change, arrived, payloads, uploads)))
         if chosen.average:
@@ -196,5 +196,6 @@ def generated(
         return Server(phi, hypernet.advance(phi, server.spectral, steps), moments), Rows(v)
 
     send, train, personal = zip(*map(group, range(len(nets))), strict=True)
-    made = Algorithm(init, send, train, receive, personal, tuple(net.apply for net in nets))
+    predict, observe = tuple(net.apply for net in nets), lambda state: {"embeddings": state.rows.v}
+    made = Algorithm(init, send, train, receive, personal, predict, observe=observe)
     return made if isinstance(models, tuple) else alone(made)
