@@ -28,7 +28,8 @@ class Position(NamedTuple):
     phase: int = 0
     round: int = 0
     seconds: float = 0.0
-    compile_seconds: float = 0.0
+    evaluate_seconds: float = 0.0  # of these
+    compile_seconds: float = 0.0  # besides
     ledger: Ledger = ledger.empty(0)
     pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
     metrics: tuple[dict[str, Any], ...] = ()
@@ -109,6 +110,7 @@ def measured(built: Built, member: Member, scores: Any, state: State) -> dict[st
         "round": at.round,
         "phase": at.phase,
         "seconds": round(at.seconds, 3),
+        "evaluate_seconds": round(at.evaluate_seconds, 3),
         "compile_seconds": round(at.compile_seconds, 3),
         **metrics.means(at.pending),
         "before": metrics.summary(scores.before, active, built.task.name),

@@ -95,8 +95,8 @@ def table(metrics: Sequence[Record]) -> str:
     down, up = last.get("bytes_down"), last.get("bytes_up")
     lines += [
         f"bytes    {human_bytes(down)} down, {human_bytes(up)} up",
-        f"seconds  {_seconds(last.get('seconds'))}, and {_seconds(last.get('compile_seconds'))} "
-        "to compile",
+        f"seconds  {_seconds(last.get('seconds'))}{_evaluating(last, '')}, and "
+        f"{_seconds(last.get('compile_seconds'))} to compile",
         f"clients  {last.get('dropped') or 0} dropped out, {last.get('rejected') or 0} rejected",
     ]
     return "\n".join(lines)
@@ -132,6 +132,12 @@ def _cells(numbers: Record, name: str) -> list[str]:
 def _seconds(value: Any) -> str:
     seconds = number(value)
     return "–" if math.isnan(seconds) else f"{seconds:,.1f}"
+
+
+def _evaluating(last: Record, unit: str) -> str:
+    """The part of the time that was spent on evaluations; nothing where it was not measured."""
+    seconds = last.get("evaluate_seconds")
+    return "" if seconds is None else f", {_seconds(seconds)}{unit} of them to evaluate"
 
 
 def png(figure: Figure) -> bytes:
@@ -217,8 +223,10 @@ def _headline(metrics: Sequence[Record]) -> str:
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))
     halves = [f"{human_bytes(down)} down", f"{human_bytes(up)} up"]
     cards.append(("Bytes moved", human_bytes(down + up), halves))
-    compiling = f"and {_seconds(last.get('compile_seconds'))} s to compile"
-    cards.append(("Time", f"{_seconds(last.get('seconds'))} s", [compiling]))
+    beside = [f"and {_seconds(last.get('compile_seconds'))} s to compile"]
+    if evaluating := _evaluating(last, " s").removeprefix(", "):
+        beside.insert(0, evaluating)
+    cards.append(("Time", f"{_seconds(last.get('seconds'))} s", beside))
     counts = " / ".join(f"{last.get(key) or 0:,}" for key in ("dropped", "rejected"))
     cards.append(("Dropped out / rejected", counts, ["clients, over all rounds"]))
     inside = "\n".join(

@@ -249,7 +249,7 @@ def _one_phase(
     evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
     observe = jax.jit(phase.algorithm.observe)
     processes.agree("compiled")
-    compiling, running = time.perf_counter() - began, 0.0
+    compiling = time.perf_counter() - began
     for member in members:
         member.at = member.at._replace(compile_seconds=member.at.compile_seconds + compiling)
 
@@ -261,10 +261,11 @@ def _one_phase(
             rounds = until - now
             state, all_logs = run_rounds(key, state, arrays, number(now), number(rounds))
             all_logs = jax.device_get(jax.block_until_ready(all_logs))
+            trained = time.perf_counter()
             evaluated = (until - phase.begin) % one.eval_every == 0 or until == phase.end
             if evaluated:
                 all_scores = jax.device_get(evaluate(key, state, arrays, number(until)))
-            running = time.perf_counter() - began
+            ended = time.perf_counter()
             for i, member in enumerate(members):
                 logs = _part(all_logs, i, members)
                 for warning in metrics.rejections(logs, now, rounds) if processes.lead() else ():
@@ -273,7 +274,8 @@ def _one_phase(
                 free = 1 if now == 0 and not one.count_initial_download else 0
                 member.at = member.at._replace(
                     round=until,
-                    seconds=member.at.seconds + running,
+                    seconds=member.at.seconds + ended - began,
+                    evaluate_seconds=member.at.evaluate_seconds + ended - trained,
                     ledger=ledger.add(member.at.ledger, logs, rounds, free),
                     pending=metrics.gather(member.at.pending, logs, rounds),
                 )

@@ -41,6 +41,7 @@ def evaluation(t, before=0.5, after=0.75, score="accuracy", **other):
         "round": t,
         "phase": 0,
         "seconds": 1.5 * t,
+        "evaluate_seconds": 0.5 * t,
         "compile_seconds": 4.0,
         "train_loss": 1 / t,
         "before": numbers(before, score),
@@ -112,8 +113,9 @@ def test_headline_has_last_and_best(tmp_path):
     page = report.write(run_directory(tmp_path, metrics)).read_text()
     for expected in ("55.00 %", "70.00 %", "best round 5: 60.00\xa0%", "best round 5: 80.00\xa0%"):
         assert expected in page
-    for expected in ("20 kB", "12 kB down", "8 kB up", "15.0 s", "and 4.0 s to compile"):
+    for expected in ("20 kB", "12 kB down", "8 kB up", "15.0 s"):
         assert expected in page
+    assert "5.0 s of them to evaluate</span><span>and 4.0 s to compile" in page
     assert "fedavg on digits" in page
     assert "<dt>fedavg.weighted</dt><dd>true</dd>" in page
 
@@ -222,9 +224,15 @@ def test_table_to_the_letter():
         "best, round 5   before  60.00     61.00  5.00       50.00  0.2500",
         "                after   80.00     81.00  5.00       70.00  0.2500",
         "bytes    12 kB down, 8 kB up",
-        "seconds  15.0, and 4.0 to compile",
+        "seconds  15.0, 5.0 of them to evaluate, and 4.0 to compile",
         "clients  2 dropped out, 0 rejected",
     ]
+
+
+def test_a_run_of_before_that_was_measured_says_no_time_of_evaluations(tmp_path):
+    metrics = [evaluation(5) | {"evaluate_seconds": None}]
+    assert "seconds  7.5, and 4.0 to compile" in report.table(metrics)
+    assert "to evaluate" not in report.write(run_directory(tmp_path, metrics)).read_text()
 
 
 def test_table_fits_a_terminal():
