@@ -1,0 +1,142 @@
+"""Who takes turns with us, and what the seconds say: pure but for the clock."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from experiments.render import Table
+from experiments.speed.rivals import Gone
+
+
+class Turn(NamedTuple):
+    """Neighbours in time."""
+
+    ours: float  # seconds
+    who: str  # the rival; empty where there is none
+    theirs: float | None
+    peak: float  # FLOP/s of the machine, just after
+
+
+class Ratio(NamedTuple):
+    """Of neighbours."""
+
+    median: float
+    low: float
+    high: float
+
+
+def take(
+    ours: Callable[[], float],
+    rivals: Mapping[str, Callable[[], float]],
+    peak: Callable[[], float],
+    repeats: int,
+) -> tuple[list[Turn], dict[str, str]]:
+    """A B A B ..., with every rival; and why a rival ended, where one did."""
+    turns, gone = [], {}
+    for _ in range(repeats):
+        for who in [name for name in rivals if name not in gone] or [""]:
+            mine = ours()
+            theirs = None
+            if who:
+                try:
+                    theirs = rivals[who]()
+                except Gone as error:
+                    gone[who] = str(error)
+            turns.append(Turn(mine, who if theirs is not None else "", theirs, peak()))
+    return turns, gone
+
+
+def faster(turns: Sequence[Turn], who: str) -> Ratio:
+    """How many times as long a rival took as we did beside it."""
+    ratios = [turn.theirs / turn.ours for turn in turns if turn.who == who and turn.theirs]
+    return _ratio(ratios)
+
+
+def of_peak(turns: Sequence[Turn], operations: float) -> Ratio:
+    """The share of the machine's product that our operations reached."""
+    return _ratio([operations / turn.ours / turn.peak for turn in turns])
+
+
+def _ratio(ratios: Sequence[float]) -> Ratio:
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+
+
+def summary(turns: Sequence[Turn], client_steps: int, operations: float) -> dict[str, Any]:
+    """What JSON and the table show."""
+
+    def one(seconds: Sequence[float], **more: Any) -> dict[str, Any]:
+        median = statistics.median(seconds)
+        return {
+            "seconds": _round(median),
+            "ms_per_client_step": _round(1000 * median / client_steps),
+            **more,
+            "all_seconds": [_round(s) for s in seconds],
+        }
+
+    share = [_round(value) for value in of_peak(turns, operations)]
+    told = {"ours": one([turn.ours for turn in turns], share_of_peak=share)}
+    for who in dict.fromkeys(turn.who for turn in turns if turn.who):
+        ratio = faster(turns, who)
+        told[who] = one(
+            [turn.theirs for turn in turns if turn.who == who and turn.theirs],
+            times_faster=_round(ratio.median),
+            range=[_round(ratio.low), _round(ratio.high)],
+        )
+    return told
+
+
+def _round(value: float) -> float:
+    """To four digits."""
+    return float(f"{value:.4g}")
+
+
+HEADS = ["seconds", "ms a client step", "we are faster", "range", "compile (s)", "of peak"]
+
+
+def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
+    """A row for each item and who did it.
+
+    Args:
+      results: by item, as `experiments.benchmark` writes them.
+      names: what rivals are called.
+    """
+    rows = []
+    for item in results.values():
+        for who, found in item["who"].items():
+            label = f"{item['about']}: {'ours' if who == 'ours' else names.get(who, who)}"
+            times = found.get("times_faster")
+            low, high = found.get("range", (0, 0))
+            rows.append(
+                [
+                    label,
+                    f"{found['seconds']:.3g}",
+                    f"{found['ms_per_client_step']:.3g}",
+                    "" if times is None else f"{times:.2f} x",
+                    "" if times is None else f"{low:.2f} to {high:.2f}",
+                    f"{item['compile_seconds']:.1f}" if who == "ours" else "",
+                    f"{100 * found['share_of_peak'][0]:.0f} %" if who == "ours" else "",
+                ]
+            )
+    return Table("The same work in turn: medians, and medians of the ratios of neighbours.",
+                 HEADS, rows)  # fmt: skip
+
+
+def constant(results: Mapping[str, Any]) -> str:
+    """How the time of a client step changes with the number of clients."""
+    points = curve(results).get("ours", {})
+    if len(points) < 2:
+        return ""
+    times = list(points.values())
+    spread = max(times) / min(times) - 1
+    said = ", ".join(f"{ms:.3g} ms with {n:,}" for n, ms in points.items())
+    return f"A client step of LeNet takes {said} clients: {100 * spread:.0f} % apart."
+
+
+def curve(results: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """ms of a client step of LeNet by number of clients, for everybody."""
+    points: dict[str, dict[int, float]] = {}
+    for name, item in results.items():
+        if name.startswith("lenet-"):
+            for who, found in item["who"].items():
+                points.setdefault(who, {})[item["clients"]] = found["ms_per_client_step"]
+    return {who: dict(sorted(own.items())) for who, own in points.items()}
