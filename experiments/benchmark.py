@@ -137,7 +137,8 @@ def main(argv: Sequence[str]) -> None:
     if given.list:
         print(listing())
         return
-    names, commands, commits = chosen(given.work), {}, {}
+    names, commits = chosen(given.work), {}
+    commands: dict[str, tuple[Sequence[str], str | None]] = {}
     if given.torch:
         commands["torch"] = ([sys.executable, str(rivals.HERE / rivals.TORCH.script)], None)
     for key, rival in rivals.RIVALS.items():
@@ -147,8 +148,9 @@ def main(argv: Sequence[str]) -> None:
             commands[key] = ([runs, str(rivals.HERE / rival.script)], checkout)
             commits[key] = {"repository": rival.repository, "commit": rivals.commit(checkout)}
     for flag in ("out", "picture"):
-        if given[flag].value and not Path(given[flag].value).absolute().parent.is_dir():
-            raise UsageError(f"--{flag}={given[flag].value} is in no folder")
+        path = given[flag].value
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"--{flag}={path} is in no folder that exists")
     prepare_devices()
     # What was compiled for an earlier run would be no compilation.
     jax.config.update("jax_enable_compilation_cache", False)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from experiments.configs import factorized_fl, fedmn, pfedhn, pfedla
 from fedjax_pfl import config as configuration
@@ -84,9 +85,9 @@ class Ours(NamedTuple):
     plan: str
 
 
-def ours(work: Work, *, measure: bool = False) -> Ours:
-    """Compile an item of work; nothing that was compiled before is used."""
-    config = configuration.complete(
+def configured(work: Work, *, measure: bool = False) -> ConfigDict:
+    """An item of work as settings of ours."""
+    return configuration.complete(
         {
             "algorithm": work.algorithm,
             "dataset": "synthetic",
@@ -111,7 +112,11 @@ def ours(work: Work, *, measure: bool = False) -> Ours:
             **work.settings,
         }
     )
-    built = build(config)
+
+
+def ours(work: Work, *, measure: bool = False) -> Ours:
+    """Compile an item of work."""
+    built = build(configured(work, measure=measure))
     (phase,) = built.phases
     rounds = phase.rounds
     key, arrays = rounds.place((phase.points, built.data))
