@@ -71,6 +71,7 @@ def measured(
     Args:
       commands: by rival, how it is started and where its checkout is.
     """
+    busy = round(os.getloadavg()[0], 1)
     mine = work.ours(item, measure=measure)
     mine.run()
     children: dict[str, Child] = {}
@@ -95,6 +96,9 @@ def measured(
     found = turns.summary(taken, steps, steps * mine.flops)
     return {
         "about": item.about,
+        "date": datetime.date.today().isoformat(),
+        "repeats": repeats,
+        "load_average": [busy, round(os.getloadavg()[0], 1)],
         "algorithm": item.algorithm,
         "clients": item.clients,
         "cohort": item.cohort,
@@ -125,8 +129,23 @@ def machine() -> dict[str, Any]:
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "devices": len(jax.devices()),
-        "load_average": round(os.getloadavg()[0], 1),
     }
+
+
+def before(path: str | None) -> dict[str, Any]:
+    """What an earlier measurement of the same machine has written, if it is to be added to."""
+    if path is None:
+        raise UsageError("--add adds to what is in --out=FILE.json; name the file")
+    try:
+        found = json.loads(Path(path).read_text())
+        items, compiled, checkouts = found["items"], found["compile_seconds"], found["checkouts"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"--add: {path} is no measurement of this command") from None
+    if found["machine"] != machine():
+        raise UsageError(f"--add: {path} was measured on another machine; give another --out")
+    return {"items": items, "compile_seconds": compiled, "checkouts": checkouts}
 
 
 def main(argv: Sequence[str]) -> None:
@@ -154,15 +173,14 @@ def main(argv: Sequence[str]) -> None:
     prepare_devices()
     # What was compiled for an earlier run would be no compilation.
     jax.config.update("jax_enable_compilation_cache", False)
-    items, compiled = {}, {}
+    old = before(given.out) if given.add else {}
+    items, compiled = dict(old.get("items", {})), dict(old.get("compile_seconds", {}))
     told: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(),
-        "repeats": given.repeats,
         "note": given.note,
         "machine": machine(),
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
         "commit": rivals.commit(str(rivals.HERE.parent)),
-        "checkouts": commits,
+        "checkouts": {**old.get("checkouts", {}), **commits},
         "flops": "by formula: products of convolutions and fully connected layers",
     }
     for name in names:
@@ -177,7 +195,8 @@ def main(argv: Sequence[str]) -> None:
                 measure=given.measure,
             )  # fmt: skip
         # Written after each item, so that a long measurement that is cut leaves what it has.
-        whole = {**told, "items": items, "compile_seconds": compiled}
+        ordered = {name: items[name] for name in _ITEMS if name in items}
+        whole = {**told, "items": ordered, "compile_seconds": compiled}
         if given.out:
             Path(given.out).write_text(json.dumps(whole, indent=1) + "\n")
     print(report(whole))
@@ -190,7 +209,11 @@ def conditions(whole: Mapping[str, Any]) -> str:
     on = whole["machine"]
     note = f"; {whole['note']}" if whole["note"] else ""
     what = f"{on['cores']} cores {on['kind']}" if on["backend"] == "cpu" else on["device"]
-    return f"{what}, {whole['date']}, {whole['repeats']} turns each{note}"
+    dates = sorted({item["date"] for item in whole["items"].values()})
+    turns_of = sorted({item["repeats"] for item in whole["items"].values()})
+    when = f", {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
+    many = f", {' or '.join(map(str, turns_of))} turns each" if turns_of else ""
+    return f"{what}{when}{many}{note}"
 
 
 def report(whole: Mapping[str, Any]) -> str:
@@ -215,6 +238,7 @@ if __name__ == "__main__":
     flags.DEFINE_bool("torch", True, "Run the PyTorch loop.")
     flags.DEFINE_bool("measure", False, "Choose our plan by --config.measure's trials.")
     flags.DEFINE_string("out", None, "Write the measurements to this JSON file.")
+    flags.DEFINE_bool("add", False, "Keep the other items that --out has.")
     flags.DEFINE_string("picture", None, "Draw time per client step to this PNG.")
     flags.DEFINE_string("note", "", "What else is to be known, such as other work on the machine.")
     for _key, _rival in rivals.RIVALS.items():

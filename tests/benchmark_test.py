@@ -110,6 +110,23 @@ def test_how_constant_a_client_step_is():
     assert drawn == {"fedjax_pfl": [10.0, 11.0], "PyTorch loop": [25.0, 25.0]}
 
 
+def test_targets_say_what_was_not_measured():
+    found = {"lenet-10": item(), "lenet-1000": item(clients=1000), "mlp": item()}
+    found["lenet-1000"]["who"]["ours"]["ms_per_client_step"] = 11.1
+    found["mlp"]["who"]["torch"]["times_faster"] = 1.49
+    whole = {"machine": {"backend": "cpu"}, "items": found, "compile_seconds": {"pfedla": 15.0}}
+    rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
+    assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == ["2.00 x", "met"]
+    assert rows["CPU, mlp: 1.5 x PyTorch loop"] == ["1.49 x", "missed"]
+    assert rows["CPU, resnet9: 1.2 x PyTorch loop"] == ["", "not measured"]
+    assert rows["GPU, lenet-10: 10 x PyTorch loop"] == ["", "not measured"]
+    assert rows["a client step as long with 1,000 clients as with 10, within 10 %"] == [
+        "11 % apart", "missed",
+    ]  # fmt: skip
+    assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
+    assert sum(verdict == "not measured" for _, verdict in rows.values()) == 11
+
+
 # What a step costs.
 
 
@@ -241,6 +258,21 @@ def test_errors_are_one_line(tmp_path):
     assert rivals.python("fedjax_python", None) == sys.executable
 
 
+def test_a_measurement_is_added_to(tmp_path):
+    path = tmp_path / "out.json"
+    assert benchmark.before(str(path)) == {}
+    assert "name the file" in message(benchmark.before, None)
+    whole = {"items": {"mlp": {}}, "compile_seconds": {}, "checkouts": {}}
+    path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
+    assert benchmark.before(str(path)) == whole
+    path.write_text(json.dumps({**whole, "machine": {"cores": 10**6}}))
+    assert "was measured on another machine" in message(benchmark.before, str(path))
+    path.write_text("[]")
+    assert message(benchmark.before, str(path)) == (
+        f"--add: {path} is no measurement of this command"
+    )
+
+
 def test_every_rival_is_listed_with_its_items():
     text = benchmark.listing()
     for rival in (rivals.TORCH, *rivals.RIVALS.values()):
@@ -268,12 +300,12 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
     assert len(found["who"]["ours"]["all_seconds"]) == 3
     assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
     whole = {
-        "items": {"mlp": found}, "compile_seconds": {"pfedla": 3.0}, "repeats": 3, "note": "",
-        "date": "2000-01-01", "machine": benchmark.machine(),
+        "items": {"mlp": {**found, "date": "2000-01-01"}}, "compile_seconds": {"pfedla": 3.0},
+        "note": "busy", "machine": benchmark.machine(),
     }  # fmt: skip
     text = benchmark.report(json.loads(json.dumps(whole)))
     assert "nothing kept: pfedla 3.0 s." in text
-    assert text.endswith("2000-01-01, 3 turns each")
+    assert text.endswith("2000-01-01, 3 turns each; busy")
 
 
 def test_the_work_that_is_named_is_the_work_that_is_done():

@@ -132,6 +132,51 @@ def constant(results: Mapping[str, Any]) -> str:
     return f"A client step of LeNet takes {said} clients: {100 * spread:.0f} % apart."
 
 
+# By backend: item, rival and how many times faster we are to be.
+TARGETS = {
+    "cpu": [("lenet-10", "torch", 1.5), ("mlp", "torch", 1.5), ("resnet9", "torch", 1.2),
+            ("lenet-100", "torch", 1.0), ("lenet-1000", "torch", 1.0),
+            ("simulation", "torch", 1.0)],
+    "gpu": [("lenet-10", "torch", 10.0), ("lenet-100", "torch", 30.0),
+            ("pfedla", "fl_bench", 10.0), ("pfedhn", "pfedhn", 10.0)],
+}  # fmt: skip
+_APART, _COMPILE = 0.10, 15.0
+
+
+def targets(whole: Mapping[str, Any], names: Mapping[str, str]) -> Table:
+    """Which targets a measurement meets, misses, or says nothing of."""
+    rows = []
+
+    def row(target: str, found: str, met: bool | None) -> None:
+        verdict = "not measured" if met is None else "met" if met else "missed"
+        rows.append([target, found, verdict])
+
+    for backend, wanted in TARGETS.items():
+        for item, who, times in wanted:
+            here = whole["items"].get(item, {}) if whole["machine"]["backend"] == backend else {}
+            ratio = here.get("who", {}).get(who, {}).get("times_faster")
+            row(
+                f"{backend.upper()}, {item}: {times:g} x {names[who]}",
+                "" if ratio is None else f"{ratio:.2f} x",
+                None if ratio is None else ratio >= times,
+            )
+    points = curve(whole["items"]).get("ours", {})
+    apart = max(points.values()) / min(points.values()) - 1 if {10, 1000} <= set(points) else None
+    row(
+        f"a client step as long with 1,000 clients as with 10, within {100 * _APART:.0f} %",
+        "" if apart is None else f"{100 * apart:.0f} % apart",
+        None if apart is None else apart <= _APART,
+    )
+    for name in ("pfedla", "pfedhn", "fedmn", "factorized_fl"):
+        took = whole["compile_seconds"].get(name)
+        row(
+            f"the default configuration of {name} compiled in {_COMPILE:g} s",
+            "" if took is None else f"{took:.1f} s",
+            None if took is None else took < _COMPILE,
+        )
+    return Table("Targets, and what was found.", ["found", ""], rows)
+
+
 def curve(results: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     """ms of a client step of LeNet by number of clients, for everybody."""
     points: dict[str, dict[int, float]] = {}
