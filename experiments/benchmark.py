@@ -170,6 +170,8 @@ def main(argv: Sequence[str]) -> None:
         path = given[flag].value
         if path and not Path(path).absolute().parent.is_dir():
             raise UsageError(f"--{flag}={path} is in no folder that exists")
+    # A rival needs room on the same accelerator.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepare_devices()
     # What was compiled for an earlier run would be no compilation.
     jax.config.update("jax_enable_compilation_cache", False)

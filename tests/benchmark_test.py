@@ -26,10 +26,10 @@ TINY = Work("MLP, tiny", network="mlp", clients=3, cohort=2, examples=8, epochs=
 
 
 def test_ratios_are_of_neighbours():
-    """The machine became three times slower; medians of each side would say 2 or 3, not 1.5."""
-    taken = [Turn(2.0, "b", 3.0, 1.0), Turn(2.0, "b", 3.0, 1.0), Turn(6.0, "b", 9.0, 1.0),
-             Turn(6.0, "b", 12.0, 1.0), Turn(1.0, "c", 7.0, 1.0)]  # fmt: skip
-    assert turns.faster(taken, "b") == (1.5, 1.5, 2.0)
+    """The machine slowed down within the second turn; medians of each side would say 20, not 2."""
+    taken = [Turn(1.0, "b", 2.0, 1.0), Turn(1.0, "b", 20.0, 1.0), Turn(10.0, "b", 20.0, 1.0),
+             Turn(1.0, "c", 7.0, 1.0)]  # fmt: skip
+    assert turns.faster(taken, "b") == (2.0, 2.0, 20.0)
     assert turns.faster(taken, "c") == (7.0, 7.0, 7.0)
 
 
