@@ -34,6 +34,7 @@ from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 
 COMPILE = "compile"  # the item that only compiles
+FEW, MANY = "lenet-10", ("lenet-100", "lenet-1000")  # a client step is to take as long
 _ITEMS = (*work.WORKS, COMPILE)
 
 
@@ -65,15 +66,20 @@ def measured(
     repeats: int,
     limit: float,
     measure: bool = False,
+    few: work.Work | None = None,
 ) -> dict[str, Any]:
     """One item by us and by all who can do it.
 
     Args:
+      few: the same work with few clients: how much longer a step takes with many is asked too.
       commands: by rival, how it is started and where its checkout is.
     """
     busy = round(os.getloadavg()[0], 1)
     mine = work.ours(item, measure=measure)
     mine.run()
+    reference = work.ours(few, measure=measure) if few else None
+    if reference:
+        reference.run()
     children: dict[str, Child] = {}
     about: dict[str, Any] = {}
     missing: dict[str, str] = {}
@@ -86,7 +92,8 @@ def measured(
             except Gone as error:
                 missing[who] = str(error)
         there = {who: child.go for who, child in children.items() if who not in missing}
-        taken, gone = turns.take(lambda: _clocked(mine), there, work.peak, repeats)
+        beside = (lambda: _clocked(reference)) if reference else None
+        taken, gone = turns.take(lambda: _clocked(mine), there, work.peak, repeats, beside)
     finally:
         for child in children.values():
             child.close()
@@ -94,6 +101,7 @@ def measured(
         print(f"{name}: {rivals.NAMES[who]} was not timed: {why}", file=sys.stderr)
     steps = item.client_steps
     found = turns.summary(taken, steps, steps * mine.flops)
+    own = turns.step_ratio(taken, steps, few.client_steps) if few else None
     return {
         "about": item.about,
         "date": datetime.date.today().isoformat(),
@@ -111,6 +119,7 @@ def measured(
         "peak_gflops": [round(turn.peak / 1e9, 1) for turn in taken],
         "who": {who: {**about.get(who, {}), **own} for who, own in found.items()},
         "missing": {**missing, **gone},
+        **({"step_beside_few": [round(ratio, 3) for ratio in own]} if own else {}),
     }
 
 
@@ -195,6 +204,7 @@ def main(argv: Sequence[str]) -> None:
             items[name] = measured(
                 name, work.WORKS[name], able, repeats=given.repeats, limit=given.limit,
                 measure=given.measure,
+                few=work.WORKS[FEW] if name in MANY else None,
             )  # fmt: skip
         # Written after each item, so that a long measurement that is cut leaves what it has.
         ordered = {name: items[name] for name in _ITEMS if name in items}

@@ -60,8 +60,16 @@ def test_turns_alternate_and_whoever_ends_is_left_out():
     assert gone == {"mortal": "it died"}
     assert [turn.who for turn in taken] == ["mortal", "other", "", "other", "other"]
     assert {turn.peak for turn in taken} == {7.0}
-    alone, _ = turns.take(mine, {}, lambda: 7.0, 2)
-    assert alone == [Turn(1.0, "", None, 7.0)] * 2
+    few = iter([2.0, 4.0, 6.0, 6.0])
+    alone, _ = turns.take(mine, {}, lambda: 7.0, 2, lambda: next(few))
+    assert alone == [Turn(1.0, "", None, 7.0, 3.0), Turn(1.0, "", None, 7.0, 6.0)]
+
+
+def test_a_step_beside_one_with_few_clients():
+    """20 steps in 4 seconds beside 10 in 2; then, on a machine half as fast, in 12 beside 4."""
+    taken = [Turn(4.0, "", None, 1.0, 2.0), Turn(12.0, "", None, 1.0, 4.0),
+             Turn(4.4, "", None, 1.0, 2.0)]  # fmt: skip
+    assert turns.step_ratio(taken, client_steps=20, few_steps=10) == pytest.approx((1.1, 1.0, 1.5))
 
 
 def item(**changes):
@@ -99,10 +107,12 @@ def test_how_constant_a_client_step_is():
     found = {"lenet-10": item(), "mlp": item(), "lenet-100": item(clients=100)}
     found["lenet-100"]["who"]["ours"]["ms_per_client_step"] = 11.0
     assert turns.curve(found) == {"ours": {10: 10.0, 100: 11.0}, "torch": {10: 25.0, 100: 25.0}}
+    assert turns.constant(found) == turns.constant({}) == ""
+    found["lenet-100"]["step_beside_few"] = [1.02, 0.98, 1.25]
     assert turns.constant(found) == (
-        "A client step of LeNet takes 10 ms with 10, 11 ms with 100 clients: 10 % apart."
+        "Beside a client step of LeNet with 10 clients, one takes 1.02 times (0.98 to 1.25) with "
+        "100 clients."
     )
-    assert turns.constant({"lenet-10": item()}) == turns.constant({}) == ""
     figure = picture.draw(turns.curve(found), rivals.NAMES, "2 cores")
     (axes,) = figure.axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
@@ -112,7 +122,7 @@ def test_how_constant_a_client_step_is():
 
 def test_targets_say_what_was_not_measured():
     found = {"lenet-10": item(), "lenet-1000": item(clients=1000), "mlp": item()}
-    found["lenet-1000"]["who"]["ours"]["ms_per_client_step"] = 11.1
+    found["lenet-1000"]["step_beside_few"] = [1.11, 1.0, 1.2]
     found["mlp"]["who"]["torch"]["times_faster"] = 1.49
     whole = {"machine": {"backend": "cpu"}, "items": found, "compile_seconds": {"pfedla": 15.0}}
     rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
@@ -124,7 +134,7 @@ def test_targets_say_what_was_not_measured():
         "11 % apart", "missed",
     ]  # fmt: skip
     assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
-    assert sum(verdict == "not measured" for _, verdict in rows.values()) == 11
+    assert sum(verdict == "not measured" for _, verdict in rows.values()) == 3 + 4 + 3
 
 
 # What a step costs.

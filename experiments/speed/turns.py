@@ -15,6 +15,7 @@ class Turn(NamedTuple):
     who: str  # the rival; empty where there is none
     theirs: float | None
     peak: float  # FLOP/s of the machine, just after
+    few: float | None = None  # seconds of the same with few clients, just before and after
 
 
 class Ratio(NamedTuple):
@@ -30,19 +31,34 @@ def take(
     rivals: Mapping[str, Callable[[], float]],
     peak: Callable[[], float],
     repeats: int,
+    few: Callable[[], float] | None = None,
 ) -> tuple[list[Turn], dict[str, str]]:
-    """A B A B ..., with every rival; and why a rival ended, where one did."""
+    """A B A B ..., with every rival; and why a rival ended, where one did.
+
+    Args:
+      few: the same work of ours with few clients, which a step is compared with.
+    """
     turns, gone = [], {}
     for _ in range(repeats):
         for who in [name for name in rivals if name not in gone] or [""]:
+            beside = [few()] if few else []
             mine = ours()
+            beside += [few()] if few else []
             theirs = None
             if who:
                 try:
                     theirs = rivals[who]()
                 except Gone as error:
                     gone[who] = str(error)
-            turns.append(Turn(mine, who if theirs is not None else "", theirs, peak()))
+            turns.append(
+                Turn(
+                    mine,
+                    who if theirs is not None else "",
+                    theirs,
+                    peak(),
+                    statistics.mean(beside) if beside else None,
+                )
+            )
     return turns, gone
 
 
@@ -55,6 +71,12 @@ def faster(turns: Sequence[Turn], who: str) -> Ratio:
 def of_peak(turns: Sequence[Turn], operations: float) -> Ratio:
     """The share of the machine's product that our operations reached."""
     return _ratio([operations / turn.ours / turn.peak for turn in turns])
+
+
+def step_ratio(turns: Sequence[Turn], client_steps: int, few_steps: int) -> Ratio:
+    """How many times as long a client step takes as with few clients, beside it."""
+    shares = few_steps / client_steps
+    return _ratio([turn.ours / turn.few * shares for turn in turns if turn.few])
 
 
 def _ratio(ratios: Sequence[float]) -> Ratio:
@@ -122,14 +144,16 @@ def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
 
 
 def constant(results: Mapping[str, Any]) -> str:
-    """How the time of a client step changes with the number of clients."""
-    points = curve(results).get("ours", {})
-    if len(points) < 2:
+    """How the time of a client step changes with the number of clients, each beside few."""
+    said = [
+        f"{found[0]:.2f} times ({found[1]:.2f} to {found[2]:.2f}) with {item['clients']:,}"
+        for item in results.values()
+        if (found := item.get("step_beside_few"))
+    ]
+    if not said:
         return ""
-    times = list(points.values())
-    spread = max(times) / min(times) - 1
-    said = ", ".join(f"{ms:.3g} ms with {n:,}" for n, ms in points.items())
-    return f"A client step of LeNet takes {said} clients: {100 * spread:.0f} % apart."
+    few = results.get("lenet-10", {"clients": 10})["clients"]
+    return f"Beside a client step of LeNet with {few} clients, one takes {', '.join(said)} clients."
 
 
 # By backend: item, rival and how many times faster we are to be.
@@ -160,8 +184,8 @@ def targets(whole: Mapping[str, Any], names: Mapping[str, str]) -> Table:
                 "" if ratio is None else f"{ratio:.2f} x",
                 None if ratio is None else ratio >= times,
             )
-    points = curve(whole["items"]).get("ours", {})
-    apart = max(points.values()) / min(points.values()) - 1 if {10, 1000} <= set(points) else None
+    most = whole["items"].get("lenet-1000", {}).get("step_beside_few")
+    apart = abs(most[0] - 1) if most else None
     row(
         f"a client step as long with 1,000 clients as with 10, within {100 * _APART:.0f} %",
         "" if apart is None else f"{100 * apart:.0f} % apart",
