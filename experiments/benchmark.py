@@ -12,6 +12,7 @@ a single time says nothing. What is compared is time per client step: one gradie
 client. See docs/speed.md.
 """
 
+import contextlib
 import datetime
 import json
 import os
@@ -134,11 +135,19 @@ def machine() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "cores": cores,
-        "kind": platform.machine(),
+        "kind": _processor(),
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "devices": len(jax.devices()),
     }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
 
 
 def before(path: str | None) -> dict[str, Any]:
