@@ -1,5 +1,6 @@
 """Who takes turns with us, and what the seconds say: pure but for the clock."""
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -179,9 +180,10 @@ def targets(whole: Mapping[str, Any], names: Mapping[str, str]) -> Table:
         for item, who, times in wanted:
             here = whole["items"].get(item, {}) if whole["machine"]["backend"] == backend else {}
             ratio = here.get("who", {}).get(who, {}).get("times_faster")
+            busy = here.get("load_average", [0])[0] > whole["machine"].get("cores", math.inf)
             row(
                 f"{backend.upper()}, {item}: {times:g} x {names[who]}",
-                "" if ratio is None else f"{ratio:.2f} x",
+                "" if ratio is None else f"{ratio:.2f} x{', on a busy machine' * busy}",
                 None if ratio is None else ratio >= times,
             )
     most = whole["items"].get("lenet-1000", {}).get("step_beside_few")
