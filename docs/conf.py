@@ -1,14 +1,15 @@
 """The documents as a site, by Sphinx; and what it takes from the code.
 
 A page says {{ docstring MODULE }}, {{ settings METHOD ... }}, {{ published TABLE COLUMN ... }},
-{{ listing KIND }}, {{ tables }} or {{ pages NAME ... }}. What a page names and the code has not
-ends the build. The pages of api/ and results/ are written anew in each.
+{{ listing KIND }}, {{ tables }}, {{ speed FILE }} or {{ pages NAME ... }}. What a page names and
+the code has not ends the build. The pages of api/ and results/ are written anew in each.
 """
 
 import ast
 import html
 import importlib
 import inspect
+import json
 import re
 import shutil
 import textwrap
@@ -17,8 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from experiments import benchmark, render
 from experiments import list as listing
-from experiments import render
+from experiments.speed import rivals, turns
 from experiments.tables import TABLES
 from experiments.tables.common import cell
 from fedjax_pfl import config as configuration
@@ -119,6 +121,13 @@ def tables() -> str:
     return render.markdown([render.Table("", ["from", "columns"], rows)]).replace("---:", "---")
 
 
+def speed(name: str) -> str:
+    """A measurement of `experiments.benchmark`: its table, its targets and its conditions."""
+    whole = json.loads((RESULTS / name).read_text())
+    shown = [turns.table(whole["items"], rivals.NAMES), turns.targets(whole, rivals.NAMES)]
+    return f"{render.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
+
+
 def pages(*names: str) -> str:
     """Those that there are: some are in the navigation as soon as they are written."""
     return "\n".join(name for name in names if (HERE / f"{name}.md").is_file())
@@ -126,7 +135,7 @@ def pages(*names: str) -> str:
 
 MARKS: dict[str, Callable[..., str]] = {
     "docstring": docstring, "settings": settings, "published": published, "listing": kind,
-    "tables": tables, "pages": pages,
+    "tables": tables, "pages": pages, "speed": speed,
 }  # fmt: skip
 
 

@@ -1,110 +1,268 @@
-"""The same work by us and by a plain PyTorch loop, in turn, as ratios.
+"""The same work by us and by others, in turn, as ratios; and what a step and a compilation cost.
 
-python -m experiments.benchmark                      prints a table
-python -m experiments.benchmark --out=FILE.json      and writes it
+python -m experiments.benchmark --list              the items of work
+python -m experiments.benchmark --work=lenet-10     one of them, beside a plain PyTorch loop
+python -m experiments.benchmark --out=FILE.json --picture=FILE.png
+                                --fl_bench=CHECKOUT --fl_bench_python=PYTHON
 
-Needs the extra `[bench]` (PyTorch). Work: FedAvg's local training of LeNet on 32x32x3 images, 10
-clients x 20 steps x 32 examples. The two take turns (A B A B ...), and what counts is the median of
-the ratios of neighbours: on a shared machine a single time says nothing.
+The loop needs the extra `[bench]` (PyTorch). Others are run from checkouts that you have, each in a
+process of its own and, where it needs other packages, by a Python of its own. We and a rival take
+turns (A B A B ...), and what counts is the median of the ratios of neighbours: on a shared machine
+a single time says nothing. What is compared is time per client step: one gradient step of one
+client. See docs/speed.md.
 """
 
+import contextlib
+import datetime
 import json
 import os
 import platform
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from absl import app, flags
+from absl import flags
 
-from experiments.launch import prepare_devices
-from fedjax_pfl import data
-from fedjax_pfl.build import build
-from fedjax_pfl.config import complete
+from experiments import render
+from experiments.launch import command, prepare_devices
+from experiments.speed import picture, rivals, turns, work
+from experiments.speed.rivals import Child, Gone
+from fedjax_pfl import config as configuration
+from fedjax_pfl.errors import UsageError
 
-_OUT = flags.DEFINE_string("out", None, "Write the measurements to this JSON file.")
-_REPEATS = flags.DEFINE_integer("repeats", 9, "How often the two take turns.", lower_bound=3)
-
-CLIENTS, STEPS, BATCH, EXAMPLES = 10, 20, 32, 600
-
-
-def ours() -> tuple[Callable[[], None], data.FederatedData]:
-    """One compiled round, and the data that it reads."""
-    config = complete(
-        {
-            "dataset": "synthetic",
-            "synthetic": {"shape": (32, 32, 3), "examples": CLIENTS * EXAMPLES * 10 // 7 + 100},
-            "partition": "iid",
-            "clients": CLIENTS,
-            "model": "lenet",
-            "local_steps": STEPS,
-            "batch_size": BATCH,
-            "rounds": 1,
-        }
-    )
-    built = build(config)
-    (phase,) = built.phases
-    place = phase.rounds.place
-    key, arrays = place((jax.random.key(0), built.data))
-    t, n = place((jnp.int32(0), jnp.int32(1)))
-    state = phase.rounds.init(key)
-
-    def one_round() -> None:
-        nonlocal state
-        state, _ = phase.rounds.run(key, state, arrays, t, n)
-        jax.block_until_ready(state)
-
-    return one_round, built.data
+COMPILE = "compile"  # the item that only compiles
+FEW, MANY = "lenet-10", ("lenet-100", "lenet-1000")  # a client step is to take as long
+_ITEMS = (*work.WORKS, COMPILE)
 
 
-def theirs(arrays: data.FederatedData) -> Callable[[], float]:
-    """The same round in PyTorch on the same examples."""
-    from third_party.torch_loop import fedavg_round
+def listing() -> str:
+    """All items, and who can do each."""
+    lines = []
+    for name, item in work.WORKS.items():
+        who = [
+            rival.name for rival in (rivals.TORCH, *rivals.RIVALS.values()) if name in rival.items
+        ]
+        lines.append(f"{name:11} {item.about}\n{'':11} beside {', '.join(who)}")
+    lines.append(f"{COMPILE:11} the default configurations of {', '.join(work.DEFAULTS)}, compiled")
+    return "\n".join(lines)
 
-    rows = np.asarray(arrays.train.rows)[:, :EXAMPLES]
-    x = np.asarray(arrays.x, np.float32)[rows]
-    return fedavg_round(x, np.asarray(arrays.y)[rows], steps=STEPS, batch_size=BATCH, rate=0.01)
+
+def chosen(words: Sequence[str]) -> list[str]:
+    """Items by name, all where none is named."""
+    for word in words:
+        if word not in _ITEMS:
+            raise UsageError(f"--work has {word!r}{configuration.nearest(word, _ITEMS)}")
+    return [name for name in _ITEMS if name in words] if words else list(_ITEMS)
 
 
-def compare(a: Callable[[], Any], b: Callable[[], Any], repeats: int) -> dict[str, Any]:
-    """Seconds of each in turn, and how many times faster a is: median and range."""
-    a(), b()  # compiled and warm
-    seconds: dict[str, list[float]] = {"ours": [], "torch": []}
-    for _ in range(repeats):
-        for name, work in (("ours", a), ("torch", b)):
-            began = time.perf_counter()
-            work()
-            seconds[name].append(round(time.perf_counter() - began, 4))
-    ratios = np.divide(seconds["torch"], seconds["ours"])
+def measured(
+    name: str,
+    item: work.Work,
+    commands: Mapping[str, tuple[Sequence[str], str | None]],
+    *,
+    repeats: int,
+    limit: float,
+    measure: bool = False,
+    few: work.Work | None = None,
+) -> dict[str, Any]:
+    """One item by us and by all who can do it.
+
+    Args:
+      few: the same work with few clients: how much longer a step takes with many is asked too.
+      commands: by rival, how it is started and where its checkout is.
+    """
+    busy = round(os.getloadavg()[0], 1)
+    mine = work.ours(item, measure=measure)
+    mine.run()
+    reference = work.ours(few, measure=measure) if few else None
+    if reference:
+        reference.run()
+    children: dict[str, Child] = {}
+    about: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    try:
+        for who, (start, path) in commands.items():
+            spec = {**item.spec(mine.parameters), "checkout": path}
+            children[who] = Child(start, spec, limit)
+            try:
+                about[who] = children[who].ready()
+            except Gone as error:
+                missing[who] = str(error)
+        there = {who: child.go for who, child in children.items() if who not in missing}
+        beside = (lambda: _clocked(reference)) if reference else None
+        taken, gone = turns.take(lambda: _clocked(mine), there, work.peak, repeats, beside)
+    finally:
+        for child in children.values():
+            child.close()
+    for who, why in {**missing, **gone}.items():
+        print(f"{name}: {rivals.NAMES[who]} was not timed: {why}", file=sys.stderr)
+    steps = item.client_steps
+    found = turns.summary(taken, steps, steps * mine.flops)
+    own = turns.step_ratio(taken, steps, few.client_steps) if few else None
     return {
-        "times_faster": round(float(np.median(ratios)), 2),
-        "range": [round(float(r), 2) for r in (ratios.min(), ratios.max())],
-        "seconds": seconds,
+        "about": item.about,
+        "date": datetime.date.today().isoformat(),
+        "repeats": repeats,
+        "load_average": [busy, round(os.getloadavg()[0], 1)],
+        "algorithm": item.algorithm,
+        "clients": item.clients,
+        "cohort": item.cohort,
+        "client_steps": steps,
+        "batch": item.batch,
+        "parameters": mine.parameters,
+        "flops_per_client_step": mine.flops,
+        "plan": mine.plan,
+        "compile_seconds": round(mine.compile_seconds, 2),
+        "peak_gflops": [round(turn.peak / 1e9, 1) for turn in taken],
+        "who": {who: {**about.get(who, {}), **own} for who, own in found.items()},
+        "missing": {**missing, **gone},
+        **({"step_beside_few": [round(ratio, 3) for ratio in own]} if own else {}),
     }
+
+
+def _clocked(mine: work.Ours) -> float:
+    began = time.perf_counter()
+    mine.run()
+    return time.perf_counter() - began
+
+
+def machine() -> dict[str, Any]:
+    """On what it was measured."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "cores": cores,
+        "kind": _processor(),
+        "backend": jax.default_backend(),
+        "device": jax.devices()[0].device_kind,
+        "devices": len(jax.devices()),
+    }
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def before(path: str | None) -> dict[str, Any]:
+    """What an earlier measurement of the same machine has written, if it is to be added to."""
+    if path is None:
+        raise UsageError("--add adds to what is in --out=FILE.json; name the file")
+    try:
+        found = json.loads(Path(path).read_text())
+        items, compiled, checkouts = found["items"], found["compile_seconds"], found["checkouts"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UsageError(f"--add: {path} is no measurement of this command") from None
+    if found["machine"] != machine():
+        raise UsageError(f"--add: {path} was measured on another machine; give another --out")
+    return {"items": items, "compile_seconds": compiled, "checkouts": checkouts}
 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, write."""
-    del argv
+    given = flags.FLAGS
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]!r} is no flag; see --help")
+    if given.list:
+        print(listing())
+        return
+    names, commits = chosen(given.work), {}
+    commands: dict[str, tuple[Sequence[str], str | None]] = {}
+    if given.torch:
+        commands["torch"] = ([sys.executable, str(rivals.HERE / rivals.TORCH.script)], None)
+    for key, rival in rivals.RIVALS.items():
+        if (path := given[key].value) is not None:
+            checkout = rivals.checked(key, path)
+            runs = rivals.python(f"{key}_python", given[f"{key}_python"].value)
+            commands[key] = ([runs, str(rivals.HERE / rival.script)], checkout)
+            commits[key] = {"repository": rival.repository, "commit": rivals.commit(checkout)}
+    for flag in ("out", "picture"):
+        path = given[flag].value
+        if path and not Path(path).absolute().parent.is_dir():
+            raise UsageError(f"--{flag}={path} is in no folder that exists")
+    # A rival needs room on the same accelerator.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepare_devices()
-    one_round, arrays = ours()
-    result = {
-        "work": f"LeNet, {CLIENTS} clients x {STEPS} steps x {BATCH}",
-        "machine": f"{os.cpu_count()} cores {platform.machine()}, {jax.default_backend()}",
-        "versions": {name: metadata.version(name) for name in ("jax", "flax", "torch")},
-        **compare(one_round, theirs(arrays), _REPEATS.value),
+    # What was compiled for an earlier run would be no compilation.
+    jax.config.update("jax_enable_compilation_cache", False)
+    old = before(given.out) if given.add else {}
+    items, compiled = dict(old.get("items", {})), dict(old.get("compile_seconds", {}))
+    told: dict[str, Any] = {
+        "note": given.note,
+        "machine": machine(),
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "commit": rivals.commit(str(rivals.HERE.parent)),
+        "checkouts": {**old.get("checkouts", {}), **commits},
+        "flops": "by formula: products of convolutions and fully connected layers",
     }
-    low, high = result["range"]
-    print(f"{result['work']}, {result['machine']}")
-    print(f"{result['times_faster']} x PyTorch (median of {_REPEATS.value}; {low} to {high})")
-    if _OUT.value:
-        Path(_OUT.value).write_text(json.dumps(result, indent=2) + "\n")
+    for name in names:
+        print(f"{name} ...", file=sys.stderr)
+        if name == COMPILE:
+            compiled = {key: round(work.compile_seconds(key), 1) for key in work.DEFAULTS}
+        else:
+            everyone = {"torch": rivals.TORCH, **rivals.RIVALS}
+            able = {key: how for key, how in commands.items() if name in everyone[key].items}
+            items[name] = measured(
+                name, work.WORKS[name], able, repeats=given.repeats, limit=given.limit,
+                measure=given.measure,
+                few=work.WORKS[FEW] if name in MANY else None,
+            )  # fmt: skip
+        # Written after each item, so that a long measurement that is cut leaves what it has.
+        ordered = {name: items[name] for name in _ITEMS if name in items}
+        whole = {**told, "items": ordered, "compile_seconds": compiled}
+        if given.out:
+            Path(given.out).write_text(json.dumps(whole, indent=1) + "\n")
+    print(report(whole))
+    if given.picture and (points := turns.curve(items)):
+        picture.draw(points, rivals.NAMES, conditions(whole)).savefig(given.picture, dpi=110)
+
+
+def conditions(whole: Mapping[str, Any]) -> str:
+    """A line: machine, repeats, and what else is to be known."""
+    on = whole["machine"]
+    note = f"; {whole['note']}" if whole["note"] else ""
+    what = f"{on['cores']} cores {on['kind']}" if on["backend"] == "cpu" else on["device"]
+    dates = sorted({item["date"] for item in whole["items"].values()})
+    turns_of = sorted({item["repeats"] for item in whole["items"].values()})
+    when = f", {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
+    many = f", {' or '.join(map(str, turns_of))} turns each" if turns_of else ""
+    return f"{what}{when}{many}{note}"
+
+
+def report(whole: Mapping[str, Any]) -> str:
+    """What is printed."""
+    lines = []
+    if whole["items"]:
+        lines += [render.text([turns.table(whole["items"], rivals.NAMES)]), ""]
+    if whole["compile_seconds"]:
+        said = ", ".join(f"{key} {value} s" for key, value in whole["compile_seconds"].items())
+        lines.append(f"To compile the default configurations, nothing kept: {said}.")
+    if said := turns.constant(whole["items"]):
+        lines.append(said)
+    return "\n".join([*lines, conditions(whole)])
 
 
 if __name__ == "__main__":
-    app.run(main)
+    # Here, because other commands have flags of these names.
+    flags.DEFINE_list("work", [], "Items of work. Default: all, which takes long.")
+    flags.DEFINE_bool("list", False, "Show the items and end.")
+    flags.DEFINE_integer("repeats", 9, "How often we and each rival take turns.", lower_bound=3)
+    flags.DEFINE_float("limit", 600.0, "Seconds that an answer of a rival may take.", 1.0)
+    flags.DEFINE_bool("torch", True, "Run the PyTorch loop.")
+    flags.DEFINE_bool("measure", False, "Choose our plan by --config.measure's trials.")
+    flags.DEFINE_string("out", None, "Write the measurements to this JSON file.")
+    flags.DEFINE_bool("add", False, "Keep the other items that --out has.")
+    flags.DEFINE_string("picture", None, "Draw time per client step to this PNG.")
+    flags.DEFINE_string("note", "", "What else is to be known, such as other work on the machine.")
+    for _key, _rival in rivals.RIVALS.items():
+        flags.DEFINE_string(_key, None, f"A checkout of {_rival.repository}.")
+        flags.DEFINE_string(f"{_key}_python", None, "The Python that has what it needs.")
+    command(main)

@@ -1,65 +1,61 @@
-"""The same local training as ours in plain, good PyTorch: one client after the other.
+"""FedAvg in plain, good PyTorch: one client after the other. On CUDA where torch has it.
 
 Written here for comparison; it contains no code of others. Needs the extra `[bench]`.
 """
 
 from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-import torch
-from torch import nn
-
-
-def lenet(outputs: int = 10) -> nn.Module:
-    """The network of `fedjax_pfl.models.LeNet` with its defaults, on 32x32x3 images."""
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 5),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(800, 120),
-        nn.ReLU(),
-        nn.Linear(120, 84),
-        nn.ReLU(),
-        nn.Linear(84, outputs),
-    )
+import child
 
 
-def fedavg_round(
-    x: np.ndarray, y: np.ndarray, *, steps: int, batch_size: int, rate: float
-) -> Callable[[], float]:
-    """A function that runs one round: every client's steps from the global model, then the mean.
+def fedavg(spec: child.Spec) -> Callable[[], None]:
+    """A function that runs one round: the cohort's steps from the global model, then the mean."""
+    import torch
+    from networks import NETWORKS
 
-    Args:
-      x: float32 [clients, examples, H, W, C], normalised; y: int [clients, examples].
-    Returns:
-      A function of nothing; it returns the mean loss of the last steps.
-    """
-    images = torch.from_numpy(np.ascontiguousarray(x.transpose(0, 1, 4, 2, 3)))
-    labels = torch.from_numpy(y.astype(np.int64))
-    clients, examples = labels.shape
-    server, worker, loss = lenet(), lenet(), nn.CrossEntropyLoss()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    clients, cohort, examples = spec["clients"], spec["cohort"], spec["examples"]
+    # Values do not matter to the time, sizes do.
+    images = torch.randn(clients, examples, 3, 32, 32, device=device)
+    labels = torch.randint(10, (clients, examples), device=device)
+    server, worker = (NETWORKS[spec["network"]]().to(device).train() for _ in range(2))
+    loss = torch.nn.CrossEntropyLoss()
 
-    def one_round() -> float:
-        start = {name: value.clone() for name, value in server.state_dict().items()}
+    def one_round() -> None:
+        start = server.state_dict()
         total = {name: torch.zeros_like(value) for name, value in start.items()}
-        last = 0.0
-        for i in range(clients):
+        for i in torch.randperm(clients)[:cohort].tolist():
             worker.load_state_dict(start)
-            optimizer = torch.optim.SGD(worker.parameters(), lr=rate)
-            for _ in range(steps):
-                batch = torch.randperm(examples)[:batch_size]
-                optimizer.zero_grad(set_to_none=True)
-                value = loss(worker(images[i, batch]), labels[i, batch])
-                value.backward()
-                optimizer.step()
-            last += float(value.detach()) / clients
-            for name, parameter in worker.state_dict().items():
-                total[name] += parameter / clients
+            optimizer = torch.optim.SGD(worker.parameters(), lr=spec["rate"])
+            for _ in range(spec["epochs"]):
+                for batch in torch.randperm(examples, device=device).split(spec["batch"]):
+                    optimizer.zero_grad(set_to_none=True)
+                    loss(worker(images[i, batch]), labels[i, batch]).backward()
+                    optimizer.step()
+            for name, value in worker.state_dict().items():
+                if value.is_floating_point():  # BatchNorm also counts its batches
+                    total[name].add_(value, alpha=1 / cohort)
         server.load_state_dict(total)
-        return last
+        if device == "cuda":
+            torch.cuda.synchronize()
 
     return one_round
+
+
+def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Warm, and with the work that it did."""
+    if spec["algorithm"] != "fedavg":
+        raise child.Lacks(f"the loop is FedAvg's, not {spec['algorithm']}'s")
+    import torch
+
+    work = fedavg(spec)
+    with child.counting() as counted:
+        work()
+    about = child.same(spec, *counted)
+    threads = torch.get_num_threads()
+    return {**about, "versions": child.versions("torch"), "threads": threads}, work
+
+
+if __name__ == "__main__":
+    child.serve(prepare)

@@ -4,7 +4,7 @@
 (a tree of parameters is sorted by name and cannot tell); `head` is the last of them.
 """
 
-from fedjax_pfl.models.cnn import CNN
+from fedjax_pfl.models.cnn import CNN, DropoutCNN
 from fedjax_pfl.models.lenet import LeNet
 from fedjax_pfl.models.mlp import MLP
 from fedjax_pfl.models.mobilenet import MobileNet
@@ -15,6 +15,7 @@ from fedjax_pfl.models.small import SmallCNN
 # By the names that a configuration uses; their fields are its settings.
 MODELS = {
     "cnn": CNN,
+    "dropout_cnn": DropoutCNN,
     "lenet": LeNet,
     "mlp": MLP,
     "mobilenet": MobileNet,
@@ -26,6 +27,7 @@ __all__ = [
     "CNN",
     "MLP",
     "MODELS",
+    "DropoutCNN",
     "LeNet",
     "MobileNet",
     "ResNet9",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import trees
-from fedjax_pfl.models import CNN, MLP, LeNet, MobileNet, ResNet9, SmallCNN, norm_layers
+from fedjax_pfl.models import CNN, MLP, DropoutCNN, LeNet, MobileNet, ResNet9, SmallCNN, norm_layers
 from fedjax_pfl.models.init import uniform
 
 
@@ -28,6 +28,8 @@ def shapes(model, *image):
             "fc1",
         ),
         (CNN(), (28, 28, 1), 2_278_334, "conv1 conv2 fc1 fc2", "fc2"),
+        # 3·9·32 + 32, 32·9·64 + 64, 14·14·64·128 + 128, 128·10 + 10
+        (DropoutCNN(), (32, 32, 3), 1_626_442, "conv1 conv2 fc1 fc2", "fc2"),
         (MLP(hidden=(5, 4)), (2, 3), 35 + 24 + 50, "fc1 fc2 fc3", "fc3"),
         (MLP(hidden=()), (6,), 70, "fc1", "fc1"),
         (SmallCNN(), (8, 8, 1), 9_258, "conv1 conv2 fc1 fc2", "fc2"),
@@ -137,8 +139,55 @@ def test_resnet9_layer_by_layer():
     np.testing.assert_allclose(got, wanted(x), rtol=1e-4)
 
 
+def test_dropout_cnn_by_hand():
+    """Where it pools, where it drops, how it starts: against lax, all or nothing dropped."""
+    model = DropoutCNN(kernels=(2, 3), hidden=4, dropout=(0.25, 0.5))
+    x = jax.random.normal(jax.random.key(0), (5, 10, 10, 1))
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    params = variables["params"]
+
+    def conv(x, layer):
+        kinds = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, layer["kernel"], (1, 1), "VALID", dimension_numbers=kinds
+        )
+        return jnp.maximum(y + layer["bias"][None, None, None], 0)
+
+    def dense(x, layer):
+        return x @ layer["kernel"] + layer["bias"][None]
+
+    @jax.jit
+    def wanted(before, after):
+        y = conv(conv(x, params["conv1"]), params["conv2"])
+        y = before * y.reshape(5, 3, 2, 3, 2, 3).max((2, 4)).reshape(5, -1)
+        return dense(after * jnp.maximum(dense(y, params["fc1"]), 0), params["fc2"])
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    close(jax.jit(model.apply)(variables, x), wanted(1.0, 1.0))
+    key, train = {"dropout": jax.random.key(2)}, {"train": True}
+    for dropout, scales in (
+        ((0.0, 0.0), (1.0, 1.0)),
+        ((1.0, 0.0), (0.0, 1.0)),
+        ((0.0, 1.0), (1.0, 0.0)),
+    ):
+        close(model.clone(dropout=dropout).apply(variables, x, rngs=key, **train), wanted(*scales))
+    for name, fans in (("conv1", 9 + 18), ("conv2", 18 + 27), ("fc1", 27 + 4), ("fc2", 4 + 10)):
+        kernel = np.abs(params[name]["kernel"])
+        bound = np.sqrt(6 / fans)
+        assert 0.7 * bound < kernel.max() <= bound
+
+
 @pytest.mark.parametrize(
-    "model", [LeNet(batch_norm=True), CNN(), SmallCNN(), MLP(hidden=(5, 4)), MobileNet(), ResNet9()]
+    "model",
+    [
+        LeNet(batch_norm=True),
+        CNN(),
+        DropoutCNN(),
+        SmallCNN(),
+        MLP(hidden=(5, 4)),
+        MobileNet(),
+        ResNet9(),
+    ],
 )
 def test_layers_are_in_the_order_of_their_calls(model):
     called = []

@@ -1,0 +1,218 @@
+"""What is timed: items of work, how we do one, what a step of it costs, what the machine can do."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from experiments.configs import factorized_fl, fedmn, pfedhn, pfedla
+from fedjax_pfl import config as configuration
+from fedjax_pfl import plan, trees
+from fedjax_pfl.build import build
+from fedjax_pfl.data.federated import FederatedData
+
+SHAPE = (32, 32, 3)
+_SIDE = {"cpu": 2048}  # of the product that says what the machine can do
+_LARGE = 8192
+
+
+class Work(NamedTuple):
+    """One item: rounds of an algorithm on images of 32x32x3 with ten classes."""
+
+    about: str
+    network: str = "lenet"
+    clients: int = 10
+    cohort: int = 10
+    examples: int = 640  # of each client
+    epochs: int = 1
+    local_steps: int | None = None  # in place of epochs
+    batch: int = 32
+    rate: float = 0.01
+    rounds: int = 1
+    algorithm: str = "fedavg"
+    settings: Mapping[str, Any] = {}  # others of ours
+
+    @property
+    def client_steps(self) -> int:
+        """Gradient steps on clients, in all."""
+        steps = self.local_steps or self.epochs * -(-self.examples // self.batch)
+        return self.rounds * self.cohort * steps
+
+    def spec(self, parameters: int) -> dict[str, Any]:
+        """What a rival is told."""
+        plain = {name: value for name, value in self._asdict().items() if name != "settings"}
+        return {**plain, "client_steps": self.client_steps, "parameters": parameters}
+
+
+_HYPER = {"momentum": 0.9, "weight_decay": 5e-5, "clip_norm": 50.0}
+WORKS = {
+    "lenet-10": Work("LeNet, 10 clients x 20 steps x 32"),
+    "lenet-100": Work(
+        "LeNet, 100 clients x 10 steps x 32", clients=100, cohort=100, examples=320
+    ),
+    "lenet-1000": Work(
+        "LeNet, 1,000 clients x 4 steps x 32", clients=1000, cohort=1000, examples=64, epochs=2
+    ),
+    "mlp": Work("MLP of 200, 10 clients x 20 steps x 32", network="mlp"),
+    "resnet9": Work(
+        "ResNet9, 4 clients x 2 steps x 32", network="resnet9", clients=4, cohort=4, examples=64
+    ),
+    "pfedla": Work("pFedLA on LeNet, a round of 10 clients x 20 steps x 32", algorithm="pfedla"),
+    "pfedhn": Work(
+        "pFedHN on LeNet, 50 steps of one of 50 clients x 50 steps x 64", clients=50, cohort=1,
+        examples=800, local_steps=50, batch=64, rate=5e-3, rounds=50, algorithm="pfedhn",
+        settings=_HYPER,
+    ),
+    "simulation": Work(
+        "conv32-conv64-128, a round of 50 of 1,000 users x 50 images x 10", clients=1000,
+        cohort=50, examples=50, batch=10, rate=0.1, network="dropout_cnn",
+    ),
+}  # fmt: skip
+
+
+class Ours(NamedTuple):
+    """A compiled item of work."""
+
+    run: Callable[[], None]  # once
+    compile_seconds: float
+    parameters: int
+    flops: float  # of one step of one client, by formula
+    plan: str
+
+
+def configured(work: Work, *, measure: bool = False) -> ConfigDict:
+    """An item of work as settings of ours."""
+    return configuration.complete(
+        {
+            "algorithm": work.algorithm,
+            "dataset": "synthetic",
+            # One more for each client, its test example: what is trained on are full batches.
+            "synthetic": {
+                "shape": SHAPE,
+                "examples": work.clients * (work.examples + 1),
+                "test_examples": 0,
+            },
+            "test_fraction": 1e-9,
+            "partition": "iid",
+            "clients": work.clients,
+            "clients_per_round": work.cohort if work.cohort < work.clients else None,
+            "model": work.network,
+            "local_steps": work.local_steps,
+            "local_epochs": None if work.local_steps else work.epochs,
+            "batch_size": work.batch,
+            "learning_rate": work.rate,
+            "rounds": work.rounds,
+            "eval_every": work.rounds,
+            "measure": measure,
+            **work.settings,
+        }
+    )
+
+
+def ours(work: Work, *, measure: bool = False) -> Ours:
+    """Compile an item of work."""
+    built = build(configured(work, measure=measure))
+    (phase,) = built.phases
+    rounds = phase.rounds
+    key, arrays = rounds.place((phase.points, built.data))
+    t, n = rounds.place((jnp.int32(0), jnp.int32(work.rounds)))
+    state = rounds.init(key)
+    began = time.perf_counter()
+    run = rounds.run.lower(key, state, arrays, t, n).compile()
+    seconds = time.perf_counter() - began
+
+    def once() -> None:
+        nonlocal state
+        state, _ = run(key, state, arrays, t, n)
+        jax.block_until_ready(state)
+
+    _check(built.data, work)
+    network = configuration.MODELS[work.network](outputs=10)
+    devices = len(jax.devices())
+    return Ours(
+        once,
+        seconds,
+        parameters(network),
+        work.batch * flops(network),
+        plan.describe(phase.plan, work.cohort, devices),
+    )
+
+
+def _check(arrays: FederatedData, work: Work) -> None:
+    """Every client has as many examples as the item says."""
+    sizes = {int(size) for size in arrays.train.size}
+    if sizes != {work.examples}:
+        raise ValueError(f"clients have {sizes} examples, and not {work.examples}")
+
+
+def parameters(network: Any) -> int:
+    """Numbers that are trained."""
+    shapes = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, *SHAPE)))
+    return trees.size(shapes["params"])
+
+
+def flops(network: Any) -> float:
+    """Of a training step, for each example, in convolutions and fully connected layers.
+
+    Two for each multiplication and addition; forward, then as many for the gradient of the weights
+    and of what comes in, but for the images, which need none. What is normalised, pooled, added and
+    copied is not counted.
+    """
+    each: list[int] = []
+
+    def note(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        out = call(*args, **kwargs)
+        if isinstance(context.module, (nn.Conv, nn.Dense)):
+            kernel = context.module.variables["params"]["kernel"]
+            each.append(math.prod(out.shape[1:-1]) * math.prod(kernel.shape))
+        return out
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, *SHAPE)))
+    return 2.0 * (3 * sum(each) - each[0])
+
+
+def peak() -> float:
+    """FLOP/s of a float32 product, on all devices at once; the best of two."""
+    side = _SIDE.get(jax.default_backend(), _LARGE)
+    devices = jax.devices()
+    pairs = [jax.device_put(jnp.ones((side, side), jnp.float32), device) for device in devices]
+    best = math.inf
+    for _ in range(3):
+        began = time.perf_counter()
+        jax.block_until_ready([_product(one) for one in pairs])
+        best = min(best, time.perf_counter() - began)
+    return 2 * side**3 * len(devices) / best
+
+
+@jax.jit
+def _product(a: jax.Array) -> jax.Array:
+    return a @ a
+
+
+DEFAULTS = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": factorized_fl}
+
+
+def compile_seconds(name: str) -> float:
+    """To trace and compile all that a run of a default configuration needs."""
+    built = build(DEFAULTS[name].get_config())
+    total, state = 0.0, None
+    for phase in built.phases:
+        rounds = phase.rounds
+        key, arrays = rounds.place((phase.points, built.data))
+        t, n = rounds.place((jnp.int32(0), jnp.int32(1)))
+        began = time.perf_counter()
+        first = rounds.init.lower(key, state).compile()
+        total += time.perf_counter() - began
+        state = first(key, state)
+        began = time.perf_counter()
+        run = rounds.run.lower(key, state, arrays, t, n).compile()
+        rounds.evaluate.lower(key, state, arrays, t).compile()
+        total += time.perf_counter() - began
+        state, _ = run(key, state, arrays, t, n)
+    return total

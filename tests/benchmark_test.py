@@ -1,0 +1,364 @@
+"""The benchmark's pure parts, its protocol with children that fail, and one item in full.
+
+Nothing here depends on how long anything takes, but for children that hang.
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from experiments import benchmark, render
+from experiments.speed import picture, rivals, turns, work
+from experiments.speed.rivals import Child, Gone
+from experiments.speed.turns import Turn
+from experiments.speed.work import Work
+from fedjax_pfl.models import MLP, DropoutCNN, LeNet, ResNet9
+from tests.launch_test import message
+
+NO_TORCH = "NOT TESTED: PyTorch is not installed, so that nothing is known of the loop"
+TINY = Work("MLP, tiny", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
+
+# What seconds say.
+
+
+def test_ratios_are_of_neighbours():
+    """The machine slowed down within the second turn; medians of each side would say 20, not 2."""
+    taken = [Turn(1.0, "b", 2.0, 1.0), Turn(1.0, "b", 20.0, 1.0), Turn(10.0, "b", 20.0, 1.0),
+             Turn(1.0, "c", 7.0, 1.0)]  # fmt: skip
+    assert turns.faster(taken, "b") == (2.0, 2.0, 20.0)
+    assert turns.faster(taken, "c") == (7.0, 7.0, 7.0)
+
+
+def test_share_of_peak_is_of_neighbours():
+    taken = [Turn(2.0, "", None, 100.0), Turn(1.0, "", None, 400.0), Turn(4.0, "", None, 10.0)]
+    assert turns.of_peak(taken, 120.0) == (0.6, 0.3, 3.0)
+
+
+def test_turns_alternate_and_whoever_ends_is_left_out():
+    seen, left = [], iter([1.0])
+
+    def mine():
+        seen.append("ours")
+        return 1.0
+
+    def mortal():
+        seen.append("mortal")
+        for seconds in left:
+            return seconds
+        raise Gone("it died")
+
+    def other():
+        seen.append("other")
+        return 3.0
+
+    taken, gone = turns.take(mine, {"mortal": mortal, "other": other}, lambda: 7.0, 3)
+    assert seen == ["ours", "mortal", "ours", "other"] * 2 + ["ours", "other"]
+    assert gone == {"mortal": "it died"}
+    assert [turn.who for turn in taken] == ["mortal", "other", "", "other", "other"]
+    assert {turn.peak for turn in taken} == {7.0}
+    few = iter([2.0, 4.0, 6.0, 6.0])
+    alone, _ = turns.take(mine, {}, lambda: 7.0, 2, lambda: next(few))
+    assert alone == [Turn(1.0, "", None, 7.0, 3.0), Turn(1.0, "", None, 7.0, 6.0)]
+
+
+def test_a_step_beside_one_with_few_clients():
+    """20 steps in 4 seconds beside 10 in 2; then, on a machine half as fast, in 12 beside 4."""
+    taken = [Turn(4.0, "", None, 1.0, 2.0), Turn(12.0, "", None, 1.0, 4.0),
+             Turn(4.4, "", None, 1.0, 2.0)]  # fmt: skip
+    assert turns.step_ratio(taken, client_steps=20, few_steps=10) == pytest.approx((1.1, 1.0, 1.5))
+
+
+def item(**changes):
+    taken = [
+        Turn(2.0, "torch", 3.0, 1e3),
+        Turn(2.0, "torch", 5.0, 1e3),
+        Turn(2.5, "torch", 5.0, 1e3),
+    ]
+    found = {
+        "about": "LeNet", "clients": 10, "compile_seconds": 1.25,
+        "who": turns.summary(taken, client_steps=200, operations=1000.0),
+    }  # fmt: skip
+    return {**found, **changes}
+
+
+def test_summary_and_table():
+    found = item()
+    assert found["who"]["ours"] == {
+        "seconds": 2.0, "ms_per_client_step": 10.0, "share_of_peak": [0.5, 0.4, 0.5],
+        "all_seconds": [2.0, 2.0, 2.5],
+    }  # fmt: skip
+    assert found["who"]["torch"] == {
+        "seconds": 5.0, "ms_per_client_step": 25.0, "times_faster": 2.0, "range": [1.5, 2.5],
+        "all_seconds": [3.0, 5.0, 5.0],
+    }  # fmt: skip
+    shown = turns.table({"lenet-10": found}, rivals.NAMES)
+    assert shown.rows == [
+        ["LeNet: ours", "2", "10", "", "", "1.2", "50 %"],
+        ["LeNet: PyTorch loop", "5", "25", "2.00 x", "1.50 to 2.50", "", ""],
+    ]
+    assert max(map(len, render.text([shown]).splitlines())) <= 100
+
+
+def test_how_constant_a_client_step_is():
+    found = {"lenet-10": item(), "mlp": item(), "lenet-100": item(clients=100)}
+    found["lenet-100"]["who"]["ours"]["ms_per_client_step"] = 11.0
+    assert turns.curve(found) == {"ours": {10: 10.0, 100: 11.0}, "torch": {10: 20.0, 100: 22.0}}
+    assert turns.constant(found) == turns.constant({}) == ""
+    found["lenet-100"]["step_beside_few"] = [1.02, 0.98, 1.25]
+    assert turns.constant(found) == (
+        "Beside a client step of LeNet with 10 clients, one takes 1.02 times (0.98 to 1.25) with "
+        "100 clients."
+    )
+    figure = picture.draw(turns.curve(found), rivals.NAMES, "2 cores")
+    (axes,) = figure.axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert drawn == {"fedjax_pfl": [10.0, 10.2], "PyTorch loop": [20.0, 20.4]}
+
+
+def test_targets_say_what_was_not_measured():
+    found = {"lenet-10": item(), "lenet-1000": item(clients=1000), "mlp": item()}
+    found["lenet-1000"]["step_beside_few"] = [1.11, 1.0, 1.2]
+    found["mlp"]["who"]["torch"]["times_faster"] = 1.49
+    whole = {"machine": {"backend": "cpu"}, "items": found, "compile_seconds": {"pfedla": 15.0}}
+    rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
+    assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == ["2.00 x", "met"]
+    assert rows["CPU, mlp: 1.5 x PyTorch loop"] == ["1.49 x", "missed"]
+    assert rows["CPU, resnet9: 1.2 x PyTorch loop"] == ["", "not measured"]
+    assert rows["GPU, lenet-10: 10 x PyTorch loop"] == ["", "not measured"]
+    assert rows["a client step as long with 1,000 clients as with 10, within 10 %"] == [
+        "11 % apart", "missed",
+    ]  # fmt: skip
+    assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
+    assert sum(verdict == "not measured" for _, verdict in rows.values()) == 3 + 4 + 3
+
+
+# What a step costs.
+
+
+def test_operations_by_hand():
+    """Two for each multiply-add, three products for each layer, but two where images come in."""
+    conv1, conv2 = 28 * 28 * 16 * (5 * 5 * 3), 10 * 10 * 32 * (5 * 5 * 16)
+    dense = 800 * 120 + 120 * 84 + 84 * 10
+    assert work.flops(LeNet()) == 2 * (2 * conv1 + 3 * (conv2 + dense)) == 12_084_720
+    assert work.flops(MLP()) == 2 * (2 * 3072 * 200 + 3 * 2000)
+    conv1, conv2 = 30 * 30 * 32 * 27, 28 * 28 * 64 * 288
+    assert work.flops(DropoutCNN()) == 2 * (2 * conv1 + 3 * (conv2 + 12544 * 128 + 1280))
+
+
+def test_steps():
+    assert [work.WORKS[name].client_steps for name in ("lenet-10", "lenet-100", "lenet-1000")] == [
+        200, 1000, 4000,
+    ]  # fmt: skip
+    assert work.WORKS["pfedhn"].client_steps == 2500
+    assert work.WORKS["simulation"].client_steps == 250
+    assert TINY.client_steps == 2 * 2 * 2
+    spec = json.loads(json.dumps(TINY.spec(5)))
+    assert (spec["client_steps"], spec["parameters"], spec["batch"]) == (8, 5, 4)
+
+
+# The protocol.
+
+
+def child(tmp_path, code, limit=20.0):
+    """A child that says what `code` does."""
+    script = tmp_path / "fake.py"
+    script.write_text("import sys, json, time\n" + textwrap.dedent(code))
+    return Child([sys.executable, str(script)], {"n": 3}, limit)
+
+
+GOOD = """
+    print(json.dumps({"ready": json.loads(sys.argv[1])}), flush=True)
+    for n, line in enumerate(sys.stdin, 1):
+        print(json.dumps({"seconds": n / 4}), flush=True)
+"""
+
+
+def test_a_child_answers_each_time(tmp_path):
+    one = child(tmp_path, GOOD)
+    assert one.ready() == {"n": 3}
+    assert [one.go(), one.go()] == [0.25, 0.5]
+    one.close()
+    one.close()
+    assert one._process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("print(json.dumps({'lacks': 'it needs h5py'}))", "it needs h5py"),
+        ("print('Hello')", "it does not speak the protocol"),
+        ("print('[1]')", "it does not speak the protocol"),
+        ("raise ValueError('two\\nlines')", "it ended with status 1: lines"),
+        ("sys.exit(3)", "it ended with status 3: no message"),
+    ],
+)
+def test_a_child_that_is_not_ready(tmp_path, code, line):
+    one = child(tmp_path, code)
+    with pytest.raises(Gone) as caught:
+        one.ready()
+    assert str(caught.value) == line
+    assert one._process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("sys.stdin.readline(); raise ValueError('no room')", "status 1: ValueError: no room"),
+        ("sys.stdin.readline(); print('{}', flush=True)", "it does not speak the protocol"),
+        ("sys.stdin.readline(); print('{\"seconds\": null}')", "it does not speak the protocol"),
+        ("pass", "it ended with status 0: no message"),
+    ],
+)
+def test_a_child_that_fails_at_work(tmp_path, code, line):
+    one = child(tmp_path, f"print('{{\"ready\": {{}}}}', flush=True)\n{code}")
+    one.ready()
+    with pytest.raises(Gone) as caught:
+        one.go()
+    assert line in str(caught.value)
+
+
+def test_a_child_that_hangs_is_ended(tmp_path):
+    one = child(tmp_path, "time.sleep(600)", limit=0.5)
+    with pytest.raises(Gone, match=r"^no answer in 0.5 s; --limit gives it longer$"):
+        one.ready()
+    assert one._process.returncode is not None
+
+
+def test_our_side_of_the_protocol(tmp_path):
+    """What a rival prints does not disturb it; what cannot be imported is named."""
+    (tmp_path / "child.py").write_text((rivals.HERE / "child.py").read_text())
+    ready = """
+        import child
+        def prepare(spec):
+            print("noise")
+            if spec["n"] != 3:
+                raise child.Lacks("n")
+            return {"n": spec["n"]}, lambda: print("more noise") or 1.5
+        child.serve(prepare)
+    """
+    one = child(tmp_path, ready)
+    assert (one.ready(), one.go()) == ({"n": 3}, 1.5)
+    one.close()
+    with pytest.raises(Gone, match=r"it cannot be imported by .*: No module named 'nothing_such'"):
+        child(tmp_path, ready.replace('print("noise")', "import nothing_such")).ready()
+    lacks = ready.replace(
+        'print("noise")', 'child.checkout({"checkout": "."}, "json", "no_a", "no_b")'
+    )
+    with pytest.raises(Gone, match=r"it needs no_a, no_b, which .* has not"):
+        child(tmp_path, lacks).ready()
+
+
+# The command.
+
+
+def test_errors_are_one_line(tmp_path):
+    assert "'lenet'; did you mean lenet-10?" in message(benchmark.chosen, ["mlp", "lenet"])
+    assert benchmark.chosen(["compile", "mlp"]) == ["mlp", "compile"]
+    assert benchmark.chosen([]) == [*work.WORKS, "compile"]
+    line = message(rivals.checked, "pfedhn", str(tmp_path))
+    assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
+    assert message(rivals.python, "fedjax_python", "no/python") == (
+        "--fedjax_python=no/python is no program"
+    )
+    assert rivals.python("fedjax_python", None) == sys.executable
+
+
+def test_a_measurement_is_added_to(tmp_path):
+    path = tmp_path / "out.json"
+    assert benchmark.before(str(path)) == {}
+    assert "name the file" in message(benchmark.before, None)
+    whole = {"items": {"mlp": {}}, "compile_seconds": {}, "checkouts": {}}
+    path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
+    assert benchmark.before(str(path)) == whole
+    path.write_text(json.dumps({**whole, "machine": {"cores": 10**6}}))
+    assert "was measured on another machine" in message(benchmark.before, str(path))
+    path.write_text("[]")
+    assert message(benchmark.before, str(path)) == (
+        f"--add: {path} is no measurement of this command"
+    )
+
+
+def test_every_rival_is_listed_with_its_items():
+    text = benchmark.listing()
+    for rival in (rivals.TORCH, *rivals.RIVALS.values()):
+        assert rival.name in text
+        assert set(rival.items) <= set(work.WORKS)
+        assert (rivals.HERE / rival.script).is_file()
+
+
+def test_a_command_with_a_wrong_item():
+    asked = [sys.executable, "-m", "experiments.benchmark", "--work=nothing"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.splitlines()[-1].startswith("error: --work has 'nothing'; there are ")
+
+
+def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys, tmp_path):
+    """End to end: the settings stand for the work that is named, and a rival's reason is told."""
+    monkeypatch.setattr(work, "peak", lambda: 1e9)
+    script = tmp_path / "fake.py"
+    script.write_text("""print('{"lacks": "a GPU"}')""")
+    commands = {"fl_bench": ([sys.executable, str(script)], None)}
+    found = benchmark.measured("mlp", TINY, commands, repeats=3, limit=60.0)
+    assert found["parameters"] == work.parameters(MLP()) == 3072 * 200 + 200 + 2010
+    assert (found["client_steps"], found["missing"]) == (8, {"fl_bench": "a GPU"})
+    assert len(found["who"]["ours"]["all_seconds"]) == 3
+    assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
+    whole = {
+        "items": {"mlp": {**found, "date": "2000-01-01"}}, "compile_seconds": {"pfedla": 3.0},
+        "note": "busy", "machine": benchmark.machine(),
+    }  # fmt: skip
+    text = benchmark.report(json.loads(json.dumps(whole)))
+    assert "nothing kept: pfedla 3.0 s." in text
+    assert text.endswith("2000-01-01, 3 turns each; busy")
+
+
+def test_the_work_that_is_named_is_the_work_that_is_done():
+    """pFedHN's cohort, batches and rounds, as the configuration that is built says them."""
+    tiny = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds=5,
+                network="mlp", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
+    one = work.configured(tiny)
+    assert (one.clients_per_round, one.local_steps, one.local_epochs) == (1, 2, None)
+    assert (one.rounds, one.batch_size, one.momentum) == (5, 3, 0.9)
+    assert one.rounds * one.clients_per_round * one.local_steps == tiny.client_steps
+
+
+# The PyTorch loop.
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp", "resnet9", "dropout_cnn"])
+def test_networks_are_the_same_size(name, monkeypatch):
+    pytest.importorskip("torch", reason=NO_TORCH)
+    monkeypatch.syspath_prepend(str(rivals.HERE))
+    from networks import NETWORKS  # as the adapters import it
+
+    theirs = NETWORKS[name]()
+    ours = {"lenet": LeNet, "mlp": MLP, "resnet9": ResNet9, "dropout_cnn": DropoutCNN}[name]()
+    assert sum(p.numel() for p in theirs.parameters()) == work.parameters(ours)
+
+
+def test_the_loop_does_as_many_steps():
+    """It says so itself, and refuses where they differ: counted by hooks, not by its own word."""
+    pytest.importorskip("torch", reason=NO_TORCH)
+    start = [sys.executable, str(rivals.HERE / "torch_loop.py")]
+    size = work.parameters(MLP())
+    one = Child(start, TINY.spec(size), 60.0)
+    about = one.ready()
+    assert (about["parameters"], about["client_steps"], about["batch"]) == (size, 8, 4)
+    assert one.go() > 0
+    one.close()
+    with pytest.raises(Gone, match=r"its work is another: .* where 9 steps of 4 on 616610 are"):
+        Child(start, {**TINY.spec(size), "client_steps": 9}, 60.0).ready()
+
+
+def test_nothing_of_the_project_is_in_the_way_of_a_checkout():
+    """Adapters are run where a checkout's `experiments` is found, and not ours."""
+    for rival in rivals.RIVALS.values():
+        text = Path(rivals.HERE, rival.script).read_text()
+        assert "fedjax_pfl" not in text
+        assert "child.checkout(spec" in text

@@ -1,0 +1,92 @@
+"""The authors' pFedHN (AvivSham/pFedHN) on the benchmark's work, from a checkout that the user has.
+
+Their training function is run as it is, timed from its first step to its last. What is replaced
+outside of it: CIFAR10 by tensors of the same sizes, which spares them the decoding of every image,
+and the evaluation of all clients by nothing. Their look at one test batch in each step stays. Needs
+torch and tqdm.
+"""
+
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import child
+
+
+def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], float]]:
+    """Their trainer with our nodes."""
+    child.checkout(spec, "numpy", "torch", "tqdm")
+    if spec["algorithm"] != "pfedhn":
+        raise child.Lacks(f"it is pFedHN, not {spec['algorithm']}")
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    try:
+        import torchvision  # noqa: F401
+    except (ImportError, RuntimeError):  # it would only load CIFAR10
+        for name in ("torchvision", "torchvision.transforms", "torchvision.datasets"):
+            sys.modules[name] = types.ModuleType(name)
+        for name in ("CIFAR10", "CIFAR100"):
+            setattr(sys.modules["torchvision.datasets"], name, None)
+        sys.modules["torchvision"].transforms = sys.modules["torchvision.transforms"]  # type: ignore[attr-defined]
+    from experiments.pfedhn import trainer
+
+    if spec["rounds"] * spec["local_steps"] != spec["client_steps"]:
+        raise child.Lacks("it takes one client in each step")
+
+    def loaders(examples: int, shuffle: bool) -> list[Any]:
+        made = []
+        for _ in range(spec["clients"]):
+            x, y = torch.randn(examples, 3, 32, 32), torch.randint(10, (examples,))
+            made.append(DataLoader(TensorDataset(x, y), spec["batch"], shuffle=shuffle))
+        return made
+
+    train, test = loaders(spec["examples"], True), loaders(spec["batch"], False)
+    nodes = types.SimpleNamespace(train_loaders=train, val_loaders=test, test_loaders=test)
+    span = [0.0, 0.0]
+
+    class Clock:
+        """In place of their progress bar."""
+
+        def __init__(self, steps: int) -> None:
+            self.steps = steps
+
+        def __iter__(self) -> Any:
+            span[0] = time.perf_counter()
+            yield from range(self.steps)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            span[1] = time.perf_counter()
+
+        def set_description(self, text: str) -> None:
+            del text
+
+    trainer.trange = Clock
+    trainer.BaseNodes = lambda *args, **kwargs: nodes
+    trainer.eval_model = lambda *args, **kwargs: ({}, 0.0, 0.0, [0.0])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def steps(number: int) -> float:
+        # The defaults of their command line.
+        trainer.train(
+            data_name="cifar10", data_path="", classes_per_node=2, num_nodes=spec["clients"],
+            steps=number, inner_steps=spec["local_steps"], optim="sgd", lr=1e-2, inner_lr=5e-3,
+            embed_lr=None, wd=1e-3, inner_wd=5e-5, embed_dim=-1, hyper_hid=100, n_hidden=3,
+            n_kernels=16, bs=spec["batch"], device=device, eval_every=10**9,
+            save_path=Path("results"), seed=0,
+        )  # fmt: skip
+        return span[1] - span[0]
+
+    few = min(2, spec["rounds"])  # to be warm; the other steps are the same
+    with child.counting() as counted:
+        steps(few)
+    short = {**spec, "client_steps": few * spec["local_steps"]}
+    about = {**child.same(short, *counted), "client_steps": spec["client_steps"]}
+    return {**about, "versions": child.versions("torch")}, lambda: steps(spec["rounds"])
+
+
+if __name__ == "__main__":
+    child.serve(prepare)
