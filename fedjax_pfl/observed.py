@@ -79,7 +79,7 @@ def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) ->
     """Heat maps with one scale, from the least value to the largest."""
     wide = min(_WIDE, len(panels))
     tall = -(-len(panels) // wide)
-    figure = sheet(title, max(4.6, 2.3 * wide + 0.9), max(3.4, 2.4 * tall + 0.6))
+    figure = sheet(title, max(7.2, 2.3 * wide + 0.9), max(3.8, 2.4 * tall + 0.6))
     grid = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True)
     low = min(float(values.min()) for _, values in panels)
     high = max(float(values.max()) for _, values in panels)
@@ -94,8 +94,10 @@ def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) ->
             axis.set_major_locator(MaxNLocator(6, integer=True))
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
-    figure.supylabel("client", fontsize=9, color=INK)
-    figure.supxlabel(columns, fontsize=9, color=INK)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("client", fontsize=9, color=INK)
+    for axes in grid[-1]:
+        axes.set_xlabel(columns, fontsize=9, color=INK)
     bar = figure.colorbar(image, ax=list(grid.flat), fraction=0.04, pad=0.02)
     bar.ax.tick_params(colors=INK, labelsize=8)
     bar.outline.set_visible(False)
