@@ -1,7 +1,9 @@
 """What a caller brings for one run: examples that no source reads, a method that is not ours."""
 
+import functools
 import hashlib
 import inspect
+import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,7 +38,7 @@ def added(
         name = _free("algorithm", getattr(algorithm, "__name__", ""), "another function name")
         _check_factory(name, algorithm)
         given.setdefault("algorithm", name)
-        words = words._replace(algorithm={**words.algorithm, name: algorithm})
+        words = words._replace(algorithm={**words.algorithm, name: _versioned(name, algorithm)})
     return words, given
 
 
@@ -80,6 +82,38 @@ def _source(dataset: Dataset) -> Callable[..., Dataset]:
     return source
 
 
+def _versioned(name: str, factory: Factory) -> Factory:
+    """The factory with one more setting, `digest`: in a configuration it says which code it is."""
+    try:
+        text = inspect.getsource(factory)
+    except (OSError, TypeError):  # typed in, or no function
+        code = getattr(factory, "__code__", None)
+        text = "" if code is None else _compiled(code)
+    content = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @functools.wraps(factory)
+    def known(*arguments: Any, digest: str = content, **settings: Any) -> Algorithm:
+        if digest != content:
+            raise UsageError(
+                f"{name}.digest is {digest}, and that of the function given is {content}: its "
+                "code is another"
+            )
+        return factory(*arguments, **settings)
+
+    signature = inspect.signature(factory)
+    more = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
+    known.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), more]
+    )
+    known.__annotations__ = {**typing.get_type_hints(factory), "digest": str}
+    return known
+
+
+def _compiled(code: types.CodeType) -> str:
+    inner = [_compiled(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return f"{code.co_code!r}{code.co_names}{code.co_varnames}{inner}"
+
+
 def _check_factory(name: str, factory: Factory) -> None:
     """Raise UsageError where a configuration could not hold its settings."""
     parameters = inspect.signature(factory).parameters
@@ -90,6 +124,8 @@ def _check_factory(name: str, factory: Factory) -> None:
             f"{name} must take (model, task, training, federation), and settings of its own by "
             "keyword, each with a default"
         ) from None
+    if "digest" in parameters:
+        raise UsageError(f"{name} has a setting digest, which stands for its code; rename it")
     hints = typing.get_type_hints(factory)
     own = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     if untyped := [p.name for p in own if p.name not in hints]:

@@ -41,7 +41,7 @@ def test_models_as_files(tmp_path, monkeypatch, capsys):
     exec(code, {"__name__": "__main__"})
     predicted, labels = (re.findall(r"\d+", line) for line in capsys.readouterr().out.splitlines())
     assert len(predicted) == len(labels) == 5
-    assert {p.name for p in (tmp_path / "models").iterdir()} == {
+    assert {p.name for p in (tmp_path / "two-models").iterdir()} == {
         "client-0.safetensors", "client-3.safetensors"
     }  # fmt: skip
 

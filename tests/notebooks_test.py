@@ -102,3 +102,11 @@ def test_the_document_names_all():
         "first_run", "layer_weights", "four_methods", "your_data", "your_method"
     ]  # fmt: skip
     assert set(re.findall(r"`(\w+)\.ipynb`", page)) == set(notebooks.NAMES) == set(SMALL)
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_no_text_is_left_unfinished(name):
+    cells = json.loads((notebooks.FOLDER / f"{name}.ipynb").read_text())["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    assert all(texts)
+    assert not [text for text in texts if re.search(r"\b(XX+|TODO|FIXME|TBD)\b", text)]

@@ -9,6 +9,7 @@ import fedjax_pfl
 from fedjax_pfl import algorithms, own
 from fedjax_pfl import config as configuration
 from fedjax_pfl.build import build
+from fedjax_pfl.errors import UsageError
 from tests.launch_test import message
 
 DRAW = np.random.default_rng(0)
@@ -35,6 +36,7 @@ def test_the_configuration_names_both_and_holds_their_settings(tmp_path):
     )
     there = json.loads((tmp_path / "config.json").read_text())
     assert (there["dataset"], there["algorithm"]) == ("examples", "mine")
+    assert there["mine"].pop("digest")
     assert there["mine"] == {"share": 0.25}
     assert there["examples"] == {"digest": own.digest(examples())}
     assert result.federation.clients == 4
@@ -74,6 +76,49 @@ def test_a_method_of_ones_own_in_a_phase_and_beside_ours():
     built = build(configuration.complete(given, words), words=words)
     assert [phase.config.algorithm for phase in built.phases] == ["fedavg", "mine"]
     assert built.phases[1].config.mine.share == 0.1
+
+
+def versions():
+    """Two factories of one name, and the first one again."""
+
+    def one():
+        def method(model, task, training, federation, *, share: float = 0.5):
+            return algorithms.local(model, task, training, federation)
+
+        return method
+
+    def other():
+        def method(model, task, training, federation, *, share: float = 0.5):
+            return algorithms.fedavg(model, task, training, federation)
+
+        return method
+
+    return one(), other(), one()
+
+
+def test_a_directory_of_another_version_of_a_method_is_refused():
+    def resolved(factory):
+        words, given = own.added({**SETTINGS}, examples("examples"), factory)
+        config = configuration.complete(given, words)
+        return configuration.resolved(config, words), words, config
+
+    (first, words, config), (second, *_), (again, *_) = map(resolved, versions())
+    assert first == again
+    (line,) = configuration.differences(first, second)
+    assert line.startswith("method.digest ('")
+    config.method.digest = second["method"]["digest"]
+    with pytest.raises(UsageError, match=r"method\.digest is \w+, and .* its code is another"):
+        build(config, words=words)
+
+
+def test_a_function_without_source_has_a_digest_too():
+    made = set()
+    for share in (1, 2):
+        scope = {}
+        exec(f"def typed(model, task, training, federation): return [model, {share}]", scope)
+        versioned = own._versioned("typed", scope["typed"])
+        made.add(configuration.settings(versioned)["digest"])
+    assert len(made) == 2
 
 
 def test_digests_tell_examples_apart():

@@ -7,6 +7,7 @@ at several times the cost.
 import os
 import re
 import struct
+import sys
 import zlib
 from collections.abc import Callable
 from io import BytesIO
@@ -49,8 +50,9 @@ def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
             f"test, features image, label, writer); or {point}"
         )
     raise UsageError(
-        f"dataset {dataset} is not in {root}: run `pip install fedjax_pfl[tfds]`, then `python -c "
-        f"\"import tensorflow_datasets as tfds; tfds.builder('{dataset}', data_dir='{root}')"
+        f"dataset {dataset} is not in {root}: run `{sys.executable} -m pip install tensorflow`, "
+        f'then `{sys.executable} -c "import tensorflow_datasets as tfds; '
+        f"tfds.builder('{dataset}', data_dir='{root}')"
         f".download_and_prepare(file_format='array_record')\"` (downloads {_DOWNLOADS[name]}); "
         f"or {point}"
     )

@@ -135,7 +135,7 @@ def test_a_missing_dataset_says_what_to_do(tmp_path):
     with pytest.raises(UsageError) as error:
         load("cifar10", tmp_path)
     message = str(error.value)
-    for part in ("pip install fedjax_pfl[tfds]", "download_and_prepare", "162 MiB", "TFDS_DATA"):
+    for part in ("-m pip install tensorflow", "download_and_prepare", "162 MiB", "TFDS_DATA"):
         assert part in message
     assert "\n" not in message
     with pytest.raises(UsageError, match="features image, label, writer"):
