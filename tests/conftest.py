@@ -1,5 +1,7 @@
 """Eight CPU devices for every test, strict types, full precision in products."""
 
+import os
+
 import jax
 import pytest
 
@@ -23,3 +25,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         algorithm = getattr(item, "callspec", None) and item.callspec.params.get("name")
         group = f"{item.path.stem}-{algorithm}" if item.path.stem == "contract_test" else item.path
         item.add_marker(pytest.mark.xdist_group(str(group)))
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let programs go that no further test needs: each takes some of the 65,530 memory maps that a
+    process may have, and XLA crashes when there are no more.
+    """
+    apart = (lambda test: test.path) if "PYTEST_XDIST_WORKER" not in os.environ else _group
+    if nextitem is None or apart(item) != apart(nextitem):
+        jax.clear_caches()
+
+
+def _group(item: pytest.Item) -> str:
+    return str(next(item.iter_markers("xdist_group")).args[0])
