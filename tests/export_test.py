@@ -47,7 +47,7 @@ METHODS = {
     "fedmn": {"fedmn": FEDMN},
     "factorized_fl": {"factorized_fl": {"rank": 2, "sparsity": 0.1}},
     "pfedhn": {"groups": ({"mlp": {"hidden": (4,)}}, {"mlp": {"hidden": (6, 3)}})},
-    "pfedla": {},
+    "pfedla": {"pfedla": {"hidden": 4, "embedding": 4}},  # small, so that weights are mixed
     "pfedpara": {},
     "pfedme": {},  # what is served is trained when it is served
 }
