@@ -65,7 +65,7 @@ def test_lowering_is_the_convolution(case):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("spread", ["vmap", "map", "shard"])
-def test_lowering_per_client(name, spread, mesh):
+def test_lowering_per_client(name, spread):
     image, kernel, strides, padding = CASES["lenet1"]
     x, k = random(0, (4, *image)), random(1, (4, *kernel))
     one = lambda x, k, name=name: value_and_gradient(name, x, k, strides, padding)
@@ -74,7 +74,8 @@ def test_lowering_per_client(name, spread, mesh):
     elif spread == "map":
         run = lambda x, k: lax.map(lambda xk: one(*xk), (x, k))
     else:
-        axis = jax.P("clients")
+        axis, auto = jax.P("clients"), (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("clients",), auto, devices=jax.devices()[:2])
         run = jax.shard_map(
             jax.vmap(one), mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False
         )
