@@ -81,7 +81,8 @@ def together(given: Given) -> Iterator[None]:
         try:
             terminal = _into(noise)
             _tell(word, _JOINING)
-            _join(given, number, address, len(numbers))
+            with _ended_by_signals():
+                _join(given, number, address, len(numbers))
             _tell(word, "")
             if processes.lead():
                 sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in terminal)
@@ -158,6 +159,16 @@ def _tell(word: IO[bytes], line: str) -> None:
     os.pwrite(word.fileno(), line.encode(), 0)
 
 
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """At once, because Python runs no handler while JAX waits for the others."""
+    heard = [n for n in interrupt.SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in heard}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def _join(given: Given, number: int | None, address: str, local: int) -> None:
     """Become one of the processes, before JAX looks for devices."""
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for its own
@@ -179,7 +190,7 @@ def _join(given: Given, number: int | None, address: str, local: int) -> None:
         jax.config.update("jax_num_cpu_devices", max(1, cores // local))
     port = int(address.rpartition(":")[2])
     # One machine's processes are nobody else's business.
-    bound = address if given.coordinator is None else f"[::]:{port}"
+    bound = address if given.coordinator is None else f"{_everywhere()}:{port}"
     if number == 0:
         _check_free(port)
     else:
@@ -194,12 +205,23 @@ def _join(given: Given, number: int | None, address: str, local: int) -> None:
     )
 
 
+def _everywhere() -> str:
+    """All addresses of this machine, which may have no IPv6."""
+    try:
+        with socket.socket(socket.AF_INET6) as one:
+            one.bind(("::", 0))
+        return "[::]"
+    except OSError:
+        return "0.0.0.0"
+
+
 def _check_free(port: int) -> None:
     """UsageError where process 0 cannot listen; JAX would crash."""
+    host = _everywhere()
     try:
-        with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as one:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(("", port))
+            one.bind((host.strip("[]"), port))
     except (OSError, OverflowError) as error:
         raise UsageError(f"port {port} cannot be listened on ({_first_line(error)})") from error
 
@@ -267,11 +289,18 @@ def _text(file: IO[bytes]) -> str:
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):\s*((?:\d+\s+)+)")
 
 
+def _asked(end: End) -> End:
+    """Where a signal came before anybody listened to it, as if it had been listened to."""
+    if -end.code not in interrupt.SIGNALS:
+        return end
+    return end._replace(code=128 - end.code, word="stopped before the first round")
+
+
 def verdict(ends: Sequence[End], given: Given, address: str) -> tuple[str, int]:
     """The line that is said about their ends, and the exit status."""
     of = lambda end: "" if end.number is None else f" {end.number} of {given.processes}"
     go_on = "so this run ends; the same command goes on from what is saved"
-    by_number = sorted(ends, key=lambda end: end.number or 0)
+    by_number = sorted(map(_asked, ends), key=lambda end: end.number or 0)
     lead = by_number[0]
     if not any(end.code for end in ends):
         return "", 0

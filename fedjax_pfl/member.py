@@ -14,12 +14,11 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl import checkpoints, ledger, metrics, processes, rundir, tensorboard
+from fedjax_pfl import checkpoints, ledger, metrics, processes, rundir, sweep, tensorboard
 from fedjax_pfl.algorithm import PyTree, State
 from fedjax_pfl.build import Built
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.ledger import Ledger
-from fedjax_pfl.sweep import Points
 
 
 class Position(NamedTuple):
@@ -27,7 +26,7 @@ class Position(NamedTuple):
 
     phase: int = 0
     round: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # its share of what the members of its program took
     evaluate_seconds: float = 0.0  # of these
     compile_seconds: float = 0.0  # besides
     ledger: Ledger = ledger.empty(0)
@@ -127,6 +126,27 @@ def measured(built: Built, member: Member, scores: Any, state: State) -> dict[st
     return line
 
 
+def start(built: Built, member: Member) -> None:
+    """Set it to before the first round."""
+    member.at = Position(ledger=ledger.empty(built.federation.clients))
+    member.best = member.resumed_at = None
+
+
+def together(members: Sequence[Member], which: Sequence[int]) -> list[list[int]]:
+    """Those that can go on from the same round, or begin: one list for each program."""
+    groups: list[tuple[set[int], list[int]]] = []
+    for i in which:
+        store = members[i].store
+        steps = set(store.steps()) if store else set()
+        for n, (common, group) in enumerate(groups):
+            if common & steps or not common | steps:
+                groups[n] = common & steps, [*group, i]
+                break
+        else:
+            groups.append((steps, [i]))
+    return [group for _, group in groups]
+
+
 def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
     """Set members to the newest checkpoint that is whole in all of them; their states.
 
@@ -141,7 +161,7 @@ def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
         member.at = _position(one)
         member.resumed_at = member.at.round
     kept = [member for member in members if member.at.best_round is not None]
-    saved = found or [template] * len(members), [member.best for member in kept]
+    saved = found, [member.best for member in kept]
     if not processes.lead():
         empty = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
         saved = [empty] * len(members), [empty] * len(kept)
@@ -171,7 +191,8 @@ def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
             f"all checkpoints in {folder} are damaged (round {step}: {reason}); bring one back "
             "from a copy, or delete that folder to start again"
         )
-    _drop(members, 0)
+    for member in members:
+        start(built, member)
     return None
 
 
@@ -199,11 +220,7 @@ def _templates(built: Built) -> list[PyTree]:
     found, state = [], None
     for phase in built.phases:
         state = jax.eval_shape(phase.rounds.init, phase.points, state)
-        found.append(
-            jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state)
-            if isinstance(phase.points, Points)
-            else state
-        )
+        found.append(sweep.alone(state) if isinstance(phase.points, sweep.Points) else state)
     return found
 
 

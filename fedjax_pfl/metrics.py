@@ -39,10 +39,12 @@ def summary(scores: Scores, active: np.ndarray, name: str) -> dict[str, float | 
     score, loss = (values[chosen] for values in per_client(scores))
     examples = np.asarray(scores.examples, np.float64)[chosen]
     worst = np.sort(score)[: math.ceil(len(score) / 10)]
+    with np.errstate(invalid="ignore"):  # infinite scores have no deviation
+        deviation = score.std()
     return {
         f"{name}_mean": _number(score.mean()),
         f"{name}_weighted": _number((score * examples).sum() / examples.sum()),
-        f"{name}_std": _number(score.std()),
+        f"{name}_std": _number(deviation),
         f"{name}_worst10": _number(worst.mean()),
         "loss": _number(loss.mean()),
     }

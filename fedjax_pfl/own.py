@@ -102,16 +102,22 @@ def _versioned(name: str, factory: Factory) -> Factory:
 
     signature = inspect.signature(factory)
     more = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
-    known.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[*signature.parameters.values(), more]
-    )
+    ordered = sorted([*signature.parameters.values(), more], key=lambda one: one.kind)
+    known.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
     known.__annotations__ = {**typing.get_type_hints(factory), "digest": str}
     return known
 
 
 def _compiled(code: types.CodeType) -> str:
-    inner = [_compiled(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    inner = [_constant(constant) for constant in code.co_consts]
     return f"{code.co_code!r}{code.co_names}{code.co_varnames}{inner}"
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _compiled(value)
+    # The order in a set is another one in each process.
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
 def _check_factory(name: str, factory: Factory) -> None:

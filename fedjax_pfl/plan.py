@@ -62,7 +62,9 @@ def fastest(
     Args:
       seconds: what a plan takes; None where it cannot be.
     """
-    best, time_of = usual._replace(measured=True), seconds(usual)
+    if not set(chunks) - {usual.chunk} and not set(lowerings) - {usual.conv}:
+        return usual
+    best, time_of = usual, seconds(usual)
     limit = None if time_of is None else _WORTH * time_of
     for change in (
         lambda best: [best._replace(chunk=chunk) for chunk in chunks],
@@ -74,7 +76,7 @@ def fastest(
             taken = seconds(tried)
             if taken is not None and (limit is None or taken < limit):
                 best, limit = tried, taken
-    return best
+    return best if limit is None else best._replace(measured=True)
 
 
 def timed(rounds: Any, points: Any, data: Any) -> float | None:
@@ -103,17 +105,20 @@ def agreed(plans: Sequence[Plan] | None) -> list[Plan] | None:
     return None if found is None else [Plan(*one) for one in found]
 
 
+def machine() -> str:
+    """What a plan is for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{jax.devices()[0].device_kind}, {cores} cores"
+
+
 def work(described: Mapping[str, Any]) -> str:
     """A name for a kind of work on this machine, under which a measurement is kept."""
-    device = jax.devices()[0]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine = {"device": device.device_kind, "cores": cores, "jax": jax.__version__}
-    return json.dumps({**machine, **described}, sort_keys=True)
+    return json.dumps({"machine": machine(), "jax": jax.__version__, **described}, sort_keys=True)
 
 
 def kept(folder: Path, name: str) -> Plan | None:
     """What was measured for a kind of work, if it was."""
-    return next((Plan(*plan) for key, plan in _all(folder).items() if key == name), None)
+    return _all(folder).get(name)
 
 
 def keep(folder: Path, name: str, plan: Plan) -> None:
@@ -128,7 +133,7 @@ def keep(folder: Path, name: str, plan: Plan) -> None:
             part.unlink()
 
 
-def _all(folder: Path) -> dict[str, Any]:
+def _all(folder: Path) -> dict[str, Plan]:
     try:
         found = json.loads((folder / "plans.json").read_text())
         return {key: Plan(str(conv), int(chunk), True) for key, (conv, chunk, _) in found.items()}

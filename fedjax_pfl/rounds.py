@@ -85,6 +85,7 @@ def spread(
       chunk: how many clients are vmapped together; 1 maps without vmap.
       mesh: over which the items are spread, or None.
     """
+    f = jax.jit(f, inline=True)  # traced once, for its results' shapes and for its work
     n = use.shape[0]
     devices = mesh.size if mesh else 1
     per_device = -(-n // devices)
@@ -236,6 +237,7 @@ def plain_rounds(
         log = Log(ids, present, dropped, present & ~dropped & ~fine, metrics, down, up)
         return payloads, uploads, clients, arrived, log
 
+    @partial(jax.jit, inline=True)  # traced once, for the log's shapes and for the loop
     def one_round(
         key: jax.Array, state: State, data: FederatedData, t: Any
     ) -> tuple[State, tuple[Log, ...]]:

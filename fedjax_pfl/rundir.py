@@ -16,7 +16,7 @@ import numpy as np
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.ledger import Ledger
-from fedjax_pfl.plan import Plan
+from fedjax_pfl.plan import Plan, machine
 
 Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds, and what was seen
 
@@ -193,15 +193,17 @@ def read_observations(directory: Path, until: int) -> Observations:
 
 
 def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
-    """plan.json: how each phase's work is laid out."""
-    write_json(directory / "plan.json", [plan._asdict() for plan in plans])
+    """plan.json: how each phase's work is laid out, and on what machine."""
+    content = {"machine": machine(), "phases": [plan._asdict() for plan in plans]}
+    write_json(directory / "plan.json", content)
 
 
 def read_plans(directory: Path) -> list[Plan] | None:
-    """Those of a run that goes on, if they can be read: results do not hang on them."""
+    """Those of a run that goes on, if made on such a machine; results do not hang on them."""
     try:
-        return [Plan(**plan) for plan in json.loads((directory / "plan.json").read_text())]
-    except (OSError, ValueError, TypeError):
+        found = json.loads((directory / "plan.json").read_text())
+        return [Plan(**plan) for plan in found["phases"]] if found["machine"] == machine() else None
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

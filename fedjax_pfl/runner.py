@@ -30,12 +30,13 @@ from fedjax_pfl import (
 )
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
-from fedjax_pfl.build import Built, Phase, boundary, build
+from fedjax_pfl.build import Built, build
 from fedjax_pfl.data.picture import draw_partition
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.interrupt import Stop, Stopped
 from fedjax_pfl.ledger import Ledger
-from fedjax_pfl.member import Member, Position, begin, keep, measured, resume, save
+from fedjax_pfl.member import Member, begin, keep, measured, resume, save, start, together
+from fedjax_pfl.phase import Phase, boundary
 
 
 class Result(NamedTuple):
@@ -140,36 +141,33 @@ def run_points(
                 rundir.write_plans(directory, [phase.plan for phase in built.phases])
                 member.store = checkpoints.open_store(directory / "checkpoints")
         try:
-            return _execute(built, members, words, stop)
+            return _execute(built, members, stop)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             line = (str(error).splitlines() or ["MemoryError"])[0][:200]
             if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
+                fewer = ", or fewer seeds or points at a time" if len(members) > 1 else ""
                 raise UsageError(
                     f"there is too little memory ({line}); go on with a smaller chunk or "
-                    "checkpoint_every, or begin anew with a smaller batch_size or model"
+                    f"checkpoint_every{fewer}, or begin anew with a smaller batch_size or model"
                 ) from error
             raise
 
 
-def _execute(
-    built: Built, members: Sequence[Member], words: configuration.Words, stop: Stop
-) -> dict[str, Result]:
+def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, Result]:
     end, states = built.phases[-1].end, dict[str, State]()
-    for member in members:
-        member.at = Position(ledger=ledger.empty(built.federation.clients))
+    for i, member in enumerate(members):
+        start(built, member)
         if processes.agree(member.store is not None and end in member.store.steps()[:1]):
-            states |= zip([member.name], resume(built, [member]) or [], strict=True)
+            states |= zip([member.name], resume(built.of([i]), [member]) or [], strict=True)
             begin(member)
-    left = [member for member in members if member.at.round < end]
-    if left:
-        program = built
-        if len(left) < len(members):  # what is finished is not computed again
-            plans = [phase.plan for phase in built.phases]
-            program = build(*(member.settings for member in left), words=words, plans=plans)
-        started = resume(program, left)
-        states |= zip((m.name for m in left), _advance(program, left, started, stop), strict=True)
+    left = [i for i, member in enumerate(members) if member.at.round < end]
+    # What is finished is not computed again, and what has come further does not wait for the rest.
+    for which in processes.agree(together(members, left)):
+        program, some = built.of(which), [members[i] for i in which]
+        found = _advance(program, some, resume(program, some), stop)
+        states |= zip((member.name for member in some), found, strict=True)
     results = {}
-    for member in members:
+    for i, member in enumerate(members):
         result = results[member.name] = Result(
             member.config,
             list(member.at.metrics),
@@ -177,7 +175,7 @@ def _execute(
             member.at.ledger,
             states[member.name],
             member.best,
-            built.phases,
+            built.of([i]).phases,
             built.data,
             built.federation,
             member.directory,
@@ -247,11 +245,12 @@ def _one_phase(
     zero = number(0)
     run_rounds = phase.rounds.run.lower(key, state, arrays, zero, zero).compile()
     evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
-    observe = jax.jit(phase.algorithm.observe)
+    observe = [jax.jit(algorithm.observe) for algorithm in phase.algorithms]
     processes.agree("compiled")
     compiling = time.perf_counter() - began
     for member in members:
-        member.at = member.at._replace(compile_seconds=member.at.compile_seconds + compiling)
+        own = member.at.compile_seconds + compiling / len(members)
+        member.at = member.at._replace(compile_seconds=own)
 
     stopping = 0
     while (now := members[0].at.round) < phase.end:
@@ -274,19 +273,20 @@ def _one_phase(
                 free = 1 if now == 0 and not one.count_initial_download else 0
                 member.at = member.at._replace(
                     round=until,
-                    seconds=member.at.seconds + ended - began,
-                    evaluate_seconds=member.at.evaluate_seconds + ended - trained,
+                    seconds=member.at.seconds + (ended - began) / len(members),
+                    evaluate_seconds=member.at.evaluate_seconds + (ended - trained) / len(members),
                     ledger=ledger.add(member.at.ledger, logs, rounds, free),
                     pending=metrics.gather(member.at.pending, logs, rounds),
                 )
                 if evaluated:
                     mine = _part(state, i, members)
                     line = measured(built, member, _part(all_scores, i, members), mine)
-                    keep(member, jax.device_get(observe(mine)), line)
+                    keep(member, jax.device_get(observe[i](mine)), line)
             if evaluated:
                 score = f"{built.task.name}_mean"
-                means = [member.at.metrics[-1]["before"][score] for member in members]
-                bar.set_postfix({built.task.name: f"{np.mean(means):.4f}"})
+                lines = [member.at.metrics[-1]["before"] or {} for member in members]
+                means = [one[score] for one in lines if one.get(score) is not None]
+                bar.set_postfix({built.task.name: f"{np.mean(means):.4f}"} if means else {})
             bar.update(rounds)
             every = one.checkpoint_every or one.eval_every
             due = (until - phase.begin) % every == 0 or until == phase.end

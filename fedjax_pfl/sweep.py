@@ -3,7 +3,7 @@
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,18 +33,23 @@ class Points(NamedTuple):
     """What each point of a sweep has of its own, on axis 0; in the place of a run's key."""
 
     key: jax.Array
-    settings: jax.Array  # float32 [points, settings]
+    at: jax.Array  # int32 [points]: where its values are among those of each setting
 
 
 class Swept:
     """A setting with a value in each point: `now` is that of the point which is computed.
 
     Checks and choices are made once for all points: they see every value and must come out the
-    same. What needs a number before the program is compiled raises TypeError.
+    same. What numbers make of it is computed on the host, as for a run of its own, to the last bit.
+    What needs a number before the program is compiled raises TypeError.
     """
 
-    def __init__(self, name: str, values: Sequence[float], now: jax.Array) -> None:
-        self.name, self.values, self.now = name, tuple(values), now
+    def __init__(self, name: str, values: Sequence[float], index: jax.Array) -> None:
+        self.name, self.values, self.index = name, tuple(values), index
+
+    @property
+    def now(self) -> jax.Array:
+        return jnp.asarray(self.values, jnp.float32)[self.index]
 
     def __jax_array__(self) -> jax.Array:
         return self.now
@@ -80,8 +85,7 @@ def _arithmetic(f: Callable[[Any, Any], Any]) -> Callable[[Swept, Any], Any]:
     def apply(self: Swept, other: Any) -> Any:
         if isinstance(other, (jax.Array, np.ndarray)):
             return f(self.now, other)
-        now = f(self.now, other.now if isinstance(other, Swept) else other)
-        return Swept(self.name, self._each(other, f), now)
+        return Swept(self.name, self._each(other, f), self.index)
 
     return apply
 
@@ -137,6 +141,8 @@ def _parsed(text: str) -> dict[str, list[float]]:
     grid: dict[str, list[float]] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, _, values = (word.strip() for word in part.partition("="))
+        if name in grid:
+            raise UsageError(f"sweep has {name} twice; give all its values at once")
         try:
             grid[name] = list(dict.fromkeys(float(value) for value in values.split(",")))
         except ValueError:
@@ -153,25 +159,34 @@ def differing(configs: Sequence[ConfigDict]) -> set[str]:
     return {name for name in first if any(one[name] != first[name] for one in others)} - {"seed"}
 
 
-def values(configs: Sequence[ConfigDict]) -> dict[str, tuple[float, ...]]:
-    """By name, the settings in which the configurations of a phase differ and that its rounds read.
+def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str]:
+    """The settings in which the configurations of a phase differ and that its rounds read.
 
     Raises Apart for one that makes more different than numbers.
+
+    Args:
+      algorithms: by which names there are settings that belong to an algorithm.
     """
-    algorithm, found = configs[0].algorithm, dict[str, tuple[float, ...]]()
+    algorithm, found = configs[0].algorithm, []
     for name in sorted(differing(configs)):
         group, _, _ = name.rpartition(".")
-        each: tuple[Any, ...] = tuple(dict(_leaves(config))[name] for config in configs)
+        each = values(configs, [name])[name]
         own = group == algorithm or name in TRAINING
         if own and all(isinstance(value, float) for value in each):
-            found[name] = each
-        elif own or group not in configuration.ALGORITHMS:  # another phase may be another's
+            found.append(name)
+        elif own or group not in algorithms:  # another phase may be another's
             raise Apart(
                 [name],
                 f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); seed, "
                 f"{', '.join(TRAINING)} and real-valued settings of {algorithm} can",
             )
     return found
+
+
+def values(configs: Sequence[ConfigDict], names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """What each configuration has for these settings."""
+    each = [dict(_leaves(config)) for config in configs]
+    return {name: tuple(one[name] for one in each) for name in names}
 
 
 def _leaves(config: ConfigDict, prefix: str = "") -> Any:
@@ -182,11 +197,14 @@ def _leaves(config: ConfigDict, prefix: str = "") -> Any:
             yield f"{prefix}{name}", value
 
 
-def points(seeds: Sequence[int], settings: Mapping[str, Sequence[float]]) -> Points:
-    """The points of a sweep, where settings are given by name with a value for each point."""
-    keys = jnp.stack([jax.random.key(seed) for seed in seeds])
-    table = np.array(list(settings.values()), np.float32).reshape(len(settings), len(seeds))
-    return Points(keys, jnp.asarray(table.T))
+def points(seeds: Sequence[int]) -> Points:
+    """The points of a sweep."""
+    return Points(jnp.stack([jax.random.key(seed) for seed in seeds]), jnp.arange(len(seeds)))
+
+
+def alone(shapes: Any) -> Any:
+    """Of the shapes of all points' states those of one."""
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), shapes)
 
 
 def make_rounds(
@@ -203,32 +221,22 @@ def make_rounds(
       width: how many points are computed at once; the others follow.
     """
 
-    def plain(values: jax.Array) -> Plain:
-        return make(
-            {name: Swept(name, settings[name], values[i]) for i, name in enumerate(settings)}
-        )
+    def plain(index: jax.Array) -> Plain:
+        return make({name: Swept(name, each, index) for name, each in settings.items()})
 
     def over(f: Callable[..., Any], *trees: Any) -> Any:
-        try:
-            at_once = width if width > 1 else None
-            return jax.lax.map(lambda point: f(*point), trees, batch_size=at_once)
-        except TypeError as error:
-            line = str(error).splitlines()[0]
-            raise Apart(
-                [name for name in settings if name in line] or list(settings),
-                f"{' or '.join(settings)} cannot differ in one program ({line}); "
-                "run them one by one",
-            ) from error
+        at_once = width if width > 1 else None
+        return jax.lax.map(lambda point: f(*point), trees, batch_size=at_once)
 
     def init(points: Points, start: Any = None) -> Any:
         if start is None:
-            return over(lambda p: plain(p.settings).init(p.key), points)
-        return over(lambda p, start: plain(p.settings).init(p.key, start), points, start)
+            return over(lambda p: plain(p.at).init(p.key), points)
+        return over(lambda p, start: plain(p.at).init(p.key, start), points, start)
 
     def run(points: Points, state: Any, data: Any, t: jax.Array, n: jax.Array) -> Any:
-        return over(lambda p, s: plain(p.settings).run(p.key, s, data, t, n), points, state)
+        return over(lambda p, s: plain(p.at).run(p.key, s, data, t, n), points, state)
 
     def evaluate(points: Points, state: Any, data: Any, t: jax.Array) -> Any:
-        return over(lambda p, s: plain(p.settings).evaluate(p.key, s, data, t), points, state)
+        return over(lambda p, s: plain(p.at).evaluate(p.key, s, data, t), points, state)
 
     return compiled(Plain(init, run, evaluate), mesh)

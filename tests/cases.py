@@ -1,12 +1,14 @@
 """For each algorithm a tiny configuration in which its interesting branch fires."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl import algorithms, local, trees
+from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, Federation, State
 from fedjax_pfl.data.federated import client_data
 from fedjax_pfl.nets import router
@@ -223,11 +225,20 @@ def training(**changes: Any) -> local.Training:
     return local.sgd(**{**settings, **changes})
 
 
-def make(name: str, federation: Federation, **changes: Any) -> Algorithm:
-    """An algorithm on the tiny network."""
+def make(
+    name: str, federation: Federation, own: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+) -> Algorithm:
+    """An algorithm on the tiny network, with these settings of its own and of its training."""
     case = CASES[name]
     trained = training(**{**(case.training or {}), **changes})
-    return FACTORIES[name](tiny.Net(), TASK, trained, federation, **case.settings)
+    return FACTORIES[name](tiny.Net(), TASK, trained, federation, **{**case.settings, **own})
+
+
+def real(name: str) -> dict[str, float]:
+    """An algorithm's real-valued settings; not those that shape its program, which say so."""
+    settings = {**configuration.settings(FACTORIES[name]), **CASES[name].settings}
+    shaping = {"pfedpara": {"gamma"}, "fedmn": {"dropout"}}.get(name, set())
+    return {k: v for k, v in settings.items() if type(v) is float and k not in shaping}
 
 
 def model_bytes() -> int:

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoints, ledger, memory, trees
+from fedjax_pfl import checkpoints, ledger, memory, sweep, trees
 from fedjax_pfl.algorithm import Algorithm, State
 from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.rounds import SEND, TRAIN, Rounds, make_rounds, stage_key
+from fedjax_pfl.rounds import SEND, TRAIN, Rounds, make_rounds, plain_rounds, stage_key
 from tests import cases, programs, tiny
 from tests.cases import CASES, NAMES, TASK
 
 KEY = jax.random.key(7)
 ROUNDS = 4
+FULL = {"cohort": 6, "calls": ROUNDS, "chunk": 3}
 SOME = 3  # clients in the cohort of a run with partial participation
 pytestmark = pytest.mark.parametrize("name", NAMES)
 
@@ -33,7 +34,7 @@ class Counted(NamedTuple):
 @cache
 def full(name: str) -> Rounds:
     """Everybody takes part, in chunks of three clients."""
-    return make_rounds(algorithm(name), TASK, tiny.federated()[1], cohort=6, calls=ROUNDS, chunk=3)
+    return make_rounds(algorithm(name), TASK, tiny.federated()[1], **FULL)
 
 
 @cache
@@ -132,6 +133,23 @@ def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
     chex.assert_trees_all_close(scores, expected, rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(scores.before.examples, tiny.TEST)
     np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
+
+
+def test_as_a_point_of_a_sweep(name: str):
+    """The second of two, with a seed and in all real-valued settings numbers of their own."""
+    data, federation = tiny.federated()
+    points = sweep.Points(jnp.stack([jax.random.key(8), KEY]), jnp.arange(2))
+    make = lambda now: plain_rounds(cases.make(name, federation, now), TASK, federation, **FULL)
+    real = {key: (value / 2, value) for key, value in cases.real(name).items()}
+    rounds = sweep.make_rounds(make, real, None, width=1)
+    t, n = jnp.int32(0), jnp.int32(1)
+    states, _ = rounds.run(points, rounds.init(points), data, t, n)
+    wanted, _ = train(full(name), data, 1)
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    chex.assert_trees_all_close(trees.row(states, 1), wanted, **close)
+    if real:  # and not those of the first
+        first, second = (jax.tree.leaves(trees.row(states, i)) for i in (0, 1))
+        assert any((a != b).any() for a, b in zip(first, second, strict=True))
 
 
 def test_padding_is_invisible(name: str):

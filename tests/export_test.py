@@ -274,22 +274,22 @@ def test_no_best_round_without_validation_examples(finished, tmp_path):
     assert line.startswith("no round is best: the run had no validation examples")
 
 
-def strange(algorithm):
-    return algorithm._replace(predict=lambda variables, x: -algorithm.predict(variables, x))
-
-
 def plain(model, task, training, federation):
     return algorithms.local(model, task, training, federation)
+
+
+def strange(model, task, training, federation):
+    usual = plain(model, task, training, federation)
+    return usual._replace(predict=lambda variables, x: -usual.predict(variables, x))
 
 
 def test_methods_of_ones_own(tmp_path):
     """One that predicts with a network can be written, from a directory too; another not."""
     directory = tmp_path / "run"
-    result = runner.run({**BASE, "rounds": 1}, directory, algorithm=plain)
-    phase = result.phases[0]
-    odd = phase._replace(algorithm=strange(phase.algorithm))
-    line = message(lambda: export.write(result._replace(phases=(odd,)), tmp_path / "out"))
-    assert line.startswith("plain predicts with a function of its own, which no file can hold")
+    odd = runner.run({**BASE, "rounds": 1}, algorithm=strange)
+    line = message(lambda: export.write(odd, tmp_path / "out"))
+    assert line.startswith("strange predicts with a function of its own, which no file can hold")
+    runner.run({**BASE, "rounds": 1}, directory, algorithm=plain)
     line = message(lambda: export.restored(directory))
     assert "method of your own, plain; from Python" in line
     again = export.restored(directory, algorithm=plain)

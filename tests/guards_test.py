@@ -19,8 +19,8 @@ def lowered(**changes):
     built = build.build(configuration.complete({**BASE, **changes}))
     rounds = built.phases[0].rounds
     key, data = rounds.place((jax.random.key(0), built.data))
-    zero, one = (rounds.place(jnp.int32(number)) for number in (0, 1))
-    return rounds, (key, rounds.init(key), data, zero, one)
+    zero, two = (rounds.place(jnp.int32(number)) for number in (0, 2))
+    return rounds, (key, rounds.init(key), data, zero, two)
 
 
 @pytest.mark.parametrize("conv", ["patches", "rows", "blocks", "xla"])
@@ -36,13 +36,13 @@ def test_a_whole_round_of_products_where_the_plan_says_so(conv):
 
 def test_nothing_goes_to_the_host_within_a_call():
     """No callbacks, and two calls of several rounds each with transfers forbidden."""
-    rounds, (key, state, data, zero, one) = lowered()
-    program = rounds.run.lower(key, state, data, zero, one).as_text()
+    rounds, (key, state, data, zero, two) = lowered()
+    program = rounds.run.lower(key, state, data, zero, two).as_text()
     for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
         assert word not in program
-    run = rounds.run.lower(key, state, data, zero, one).compile()
+    run = rounds.run.lower(key, state, data, zero, two).compile()
     with jax.transfer_guard("disallow"):
-        state, _ = run(key, state, data, zero, one)
-        state, _ = run(key, state, data, one, one)
+        state, _ = run(key, state, data, zero, two)
+        state, _ = run(key, state, data, two, two)
     with jax.transfer_guard("disallow"), pytest.raises(Exception, match="host-to-device"):
-        run(key, state, data, np.int32(2), one)  # the guard does see what comes from the host
+        run(key, state, data, np.int32(4), two)  # the guard does see what comes from the host

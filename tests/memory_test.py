@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fedjax_pfl import build, memory, rounds
+from fedjax_pfl import build, memory, phase, rounds
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 from tests import programs
@@ -69,14 +69,14 @@ BASE = {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "r
 
 def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
     """As on an accelerator, where all are trained together unless memory is short."""
-    monkeypatch.setattr(build, "_at_once", lambda count: count)
+    monkeypatch.setattr(build, "at_once", lambda count: count)
     tried = []
 
     def make(*arguments, chunk, **settings):
         tried.append(chunk)
         return rounds.plain_rounds(*arguments, chunk=chunk, **settings)
 
-    monkeypatch.setattr(build, "plain_rounds", make)
+    monkeypatch.setattr(phase, "plain_rounds", make)
     build.build(configuration.complete({**BASE, "memory_gb": 1.0}))
     assert tried == [10]
     tried.clear()

@@ -1,6 +1,9 @@
 """Examples and methods that a caller brings for one run: names, settings, digests, errors."""
 
 import json
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -191,3 +194,30 @@ def test_what_is_wrong_with_what_is_brought(given, line):
 def test_settings_that_do_not_go_with_it(settings, line):
     given = {"dataset": examples(), "algorithm": mine_too}
     assert message(lambda: fedjax_pfl.run({**SETTINGS, **settings}, **given)).startswith(line)
+
+
+def test_a_factory_that_takes_any_setting():
+    def loose(model, task, training, federation, **more):
+        return mine(model, task, training, federation, **more)
+
+    words, _ = own.added({}, None, loose)
+    assert list(configuration.settings(words.algorithm["loose"])) == ["digest"]
+
+
+def test_code_without_a_source_is_known_by_what_it_does():
+    """The order of a set is another one in each process, and no part of the code."""
+    code = """
+from fedjax_pfl import own
+space = {}
+exec("def typed(*given):\\n    return given in {'a', 'b', 'c', 'd'}", space)
+print(own._compiled(space["typed"].__code__))
+"""
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True, text=True, check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }  # fmt: skip
+    assert len(found) == 1

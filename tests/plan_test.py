@@ -1,6 +1,7 @@
 """How work is laid out: chosen by time, kept, recorded with the run, and left to who says it."""
 
 import json
+import re
 
 import jax
 import pytest
@@ -113,8 +114,8 @@ def test_each_kind_of_work_is_measured_once(clock):
 
 
 def test_what_is_set_stays(clock):
-    assert of(conv="rows", chunk=2) == Plan("rows", 2, measured=True)
-    assert len(clock) == 1
+    assert of(conv="rows", chunk=2) == Plan("rows", 2)
+    assert not clock  # nothing is left to measure
     assert of(chunk=2).chunk == 2
     assert of(conv="rows").conv == "rows"
     clock.clear()
@@ -122,24 +123,54 @@ def test_what_is_set_stays(clock):
     assert len(clock) == 3
 
 
-def test_a_run_goes_on_by_its_own_plan(clock, tmp_path, monkeypatch):
-    told = []
-    whole = {"chunk": 2, "conv": "patches"}
-    runner.run_all({**BASE, **whole, "rounds": 1}, tmp_path / "run", tell=told.append)
-    assert json.loads((tmp_path / "run/plan.json").read_text()) == [
-        {"conv": "patches", "chunk": 2, "measured": True}
-    ]
+def test_another_budget_or_setting_of_the_method_is_another_kind_of_work(clock):
+    of(chunk=None)
+    count = len(clock)
+    needed = re.search(r"about ([\d.]+) GB", refused(chunk=5, memory_gb=1e-6))
+    tight = 0.99 * float(needed[1])
+    assert "5 of 5 clients" in refused(chunk=5, memory_gb=tight)
+    assert of(memory_gb=tight).chunk in (1, 4)  # although five were the fastest
+    assert len(clock) > count
+    count = len(clock)
+    of(algorithm="fedem", fedem={"components": 2})
+    of(algorithm="fedem", fedem={"components": 3})
+    assert len(clock) >= count + 8
+
+
+def refused(**changes):
+    with pytest.raises(UsageError) as error:
+        of(**changes)
+    return str(error.value)
+
+
+def test_what_cannot_be_timed_is_not_measured(clock, monkeypatch):
+    monkeypatch.setattr(plan, "timed", lambda *rest: None)
+    assert of() == Plan("auto", 1)
+    assert not (plan.folder() / "plans.json").exists()
+
+
+def test_a_run_goes_on_by_its_own_plan(clock, tmp_path):
+    told, base, directory = [], {**BASE, "rounds": 1}, tmp_path / "run"
+    runner.run_all({**base, "chunk": 2, "conv": "patches", "measure": False}, directory)
+    path = directory / "plan.json"
+    content = json.loads(path.read_text())
+    assert content["phases"] == [{"conv": "patches", "chunk": 2, "measured": False}]
+    same = runner.run({**base, "measure": False}, directory)
+    assert (same.phases[0].plan, clock) == (Plan("patches", 2), [])
+    runner.run_all(base, directory, tell=told.append)  # measure is asked for now
     assert told == [
-        "5 clients a round, 2 at a time on one device, convolutions by patches (measured here)"
+        "5 clients a round, 5 at a time on one device, convolutions by xla (measured here)"
     ]
     clock.clear()
-    again = runner.run({**BASE, "rounds": 1}, tmp_path / "run")
-    assert (again.phases[0].plan, clock) == (Plan("patches", 2, measured=True), [])
-    other = runner.run({**BASE, "rounds": 1, "chunk": 1}, tmp_path / "run")
-    assert other.phases[0].plan == Plan("patches", 1, measured=True)
-    (tmp_path / "run/plan.json").write_text("[")
-    runner.run({**BASE, "rounds": 1, "measure": False}, tmp_path / "run")
-    assert json.loads((tmp_path / "run/plan.json").read_text())[0]["chunk"] == 1
+    again = runner.run(base, directory)
+    assert (again.phases[0].plan, clock) == (Plan("xla", 5, measured=True), [])
+    other = runner.run({**base, "chunk": 1, "measure": False}, directory)
+    assert other.phases[0].plan == Plan("xla", 1)
+    for damaged in ("[", json.dumps({**content, "machine": "another"})):
+        path.write_text(damaged)
+        usual = runner.run({**base, "measure": False}, directory)
+        assert usual.phases[0].plan == Plan("auto", 1)
+    assert json.loads(path.read_text())["machine"] == content["machine"]
 
 
 def test_a_round_is_really_timed():

@@ -119,6 +119,15 @@ def test_processes_that_do_not_come(cache: Path):
     )
 
 
+def test_ctrl_c_while_waiting_for_the_others(cache: Path):
+    port = free_port()
+    common = (f"--coordinator=127.0.0.1:{port}", "--processes=2", "--workdir=/dev/null/none")
+    first = Command(cache, *common, "--process=0")
+    together._reach(f"127.0.0.1:{port}", 60)  # it waits now
+    first.process.send_signal(signal.SIGINT)
+    assert first.ended(10) == (130, "", "stopped before the first round\n")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -157,6 +166,7 @@ DEAD = f"unhealthy (stopped sending heartbeats):\n1\n3\nThe tasks have crashed.\
         ([End(0, GONE, "Gloo", ""), End(2, -9, "", "")], "process 2 of 4 was killed ", 75),
         ([End(1, 143, "y", ""), End(0, 143, "stopped at round 3", "")], "stopped at round 3", 143),
         ([End(1, 143, "", ""), End(0, GONE, "", "")], "process 1 of 4 was stopped", 143),
+        ([End(1, -2, "joining", ""), End(0, -2, "", "")], "stopped before the first round", 130),
         ([End(0, -6, "joining", FATAL)], "error: not all of the 4 processes have come", 2),
         ([End(0, 1, "", "a\nb"), End(1, -6, "", RPC)], "a\nb\nprocess 0 of 4 has crashed (1), ", 1),
         ([End(1, -6, "", RPC)], "process 0 is gone, so this run ends; the same command", 75),

@@ -16,7 +16,7 @@ from fedjax_pfl.errors import UsageError
 from fedjax_pfl.models.mlp import MLP
 from fedjax_pfl.rounds import INIT, Rounds, make_rounds, stage_key
 from fedjax_pfl.task import classification, regression
-from tests import tiny
+from tests import cases, tiny
 
 KEY = jax.random.key(11)
 
@@ -125,6 +125,21 @@ def test_the_draw_depends_on_seed_and_round_only():
         np.testing.assert_array_equal(getattr(later, name)[:10], getattr(whole[1], name)[40:50])
     assert not later.present[10:].any()
     assert (drawn(seed=12, n=20)[1].ids[:20] != whole[1].ids[:20]).any()
+
+
+def test_chunks_within_devices():
+    """Three clients on each of two devices, in chunks of two: the last one is half empty."""
+    axis = (jax.sharding.AxisType.Auto,)
+    two = jax.make_mesh((2,), ("clients",), axis, devices=jax.devices()[:2])
+    data, federation = tiny.federated()
+    ends = []
+    for how in ({}, {"chunk": 2, "mesh": two}):
+        made = cases.make("pfedla", federation)
+        rounds = make_rounds(made, cases.TASK, federation, cohort=6, calls=2, **how)
+        key, there, t, n = rounds.place((KEY, data, scalar(0), scalar(2)))
+        state, logs = rounds.run(key, rounds.init(key), there, t, n)
+        ends.append(jax.device_get((state, logs, rounds.evaluate(key, state, there, n))))
+    chex.assert_trees_all_close(*ends, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cohort", [0, 8])

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from experiments import launch
-from fedjax_pfl import build, checkpoints, rundir, runner, sweep
+from fedjax_pfl import algorithms, arrays, build, checkpoints, phase, rundir, runner, sweep
 from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.sweep import Swept
-from tests import cases, tiny
-from tests.cases import CASES, NAMES
 from tests.runs.common import (
     BASE,
     PHASES,
@@ -54,7 +52,8 @@ def test_every_point_has_its_own_best_model_and_phases(tmp_path):
 def test_all_at_once_is_as_one_after_the_other(monkeypatch):
     """As on an accelerator: points are vmapped, and so are a point's clients."""
     one = {**BASE, "rounds": 1, "eval_every": 1, "dropout": 0.0}
-    monkeypatch.setattr(build, "_at_once", lambda count: count)
+    for where in (build, phase):
+        monkeypatch.setattr(where, "at_once", lambda count: count)
     together = runner.run_all({**one, "seeds": 3, "sweep": "momentum=.9,.5"})
     monkeypatch.undo()
     for name, result in together.items():
@@ -70,7 +69,7 @@ class Stop(BaseException):
 
 @pytest.mark.parametrize("saves", [1, 4])
 def test_a_kill_between_two_saves_goes_on_where_all_are(saves, tmp_path, monkeypatch):
-    """Of the round of the first save no run but one has a checkpoint; or of the third one."""
+    """After the first of all saves one run goes on and the others begin; or all go on together."""
     save, done = checkpoints.Store.save, []
 
     def counted(self, step, trees, facts):
@@ -86,7 +85,7 @@ def test_a_kill_between_two_saves_goes_on_where_all_are(saves, tmp_path, monkeyp
     results = runner.run_all({**BASE, "seeds": 3}, tmp_path)
     for seed in range(3):
         result = results[f"seed={seed}"]
-        assert result.resumed_at == (None if saves == 1 else 1)
+        assert result.resumed_at == (1 if saves == 4 or seed == 0 else None)
         assert_same_run(result, undisturbed({**BASE, "seed": seed}), tmp_path / f"seed={seed}")
 
 
@@ -128,11 +127,89 @@ def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys
         assert_same_run(results[f"seed={seed}"], undisturbed({**BASE, "seed": seed}))
 
 
+def test_more_points_leave_what_has_come_further_alone(tmp_path, monkeypatch):
+    """A stopped sweep of two seeds goes on as three; and one of whose finished runs a checkpoint
+    is damaged, which goes on from the one before while a new one begins."""
+    append = rundir.append_metrics
+
+    def stop(directory, line):
+        if line["round"] == 4:
+            raise Stop
+        append(directory, line)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir, "append_metrics", stop)
+        with pytest.raises(Stop):
+            runner.run_all(SEEDS, tmp_path)
+    results = runner.run_all({**BASE, "seeds": 3}, tmp_path)
+    assert [results[f"seed={seed}"].resumed_at for seed in range(3)] == [3, 3, None]
+    newest = max((tmp_path / "seed=0/checkpoints").iterdir(), key=lambda path: int(path.name))
+    (newest / "meta/metadata").write_text("{}")
+    results = runner.run_all({**BASE, "seeds": 4}, tmp_path)
+    assert results["seed=0"].resumed_at < int(newest.name)
+    for seed in range(4):
+        alone = undisturbed({**BASE, "seed": seed})
+        assert_same_run(results[f"seed={seed}"], alone, tmp_path / f"seed={seed}")
+
+
+def test_what_a_method_shows_of_itself_is_of_each_point():
+    """The matched weights of Factorized-FL depend on its scale."""
+    base = {**BASE, "algorithm": "factorized_fl", "dropout": 0.0, "rounds": 1, "eval_every": 1}
+    results = runner.run_all({**base, "sweep": "factorized_fl.scale=1,20"})
+    for scale in (1.0, 20.0):
+        mine = results[f"factorized_fl.scale={scale},seed=0"]
+        alone = runner.run({**base, "factorized_fl": {"scale": scale}})
+        np.testing.assert_allclose(
+            mine.observations["weights"][1], alone.observations["weights"][1], rtol=1e-5
+        )
+        assert mine.phases[0].config.factorized_fl.scale == scale
+    one, other = (result.observations["weights"][1][-1] for result in results.values())
+    assert np.abs(one - other).max() > 1e-3
+
+
+def test_a_methods_own_fault_is_not_the_sweeps():
+    def broken(model, task, training, federation, *, rate: float = 1.0):
+        usual = algorithms.fedavg(model, task, training, federation)
+        return usual._replace(send=lambda *rest: None + 1)
+
+    for more in ({"seeds": 2}, {"sweep": "broken.rate=1,2"}):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            runner.run_all({**BASE, **more}, algorithm=broken)
+
+
+def test_a_method_of_ones_own_can_be_swept_in_a_phase():
+    def star(model, task, training, federation, *, rate: float = 1.0):
+        usual = algorithms.fedavg(model, task, training, federation)
+        later = lambda *rest: jax.tree.map(lambda a: rate * a, usual.receive(*rest))
+        return usual._replace(receive=later)
+
+    phases = ({"algorithm": "fedavg", "rounds": 1}, {"algorithm": "star", "rounds": 1})
+    results = runner.run_all(
+        {**BASE, "eval_every": 1, "phases": phases, "sweep": "star.rate=1,.5"}, algorithm=star
+    )
+    one, half = (results[f"star.rate={rate},seed=0"].state.server for rate in (1.0, 0.5))
+    leaves = zip(jax.tree.leaves(one), jax.tree.leaves(half), strict=True)
+    for a, b in leaves:
+        np.testing.assert_allclose(0.5 * a, b, rtol=1e-6)
+
+
+def test_a_score_that_is_no_number_ends_no_other_run():
+    """A regression whose first step leaves a model that is finite and a loss that is not."""
+    x = np.linspace(-1, 1, 60, dtype=np.float32)[:, None]
+    config = {**BASE, "local_epochs": None, "local_steps": 1, "sweep": "learning_rate=.01,1e25"}
+    config = {k: v for k, v in config.items() if k not in ("dataset", "synthetic")}
+    results = runner.run_all(config, dataset=arrays(x, 2 * x, name="line"))
+    good, bad = ([line["before"]["loss"] for line in r.metrics] for r in results.values())
+    assert all(np.isfinite(good))
+    assert None in bad
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"sweep": "learning_rat=1,2"}, "no setting learning_rat; did you mean learning_rate?"),
         ({"sweep": "learning_rate"}, "'learning_rate', which is no NAME=NUMBER,NUMBER"),
+        ({"sweep": "learning_rate=1;learning_rate=2"}, "sweep has learning_rate twice"),
         ({"sweep": "learning_rate=fast"}, "which is no NAME=NUMBER,NUMBER"),
         ({"sweep": "clients=3,4"}, "clients is 3.0; it must be of type int"),
         ({"sweep": "test_fraction=.1,.2"}, "test_fraction cannot differ in one program"),
@@ -159,40 +236,10 @@ def test_run_is_for_one(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def _real(name):
-    """An algorithm's real-valued settings with two values each that all of them allow."""
-    settings = {**configuration.settings(cases.FACTORIES[name]), **CASES[name].settings}
-    structural = {"pfedpara": {"gamma"}, "fedmn": {"dropout"}}.get(name, set())
-    return {k: v for k, v in settings.items() if type(v) is float and k not in structural}
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if _real(name)])
-def test_every_real_setting_of_every_algorithm_can_be_swept(name):
-    """A round and an evaluation are traced with all of them swept at once."""
-    data, federation = tiny.federated()
-    real = {key: (value, value / 2 or 0.0) for key, value in _real(name).items()}
-
-    def round_of(now):
-        settings = {
-            **CASES[name].settings,
-            **{key: Swept(key, values, now[i]) for i, (key, values) in enumerate(real.items())},
-        }
-        training = cases.training(**(CASES[name].training or {}))
-        make = cases.FACTORIES[name]
-        made = make(tiny.Net(), cases.TASK, training, federation, **settings)
-        rounds = build.plain_rounds(made, cases.TASK, federation, cohort=tiny.CLIENTS)
-        state = rounds.init(jax.random.key(0))
-        state, _ = rounds.run(jax.random.key(0), state, data, jnp.int32(0), jnp.int32(1))
-        return rounds.evaluate(jax.random.key(0), state, data, jnp.int32(1))
-
-    shapes = jax.eval_shape(round_of, jnp.zeros(len(real)))
-    assert shapes.before.score.shape == (tiny.CLIENTS,)
-
-
 class TestSwept:
     """One setting, two points, the second of which is computed."""
 
-    rate = Swept("rate", (0.5, 2.0), jnp.float32(2))
+    rate = Swept("rate", (0.5, 2.0), jnp.int32(1))
 
     @pytest.mark.parametrize("f", [operator.add, operator.sub, operator.mul, operator.truediv])
     def test_arithmetic_is_that_of_the_point(self, f):
