@@ -19,6 +19,8 @@ from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 
 CONFIGS = Path(__file__).parent / "configs"
+LIST = "python -m experiments.list"
+SET_HELP = f"KEY=VALUE (as JSON), in every run; KEY may have a dot. Keys: {LIST} settings."
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run directory; the same command on it resumes. Default: runs/ and the preset."
 )
@@ -155,7 +157,10 @@ def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
     """The flag --config, by default a system's own file; --help shows it and where data are."""
     with in_one_line():
         holder = config_flags.DEFINE_config_file(
-            "config", str(CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
+            "config",
+            str(CONFIGS / f"{name}.py"),
+            "FILE.py:PRESET, then --config.KEY=VALUE for what is to be changed. Every KEY with its "
+            f"default and its meaning: {LIST} settings; those of methods: {LIST} methods.",
         )
     for flag in ("config", "data_dir"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])

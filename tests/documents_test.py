@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import compare
+from experiments import list as listing
 from experiments.tables import TABLES
 from experiments.tune import grids
 from fedjax_pfl import algorithms, comparison
@@ -73,6 +74,11 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
     found = compare.text(rows).splitlines()
     first = next(i for i, line in enumerate(found) if line.startswith("fedavg "))
     assert blank(shown)[1:] == blank("\n".join(found[first : first + 2]))
+
+
+def test_settings_are_listed_as_they_are():
+    (shown,) = documents.blocks("settings.md", "text")
+    assert shown == listing.listing("settings") + "\n"
 
 
 def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():

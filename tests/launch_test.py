@@ -259,7 +259,8 @@ def test_help_names_the_presets_and_the_flags(ended):
     _, out, err, files = ended["help"]
     assert "Traceback" not in out + err
     assert err == ""
-    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10"):
+    assert max(map(len, out.splitlines())) <= 100
+    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", "experiments.list settings"):
         assert word in out
     for flag in ("--config:", "--workdir:", "--data_dir:"):
         assert flag in out

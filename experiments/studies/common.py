@@ -14,7 +14,7 @@ from absl import app, flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from experiments.launch import DATA_DIR, change, fail, prepare_devices
+from experiments.launch import DATA_DIR, SET_HELP, change, fail, prepare_devices
 from fedjax_pfl import data, runner
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.metrics import mean_std as mean_std
@@ -25,7 +25,7 @@ ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2
 CLIENTS = flags.DEFINE_integer("clients", 10, "Clients.", lower_bound=1)
 METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
-SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
+SET = flags.DEFINE_multi_string("set", [], SET_HELP)
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
