@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -50,6 +51,7 @@ def launch(name: str) -> None:
 
     prepare_devices()
     try:
+        check_file(sys.argv[1:], name)
         check_keys(sys.argv[1:])
         _define_processes()
         config = define_config(name)
@@ -122,6 +124,7 @@ def command(main: Callable[[Sequence[str]], None], config: str = "") -> None:
     logging.set_verbosity(logging.WARNING)
     try:
         if config:
+            check_file(sys.argv[1:], config)
             check_keys(sys.argv[1:])
             define_config(config)
         app.run(whole, flags_parser=_parse if config else parse)
@@ -159,8 +162,8 @@ def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
         holder = config_flags.DEFINE_config_file(
             "config",
             str(CONFIGS / f"{name}.py"),
-            "FILE.py:PRESET, then --config.KEY=VALUE for what is to be changed. Every KEY with its "
-            f"default and its meaning: {LIST} settings; those of methods: {LIST} methods.",
+            "FILE.py:PRESET, then --config.KEY=VALUE. Every KEY, its default and its meaning:\n"
+            f"{LIST} settings\n{LIST} methods",
         )
     for flag in ("config", "data_dir"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
@@ -206,6 +209,7 @@ def change(config: ConfigDict, pairs: Sequence[str]) -> None:
     """Apply --set=KEY=VALUE, each value as JSON; a key may have dots."""
     for pair in pairs:
         key, _, value = pair.partition("=")
+        check_keys([f"--config.{key}"])  # which names the nearest
         *groups, last = key.split(".")
         level = config
         try:
@@ -240,6 +244,28 @@ def in_one_line() -> Iterator[None]:
         raise UsageError(line) from None
 
 
+def check_file(arguments: Sequence[str], usual: str) -> None:
+    """Name the nearest configuration file where that of --config=FILE.py:PRESET does not exist.
+
+    usual: the system whose file the command takes by default.
+    """
+    for flag, value in _given(arguments):
+        path, colon, preset = value.partition(":")
+        if flag != "config" or Path(path).is_file():
+            continue
+        ours = CONFIGS.relative_to(Path.cwd()) if CONFIGS.is_relative_to(Path.cwd()) else CONFIGS
+        there = sorted(Path(path).parent.glob("[!_]*.py")) if "/" in path else []
+        files = {p.stem: p for p in [*ours.glob("[!_]*.py"), *there]}  # ours, unless beside it
+        near = difflib.get_close_matches(Path(path).stem, files, 1, 0.5)
+        if near:
+            hint = f"did you mean {files[near[0]]}{colon}{preset}?"
+        elif not path or colon or "/" in path or path.endswith(".py"):
+            hint = f"in {ours} there are {', '.join(sorted(p.name for p in ours.glob('[!_]*.py')))}"
+        else:
+            hint = f"did you mean {ours / usual}.py:{path}?"
+        raise UsageError(f"there is no file {path!r}; --config takes FILE.py:PRESET; {hint}")
+
+
 def check_keys(arguments: Sequence[str]) -> None:
     """Name the nearest setting where one of --config.KEY=VALUE does not exist."""
     known = configuration.default()
@@ -252,6 +278,6 @@ def check_keys(arguments: Sequence[str]) -> None:
             names = list(level) if isinstance(level, ConfigDict) else []
             key = word.partition("[")[0]
             if key not in names:
-                hint = configuration.nearest(key, names) if names else ""
+                hint = configuration.nearest(key, names, f"{seen}{{}}") if names else ""
                 raise UsageError(f"there is no setting {seen}{key}{hint}")
             level, seen = level[key], f"{seen}{key}."

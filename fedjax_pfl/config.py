@@ -112,10 +112,16 @@ def default(words: Words = OURS) -> ConfigDict:
     return config
 
 
-def nearest(word: str, words: Any) -> str:
-    """A hint at the word that was probably meant."""
+def nearest(word: str, words: Any, whole: str = "{}") -> str:
+    """A hint at the word that was probably meant.
+
+    Args:
+      whole: of which it is a part, such as "pfedla.{}".
+    """
     close = difflib.get_close_matches(word, list(words), 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(words))}"
+    if close:
+        return f"; did you mean {whole.replace('{}', close[0])}?"
+    return f"; there are {', '.join(sorted(words))}"
 
 
 def complete(given: Mapping[str, Any], words: Words = OURS) -> ConfigDict:
@@ -129,7 +135,8 @@ def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> 
     """Change settings in place; an unknown key, or a value of another type, is an error."""
     for key, value in given.items():
         if key not in config:
-            raise UsageError(f"there is no setting {prefix}{key}{nearest(key, config.keys())}")
+            hint = nearest(key, config.keys(), f"{prefix}{{}}")
+            raise UsageError(f"there is no setting {prefix}{key}{hint}")
         if isinstance(config[key], ConfigDict):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix}{key} is a group of settings; give {prefix}{key}.NAME")

@@ -116,11 +116,14 @@ def test_complete_changes_what_is_given_and_no_more():
     ("changes", "words"),
     [
         ({"learning_rte": 0.1}, ["learning_rte", "did you mean learning_rate?"]),
-        ({"synthetic": {"noize": 0.1}}, ["synthetic.noize", "did you mean noise?"]),
+        ({"synthetic": {"noize": 0.1}}, ["synthetic.noize", "did you mean synthetic.noise?"]),
         ({"phases": [{"roundz": 3}]}, ["roundz", "did you mean rounds?"]),
         ({"phases": [{"clients": 3}]}, ["phase cannot change clients"]),
         ({"phases": [{"synthetic": {"noise": 2.0}}]}, ["phase cannot change synthetic"]),
-        ({"phases": [{"mlp": {"hiden": (2,)}}]}, ["phases[0].mlp.hiden", "did you mean hidden?"]),
+        (
+            {"phases": [{"mlp": {"hiden": (2,)}}]},
+            ["phases[0].mlp.hiden", "did you mean phases[0].mlp.hidden?"],
+        ),
         ({"phases": [3]}, ["phases[0]", "rounds=10"]),
         ({"groups": [{"rounds": 3}]}, ["groups[0]", "model"]),
         ({"groups": [{}, {"model": "mpl"}]}, ["'mpl'", "did you mean mlp?"]),

@@ -1,6 +1,7 @@
 """The command line: presets, where a run goes, and errors in one line."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import launch, presets
-from experiments.configs import baseline
+from experiments.configs import baseline, factorized_fl
 from fedjax_pfl import config
 from fedjax_pfl.errors import UsageError
 
@@ -79,11 +80,48 @@ def test_the_order_of_words_does_not_matter():
 
 @pytest.mark.parametrize(
     ("preset", "nearest"),
-    [("fedagv", "fedavg"), ("cifar01", "cifar10"), ("clases4", "classes4"), ("iidd", "iid")],
+    [("fedagv", "fedavg"), ("cifar01", "cifar10"), ("clases7", "classes7"), ("iidd", "iid")],
 )
 def test_an_unknown_word_gets_the_nearest(preset, nearest):
-    line = message(baseline.get_config, f"local-{preset}")
-    assert line == f"there is no preset {preset!r}; did you mean {nearest}?"
+    line = message(baseline.get_config, f"local-{preset}-n3")
+    assert line == (
+        f"there is no preset 'local-{preset}-n3': {preset!r} is no word of one; "
+        f"did you mean local-{nearest}-n3?"
+    )
+
+
+def test_an_unknown_word_like_no_other_gets_all():
+    line = message(factorized_fl.get_config, "zzzz")
+    assert "is no word of one; there are alpha, beta, cifar10, " in line
+    assert re.search(r" classesN, .* dirichletN, .* wN$", line)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("experiments/config/pfedla.py:n3", "did you mean experiments/configs/pfedla.py:n3?"),
+        ("experiments/configs/pfedla:n3", "did you mean experiments/configs/pfedla.py:n3?"),
+        ("pfedal", "did you mean experiments/configs/pfedla.py?"),
+        ("digits-k1", "did you mean experiments/configs/fedmn.py:digits-k1?"),
+        ("own/tund.py:fedavg", "did you mean own/tuned.py:fedavg?"),
+        ("zzzz.py", "in experiments/configs there are baseline.py, factorized_fl.py, "),
+        ("", "in experiments/configs there are "),
+    ],
+)
+def test_a_file_that_is_not_there_gets_the_nearest(value, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/tuned.py").touch()
+    Path("experiments").symlink_to(launch.CONFIGS.parent)
+    monkeypatch.setattr(launch, "CONFIGS", tmp_path / "experiments/configs")
+    line = message(launch.check_file, ["--seed=1", "--config", value], "fedmn")
+    path = value.partition(":")[0]
+    assert line.startswith(f"there is no file {path!r}; --config takes FILE.py:PRESET; {hint}")
+
+
+def test_a_file_that_is_there_passes():
+    launch.check_file([f"--config={launch.CONFIGS / 'pfedla.py'}:zzzz", "--workdir=zzzz"], "fedmn")
+    launch.check_file([], "fedmn")
 
 
 def test_every_word_of_the_documentation_is_a_preset():
@@ -113,7 +151,8 @@ def test_a_systems_own_words_come_after_the_shared_ones():
     [
         ("--config.clientz=3", "there is no setting clientz; did you mean clients?"),
         ("-config.clientz=3", "there is no setting clientz; did you mean clients?"),
-        ("--config.classes.per_clent=3", "no setting classes.per_clent; did you mean per_client?"),
+        ("--config.pfedla.rat=1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
+        ("--config.classes.per_clent=3", "classes.per_clent; did you mean classes.per_client?"),
         ("--config.clients.x=3", "there is no setting clients.x"),
         ("--config.phase[0].rounds=3", "there is no setting phase; did you mean phases?"),
         ("--config.zzzzzzz", "there is no setting zzzzzzz; there are "),
@@ -210,8 +249,11 @@ def test_the_command_line_says_whether_steps_or_epochs(arguments, wanted):
 
 _WRONG = {
     "unknown key": (["--config.clientz=3"], "did you mean clients?"),
-    "unknown preset": ([f"--config={ROOT / FILE}:fedagv"], "did you mean fedavg?"),
-    "no config file": (["--config=nowhere.py"], "nowhere.py"),
+    "unknown preset": (
+        [f"--config={ROOT / FILE}:fedagv"],
+        "'fedagv' is no word of one; did you mean fedavg?",
+    ),
+    "no config file": (["--config=nowhere.py"], "nowhere.py'; --config takes FILE.py:PRESET"),
     "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
     "unknown flag": (["--rounds=3"], "there is no flag --rounds"),
     "stray argument": (["digits"], "'digits' is no flag"),
@@ -260,7 +302,7 @@ def test_help_names_the_presets_and_the_flags(ended):
     assert "Traceback" not in out + err
     assert err == ""
     assert max(map(len, out.splitlines())) <= 100
-    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", "experiments.list settings"):
+    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", f"{launch.LIST} settings"):
         assert word in out
     for flag in ("--config:", "--workdir:", "--data_dir:"):
         assert flag in out

@@ -93,7 +93,7 @@ def _place(key: str, methods: Sequence[str], like: ConfigDict) -> tuple[str | No
         return group, key
     if last in TRAINING:
         return group, last
-    hint = configuration.nearest(last, [*like.get(group, ()), *TRAINING])
+    hint = configuration.nearest(last, [*like.get(group, ()), *TRAINING], f"{group}.{{}}")
     raise UsageError(f"there is no setting {key}{hint}")
 
 
