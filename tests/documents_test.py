@@ -1,6 +1,5 @@
 """The documents' programs run, are as short as they say, and do what they say."""
 
-import importlib.util
 import re
 import shlex
 
@@ -76,11 +75,6 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
     assert blank(shown)[1:] == blank("\n".join(found[first : first + 2]))
 
 
-def test_settings_are_listed_as_they_are():
-    (shown,) = documents.blocks("settings.md", "text")
-    assert shown == listing.listing("settings") + "\n"
-
-
 def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     text = (documents.DOCS / "tuning.md").read_text()
     assert all(f"`{name}`" in text for name in grids.TRAINING)
@@ -143,52 +137,75 @@ def test_moments_do_not_travel():
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
 
 
-# The site.
+# What stands on the pages, in a clone and in the site.
+
+ROOT = documents.DOCS.parent
+PAGES = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("*.md"))
+OTHERS = ("README.md", "BUILD.md", "experiments/results/README.md", "third_party/README.md")
 
 
 @pytest.fixture(scope="module")
 def site():
     """docs/conf.py, which needs no Sphinx."""
-    spec = importlib.util.spec_from_file_location("conf", documents.DOCS / "conf.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return documents.script("conf")
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
-def test_links_between_pages_lead_somewhere(page):
-    text = (documents.DOCS / page).read_text()
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        if "://" not in target and not target.startswith("api/"):
-            # conf.py copies the results beside the pages.
-            home = (
-                documents.DOCS.parent / "experiments"
-                if target.startswith("results/")
-                else documents.DOCS
-            )
-            assert (home / target).exists(), target
+@pytest.fixture(scope="module")
+def written():
+    return documents.script("written")
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
-def test_what_pages_name_is_there(page, site):
-    source = [(documents.DOCS / page).read_text()]
-    site._fill(None, page, source)
-    assert "{{" not in source[0]
+@pytest.mark.parametrize("page", [*map(str, PAGES), *OTHERS])
+def test_links_lead_somewhere(page):
+    assert documents.lost(ROOT / page) == []
 
 
-def test_what_the_code_says_is_on_the_pages(site):
-    def filled(page):
-        source = [(documents.DOCS / page).read_text()]
-        site._fill(None, page, source)
-        return source[0]
+def test_lost_links_are_found(tmp_path):
+    (tmp_path / "there.md").write_text("# Data, and `more`\n```sh\n# no title\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "## Here\n[a](there.md) [b](there.md#data-and-more) [c](#here) [d](https://x.y) "
+        "![e](no.png) [f](there.md#no-title) [g](no/there.md#data) [h](#there)"
+    )
+    assert documents.lost(page) == ["no.png", "there.md#no-title", "no/there.md#data", "#there"]
 
-    assert "| pfedla | 61.43 ± 0.56 | 73.15 ± 0.83 |" in filled("pfedla.md")
-    assert "| `pfedla.rate` | `0.05` |" in filled("pfedla.md")
-    assert "(∂θ̄&#95;i/∂ψ&#95;i)ᵀ Δθ&#95;i" in filled("pfedla.md")
-    assert "robustness" not in filled("index.md") or (documents.DOCS / "robustness.md").is_file()
-    assert all(f"`{name}`" in filled("tables.md") for name in TABLES)
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_pages_say_what_the_code_says(page, written):
+    text = (ROOT / page).read_text()
+    assert written.written(text) == text, "python docs/written.py brings the pages up to date"
+    assert text.count("<!-- begin ") == text.count("<!-- end -->")
+    assert "{{" not in text
+
+
+def test_what_the_code_says_is_on_the_pages(written):
+    text = lambda page: (documents.DOCS / page).read_text()
+    assert "| pfedla | 61.43 ± 0.56 | 73.15 ± 0.83 |" in text("pfedla.md")
+    assert "| `pfedla.rate` | `0.05` |" in text("pfedla.md")
+    assert "(∂θ̄_i/∂ψ_i)ᵀ Δθ_i" in text("pfedla.md")
+    assert all(f"`{name}`" in text("tables.md") for name in TABLES)
+    assert documents.blocks("settings.md", "text") == [listing.listing("settings") + "\n"]
+    stale = text("pfedla.md").replace("61.43", "61.44")
+    assert written.written(stale) == text("pfedla.md")
     with pytest.raises(KeyError):
-        site.published("pfedla/table1", "cifar11-n10")
+        written.published("pfedla/table1", "cifar11-n10")
+
+
+def test_the_first_page_and_the_site_lead_to_all_pages(site):
+    first = (documents.DOCS / "index.md").read_text()
+    for page in {p.stem for p in PAGES} - {"index"}:
+        assert f"]({page}.md" in first, page
+        assert f"\n{page}\n" in site.NAVIGATION, page
+
+
+def test_the_site_has_its_own_places_for_what_lies_elsewhere(site):
+    for page in PAGES:
+        source = [(ROOT / page).read_text()]
+        site._read(None, page.stem, source)
+        assert "](../" not in source[0], page
+        assert ("{toctree}" in source[0]) == (page.stem == "index")
+    assert set(site.LINKS.values()) == {"results/", "api/methods.md"}
+    assert "Methods" in site.API
 
 
 def test_the_reference_has_every_method_and_what_is_public(site):
