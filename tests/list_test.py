@@ -1,5 +1,6 @@
 """The listing names everything, in 100 columns."""
 
+import itertools
 import re
 
 import pytest
@@ -34,6 +35,21 @@ def test_names_everything_with_a_description_and_its_defaults(kind):
         for key, value in (own or {}).items():
             shown = "unset" if value is None else str(value).replace(" ", "")
             assert {f"{key}={shown}", f"{key}={shown},"} & set(words), key
+
+
+def test_a_method_is_listed_by_its_name_in_papers_too():
+    found = dict(re.findall(r"^  (\w+) +(\S.*?):", listing.listing("methods"), re.MULTILINE))
+    plain = lambda text: re.sub(r"[^a-z]", "", text.lower().replace("+", "plus"))
+    for name in algorithms.__all__:
+        assert plain(name) in plain(found[name]), name
+
+
+def test_the_readme_says_what_every_method_is_called():
+    lines = (listing.CONFIGS.parents[1] / "README.md").read_text().splitlines()
+    at = lines.index("| Method | `algorithm` | What it does |")
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[at + 2 :]))
+    named = re.findall(r"`(\w+)`", " ".join(row.split("|")[2] for row in rows))
+    assert sorted(named) == sorted(algorithms.__all__)
 
 
 def test_defaults_are_those_of_a_configuration():
