@@ -1,5 +1,7 @@
 """The documents' programs run, are as short as they say, and do what they say."""
 
+import inspect
+import itertools
 import re
 import shlex
 
@@ -14,6 +16,8 @@ from experiments import list as listing
 from experiments.tables import TABLES
 from experiments.tune import grids
 from fedjax_pfl import algorithms, comparison
+from fedjax_pfl.algorithm import Algorithm, State, everything
+from fedjax_pfl.rounds import make_rounds
 from tests import cases, documents, tiny
 
 KEY = jax.random.key(3)
@@ -135,6 +139,98 @@ def test_moments_do_not_travel():
     state = made.init(KEY)
     payload = made.send(state.server, (), 0, 0, KEY)
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
+
+
+# What the functions of a method are given.
+
+
+def table(first):
+    """The rows of your_method.md's table with that first heading, as dicts of their cells."""
+    lines = (documents.DOCS / "your_method.md").read_text().splitlines()
+    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[at + 2 :])
+    return [dict(zip(cells(lines[at]), cells(row), strict=True)) for row in rows]
+
+
+def test_the_functions_are_those_of_the_contract():
+    form = r"^ +(\w+) +\(([\w, =]+)\) -> (.+?)\.(?: |$)"
+    contract = re.findall(form, Algorithm.__doc__, re.M)
+    shown = [tuple(row[k].replace("`", "") for k in row) for row in table("Function")]
+    assert shown == contract
+    assert [name for name, *_ in shown] == list(Algorithm._fields)
+    optional = set(Algorithm._field_defaults)
+    text = (documents.DOCS / "your_method.md").read_text()
+    assert "`traffic` and `observe` may be left out" in text
+    assert optional == {"traffic", "observe"}
+
+
+def test_every_argument_is_in_the_table():
+    found = {}
+    for row in table("Argument"):
+        for function in row["Of"].replace("`", "").split(", "):
+            found.setdefault(function, set()).add(row["Argument"].strip("`"))
+    wanted = {
+        row["Function"].strip("`"): set(re.findall(r"(\w+)(?:=None)?", row["Is given"])) - {"None"}
+        for row in table("Function")
+    }
+    own = inspect.signature(algorithms.fedavg).parameters
+    assert found == {**wanted, "the factory": set(own)}
+    assert [r["Argument"].strip("`") for r in table("Argument")][:4] == list(own)
+
+
+def test_arguments_are_what_the_table_says():
+    """Of a method that computes nothing: five clients, three in a round, unlike shapes."""
+    n, k = 5, 3
+    seen = {}
+
+    def watched(name, function):
+        def called(*arguments):
+            bound = zip(inspect.signature(function).parameters, arguments, strict=False)
+            seen.setdefault(name, []).append(dict(bound))
+            return function(*arguments)
+
+        return called
+
+    shape = State(jnp.zeros(7), jnp.zeros((n, 2)), jnp.zeros((n, 4)))
+    plain = Algorithm(
+        init=lambda key, start=None: shape if start is None else start,
+        send=lambda server, rows, i, t, key: rows[i],
+        train=lambda payload, client, data, t, key: (payload, (), client, {"loss": client.sum()}),
+        receive=lambda server, rows, ids, arrived, payloads, uploads, t: (server, rows),
+        personal=lambda server, rows, client, i, data, t, key: (),
+        predict=lambda variables, x: jnp.zeros((len(x), 3)),
+        traffic=lambda payload, upload: everything(payload, upload),
+        observe=lambda state: {"rows": state.rows},
+    )
+    method = Algorithm(*(watched(name, part) for name, part in plain._asdict().items()))
+    data, federation = tiny.federated(clients=n)
+    rounds = make_rounds(method, cases.TASK, federation, cohort=k)
+    key, number = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
+    state = jax.eval_shape(rounds.init, key, shape)
+    jax.eval_shape(rounds.run, key, state, data, number, number)
+    jax.eval_shape(rounds.evaluate, key, state, data, number)
+    jax.eval_shape(method.observe, state)
+
+    fits = {"": lambda s: True, "[]": lambda s: s == (), "[K]": lambda s: s == (k,),
+            "[N, ...]": lambda s: s == (n, 2), "[K, ...]": lambda s: s == (k, 2),
+            "[...]": lambda s: s == (4,),
+            "[B, ...]": lambda s: s[1:] == (tiny.FEATURES,)}  # fmt: skip
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    for row in table("Argument")[4:]:
+        name, kind, form = (row[c].strip("`") for c in ("Argument", "Type", "Shape"))
+        for function in row["Of"].replace("`", "").split(", "):
+            for value in (given[name] for given in seen[function]):
+                where = function, name
+                for leaf in jax.tree.leaves(value):
+                    assert isinstance(leaf, jax.core.Tracer) == (row["Traced"] == "yes"), where
+                    assert fits[form](leaf.shape), where
+                if kind in ("int32", "bool", "float32"):
+                    assert value.dtype == kind, where
+                elif kind == "key":
+                    assert is_key(value), where
+                elif kind != "tree":
+                    assert type(value).__name__ == kind, where
 
 
 # What stands on the pages, in a clone and in the site.
