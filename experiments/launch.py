@@ -50,7 +50,7 @@ def launch(name: str) -> None:
                 _show(Path(workdir), results)
 
     prepare_devices()
-    try:
+    with ending():
         check_file(sys.argv[1:], name)
         check_keys(sys.argv[1:])
         _define_processes()
@@ -60,11 +60,6 @@ def launch(name: str) -> None:
         # What --help shows: the presets, as the config file describes them.
         sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
         app.run(main, flags_parser=_parse)
-    except UsageError as error:
-        fail(error)
-    except interrupt.Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.code)
 
 
 def _show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
@@ -117,19 +112,29 @@ def command(main: Callable[[Sequence[str]], None], config: str = "") -> None:
         except flags.Error as error:
             raise UsageError(str(error)) from None
 
-    def whole(argv: Sequence[str]) -> None:
-        main(argv)
-        sys.stdout.flush()
-
     logging.set_verbosity(logging.WARNING)
-    try:
+    with ending():
         if config:
             check_file(sys.argv[1:], config)
             check_keys(sys.argv[1:])
             define_config(config)
-        app.run(whole, flags_parser=_parse if config else parse)
-    except UsageError as error:
-        fail(error)
+        app.run(main, flags_parser=_parse if config else parse)
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """How every command ends: with one line where something is wrong, and no other trace of it."""
+    try:
+        try:
+            yield
+        except UsageError as error:
+            fail(error)
+        except interrupt.Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(stopped.code)
+        finally:
+            if sys.stdout is not None:  # as it is where it was closed from the start
+                sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, such as head, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -232,7 +237,7 @@ def in_one_line() -> Iterator[None]:
     """Turn whatever reading flags and a config file raises into a UsageError."""
     try:
         yield
-    except UsageError:
+    except (UsageError, BrokenPipeError):
         raise
     except flags.UnrecognizedFlagError as error:
         raise UsageError(

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from experiments import launch, presets
 from experiments.configs import baseline, factorized_fl
-from fedjax_pfl import config
+from fedjax_pfl import config, interrupt
 from fedjax_pfl.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -201,6 +201,43 @@ def test_fail_is_one_line_and_status_2(capsys):
         launch.fail(UsageError("what\n  is wrong"))
     assert caught.value.code == 2
     assert capsys.readouterr() == ("", "error: what is wrong\n")
+
+
+@pytest.mark.parametrize("written", ["x", "x" * 100_000], ids=["kept back", "at once"])
+def test_a_reader_that_has_read_enough_is_no_error(written, monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with launch.ending(), launch.in_one_line():
+            print(written)
+        print("more")  # as Python does when it ends
+        out.flush()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_command_may_have_no_output_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with launch.ending():
+        print("to nobody")
+
+
+def test_all_commands_end_alike():
+    for path in launch.CONFIGS.parent.rglob("*.py"):
+        if path != Path(launch.__file__):
+            assert "app.run(" not in path.read_text(), path
+
+
+def test_how_a_command_ends(capsys):
+    def code(error):
+        with pytest.raises(SystemExit) as caught, launch.ending():
+            raise error
+        return caught.value.code
+
+    assert code(UsageError("wrong")) == 2
+    assert code(interrupt.Stopped(3, 15)) == interrupt.Stopped(3, 15).code
+    assert code(SystemExit(7)) == 7
+    assert capsys.readouterr().err.splitlines()[0] == "error: wrong"
 
 
 @pytest.mark.parametrize(
