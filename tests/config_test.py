@@ -1,9 +1,11 @@
 """Settings: where they come from, how they resolve, and what is said of those that cannot be."""
 
+import ast
 import dataclasses
 import inspect
 import json
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -398,3 +400,12 @@ def test_building_compiles_nothing(caplog):
         built({"phases": [{}, {"algorithm": "local"}], "learning_rate_drops": (0.5,)})
     assert not [r for r in caplog.records if "XLA compilation of jit(run" in r.getMessage()]
     assert not [r for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+
+
+def test_messages_of_the_library_name_no_flag():
+    """Whoever calls it from Python has none; the commands' own are in experiments/."""
+    for path in Path(config.__file__).parent.rglob("*.py"):
+        strings = (n.value for n in ast.walk(ast.parse(path.read_text()))
+                   if isinstance(n, ast.Constant) and isinstance(n.value, str))  # fmt: skip
+        flagged = [text for text in strings if re.search(r"--[a-z]+[.=]|--(workdir|config)", text)]
+        assert flagged == [], path
