@@ -25,7 +25,7 @@ KEY = jax.random.key(3)
 
 def test_your_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (code,) = documents.blocks("your_data.md")
+    code, reading = documents.blocks("your_data.md")
     assert documents.lines(code) < 20
     names = {"__name__": "__main__"}
     exec(code, names)
@@ -37,6 +37,16 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     held = np.asarray(names["result"].federation.counts)
     tested = [int(c["test_examples"]) for c in names["result"].clients]
     np.testing.assert_array_equal(held + tested, np.bincount(names["owners"]))
+    # What the page reads from the directory is what the call gave.
+    exec(reading, names)
+    result = names["result"]
+    scores = [line["before"]["accuracy_mean"] for line in result.metrics]
+    np.testing.assert_array_equal(names["curve"], list(zip([5, 10, 15, 20], scores, strict=True)))
+    for column in ("before_accuracy", "bytes_up", "visits"):
+        wanted = [float(client[column]) for client in result.clients]
+        np.testing.assert_allclose(names["clients"][column], wanted, rtol=1e-6)
+    (other,) = documents.blocks("your_data.md", "py")  # pandas is no dependency
+    compile(other, "pandas", "exec")
 
 
 def test_models_as_files(tmp_path, monkeypatch, capsys):
