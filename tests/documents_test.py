@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import compare
+from experiments import compare, launch
 from experiments import list as listing
 from experiments.tables import TABLES
-from experiments.tune import grids
+from experiments.tune import grids, trials
 from fedjax_pfl import algorithms, comparison
 from fedjax_pfl.algorithm import Algorithm, State, everything
 from fedjax_pfl.rounds import make_rounds
@@ -100,6 +100,20 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     (shown,) = documents.blocks("tuning.md", "text")
     wanted = f"Each method has 4 points, {given['seeds']} seeds and {given['rounds']} rounds."
     assert wanted in shown
+
+
+def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):
+    """What the page calls is planned; that such runs are made is tested elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "prepare_devices", lambda: None)
+    asked = []
+    monkeypatch.setattr(trials, "run", lambda made, *_: asked.extend(made))
+    documents.module("your_method.md")
+    (code,) = documents.blocks("tuning.md")
+    exec(code, names := {})
+    assert {trial.method: len(trial.points) for trial in asked} == {"fedavgm": 2, "fedavg": 2}
+    assert names["chosen"] == {}
+    assert "fedavgm.beta=0.9" in capsys.readouterr().out
 
 
 # FedAvgM's mathematics.
