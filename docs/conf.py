@@ -1,28 +1,20 @@
 """The documents as a site, by Sphinx; and what it takes from the code.
 
-A page says {{ docstring MODULE }}, {{ settings METHOD ... }}, {{ published TABLE COLUMN ... }},
-{{ listing KIND }}, {{ tables }}, {{ speed FILE }} or {{ pages NAME ... }}. What a page names and
-the code has not ends the build. The pages of api/ and results/ are written anew in each.
+Pages are whole as they lie there: written.py puts in what the code says of itself. The pages of
+api/ and results/ are written anew in each build.
 """
 
 import ast
 import html
 import importlib
 import inspect
-import json
-import re
 import shutil
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from experiments import benchmark, render
-from experiments import list as listing
-from experiments.speed import rivals, turns
-from experiments.tables import TABLES
-from experiments.tables.common import cell
 from fedjax_pfl import config as configuration
 
 HERE = Path(__file__).parent
@@ -63,9 +55,55 @@ API = {
     ],
 }  # fmt: skip
 
+# What pages link to in a clone, and where the site has it.
+LINKS = {"../experiments/results/": "results/", "../fedjax_pfl/algorithms/": "api/methods.md"}
+NAVIGATION = """
+```{toctree}
+:hidden:
+Start here <self>
+idea
+your_data
+your_method
+models
+notebooks
+data
+settings
+```
+
+```{toctree}
+:hidden:
+:caption: Systems
+pfedla
+pfedhn
+fedmn
+factorized_fl
+baselines
+```
+
+```{toctree}
+:hidden:
+:caption: Results
+tuning
+tables
+Our results <results/README>
+questions
+```
+
+```{toctree}
+:hidden:
+:glob:
+:caption: Reference
+contract
+robustness
+scaling
+speed
+api/*
+```
+"""
+
 
 def setup(app: Any) -> None:
-    """Write what is generated beside the pages, and fill in the pages as they are read."""
+    """Write what is generated beside the pages; those are changed a little as they are read."""
     for folder in ("api", "results"):
         shutil.rmtree(HERE / folder, ignore_errors=True)
     (HERE / "api").mkdir()
@@ -73,70 +111,15 @@ def setup(app: Any) -> None:
         text = "\n\n".join([f"# {title}", *map(module, modules)])
         (HERE / "api" / f"{title.lower().replace(' ', '_')}.md").write_text(text)
     shutil.copytree(RESULTS, HERE / "results")
-    app.connect("source-read", _fill)
+    app.connect("source-read", _read)
 
 
-def _fill(app: Any, name: str, source: list[str]) -> None:
-    def found(match: re.Match[str]) -> str:
-        mark, *words = match[1].split()
-        return MARKS[mark](*words)
-
-    source[0] = re.sub(r"^\{\{ (.+?) \}\}$", found, source[0], flags=re.M)
-
-
-def docstring(name: str) -> str:
-    """The docstring of a module, as it is."""
-    return _kept(inspect.getdoc(importlib.import_module(name)) or "")
-
-
-def settings(*names: str) -> str:
-    """Settings of methods and their defaults."""
-    defaults = configuration.default()
-    rows = [
-        [f"`{name}.{key}`", f"`{'unset' if value is None else value}`"]
-        for name in names
-        for key, value in defaults[name].to_dict().items()
-    ]
-    return render.markdown([render.Table("", ["default"], rows)])
-
-
-def published(name: str, *columns: str) -> str:
-    """Published numbers of some columns of a table, side by side."""
-    table = TABLES[name]
-    if unknown := set(columns) - set(table.columns):
-        raise KeyError(f"{name} has no column {unknown}")
-    rows = [[row, *(cell(cells.get(c)) for c in columns)] for row, cells in table.cells.items()]
-    caption = f"Published ({table.about.partition(':')[0]}):"
-    return render.markdown([render.Table(caption, list(columns), rows)])
-
-
-def kind(name: str) -> str:
-    """What there is of a kind, as the command lists it."""
-    return f"```text\n{listing.listing(name)}\n```"
-
-
-def tables() -> str:
-    """Which tables of which papers there are."""
-    rows = [[f"`{name}`", table.about, ", ".join(table.columns)] for name, table in TABLES.items()]
-    return render.markdown([render.Table("", ["from", "columns"], rows)]).replace("---:", "---")
-
-
-def speed(name: str) -> str:
-    """A measurement of `experiments.benchmark`: its table, its targets and its conditions."""
-    whole = json.loads((RESULTS / name).read_text())
-    shown = [turns.table(whole["items"], rivals.NAMES), turns.targets(whole, rivals.NAMES)]
-    return f"{render.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
-
-
-def pages(*names: str) -> str:
-    """Those that there are: some are in the navigation as soon as they are written."""
-    return "\n".join(name for name in names if (HERE / f"{name}.md").is_file())
-
-
-MARKS: dict[str, Callable[..., str]] = {
-    "docstring": docstring, "settings": settings, "published": published, "listing": kind,
-    "tables": tables, "pages": pages, "speed": speed,
-}  # fmt: skip
+def _read(app: Any, name: str, source: list[str]) -> None:
+    """A page as the site has it: with navigation, and links to what is copied or generated."""
+    for there, here in LINKS.items():
+        source[0] = source[0].replace(f"]({there}", f"]({here}")
+    if name == "index":
+        source[0] += NAVIGATION
 
 
 def module(name: str) -> str:

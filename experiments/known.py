@@ -31,7 +31,9 @@ class Known:
         same = comparison.common(config, self._defaults)
         return json.dumps([same, config.get("seed", 0)], sort_keys=True)
 
-    def find(self, config: ConfigDict) -> tuple[str, Path | None]:
+    def find(
+        self, config: ConfigDict, words: configuration.Words = configuration.OURS
+    ) -> tuple[str, Path | None]:
         """The key of a configuration, and where there is a run of it."""
-        plain = json.loads(json.dumps(configuration.resolved(config)))
+        plain = json.loads(json.dumps(configuration.resolved(config, words)))
         return (key := self.key(plain)), self.runs.get(key)

@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import difflib
 import json
 import os
 import sys
@@ -19,6 +20,8 @@ from fedjax_pfl import config as configuration
 from fedjax_pfl.errors import UsageError
 
 CONFIGS = Path(__file__).parent / "configs"
+LIST = "python -m experiments.list"
+SET_HELP = f"KEY=VALUE (as JSON), in every run; KEY may have a dot. Keys: {LIST} settings."
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run directory; the same command on it resumes. Default: runs/ and the preset."
 )
@@ -47,7 +50,8 @@ def launch(name: str) -> None:
                 _show(Path(workdir), results)
 
     prepare_devices()
-    try:
+    with ending():
+        check_file(sys.argv[1:], name)
         check_keys(sys.argv[1:])
         _define_processes()
         config = define_config(name)
@@ -56,11 +60,6 @@ def launch(name: str) -> None:
         # What --help shows: the presets, as the config file describes them.
         sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
         app.run(main, flags_parser=_parse)
-    except UsageError as error:
-        fail(error)
-    except interrupt.Stopped as stopped:
-        print(stopped, file=sys.stderr)
-        sys.exit(stopped.code)
 
 
 def _show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
@@ -113,18 +112,29 @@ def command(main: Callable[[Sequence[str]], None], config: str = "") -> None:
         except flags.Error as error:
             raise UsageError(str(error)) from None
 
-    def whole(argv: Sequence[str]) -> None:
-        main(argv)
-        sys.stdout.flush()
-
     logging.set_verbosity(logging.WARNING)
-    try:
+    with ending():
         if config:
+            check_file(sys.argv[1:], config)
             check_keys(sys.argv[1:])
             define_config(config)
-        app.run(whole, flags_parser=_parse if config else parse)
-    except UsageError as error:
-        fail(error)
+        app.run(main, flags_parser=_parse if config else parse)
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """How every command ends: with one line where something is wrong, and no other trace of it."""
+    try:
+        try:
+            yield
+        except UsageError as error:
+            fail(error)
+        except interrupt.Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(stopped.code)
+        finally:
+            if sys.stdout is not None:  # as it is where it was closed from the start
+                sys.stdout.flush()
     except BrokenPipeError:  # whoever reads, such as head, has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -155,7 +165,10 @@ def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
     """The flag --config, by default a system's own file; --help shows it and where data are."""
     with in_one_line():
         holder = config_flags.DEFINE_config_file(
-            "config", str(CONFIGS / f"{name}.py"), "FILE.py:PRESET, then --config.KEY=VALUE."
+            "config",
+            str(CONFIGS / f"{name}.py"),
+            "FILE.py:PRESET, then --config.KEY=VALUE. Every KEY, its default and its meaning:\n"
+            f"{LIST} settings\n{LIST} methods",
         )
     for flag in ("config", "data_dir"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
@@ -201,6 +214,7 @@ def change(config: ConfigDict, pairs: Sequence[str]) -> None:
     """Apply --set=KEY=VALUE, each value as JSON; a key may have dots."""
     for pair in pairs:
         key, _, value = pair.partition("=")
+        check_keys([f"--config.{key}"])  # which names the nearest
         *groups, last = key.split(".")
         level = config
         try:
@@ -223,7 +237,7 @@ def in_one_line() -> Iterator[None]:
     """Turn whatever reading flags and a config file raises into a UsageError."""
     try:
         yield
-    except UsageError:
+    except (UsageError, BrokenPipeError):
         raise
     except flags.UnrecognizedFlagError as error:
         raise UsageError(
@@ -233,6 +247,28 @@ def in_one_line() -> Iterator[None]:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         line = lines[-1].removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ")
         raise UsageError(line) from None
+
+
+def check_file(arguments: Sequence[str], usual: str) -> None:
+    """Name the nearest configuration file where that of --config=FILE.py:PRESET does not exist.
+
+    usual: the system whose file the command takes by default.
+    """
+    for flag, value in _given(arguments):
+        path, colon, preset = value.partition(":")
+        if flag != "config" or Path(path).is_file():
+            continue
+        ours = CONFIGS.relative_to(Path.cwd()) if CONFIGS.is_relative_to(Path.cwd()) else CONFIGS
+        there = sorted(Path(path).parent.glob("[!_]*.py")) if "/" in path else []
+        files = {p.stem: p for p in [*ours.glob("[!_]*.py"), *there]}  # ours, unless beside it
+        near = difflib.get_close_matches(Path(path).stem, files, 1, 0.5)
+        if near:
+            hint = f"did you mean {files[near[0]]}{colon}{preset}?"
+        elif not path or colon or "/" in path or path.endswith(".py"):
+            hint = f"in {ours} there are {', '.join(sorted(p.name for p in ours.glob('[!_]*.py')))}"
+        else:
+            hint = f"did you mean {ours / usual}.py:{path}?"
+        raise UsageError(f"there is no file {path!r}; --config takes FILE.py:PRESET; {hint}")
 
 
 def check_keys(arguments: Sequence[str]) -> None:
@@ -247,6 +283,6 @@ def check_keys(arguments: Sequence[str]) -> None:
             names = list(level) if isinstance(level, ConfigDict) else []
             key = word.partition("[")[0]
             if key not in names:
-                hint = configuration.nearest(key, names) if names else ""
+                hint = configuration.nearest(key, names, f"{seen}{{}}") if names else ""
                 raise UsageError(f"there is no setting {seen}{key}{hint}")
             level, seen = level[key], f"{seen}{key}."

@@ -1,7 +1,7 @@
 """What there is to choose from, and the settings of each with their defaults.
 
-python -m experiments.list            methods, datasets, partitions, models and presets
-python -m experiments.list methods    one of them
+python -m experiments.list             settings, methods, datasets, partitions, models, presets
+python -m experiments.list settings    one of them
 """
 
 import inspect
@@ -14,6 +14,7 @@ from typing import Any
 
 from experiments.launch import CONFIGS, command, description
 from fedjax_pfl import config as configuration
+from fedjax_pfl import general
 from fedjax_pfl.errors import UsageError
 
 WIDTH = 100
@@ -24,15 +25,36 @@ TABLES: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "partitions": ("partition", configuration.PARTITIONS),
     "models": ("model", configuration.MODELS),
 }
-KINDS = (*TABLES, "presets")
+KINDS = ("settings", *TABLES, "presets")
 
 
 def listing(kind: str) -> str:
     """One kind as text, at most 100 columns wide."""
+    if kind == "settings":
+        return "\n".join(_settings())
     if kind == "presets":
         return "\n".join(_presets())
     setting, table = TABLES[kind]
     return "\n".join(_factories(kind, setting, table))
+
+
+def _settings() -> Iterator[str]:
+    """Those of every run, with their defaults and meanings."""
+    defaults, shared = configuration.default(), general.GENERAL
+    names = [name for group in shared.values() for name in group]
+    wide = max(map(len, names)) + 2
+    after = wide + max(len(_shown(defaults[name])) for name in names) + 2
+    yield 'Settings of every run: --config.NAME=VALUE, or {"NAME": VALUE} in Python'
+    for title, group in shared.items():
+        yield f"  {title}"
+        for name, one in group.items():
+            usual = _shown(defaults[name])
+            head = "    " + name.ljust(wide) + usual.ljust(after - wide)
+            yield from _wrapped(head + one.meaning, len(head))
+    differ = ("Can differ between phases", configuration.PHASE_KEYS)
+    change = ("Can be changed when a run goes on", configuration.NEUTRAL_KEYS)
+    for said, keys in (differ, change):
+        yield from _wrapped(f"  {said}: {', '.join(name for name in names if name in keys)}.", 2)
 
 
 def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
@@ -52,7 +74,7 @@ def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]])
 
 
 def _shown(value: Any) -> str:
-    return "unset" if value is None else str(value).replace(" ", "")
+    return "unset" if value is None else str(value).replace(" ", "") or '""'
 
 
 def _presets() -> Iterator[str]:

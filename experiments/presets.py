@@ -1,7 +1,7 @@
 """Words that presets are made of: a dataset, a partition, a number of clients, a method."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -50,18 +50,16 @@ _PATTERNS: dict[str, Callable[[ConfigDict, re.Match[str]], None]] = {
 
 
 def apply(config: ConfigDict, preset: str, extra: Mapping[str, Callable[..., None]]) -> ConfigDict:
-    """Change a configuration by the words of a preset, joined with dashes.
-
-    The last dataset named is taken, so that a preset may begin with the one where none is named.
+    """Change a configuration by the words of a preset, joined with dashes; digits if it names none.
 
     Args:
       extra: a system's own words; each gets the configuration and the match of its pattern.
     """
     patterns = {**_PATTERNS, **extra}
     words = [w for w in preset.split("-") if w]
-    for word in [w for w in words if w in DATASETS][-1:]:
-        config.dataset = word  # before the others: they change the defaults that it brings
-        config.update(DATASETS[word])
+    # The dataset before the others: they change the defaults that it brings.
+    config.dataset = ["digits", *(w for w in words if w in DATASETS)][-1]
+    config.update(DATASETS[config.dataset])
     for word in words:
         if word in DATASETS:
             continue
@@ -71,8 +69,16 @@ def apply(config: ConfigDict, preset: str, extra: Mapping[str, Callable[..., Non
             matches = ((use, re.fullmatch(p, word)) for p, use in patterns.items())
             found = next(((use, m) for use, m in matches if m), None)
             if found is None:
-                known = [*DATASETS, *configuration.ALGORITHMS, "n10", "classes4", "dominant2"]
-                known += ["dirichlet0.5", "iid", *extra]
-                raise UsageError(f"there is no preset {word!r}{configuration.nearest(word, known)}")
+                known = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
+                whole = "-".join("{}" if w == word else w for w in words)
+                hint = configuration.nearest(word, known, whole)
+                raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")
             found[0](config, found[1])
     return config
+
+
+def _examples(patterns: Iterable[str], word: str) -> list[str]:
+    """Words that patterns take, with the number that a word ends in."""
+    number = re.search(r"[\d.]+$", word)
+    put = lambda pattern: re.sub(r"\(\?P<.*?\)", number[0] if number else "N", pattern)
+    return [example for pattern in patterns for example in put(pattern).split("|")]

@@ -377,7 +377,7 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seeds", None, "Seeds 0, 1, ... Default: 1, or 3 in full.", lower_bound=1)
     flags.DEFINE_integer("rounds", None, "In place of the scale's.", lower_bound=1)
     flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs, and of the table's files.")
-    flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
+    flags.DEFINE_multi_string("set", [], launch.SET_HELP)
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
     flags.DEFINE_enum("format", "text", ["text", "markdown"], "Of what is printed.")
     launch.prepare_devices()

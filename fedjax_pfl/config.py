@@ -1,7 +1,7 @@
 """The one vocabulary of settings, their defaults, and what is wrong with a configuration.
 
-An algorithm's, a partition's, a model's and a dataset's own settings are the keyword arguments of
-its factory; they appear in a sub-config of its name.
+Those of every run are in general.py. An algorithm's, a partition's, a model's and a dataset's own
+settings are the keyword arguments of its factory; they appear in a sub-config of its name.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from ml_collections import ConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, models, tensorboard
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.general import GENERAL
 from fedjax_pfl.models.conv import lowering
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -97,55 +98,12 @@ def _inner(hint: Any) -> type:
 
 
 def default(words: Words = OURS) -> ConfigDict:
-    """Every setting with its default: FedAvg on the embedded digits."""
+    """Every setting with its default: FedAvg on the embedded digits. Meanings are in general.py."""
     config = ConfigDict()
-    config.algorithm = "fedavg"
-    config.dataset = "digits"
-    config.data_dir = config_dict.placeholder(str)  # prepared tfds folders; or TFDS_DATA_DIR
-    config.fraction = 1.0  # of the dataset's examples that is used at all
-    config.partition = "classes"
-    config.split = "pooled"  # pooled, official or shared: where test examples come from
-    config.test_fraction = 0.3
-    config.validation_fraction = 0.0
-    config.validation_examples = config_dict.placeholder(int)  # instead, where one set is cut off
-    config.permute_labels = False
-    config.augment = False  # random crops, flips, colours and gray in training
-    config.clients = 10
-    config.held_out = 0  # of the clients, that are not active
-    config.participants = "active"  # or held_out: a later phase may be for the novel clients
-    config.clients_per_round = config_dict.placeholder(int)  # unset: all that take part
-    config.rounds = 50
-    config.eval_every = 5
-    config.local_epochs = config_dict.placeholder(int)  # one epoch where neither is set
-    config.local_steps = config_dict.placeholder(int)
-    config.batch_size = 32
-    config.learning_rate = 0.01
-    config.learning_rate_drops = ()  # shares of the rounds after which the rate falls to a tenth
-    config.momentum = 0.0
-    config.keep_momentum = False
-    config.weight_decay = 0.0
-    config.clip_norm = config_dict.placeholder(float)
-    config.model = "small"
-    config.conv = "auto"
-    config.keep_head = False  # the last layer stays with each client, whatever the method
-    config.groups = ()  # of model settings: as many architectures, clients in turn
-    config.seed = 0
-    config.seeds = 1  # so many seeds from `seed` on, in one program and in a directory each
-    config.sweep = ""  # real-valued settings in one program: learning_rate=.1,.01; pfedla.rate=1,2
-    config.partition_seed = 0
-    config.phases = ()  # of settings that change in each; the last one ends the run
-    config.dropout = 0.0
-    config.max_update_norm = config_dict.placeholder(float)
-    config.upload_bits = config_dict.placeholder(int)
-    config.upload_top_k = config_dict.placeholder(float)
-    config.evaluate_after = True
-    config.count_initial_download = True
-    config.checkpoint_every = config_dict.placeholder(int)  # rounds; unset: every evaluation
-    config.chunk = config_dict.placeholder(int)  # clients vmapped together; unset: by backend
-    config.devices = config_dict.placeholder(int)  # unset: all
-    config.measure = False  # which lowering and chunk are fastest here, once for each kind of work
-    config.memory_gb = config_dict.placeholder(float)  # of a device: chooses chunk, or refuses
-    config.tensorboard = False  # write an event file too
+    for group in GENERAL.values():
+        for name, (usual, _) in group.items():
+            unset = isinstance(usual, type)
+            config[name] = config_dict.placeholder(usual) if unset else usual
     for table in words:
         for name, factory in table.items():
             if own := settings(factory):
@@ -154,10 +112,16 @@ def default(words: Words = OURS) -> ConfigDict:
     return config
 
 
-def nearest(word: str, words: Any) -> str:
-    """A hint at the word that was probably meant."""
+def nearest(word: str, words: Any, whole: str = "{}") -> str:
+    """A hint at the word that was probably meant.
+
+    Args:
+      whole: of which it is a part, such as "pfedla.{}".
+    """
     close = difflib.get_close_matches(word, list(words), 1, 0.5)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(sorted(words))}"
+    if close:
+        return f"; did you mean {whole.replace('{}', close[0])}?"
+    return f"; there are {', '.join(sorted(words))}"
 
 
 def complete(given: Mapping[str, Any], words: Words = OURS) -> ConfigDict:
@@ -171,7 +135,8 @@ def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> 
     """Change settings in place; an unknown key, or a value of another type, is an error."""
     for key, value in given.items():
         if key not in config:
-            raise UsageError(f"there is no setting {prefix}{key}{nearest(key, config.keys())}")
+            hint = nearest(key, config.keys(), f"{prefix}{{}}")
+            raise UsageError(f"there is no setting {prefix}{key}{hint}")
         if isinstance(config[key], ConfigDict):
             if not isinstance(value, Mapping):
                 raise UsageError(f"{prefix}{key} is a group of settings; give {prefix}{key}.NAME")

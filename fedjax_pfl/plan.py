@@ -38,7 +38,7 @@ def describe(plan: Plan, cohort: int, devices: int) -> str:
     devices = min(devices, cohort)
     where = f"each of {devices} devices" if devices > 1 else "one device"
     who = f"{cohort} client" + "s" * (cohort > 1)
-    why = "measured here" if plan.measured else "as usual; --config.measure tries others"
+    why = "measured here" if plan.measured else "as usual; the setting measure tries others"
     return (
         f"{who} a round, {min(plan.chunk, -(-cohort // devices))} at a time on {where}, "
         f"convolutions by {plan.conv} ({why})"

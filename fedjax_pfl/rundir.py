@@ -26,7 +26,7 @@ def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     """The directory as this run's own, for so long, or UsageError where it is another's."""
     try:
         if directory.is_file():
-            raise UsageError(f"{directory} is not empty and holds no run; choose another --workdir")
+            raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
         directory.mkdir(parents=True, exist_ok=True)
         held = os.open(directory, os.O_RDONLY)
     except OSError as error:
@@ -44,7 +44,7 @@ def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
     what = f"{directory} cannot be used ({error.strerror})"
-    return UsageError(f"{what}; {_advice(error)}, or choose another --workdir")
+    return UsageError(f"{what}; {_advice(error)}, or choose another workdir")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -77,7 +77,7 @@ def writing(
         if not known.is_file():
             raise UsageError(
                 f"{directory} was removed or moved during its run; put it back and give the same "
-                "command again, or choose another --workdir to start anew"
+                "command or call again, or choose another workdir to start anew"
             ) from error
         if not isinstance(error, OSError):
             raise
@@ -87,7 +87,7 @@ def writing(
         )
         raise UsageError(
             f"{directory} cannot be written ({error.strerror or error}), so this run stops; "
-            f"{there}: {_advice(error)} and give the same command again"
+            f"{there}: {_advice(error)} and give the same command or call again"
         ) from error
 
 
@@ -97,7 +97,7 @@ def _lock(directory: Path, held: int) -> None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(
-            f"{directory} is in use by another process; wait for it or choose another --workdir"
+            f"{directory} is in use by another process; wait for it or choose another workdir"
         ) from None
     except OSError as error:  # some network file systems know no such lock
         line = f"{directory} cannot be locked ({error.strerror}); start no other run in it"
@@ -110,19 +110,19 @@ def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> None:
             there = dict(json.loads(known.read_text()))
         except (TypeError, ValueError):
             raise UsageError(
-                f"{known} is damaged; bring it back from a copy or choose another --workdir"
+                f"{known} is damaged; bring it back from a copy or choose another workdir"
             ) from None
         if different := configuration.differences(there, config):
             raise UsageError(
                 f"{directory} holds a run with other settings: {'; '.join(different)}; "
-                "choose another --workdir"
+                "choose another workdir"
             )
         if not os.access(directory, os.W_OK):
-            raise UsageError(f"{directory} cannot be written; choose another --workdir")
+            raise UsageError(f"{directory} cannot be written; choose another workdir")
         return
     # A run that was killed before anything else leaves the first file half written.
     if {p.name for p in directory.iterdir()} - {_part(known).name}:
-        raise UsageError(f"{directory} is not empty and holds no run; choose another --workdir")
+        raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
     write_json(known, config)
 
 

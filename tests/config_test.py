@@ -1,9 +1,11 @@
 """Settings: where they come from, how they resolve, and what is said of those that cannot be."""
 
+import ast
 import dataclasses
 import inspect
 import json
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -116,11 +118,14 @@ def test_complete_changes_what_is_given_and_no_more():
     ("changes", "words"),
     [
         ({"learning_rte": 0.1}, ["learning_rte", "did you mean learning_rate?"]),
-        ({"synthetic": {"noize": 0.1}}, ["synthetic.noize", "did you mean noise?"]),
+        ({"synthetic": {"noize": 0.1}}, ["synthetic.noize", "did you mean synthetic.noise?"]),
         ({"phases": [{"roundz": 3}]}, ["roundz", "did you mean rounds?"]),
         ({"phases": [{"clients": 3}]}, ["phase cannot change clients"]),
         ({"phases": [{"synthetic": {"noise": 2.0}}]}, ["phase cannot change synthetic"]),
-        ({"phases": [{"mlp": {"hiden": (2,)}}]}, ["phases[0].mlp.hiden", "did you mean hidden?"]),
+        (
+            {"phases": [{"mlp": {"hiden": (2,)}}]},
+            ["phases[0].mlp.hiden", "did you mean phases[0].mlp.hidden?"],
+        ),
         ({"phases": [3]}, ["phases[0]", "rounds=10"]),
         ({"groups": [{"rounds": 3}]}, ["groups[0]", "model"]),
         ({"groups": [{}, {"model": "mpl"}]}, ["'mpl'", "did you mean mlp?"]),
@@ -395,3 +400,12 @@ def test_building_compiles_nothing(caplog):
         built({"phases": [{}, {"algorithm": "local"}], "learning_rate_drops": (0.5,)})
     assert not [r for r in caplog.records if "XLA compilation of jit(run" in r.getMessage()]
     assert not [r for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+
+
+def test_messages_of_the_library_name_no_flag():
+    """Whoever calls it from Python has none; the commands' own are in experiments/."""
+    for path in Path(config.__file__).parent.rglob("*.py"):
+        strings = (n.value for n in ast.walk(ast.parse(path.read_text()))
+                   if isinstance(n, ast.Constant) and isinstance(n.value, str))  # fmt: skip
+        flagged = [text for text in strings if re.search(r"--[a-z]+[.=]|--(workdir|config)", text)]
+        assert flagged == [], path

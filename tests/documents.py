@@ -1,5 +1,6 @@
-"""The code that documents show: it is run, as a reader would run it."""
+"""The code that documents show: it is run, as a reader would run it. And where links lead."""
 
+import importlib.util
 import re
 import sys
 from functools import cache
@@ -28,3 +29,36 @@ def module(page: str) -> ModuleType:
     exec(compile(code, f"{page}:{name}.py", "exec"), made.__dict__)
     sys.modules[name] = made
     return made
+
+
+def script(name: str) -> ModuleType:
+    """A Python file beside the documents, imported."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+def lost(page: Path) -> list[str]:
+    """The relative links of a page to what is not there, be it a file or a heading in it."""
+    targets = re.findall(r"\]\(([^)\s]+)\)", _plain(page))
+    return [t for t in targets if "://" not in t and not _there(page, *t.partition("#")[::2])]
+
+
+def _there(page: Path, path: str, heading: str) -> bool:
+    file = page.parent / path if path else page
+    if not file.exists():
+        return False
+    titles = re.findall(r"^#+ (.+)$", _plain(file), re.M) if heading else []
+    return not heading or heading in [_anchor(title) for title in titles]
+
+
+def _plain(page: Path) -> str:
+    """Without blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")

@@ -1,6 +1,7 @@
 """The documents' programs run, are as short as they say, and do what they say."""
 
-import importlib.util
+import inspect
+import itertools
 import re
 import shlex
 
@@ -10,10 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import compare
+from experiments import compare, launch
+from experiments import list as listing
 from experiments.tables import TABLES
-from experiments.tune import grids
+from experiments.tune import grids, trials
 from fedjax_pfl import algorithms, comparison
+from fedjax_pfl.algorithm import Algorithm, State, everything
+from fedjax_pfl.rounds import make_rounds
 from tests import cases, documents, tiny
 
 KEY = jax.random.key(3)
@@ -21,7 +25,7 @@ KEY = jax.random.key(3)
 
 def test_your_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (code,) = documents.blocks("your_data.md")
+    code, reading = documents.blocks("your_data.md")
     assert documents.lines(code) < 20
     names = {"__name__": "__main__"}
     exec(code, names)
@@ -33,6 +37,16 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     held = np.asarray(names["result"].federation.counts)
     tested = [int(c["test_examples"]) for c in names["result"].clients]
     np.testing.assert_array_equal(held + tested, np.bincount(names["owners"]))
+    # What the page reads from the directory is what the call gave.
+    exec(reading, names)
+    result = names["result"]
+    scores = [line["before"]["accuracy_mean"] for line in result.metrics]
+    np.testing.assert_array_equal(names["curve"], list(zip([5, 10, 15, 20], scores, strict=True)))
+    for column in ("before_accuracy", "bytes_up", "visits"):
+        wanted = [float(client[column]) for client in result.clients]
+        np.testing.assert_allclose(names["clients"][column], wanted, rtol=1e-6)
+    (other,) = documents.blocks("your_data.md", "py")  # pandas is no dependency
+    compile(other, "pandas", "exec")
 
 
 def test_models_as_files(tmp_path, monkeypatch, capsys):
@@ -88,6 +102,20 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     assert wanted in shown
 
 
+def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):
+    """What the page calls is planned; that such runs are made is tested elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "prepare_devices", lambda: None)
+    asked = []
+    monkeypatch.setattr(trials, "run", lambda made, *_: asked.extend(made))
+    documents.module("your_method.md")
+    (code,) = documents.blocks("tuning.md")
+    exec(code, names := {})
+    assert {trial.method: len(trial.points) for trial in asked} == {"fedavgm": 2, "fedavg": 2}
+    assert names["chosen"] == {}
+    assert "fedavgm.beta=0.9" in capsys.readouterr().out
+
+
 # FedAvgM's mathematics.
 
 
@@ -137,52 +165,167 @@ def test_moments_do_not_travel():
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
 
 
-# The site.
+# What the functions of a method are given.
+
+
+def table(first):
+    """The rows of your_method.md's table with that first heading, as dicts of their cells."""
+    lines = (documents.DOCS / "your_method.md").read_text().splitlines()
+    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+    at = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[at + 2 :])
+    return [dict(zip(cells(lines[at]), cells(row), strict=True)) for row in rows]
+
+
+def test_the_functions_are_those_of_the_contract():
+    form = r"^ +(\w+) +\(([\w, =]+)\) -> (.+?)\.(?: |$)"
+    contract = re.findall(form, Algorithm.__doc__, re.M)
+    shown = [tuple(row[k].replace("`", "") for k in row) for row in table("Function")]
+    assert shown == contract
+    assert [name for name, *_ in shown] == list(Algorithm._fields)
+    optional = set(Algorithm._field_defaults)
+    text = (documents.DOCS / "your_method.md").read_text()
+    assert "`traffic` and `observe` may be left out" in text
+    assert optional == {"traffic", "observe"}
+
+
+def test_every_argument_is_in_the_table():
+    found = {}
+    for row in table("Argument"):
+        for function in row["Of"].replace("`", "").split(", "):
+            found.setdefault(function, set()).add(row["Argument"].strip("`"))
+    wanted = {
+        row["Function"].strip("`"): set(re.findall(r"(\w+)(?:=None)?", row["Is given"])) - {"None"}
+        for row in table("Function")
+    }
+    own = inspect.signature(algorithms.fedavg).parameters
+    assert found == {**wanted, "the factory": set(own)}
+    assert [r["Argument"].strip("`") for r in table("Argument")][:4] == list(own)
+
+
+def test_arguments_are_what_the_table_says():
+    """Of a method that computes nothing: five clients, three in a round, unlike shapes."""
+    n, k = 5, 3
+    seen = {}
+
+    def watched(name, function):
+        def called(*arguments):
+            bound = zip(inspect.signature(function).parameters, arguments, strict=False)
+            seen.setdefault(name, []).append(dict(bound))
+            return function(*arguments)
+
+        return called
+
+    shape = State(jnp.zeros(7), jnp.zeros((n, 2)), jnp.zeros((n, 4)))
+    plain = Algorithm(
+        init=lambda key, start=None: shape if start is None else start,
+        send=lambda server, rows, i, t, key: rows[i],
+        train=lambda payload, client, data, t, key: (payload, (), client, {"loss": client.sum()}),
+        receive=lambda server, rows, ids, arrived, payloads, uploads, t: (server, rows),
+        personal=lambda server, rows, client, i, data, t, key: (),
+        predict=lambda variables, x: jnp.zeros((len(x), 3)),
+        traffic=lambda payload, upload: everything(payload, upload),
+        observe=lambda state: {"rows": state.rows},
+    )
+    method = Algorithm(*(watched(name, part) for name, part in plain._asdict().items()))
+    data, federation = tiny.federated(clients=n)
+    rounds = make_rounds(method, cases.TASK, federation, cohort=k)
+    key, number = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
+    state = jax.eval_shape(rounds.init, key, shape)
+    jax.eval_shape(rounds.run, key, state, data, number, number)
+    jax.eval_shape(rounds.evaluate, key, state, data, number)
+    jax.eval_shape(method.observe, state)
+
+    fits = {"": lambda s: True, "[]": lambda s: s == (), "[K]": lambda s: s == (k,),
+            "[N, ...]": lambda s: s == (n, 2), "[K, ...]": lambda s: s == (k, 2),
+            "[...]": lambda s: s == (4,),
+            "[B, ...]": lambda s: s[1:] == (tiny.FEATURES,)}  # fmt: skip
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    for row in table("Argument")[4:]:
+        name, kind, form = (row[c].strip("`") for c in ("Argument", "Type", "Shape"))
+        for function in row["Of"].replace("`", "").split(", "):
+            for value in (given[name] for given in seen[function]):
+                where = function, name
+                for leaf in jax.tree.leaves(value):
+                    assert isinstance(leaf, jax.core.Tracer) == (row["Traced"] == "yes"), where
+                    assert fits[form](leaf.shape), where
+                if kind in ("int32", "bool", "float32"):
+                    assert value.dtype == kind, where
+                elif kind == "key":
+                    assert is_key(value), where
+                elif kind != "tree":
+                    assert type(value).__name__ == kind, where
+
+
+# What stands on the pages, in a clone and in the site.
+
+ROOT = documents.DOCS.parent
+PAGES = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("*.md"))
+OTHERS = ("README.md", "BUILD.md", "experiments/results/README.md", "third_party/README.md")
 
 
 @pytest.fixture(scope="module")
 def site():
     """docs/conf.py, which needs no Sphinx."""
-    spec = importlib.util.spec_from_file_location("conf", documents.DOCS / "conf.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+    return documents.script("conf")
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
-def test_links_between_pages_lead_somewhere(page):
-    text = (documents.DOCS / page).read_text()
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        if "://" not in target and not target.startswith("api/"):
-            # conf.py copies the results beside the pages.
-            home = (
-                documents.DOCS.parent / "experiments"
-                if target.startswith("results/")
-                else documents.DOCS
-            )
-            assert (home / target).exists(), target
+@pytest.fixture(scope="module")
+def written():
+    return documents.script("written")
 
 
-@pytest.mark.parametrize("page", sorted(p.name for p in documents.DOCS.glob("*.md")))
-def test_what_pages_name_is_there(page, site):
-    source = [(documents.DOCS / page).read_text()]
-    site._fill(None, page, source)
-    assert "{{" not in source[0]
+@pytest.mark.parametrize("page", [*map(str, PAGES), *OTHERS])
+def test_links_lead_somewhere(page):
+    assert documents.lost(ROOT / page) == []
 
 
-def test_what_the_code_says_is_on_the_pages(site):
-    def filled(page):
-        source = [(documents.DOCS / page).read_text()]
-        site._fill(None, page, source)
-        return source[0]
+def test_lost_links_are_found(tmp_path):
+    (tmp_path / "there.md").write_text("# Data, and `more`\n```sh\n# no title\n```\n")
+    page = tmp_path / "page.md"
+    page.write_text(
+        "## Here\n[a](there.md) [b](there.md#data-and-more) [c](#here) [d](https://x.y) "
+        "![e](no.png) [f](there.md#no-title) [g](no/there.md#data) [h](#there)"
+    )
+    assert documents.lost(page) == ["no.png", "there.md#no-title", "no/there.md#data", "#there"]
 
-    assert "| pfedla | 61.43 ± 0.56 | 73.15 ± 0.83 |" in filled("pfedla.md")
-    assert "| `pfedla.rate` | `0.05` |" in filled("pfedla.md")
-    assert "(∂θ̄&#95;i/∂ψ&#95;i)ᵀ Δθ&#95;i" in filled("pfedla.md")
-    assert "robustness" not in filled("index.md") or (documents.DOCS / "robustness.md").is_file()
-    assert all(f"`{name}`" in filled("tables.md") for name in TABLES)
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_pages_say_what_the_code_says(page, written):
+    text = (ROOT / page).read_text()
+    assert written.written(text) == text, "python docs/written.py brings the pages up to date"
+    assert text.count("<!-- begin ") == text.count("<!-- end -->")
+    assert "{{" not in text
+
+
+def test_what_the_code_says_is_on_the_pages(written):
+    text = lambda page: (documents.DOCS / page).read_text()
+    assert "| pfedla | 61.43 ± 0.56 | 73.15 ± 0.83 |" in text("pfedla.md")
+    assert "| `pfedla.rate` | `0.05` |" in text("pfedla.md")
+    assert "(∂θ̄_i/∂ψ_i)ᵀ Δθ_i" in text("pfedla.md")
+    assert all(f"`{name}`" in text("tables.md") for name in TABLES)
+    assert documents.blocks("settings.md", "text") == [listing.listing("settings") + "\n"]
+    stale = text("pfedla.md").replace("61.43", "61.44")
+    assert written.written(stale) == text("pfedla.md")
     with pytest.raises(KeyError):
-        site.published("pfedla/table1", "cifar11-n10")
+        written.published("pfedla/table1", "cifar11-n10")
+
+
+def test_the_first_page_and_the_site_lead_to_all_pages(site):
+    first = (documents.DOCS / "index.md").read_text()
+    for page in {p.stem for p in PAGES} - {"index"}:
+        assert f"]({page}.md" in first, page
+        assert f"\n{page}\n" in site.NAVIGATION, page
+
+
+def test_the_site_has_its_own_places_for_what_lies_elsewhere(site):
+    for page in PAGES:
+        source = [(ROOT / page).read_text()]
+        site._read(None, page.stem, source)
+        assert "](../" not in source[0], page
+        assert ("{toctree}" in source[0]) == (page.stem == "index")
+    assert set(site.LINKS.values()) == {"results/", "api/methods.md"}
+    assert "Methods" in site.API
 
 
 def test_the_reference_has_every_method_and_what_is_public(site):

@@ -1,6 +1,7 @@
 """The command line: presets, where a run goes, and errors in one line."""
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,8 +13,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import launch, presets
-from experiments.configs import baseline
-from fedjax_pfl import config
+from experiments.configs import baseline, factorized_fl
+from fedjax_pfl import config, interrupt
 from fedjax_pfl.errors import UsageError
 
 ROOT = Path(__file__).parents[1]
@@ -79,11 +80,48 @@ def test_the_order_of_words_does_not_matter():
 
 @pytest.mark.parametrize(
     ("preset", "nearest"),
-    [("fedagv", "fedavg"), ("cifar01", "cifar10"), ("clases4", "classes4"), ("iidd", "iid")],
+    [("fedagv", "fedavg"), ("cifar01", "cifar10"), ("clases7", "classes7"), ("iidd", "iid")],
 )
 def test_an_unknown_word_gets_the_nearest(preset, nearest):
-    line = message(baseline.get_config, f"local-{preset}")
-    assert line == f"there is no preset {preset!r}; did you mean {nearest}?"
+    line = message(baseline.get_config, f"local-{preset}-n3")
+    assert line == (
+        f"there is no preset 'local-{preset}-n3': {preset!r} is no word of one; "
+        f"did you mean local-{nearest}-n3?"
+    )
+
+
+def test_an_unknown_word_like_no_other_gets_all():
+    line = message(factorized_fl.get_config, "zzzz")
+    assert "is no word of one; there are alpha, beta, cifar10, " in line
+    assert re.search(r" classesN, .* dirichletN, .* wN$", line)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("experiments/config/pfedla.py:n3", "did you mean experiments/configs/pfedla.py:n3?"),
+        ("experiments/configs/pfedla:n3", "did you mean experiments/configs/pfedla.py:n3?"),
+        ("pfedal", "did you mean experiments/configs/pfedla.py?"),
+        ("digits-k1", "did you mean experiments/configs/fedmn.py:digits-k1?"),
+        ("own/tund.py:fedavg", "did you mean own/tuned.py:fedavg?"),
+        ("zzzz.py", "in experiments/configs there are baseline.py, factorized_fl.py, "),
+        ("", "in experiments/configs there are "),
+    ],
+)
+def test_a_file_that_is_not_there_gets_the_nearest(value, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/tuned.py").touch()
+    Path("experiments").symlink_to(launch.CONFIGS.parent)
+    monkeypatch.setattr(launch, "CONFIGS", tmp_path / "experiments/configs")
+    line = message(launch.check_file, ["--seed=1", "--config", value], "fedmn")
+    path = value.partition(":")[0]
+    assert line.startswith(f"there is no file {path!r}; --config takes FILE.py:PRESET; {hint}")
+
+
+def test_a_file_that_is_there_passes():
+    launch.check_file([f"--config={launch.CONFIGS / 'pfedla.py'}:zzzz", "--workdir=zzzz"], "fedmn")
+    launch.check_file([], "fedmn")
 
 
 def test_every_word_of_the_documentation_is_a_preset():
@@ -113,7 +151,8 @@ def test_a_systems_own_words_come_after_the_shared_ones():
     [
         ("--config.clientz=3", "there is no setting clientz; did you mean clients?"),
         ("-config.clientz=3", "there is no setting clientz; did you mean clients?"),
-        ("--config.classes.per_clent=3", "no setting classes.per_clent; did you mean per_client?"),
+        ("--config.pfedla.rat=1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
+        ("--config.classes.per_clent=3", "classes.per_clent; did you mean classes.per_client?"),
         ("--config.clients.x=3", "there is no setting clients.x"),
         ("--config.phase[0].rounds=3", "there is no setting phase; did you mean phases?"),
         ("--config.zzzzzzz", "there is no setting zzzzzzz; there are "),
@@ -164,6 +203,43 @@ def test_fail_is_one_line_and_status_2(capsys):
     assert capsys.readouterr() == ("", "error: what is wrong\n")
 
 
+@pytest.mark.parametrize("written", ["x", "x" * 100_000], ids=["kept back", "at once"])
+def test_a_reader_that_has_read_enough_is_no_error(written, monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with launch.ending(), launch.in_one_line():
+            print(written)
+        print("more")  # as Python does when it ends
+        out.flush()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_command_may_have_no_output_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with launch.ending():
+        print("to nobody")
+
+
+def test_all_commands_end_alike():
+    for path in launch.CONFIGS.parent.rglob("*.py"):
+        if path != Path(launch.__file__):
+            assert "app.run(" not in path.read_text(), path
+
+
+def test_how_a_command_ends(capsys):
+    def code(error):
+        with pytest.raises(SystemExit) as caught, launch.ending():
+            raise error
+        return caught.value.code
+
+    assert code(UsageError("wrong")) == 2
+    assert code(interrupt.Stopped(3, 15)) == interrupt.Stopped(3, 15).code
+    assert code(SystemExit(7)) == 7
+    assert capsys.readouterr().err.splitlines()[0] == "error: wrong"
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
@@ -210,8 +286,11 @@ def test_the_command_line_says_whether_steps_or_epochs(arguments, wanted):
 
 _WRONG = {
     "unknown key": (["--config.clientz=3"], "did you mean clients?"),
-    "unknown preset": ([f"--config={ROOT / FILE}:fedagv"], "did you mean fedavg?"),
-    "no config file": (["--config=nowhere.py"], "nowhere.py"),
+    "unknown preset": (
+        [f"--config={ROOT / FILE}:fedagv"],
+        "'fedagv' is no word of one; did you mean fedavg?",
+    ),
+    "no config file": (["--config=nowhere.py"], "nowhere.py'; --config takes FILE.py:PRESET"),
     "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
     "unknown flag": (["--rounds=3"], "there is no flag --rounds"),
     "stray argument": (["digits"], "'digits' is no flag"),
@@ -259,7 +338,8 @@ def test_help_names_the_presets_and_the_flags(ended):
     _, out, err, files = ended["help"]
     assert "Traceback" not in out + err
     assert err == ""
-    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10"):
+    assert max(map(len, out.splitlines())) <= 100
+    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", f"{launch.LIST} settings"):
         assert word in out
     for flag in ("--config:", "--workdir:", "--data_dir:"):
         assert flag in out

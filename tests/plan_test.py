@@ -74,7 +74,7 @@ def test_a_measurement_is_kept_and_a_damaged_file_is_nothing(tmp_path):
 def test_lines_for_people():
     assert plan.describe(Plan("auto", 8), 10, 2) == (
         "10 clients a round, 5 at a time on each of 2 devices, convolutions by auto (as usual; "
-        "--config.measure tries others)"
+        "the setting measure tries others)"
     )
     assert plan.describe(Plan("xla", 4, True), 1, 8) == (
         "1 client a round, 1 at a time on one device, convolutions by xla (measured here)"

@@ -268,7 +268,7 @@ def test_settings_on_the_command_line(tmp_path, at_hand):
     assert "momentum 0.9 in place of 0.0" in text
     assert "lenet.batch_norm false in place of true" in text
     bad = FULL._replace(changes=["momentom=0.9"])
-    assert "--set=momentom=0.9 is no KEY=VALUE" in message(shown, bad, tmp_path)
+    assert "no setting momentom; did you mean momentum?" in message(shown, bad, tmp_path)
 
 
 # What is run.

@@ -1,5 +1,7 @@
 """The arithmetic of the studies, and the presets of their systems."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from experiments.configs import pfedhn as presets
 from experiments.studies import common, factorized_distance, factorized_fl, fedmn, pfedhn, pfedla
 from fedjax_pfl import config as configuration
 from fedjax_pfl import data
+from tests.launch_test import message
 
 
 def test_agreement_by_hand():
@@ -22,6 +25,21 @@ def test_agreement_by_hand():
     correlation, own, _ = pfedla.agreement(ordered[:, ::-1], overlap)
     assert own == pytest.approx(1 / 3)
     assert correlation < 0
+
+
+@pytest.mark.parametrize("system", [pfedla, pfedhn, fedmn, factorized_fl], ids=lambda s: s.__name__)
+def test_without_a_name_all_studies_are_listed(system, capsys):
+    common.main(system.STUDIES, system.__doc__, ["x"])
+    said = capsys.readouterr().out
+    for name in system.STUDIES:
+        assert re.search(rf"^(\w+, )*{name}\b[\w, ]* \S", said, re.M), name
+
+
+def test_an_unknown_study_gets_the_nearest():
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure66"])
+    assert line == "there is no study 'figure66'; did you mean figure6?"
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure6", "digits"])
+    assert line == "name one study; 'digits' is one word too many"
 
 
 def test_mean_and_deviation_over_seeds():

@@ -44,7 +44,7 @@ def test_points_are_in_the_order_of_the_grid():
     [
         ("", "there is nothing to tune; name settings and values: --grid="),
         ("learning_rat=.1", "there is no setting learning_rat; did you mean learning_rate?"),
-        ("pfedla.rat=.1", "there is no setting pfedla.rat; did you mean rate?"),
+        ("pfedla.rat=.1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
         ("pfedl.rate=.1", "there is no setting pfedl.rate; did you mean pfedla.rate?"),
         ("fedprox.mu=.1", "fedprox is none of the methods (pfedla, local); name it in --methods"),
         ("pfedla=.1", "pfedla, which is no METHOD.SETTING"),

@@ -17,7 +17,7 @@ def get_config(preset: str = "fedavg-digits") -> ConfigDict:
     """A method on a dataset; FedAvg on the embedded digits where nothing is said."""
     config = configuration.default()
     config.local_epochs = 5
-    config = presets.apply(config, f"digits-{preset}", {})
+    config = presets.apply(config, preset, {})
     # Of digits there are as many for ten clients.
     each = 160 if config.dataset == "digits" else 600
     config.classes.examples = config.dominant.examples = each

@@ -55,7 +55,7 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     config.update(algorithm="factorized_fl", partition="iid", clients=20, model="resnet9")
     words = {"noniid": _noniid, "permuted": _permuted, "domains": _domains, "alpha|beta": _shared,
              r"w(?P<w>\d+)": _width}  # fmt: skip
-    config = presets.apply(config, f"digits-{preset}", words)
+    config = presets.apply(config, preset, words)
     small = config.dataset == "digits"
     config.update(split="shared", test_fraction=0.1, validation_fraction=0.1)
     config.update(local_epochs=5, batch_size=256, learning_rate=1e-3, momentum=0.9)

@@ -54,7 +54,7 @@ def get_config(preset: str = "") -> ConfigDict:
     words = preset.split("-")
     named = [word for word in words if word in DATASETS]
     config.update(DATASETS[named[-1] if named else "digits"])
-    config = presets.apply(config, f"digits-{preset}", {"plain": _plain})
+    config = presets.apply(config, preset, {"plain": _plain})
     config.update({"model": DATASETS.get(config.dataset, {}).get("model", config.model)})
     if config.dataset in TESTBED:
         config.update(batch_size=128, momentum=0.9, weight_decay=5e-4, learning_rate=0.02)

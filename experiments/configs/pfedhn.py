@@ -75,7 +75,7 @@ def get_config(preset: str = "") -> ConfigDict:
     config = configuration.default()
     config.update(algorithm="pfedhn", partition="shares", evaluate_after=False, rounds=0)
     words = {r"k(?P<k>\d+)": _cohort, r"steps(?P<s>\d+)": _steps, "sizes": _sizes}
-    config = presets.apply(config, f"digits-{preset}", words)
+    config = presets.apply(config, preset, words)
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round
     if not re.search(r"(^|-)n\d+(-|$)", preset):

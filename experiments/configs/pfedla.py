@@ -27,7 +27,7 @@ def get_config(preset: str = "") -> ConfigDict:
     config.local_epochs = 10
     if "cifar100" in preset.split("-"):  # before the words, which may say otherwise
         config.classes.per_client, config.dominant.dominant = 12, 6
-    config = presets.apply(config, f"digits-{preset}", {r"k(?P<k>\d+)": _retained})
+    config = presets.apply(config, preset, {r"k(?P<k>\d+)": _retained})
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":
         config.update(rounds=60, local_epochs=5)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from experiments.launch import DATA_DIR, change, fail, prepare_devices
+from experiments.launch import DATA_DIR, SET_HELP, change, command, prepare_devices
 from fedjax_pfl import data, runner
+from fedjax_pfl.config import nearest
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.metrics import mean_std as mean_std
 
@@ -25,7 +26,7 @@ ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2
 CLIENTS = flags.DEFINE_integer("clients", 10, "Clients.", lower_bound=1)
 METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
-SET = flags.DEFINE_multi_string("set", [], "KEY=VALUE (as JSON), in every run; KEY may have a dot.")
+SET = flags.DEFINE_multi_string("set", [], SET_HELP)
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
@@ -82,10 +83,18 @@ def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> 
     return figure
 
 
-def main(studies: dict[str, Study], argv: Sequence[str]) -> None:
-    """Run the study that is named; write NAME-DATASET.json and .png; print the numbers."""
-    if len(argv) != 2 or argv[1] not in studies:
-        raise UsageError(f"name one study: {', '.join(studies)}")
+def main(studies: Mapping[str, Study], about: str, argv: Sequence[str]) -> None:
+    """Run the study that is named; write NAME-DATASET.json and .png; print the numbers.
+
+    about: what there is, which is said where no study is named.
+    """
+    if len(argv) < 2:
+        print(about.strip())
+        return
+    if len(argv) > 2:
+        raise UsageError(f"name one study; {argv[2]!r} is one word too many")
+    if argv[1] not in studies:
+        raise UsageError(f"there is no study {argv[1]!r}{nearest(argv[1], studies)}")
     numbers, figure = studies[argv[1]]()
     out = Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
@@ -107,13 +116,10 @@ def main(studies: dict[str, Study], argv: Sequence[str]) -> None:
     print(f"\n{out / stem}.json" + ("" if figure is None else f", {stem}.png"))
 
 
-def launch(studies: dict[str, Study]) -> None:
-    """The command line of a module of studies."""
+def launch(studies: Mapping[str, Study], about: str | None) -> None:
+    """The command line of a module of studies, and its docstring."""
     prepare_devices()
-    try:
-        app.run(lambda argv: main(studies, argv))
-    except UsageError as error:
-        fail(error)
+    command(lambda argv: main(studies, about or "", argv))
 
 
 if __name__ == "__main__":

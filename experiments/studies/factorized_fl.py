@@ -216,17 +216,17 @@ def single() -> tuple[dict[str, Any], Figure]:
     return found, figure
 
 
+STUDIES: dict[str, common.Study] = {
+    "figure6": figure6,
+    "similarity": similarity,
+    "components": components,
+    "rank": rank,
+    "tau": tau,
+    "layout": layout,
+    "single": single,
+    "sparsity": sparsity,
+    "distance": factorized_distance.study,
+}
+
 if __name__ == "__main__":
-    common.launch(
-        {
-            "figure6": figure6,
-            "similarity": similarity,
-            "components": components,
-            "rank": rank,
-            "tau": tau,
-            "layout": layout,
-            "single": single,
-            "sparsity": sparsity,
-            "distance": factorized_distance.study,
-        }
-    )
+    common.launch(STUDIES, __doc__)

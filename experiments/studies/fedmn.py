@@ -257,13 +257,13 @@ def gates() -> tuple[dict[str, Any], Figure]:
     return {"rounds": rounds, "entropy": entropy.tolist(), "active": share.tolist()}, figure
 
 
+STUDIES: dict[str, common.Study] = {
+    "figure2": figure2,
+    "paths": paths,
+    "grouping": grouping,
+    "conflict": conflict,
+    "gates": gates,
+}
+
 if __name__ == "__main__":
-    common.launch(
-        {
-            "figure2": figure2,
-            "paths": paths,
-            "grouping": grouping,
-            "conflict": conflict,
-            "gates": gates,
-        }
-    )
+    common.launch(STUDIES, __doc__)

@@ -250,15 +250,15 @@ def fixed() -> tuple[dict[str, Any], Figure]:
     return found, common.bars({name: {"best": row["best"]} for name, row in found.items()})
 
 
+STUDIES: dict[str, common.Study] = {
+    "spectral": spectral,
+    "novel": novel,
+    "figure3": figure3,
+    "figure4": figure4,
+    "figure5": figure5,
+    "figure6": figure6,
+    "fixed": fixed,
+}
+
 if __name__ == "__main__":
-    common.launch(
-        {
-            "spectral": spectral,
-            "novel": novel,
-            "figure3": figure3,
-            "figure4": figure4,
-            "figure5": figure5,
-            "figure6": figure6,
-            "fixed": fixed,
-        }
-    )
+    common.launch(STUDIES, __doc__)

@@ -213,14 +213,14 @@ def _against_bytes(found: dict[str, Any]) -> Figure:
     return figure
 
 
+STUDIES: dict[str, common.Study] = {
+    "figure1": figure1,
+    "figure5": figure5,
+    "figure6": figure6,
+    "figure7": figure7,
+    "retained": retained,
+    "compression": compression,
+}
+
 if __name__ == "__main__":
-    common.launch(
-        {
-            "figure1": figure1,
-            "figure5": figure5,
-            "figure6": figure6,
-            "figure7": figure7,
-            "retained": retained,
-            "compression": compression,
-        }
-    )
+    common.launch(STUDIES, __doc__)

@@ -20,7 +20,7 @@ and only reads what is finished; so does one with another grid.
 
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from absl import flags
@@ -33,12 +33,13 @@ from experiments.tune.show import Found
 from experiments.tune.trials import Trial
 from fedjax_pfl import config as configuration
 from fedjax_pfl import interrupt, report
+from fedjax_pfl.config import OURS, Words
 from fedjax_pfl.errors import UsageError
 
 
 def plan(
     each: dict[str, ConfigDict], texts: Sequence[str], rounds: int | None, budget: int | None,
-    seed: int = 0,
+    seed: int = 0, words: Words = OURS,
 ) -> list[Trial]:  # fmt: skip
     """What is tried of each method, or UsageError for what cannot be.
 
@@ -47,14 +48,15 @@ def plan(
       texts: of grids.
       rounds: of every run; None: as configured.
       seed: of the draw where there is a budget.
+      words: what names in the configurations mean.
     """
-    found = grids.grids(texts, list(each))
+    found = grids.grids(texts, list(each), words)
     whole = {method: grids.points(method, grid) for method, grid in found.items()}
     points = grids.equal(whole, budget, seed)
     for config in each.values():
         if rounds is not None:
-            trials.shorten(config, rounds)
-    made = [Trial(m, config, points[m], len(whole[m])) for m, config in each.items()]
+            trials.shorten(config, rounds, words)
+    made = [Trial(m, config, points[m], len(whole[m]), words) for m, config in each.items()]
     trials.check(made)
     return made
 
@@ -75,23 +77,26 @@ def text(found: Found, said: Sequence[str], form: str) -> str:
 def preset(found: Found, said: Sequence[str], what: str) -> str | None:
     """tuned.py, as soon as there is a choice for every method."""
     best = {method: choice.chosen(tried) for method, tried in found.items()}
-    known = {method: one for method, one in best.items() if one is not None}
-    if len(known) < len(best):
+    there = {method: one for method, one in best.items() if one is not None}
+    if len(there) < len(best):
         return None
     name = show.name_of(found)
     unit = " %" if name == "accuracy" else ""
     remarks = {}
-    for method, one in known.items():
+    for method, one in there.items():
         score = f"{show.shown(choice.spread(one), name)}{unit} on validation examples"
         remarks[method] = f"{score}, the best of {len(found[method])}: {grids.label(one.point)}."
-    return choice.preset(known, remarks, "\n".join([what, *said]))
+    return choice.preset(there, remarks, "\n".join([what, *said]))
 
 
 FORMATS = {"text": "txt", "markdown": "md", "csv": "csv"}
 
 
-def write(found: Found, said: Sequence[str], what: str, out: Path) -> bool:
-    """All files; whether there is a choice."""
+def write(found: Found, said: Sequence[str], what: str, out: Path, ours: bool = True) -> bool:
+    """All files; whether there is a preset of what was chosen.
+
+    ours: whether commands know all that is in the configurations; there is no preset else.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         for form, suffix in FORMATS.items():
@@ -99,7 +104,7 @@ def write(found: Found, said: Sequence[str], what: str, out: Path) -> bool:
         picture = show.draw(found)
         if picture:
             (out / "tune.png").write_bytes(report.png(picture.figure))
-        made = preset(found, said, what)
+        made = preset(found, said, what) if ours else None
         if made is not None:
             (out / "tuned.py").write_text(made, encoding="utf-8")
         part = out / "tune.html.part"
@@ -125,16 +130,26 @@ def tune(
             status = stopped.code
     found = {trial.method: trials.collect(trial, seeds, out) for trial in made}
     first = made[0].config
-    head = show.head(found, seeds, trials.length(first), budget)
+    head = show.head(found, seeds, trials.length(first, made[0].words), budget)
     said = [head, *show.notes(found, {trial.method: trial.whole for trial in made}, budget)]
     grid = "; ".join(" ".join(part.split()) for part in texts)
     last = first.seed + seeds - 1
     what = f"Grid: {grid}. Seeds {first.seed} to {last}." if seeds > 1 else f"Grid: {grid}."
-    chosen = write(found, said, what, out) if not only_show else False
+    ours = made[0].words is OURS
+    chosen = write(found, said, what, out, ours) if not only_show else False
     print(text(found, said, form))
     if chosen and form == "text":  # other formats are for programs to read
         print(f"\nChosen: --config={out / 'tuned.py'}:METHOD\nPage: {out / 'tune.html'}")
     return status
+
+
+def known(methods: Iterable[str], words: Words = OURS) -> list[str]:
+    """Each of them once, or UsageError."""
+    for method in methods:
+        if method not in words.algorithm:
+            hint = configuration.nearest(method, words.algorithm)
+            raise UsageError(f"there is no method {method!r}{hint}")
+    return list(dict.fromkeys(methods))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -150,11 +165,7 @@ def main(argv: Sequence[str]) -> None:
         base.data_dir = chosen.data_dir
     if base.sweep:
         raise UsageError("what is tried is said by --grid here; leave sweep out")
-    methods = list(dict.fromkeys(chosen.methods or [base.algorithm]))
-    for method in methods:
-        if method not in configuration.ALGORITHMS:
-            hint = configuration.nearest(method, configuration.ALGORITHMS)
-            raise UsageError(f"there is no method {method!r}{hint}")
+    methods = known(chosen.methods or [base.algorithm])
     source = config_flags.get_config_filename(chosen["config"])
     changes = config_flags.get_override_values(chosen["config"])
     each = trials.configured(source, base, changes, methods)

@@ -112,9 +112,7 @@ def preset(best: Mapping[str, Tried], remarks: Mapping[str, str], header: str) -
     for method, own in whole.items():
         rest: dict[str, Any] = {"algorithm": method}
         rest |= {key: value for key, value in own.items() if key not in {*common, "algorithm"}}
-        for name, value in best[method].point.items():  # which may be the default
-            group, _, last = name.rpartition(".")
-            (rest.setdefault(group, {}) if group else rest)[last] = value
+        put(rest, best[method].point)  # which may be the default
         lines += _comment(remarks[method], "    ")
         lines += textwrap.indent(f"{method!r}: {_python(rest)},", "    ").splitlines()
     return _FILE.format(
@@ -124,9 +122,17 @@ def preset(best: Mapping[str, Tried], remarks: Mapping[str, str], header: str) -
     )
 
 
-def given(config: ConfigDict) -> dict[str, Any]:
+def put(settings: dict[str, Any], point: Point) -> None:
+    """Write the values of a point into settings."""
+    for name, value in point.items():
+        group, _, last = name.rpartition(".")
+        (settings.setdefault(group, {}) if group else settings)[last] = value
+
+
+def given(config: ConfigDict, words: configuration.Words = configuration.OURS) -> dict[str, Any]:
     """What differs from the defaults in the settings that are used; not where data lie."""
-    plain, usual = configuration.resolved(config), configuration.default().to_dict()
+    plain = configuration.resolved(config, words)
+    usual = configuration.default(words).to_dict()
     return _different({key: v for key, v in plain.items() if key != "data_dir"}, usual)
 
 

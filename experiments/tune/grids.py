@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -29,7 +29,11 @@ _MOST = 1000  # points of a method
 _WORDS = {"true": True, "false": False}
 
 
-def grids(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Grid]:
+def grids(
+    texts: Sequence[str],
+    methods: Sequence[str],
+    words: configuration.Words = configuration.OURS,
+) -> dict[str, Grid]:
     """The grid of each method.
 
     A key is a training setting, for all methods, or METHOD.SETTING, for one: a setting of its own,
@@ -40,14 +44,14 @@ def grids(texts: Sequence[str], methods: Sequence[str]) -> dict[str, Grid]:
     """
     common: Grid = {}
     own: dict[str, Grid] = {method: {} for method in methods}
-    seen, like = set[str](), configuration.default()
-    for key, words in _parts(texts):
+    seen, like = set[str](), configuration.default(words)
+    for key, values in _parts(texts):
         if key in seen:
             raise UsageError(f"--grid has {key} twice; give all of its values at once")
         seen.add(key)
-        method, name = _place(key, methods, like)
+        method, name = _place(key, methods, like, words.algorithm)
         place = common if method is None else own[method]
-        place[name] = tuple(dict.fromkeys(_value(like, name, word) for word in words))
+        place[name] = tuple(dict.fromkeys(_value(like, name, value) for value in values))
     if not seen:
         raise UsageError(f"there is nothing to tune; name settings and values: {_EXAMPLE}")
     return {method: {**common, **own[method]} for method in methods}
@@ -62,18 +66,20 @@ def _parts(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield key.strip(), words
 
 
-def _place(key: str, methods: Sequence[str], like: ConfigDict) -> tuple[str | None, str]:
+def _place(
+    key: str, methods: Sequence[str], like: ConfigDict, there: Container[str]
+) -> tuple[str | None, str]:
     """The one method that a key is for, if it is for one, and the name of the setting."""
     group, _, last = key.rpartition(".")
     if not group and last in TRAINING:
         return None, last
-    if group not in configuration.ALGORITHMS:
+    if group not in there:
         top = key.partition(".")[0]
         if top in _BUDGET:
             raise UsageError(
                 f"{key} cannot be tuned: it is a part of the budget; set {_BUDGET[top]}"
             )
-        if top in configuration.ALGORITHMS:
+        if top in there:
             raise UsageError(f"--grid has {key}, which is no METHOD.SETTING; write {_EXAMPLE}")
         if top in like:
             raise UsageError(
@@ -93,7 +99,7 @@ def _place(key: str, methods: Sequence[str], like: ConfigDict) -> tuple[str | No
         return group, key
     if last in TRAINING:
         return group, last
-    hint = configuration.nearest(last, [*like.get(group, ()), *TRAINING])
+    hint = configuration.nearest(last, [*like.get(group, ()), *TRAINING], f"{group}.{{}}")
     raise UsageError(f"there is no setting {key}{hint}")
 
 

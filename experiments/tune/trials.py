@@ -19,6 +19,7 @@ from experiments.tune.grids import Point, apply, word
 from fedjax_pfl import comparison, interrupt, runner, sweep
 from fedjax_pfl import config as configuration
 from fedjax_pfl.build import build
+from fedjax_pfl.config import OURS, Words
 from fedjax_pfl.errors import UsageError
 
 
@@ -29,6 +30,7 @@ class Trial(NamedTuple):
     config: ConfigDict  # without the values of a point
     points: Sequence[Point]
     whole: int  # points of its grid, of which these may be some
+    words: Words = OURS  # what names in the configuration mean
 
 
 class Job(NamedTuple):
@@ -82,14 +84,15 @@ def _with_word(source: str, method: str) -> ConfigDict | None:
     return found if found.algorithm == method else None
 
 
-def length(config: ConfigDict) -> int:
+def length(config: ConfigDict, words: Words = OURS) -> int:
     """The rounds of a whole run."""
-    return sum(one.rounds for one in configuration.phases(config))
+    return sum(one.rounds for one in configuration.phases(config, words))
 
 
-def shorten(config: ConfigDict, rounds: int) -> None:
+def shorten(config: ConfigDict, rounds: int, words: Words = OURS) -> None:
     """Give a whole run so many rounds; phases keep their shares of it."""
-    each, whole = [one.rounds for one in configuration.phases(config)], length(config)
+    each = [one.rounds for one in configuration.phases(config, words)]
+    whole = sum(each)
     if whole == rounds:
         return
     parts = [max(1, round(rounds * n / whole)) for n in each[:-1]]
@@ -104,15 +107,15 @@ def shorten(config: ConfigDict, rounds: int) -> None:
 
 def check(trials: Sequence[Trial]) -> None:
     """Raise UsageError where methods would not be tried alike, or cannot be scored."""
-    first = trials[0]
+    first, words = trials[0], trials[0].words
     config = first.config
     if not config.validation_fraction and config.validation_examples is None:
         raise UsageError(
             "there are no validation examples, by which to choose; set "
             "--config.validation_fraction=0.2"
         )
-    problem = lambda one: comparison.problem(configuration.resolved(one))
-    lengths = {trial.method: length(trial.config) for trial in trials}
+    problem = lambda one: comparison.problem(configuration.resolved(one, words))
+    lengths = {trial.method: length(trial.config, words) for trial in trials}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{method} {rounds}" for method, rounds in lengths.items())
         raise UsageError(
@@ -126,7 +129,7 @@ def check(trials: Sequence[Trial]) -> None:
                 "with --config.KEY=VALUE"
             )
         for point in trial.points:
-            configuration.check(apply(trial.config, point))
+            configuration.check(apply(trial.config, point), words)
 
 
 def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]]:
@@ -143,7 +146,7 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[Tried]:
     """The finished runs that there are, of every point."""
     known, tried = Known(folder), []
     for point, each in configs(trial, seeds):
-        paths = {config.seed: known.find(config)[1] for config in each}
+        paths = {config.seed: known.find(config, trial.words)[1] for config in each}
         runs = {
             seed: comparison.read(path)
             for seed, path in paths.items()
@@ -158,13 +161,13 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
 
     All of them are built before the first is compiled, so that what cannot be is said at once.
     """
-    known, count = Known(folder), 0
+    known, count, words = Known(folder), 0, trials[0].words
     todo: dict[str, Job] = {}
     for trial in trials:
         for point, each in configs(trial, seeds):
             count += len(each)
             for config in each:
-                key, path = known.find(config)
+                key, path = known.find(config, words)
                 if path is None:
                     name, steps = _name(trial.method, point, config.seed, key), frozenset[int]()
                 elif (path / "report.html").is_file():
@@ -176,7 +179,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
         programs = [
             part
             for alike in _alike(list(todo.values()))
-            for program in _programs(alike)
+            for program in _programs(alike, words)
             for part in _parts(program, together)
         ]
         cut = sum(bool(job.steps) for job in todo.values())
@@ -186,7 +189,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
         for number, jobs in enumerate(programs, 1):
             where = f"{jobs[0].method}: {len(jobs)} run{'s' * (len(jobs) > 1)}"
             print(f"[{number}/{len(programs)}] {where}", file=sys.stderr, flush=True)
-            runner.run_points({job.name: job.config for job in jobs}, folder, stop)
+            runner.run_points({job.name: job.config for job in jobs}, folder, stop, words=words)
 
 
 def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
@@ -209,17 +212,17 @@ def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
     return [members for standing in groups.values() for _, members in standing]
 
 
-def _programs(jobs: list[Job]) -> list[list[Job]]:
+def _programs(jobs: list[Job], words: Words = OURS) -> list[list[Job]]:
     """As few programs as the method allows: some numbers shape it, or choose what it does."""
     try:
-        built = build(*(job.config for job in jobs))
+        built = build(*(job.config for job in jobs), words=words)
     except sweep.Apart as error:
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in jobs:
             groups.setdefault(tuple(job.point.get(name) for name in error.names), []).append(job)
         if len(groups) < 2:
             raise
-        return [program for group in groups.values() for program in _programs(group)]
+        return [program for group in groups.values() for program in _programs(group, words)]
     except UsageError as error:
         raise UsageError(f"{jobs[0].method}: {error}") from error
     federation = built.federation

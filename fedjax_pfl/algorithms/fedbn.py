@@ -26,6 +26,6 @@ def fedbn(model: Any, task: Task, training: local.Training, federation: Federati
     if not norms:
         raise UsageError(
             f"fedbn needs a network with BatchNorm, and this {type(model).__name__} has none; "
-            "set batch_norm, as in --config.model=lenet --config.lenet.batch_norm=True"
+            "set batch_norm, as in model=lenet with lenet.batch_norm=True"
         )
     return partly_shared(model, task, training, federation, of_layers(norms))

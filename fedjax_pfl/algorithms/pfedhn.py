@@ -74,9 +74,17 @@ _SETTINGS = """Args:
   average: over the clients of a round; else their gradients are added, as if they came in turn.
   frozen: only v learns: a later phase for clients that were held out.
 """
-pfedhn = _method("pfedhn", "The whole of every client's model is generated.", lambda _: (), 1e-2)
+pfedhn = _method(
+    "pfedhn",
+    "pFedHN: one hypernetwork generates the whole of every client's model.",
+    lambda _: (),
+    1e-2,
+)
 pfedhn_pc = _method(
-    "pfedhn_pc", "All but the last layer is generated; that one stays.", lambda m: (m.head,), 5e-2
+    "pfedhn_pc",
+    "pFedHN-PC: pFedHN of all but the last layer, which stays with the client.",
+    lambda m: (m.head,),
+    5e-2,
 )
 
 

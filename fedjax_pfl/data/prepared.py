@@ -41,7 +41,7 @@ def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
     versions = [p for p in found if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
     if versions:
         return max(versions, key=lambda p: tuple(map(int, p.name.split("."))))
-    point = "point to another folder with --config.data_dir=DIR or TFDS_DATA_DIR"
+    point = "point to another folder with the setting data_dir or TFDS_DATA_DIR"
     name = dataset.split("/")[0]
     if name not in _DOWNLOADS:
         raise UsageError(

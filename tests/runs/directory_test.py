@@ -32,7 +32,7 @@ def test_another_runs_directory_is_refused_with_what_differs(finished, tmp_path)
     assert "seed (0 there, 1 here)" in line
     assert "mlp.hidden ([4] there, [4, 2] here)" in line
     assert "rounds" not in line
-    assert "--workdir" in line
+    assert "choose another workdir" in line
 
 
 def test_neutral_settings_may_change(finished, tmp_path):
@@ -191,7 +191,7 @@ def test_a_directory_that_goes_away_is_named(name, tmp_path, monkeypatch):
     owner = rundir if name == "append_metrics" else checkpoints.Store
     line = stopped(directory, monkeypatch, owner, name, lambda: directory.rename(aside))
     assert f"{directory} was removed or moved during its run" in line
-    assert "put it back and give the same command again" in line
+    assert "put it back and give the same command or call again" in line
     shutil.rmtree(directory, ignore_errors=True)
     aside.rename(directory)
     result = runner.run(BASE, directory)

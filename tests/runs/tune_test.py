@@ -12,10 +12,11 @@ import pytest
 from experiments.configs import pfedhn
 from experiments.known import Known
 from experiments.tune import __main__ as tune
-from experiments.tune import choice, grids, trials
+from experiments.tune import choice, grids, own, trials
 from experiments.tune.trials import Job
-from fedjax_pfl import checkpoints, comparison, runner
+from fedjax_pfl import algorithms, checkpoints, comparison, runner
 from fedjax_pfl import config as configuration
+from fedjax_pfl.own import added
 from tests.launch_test import message
 from tests.runs.common import BASE, contents, read_metrics, undisturbed, untimed
 from tests.tune_test import loaded, plain
@@ -95,7 +96,7 @@ def test_what_cannot_be_compared_is_refused():
 def cached(monkeypatch):
     """What runs are built of is kept between tests, for the checks before them too."""
     once = runner.build
-    monkeypatch.setattr(trials, "build", lambda *points: once(*points, words=configuration.OURS))
+    monkeypatch.setattr(trials, "build", lambda *points, words: once(*points, words=words))
 
 
 def test_what_only_shows_when_it_is_built_is_said_before_anything_is_written(tmp_path):
@@ -211,7 +212,7 @@ def test_only_show_neither_runs_nor_writes(tuned, monkeypatch, capsys, tmp_path)
 def test_another_grid_uses_the_runs_that_are_there(tuned, monkeypatch, cached):
     _, out = tuned
     asked = []
-    monkeypatch.setattr(runner, "run_points", lambda points, *_: asked.extend(points))
+    monkeypatch.setattr(runner, "run_points", lambda points, *_, **__: asked.extend(points))
     trials.run(planned(["learning_rate=.1,.05; momentum=.9"]), 2, out, None)
     assert [re.sub("-[^-]*$", "", name) for name in asked] == [
         f"fedavg/learning_rate=0.05,momentum=0.9,seed={seed}" for seed in (0, 1)
@@ -244,6 +245,48 @@ def test_a_kill_goes_on(tuned, tmp_path, monkeypatch, cached, capsys):
     assert "0 are there, 4 go on, 0 are missing, in 1 program\n" in capsys.readouterr().err
     for path in (tmp_path / "fedavg").iterdir():
         assert untimed(read_metrics(path)) == untimed(read_metrics(out / "fedavg" / path.name))
+
+
+def slowed(model, task, training, federation, *, share: float = 0.5):
+    rate = training.rate
+    slower = training._replace(rate=lambda t: share * rate(t))
+    return algorithms.fedavg(model, task, slower, federation)
+
+
+def tune_slowed(out, grid, **given):
+    config = {**SMALL, "learning_rate": 0.2, "seed": 5, "evaluate_after": False}
+    return own.tune(config, grid, out, methods=["slowed", "fedavg"], algorithm=slowed, **given)
+
+
+def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys):
+    """Half of a rate of .2 is a rate of .1; what is chosen can be run as it is."""
+    grid = {"slowed.share": [1e-6, 0.5], "fedavg.learning_rate": [0.1, 1e-6]}
+    found = tune_slowed(tmp_path, grid)
+    assert "tuned.py" not in {p.name for p in tmp_path.iterdir()}
+    assert "--config" not in capsys.readouterr().out
+    shares = {m: (one["learning_rate"], one.get(m)) for m, one in found.items()}
+    assert shares == {"slowed": (0.2, {"share": 0.5}), "fedavg": (0.1, None)}
+    assert {one["algorithm"] for one in found.values()} == set(found)
+    assert all("seed" not in one and one["rounds"] == 2 for one in found.values())
+    rows = list(csv.DictReader((tmp_path / "tune.csv").read_text().splitlines()))
+    means = {(row["method"], row["chosen"]): row["validation_mean"] for row in rows}
+    assert means["slowed", "1"] == means["fedavg", "1"] > means["slowed", "0"]
+    words, given = added(found["slowed"], None, slowed)
+    configuration.check(configuration.complete(given, words), words)
+    # A second time, all runs are known.
+    monkeypatch.setattr(runner, "run_points", forbidden)
+    assert tune_slowed(tmp_path, grid) == found
+
+
+def test_what_one_may_say_of_a_method_of_ones_own(tmp_path):
+    asked = lambda grid, **given: message(lambda: tune_slowed(tmp_path / "none", grid, **given))
+    assert asked({"slowed.shar": [1]}) == (
+        "there is no setting slowed.shar; did you mean slowed.share?"
+    )
+    assert "slowed 1" in asked({"fedavg.learning_rate": [0.1, 0.2]})
+    assert not (tmp_path / "none").exists()
+    line = message(lambda: own.tune(SMALL, {"learning_rate": [1]}, methods=["slowed"]))
+    assert line.startswith("there is no method 'slowed'; ")
 
 
 def test_the_command_ends_with_one_line(tmp_path):

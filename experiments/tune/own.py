@@ -1,0 +1,61 @@
+"""The command from Python, for a method or examples of your own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.tune import __main__ as command
+from experiments.tune import choice, grids, trials
+from fedjax_pfl import config as configuration
+from fedjax_pfl import own
+from fedjax_pfl.algorithm import Algorithm
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.errors import UsageError
+
+
+def tune(
+    config: Mapping[str, Any],
+    grid: Mapping[str, Sequence[Any]],
+    out: str | Path = "runs/tune",
+    *,
+    methods: Sequence[str] = (),
+    seeds: int | None = None,
+    rounds: int | None = None,
+    budget: int | None = None,
+    budget_seed: int = 0,
+    together: int | None = None,
+    dataset: Dataset | None = None,
+    algorithm: Callable[..., Algorithm] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """What `python -m experiments.tune` does, by the arguments that it has for flags.
+
+    Args:
+      config: settings that all methods have, as for `fedjax_pfl.run`.
+      grid: values by setting, such as {"learning_rate": [0.1, 0.01], "fedavgm.beta": [0.5, 0.9]}.
+      methods: to tune; none: that of the configuration.
+      dataset, algorithm: your own, as for `fedjax_pfl.run`; commands know neither, so that there is
+        no tuned.py of them.
+
+    Returns:
+      The settings that were chosen, by method, to be given to `fedjax_pfl.run` with another seed.
+    """
+    words, given = own.added(config, dataset, algorithm)
+    base = configuration.complete(given, words)
+    if base.sweep:
+        raise UsageError("what is tried is said by the grid here; leave sweep out")
+    each = {}
+    for method in command.known(methods or [base.algorithm], words):
+        each[method] = base.copy_and_resolve_references()
+        each[method].algorithm = method
+    texts = [f"{key}={','.join(map(grids.word, values))}" for key, values in grid.items()]
+    made = command.plan(each, texts, rounds, budget, budget_seed, words)
+    seeds, out = seeds or base.seeds, Path(out)
+    command.tune(made, seeds=seeds, out=out, texts=texts, budget=budget, together=together)
+    best = {trial.method: choice.chosen(trials.collect(trial, seeds, out)) for trial in made}
+    found = {}
+    for method, one in best.items():
+        if one is not None:
+            found[method] = {"algorithm": method, **choice.given(one.config, words)}
+            found[method].pop("seed", None)
+            choice.put(found[method], one.point)
+    return found
