@@ -234,6 +234,15 @@ def test_the_tables_by_hand():
     assert unfinished[0].rows == [["learning_rate=1.0", "not run", "", "", "", ""]]
 
 
+def test_the_head_counts_what_there_is():
+    configs = {method: configuration.complete({"rounds": 10}) for method in FOUND}
+    said = show.head(FOUND, 2, configs)
+    assert "Each method has at most 3 points, 2 seeds and 2 evaluations to be best in." in said
+    assert said.endswith("Client visits of a run: fedavg, pfedla 100 (10 rounds of 10).")
+    alone = {"pfedla": FOUND["pfedla"]}
+    assert "Each method has 2 points, 1 seed and" in show.head(alone, 1, configs)
+
+
 def test_a_choice_that_was_still_rising_is_named():
     def notes(*scores):
         runs = {seed: made(each) for seed, each in enumerate(scores)}
