@@ -103,11 +103,15 @@ def write(found: Found, said: Sequence[str], what: str, out: Path, ours: bool = 
         for form, suffix in FORMATS.items():
             (out / f"tune.{suffix}").write_text(text(found, said, form) + "\n", encoding="utf-8")
         picture = show.draw(found)
-        if picture:
-            (out / "tune.png").write_bytes(report.png(picture.figure))
         made = preset(found, said, what) if ours else None
-        if made is not None:
-            (out / "tuned.py").write_text(made, encoding="utf-8")
+        for name, content in (
+            ("tune.png", report.png(picture.figure) if picture else None),
+            ("tuned.py", None if made is None else made.encode()),
+        ):
+            if content is None:  # what stands there is of another grid
+                (out / name).unlink(missing_ok=True)
+            else:
+                (out / name).write_bytes(content)
         part = out / "tune.html.part"
         part.write_text(show.page(found, said, picture), encoding="utf-8")
         part.replace(out / "tune.html")

@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -293,6 +294,18 @@ def test_another_grid_uses_the_runs_that_are_there(tuned, monkeypatch, cached):
     assert [re.sub("-[^-]*$", "", name) for name in asked] == [
         f"fedavg/learning_rate=0.05,momentum=0.9,seed={seed}" for seed in (0, 1)
     ]
+
+
+def test_nothing_of_another_grid_is_left(tuned, tmp_path, monkeypatch, cached, capsys):
+    """A wider grid that was cut has chosen nothing, and a single point makes no picture."""
+    _, out = tuned
+    shutil.copytree(out, tmp_path / "out")
+    monkeypatch.setattr(trials, "run", lambda *_: None)  # cut before the first of them
+    made = planned(["learning_rate=.05"])
+    tune.tune(made, seeds=2, out=tmp_path / "out")
+    left = {p.name for p in (tmp_path / "out").iterdir()}
+    assert left & {"tune.txt", "tune.html", "tune.png", "tuned.py"} == {"tune.txt", "tune.html"}
+    assert "Chosen:" not in capsys.readouterr().out
 
 
 class Stop(BaseException):
