@@ -7,8 +7,10 @@ import json
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
+import jax
 import pytest
 
 from experiments import benchmark, render
@@ -16,6 +18,7 @@ from experiments.speed import picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
 from experiments.speed.turns import Turn
 from experiments.speed.work import Work
+from fedjax_pfl import local
 from fedjax_pfl.models import MLP, DropoutCNN, LeNet, ResNet9
 from tests.launch_test import message
 
@@ -55,8 +58,13 @@ def test_turns_alternate_and_whoever_ends_is_left_out():
         seen.append("other")
         return 3.0
 
-    taken, gone = turns.take(mine, {"mortal": mortal, "other": other}, lambda: 7.0, 3)
-    assert seen == ["ours", "mortal", "ours", "other"] * 2 + ["ours", "other"]
+    def peak():
+        seen.append("peak")  # right after ours: a rival's turn may take minutes
+        return 7.0
+
+    taken, gone = turns.take(mine, {"mortal": mortal, "other": other}, peak, 3)
+    mine_first = ["ours", "peak"]
+    assert seen == 2 * [*mine_first, "mortal", *mine_first, "other"] + [*mine_first, "other"]
     assert gone == {"mortal": "it died"}
     assert [turn.who for turn in taken] == ["mortal", "other", "", "other", "other"]
     assert {turn.peak for turn in taken} == {7.0}
@@ -135,6 +143,44 @@ def test_targets_say_what_was_not_measured():
     ]  # fmt: skip
     assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
     assert sum(verdict == "not measured" for _, verdict in rows.values()) == 3 + 4 + 3
+
+
+@pytest.mark.parametrize(
+    ("what", "busy"),
+    [
+        ({"load_average": [2.1, 0.0]}, True),
+        ({"load_average": [1.9, 9.0]}, False),
+        ({"cores_of_others": [0.1, 0.6], "load_average": [0.0, 0.0]}, True),
+        ({"cores_of_others": [0.1, 0.4], "load_average": [3.0, 3.0]}, False),  # our own load
+        ({"cores_of_others": [None, None], "load_average": [3.0, 3.0]}, True),
+    ],
+)
+def test_on_a_busy_machine_nothing_is_met_or_missed(what, busy):
+    found = {"lenet-10": item(**what), "lenet-1000": item(clients=1000, **what)}
+    found["lenet-1000"]["step_beside_few"] = [1.01, 1.0, 1.2]
+    whole = {
+        "machine": {"backend": "cpu", "cores": 2}, "items": found,
+        "compile_seconds": {"pfedla": 15.0}, "compile": what,
+    }  # fmt: skip
+    rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
+    told = lambda text, verdict: [f"{text}, busy machine", "not measured"] if busy else [
+        text, verdict,
+    ]  # fmt: skip
+    assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == told("2.00 x", "met")
+    assert rows["CPU, lenet-1000: 1 x PyTorch loop"] == told("2.00 x", "met")
+    step = "a client step as long with 1,000 clients as with 10, within 10 %"
+    assert rows[step] == told("1% apart".replace("%", " %"), "met")
+    assert rows["the default configuration of pfedla compiled in 15 s"] == told("15.0 s", "missed")
+
+
+def test_cores_that_others_use(monkeypatch):
+    """Of 200 ticks in all 150 were idle; a second's sleep is none of it."""
+    monkeypatch.setattr(work.os, "cpu_count", lambda: 4)
+    ticks = iter([(1000, 2000), (1150, 2200)])
+    monkeypatch.setattr(work, "_ticks", lambda: next(ticks))
+    assert work.others(0.0) == 1.0
+    monkeypatch.setattr(work, "_ticks", lambda: (0, 0))
+    assert work.others(0.0) is None
 
 
 # What a step costs.
@@ -268,19 +314,82 @@ def test_errors_are_one_line(tmp_path):
     assert rivals.python("fedjax_python", None) == sys.executable
 
 
+WITH = {"note": "", "versions": {"jax": "1"}, "commit": "abc"}
+
+
 def test_a_measurement_is_added_to(tmp_path):
     path = tmp_path / "out.json"
     assert benchmark.before(str(path)) == {}
     assert "name the file" in message(benchmark.before, None)
-    whole = {"items": {"mlp": {}}, "compile_seconds": {}, "checkouts": {}}
+    whole = {
+        "items": {"mlp": {"clients": 1, **WITH}}, "compile_seconds": {"pfedla": 1.0},
+        "compile": {**WITH, "cores_of_others": [0.5, 0.5]},
+    }  # fmt: skip
     path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
     assert benchmark.before(str(path)) == whole
+    # As it was once: of the whole.
+    old = {"items": {"mlp": {"clients": 1}}, "compile_seconds": {}, "machine": benchmark.machine()}
+    path.write_text(json.dumps({**old, **WITH}))
+    assert benchmark.before(str(path))["items"] == whole["items"]
     path.write_text(json.dumps({**whole, "machine": {"cores": 10**6}}))
     assert "was measured on another machine" in message(benchmark.before, str(path))
-    path.write_text("[]")
-    assert message(benchmark.before, str(path)) == (
-        f"--add: {path} is no measurement of this command"
+    for wrong in ([], whole, {**whole, "items": [1], "machine": {}}, {**whole, "items": 1}):
+        path.write_text(json.dumps(wrong))
+        assert message(benchmark.before, str(path)) == (
+            f"--add: {path} is no measurement of this command"
+        )
+
+
+def test_items_of_several_measurements_say_with_what_each_was_measured():
+    machine = {"backend": "cpu", "cores": 2, "kind": "A"}
+    what = {"date": "2000-01-01", "repeats": 3, **WITH}
+    whole = lambda **items: {"machine": machine, "items": items, "compile_seconds": {}}
+    alike = whole(mlp={**what, "note": "busy"}, pfedla={**what, "note": "busy"})
+    beginning = "2 cores A, 2000-01-01, 3 turns each"
+    assert benchmark.conditions(alike) == f"{beginning}; busy"
+    newer = {"note": "quiet", "versions": {"jax": "2"}, "commit": "def"}
+    mixed = whole(mlp=what, pfedla=what | newer)
+    assert benchmark.conditions(mixed) == (
+        f"{beginning}; quiet (pfedla); commit abc (mlp); commit def (pfedla); jax 1 (mlp); "
+        "jax 2 (pfedla)"
     )
+    compiled = {**whole(mlp=what), "compile_seconds": {"pfedla": 1.0}, "compile": what | newer}
+    assert "; quiet (compile); commit abc (mlp); commit def (compile)" in benchmark.conditions(
+        compiled
+    )
+
+
+class Given(types.SimpleNamespace):
+    """Flags."""
+
+    def __getitem__(self, name):
+        return types.SimpleNamespace(value=getattr(self, name, None))
+
+
+def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
+    """The command, but for what takes time."""
+    path, seen = tmp_path / "out.json", {**item(), "date": "2000-01-01", "repeats": 3}
+    old = {
+        "machine": benchmark.machine(), "compile_seconds": {}, "compile": {},
+        "items": {"mlp": {**seen, **WITH, "note": "old"}},
+    }  # fmt: skip
+    path.write_text(json.dumps(old))
+    given = Given(
+        work=["lenet-10"], list=False, repeats=3, limit=1.0, torch=False, measure=False,
+        out=str(path), add=True, picture=str(tmp_path / "out.png"), note="new",
+    )  # fmt: skip
+    monkeypatch.setattr(benchmark.flags, "FLAGS", given)
+    monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
+    monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
+    monkeypatch.setattr(benchmark.jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    benchmark.main(["benchmark"])
+    items = json.loads(path.read_text())["items"]
+    assert items["mlp"] == old["items"]["mlp"]
+    assert items["lenet-10"] == {**seen, **benchmark.told("new")}
+    out = capsys.readouterr().out
+    assert "new (lenet-10); old (mlp); commit " in out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_rival_is_listed_with_its_items():
@@ -301,6 +410,7 @@ def test_a_command_with_a_wrong_item():
 def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys, tmp_path):
     """End to end: the settings stand for the work that is named, and a rival's reason is told."""
     monkeypatch.setattr(work, "peak", lambda: 1e9)
+    monkeypatch.setattr(work, "others", lambda: 0.5)
     script = tmp_path / "fake.py"
     script.write_text("""print('{"lacks": "a GPU"}')""")
     commands = {"fl_bench": ([sys.executable, str(script)], None)}
@@ -308,6 +418,7 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
     assert found["parameters"] == work.parameters(MLP()) == 3072 * 200 + 200 + 2010
     assert (found["client_steps"], found["missing"]) == (8, {"fl_bench": "a GPU"})
     assert len(found["who"]["ours"]["all_seconds"]) == 3
+    assert found["cores_of_others"] == [0.5, 0.5]
     assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
     whole = {
         "items": {"mlp": {**found, "date": "2000-01-01"}}, "compile_seconds": {"pfedla": 3.0},
@@ -318,14 +429,38 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
     assert text.endswith("2000-01-01, 3 turns each; busy")
 
 
-def test_the_work_that_is_named_is_the_work_that_is_done():
-    """pFedHN's cohort, batches and rounds, as the configuration that is built says them."""
-    tiny = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds=5,
-                network="mlp", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
-    one = work.configured(tiny)
-    assert (one.clients_per_round, one.local_steps, one.local_epochs) == (1, 2, None)
-    assert (one.rounds, one.batch_size, one.momentum) == (5, 3, 0.9)
-    assert one.rounds * one.clients_per_round * one.local_steps == tiny.client_steps
+@pytest.fixture
+def steps(monkeypatch):
+    """The examples of each gradient step that a compiled program really takes, by their rows."""
+    taken, plain = [], local.take
+
+    def counted(data, rows, mask):
+        jax.debug.callback(lambda *each: taken.append(each), rows, mask)
+        return plain(data, rows, mask)
+
+    monkeypatch.setattr(local, "take", counted)
+    return taken
+
+
+HYPER = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds=5,
+             network="small", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
+
+
+@pytest.mark.parametrize("tiny", [TINY, HYPER], ids=["epochs", "steps"])
+def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
+    """Steps and batches as they are taken, and in every turn by the clients of further rounds."""
+    settings = {**tiny.settings, "devices": 1}  # others would wait for the one that counts
+    ours, seen = work.ours(tiny._replace(settings=settings)), set()
+    for _ in range(6 if tiny is TINY else 2):
+        steps.clear()
+        ours.run()
+        jax.effects_barrier()
+        assert len(steps) == tiny.client_steps
+        for rows, mask in steps:
+            assert mask.tolist() == [True] * tiny.batch
+            seen |= set(rows.tolist())
+    if tiny is TINY:  # every example in each epoch, of two clients of three in each turn
+        assert len(seen) == tiny.clients * tiny.examples
 
 
 # The PyTorch loop.
