@@ -75,7 +75,7 @@ def measured(
       few: the same work with few clients: how much longer a step takes with many is asked too.
       commands: by rival, how it is started and where its checkout is.
     """
-    busy = round(os.getloadavg()[0], 1)
+    busy, others = round(os.getloadavg()[0], 1), [work.others()]
     mine = work.ours(item, measure=measure)
     mine.run()
     reference = work.ours(few, measure=measure) if few else None
@@ -108,6 +108,7 @@ def measured(
         "date": datetime.date.today().isoformat(),
         "repeats": repeats,
         "load_average": [busy, round(os.getloadavg()[0], 1)],
+        "cores_of_others": [*others, work.others()],
         "algorithm": item.algorithm,
         "clients": item.clients,
         "cohort": item.cohort,
@@ -150,20 +151,45 @@ def _processor() -> str:
     return platform.machine()
 
 
+def told(note: str) -> dict[str, Any]:
+    """What an item is measured with, which may be other than another item's."""
+    return {
+        "note": note,
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "commit": rivals.commit(str(rivals.HERE.parent)),
+    }
+
+
 def before(path: str | None) -> dict[str, Any]:
     """What an earlier measurement of the same machine has written, if it is to be added to."""
     if path is None:
         raise UsageError("--add adds to what is in --out=FILE.json; name the file")
     try:
         found = json.loads(Path(path).read_text())
-        items, compiled, checkouts = found["items"], found["compile_seconds"], found["checkouts"]
+        there, kept = found["machine"], {key: found[key] for key in ("items", "compile_seconds")}
+        with_what = {name: dict(part) for name, part in _with_what(found).items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--add: {path} is no measurement of this command") from None
-    if found["machine"] != machine():
+    if there != machine():
         raise UsageError(f"--add: {path} was measured on another machine; give another --out")
-    return {"items": items, "compile_seconds": compiled, "checkouts": checkouts}
+    items = {name: {**item, **with_what[name]} for name, item in kept["items"].items()}
+    compiled = {**found.get("compile", {}), **with_what.get(COMPILE, {})}
+    return {**kept, "items": items, "compile": compiled}
+
+
+def _with_what(whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """By item and for compiling: its note, versions and commit."""
+    usual = {"note": "", "versions": {}, "commit": "unknown"}  # or of the whole, as it was once
+    usual = {key: whole.get(key, value) for key, value in usual.items()}
+    every = dict(whole["items"])
+    if whole["compile_seconds"]:
+        every[COMPILE] = whole.get("compile", {})
+    return {
+        name: {key: item.get(key, value) for key, value in usual.items()}
+        for name, item in every.items()
+    }
 
 
 def main(argv: Sequence[str]) -> None:
@@ -195,18 +221,17 @@ def main(argv: Sequence[str]) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     old = before(given.out) if given.add else {}
     items, compiled = dict(old.get("items", {})), dict(old.get("compile_seconds", {}))
-    told: dict[str, Any] = {
-        "note": given.note,
+    compiled_with, now = old.get("compile", {}), told(given.note)
+    about = {
         "machine": machine(),
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
-        "commit": rivals.commit(str(rivals.HERE.parent)),
-        "checkouts": {**old.get("checkouts", {}), **commits},
         "flops": "by formula: products of convolutions and fully connected layers",
     }
     for name in names:
         print(f"{name} ...", file=sys.stderr)
         if name == COMPILE:
+            others = [work.others()]
             compiled = {key: round(work.compile_seconds(key), 1) for key in work.DEFAULTS}
+            compiled_with = {**now, "cores_of_others": [*others, work.others()]}
         else:
             everyone = {"torch": rivals.TORCH, **rivals.RIVALS}
             able = {key: how for key, how in commands.items() if name in everyone[key].items}
@@ -215,26 +240,48 @@ def main(argv: Sequence[str]) -> None:
                 measure=given.measure,
                 few=work.WORKS[FEW] if name in MANY else None,
             )  # fmt: skip
+            items[name] |= now
+            for key, where in commits.items():
+                if key in items[name]["who"]:
+                    items[name]["who"][key]["checkout"] = where
         # Written after each item, so that a long measurement that is cut leaves what it has.
         ordered = {name: items[name] for name in _ITEMS if name in items}
-        whole = {**told, "items": ordered, "compile_seconds": compiled}
+        whole = {**about, "items": ordered, "compile_seconds": compiled, "compile": compiled_with}
         if given.out:
             Path(given.out).write_text(json.dumps(whole, indent=1) + "\n")
     print(report(whole))
     if given.picture and (points := turns.curve(items)):
-        picture.draw(points, rivals.NAMES, conditions(whole)).savefig(given.picture, dpi=110)
+        drawn = {name: item for name, item in items.items() if name.startswith("lenet-")}
+        under = conditions({**whole, "items": drawn, "compile_seconds": {}})
+        picture.draw(points, rivals.NAMES, under).savefig(given.picture, dpi=110)
 
 
 def conditions(whole: Mapping[str, Any]) -> str:
-    """A line: machine, repeats, and what else is to be known."""
+    """A line: machine, repeats, and what else is to be known; of what where it is not of all."""
     on = whole["machine"]
-    note = f"; {whole['note']}" if whole["note"] else ""
     what = f"{on['cores']} cores {on['kind']}" if on["backend"] == "cpu" else on["device"]
     dates = sorted({item["date"] for item in whole["items"].values()})
     turns_of = sorted({item["repeats"] for item in whole["items"].values()})
     when = f", {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
     many = f", {' or '.join(map(str, turns_of))} turns each" if turns_of else ""
-    return f"{what}{when}{many}{note}"
+    return "; ".join([f"{what}{when}{many}", *_differences(_with_what(whole))])
+
+
+def _differences(with_what: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Notes; versions and commits where items were measured with several."""
+    each = {name: {"note": part["note"], "commit": f"commit {part['commit']}", **{
+        package: f"{package} {version}" for package, version in part["versions"].items()
+    }} for name, part in with_what.items()}  # fmt: skip
+    said = []
+    for key in dict.fromkeys(key for part in each.values() for key in part):
+        groups: dict[str, list[str]] = {}
+        for name, part in each.items():
+            groups.setdefault(part.get(key, f"{key} unknown"), []).append(name)
+        if len(groups) > 1:
+            said += [f"{value} ({', '.join(names)})" for value, names in groups.items() if value]
+        elif key == "note":
+            said += filter(None, groups)
+    return said
 
 
 def report(whole: Mapping[str, Any]) -> str:

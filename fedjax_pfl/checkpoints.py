@@ -156,17 +156,20 @@ class Store(NamedTuple):
         return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def open_store(directory: Path, keep: int = KEPT) -> Store:
-    """The checkpoints in a directory, which is made if need be."""
+def open_store(directory: Path, keep: int = KEPT, *, only_read: bool = False) -> Store:
+    """The checkpoints in a directory, which is made if need be; one that is only read stays."""
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each step of each save
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep,
+        max_to_keep=None if only_read else keep,
+        read_only=only_read,
+        save_interval_steps=0 if only_read else 1,  # or a warning says that it is set to 0
         enable_async_checkpointing=False,
         create=False,  # which would wait for processes that never come here
         multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes={0}),
     )
-    directory.mkdir(exist_ok=True)
-    _clear(directory)
+    if not only_read:
+        directory.mkdir(exist_ok=True)
+        _clear(directory)
     with _quietly():  # it reads what may be damaged, and needs none of it
         return Store(ocp.CheckpointManager(directory.absolute(), options=options))
 

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import checkpoints, runner, trees
+from fedjax_pfl import checkpoints, ledger, metrics, own, rundir, runner, trees
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, PyTree, members
 from fedjax_pfl.algorithms.fedem import Mixture
+from fedjax_pfl.build import build
 from fedjax_pfl.data import Dataset, client_data
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.member import Position
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.models.modular import Modular, Routed
 from fedjax_pfl.nets.factorized import Factorized, Hadamard
@@ -45,7 +47,7 @@ def restored(
     dataset: Dataset | None = None,
     algorithm: Callable[..., Algorithm] | None = None,
 ) -> runner.Result:
-    """What a finished run was left with, from its last checkpoint. Nothing is trained.
+    """What a finished run was left with, from its last checkpoint. Nothing is trained or written.
 
     Args:
       data_dir: where prepared datasets are, if not where the run's configuration says.
@@ -64,18 +66,40 @@ def restored(
     folder = directory / "checkpoints"
     if not (folder / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
-    store = checkpoints.open_store(folder)
+    here = {k: v for k, v in config.items() if k not in configuration.NEUTRAL_KEYS}
+    here["data_dir"] = data_dir or config.get("data_dir")
+    words, here = own.added(here, dataset, algorithm)
+    settings = configuration.complete(here, words)
+    built = build(settings, words=words, plans=rundir.read_plans(directory))
+    template: Any = None
+    for phase in built.phases:
+        template = jax.eval_shape(phase.rounds.init, phase.points, template)
+    store = checkpoints.open_store(folder, only_read=True)
     try:
         store.check(last)
-        store.facts(last)
+        facts = store.facts(last)
+        at = Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
+        wanted = {"state": template} | ({} if at.best_round is None else {"best": template})
+        found = store.restore(last, wanted)
     except checkpoints.DamagedError as error:
         raise UsageError(
             f"{directory}: the checkpoint of round {last} is damaged: {error}; give the run's "
             "command again, which makes it anew"
         ) from None
-    here = {k: v for k, v in config.items() if k not in configuration.NEUTRAL_KEYS}
-    here["data_dir"] = data_dir or config.get("data_dir")
-    return runner.run(here, directory, dataset=dataset, algorithm=algorithm)
+    return runner.Result(
+        config=json.loads(json.dumps(configuration.resolved(settings, words))),
+        metrics=list(at.metrics),
+        clients=metrics.client_table(built.federation, at.clients, at.ledger),
+        ledger=at.ledger,
+        state=found["state"],
+        best=found.get("best"),
+        phases=built.phases,
+        data=built.data,
+        federation=built.federation,
+        directory=directory,
+        observations=rundir.read_observations(directory, last, only_read=True),
+        resumed_at=last,
+    )
 
 
 def _brought(directory: Path, config: Any, phases: Any, dataset: Any, algorithm: Any) -> None:
@@ -145,7 +169,8 @@ def personal(
 ) -> Iterator[tuple[int, PyTree]]:
     """The variables that clients are served, as NumPy arrays: of a state after t rounds."""
     groups = members(result.phases[-1].algorithm)
-    state, data = jax.device_get(state), jax.device_put(result.data)
+    # From wherever it was computed to one device, once for all clients.
+    state, data = jax.device_put(jax.device_get((state, result.data)))
 
     def served(member: Algorithm) -> Any:
         def one(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:

@@ -172,8 +172,8 @@ def write_observations(directory: Path, seen: Observations) -> None:
         os.replace(part, directory / f"{name}.npz")
 
 
-def read_observations(directory: Path, until: int) -> Observations:
-    """What was observed up to a round. A damaged file is set aside; it begins anew."""
+def read_observations(directory: Path, until: int, *, only_read: bool = False) -> Observations:
+    """What was observed up to a round. A damaged file is set aside, or left out; it begins anew."""
     seen: Observations = {}
     for path in sorted(directory.glob("*.npz")):
         try:
@@ -181,10 +181,12 @@ def read_observations(directory: Path, until: int) -> Observations:
                 both = zip(file["rounds"], file["values"], strict=True)
                 kept = [(int(r), v) for r, v in both if r <= until]
         except Exception as error:  # zipfile, zlib and NumPy raise what they like
-            aside = path.with_name(path.name + ".damaged")
-            os.replace(path, aside)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            line = f"{path} is damaged ({reason}); it is now {aside.name} and begins anew"
+            line = f"{path} is damaged ({reason}); it is left out"
+            if not only_read:
+                aside = path.with_name(path.name + ".damaged")
+                os.replace(path, aside)
+                line = f"{path} is damaged ({reason}); it is now {aside.name} and begins anew"
             print(line, file=sys.stderr)
             continue
         if kept:

@@ -1,4 +1,4 @@
-"""The benchmark's pure parts, its protocol with children that fail, and one item in full.
+"""What a step costs, the protocol with children that fail, the command, and one item in full.
 
 Nothing here depends on how long anything takes, but for children that hang.
 """
@@ -7,137 +7,35 @@ import json
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
+import jax
 import pytest
 
-from experiments import benchmark, render
-from experiments.speed import picture, rivals, turns, work
+from experiments import benchmark
+from experiments.speed import rivals, work
 from experiments.speed.rivals import Child, Gone
-from experiments.speed.turns import Turn
 from experiments.speed.work import Work
+from fedjax_pfl import local
 from fedjax_pfl.models import MLP, DropoutCNN, LeNet, ResNet9
 from tests.launch_test import message
+from tests.turns_test import item
 
 NO_TORCH = "NOT TESTED: PyTorch is not installed, so that nothing is known of the loop"
 TINY = Work("MLP, tiny", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
 
-# What seconds say.
+# What a step costs, and what others use.
 
 
-def test_ratios_are_of_neighbours():
-    """The machine slowed down within the second turn; medians of each side would say 20, not 2."""
-    taken = [Turn(1.0, "b", 2.0, 1.0), Turn(1.0, "b", 20.0, 1.0), Turn(10.0, "b", 20.0, 1.0),
-             Turn(1.0, "c", 7.0, 1.0)]  # fmt: skip
-    assert turns.faster(taken, "b") == (2.0, 2.0, 20.0)
-    assert turns.faster(taken, "c") == (7.0, 7.0, 7.0)
-
-
-def test_share_of_peak_is_of_neighbours():
-    taken = [Turn(2.0, "", None, 100.0), Turn(1.0, "", None, 400.0), Turn(4.0, "", None, 10.0)]
-    assert turns.of_peak(taken, 120.0) == (0.6, 0.3, 3.0)
-
-
-def test_turns_alternate_and_whoever_ends_is_left_out():
-    seen, left = [], iter([1.0])
-
-    def mine():
-        seen.append("ours")
-        return 1.0
-
-    def mortal():
-        seen.append("mortal")
-        for seconds in left:
-            return seconds
-        raise Gone("it died")
-
-    def other():
-        seen.append("other")
-        return 3.0
-
-    taken, gone = turns.take(mine, {"mortal": mortal, "other": other}, lambda: 7.0, 3)
-    assert seen == ["ours", "mortal", "ours", "other"] * 2 + ["ours", "other"]
-    assert gone == {"mortal": "it died"}
-    assert [turn.who for turn in taken] == ["mortal", "other", "", "other", "other"]
-    assert {turn.peak for turn in taken} == {7.0}
-    few = iter([2.0, 4.0, 6.0, 6.0])
-    alone, _ = turns.take(mine, {}, lambda: 7.0, 2, lambda: next(few))
-    assert alone == [Turn(1.0, "", None, 7.0, 3.0), Turn(1.0, "", None, 7.0, 6.0)]
-
-
-def test_a_step_beside_one_with_few_clients():
-    """20 steps in 4 seconds beside 10 in 2; then, on a machine half as fast, in 12 beside 4."""
-    taken = [Turn(4.0, "", None, 1.0, 2.0), Turn(12.0, "", None, 1.0, 4.0),
-             Turn(4.4, "", None, 1.0, 2.0)]  # fmt: skip
-    assert turns.step_ratio(taken, client_steps=20, few_steps=10) == pytest.approx((1.1, 1.0, 1.5))
-
-
-def item(**changes):
-    taken = [
-        Turn(2.0, "torch", 3.0, 1e3),
-        Turn(2.0, "torch", 5.0, 1e3),
-        Turn(2.5, "torch", 5.0, 1e3),
-    ]
-    found = {
-        "about": "LeNet", "clients": 10, "compile_seconds": 1.25,
-        "who": turns.summary(taken, client_steps=200, operations=1000.0),
-    }  # fmt: skip
-    return {**found, **changes}
-
-
-def test_summary_and_table():
-    found = item()
-    assert found["who"]["ours"] == {
-        "seconds": 2.0, "ms_per_client_step": 10.0, "share_of_peak": [0.5, 0.4, 0.5],
-        "all_seconds": [2.0, 2.0, 2.5],
-    }  # fmt: skip
-    assert found["who"]["torch"] == {
-        "seconds": 5.0, "ms_per_client_step": 25.0, "times_faster": 2.0, "range": [1.5, 2.5],
-        "all_seconds": [3.0, 5.0, 5.0],
-    }  # fmt: skip
-    shown = turns.table({"lenet-10": found}, rivals.NAMES)
-    assert shown.rows == [
-        ["LeNet: ours", "2", "10", "", "", "1.2", "50 %"],
-        ["LeNet: PyTorch loop", "5", "25", "2.00 x", "1.50 to 2.50", "", ""],
-    ]
-    assert max(map(len, render.text([shown]).splitlines())) <= 100
-
-
-def test_how_constant_a_client_step_is():
-    found = {"lenet-10": item(), "mlp": item(), "lenet-100": item(clients=100)}
-    found["lenet-100"]["who"]["ours"]["ms_per_client_step"] = 11.0
-    assert turns.curve(found) == {"ours": {10: 10.0, 100: 11.0}, "torch": {10: 20.0, 100: 22.0}}
-    assert turns.constant(found) == turns.constant({}) == ""
-    found["lenet-100"]["step_beside_few"] = [1.02, 0.98, 1.25]
-    assert turns.constant(found) == (
-        "Beside a client step of LeNet with 10 clients, one takes 1.02 times (0.98 to 1.25) with "
-        "100 clients."
-    )
-    figure = picture.draw(turns.curve(found), rivals.NAMES, "2 cores")
-    (axes,) = figure.axes
-    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
-    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
-    assert drawn == {"fedjax_pfl": [10.0, 10.2], "PyTorch loop": [20.0, 20.4]}
-
-
-def test_targets_say_what_was_not_measured():
-    found = {"lenet-10": item(), "lenet-1000": item(clients=1000), "mlp": item()}
-    found["lenet-1000"]["step_beside_few"] = [1.11, 1.0, 1.2]
-    found["mlp"]["who"]["torch"]["times_faster"] = 1.49
-    whole = {"machine": {"backend": "cpu"}, "items": found, "compile_seconds": {"pfedla": 15.0}}
-    rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
-    assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == ["2.00 x", "met"]
-    assert rows["CPU, mlp: 1.5 x PyTorch loop"] == ["1.49 x", "missed"]
-    assert rows["CPU, resnet9: 1.2 x PyTorch loop"] == ["", "not measured"]
-    assert rows["GPU, lenet-10: 10 x PyTorch loop"] == ["", "not measured"]
-    assert rows["a client step as long with 1,000 clients as with 10, within 10 %"] == [
-        "11 % apart", "missed",
-    ]  # fmt: skip
-    assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
-    assert sum(verdict == "not measured" for _, verdict in rows.values()) == 3 + 4 + 3
-
-
-# What a step costs.
+def test_cores_that_others_use(monkeypatch):
+    """Of 200 ticks in all 150 were idle; a second's sleep is none of it."""
+    monkeypatch.setattr(work.os, "cpu_count", lambda: 4)
+    ticks = iter([(1000, 2000), (1150, 2200)])
+    monkeypatch.setattr(work, "_ticks", lambda: next(ticks))
+    assert work.others(0.0) == 1.0
+    monkeypatch.setattr(work, "_ticks", lambda: (0, 0))
+    assert work.others(0.0) is None
 
 
 def test_operations_by_hand():
@@ -268,19 +166,82 @@ def test_errors_are_one_line(tmp_path):
     assert rivals.python("fedjax_python", None) == sys.executable
 
 
+WITH = {"note": "", "versions": {"jax": "1"}, "commit": "abc"}
+
+
 def test_a_measurement_is_added_to(tmp_path):
     path = tmp_path / "out.json"
     assert benchmark.before(str(path)) == {}
     assert "name the file" in message(benchmark.before, None)
-    whole = {"items": {"mlp": {}}, "compile_seconds": {}, "checkouts": {}}
+    whole = {
+        "items": {"mlp": {"clients": 1, **WITH}}, "compile_seconds": {"pfedla": 1.0},
+        "compile": {**WITH, "cores_of_others": [0.5, 0.5]},
+    }  # fmt: skip
     path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
     assert benchmark.before(str(path)) == whole
+    # As it was once: of the whole.
+    old = {"items": {"mlp": {"clients": 1}}, "compile_seconds": {}, "machine": benchmark.machine()}
+    path.write_text(json.dumps({**old, **WITH}))
+    assert benchmark.before(str(path))["items"] == whole["items"]
     path.write_text(json.dumps({**whole, "machine": {"cores": 10**6}}))
     assert "was measured on another machine" in message(benchmark.before, str(path))
-    path.write_text("[]")
-    assert message(benchmark.before, str(path)) == (
-        f"--add: {path} is no measurement of this command"
+    for wrong in ([], whole, {**whole, "items": [1], "machine": {}}, {**whole, "items": 1}):
+        path.write_text(json.dumps(wrong))
+        assert message(benchmark.before, str(path)) == (
+            f"--add: {path} is no measurement of this command"
+        )
+
+
+def test_items_of_several_measurements_say_with_what_each_was_measured():
+    machine = {"backend": "cpu", "cores": 2, "kind": "A"}
+    what = {"date": "2000-01-01", "repeats": 3, **WITH}
+    whole = lambda **items: {"machine": machine, "items": items, "compile_seconds": {}}
+    alike = whole(mlp={**what, "note": "busy"}, pfedla={**what, "note": "busy"})
+    beginning = "2 cores A, 2000-01-01, 3 turns each"
+    assert benchmark.conditions(alike) == f"{beginning}; busy"
+    newer = {"note": "quiet", "versions": {"jax": "2"}, "commit": "def"}
+    mixed = whole(mlp=what, pfedla=what | newer)
+    assert benchmark.conditions(mixed) == (
+        f"{beginning}; quiet (pfedla); commit abc (mlp); commit def (pfedla); jax 1 (mlp); "
+        "jax 2 (pfedla)"
     )
+    compiled = {**whole(mlp=what), "compile_seconds": {"pfedla": 1.0}, "compile": what | newer}
+    assert "; quiet (compile); commit abc (mlp); commit def (compile)" in benchmark.conditions(
+        compiled
+    )
+
+
+class Given(types.SimpleNamespace):
+    """Flags."""
+
+    def __getitem__(self, name):
+        return types.SimpleNamespace(value=getattr(self, name, None))
+
+
+def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
+    """The command, but for what takes time."""
+    path, seen = tmp_path / "out.json", {**item(), "date": "2000-01-01", "repeats": 3}
+    old = {
+        "machine": benchmark.machine(), "compile_seconds": {}, "compile": {},
+        "items": {"mlp": {**seen, **WITH, "note": "old"}},
+    }  # fmt: skip
+    path.write_text(json.dumps(old))
+    given = Given(
+        work=["lenet-10"], list=False, repeats=3, limit=1.0, torch=False, measure=False,
+        out=str(path), add=True, picture=str(tmp_path / "out.png"), note="new",
+    )  # fmt: skip
+    monkeypatch.setattr(benchmark.flags, "FLAGS", given)
+    monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
+    monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
+    monkeypatch.setattr(benchmark.jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    benchmark.main(["benchmark"])
+    items = json.loads(path.read_text())["items"]
+    assert items["mlp"] == old["items"]["mlp"]
+    assert items["lenet-10"] == {**seen, **benchmark.told("new")}
+    out = capsys.readouterr().out
+    assert "new (lenet-10); old (mlp); commit " in out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_every_rival_is_listed_with_its_items():
@@ -301,6 +262,7 @@ def test_a_command_with_a_wrong_item():
 def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys, tmp_path):
     """End to end: the settings stand for the work that is named, and a rival's reason is told."""
     monkeypatch.setattr(work, "peak", lambda: 1e9)
+    monkeypatch.setattr(work, "others", lambda: 0.5)
     script = tmp_path / "fake.py"
     script.write_text("""print('{"lacks": "a GPU"}')""")
     commands = {"fl_bench": ([sys.executable, str(script)], None)}
@@ -308,6 +270,7 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
     assert found["parameters"] == work.parameters(MLP()) == 3072 * 200 + 200 + 2010
     assert (found["client_steps"], found["missing"]) == (8, {"fl_bench": "a GPU"})
     assert len(found["who"]["ours"]["all_seconds"]) == 3
+    assert found["cores_of_others"] == [0.5, 0.5]
     assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
     whole = {
         "items": {"mlp": {**found, "date": "2000-01-01"}}, "compile_seconds": {"pfedla": 3.0},
@@ -318,14 +281,38 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
     assert text.endswith("2000-01-01, 3 turns each; busy")
 
 
-def test_the_work_that_is_named_is_the_work_that_is_done():
-    """pFedHN's cohort, batches and rounds, as the configuration that is built says them."""
-    tiny = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds=5,
-                network="mlp", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
-    one = work.configured(tiny)
-    assert (one.clients_per_round, one.local_steps, one.local_epochs) == (1, 2, None)
-    assert (one.rounds, one.batch_size, one.momentum) == (5, 3, 0.9)
-    assert one.rounds * one.clients_per_round * one.local_steps == tiny.client_steps
+@pytest.fixture
+def steps(monkeypatch):
+    """The examples of each gradient step that a compiled program really takes, by their rows."""
+    taken, plain = [], local.take
+
+    def counted(data, rows, mask):
+        jax.debug.callback(lambda *each: taken.append(each), rows, mask)
+        return plain(data, rows, mask)
+
+    monkeypatch.setattr(local, "take", counted)
+    return taken
+
+
+HYPER = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds=5,
+             network="small", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
+
+
+@pytest.mark.parametrize("tiny", [TINY, HYPER], ids=["epochs", "steps"])
+def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
+    """Steps and batches as they are taken, and in every turn by the clients of further rounds."""
+    settings = {**tiny.settings, "devices": 1}  # others would wait for the one that counts
+    ours, seen = work.ours(tiny._replace(settings=settings)), set()
+    for _ in range(6 if tiny is TINY else 2):
+        steps.clear()
+        ours.run()
+        jax.effects_barrier()
+        assert len(steps) == tiny.client_steps
+        for rows, mask in steps:
+            assert mask.tolist() == [True] * tiny.batch
+            seen |= set(rows.tolist())
+    if tiny is TINY:  # every example in each epoch, of two clients of three in each turn
+        assert len(seen) == tiny.clients * tiny.examples
 
 
 # The PyTorch loop.

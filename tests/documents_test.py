@@ -4,6 +4,7 @@ import inspect
 import itertools
 import re
 import shlex
+from pathlib import Path
 
 import chex
 import jax
@@ -13,9 +14,13 @@ import pytest
 
 from experiments import compare, launch
 from experiments import list as listing
+from experiments.configs import pfedla
 from experiments.tables import TABLES
-from experiments.tune import grids, trials
+from experiments.tune import __main__ as tune
+from experiments.tune import grids, show, trials
+from experiments.tune.choice import Tried
 from fedjax_pfl import algorithms, comparison
+from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, State, everything
 from fedjax_pfl.rounds import make_rounds
 from tests import cases, documents, tiny
@@ -94,12 +99,25 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     assert all(f"`{name}`" in text for name in grids.TRAINING)
     command = shlex.split(text.partition("\n    python ")[2].partition("\n\n")[0])
     given = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
-    found = grids.grids([given["grid"]], given["methods"].split(","))
-    counts = {len(grids.points(method, grid)) for method, grid in found.items()}
-    assert counts == {4}
+    methods, (file, preset) = given["methods"].split(","), given["config"].split(":")
+    assert file == "experiments/configs/pfedla.py"
+    changes = {"validation_fraction": float(given["config.validation_fraction"])}
+    base = pfedla.get_config(preset)
+    base.update(changes)
+    source = f"{Path(pfedla.__file__)}:{preset}"
+    each = trials.configured(source, base, changes, methods)
+    made = tune.plan(each, [given["grid"]], int(given["rounds"]), None, as_preset=True)
+    found = {one.method: [Tried(point, base, {}, 2) for point in one.points] for one in made}
+    assert {len(tried) for tried in found.values()} == {4}
     (shown,) = documents.blocks("tuning.md", "text")
-    wanted = f"Each method has 4 points, {given['seeds']} seeds and {given['rounds']} rounds."
-    assert wanted in shown
+    head = show.head(found, int(given["seeds"]), each)
+    assert head == " ".join(shown.partition("\n\n")[0].split())
+
+
+def test_settings_that_may_differ_in_a_resumption():
+    page = (documents.DOCS / "robustness.md").read_text()
+    said = page[page.index("do not change results may differ:") :].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", said)) == configuration.NEUTRAL_KEYS
 
 
 def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,8 @@
-"""Personal models as files: what comes back predicts what the run predicted, bit for bit."""
+"""Personal models as files: what comes back scores what the run's own evaluation scores."""
 
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -15,14 +17,13 @@ from safetensors.numpy import load_file, save_file
 
 from experiments import export as exporting
 from experiments import launch
-from fedjax_pfl import algorithms, export, ledger, models, runner, trees
+from fedjax_pfl import algorithms, export, ledger, models, runner
 from fedjax_pfl import config as configuration
-from fedjax_pfl.algorithm import members
 from fedjax_pfl.build import build
 from fedjax_pfl.data import client_data, take
-from fedjax_pfl.rounds import PERSONAL, stage_key
 from tests import cases, tiny
 from tests.launch_test import message
+from tests.runs.common import assert_same_bits
 
 ROOT = launch.CONFIGS.parents[1]
 BASE = {
@@ -74,24 +75,21 @@ def after(rounds, algorithm, **changes):
     )  # fmt: skip
 
 
-def in_the_run(result, ids):
-    """Clients' predictions on their test examples, by the algorithm's own functions."""
-    groups, t = members(result.phases[-1].algorithm), result.metrics[-1]["round"]
-    key = jax.random.key(result.config["seed"])
+def in_the_run(result, state):
+    """Clients' accuracies and losses on their test examples, by the run's evaluation itself."""
+    phase, t = result.phases[-1], jnp.int32(result.metrics[-1]["round"])
+    key, state, data, t = phase.rounds.place((phase.points, state, result.data, t))
+    found = jax.device_get(phase.rounds.evaluate(key, state, data, t)).before
+    return np.stack([found.score, found.loss], -1) / found.examples[:, None]
 
-    def served(g, state, data, i):
-        clients = state.clients if len(groups) == 1 else state.clients[g]
-        key_now = stage_key(key, PERSONAL, t, i)
-        return groups[g].personal(state.server, state.rows, trees.row(clients, i), i,
-                                  client_data(data, i), t, key_now)  # fmt: skip
 
-    served, found = jax.jit(served, static_argnums=0), []
-    for i in ids:
-        g = int(result.federation.groups[i])
-        state, data = jax.tree.map(jnp.asarray, (result.state, result.data))
-        variables = served(g, state, data, i)
-        found.append(jax.jit(groups[g].predict)(variables, examples_of(result, i).x))
-    return found
+def by_file(path, result):
+    """The same of one client by its file, and its predictions."""
+    model, variables = export.load(path)
+    own = examples_of(result, export.about(path)["client"])
+    outputs = jax.jit(model.apply)(variables, own.x)
+    by = (cases.TASK.score, cases.TASK.loss)
+    return [np.mean(each(outputs, own.y, None)) for each in by], outputs
 
 
 def examples_of(result, i):
@@ -102,18 +100,16 @@ def examples_of(result, i):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_predictions_come_back_bit_for_bit(name, tmp_path):
+def test_files_score_what_the_run_scores(name, tmp_path):
     result = after(7, name, **METHODS[name])
     paths = export.write(result, tmp_path, [0, 1])
     assert [p.name for p in paths] == ["client-0.safetensors", "client-1.safetensors"]
-    wanted = in_the_run(result, [0, 1])
-    for i, path in enumerate(paths):
-        model, variables = export.load(path)
-        outputs = jax.jit(model.apply)(variables, examples_of(result, i).x)
-        np.testing.assert_array_equal(outputs, wanted[i])
+    for wanted, path in zip(in_the_run(result, result.state), paths, strict=False):
+        scores, outputs = by_file(path, result)
+        np.testing.assert_allclose(scores, wanted, rtol=2e-6)
         assert np.ptp(outputs) > 0.01
         facts = export.about(path)
-        assert (facts["algorithm"], facts["client"], facts["round"]) == (name, i, 7)
+        assert (facts["algorithm"], facts["round"]) == (name, 7)
     one, other = (b"".join(leaf.tobytes() for leaf in load_file(path).values()) for path in paths)
     if name == "fedmn":
         gates = load_file(paths[0])["gates"]
@@ -202,10 +198,48 @@ def test_the_command_restores_and_writes(finished, tmp_path):
     for i, path in zip((0, 2), here, strict=True):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
         # They score what the run says that these clients score.
-        model, variables = export.load(path)
-        x, y, _ = examples_of(result, i)
-        right = np.mean(np.argmax(model.apply(variables, x), -1) == y)
-        assert right == pytest.approx(result.clients[i]["before_accuracy"], abs=1e-6)
+        own = result.clients[i]
+        np.testing.assert_allclose(
+            by_file(path, result)[0], [own["before_accuracy"], own["before_loss"]], rtol=1e-5
+        )
+
+
+def untouched(directory):
+    """Each file's and folder's place on the disk, and when it was written."""
+    every = [directory, *sorted(directory.rglob("*"))]
+    return {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in every}
+
+
+def test_a_run_is_restored_by_reading_alone(finished, tmp_path, capsys):
+    """Of a copy that nobody may write to, and that another process holds; as the run left it."""
+    result, original = finished
+    directory = tmp_path / "run"
+    shutil.copytree(original, directory)
+    (directory / "alpha.npz").write_bytes(b"damaged")
+    (directory / "checkpoints" / "5.orbax-checkpoint-tmp-1").mkdir()  # what a kill has left
+    for path in [*directory.rglob("*"), directory]:
+        path.chmod(0o500 if path.is_dir() else 0o400)
+    before, held = untouched(directory), os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        again = export.restored(directory)
+        assert untouched(directory) == before
+    finally:
+        os.close(held)
+        for path in [directory, *directory.rglob("*")]:
+            path.chmod(0o700)
+    line = capsys.readouterr().err
+    assert "alpha.npz is damaged (" in line
+    assert line.endswith("); it is left out\n")
+    neutral = configuration.NEUTRAL_KEYS
+    kept = lambda config: {key: value for key, value in config.items() if key not in neutral}
+    assert kept(again.config) == kept(result.config)
+    assert (again.metrics, again.clients, again.ledger, again.observations) == (
+        result.metrics, result.clients, result.ledger, result.observations,
+    )  # fmt: skip
+    assert (again.directory, again.resumed_at) == (directory, 4)
+    assert_same_bits(again.state, result.state)
+    assert_same_bits(again.best, result.best)
 
 
 def test_the_best_round(finished, tmp_path):
@@ -213,10 +247,8 @@ def test_the_best_round(finished, tmp_path):
     best = result.metrics[-1]["best_round"]
     (path,) = export.write(result, tmp_path, [1], best=True)
     assert export.about(path)["round"] == best
-    model, variables = export.load(path)
-    outputs = jax.jit(model.apply)(variables, examples_of(result, 1).x)
-    (wanted,) = in_the_run(result._replace(state=result.best), [1])
-    np.testing.assert_array_equal(outputs, wanted)
+    scores, _ = by_file(path, result)
+    np.testing.assert_allclose(scores, in_the_run(result, result.best)[1], rtol=2e-6)
 
 
 def refused(tmp_path, *arguments):

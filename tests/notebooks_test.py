@@ -16,7 +16,6 @@ SMALL = {
     "first_run": "rounds, model = 1, 'mlp'",
     "four_methods": """
 rounds, seeds, model, after = 2, 1, "mlp", False
-methods = ("pfedhn", "fedmn")  # one as it is, one with settings of its own; all take long
 """,
     "layer_weights": "rounds, model = 2, 'mlp'",
     "your_data": "rounds = 2",
@@ -80,6 +79,28 @@ def test_beginnings_are_the_same(name):
         assert notebooks.code(name)[cell] == notebooks.code(first)[cell]
     assert "%pip install -q {clone}" in json.dumps(notebooks.read(name))
     assert "%pip" not in notebooks.code(name)["install"]
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_a_run_directory_is_named_after_all_that_may_change(name):
+    """Or another value, run again, would find a run with other settings."""
+    cells = {cell: ast.parse(source) for cell, source in notebooks.code(name).items()}
+    words = lambda node: {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    parameters = {
+        target.id
+        for statement in cells["parameters"].body
+        for target in statement.targets
+    }  # fmt: skip
+    named = set()
+    for node in ast.walk(cells["train"]):
+        if isinstance(node, ast.JoinedStr) and ast.unparse(node).startswith("f'runs/"):
+            named |= words(node)
+    for node in ast.walk(cells["train"]):  # what a name stands for
+        if isinstance(node, ast.For) and words(node.target) & named:
+            named |= words(node.iter)
+        if isinstance(node, ast.Assign) and words(node.targets[0]) & named:
+            named |= words(node.value)
+    assert parameters <= named
 
 
 def test_the_method_is_that_of_the_document():

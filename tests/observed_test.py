@@ -44,6 +44,11 @@ def test_a_table_is_one_heat_map_that_may_be_negative():
     np.testing.assert_array_equal(found, values)
 
 
+def test_columns_of_pi_are_fedmns_blocks_or_fedems_components():
+    (axes, _) = only("pi", np.array([[0.2, 0.8], [0.5, 0.5]])).axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("block or component", "client")
+
+
 def test_a_number_each_is_bars():
     figure = only("cluster", np.array([0, 2, 1]))
     heights = [bar.get_height() for bar in figure.axes[0].patches]

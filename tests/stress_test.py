@@ -1,10 +1,12 @@
 """A small pass of each of the long tries in tests/stress."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.stress import __main__ as stress
 from tests.stress.cohort import missing, spoilt
 from tests.stress.common import CONFIG, Row, scratch, table
 from tests.stress.data import data
@@ -61,6 +63,32 @@ def test_distances_are_relative_to_a_leafs_largest_value():
     assert distance(one, one) == 0
     assert distance(one, {**one, "w": np.array([1.5, -4.0])}) == 0.125
     assert distance(one, {**one, "n": np.array([0.0, 1e-7])}) == pytest.approx(0.1)
+
+
+def test_the_one_table_has_every_try(monkeypatch):
+    """Each script's function is called, with the numbers that the page gives."""
+    asked = {}
+
+    def noted(name):
+        return lambda *arguments: asked.update({name: arguments}) or [Row(name, 1, 1, 0)]
+
+    scripts = {path.stem for path in Path(stress.__file__).parent.glob("*.py")}
+    functions = {"each", "missing", "spoilt"} | scripts - {
+        "__init__",
+        "__main__",
+        "common",
+        "cohort",
+    }
+    for name in functions:
+        monkeypatch.setattr(stress, name, noted(name))
+    rows = stress.everything()
+    assert {row.kind for row in rows} == functions == set(asked)
+    assert asked == {
+        "kills": (100, 0), "each": (1, 0), "rot": (100, 0), "disk": (24, 0), "data": (100, 0),
+        "missing": (50,), "spoilt": (), "same": (), "processes": (12, 0), "long": (2000, 20),
+    }  # fmt: skip
+    stress.everything(0.01)
+    assert asked["processes"] == (4, 0)  # one of each kind
 
 
 def test_the_table_is_markdown():

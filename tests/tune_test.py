@@ -234,6 +234,15 @@ def test_the_tables_by_hand():
     assert unfinished[0].rows == [["learning_rate=1.0", "not run", "", "", "", ""]]
 
 
+def test_the_head_counts_what_there_is():
+    configs = {method: configuration.complete({"rounds": 10}) for method in FOUND}
+    said = show.head(FOUND, 2, configs)
+    assert "Each method has at most 3 points, 2 seeds and 2 evaluations to be best in." in said
+    assert said.endswith("Client visits of a run: fedavg, pfedla 100 (10 rounds of 10).")
+    alone = {"pfedla": FOUND["pfedla"]}
+    assert "Each method has 2 points, 1 seed and" in show.head(alone, 1, configs)
+
+
 def test_a_choice_that_was_still_rising_is_named():
     def notes(*scores):
         runs = {seed: made(each) for seed, each in enumerate(scores)}
@@ -264,12 +273,16 @@ def loaded(text):
 
 
 def plain(config):
-    return {k: v for k, v in configuration.resolved(config).items() if k != "data_dir"}
+    """But for what suits a machine."""
+    left_out = configuration.NEUTRAL_KEYS
+    return {k: v for k, v in configuration.resolved(config).items() if k not in left_out}
 
 
 def test_the_preset_gives_what_was_chosen():
     base = configuration.complete({
-        "data_dir": "/x", "dataset": "synthetic", "synthetic": {"shape": (3, 3, 1)}, "clients": 7,
+        "data_dir": "/x", "memory_gb": 3.0, "devices": 7, "chunk": 2, "conv": "xla",
+        "measure": True, "tensorboard": True, "checkpoint_every": 3, "dataset": "synthetic",
+        "synthetic": {"shape": (3, 3, 1)}, "clients": 7,
         "phases": ({"algorithm": "fedavg", "rounds": 3}, {}), "model": "mlp", "local_steps": 2,
     })  # fmt: skip
     points = {"fedavg": {"learning_rate": 0.01, "clip_norm": None, "keep_head": True},
@@ -283,7 +296,9 @@ def test_the_preset_gives_what_was_chosen():
     made = loaded(text)
     for method, one in best.items():
         assert plain(made(method)) == plain(one.config)
-    assert "data_dir" not in text
+        usual = configuration.complete({})
+        assert all(made(method)[key] == usual[key] for key in configuration.NEUTRAL_KEYS)
+    assert not [key for key in configuration.NEUTRAL_KEYS if f"'{key}'" in text]
     assert "# It won.\n" in text
     assert "'learning_rate': 0.01" in text  # which is the default, and was chosen
     assert message(made, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"

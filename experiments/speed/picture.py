@@ -1,5 +1,6 @@
 """One picture: time of a client step against the number of clients."""
 
+import textwrap
 from collections.abc import Mapping
 
 from matplotlib import ticker
@@ -54,5 +55,5 @@ def draw(points: Mapping[str, Mapping[int, float]], names: Mapping[str, str], un
         loc="lower left", bbox_to_anchor=(0, 1), ncols=5, frameon=False, fontsize=9,
         labelcolor=_INK, borderaxespad=0.3,
     )  # fmt: skip
-    figure.supxlabel(under, x=0.012, ha="left", fontsize=8, color=_INK)
+    figure.supxlabel(textwrap.fill(under, 110), x=0.012, ha="left", fontsize=8, color=_INK)
     return figure

@@ -1,8 +1,10 @@
 """What is timed: items of work, how we do one, what a step of it costs, what the machine can do."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -120,15 +122,17 @@ def ours(work: Work, *, measure: bool = False) -> Ours:
     (phase,) = built.phases
     rounds = phase.rounds
     key, arrays = rounds.place((phase.points, built.data))
-    t, n = rounds.place((jnp.int32(0), jnp.int32(work.rounds)))
-    state = rounds.init(key)
+    place = lambda number: rounds.place(jnp.int32(number))
+    state, t, n = rounds.init(key), 0, place(work.rounds)
     began = time.perf_counter()
-    run = rounds.run.lower(key, state, arrays, t, n).compile()
+    run = rounds.run.lower(key, state, arrays, place(t), n).compile()
     seconds = time.perf_counter() - began
 
     def once() -> None:
-        nonlocal state
-        state, _ = run(key, state, arrays, t, n)
+        """The rounds that follow: each turn samples other clients."""
+        nonlocal state, t
+        state, _ = run(key, state, arrays, place(t), n)
+        t += work.rounds
         jax.block_until_ready(state)
 
     _check(built.data, work)
@@ -193,6 +197,27 @@ def peak() -> float:
 @jax.jit
 def _product(a: jax.Array) -> jax.Array:
     return a @ a
+
+
+def others(seconds: float = 1.0) -> float | None:
+    """Cores that others use, while we do nothing; None where the system does not tell.
+
+    The load average cannot say: it has our own work of the last minute in it.
+    """
+    try:
+        began = _ticks()
+        time.sleep(seconds)
+        ended = _ticks()
+    except (OSError, ValueError, IndexError):
+        return None
+    idle, all_ = (b - a for a, b in zip(began, ended, strict=True))
+    return round((1 - idle / all_) * (os.cpu_count() or 1), 2) if all_ else None
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all cores since the start: idle or waiting for a disk, and all."""
+    each = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return each[3] + each[4], sum(each)
 
 
 DEFAULTS = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": factorized_fl}

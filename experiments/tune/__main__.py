@@ -39,25 +39,26 @@ from fedjax_pfl.errors import UsageError
 
 def plan(
     each: dict[str, ConfigDict], texts: Sequence[str], rounds: int | None, budget: int | None,
-    seed: int = 0, words: Words = OURS,
+    seed: int = 0, words: Words = OURS, as_preset: bool = False,
 ) -> list[Trial]:  # fmt: skip
     """What is tried of each method, or UsageError for what cannot be.
 
     Args:
       each: configurations by method.
       texts: of grids.
-      rounds: of every run; None: as configured.
+      rounds: of the first method's runs, and of the others' in proportion; None: as configured.
       seed: of the draw where there is a budget.
       words: what names in the configurations mean.
+      as_preset: each has the client visits of its preset, and need not have as many as the others.
     """
     found = grids.grids(texts, list(each), words)
     whole = {method: grids.points(method, grid) for method, grid in found.items()}
     points = grids.equal(whole, budget, seed)
-    for config in each.values():
-        if rounds is not None:
-            trials.shorten(config, rounds, words)
     made = [Trial(m, config, points[m], len(whole[m]), words) for m, config in each.items()]
-    trials.check(made)
+    trials.check(made, as_preset)
+    if rounds is not None:
+        trials.shorten(each, rounds, words)
+    trials.evaluate_alike(each, words)
     return made
 
 
@@ -102,11 +103,15 @@ def write(found: Found, said: Sequence[str], what: str, out: Path, ours: bool = 
         for form, suffix in FORMATS.items():
             (out / f"tune.{suffix}").write_text(text(found, said, form) + "\n", encoding="utf-8")
         picture = show.draw(found)
-        if picture:
-            (out / "tune.png").write_bytes(report.png(picture.figure))
         made = preset(found, said, what) if ours else None
-        if made is not None:
-            (out / "tuned.py").write_text(made, encoding="utf-8")
+        for name, content in (
+            ("tune.png", report.png(picture.figure) if picture else None),
+            ("tuned.py", None if made is None else made.encode()),
+        ):
+            if content is None:  # what stands there is of another grid
+                (out / name).unlink(missing_ok=True)
+            else:
+                (out / name).write_bytes(content)
         part = out / "tune.html.part"
         part.write_text(show.page(found, said, picture), encoding="utf-8")
         part.replace(out / "tune.html")
@@ -130,8 +135,11 @@ def tune(
             status = stopped.code
     found = {trial.method: trials.collect(trial, seeds, out) for trial in made}
     first = made[0].config
-    head = show.head(found, seeds, trials.length(first, made[0].words), budget)
-    said = [head, *show.notes(found, {trial.method: trial.whole for trial in made}, budget)]
+    configs = {trial.method: trial.config for trial in made}
+    said = [
+        show.head(found, seeds, configs, made[0].words),
+        *show.notes(found, {trial.method: trial.whole for trial in made}, budget),
+    ]
     grid = "; ".join(" ".join(part.split()) for part in texts)
     last = first.seed + seeds - 1
     what = f"Grid: {grid}. Seeds {first.seed} to {last}." if seeds > 1 else f"Grid: {grid}."
@@ -169,7 +177,8 @@ def main(argv: Sequence[str]) -> None:
     source = config_flags.get_config_filename(chosen["config"])
     changes = config_flags.get_override_values(chosen["config"])
     each = trials.configured(source, base, changes, methods)
-    made = plan(each, chosen.grid, chosen.rounds, chosen.budget, chosen.budget_seed)
+    made = plan(each, chosen.grid, chosen.rounds, chosen.budget, chosen.budget_seed,
+                as_preset=not set(trials.LENGTH) & set(changes))  # fmt: skip
     seeds = chosen.seeds or base.seeds
     sys.exit(
         tune(
@@ -189,7 +198,8 @@ if __name__ == "__main__":
     flags.DEFINE_integer(
         "seeds", None, "From config.seed on. Default: config.seeds.", lower_bound=1
     )
-    flags.DEFINE_integer("rounds", None, "Of every run, with all phases.", lower_bound=1)
+    flags.DEFINE_integer("rounds", None, "Of the first method's runs, with all phases; the others' "
+                         "are shortened in proportion.", lower_bound=1)  # fmt: skip
     flags.DEFINE_integer("together", None, "Most runs in one program. Default: all.", lower_bound=1)
     flags.DEFINE_string("out", "runs/tune", "Folder of the runs, tables and tuned.py.")
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")

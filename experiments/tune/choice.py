@@ -130,10 +130,11 @@ def put(settings: dict[str, Any], point: Point) -> None:
 
 
 def given(config: ConfigDict, words: configuration.Words = configuration.OURS) -> dict[str, Any]:
-    """What differs from the defaults in the settings that are used; not where data lie."""
+    """What differs from the defaults in the settings that are used; not what suits a machine."""
     plain = configuration.resolved(config, words)
     usual = configuration.default(words).to_dict()
-    return _different({key: v for key, v in plain.items() if key != "data_dir"}, usual)
+    kept = {key: v for key, v in plain.items() if key not in configuration.NEUTRAL_KEYS}
+    return _different(kept, usual)
 
 
 def _different(plain: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def drawn(found: Sequence[Point], number: int, seed: int) -> list[Point]:
     """So many points in grid order, drawn without replacement and without regard to the method.
 
     A point's rank is a digest of its values, so that methods with one grid get the same points, and
-    a larger budget or grid keeps as many as can be of those that were drawn before.
+    a larger budget keeps those that were drawn before.
     """
     order = sorted(range(len(found)), key=lambda i: _rank(found[i], seed))
     return [found[i] for i in sorted(order[:number])]

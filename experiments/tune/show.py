@@ -6,16 +6,18 @@ import io
 import itertools
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
+from ml_collections import ConfigDict
 
 from experiments.render import Table
-from experiments.tune import choice, grids
+from experiments.tune import choice, grids, trials
 from experiments.tune.choice import Tried
 from fedjax_pfl import figures, report
 from fedjax_pfl.comparison import Run
+from fedjax_pfl.config import OURS, Words
 from fedjax_pfl.figures import Picture, score_name, show_score
 
 Found = Mapping[str, Sequence[Tried]]  # by method, points in grid order
@@ -58,17 +60,35 @@ def shown(spread: Mapping[str, Any], name: str) -> str:
     return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
 
 
-def head(found: Found, seeds: int, rounds: int, budget: int | None) -> str:
+def head(found: Found, seeds: int, configs: Mapping[str, ConfigDict], words: Words = OURS) -> str:
     """What the score is and what every method was given."""
     name = name_of(found)
     unit = " in per cent" if name == "accuracy" else ""
-    counts = {method: len(tried) for method, tried in found.items()}
-    most = budget or max(counts.values())
+    points = _count((len(tried) for tried in found.values()), "point")
+    looks = _count((trials.evaluations(one, words) for one in configs.values()), "evaluation")
     return (
         f"{name.replace('_', ' ').capitalize()}{unit} on validation examples: mean over clients at "
-        "a run's best round, then mean ± sample standard deviation over seeds. Each method has "
-        f"{most} point{'s' * (most > 1)}, {seeds} seed{'s' * (seeds > 1)} and {rounds} rounds."
+        "a run's best evaluation, then mean ± sample standard deviation over seeds. Each method "
+        f"has {points}, {_count([seeds], 'seed')} and {looks} to be best in. Client visits of a "
+        f"run: {work(configs, words)}."
     )
+
+
+def _count(numbers: Iterable[int], noun: str) -> str:
+    least, *_, most = sorted([*numbers] * 2)
+    return f"{'at most ' * (least < most)}{most} {noun}{'s' * (most > 1)}"
+
+
+def work(configs: Mapping[str, ConfigDict], words: Words = OURS) -> str:
+    """The client visits of each method's runs, and what they are made of."""
+    alike: dict[str, list[str]] = {}
+    for method, config in configs.items():
+        parts = [
+            f"{_count([n], 'round')} of {clients}" for n, clients in trials.cohorts(config, words)
+        ]
+        said = f"{trials.visits(config, words)} ({' and '.join(parts)})"
+        alike.setdefault(said, []).append(method)
+    return "; ".join(f"{', '.join(methods)} {said}" for said, methods in alike.items())
 
 
 def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[str]:

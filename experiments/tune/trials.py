@@ -22,6 +22,9 @@ from fedjax_pfl.build import build
 from fedjax_pfl.config import OURS, Words
 from fedjax_pfl.errors import UsageError
 
+# What says how many client visits a run has; on the command line it is for all methods alike.
+LENGTH = ("rounds", "clients_per_round")
+
 
 class Trial(NamedTuple):
     """What is tried of a method."""
@@ -66,7 +69,7 @@ def configured(
                 for path, value in changes.items():
                     config_path.set_value(path, one, value)
             launch.replace_length(one, [f"--config.{path}=" for path in changes])
-            one.update(data_dir=base.data_dir, eval_every=base.eval_every)
+            one.data_dir = base.data_dir
         one.algorithm = method
         made[method] = one
     return made
@@ -89,7 +92,52 @@ def length(config: ConfigDict, words: Words = OURS) -> int:
     return sum(one.rounds for one in configuration.phases(config, words))
 
 
-def shorten(config: ConfigDict, rounds: int, words: Words = OURS) -> None:
+def cohorts(config: ConfigDict, words: Words = OURS) -> list[tuple[int, int]]:
+    """Each phase's rounds, and the clients in a round."""
+    novel = {"active": config.clients - config.held_out, "held_out": config.held_out}
+    return [
+        (one.rounds, one.clients_per_round or novel[one.participants])
+        for one in configuration.phases(config, words)
+    ]
+
+
+def visits(config: ConfigDict, words: Words = OURS) -> int:
+    """How often a run has a client train."""
+    return sum(rounds * clients for rounds, clients in cohorts(config, words))
+
+
+def evaluations(config: ConfigDict, words: Words = OURS) -> int:
+    """Of a run's last phase, of which the best counts."""
+    return -(-_last(config, words) // config.eval_every)
+
+
+def _last(config: ConfigDict, words: Words) -> int:
+    return int(configuration.phases(config, words)[-1].rounds)
+
+
+def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Words = OURS) -> None:
+    """Give the first method's runs so many rounds, and those of the others in proportion.
+
+    Methods that have as many client visits as the first keep as many, or UsageError.
+    """
+    first, *_ = each.values()
+    whole, wanted = length(first, words), visits(first, words)
+    equal = {m: cohorts(one, words) for m, one in each.items() if visits(one, words) == wanted}
+    for config in each.values():
+        _shorten(config, max(1, round(rounds * length(config, words) / whole)), words)
+    counts = {method: visits(each[method], words) for method in equal}
+    apart = [method for method in equal if counts[method] != visits(first, words)]
+    if apart:
+        parts = [n for phases in equal.values() for n, _ in phases]
+        step = math.lcm(*(whole // math.gcd(whole, n) for n in parts))
+        raise UsageError(
+            f"--rounds={rounds} would give {next(iter(each))} {visits(first, words)} client visits "
+            f"and {apart[0]} {counts[apart[0]]}, which have as many without it; give a multiple of "
+            f"{step}"
+        )
+
+
+def _shorten(config: ConfigDict, rounds: int, words: Words) -> None:
     """Give a whole run so many rounds; phases keep their shares of it."""
     each = [one.rounds for one in configuration.phases(config, words)]
     whole = sum(each)
@@ -97,7 +145,10 @@ def shorten(config: ConfigDict, rounds: int, words: Words = OURS) -> None:
         return
     parts = [max(1, round(rounds * n / whole)) for n in each[:-1]]
     if sum(parts) >= rounds:
-        raise UsageError(f"--rounds={rounds} is too few for {len(each)} phases of {each} rounds")
+        raise UsageError(
+            f"--rounds would give {config.algorithm} {rounds}, too few for {len(each)} phases of "
+            f"{each} rounds; give more"
+        )
     config.rounds = rounds
     parts = [*parts, rounds - sum(parts)]
     config.phases = tuple(
@@ -105,8 +156,22 @@ def shorten(config: ConfigDict, rounds: int, words: Words = OURS) -> None:
     )
 
 
-def check(trials: Sequence[Trial]) -> None:
-    """Raise UsageError where methods would not be tried alike, or cannot be scored."""
+def evaluate_alike(each: Mapping[str, ConfigDict], words: Words = OURS) -> None:
+    """Let all methods have as many evaluations to be best in: the first's, or what all can have."""
+    wanted = evaluations(next(iter(each.values())), words)
+    while {evaluations(config, words) for config in each.values()} != {wanted}:
+        for config in each.values():
+            if evaluations(config, words) != wanted:  # no more of them then, and fewer rarely
+                config.eval_every = -(-_last(config, words) // wanted)
+        wanted = min(evaluations(config, words) for config in each.values())
+
+
+def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
+    """Raise UsageError where methods would not be tried alike, or cannot be scored.
+
+    Args:
+      as_preset: client visits may differ, as the presets' do.
+    """
     first, words = trials[0], trials[0].words
     config = first.config
     if not config.validation_fraction and config.validation_examples is None:
@@ -115,12 +180,13 @@ def check(trials: Sequence[Trial]) -> None:
             "--config.validation_fraction=0.2"
         )
     problem = lambda one: comparison.problem(configuration.resolved(one, words))
-    lengths = {trial.method: length(trial.config, words) for trial in trials}
-    if len(set(lengths.values())) > 1:
-        said = ", ".join(f"{method} {rounds}" for method, rounds in lengths.items())
+    counts = {trial.method: visits(trial.config, words) for trial in trials}
+    if len(set(counts.values())) > 1 and not as_preset:
+        said = ", ".join(f"{method} {count}" for method, count in counts.items())
         raise UsageError(
-            f"the methods' runs have different rounds ({said}), and budgets are equal; give "
-            "--rounds=N"
+            f"the methods' runs have different client visits ({said}), and budgets are equal; "
+            f"leave {' and '.join(map('config.{}'.format, LENGTH))} to the presets, and give "
+            "--rounds=N, which shortens all in proportion"
         )
     for trial in trials:
         if problem(trial.config) != problem(config):

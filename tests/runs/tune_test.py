@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from experiments.configs import pfedhn
 from experiments.known import Known
 from experiments.tune import __main__ as tune
-from experiments.tune import choice, grids, own, trials
+from experiments.tune import choice, grids, own, show, trials
 from experiments.tune.trials import Job
 from fedjax_pfl import algorithms, checkpoints, comparison, runner
 from fedjax_pfl import config as configuration
@@ -39,7 +40,7 @@ def test_a_method_has_the_settings_of_its_word_and_the_command_line():
     methods = ["pfedhn", "per_fedavg", "pfedme"]
     made = trials.configured(source, config, {"batch_size": 9}, methods)
     assert [one.algorithm for one in made.values()] == methods
-    assert {(one.clients, one.batch_size, one.eval_every) for one in made.values()} == {(5, 9, 50)}
+    assert {(one.clients, one.batch_size) for one in made.values()} == {(5, 9)}
     assert [one.momentum for one in made.values()] == [0.9, 0.0, 0.0]
     assert made["pfedme"].pfedme.inner_steps == 3
     assert [one.clients_per_round for one in made.values()] == [1, 5, 5]
@@ -63,11 +64,82 @@ def test_a_file_without_such_words_gives_another_algorithm(tmp_path):
 )
 def test_phases_keep_their_shares_of_fewer_rounds(phases, wanted):
     config = configuration.complete({"phases": phases, "rounds": 100})
-    trials.shorten(config, 20)
+    trials.shorten({"fedavg": config}, 20)
     assert [one.rounds for one in configuration.phases(config)] == wanted
     assert trials.length(config) == 20
     if phases:
-        assert "too few for 2 phases" in message(trials.shorten, config, 1)
+        assert "too few for 2 phases" in message(trials.shorten, {"fedavg": config}, 1)
+
+
+@pytest.fixture
+def hypernetworks():
+    """The methods of the preset, as they are tuned: equal visits in rounds of other sizes."""
+    source = str(ROOT / "experiments/configs/pfedhn.py") + ":digits"
+    methods = ["pfedhn", "fedavg", "lg_fedavg", "local"]
+    return trials.configured(source, pfedhn.get_config("digits"), {}, methods)
+
+
+def each_of(function, made):
+    return [function(config) for config in made.values()]
+
+
+def test_presets_keep_their_ratio_of_client_visits(hypernetworks):
+    """pFedHN has 500 rounds of one client, FedAvg 100 of five, on purpose."""
+    made = hypernetworks
+    assert each_of(trials.visits, made) == [500, 500, 600, 40]
+    tune.plan(made, ["learning_rate=.1"], None, None, as_preset=True)
+    assert each_of(trials.visits, made) == [500, 500, 600, 40]
+    assert each_of(trials.evaluations, made) == [4, 4, 4, 4]  # as many as Local's four rounds allow
+    tune.plan(made, ["learning_rate=.1"], 100, None, as_preset=True)
+    assert each_of(trials.cohorts, made) == [[(100, 1)], [(20, 5)], [(20, 5), (4, 5)], [(1, 10)]]
+    assert len(set(each_of(trials.evaluations, made))) == 1
+    assert show.head({"pfedhn": [], "fedavg": []}, 1, made).endswith(
+        "Client visits of a run: pfedhn 100 (100 rounds of 1); fedavg 100 (20 rounds of 5); "
+        "lg_fedavg 120 (20 rounds of 5 and 4 rounds of 5); local 10 (1 round of 10)."
+    )
+
+
+def test_rounds_that_would_make_equal_visits_unequal_are_refused(hypernetworks):
+    planned = lambda rounds: tune.plan(
+        hypernetworks, ["learning_rate=.1"], rounds, None, as_preset=True
+    )
+    assert message(planned, 17) == (
+        "--rounds=17 would give pfedhn 17 client visits and fedavg 15, which have as many without "
+        "it; give a multiple of 5"
+    )
+
+
+def test_a_length_for_all_methods_alike_does_not_make_budgets_equal(hypernetworks):
+    """What --config.rounds=100 does: 100 client visits, and 500, and 600, and 1,000."""
+    for config in hypernetworks.values():
+        config.update(rounds=100, phases=())
+    line = message(tune.plan, hypernetworks, ["learning_rate=.1"], None, None)
+    assert line.startswith(
+        "the methods' runs have different client visits (pfedhn 100, fedavg 500, lg_fedavg 500, "
+        "local 1000), and budgets are equal; leave config.rounds and config.clients_per_round to "
+        "the presets"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rounds", "every", "wanted"),
+    [
+        ((10, 20), (5, 5), 2),
+        ((10, 20), (1, 1), 10),
+        ((10, 7), (2, 1), 4),  # of ten rounds five, of seven as many as four
+        ((20, 20), (9, 9), 3),
+        ((500, 3), (50, 1), 3),
+    ],
+)
+def test_all_methods_have_as_many_evaluations_to_be_best_in(rounds, every, wanted):
+    made = {
+        str(i): configuration.complete({"rounds": n, "eval_every": e})
+        for i, (n, e) in enumerate(zip(rounds, every, strict=True))
+    }
+    trials.evaluate_alike(made)
+    assert each_of(trials.evaluations, made) == [wanted, wanted]
+    if len(set(rounds)) == 1:
+        assert [one.eval_every for one in made.values()] == list(every)  # as it was
 
 
 def planned(texts=RATES, methods=("fedavg",), rounds=None, budget=None, **given):
@@ -83,10 +155,12 @@ def test_what_cannot_be_compared_is_refused():
     assert "(fedavg 1, pfedla 2)" in message(planned, ["pfedla.rate=1,2"], ["fedavg", "pfedla"])
     each = {m: configuration.complete({**SMALL, "algorithm": m}) for m in ("fedavg", "local")}
     each["local"].rounds = 7
-    line = message(tune.plan, each, RATES, None, None)
-    assert line.startswith("the methods' runs have different rounds (fedavg 2, local 7)")
-    tune.plan(each, RATES, 2, None)
-    each["local"].partition_seed = 1
+    for rounds in (None, 2):
+        line = message(tune.plan, each, RATES, rounds, None)
+        assert line.startswith(
+            "the methods' runs have different client visits (fedavg 6, local 21), and budgets are "
+        )
+    each["local"].update(rounds=2, partition_seed=1)
     assert "the preset gives local other examples than fedavg" in message(
         tune.plan, each, RATES, None, None
     )
@@ -163,7 +237,10 @@ def test_the_rate_that_learns_is_chosen(tuned):
     }  # fmt: skip
     text = (out / "tune.txt").read_text()
     assert "fedavg: learning_rate 0.1 is the largest tried" in text
-    assert "Each method has 2 points, 2 seeds and 2 rounds." in text
+    assert "Each method has 2 points, 2 seeds and 2 evaluations to be best in." in " ".join(
+        text.split()
+    )
+    assert "fedavg, local 6 (2 rounds of 3)." in text
     get_config = loaded((out / "tuned.py").read_text())
     for trial in made:
         wanted = grids.apply(trial.config, {"learning_rate": 0.1})
@@ -217,6 +294,18 @@ def test_another_grid_uses_the_runs_that_are_there(tuned, monkeypatch, cached):
     assert [re.sub("-[^-]*$", "", name) for name in asked] == [
         f"fedavg/learning_rate=0.05,momentum=0.9,seed={seed}" for seed in (0, 1)
     ]
+
+
+def test_nothing_of_another_grid_is_left(tuned, tmp_path, monkeypatch, cached, capsys):
+    """A wider grid that was cut has chosen nothing, and a single point makes no picture."""
+    _, out = tuned
+    shutil.copytree(out, tmp_path / "out")
+    monkeypatch.setattr(trials, "run", lambda *_: None)  # cut before the first of them
+    made = planned(["learning_rate=.05"])
+    tune.tune(made, seeds=2, out=tmp_path / "out")
+    left = {p.name for p in (tmp_path / "out").iterdir()}
+    assert left & {"tune.txt", "tune.html", "tune.png", "tuned.py"} == {"tune.txt", "tune.html"}
+    assert "Chosen:" not in capsys.readouterr().out
 
 
 class Stop(BaseException):

@@ -1,0 +1,2 @@
+def sgd(rate):
+    return rate

@@ -1,0 +1,15 @@
+"""Stands for OmegaConf: nested settings by attribute, from JSON."""
+
+import json
+from pathlib import Path
+
+
+class DictConfig(dict):
+    __getattr__ = dict.__getitem__
+    __setattr__ = dict.__setitem__
+
+
+class OmegaConf:
+    @staticmethod
+    def load(path):
+        return json.loads(Path(path).read_text(), object_hook=DictConfig)

@@ -1,0 +1,7 @@
+from torch.nn.modules.module import Module
+
+MODELS = {}
+
+
+class DecoupledModel(Module):
+    pass

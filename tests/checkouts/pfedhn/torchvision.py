@@ -1,0 +1,1 @@
+raise ImportError("as on a machine without it")
