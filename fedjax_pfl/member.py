@@ -6,7 +6,7 @@ A program computes one run or, in a sweep, several: each is a member with a dire
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,18 +132,16 @@ def start(built: Built, member: Member) -> None:
     member.best = member.resumed_at = None
 
 
-def together(members: Sequence[Member], which: Sequence[int]) -> list[list[int]]:
-    """Those that can go on from the same round, or begin: one list for each program."""
-    groups: list[tuple[set[int], list[int]]] = []
-    for i in which:
-        store = members[i].store
-        steps = set(store.steps()) if store else set()
+def together(steps: Sequence[Set[int]]) -> list[list[int]]:
+    """By the rounds that runs have checkpoints of: those that can go on, or begin, together."""
+    groups: list[tuple[Set[int], list[int]]] = []
+    for i, own in enumerate(steps):
         for n, (common, group) in enumerate(groups):
-            if common & steps or not common | steps:
-                groups[n] = common & steps, [*group, i]
+            if common & own or not common | own:
+                groups[n] = common & own, [*group, i]
                 break
         else:
-            groups.append((steps, [i]))
+            groups.append((own, [i]))
     return [group for _, group in groups]
 
 

@@ -162,7 +162,9 @@ def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, R
             begin(member)
     left = [i for i, member in enumerate(members) if member.at.round < end]
     # What is finished is not computed again, and what has come further does not wait for the rest.
-    for which in processes.agree(together(members, left)):
+    saved = [set(store.steps()) if (store := members[i].store) else set[int]() for i in left]
+    for group in processes.agree(together(saved)):
+        which = [left[n] for n in group]
         program, some = built.of(which), [members[i] for i in which]
         found = _advance(program, some, resume(program, some), stop)
         states |= zip((member.name for member in some), found, strict=True)

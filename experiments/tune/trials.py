@@ -16,7 +16,7 @@ from experiments import launch
 from experiments.known import Known
 from experiments.tune.choice import Tried
 from experiments.tune.grids import Point, apply, word
-from fedjax_pfl import comparison, interrupt, runner, sweep
+from fedjax_pfl import comparison, interrupt, member, runner, sweep
 from fedjax_pfl import config as configuration
 from fedjax_pfl.build import build
 from fedjax_pfl.config import OURS, Words
@@ -260,7 +260,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
 
 def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
     """Those that can share a program as far as is seen at once, and that can go on together."""
-    groups: dict[str, list[tuple[frozenset[int], list[Job]]]] = {}
+    groups: dict[str, list[Job]] = {}
     for job in jobs:
         shared = lambda name: name in sweep.TRAINING or name.startswith(f"{job.method}.")  # noqa: B023
         apart = {
@@ -268,14 +268,12 @@ def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
             for name, value in job.point.items()
             if not (shared(name) and isinstance(value, float))
         }
-        standing = groups.setdefault(repr((job.method, apart)), [])
-        for i, (steps, members) in enumerate(standing):
-            if steps & job.steps or not steps | job.steps:
-                standing[i] = steps & job.steps, [*members, job]
-                break
-        else:
-            standing.append((job.steps, [job]))
-    return [members for standing in groups.values() for _, members in standing]
+        groups.setdefault(repr((job.method, apart)), []).append(job)
+    return [
+        [alike[i] for i in which]
+        for alike in groups.values()
+        for which in member.together([job.steps for job in alike])
+    ]
 
 
 def _programs(jobs: list[Job], words: Words = OURS) -> list[list[Job]]:
