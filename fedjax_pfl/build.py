@@ -122,14 +122,11 @@ def _measured(phase: Phase, state: Any) -> Phase:
     )
     found = plan.kept(plan.folder(), kind)
     if found is None:
-        short, has_conv = (
-            work.short(),
-            any(hasattr(work.words.model[g.model], "conv") for g in each),
-        )
+        has_conv = any(hasattr(work.words.model[g.model], "conv") for g in each)
+        short, most = work.short(), one.memory_gb
 
         def seconds(tried: Plan) -> float | None:
-            whole = work.rounds(tried)
-            if one.memory_gb is not None and _needed(work, whole, state) > one.memory_gb:
+            if most is not None and _needed(work, work.rounds(tried), state) > most:
                 return None
             return plan.timed(short.rounds(tried), phase.points, work.arrays)
 
@@ -167,8 +164,7 @@ def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, A
       before: the state's shapes at the end of the phase before.
     """
     one, clients = work.alike[0], work.federation.clients
-    usual = Plan(one.conv, one.chunk or at_once(clients))
-    chosen = usual
+    chosen = Plan(one.conv, one.chunk or at_once(clients))
     if recorded:
         conv = recorded.conv if one.conv == "auto" else one.conv
         chosen = Plan(conv, one.chunk or recorded.chunk)
