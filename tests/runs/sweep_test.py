@@ -107,7 +107,8 @@ def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
     assert_same_bits(again["seed=1"].state, more["seed=1"].state)
 
 
-def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys):
+def _stopped_at_four(directory, monkeypatch):
+    """Two seeds, killed before anything of round 4 is written."""
     append = rundir.append_metrics
 
     def stop(directory, line):
@@ -118,7 +119,11 @@ def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys
     with monkeypatch.context() as patch:
         patch.setattr(rundir, "append_metrics", stop)
         with pytest.raises(Stop):
-            runner.run_all(SEEDS, tmp_path)
+            runner.run_all(SEEDS, directory)
+
+
+def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys):
+    _stopped_at_four(tmp_path, monkeypatch)
     (tmp_path / "seed=1/checkpoints/3/meta/metadata").write_text("{}")
     results = runner.run_all(SEEDS, tmp_path)
     assert "The checkpoint of round 3 of seed=1 is damaged" in capsys.readouterr().err
@@ -130,17 +135,7 @@ def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys
 def test_more_points_leave_what_has_come_further_alone(tmp_path, monkeypatch):
     """A stopped sweep of two seeds goes on as three; and one of whose finished runs a checkpoint
     is damaged, which goes on from the one before while a new one begins."""
-    append = rundir.append_metrics
-
-    def stop(directory, line):
-        if line["round"] == 4:
-            raise Stop
-        append(directory, line)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(rundir, "append_metrics", stop)
-        with pytest.raises(Stop):
-            runner.run_all(SEEDS, tmp_path)
+    _stopped_at_four(tmp_path, monkeypatch)
     results = runner.run_all({**BASE, "seeds": 3}, tmp_path)
     assert [results[f"seed={seed}"].resumed_at for seed in range(3)] == [3, 3, None]
     newest = max((tmp_path / "seed=0/checkpoints").iterdir(), key=lambda path: int(path.name))
