@@ -5,13 +5,10 @@ import os
 import jax
 import pytest
 
-# Compiling is what tests wait for.
-FLAGS = "--xla_cpu_use_fusion_emitters=false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
-jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_disable_most_optimizations", True)  # compiling is what tests wait for
 jax.config.update("jax_default_matmul_precision", "highest")
 
 
