@@ -179,7 +179,7 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     if not isinstance(algorithm, Algorithm):
         raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
     # One example on the device tells the shapes as well as all of them.
-    few = jax.tree.map(jnp.asarray, work.arrays._replace(x=work.arrays.x[:1], y=work.arrays.y[:1]))
+    few = jax.device_put(work.arrays._replace(x=work.arrays.x[:1], y=work.arrays.y[:1]))
     if one.keep_head:
         algorithm = at_home(algorithm, models[0], federation, few, {models[0].head})
     if one.upload_bits is None and one.upload_top_k is None:
