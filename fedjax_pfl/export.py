@@ -15,14 +15,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import checkpoints, ledger, metrics, own, rundir, runner, trees
+from fedjax_pfl import checkpoints, metrics, own, rundir, runner, trees
 from fedjax_pfl import config as configuration
 from fedjax_pfl.algorithm import Algorithm, PyTree, members
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.build import build
 from fedjax_pfl.data import Dataset, client_data
 from fedjax_pfl.errors import UsageError
-from fedjax_pfl.member import Position
+from fedjax_pfl.member import restored as from_checkpoint
+from fedjax_pfl.member import templates
 from fedjax_pfl.models import MODELS
 from fedjax_pfl.models.modular import Modular, Routed
 from fedjax_pfl.nets.factorized import Factorized, Hadamard
@@ -71,16 +72,9 @@ def restored(
     words, here = own.added(here, dataset, algorithm)
     settings = configuration.complete(here, words)
     built = build(settings, words=words, plans=rundir.read_plans(directory))
-    template: Any = None
-    for phase in built.phases:
-        template = jax.eval_shape(phase.rounds.init, phase.points, template)
     store = checkpoints.open_store(folder, only_read=True)
     try:
-        store.check(last)
-        facts = store.facts(last)
-        at = Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
-        wanted = {"state": template} | ({} if at.best_round is None else {"best": template})
-        found = store.restore(last, wanted)
+        at, state, best = from_checkpoint(store, templates(built), last)
     except checkpoints.DamagedError as error:
         raise UsageError(
             f"{directory}: the checkpoint of round {last} is damaged: {error}; give the run's "
@@ -91,8 +85,8 @@ def restored(
         metrics=list(at.metrics),
         clients=metrics.client_table(built.federation, at.clients, at.ledger),
         ledger=at.ledger,
-        state=found["state"],
-        best=found.get("best"),
+        state=state,
+        best=best,
         phases=built.phases,
         data=built.data,
         federation=built.federation,

@@ -148,13 +148,13 @@ def together(steps: Sequence[Set[int]]) -> list[list[int]]:
 def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
     """Set members to the newest checkpoint that is whole in all of them; their states.
 
-    Where none is common to them they start anew, and nothing is returned.
+    Where none of them has one, nothing is returned, and they begin.
     """
     found = _found(built, members) if processes.lead() else None
     facts = processes.agree(found and [_facts(member.at) for member in members])
     if facts is None or processes.count() == 1:
         return found
-    template = _templates(built)[facts[0]["phase"]]
+    template = templates(built)[facts[0]["phase"]]
     for member, one in zip(members, facts, strict=True):
         member.at = _position(one)
         member.resumed_at = member.at.round
@@ -170,14 +170,15 @@ def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
 
 
 def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
-    templates = _templates(built)
+    shapes = templates(built)
     common = set.intersection(*(set(m.store.steps()) if m.store else set() for m in members))
     damaged: list[tuple[int, Member, str]] = []
     for step in sorted(common, reverse=True):
         found = []
         for member in members:
             try:
-                found.append(_restored(member, templates, step))
+                assert member.store is not None
+                found.append(restored(member.store, shapes, step))
             except checkpoints.DamagedError as error:
                 damaged.append((step, member, str(error)))
                 break
@@ -189,8 +190,6 @@ def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
             f"all checkpoints in {folder} are damaged (round {step}: {reason}); bring one back "
             "from a copy, or delete that folder to start again"
         )
-    for member in members:
-        start(built, member)
     return None
 
 
@@ -213,7 +212,7 @@ def _set(
     return [state for _, state, _ in found]
 
 
-def _templates(built: Built) -> list[PyTree]:
+def templates(built: Built) -> list[PyTree]:
     """The shapes of one run's state at the end of each phase."""
     found, state = [], None
     for phase in built.phases:
@@ -222,16 +221,16 @@ def _templates(built: Built) -> list[PyTree]:
     return found
 
 
-def _restored(
-    member: Member, templates: Sequence[PyTree], step: int
+def restored(
+    store: checkpoints.Store, templates: Sequence[PyTree], step: int
 ) -> tuple[Position, State, State | None]:
-    assert member.store is not None
-    member.store.check(step)
-    at = _position(member.store.facts(step))
+    """Where a run stood, its state, and its best one by validation; or DamagedError."""
+    store.check(step)
+    at = _position(store.facts(step))
     wanted = {"state": templates[at.phase]}
     if at.best_round is not None:
         wanted["best"] = templates[at.phase]
-    found = member.store.restore(step, wanted)
+    found = store.restore(step, wanted)
     return at, found["state"], found.get("best")
 
 

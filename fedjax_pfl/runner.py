@@ -124,7 +124,8 @@ def run_points(
     members = [Member(name, one, {}) for name, one in points.items()]
     recorded = None
     if workdir is not None:
-        recorded = plan.agreed(rundir.read_plans(Path(workdir, members[0].name)))
+        each = (rundir.read_plans(Path(workdir, member.name)) for member in members)
+        recorded = plan.agreed(next(filter(None, each), None))
     built = build(*(member.settings for member in members), words=words, plans=recorded)
     processes.check_examples(built.data)
     for phase in built.phases:

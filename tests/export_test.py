@@ -8,6 +8,7 @@ import subprocess
 import sys
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -326,6 +327,17 @@ def test_methods_of_ones_own(tmp_path):
     assert "method of your own, plain; from Python" in line
     again = export.restored(directory, algorithm=plain)
     assert len(export.write(again, tmp_path / "out")) == 3
+
+
+def test_a_point_of_a_sweep_is_exported_as_the_run_alone(tmp_path):
+    """FedAvg+ trains when it serves: at the rate of the point, not of the first."""
+    base = {**BASE, "algorithm": "fedavg_plus", "rounds": 1, "eval_every": 1}
+    swept = runner.run_all({**base, "sweep": "learning_rate=.5,.001"})
+    alone = runner.run({**base, "learning_rate": 0.001})
+    flat = []
+    for name, result in (("swept", swept["learning_rate=0.001,seed=0"]), ("alone", alone)):
+        flat.append([load_file(path) for path in export.write(result, tmp_path / name)])
+    chex.assert_trees_all_close(*flat, rtol=1e-6, atol=1e-7)
 
 
 def test_files_that_are_no_models(finished, tmp_path):

@@ -173,6 +173,13 @@ def test_a_run_goes_on_by_its_own_plan(clock, tmp_path):
     assert json.loads(path.read_text())["machine"] == content["machine"]
 
 
+def test_a_new_seed_is_laid_out_as_those_that_are_there(tmp_path):
+    base = {**BASE, "rounds": 1, "measure": False, "seeds": 2}
+    runner.run_all({**base, "seed": 1, "chunk": 2}, tmp_path)
+    results = runner.run_all({**base, "seeds": 3}, tmp_path)
+    assert {result.phases[0].plan for result in results.values()} == {Plan("auto", 2)}
+
+
 def test_a_round_is_really_timed():
     built = build.build(configuration.complete({**BASE, "model": "mlp", "measure": False}))
     (phase,) = built.phases
