@@ -108,7 +108,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             float, "GB of a device: chunk is chosen to fit, and a run that cannot is refused"
         ),
         "conv": Setting(
-            "auto", "how convolutions are computed: auto, patches, rows, blocks or xla"
+            "auto", "how convolutions are computed: auto, patches, rows, blocks, winograd or xla"
         ),
         "measure": Setting(
             False, "try which conv and chunk are fastest here, once for each kind of work"

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from fedjax_pfl import processes
 from fedjax_pfl.errors import UsageError
 
-LOWERINGS = ("auto", "patches", "rows", "blocks", "xla")
+LOWERINGS = ("auto", "patches", "rows", "blocks", "winograd", "xla")
 STEPS = 4  # of local training, when a plan is tried
 _WORTH = 0.95  # of the usual plan's time: what another has to be below
 _REPEATS = 3

@@ -23,7 +23,7 @@ def lowered(**changes):
     return rounds, (key, rounds.init(key), data, zero, two)
 
 
-@pytest.mark.parametrize("conv", ["patches", "rows", "blocks", "xla"])
+@pytest.mark.parametrize("conv", ["patches", "rows", "blocks", "winograd", "xla"])
 def test_a_whole_round_of_products_where_the_plan_says_so(conv):
     rounds, arguments = lowered(conv=conv)
     for program in (

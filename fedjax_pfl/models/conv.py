@@ -9,6 +9,7 @@ and leave parameters as they are. All are NHWC with HWIO kernels.
     patches  every window as one row, then one product
     rows     windows along the width only, then one product per kernel row; less memory
     blocks   as patches, but a row yields 2x2 outputs: fewer and larger products, less copying
+    winograd half as many multiplications or fewer for 3x3 and 5x5 kernels; patches for others
     auto     one of these by backend and shape
 
 A depthwise convolution (a kernel for each channel) has no product to gain from; all but xla take it
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_pfl.errors import UsageError
+from fedjax_pfl.models import winograd
 
 Convolution = Callable[..., jax.Array]
 _TILE = 2  # outputs per side that one row of `blocks` yields
@@ -115,13 +117,16 @@ def _unsupported(
 def _auto(kernel: tuple[int, ...], strides: tuple[int, ...]) -> str:
     # gpu, tpu: not measured. `patches` is one batched product, which suits them.
     # cpu: measured on two cores at batch 32, forward and backward, in time of `patches`.
-    #   5x5: 3→16 .62, 1→32 .88, 16→32 .81, 32→64 .82 for `blocks`; `rows` 1.9, 3, .83, .77.
-    #   3x3: 1→16 .6 for `blocks`, but 3→64 1.3, 16→32 1.7, 128→128 1.1; `rows` 1 to 4.
-    #   stride 2, 1x1: `blocks` 1.2 and 2.7, `rows` 1. LeNet as a whole is 1.6 times faster with
-    #   `blocks` than with `patches`.
+    #   5x5: 3→16 .62, 1→32 .88, 8→16 .56, 16→32 .64, 32→64 .61 for `blocks`;
+    #        8→16 .62, 16→32 .44, 32→64 .33, with stride two 64→128 .56 for `winograd`.
+    #   3x3: 1→16 .6 for `blocks`, but 3→64 1.3, 16→32 .9, 128→128 1.2;
+    #        8→16 1.05, 16→32 .81, 32→32 .4, 64→64 .36, 128→128 .5, 256→256 .44 for `winograd`.
+    #   stride 2, 1x1: `blocks` 1.2 and 2.7. `rows` is between .6 and 4.
     if jax.default_backend() != "cpu":
         return "patches"
     side, channels = min(kernel[:2]), kernel[2]
+    if winograd.suits(kernel[:2], strides) and min(kernel[2:]) >= 16:
+        return "winograd"
     worth = (side >= 5 and channels <= 32) or (side >= 3 and channels == 1)
     return "blocks" if worth and max(strides) == 1 else "patches"
 
@@ -249,17 +254,21 @@ def _blocks(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
     most of theirs: for 5x5 kernels one window of 6x6 stands for four of 5x5, a third of the memory,
     and the product is four times as wide, for 44 % more multiplications (78 % for 3x3).
     """
-    (b, _, _, c), (oh, ow) = x.shape, _outputs(x, k, how.strides)
-    o = k.shape[3]
+    b, o, (oh, ow) = x.shape[0], k.shape[3], _outputs(x, k, how.strides)
     (nh, bh), (nw, bw) = (_block(k.shape[a], how.strides[a]) for a in (0, 1))
     th, tw = -(-oh // _TILE), -(-ow // _TILE)
     height, width = (th + nh - 1) * bh, (tw + nw - 1) * bw
     deep = _pad(x, (0, height - x.shape[1], 0), (0, width - x.shape[2], 0))
-    deep = deep.reshape(b, height // bh, bh, width // bw, bw, c).transpose(0, 1, 3, 2, 4, 5)
-    deep = deep.reshape(b, height // bh, width // bw, bh * bw * c)
-    y = _patches(deep, _spread_kernel(k, how.strides), _How((1, 1), how.precision))
+    y = _patches(_deep(deep, (bh, bw)), _spread_kernel(k, how.strides), _How((1, 1), how.precision))
     y = y.reshape(b, th, tw, _TILE, _TILE, o).transpose(0, 1, 3, 2, 4, 5)
     return y.reshape(b, th * _TILE, tw * _TILE, o)[:, :oh, :ow]
+
+
+def _deep(x: jax.Array, block: tuple[int, int]) -> jax.Array:
+    """Space to depth: [B, H, W, C] -> [B, H/h, W/w, h·w·C]."""
+    (b, height, width, c), (h, w) = x.shape, block
+    x = x.reshape(b, height // h, h, width // w, w, c).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(b, height // h, width // w, h * w * c)
 
 
 def _block(size: int, stride: int) -> tuple[int, int]:
@@ -318,7 +327,26 @@ def _depthwise_backward(strides: tuple[int, int], kept: Any, g: jax.Array) -> An
 _depthwise.defvjp(_depthwise_forward, _depthwise_backward)
 
 
-_LOWERINGS: dict[str, Convolution] = {"blocks": _blocks, "patches": _patches, "rows": _rows}
+# Winograd: fewer products.
+
+
+def _winograd(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
+    """As `_patches`, and `_patches` itself for kernels and strides that have no fast form."""
+    if not winograd.suits(k.shape[:2], how.strides):
+        return _patches(x, k, how)
+    if how.strides == (2, 2):
+        oh, ow = _outputs(x, k, how.strides)
+        height, width = 2 * (oh + 2), 2 * (ow + 2)
+        x = _deep(_pad(x, (0, height - x.shape[1], 0), (0, width - x.shape[2], 0)), (2, 2))
+        kernel = jnp.pad(k, ((0, 1), (0, 1), (0, 0), (0, 0)))
+        kernel = kernel.reshape(3, 2, 3, 2, *k.shape[2:]).transpose(0, 2, 1, 3, 4, 5)
+        k = kernel.reshape(3, 3, -1, k.shape[3])
+    return winograd.convolution(x, k, how.precision)
+
+
+_LOWERINGS: dict[str, Convolution] = {
+    "blocks": _blocks, "patches": _patches, "rows": _rows, "winograd": _winograd,
+}  # fmt: skip
 
 
 # Pooling.

@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend import core
 
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.models import LeNet
 from fedjax_pfl.models.conv import lowering, max_pool
+from fedjax_pfl.models.winograd import _transforms
 
-PRODUCTS = ("patches", "rows", "blocks")
+PRODUCTS = ("patches", "rows", "blocks", "winograd")
 LAYOUT = ("NHWC", "HWIO", "NHWC")
 CASES = {
     "lenet1": ((2, 12, 12, 3), (5, 5, 3, 4), (1, 1), "VALID"),
@@ -117,9 +119,49 @@ def test_bfloat16_accumulates_in_float32(name):
         np.testing.assert_allclose(gradient.astype(jnp.float32), exact, rtol=2**-6, atol=scale)
 
 
+@pytest.mark.parametrize("side", [3, 5])
+def test_winograds_transforms_are_exact(side):
+    """Two outputs of a correlation from side + 1 products, in float64."""
+    a, g, b = _transforms(side)
+    x, k = np.random.default_rng(0).normal(size=side + 1), np.arange(1.0, side + 1)
+    assert g.shape == (side + 1, side)
+    np.testing.assert_allclose(a @ ((g @ k) * (b @ x)), np.correlate(x, k), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strides", "share"),
+    [((3, 3, 4, 5), (1, 1), 16 / 36), ((5, 5, 4, 5), (1, 1), 36 / 100),
+     ((5, 5, 4, 5), (2, 2), 4 * 16 / 100), ((3, 3, 4, 5), (2, 2), 1)],
+)  # fmt: skip
+def test_winograd_multiplies_less(kernel, strides, share):
+    """Forward, and for the gradients of images and kernels; it is `patches` where it is no less."""
+
+    def multiplications(name):
+        run = lambda x, k: value_and_gradient(name, x, k, strides, "VALID")
+        side = 7 * strides[0] + kernel[0]  # eight outputs are four tiles
+        x, k = jnp.ones((2, side, side, 4)), jnp.ones(kernel)
+        return products(jax.make_jaxpr(run)(x, k).jaxpr)
+
+    assert multiplications("winograd") == share * multiplications("patches")
+
+
+def products(jaxpr):
+    """Multiplications in matrix products, those of functions that it calls included."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            ((left, _), _), shape = (
+                equation.params["dimension_numbers"],
+                equation.invars[0].aval.shape,
+            )
+            count += equation.outvars[0].aval.size * np.prod([shape[i] for i in left])
+        count += sum(products(inner) for inner in core.jaxprs_in_params(equation.params))
+    return count
+
+
 def test_what_is_not_lowered():
     with pytest.raises(UsageError, match="choose from auto, xla"):
-        lowering("winograd")
+        lowering("fft")
     x, k = jnp.ones((1, 6, 6, 4)), jnp.ones((3, 3, 2, 4))
     with pytest.raises(UsageError, match="does not do groups"):
         lowering("rows")(
