@@ -1,8 +1,9 @@
 """What the code says of itself, written into the pages: python docs/written.py
 
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., published TABLE COLUMN ..., listing KIND, tables and speed
-FILE. What a page names and the code has not is an error; a test sees that pages are up to date.
+docstring MODULE, settings METHOD ..., published TABLE COLUMN ..., beside FILE TABLE COLUMN, facts
+PAPER TABLE, figures PAPER, listing KIND, tables and speed FILE. What a page names and the code has
+not is an error; a test sees that pages are up to date.
 """
 
 import importlib
@@ -15,9 +16,10 @@ from pathlib import Path
 from experiments import benchmark, render
 from experiments import list as listing
 from experiments.speed import rivals, turns
-from experiments.tables import TABLES
+from experiments.tables import TABLES, common
 from experiments.tables.common import cell
 from fedjax_pfl import config as configuration
+from fedjax_pfl.metrics import mean_std
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
@@ -59,6 +61,53 @@ def published(name: str, *columns: str) -> str:
     return render.markdown([render.Table(caption, list(columns), rows)])
 
 
+def beside(file: str, name: str, column: str) -> str:
+    """A published column and ours, each seed's last evaluation, from a file of results."""
+    table, whole = TABLES[name], json.loads((RESULTS / file).read_text())
+    ours = whole[name.partition("/")[2]]
+    if unknown := set(ours) - set(table.cells):
+        raise KeyError(f"{name} has no row {unknown}")
+
+    def last(row: str) -> list[str]:
+        if row not in ours:
+            return ["0", "not run", "not run"]
+        seeds = ours[row].values()
+        means = [mean_std([seed[when][-1] for seed in seeds]) for when in ("before", "after")]
+        return [str(len(seeds)), *map(cell, means)]
+
+    rows = [[row, cell(cells.get(column)), *last(row)] for row, cells in table.cells.items()]
+    heads = ["published", "seeds", "ours before", "ours after"]
+    caption = (
+        f"{table.about.partition(':')[0]}, {column}; ours before and after local training, at "
+        f"round {whole['rounds']} where the published are at {whole['published_rounds']}:"
+    )
+    return render.markdown([render.Table(caption, heads, rows)])
+
+
+def facts(paper: str, name: str) -> str:
+    """A table of a paper that describes and measures nothing."""
+    whole = common.published(paper)[name]
+    heads = list(dict.fromkeys(key for row in whole.values() for key in row))
+    rows = [[label, *(f"{row[key]}" for key in heads)] for label, row in whole.items()]
+    return render.markdown([render.Table("", heads, rows)]).replace("---:", "---")
+
+
+def figures(paper: str) -> str:
+    """What the figures of a paper show, what can be read of them, and which study makes ours."""
+    rows = []
+    for name, one in common.published(paper)["figures"].items():
+        numbers = [
+            f"{k}: {v if isinstance(v, float) else cell(v)}"
+            for k, v in one.get("values", {}).items()
+        ]
+        read = [f"{', '.join(numbers)} ({one['of']})"] if numbers else []
+        read += [one["says"]] if "says" in one else []
+        study = f"`{paper} {one['study']}`" if one["study"] else "a drawing"
+        rows.append([name, one["shows"], "; ".join(read) or "-", study])
+    heads = ["shows", "numbers and findings that are stated", "ours"]
+    return render.markdown([render.Table("", heads, rows)]).replace("---:", "---")
+
+
 def kind(name: str) -> str:
     """What there is of a kind, as the command lists it."""
     return f"```text\n{listing.listing(name)}\n```"
@@ -78,8 +127,8 @@ def speed(name: str) -> str:
 
 
 MARKS: dict[str, Callable[..., str]] = {
-    "docstring": docstring, "settings": settings, "published": published, "listing": kind,
-    "tables": tables, "speed": speed,
+    "docstring": docstring, "settings": settings, "published": published, "beside": beside,
+    "facts": facts, "figures": figures, "listing": kind, "tables": tables, "speed": speed,
 }  # fmt: skip
 
 
