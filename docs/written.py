@@ -1,9 +1,9 @@
 """What the code says of itself, written into the pages: python docs/written.py
 
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., published TABLE COLUMN ..., beside FILE TABLE COLUMN, facts
-PAPER TABLE, figures PAPER, listing KIND, tables and speed FILE. What a page names and the code has
-not is an error; a test sees that pages are up to date.
+docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
+FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables and speed FILE. What a
+page names and the code has not is an error; a test sees that pages are up to date.
 """
 
 import importlib
@@ -23,6 +23,12 @@ from fedjax_pfl.metrics import mean_std
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
+TRAINING = (
+    "partition", "model", "clients", "clients_per_round", "rounds", "local_epochs", "local_steps",
+    "batch_size", "learning_rate", "momentum", "weight_decay", "clip_norm", "split",
+    "test_fraction", "validation_fraction", "validation_examples", "augment",
+    "keep_momentum", "keep_head",
+)  # fmt: skip
 
 
 def written(page: str) -> str:
@@ -49,6 +55,24 @@ def settings(*names: str) -> str:
         for key, value in defaults[name].to_dict().items()
     ]
     return render.markdown([render.Table("", ["default"], rows)])
+
+
+def presets(system: str, *names: str) -> str:
+    """How presets train, and what they change of their method's defaults, side by side."""
+    made = importlib.import_module(f"experiments.configs.{system}").get_config
+    defaults, shown = configuration.default(), []
+    for config in map(made, names):
+        rounds = sum(phase.rounds for phase in configuration.phases(config))
+        row = {key: config[key] for key in TRAINING} | {"rounds": rounds}
+        if config.split == "official":
+            row["test_fraction"] = None  # the source has test examples
+        method, own = config.algorithm, config.get(config.algorithm, {})
+        row |= {f"{method}.{k}": own[k] for k in own if own[k] != defaults[method][k]}
+        shown.append({key: value for key, value in row.items() if value})
+    own_keys = sorted({key for row in shown for key in row} - set(TRAINING))
+    keys = [k for k in (*TRAINING, *own_keys) if any(k in row for row in shown)]
+    rows = [[f"`{k}`", *(f"`{row[k]}`" if k in row else "-" for row in shown)] for k in keys]
+    return render.markdown([render.Table("", list(names), rows)])
 
 
 def published(name: str, *columns: str) -> str:
@@ -127,8 +151,9 @@ def speed(name: str) -> str:
 
 
 MARKS: dict[str, Callable[..., str]] = {
-    "docstring": docstring, "settings": settings, "published": published, "beside": beside,
-    "facts": facts, "figures": figures, "listing": kind, "tables": tables, "speed": speed,
+    "docstring": docstring, "settings": settings, "presets": presets, "published": published,
+    "beside": beside, "facts": facts, "figures": figures, "listing": kind, "tables": tables,
+    "speed": speed,
 }  # fmt: skip
 
 
