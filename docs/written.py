@@ -1,8 +1,9 @@
 """What the code says of itself, written into the pages: python docs/written.py
 
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., published TABLE COLUMN ..., listing KIND, tables and speed
-FILE. What a page names and the code has not is an error; a test sees that pages are up to date.
+docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
+FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables and speed FILE. What a
+page names and the code has not is an error; a test sees that pages are up to date.
 """
 
 import importlib
@@ -15,12 +16,19 @@ from pathlib import Path
 from experiments import benchmark, render
 from experiments import list as listing
 from experiments.speed import rivals, turns
-from experiments.tables import TABLES
+from experiments.tables import TABLES, common
 from experiments.tables.common import cell
 from fedjax_pfl import config as configuration
+from fedjax_pfl.metrics import mean_std
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
+TRAINING = (
+    "partition", "model", "clients", "clients_per_round", "rounds", "local_epochs", "local_steps",
+    "batch_size", "learning_rate", "momentum", "weight_decay", "clip_norm", "split",
+    "test_fraction", "validation_fraction", "validation_examples", "augment",
+    "keep_momentum", "keep_head",
+)  # fmt: skip
 
 
 def written(page: str) -> str:
@@ -49,6 +57,24 @@ def settings(*names: str) -> str:
     return render.markdown([render.Table("", ["default"], rows)])
 
 
+def presets(system: str, *names: str) -> str:
+    """How presets train, and what they change of their method's defaults, side by side."""
+    made = importlib.import_module(f"experiments.configs.{system}").get_config
+    defaults, shown = configuration.default(), []
+    for config in map(made, names):
+        rounds = sum(phase.rounds for phase in configuration.phases(config))
+        row = {key: config[key] for key in TRAINING} | {"rounds": rounds}
+        if config.split == "official":
+            row["test_fraction"] = None  # the source has test examples
+        method, own = config.algorithm, config.get(config.algorithm, {})
+        row |= {f"{method}.{k}": own[k] for k in own if own[k] != defaults[method][k]}
+        shown.append({key: value for key, value in row.items() if value})
+    own_keys = sorted({key for row in shown for key in row} - set(TRAINING))
+    keys = [k for k in (*TRAINING, *own_keys) if any(k in row for row in shown)]
+    rows = [[f"`{k}`", *(f"`{row[k]}`" if k in row else "-" for row in shown)] for k in keys]
+    return render.markdown([render.Table("", list(names), rows)])
+
+
 def published(name: str, *columns: str) -> str:
     """Published numbers of some columns of a table, side by side."""
     table = TABLES[name]
@@ -57,6 +83,53 @@ def published(name: str, *columns: str) -> str:
     rows = [[row, *(cell(cells.get(c)) for c in columns)] for row, cells in table.cells.items()]
     caption = f"Published ({table.about.partition(':')[0]}):"
     return render.markdown([render.Table(caption, list(columns), rows)])
+
+
+def beside(file: str, name: str, column: str) -> str:
+    """A published column and ours, each seed's last evaluation, from a file of results."""
+    table, whole = TABLES[name], json.loads((RESULTS / file).read_text())
+    ours = whole[name.partition("/")[2]]
+    if unknown := set(ours) - set(table.cells):
+        raise KeyError(f"{name} has no row {unknown}")
+
+    def last(row: str) -> list[str]:
+        if row not in ours:
+            return ["0", "not run", "not run"]
+        seeds = ours[row].values()
+        means = [mean_std([seed[when][-1] for seed in seeds]) for when in ("before", "after")]
+        return [str(len(seeds)), *map(cell, means)]
+
+    rows = [[row, cell(cells.get(column)), *last(row)] for row, cells in table.cells.items()]
+    heads = ["published", "seeds", "ours before", "ours after"]
+    caption = (
+        f"{table.about.partition(':')[0]}, {column}; ours before and after local training, at "
+        f"round {whole['rounds']} where the published are at {whole['published_rounds']}:"
+    )
+    return render.markdown([render.Table(caption, heads, rows)])
+
+
+def facts(paper: str, name: str) -> str:
+    """A table of a paper that describes and measures nothing."""
+    whole = common.published(paper)[name]
+    heads = list(dict.fromkeys(key for row in whole.values() for key in row))
+    rows = [[label, *(f"{row[key]}" for key in heads)] for label, row in whole.items()]
+    return render.markdown([render.Table("", heads, rows)]).replace("---:", "---")
+
+
+def figures(paper: str) -> str:
+    """What the figures of a paper show, what can be read of them, and which study makes ours."""
+    rows = []
+    for name, one in common.published(paper)["figures"].items():
+        numbers = [
+            f"{k}: {v if isinstance(v, float) else cell(v)}"
+            for k, v in one.get("values", {}).items()
+        ]
+        read = [f"{', '.join(numbers)} ({one['of']})"] if numbers else []
+        read += [one["says"]] if "says" in one else []
+        study = f"`{paper} {one['study']}`" if one["study"] else "a drawing"
+        rows.append([name, one["shows"], "; ".join(read) or "-", study])
+    heads = ["shows", "numbers and findings that are stated", "ours"]
+    return render.markdown([render.Table("", heads, rows)]).replace("---:", "---")
 
 
 def kind(name: str) -> str:
@@ -78,8 +151,9 @@ def speed(name: str) -> str:
 
 
 MARKS: dict[str, Callable[..., str]] = {
-    "docstring": docstring, "settings": settings, "published": published, "listing": kind,
-    "tables": tables, "speed": speed,
+    "docstring": docstring, "settings": settings, "presets": presets, "published": published,
+    "beside": beside, "facts": facts, "figures": figures, "listing": kind, "tables": tables,
+    "speed": speed,
 }  # fmt: skip
 
 

@@ -29,16 +29,16 @@ def test_agreement_by_hand():
 
 @pytest.mark.parametrize("system", [pfedla, pfedhn, fedmn, factorized_fl], ids=lambda s: s.__name__)
 def test_without_a_name_all_studies_are_listed(system, capsys):
-    common.main(system.STUDIES, system.__doc__, ["x"])
+    common.main(system.STUDIES, system.__doc__, ["x"], "pfedla")
     said = capsys.readouterr().out
     for name in system.STUDIES:
         assert re.search(rf"^(\w+, )*{name}\b[\w, ]* \S", said, re.M), name
 
 
 def test_an_unknown_study_gets_the_nearest():
-    line = message(common.main, pfedla.STUDIES, "", ["x", "figure66"])
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure66"], "pfedla")
     assert line == "there is no study 'figure66'; did you mean figure6?"
-    line = message(common.main, pfedla.STUDIES, "", ["x", "figure6", "digits"])
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure6", "digits"], "pfedla")
     assert line == "name one study; 'digits' is one word too many"
 
 

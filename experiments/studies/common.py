@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 from experiments.launch import DATA_DIR, SET_HELP, change, command, prepare_devices
+from experiments.tables.common import readable
 from fedjax_pfl import data, runner
 from fedjax_pfl.config import nearest
 from fedjax_pfl.errors import UsageError
@@ -83,10 +84,11 @@ def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> 
     return figure
 
 
-def main(studies: Mapping[str, Study], about: str, argv: Sequence[str]) -> None:
+def main(studies: Mapping[str, Study], about: str, argv: Sequence[str], paper: str) -> None:
     """Run the study that is named; write NAME-DATASET.json and .png; print the numbers.
 
-    about: what there is, which is said where no study is named.
+    about: what there is, which is said where no study is named. paper: whose numbers of the same
+    figure are shown beside ours, where it states any.
     """
     if len(argv) < 2:
         print(about.strip())
@@ -96,6 +98,8 @@ def main(studies: Mapping[str, Study], about: str, argv: Sequence[str]) -> None:
     if argv[1] not in studies:
         raise UsageError(f"there is no study {argv[1]!r}{nearest(argv[1], studies)}")
     numbers, figure = studies[argv[1]]()
+    if there := readable(paper, argv[1]):
+        numbers["published"] = there
     out = Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     stem = f"{argv[1]}-{DATASET.value}"
@@ -116,10 +120,10 @@ def main(studies: Mapping[str, Study], about: str, argv: Sequence[str]) -> None:
     print(f"\n{out / stem}.json" + ("" if figure is None else f", {stem}.png"))
 
 
-def launch(studies: Mapping[str, Study], about: str | None) -> None:
-    """The command line of a module of studies, and its docstring."""
+def launch(studies: Mapping[str, Study], about: str | None, paper: str) -> None:
+    """The command line of a module of studies, and its docstring; the paper they are of."""
     prepare_devices()
-    command(lambda argv: main(studies, about or "", argv))
+    command(lambda argv: main(studies, about or "", argv, paper))
 
 
 if __name__ == "__main__":

@@ -229,4 +229,4 @@ STUDIES: dict[str, common.Study] = {
 }
 
 if __name__ == "__main__":
-    common.launch(STUDIES, __doc__)
+    common.launch(STUDIES, __doc__, "factorized_fl")

@@ -223,4 +223,4 @@ STUDIES: dict[str, common.Study] = {
 }
 
 if __name__ == "__main__":
-    common.launch(STUDIES, __doc__)
+    common.launch(STUDIES, __doc__, "pfedla")

@@ -66,6 +66,15 @@ def published(paper: str) -> dict[str, Any]:
     return json.loads((PAPERS / f"{paper}.json").read_text())
 
 
+def readable(paper: str, study: str) -> dict[str, Any]:
+    """The numbers that a paper states of the figures that a study is about, by figure."""
+    return {
+        name: {"of": one["of"], **one["values"]}
+        for name, one in published(paper)["figures"].items()
+        if one["study"] == study and "values" in one
+    }
+
+
 def accuracy(run: Any, when: str = "before", key: str = "accuracy_mean") -> float:
     """Mean accuracy over clients at the last evaluation, in per cent."""
     return 100 * run.metrics[-1][when][key]

@@ -20,6 +20,7 @@ from experiments.tables.common import (
 from fedjax_pfl.data.partitions import domain_of
 
 PUBLISHED = published("factorized_fl")
+_PAPER = PUBLISHED["source"].partition(", table")[0]
 # Rows, as words of a preset and changes of it. The paper bills FedFomo six times FedAvg's bytes;
 # with five peers down and one model up it is three times here.
 ROWS: dict[str, dict[str, Any]] = {
@@ -82,7 +83,7 @@ def _measures(column: str) -> tuple[Measure, Measure | None]:
 
 TABLES = {
     "table1": Table(
-        f"{PUBLISHED['source']}: nine methods",
+        f"{_PAPER}, table 1: nine methods",
         "accuracy in per cent after local training; GB of all clients, both directions",
         _columns(),
         _dataset,

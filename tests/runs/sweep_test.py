@@ -193,10 +193,13 @@ def test_a_score_that_is_no_number_ends_no_other_run():
     x = np.linspace(-1, 1, 60, dtype=np.float32)[:, None]
     config = {**BASE, "local_epochs": None, "local_steps": 1, "sweep": "learning_rate=.01,1e25"}
     config = {k: v for k, v in config.items() if k not in ("dataset", "synthetic")}
-    results = runner.run_all(config, dataset=arrays(x, 2 * x, name="line"))
+    examples = arrays(x, 2 * x, name="line")
+    results = runner.run_all(config, dataset=examples)
     good, bad = ([line["before"]["loss"] for line in r.metrics] for r in results.values())
     assert all(np.isfinite(good))
     assert None in bad
+    alone = runner.run({**config, "sweep": "", "learning_rate": 1e25}, dataset=examples)
+    assert alone.metrics[-1]["before"]["loss"] is None
 
 
 @pytest.mark.parametrize(
