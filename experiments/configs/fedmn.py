@@ -49,6 +49,7 @@ def get_config(preset: str = "") -> ConfigDict:
     """A cell of the paper's table; FedMN on the embedded digits where nothing is said."""
     config = configuration.default()
     config.update(algorithm="fedmn", partition="clusters", test_fraction=0.2, local_epochs=1)
+    config.evaluate_after = False  # FedAvg+ is FedAvg after local training
     config.phases = ({"algorithm": "fedavg", "rounds": 50}, {})
     config.rounds = 100
     words = preset.split("-")
