@@ -36,6 +36,7 @@ from fedjax_pfl.metrics import mean_std
 SCALES = {"quick": 1, "full": 3}  # seeds
 NOT_RUN = "not run"
 LEFT_OUT = "left out"
+FAILED = "cannot be run"
 
 
 class Options(NamedTuple):
@@ -196,7 +197,7 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
                 failed[key] = " ".join(str(error).split())
                 print(f"  {failed[key]}", file=sys.stderr)
     why = {cell: message for key, message in failed.items() for cell in cells[key]}
-    cannot = lambda one: one._replace(remark="cannot be run", message=why[id(one)])
+    cannot = lambda one: one._replace(remark=FAILED, message=why[id(one)])
     return [cannot(one) if id(one) in why else one for one in plan]
 
 
@@ -339,9 +340,12 @@ def reproduce(options: Options) -> int:
             print(stopped, file=sys.stderr)
             status = stopped.code
     places = collect(plan, seeds, options.out)
-    if not options.only_show:
+    if not options.only_show and options.out.is_dir():  # which it is not where no run came to be
         write(options, table, places)
     print(page(options, table, places, options.format))
+    tried = [place for place in places if place.plan.remark == FAILED]
+    if tried and not any(place.runs for place in places):
+        raise UsageError(f"no run came to its end: {tried[0].plan.message}")
     return status
 
 
