@@ -186,7 +186,7 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
     count = len(cells)
     cut = sum(path is not None for _, _, path in todo.values())
     facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
-    print(f"{count} runs: {facts}", file=sys.stderr)
+    print(f"{count} run{'s' * (count != 1)}: {facts}", file=sys.stderr)
     with interrupt.on_signals() as stop:
         for number, (key, (one, config, path)) in enumerate(todo.items(), 1):
             where = path or options.out / _name(options.table, one.cell, config.seed, key)
@@ -324,10 +324,10 @@ def write(options: Options, table: Table, places: Sequence[Place]) -> None:
 
 def reproduce(options: Options) -> int:
     """Run, print, write; the exit status."""
-    if options.table not in TABLES:
+    if not options.table:
         print(listing())
-        if not options.table:
-            return 0
+        return 0
+    if options.table not in TABLES:
         hint = configuration.nearest(options.table, TABLES)
         raise UsageError(f"there is no table {options.table!r}{hint}")
     table, status = TABLES[options.table], 0
