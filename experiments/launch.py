@@ -132,6 +132,9 @@ def ending() -> Iterator[None]:
         except interrupt.Stopped as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(stopped.code)
+        except SystemExit as end:  # absl ends with 1 where help was asked for and given
+            asked = any(word.lstrip("-").startswith("help") for word in sys.argv[1:])
+            sys.exit(0 if asked and end.code == 1 else end.code)
         finally:
             if sys.stdout is not None:  # as it is where it was closed from the start
                 sys.stdout.flush()

@@ -358,7 +358,8 @@ def test_a_wrong_command_ends_with_one_line(name, ended):
 
 
 def test_help_names_the_presets_and_the_flags(ended):
-    _, out, err, files = ended["help"]
+    status, out, err, files = ended["help"]
+    assert status == 0
     assert "Traceback" not in out + err
     assert err == ""
     assert max(map(len, out.splitlines())) <= 100
