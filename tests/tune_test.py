@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -304,3 +305,12 @@ def test_the_preset_gives_what_was_chosen():
     assert "# It won.\n" in text
     assert "'learning_rate': 0.01" in text  # which is the default, and was chosen
     assert message(made, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"
+
+
+def test_the_page_has_a_heading_for_each_part():
+    picture = show.draw(FOUND)
+    text = show.page(FOUND, ["said"], picture)
+    heads = re.findall(r"<section>\s*<h2>(.*?)</h2>", text)
+    assert heads == [*FOUND, "Score by setting"]
+    assert text.count("<figure") == 1
+    assert "Score by setting" not in show.page(FOUND, ["said"], None)

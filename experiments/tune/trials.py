@@ -250,7 +250,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
         cut = sum(bool(job.steps) for job in todo.values())
         facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
         inside = f", in {len(programs)} program{'s' * (len(programs) > 1)}" if programs else ""
-        print(f"{count} runs: {facts}{inside}", file=sys.stderr)
+        print(f"{count} run{'s' * (count != 1)}: {facts}{inside}", file=sys.stderr)
         for number, jobs in enumerate(programs, 1):
             where = f"{jobs[0].method}: {len(jobs)} run{'s' * (len(jobs) > 1)}"
             print(f"[{number}/{len(programs)}] {where}", file=sys.stderr, flush=True)
