@@ -8,6 +8,7 @@ import ast
 import html
 import importlib
 import inspect
+import re
 import shutil
 import textwrap
 from collections.abc import Iterator
@@ -55,6 +56,9 @@ API = {
     ],
 }  # fmt: skip
 
+# What a number keeps beside it in a table, however narrow a column is.
+BESIDE = re.compile(r"(?<=\d) (?=±|%|[kMGTP]?B\b|ms\b|x\b)|(?<=±) ")
+
 # What pages link to in a clone, and where the site has it.
 LINKS = {"../experiments/results/": "results/", "../fedjax_pfl/algorithms/": "api/methods.md"}
 NAVIGATION = """
@@ -91,12 +95,17 @@ questions
 
 ```{toctree}
 :hidden:
-:glob:
 :caption: Reference
 contract
 robustness
 scaling
 speed
+```
+
+```{toctree}
+:hidden:
+:glob:
+:caption: Modules
 api/*
 ```
 """
@@ -118,8 +127,15 @@ def _read(app: Any, name: str, source: list[str]) -> None:
     """A page as the site has it: with navigation, and links to what is copied or generated."""
     for there, here in LINKS.items():
         source[0] = source[0].replace(f"]({there}", f"]({here}")
+    lines = source[0].split("\n")
+    source[0] = "\n".join(beside(line) if line.startswith("|") else line for line in lines)
     if name == "index":
         source[0] += NAVIGATION
+
+
+def beside(row: str) -> str:
+    """A row of a table, whose numbers are not broken from their units and deviations."""
+    return BESIDE.sub("\N{NO-BREAK SPACE}", row)
 
 
 def module(name: str) -> str:

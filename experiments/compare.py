@@ -5,9 +5,10 @@ python -m experiments.compare RUN RUN ... --format=latex   in text, markdown, la
 python -m experiments.compare RUN RUN ... --out=FOLDER     and writes them in all formats, with
                                                            compare.png and compare.html
 
-Each RUN is a run directory. Runs that differ in their seed only are one row. The test is Wilcoxon's
-signed-rank test, two-sided, of each row against the first, over clients x seeds; p is not corrected
-for the number of rows, nor for a client's several seeds being no independent samples.
+Each RUN is a run directory, or the folder of a sweep with all its runs. Runs that differ in their
+seed only are one row. The test is Wilcoxon's signed-rank test, two-sided, of each row against the
+first, over clients x seeds; p is not corrected for the number of rows, nor for a client's several
+seeds being no independent samples.
 """
 
 import csv
@@ -216,11 +217,19 @@ def _breakable(label: str) -> str:
     return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 28))
 
 
+def runs_in(path: Path) -> list[Path]:
+    """A run directory, or those in the folder of a sweep, in which there are other things too."""
+    if (path / "config.json").is_file():
+        return [path]
+    return sorted(one.parent for one in path.glob("*/config.json")) or [path]
+
+
 def main(argv: Sequence[str]) -> None:
     """Read, print, write."""
     if len(argv) < 2:
         raise UsageError("name one run directory or more, such as runs/pfedla")
-    rows = comparison.group([comparison.read(Path(word)) for word in argv[1:]])
+    found = [path for word in argv[1:] for path in runs_in(Path(word))]
+    rows = comparison.group([comparison.read(path) for path in found])
     chosen = flags.FLAGS
     page = None if chosen.out is None else write(rows, Path(chosen.out))
     print(FORMATS[chosen.format][0](rows))

@@ -132,6 +132,9 @@ def ending() -> Iterator[None]:
         except interrupt.Stopped as stopped:
             print(stopped, file=sys.stderr)
             sys.exit(stopped.code)
+        except SystemExit as end:  # absl ends with 1 where help was asked for and given
+            asked = any(word.lstrip("-").startswith("help") for word in sys.argv[1:])
+            sys.exit(0 if asked and end.code == 1 else end.code)
         finally:
             if sys.stdout is not None:  # as it is where it was closed from the start
                 sys.stdout.flush()
@@ -205,7 +208,8 @@ def default_workdir(name: str, arguments: Sequence[str]) -> str:
         if flag == "config" and ":" in value:
             words.insert(1, value.rpartition(":")[2])
         elif flag.startswith(("config.", "noconfig.")):
-            words.append(f"{flag.removeprefix('config.')}={value}")
+            key = flag.replace("config.", "", 1)
+            words.append(f"{key}={value}" if value else key)
     kept = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(words))
     return str(Path("runs") / kept[:150])
 
@@ -243,10 +247,28 @@ def in_one_line() -> Iterator[None]:
         raise UsageError(
             f"there is no flag --{error.flagname}; settings are --config.KEY"
         ) from None
+    except flags.IllegalFlagValueError as error:
+        raise UsageError(_illegal(str(error))) from None
     except Exception as error:  # a config file is code and can raise anything
         lines = str(error).strip().splitlines() or [type(error).__name__]
         line = lines[-1].removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ")
         raise UsageError(line) from None
+
+
+_WANTED = {  # by a word of what absl says
+    "invalid literal for int()": "a whole number",
+    "could not convert string to float": "a number",
+    "Non-boolean argument": "true or false",
+}
+
+
+def _illegal(line: str) -> str:
+    """What absl says of a flag's value, in words of settings where the flag is one."""
+    flag, _, value = line.partition(": ")[0].removeprefix("flag --").partition("=")
+    for said, wanted in _WANTED.items():
+        if said in line and flag.startswith("config."):
+            return f"{flag.removeprefix('config.')} is {value!r}; it must be {wanted}"
+    return line
 
 
 def check_file(arguments: Sequence[str], usual: str) -> None:

@@ -36,6 +36,7 @@ from fedjax_pfl.metrics import mean_std
 SCALES = {"quick": 1, "full": 3}  # seeds
 NOT_RUN = "not run"
 LEFT_OUT = "left out"
+FAILED = "cannot be run"
 
 
 class Options(NamedTuple):
@@ -185,7 +186,7 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
     count = len(cells)
     cut = sum(path is not None for _, _, path in todo.values())
     facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
-    print(f"{count} runs: {facts}", file=sys.stderr)
+    print(f"{count} run{'s' * (count != 1)}: {facts}", file=sys.stderr)
     with interrupt.on_signals() as stop:
         for number, (key, (one, config, path)) in enumerate(todo.items(), 1):
             where = path or options.out / _name(options.table, one.cell, config.seed, key)
@@ -196,7 +197,7 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
                 failed[key] = " ".join(str(error).split())
                 print(f"  {failed[key]}", file=sys.stderr)
     why = {cell: message for key, message in failed.items() for cell in cells[key]}
-    cannot = lambda one: one._replace(remark="cannot be run", message=why[id(one)])
+    cannot = lambda one: one._replace(remark=FAILED, message=why[id(one)])
     return [cannot(one) if id(one) in why else one for one in plan]
 
 
@@ -323,10 +324,10 @@ def write(options: Options, table: Table, places: Sequence[Place]) -> None:
 
 def reproduce(options: Options) -> int:
     """Run, print, write; the exit status."""
-    if options.table not in TABLES:
+    if not options.table:
         print(listing())
-        if not options.table:
-            return 0
+        return 0
+    if options.table not in TABLES:
         hint = configuration.nearest(options.table, TABLES)
         raise UsageError(f"there is no table {options.table!r}{hint}")
     table, status = TABLES[options.table], 0
@@ -339,9 +340,12 @@ def reproduce(options: Options) -> int:
             print(stopped, file=sys.stderr)
             status = stopped.code
     places = collect(plan, seeds, options.out)
-    if not options.only_show:
+    if not options.only_show and options.out.is_dir():  # which it is not where no run came to be
         write(options, table, places)
     print(page(options, table, places, options.format))
+    tried = [place for place in places if place.plan.remark == FAILED]
+    if tried and not any(place.runs for place in places):
+        raise UsageError(f"no run came to its end: {tried[0].plan.message}")
     return status
 
 

@@ -135,11 +135,18 @@ def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> 
     """Change settings in place; an unknown key, or a value of another type, is an error."""
     for key, value in given.items():
         if key not in config:
-            hint = nearest(key, config.keys(), f"{prefix}{{}}")
+            group, _, last = str(key).partition(".")
+            if isinstance(config.get(group), ConfigDict):  # as it is called everywhere else
+                hint = f"; write {{{group!r}: {{{last!r}: {value!r}}}}}"
+            else:
+                hint = nearest(key, config.keys(), f"{prefix}{{}}")
             raise UsageError(f"there is no setting {prefix}{key}{hint}")
         if isinstance(config[key], ConfigDict):
             if not isinstance(value, Mapping):
-                raise UsageError(f"{prefix}{key} is a group of settings; give {prefix}{key}.NAME")
+                raise UsageError(
+                    f"{prefix}{key} is a group of settings; give {prefix}{key}.NAME, in Python "
+                    f"{{{key!r}: {{NAME: VALUE}}}}"
+                )
             override(config[key], value, f"{prefix}{key}.")
             continue
         wanted = config.get_type(key)

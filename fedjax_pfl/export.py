@@ -60,7 +60,11 @@ def restored(
         phases: tuple[dict[str, Any], ...] = config["phases"] or ({},)
         last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
     except (OSError, TypeError, ValueError, KeyError, AttributeError):
-        raise UsageError(f"{directory} is not a run directory: it has no config.json") from None
+        inside = sorted(directory.glob("*/config.json"))
+        hint = f"; there are {len(inside)} in it, such as {inside[0].parent}" if inside else ""
+        raise UsageError(
+            f"{directory} is not a run directory: it has no config.json{hint}"
+        ) from None
     if not (directory / "report.html").is_file():
         raise UsageError(f"{directory} has not finished; give its command again, which ends it")
     _brought(directory, config, phases, dataset, algorithm)

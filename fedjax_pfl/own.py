@@ -23,6 +23,10 @@ def added(
     given: Mapping[str, Any], dataset: Dataset | None, algorithm: Factory | None
 ) -> tuple[Words, dict[str, Any]]:
     """The library's words and these, and the configuration with their names."""
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"settings are a mapping, such as {{'algorithm': 'fedavg'}}, not {given!r}"
+        )
     words, given = OURS, dict(given)
     if dataset is not None:
         if not isinstance(dataset, Dataset):
@@ -35,6 +39,11 @@ def added(
             )
         words = words._replace(dataset={**words.dataset, name: _source(dataset)})
     if algorithm is not None:
+        if not callable(algorithm):
+            raise UsageError(
+                f"algorithm= brings a function, not {algorithm!r}; ours go by their names in the "
+                "settings, as {'algorithm': 'fedavg'}"
+            )
         name = _free("algorithm", getattr(algorithm, "__name__", ""), "another function name")
         _check_factory(name, algorithm)
         given.setdefault("algorithm", name)

@@ -112,7 +112,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
         for i, other in enumerate(dict(_flat(settings)) for settings in each):
             for key in sorted({*first, *other} - set(_MAY_DIFFER)):
                 one, two = (values.get(key, "nothing") for values in (first, other))
-                if one != two:
+                if one != two and (one == one or two == two):  # NaN is named by a later check
                     return f"{key} is {one!r} in process 0 and {two!r} in process {i}"
         return ""
 

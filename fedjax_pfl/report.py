@@ -291,9 +291,12 @@ def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
 def figure_block(picture: Picture, image: bytes) -> str:
     """A picture, embedded, with its caption."""
     width, height = (round(150 * side) for side in picture.figure.get_size_inches())
+    # Panels in a row would be tiny beside another picture.
+    panels = len(picture.figure.axes) > 2 and width > 2 * height
+    broad = ' class="broad"' if panels else ""
     data = base64.b64encode(image).decode()
     return (
-        f'<figure><img src="data:image/png;base64,{data}" width="{width}" height="{height}" '
+        f'<figure{broad}><img src="data:image/png;base64,{data}" width="{width}" height="{height}" '
         f'alt="{html.escape(picture.alt)}">'
         f"<figcaption>{html.escape(picture.caption)}</figcaption></figure>"
     )
@@ -346,7 +349,8 @@ dd { margin: 0; }
   font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-caption { text-align: left; color: var(--soft); font-size: .9rem; padding-bottom: .3rem; }
+caption { text-align: left; color: var(--soft); font-size: .9rem; padding-bottom: .3rem;
+  position: sticky; left: 0; max-width: calc(100vw - 2rem); }
 th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; }
 th:first-child { text-align: left; padding-left: 0; }
@@ -355,6 +359,7 @@ th small, thead th { font-weight: normal; color: var(--soft); }
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
 .figures h2 { grid-column: 1 / -1; margin-bottom: 0; }
 figure { margin: 0; }
+.broad { grid-column: 1 / -1; }
 img { display: block; width: 100%; height: auto; background: #ffffff; padding: .5rem;
   border: 1px solid var(--line); border-radius: .5rem; }
 figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }

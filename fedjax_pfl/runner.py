@@ -76,7 +76,8 @@ def run(
         Algorithm. The configuration may call it by its name, in a phase too, and holds its
         settings under that name; it is the run's algorithm where none is given.
     """
-    if config.get("seeds", 1) > 1 or config.get("sweep"):
+    known = isinstance(config, Mapping | ConfigDict)  # anything else, run_all refuses
+    if known and (config.get("seeds", 1) > 1 or config.get("sweep")):
         raise UsageError("seeds and sweep ask for several runs; run_all gives their results")
     return run_all(config, workdir, stop, dataset=dataset, algorithm=algorithm)[""]
 

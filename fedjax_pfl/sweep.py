@@ -3,7 +3,7 @@
 import itertools
 import math
 import operator
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -120,6 +120,10 @@ def expand(config: ConfigDict) -> dict[str, ConfigDict]:
     grid = _parsed(config.sweep)
     if config.seeds == 1 and not grid:
         return {"": config}
+    for name in grid:
+        if name not in dict(_leaves(config)) and not isinstance(config.get(name), ConfigDict):
+            can = [*TRAINING, *(one for one, _ in _real(config))]
+            raise UsageError(f"sweep: there is no setting {name}{configuration.nearest(name, can)}")
     count = config.seeds * math.prod(map(len, grid.values()))
     if count > _MOST:
         raise UsageError(f"seeds and sweep ask for {count} runs; at most {_MOST} can be together")
@@ -134,6 +138,14 @@ def expand(config: ConfigDict) -> dict[str, ConfigDict]:
             pairs = [*zip(grid, values, strict=True), ("seed", seed)]
             found[",".join(f"{name}={value}" for name, value in pairs)] = one
     return found
+
+
+def _real(config: ConfigDict) -> Iterator[tuple[str, float]]:
+    """The real-valued settings of the methods of all phases."""
+    for method in {config.algorithm, *(one.get("algorithm") for one in config.phases)} - {None}:
+        for name, value in config.get(method, {}).items():
+            if isinstance(value, float):
+                yield f"{method}.{name}", value
 
 
 def _parsed(text: str) -> dict[str, list[float]]:

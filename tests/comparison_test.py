@@ -341,6 +341,15 @@ def test_scores_that_cannot_be_compared(tmp_path):
     assert f"{paths[0]} is scored by accuracy and {paths[1]} by negative_loss" in line
 
 
+def test_a_folder_of_runs_is_all_of_them(tmp_path):
+    (tmp_path / "two" / "compare").mkdir(parents=True)  # as a sweep has it
+    two = [made(tmp_path / "two" / f"seed={i}", [0.5], settings(seed=i)) for i in range(2)]
+    assert compare.runs_in(tmp_path / "two") == two
+    assert compare.runs_in(two[0]) == two[:1]
+    nothing = tmp_path / "two" / "compare"
+    assert compare.runs_in(nothing) == [nothing]  # which reading then refuses
+
+
 def test_the_same_run_twice(tmp_path):
     path = made(tmp_path / "a", [0.5], settings())
     assert "same settings and seed 0" in message(rows_of, path, path)

@@ -60,6 +60,7 @@ def test_models_as_files(tmp_path, monkeypatch, capsys):
     exec(code, {"__name__": "__main__"})
     predicted, labels = (re.findall(r"\d+", line) for line in capsys.readouterr().out.splitlines())
     assert len(predicted) == len(labels) == 5
+    assert sum(map(str.__eq__, predicted, labels)) > 2  # a reader wants to see that it works
     assert {p.name for p in (tmp_path / "two-models").iterdir()} == {
         "client-0.safetensors", "client-3.safetensors"
     }  # fmt: skip
@@ -349,6 +350,15 @@ def test_the_site_has_its_own_places_for_what_lies_elsewhere(site):
         assert ("{toctree}" in source[0]) == (page.stem == "index")
     assert set(site.LINKS.values()) == {"results/", "api/methods.md"}
     assert "Methods" in site.API
+
+
+def test_numbers_in_tables_are_not_broken_from_what_belongs_to_them(site):
+    row = "| Local, 10 x 4 | 59.44 ± .40 | 485 kB | 100 % | 3 Bern | 2 of 3 |"
+    kept = "| Local, 10~x 4 | 59.44~±~.40 | 485~kB | 100~% | 3 Bern | 2 of 3 |"
+    assert site.beside(row) == kept.replace("~", "\N{NO-BREAK SPACE}")
+    source = [f"5 kB\n{row}"]
+    site._read(None, "speed", source)
+    assert source[0].startswith("5 kB\n| Local, 10\N{NO-BREAK SPACE}x")
 
 
 def test_the_reference_has_every_method_and_what_is_public(site):

@@ -278,6 +278,7 @@ def test_bad_input_is_one_line(finished, tmp_path):
     assert no(tmp_path / "x", out) == (
         f"{tmp_path / 'x'} is not a run directory: it has no config.json"
     )
+    assert no(tmp_path, out).endswith(f"; there are 1 in it, such as {directory}")
     assert no(directory, out, "--clients=2,3-5") == "there is no client 3; there are 3, from 0 to 2"
     assert "is no list of clients such as 0,3-5" in no(directory, out, "--clients=a")
     assert "4 is above 2" in no(directory, out, "--clients=4-2")

@@ -250,6 +250,8 @@ def test_how_a_command_ends(capsys):
         (["--config.seed=3"], "runs/baseline-seed=3"),
         (["--config.seed", "3"], "runs/baseline-seed=3"),
         (["--config.seed=3", "--config=a.py:local"], "runs/baseline-local-seed=3"),
+        (["--config.tensorboard"], "runs/baseline-tensorboard"),
+        (["--noconfig.measure", "--config.seed=3"], "runs/baseline-nomeasure-seed=3"),
         (["--config.data_dir=/a/b"], "runs/baseline-data_dir=_a_b"),
         (["--config.mlp.hidden=(3, 4)"], "runs/baseline-mlp.hidden=_3,_4_"),
         (["--data_dir=/x", "--workdir=y"], "runs/baseline"),
@@ -282,6 +284,26 @@ def test_the_command_line_says_whether_steps_or_epochs(arguments, wanted):
     assert (settings.local_epochs, settings.local_steps) == wanted
 
 
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (
+            "flag --config.fedprox.mu=a: could not convert string to float: 'a'",
+            "fedprox.mu is 'a'; it must be a number",
+        ),
+        (
+            "flag --config.keep_head=maybe: ('Non-boolean argument to boolean flag', 'maybe')",
+            "keep_head is 'maybe'; it must be true or false",
+        ),
+        ("flag --wait=0: value should be positive", "flag --wait=0: value should be positive"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_in_words(line, wanted):
+    with pytest.raises(UsageError) as caught, launch.in_one_line():
+        raise flags.IllegalFlagValueError(line)
+    assert str(caught.value) == wanted
+
+
 # Real commands: all at once, as each spends its time on starting.
 
 _WRONG = {
@@ -292,6 +314,7 @@ _WRONG = {
     ),
     "no config file": (["--config=nowhere.py"], "nowhere.py'; --config takes FILE.py:PRESET"),
     "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
+    "no number": (["--config.rounds=ten"], "rounds is 'ten'; it must be a whole number"),
     "unknown flag": (["--rounds=3"], "there is no flag --rounds"),
     "stray argument": (["digits"], "'digits' is no flag"),
 }
@@ -335,7 +358,8 @@ def test_a_wrong_command_ends_with_one_line(name, ended):
 
 
 def test_help_names_the_presets_and_the_flags(ended):
-    _, out, err, files = ended["help"]
+    status, out, err, files = ended["help"]
+    assert status == 0
     assert "Traceback" not in out + err
     assert err == ""
     assert max(map(len, out.splitlines())) <= 100

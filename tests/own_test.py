@@ -166,6 +166,7 @@ def too_few(model, task):
             {"algorithm": named("fedavg")},
             "'fedavg' is the name of one of ours (algorithm) already; use",
         ),
+        ({"algorithm": "fedavg"}, "algorithm= brings a function, not 'fedavg'; ours go by their"),
         ({"algorithm": named("<lambda>")}, "'<lambda>' cannot name the algorithm"),
         ({"algorithm": too_few}, "too_few must take (model, task, training, federation), and"),
         ({"algorithm": without_default}, "without_default must take (model, task, training, feder"),
@@ -221,3 +222,8 @@ print(own._compiled(space["typed"].__code__))
         for seed in ("1", "2", "3")
     }  # fmt: skip
     assert len(found) == 1
+
+
+def test_settings_that_are_no_mapping():
+    line = message(lambda: fedjax_pfl.run("fedavg"))
+    assert line == "settings are a mapping, such as {'algorithm': 'fedavg'}, not 'fedavg'"

@@ -187,4 +187,5 @@ def test_one_process_asks_nobody():
     tree = {"a": np.array([-0.0])}
     assert processes.broadcast(tree) is tree
     processes.check_settings({"seed": 1})
+    processes.check_settings({"learning_rate": float("nan")})  # which is no other than itself
     processes.check_examples(tree)

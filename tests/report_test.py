@@ -108,6 +108,14 @@ def test_writes_every_figure_and_a_self_contained_page(tmp_path, evaluations):
     assert 'class="warning"' not in page
 
 
+def test_broad_pictures_have_a_row_of_their_own(tmp_path):
+    extra = {name: Figure(figsize=(9, 3)) for name in ("many", "one")}
+    extra["many"].subplots(1, 4)
+    page = report.write(run_directory(tmp_path, [evaluation(1)]), extra).read_text()
+    (block,) = page.split('<figure class="broad">')[1:]
+    assert "Many." in block.partition("</figure>")[0]
+
+
 def test_headline_has_last_and_best(tmp_path):
     metrics = [evaluation(5, 0.6, 0.8), evaluation(10, 0.55, 0.7, best_round=5)]
     page = report.write(run_directory(tmp_path, metrics)).read_text()

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,11 @@ def test_points_are_in_the_order_of_the_grid():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", "there is nothing to tune; name settings and values: --grid="),
+        ("", 'there is nothing to tune; give a grid, such as "learning_rate=.1,.01; '),
         ("learning_rat=.1", "there is no setting learning_rat; did you mean learning_rate?"),
         ("pfedla.rat=.1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
         ("pfedl.rate=.1", "there is no setting pfedl.rate; did you mean pfedla.rate?"),
-        ("fedprox.mu=.1", "fedprox is none of the methods (pfedla, local); name it in --methods"),
+        ("fedprox.mu=.1", "fedprox is none of the methods (pfedla, local); name it in methods"),
         ("pfedla=.1", "pfedla, which is no METHOD.SETTING"),
         ("learning_rate", "'learning_rate', which is no KEY=VALUE,VALUE"),
         ("learning_rate=", "which is no KEY=VALUE,VALUE"),
@@ -58,7 +59,7 @@ def test_points_are_in_the_order_of_the_grid():
         ("batch_size=1.5", "batch_size=1.5; it must be of type int"),
         ("keep_head=1", "keep_head=1; it must be true or false"),
         ("fedmn.layout=2", "fedmn.layout is a tuple, which cannot be tuned"),
-        ("rounds=5", "rounds cannot be tuned: it is a part of the budget; set --rounds=N"),
+        ("rounds=5", "rounds cannot be tuned: it is a part of the budget; set it outside the grid"),
         ("seed=1,2", "seed cannot be tuned"),
         ("clients=5", "clients cannot be tuned: the problem and what is measured are the same"),
         ("partition=iid", "partition cannot be tuned"),
@@ -71,7 +72,9 @@ def test_points_are_in_the_order_of_the_grid():
 )
 def test_what_cannot_be_tuned_is_said_in_a_line(text, line):
     methods = ["fedmn"] if "fedmn" in text else ["pfedla", "local"]
-    assert line in message(grids.grids, [text], methods)
+    said = message(grids.grids, [text], methods)
+    assert line in said
+    assert "--" not in said  # as `tune` says it too, which has no flags
 
 
 # Budgets.
@@ -85,7 +88,7 @@ def test_without_a_budget_grids_are_of_one_size():
     each = {"fedavg": numbered(3), "pfedla": numbered(6), "local": numbered(3)}
     line = message(grids.equal, each, None, 0)
     assert "(fedavg and local 3, pfedla 6)" in line
-    assert line.endswith("give fedavg more values, or draw as many of each with --budget=3")
+    assert line.endswith("give fedavg more values, or draw as many of each with a budget of 3")
     same = {"fedavg": numbered(3), "local": numbered(3)}
     assert grids.equal(same, None, 0) == same
 
@@ -302,3 +305,12 @@ def test_the_preset_gives_what_was_chosen():
     assert "# It won.\n" in text
     assert "'learning_rate': 0.01" in text  # which is the default, and was chosen
     assert message(made, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"
+
+
+def test_the_page_has_a_heading_for_each_part():
+    picture = show.draw(FOUND)
+    text = show.page(FOUND, ["said"], picture)
+    heads = re.findall(r"<section>\s*<h2>(.*?)</h2>", text)
+    assert heads == [*FOUND, "Score by setting"]
+    assert text.count("<figure") == 1
+    assert "Score by setting" not in show.page(FOUND, ["said"], None)

@@ -23,8 +23,8 @@ Point = dict[str, Any]  # a value of each
 TRAINING = (
     *sweep.TRAINING, "keep_momentum", "batch_size", "local_epochs", "local_steps", "keep_head"
 )  # fmt: skip
-_BUDGET = {"rounds": "--rounds=N", "seed": "--config.seed=N", "seeds": "--seeds=N"}
-_EXAMPLE = '--grid="learning_rate=.1,.01; pfedla.rate=.05,.5"'
+_BUDGET = ("rounds", "seed", "seeds")
+_EXAMPLE = '"learning_rate=.1,.01; pfedla.rate=.05,.5"'
 _MOST = 1000  # points of a method
 _WORDS = {"true": True, "false": False}
 
@@ -47,13 +47,13 @@ def grids(
     seen, like = set[str](), configuration.default(words)
     for key, values in _parts(texts):
         if key in seen:
-            raise UsageError(f"--grid has {key} twice; give all of its values at once")
+            raise UsageError(f"the grid has {key} twice; give all of its values at once")
         seen.add(key)
         method, name = _place(key, methods, like, words.algorithm)
         place = common if method is None else own[method]
         place[name] = tuple(dict.fromkeys(_value(like, name, value) for value in values))
     if not seen:
-        raise UsageError(f"there is nothing to tune; name settings and values: {_EXAMPLE}")
+        raise UsageError(f"there is nothing to tune; give a grid, such as {_EXAMPLE}")
     return {method: {**common, **own[method]} for method in methods}
 
 
@@ -62,7 +62,9 @@ def _parts(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         key, _, values = part.partition("=")
         words = [word.strip() for word in values.split(",")]
         if not all(words):
-            raise UsageError(f"--grid has {part!r}, which is no KEY=VALUE,VALUE; write {_EXAMPLE}")
+            raise UsageError(
+                f"the grid has {part!r}, which is no KEY=VALUE,VALUE; write {_EXAMPLE}"
+            )
         yield key.strip(), words
 
 
@@ -77,14 +79,14 @@ def _place(
         top = key.partition(".")[0]
         if top in _BUDGET:
             raise UsageError(
-                f"{key} cannot be tuned: it is a part of the budget; set {_BUDGET[top]}"
+                f"{key} cannot be tuned: it is a part of the budget; set it outside the grid"
             )
         if top in there:
-            raise UsageError(f"--grid has {key}, which is no METHOD.SETTING; write {_EXAMPLE}")
+            raise UsageError(f"the grid has {key}, which is no METHOD.SETTING; write {_EXAMPLE}")
         if top in like:
             raise UsageError(
                 f"{key} cannot be tuned: the problem and what is measured are the same for all; "
-                f"set --config.{key}=VALUE ({', '.join(TRAINING)} and a method's own can be tuned)"
+                f"set it outside the grid ({', '.join(TRAINING)} and a method's own can be tuned)"
             )
         known = [f"{method}.{name}" for method in methods for name in like.get(method, ())]
         raise UsageError(
@@ -92,8 +94,8 @@ def _place(
         )
     if group not in methods:
         raise UsageError(
-            f"--grid has {key}, and {group} is none of the methods ({', '.join(methods)}); name it "
-            "in --methods"
+            f"the grid has {key}, and {group} is none of the methods ({', '.join(methods)}); name "
+            "it in methods"
         )
     if last in like.get(group, ()):
         return group, key
@@ -120,9 +122,9 @@ def _value(like: ConfigDict, name: str, word: str) -> Any:
         if isinstance(error, UsageError):
             raise
         wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
-        raise UsageError(f"--grid has {name}={word}; it must be {wanted}") from None
+        raise UsageError(f"the grid has {name}={word}; it must be {wanted}") from None
     if isinstance(value, float) and not math.isfinite(value):
-        raise UsageError(f"--grid has {name}={word}; it must be a finite number")
+        raise UsageError(f"the grid has {name}={word}; it must be a finite number")
     return value
 
 
@@ -149,8 +151,8 @@ def equal(
         counts = ", ".join(f"{' and '.join(m)} {n}" for n, m in sorted(by_count.items()))
         raise UsageError(
             f"the methods' grids have different numbers of points ({counts}), and budgets are "
-            f"equal; give {by_count[min(by_count)][0]} more values, or draw as many of each with "
-            f"--budget={min(by_count)}"
+            f"equal; give {by_count[min(by_count)][0]} more values, or draw as many of each with a "
+            f"budget of {min(by_count)}"
         )
     return {method: list(found) for method, found in each.items()}
 

@@ -1,6 +1,6 @@
 """The command from Python, for a method or examples of your own."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,13 @@ def tune(
     Returns:
       The settings that were chosen, by method, to be given to `fedjax_pfl.run` with another seed.
     """
+    least = {"seeds": 1, "rounds": 1, "budget": 1, "budget_seed": 0, "together": 1}
+    counts = (seeds, rounds, budget, budget_seed, together)
+    for (name, smallest), count in zip(least.items(), counts, strict=True):
+        if count is not None and count < smallest:
+            raise UsageError(f"{name} is {count}; it must be at least {smallest}")
+    if isinstance(methods, str):
+        raise UsageError(f"methods is {methods!r}; give a list of names")
     words, given = own.added(config, dataset, algorithm)
     base = configuration.complete(given, words)
     if base.sweep:
@@ -47,7 +54,7 @@ def tune(
     for method in command.known(methods or [base.algorithm], words):
         each[method] = base.copy_and_resolve_references()
         each[method].algorithm = method
-    texts = [f"{key}={','.join(map(grids.word, values))}" for key, values in grid.items()]
+    texts = [_text(key, values) for key, values in grid.items()]
     made = command.plan(each, texts, rounds, budget, budget_seed, words)
     seeds, out = seeds or base.seeds, Path(out)
     command.tune(made, seeds=seeds, out=out, texts=texts, budget=budget, together=together)
@@ -59,3 +66,10 @@ def tune(
             found[method].pop("seed", None)
             choice.put(found[method], one.point)
     return found
+
+
+def _text(key: str, values: Sequence[Any]) -> str:
+    """A setting and its values as the command has them."""
+    if isinstance(values, str) or not isinstance(values, Iterable) or not list(values):
+        raise UsageError(f"the grid has {values!r} for {key}; give a list of values")
+    return f"{key}={','.join(map(grids.word, values))}"

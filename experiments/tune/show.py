@@ -240,7 +240,10 @@ def page(found: Found, said: Sequence[str], picture: Picture | None) -> str:
         for table in tables(found)
     )
     text = "\n".join(f"<p>{html.escape(line)}</p>" for line in said)
-    image = report.figure_block(picture, report.png(picture.figure)) if picture else ""
+    image = ""
+    if picture:
+        block = report.figure_block(picture, report.png(picture.figure))
+        image = f"<section>\n<h2>Score by setting</h2>\n{block}\n</section>"
     facts = [f"{len(found)} methods", f"{sum(len(tried) for tried in found.values())} points"]
     return report.page(
         "Settings chosen on validation examples", facts, f"{text}\n{blocks}\n{image}"

@@ -131,8 +131,8 @@ def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Words = OURS) ->
         parts = [n for phases in equal.values() for n, _ in phases]
         step = math.lcm(*(whole // math.gcd(whole, n) for n in parts))
         raise UsageError(
-            f"--rounds={rounds} would give {next(iter(each))} {visits(first, words)} client visits "
-            f"and {apart[0]} {counts[apart[0]]}, which have as many without it; give a multiple of "
+            f"{rounds} rounds would give {next(iter(each))} {visits(first, words)} client visits "
+            f"and {apart[0]} {counts[apart[0]]}, which have as many otherwise; give a multiple of "
             f"{step}"
         )
 
@@ -146,7 +146,7 @@ def _shorten(config: ConfigDict, rounds: int, words: Words) -> None:
     parts = [max(1, round(rounds * n / whole)) for n in each[:-1]]
     if sum(parts) >= rounds:
         raise UsageError(
-            f"--rounds would give {config.algorithm} {rounds}, too few for {len(each)} phases of "
+            f"{config.algorithm} would have {rounds} rounds, too few for {len(each)} phases of "
             f"{each} rounds; give more"
         )
     config.rounds = rounds
@@ -176,8 +176,7 @@ def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
     config = first.config
     if not config.validation_fraction and config.validation_examples is None:
         raise UsageError(
-            "there are no validation examples, by which to choose; set "
-            "--config.validation_fraction=0.2"
+            "there are no validation examples, by which to choose; set validation_fraction to 0.2"
         )
     problem = lambda one: comparison.problem(configuration.resolved(one, words))
     counts = {trial.method: visits(trial.config, words) for trial in trials}
@@ -251,7 +250,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
         cut = sum(bool(job.steps) for job in todo.values())
         facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
         inside = f", in {len(programs)} program{'s' * (len(programs) > 1)}" if programs else ""
-        print(f"{count} runs: {facts}{inside}", file=sys.stderr)
+        print(f"{count} run{'s' * (count != 1)}: {facts}{inside}", file=sys.stderr)
         for number, jobs in enumerate(programs, 1):
             where = f"{jobs[0].method}: {len(jobs)} run{'s' * (len(jobs) > 1)}"
             print(f"[{number}/{len(programs)}] {where}", file=sys.stderr, flush=True)
@@ -292,7 +291,7 @@ def _programs(jobs: list[Job], words: Words = OURS) -> list[list[Job]]:
     federation = built.federation
     counts = federation.validation_counts
     if counts is None or not counts[federation.active].any():
-        raise UsageError("no client has validation examples; raise --config.validation_fraction")
+        raise UsageError("no client has validation examples; raise validation_fraction")
     return [jobs]
 
 

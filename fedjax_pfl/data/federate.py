@@ -89,7 +89,10 @@ def federate(
         client_of = np.append(client_of, np.full(int(owner.max()) + 1 - len(client_of), -1))
         client = client_of[owner].astype(np.int32)
     else:
-        counts = partitions.PARTITIONS[partition](pool(ours), counting, **settings)
+        try:
+            counts = partitions.PARTITIONS[partition](pool(ours), counting, **settings)
+        except UsageError as error:  # whoever named no partition has one too
+            raise UsageError(f"partition {partition}: {error}") from None
         client = np.full(len(labels), -1, np.int32)
         client[ours] = apportion.deal(labels[ours], counts, dealing)
         for p in (_VALIDATION, _TEST) if split == "official" else ():

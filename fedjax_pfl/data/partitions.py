@@ -198,7 +198,7 @@ def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.n
 
 
 def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> np.ndarray:
-    """Each client gets whole superclasses, shared equally with the others that have them."""
+    """Each client gets `per_client` superclasses, each shared equally with others that have it."""
     top = superclasses(pool, "coarse")
     tops = int(top.max()) + 1
     between("per_client", per_client, 1, tops, "the number of superclasses")

@@ -70,6 +70,9 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
         axes.tick_params(labelsize=8)
     side.tick_params(axis="y", left=False, labelleft=False)
     _mark_novel(grid, side, federation)
+    what = "training examples of each class, and all of its examples by what they are for"
+    held_out = "" if np.all(federation.active) else "; clients that are held out are red"
+    figure.set_label(f"Of each client: {what}{held_out}.")
     return figure
 
 

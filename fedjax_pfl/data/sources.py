@@ -108,6 +108,7 @@ def synthetic(
 ) -> Dataset:
     """Gaussian examples around one random centre per class, float32; classes equally often.
 
+    shape: of an example. test_examples: of an official test set besides; 0: there is none.
     noise: the standard deviation around centres, which are themselves standard normal.
     """
     del data_dir

@@ -241,6 +241,10 @@ def test_novel_clients_and_groups():
         ({"partition": "dirchlet"}, "did you mean dirichlet"),
         ({"split": "oficial"}, "did you mean official"),
         ({"settings": {"alpha": 1}}, "has no setting alpha: it takes examples"),
+        (
+            {"partition": "classes", "settings": {"per_client": 11}},
+            "partition classes: per_client=11 must lie between 1 and 10",
+        ),
         ({"clients": 0}, "use at least 1"),
         ({"clients": 1000}, "client 797 gets 1 examples and needs two"),
         ({"held_out": 10}, "must leave one of 10 clients active"),

@@ -27,6 +27,7 @@ def test_few_clients_are_bubbles_and_novel_ones_are_red():
     colours = [label.get_color() for label in grid.get_yticklabels()]
     assert colours[:3] == ["black"] * 3
     assert colours[3] != "black"
+    assert "held out are red" in figure.get_label()  # which is what stands beneath it
     assert saved(figure) > 1000
 
 
@@ -34,6 +35,7 @@ def test_many_clients_are_a_heat_map():
     dataset = load("synthetic", shape=(1,), examples=2000, test_examples=0)
     data, federation, portions = federate(dataset, "iid", clients=200)
     figure = draw_partition(data, federation)
+    assert "red" not in figure.get_label()
     shown = figure.axes[0].images[0].get_array()
     np.testing.assert_array_equal(shown.filled(0), portions.train)
     assert saved(figure) > 1000

@@ -206,6 +206,10 @@ def test_a_score_that_is_no_number_ends_no_other_run():
     ("changes", "message"),
     [
         ({"sweep": "learning_rat=1,2"}, "no setting learning_rat; did you mean learning_rate?"),
+        (
+            {"sweep": "lr=1,2", "algorithm": "fedprox"},
+            "sweep: there is no setting lr; there are clip_norm, fedprox.mu, learning_rate, moment",
+        ),
         ({"sweep": "learning_rate"}, "'learning_rate', which is no NAME=NUMBER,NUMBER"),
         ({"sweep": "learning_rate=1;learning_rate=2"}, "sweep has learning_rate twice"),
         ({"sweep": "learning_rate=fast"}, "which is no NAME=NUMBER,NUMBER"),

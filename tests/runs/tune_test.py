@@ -104,8 +104,8 @@ def test_rounds_that_would_make_equal_visits_unequal_are_refused(hypernetworks):
         hypernetworks, ["learning_rate=.1"], rounds, None, as_preset=True
     )
     assert message(planned, 17) == (
-        "--rounds=17 would give pfedhn 17 client visits and fedavg 15, which have as many without "
-        "it; give a multiple of 5"
+        "17 rounds would give pfedhn 17 client visits and fedavg 15, which have as many otherwise; "
+        "give a multiple of 5"
     )
 
 
@@ -149,8 +149,9 @@ def planned(texts=RATES, methods=("fedavg",), rounds=None, budget=None, **given)
 
 def test_what_cannot_be_compared_is_refused():
     line = message(lambda: planned(validation_fraction=0.0))
-    assert line == ("there are no validation examples, by which to choose; set "
-                    "--config.validation_fraction=0.2")  # fmt: skip
+    assert line == (
+        "there are no validation examples, by which to choose; set validation_fraction to 0.2"
+    )
     assert "learning_rate is -1.0; it must be above 0" in message(planned, ["learning_rate=-1"])
     assert "(fedavg 1, pfedla 2)" in message(planned, ["pfedla.rate=1,2"], ["fedavg", "pfedla"])
     each = {m: configuration.complete({**SMALL, "algorithm": m}) for m in ("fedavg", "local")}
@@ -373,6 +374,15 @@ def test_what_one_may_say_of_a_method_of_ones_own(tmp_path):
         "there is no setting slowed.shar; did you mean slowed.share?"
     )
     assert "slowed 1" in asked({"fedavg.learning_rate": [0.1, 0.2]})
+    few = {"slowed.share": [0.5], "fedavg.learning_rate": [0.1]}
+    assert asked(few, seeds=0) == "seeds is 0; it must be at least 1"
+    assert asked(few, together=0) == "together is 0; it must be at least 1"
+    assert asked({"slowed.share": 0.5}) == (
+        "the grid has 0.5 for slowed.share; give a list of values"
+    )
+    assert asked({"slowed.share": []}).startswith("the grid has [] for slowed.share; ")
+    line = message(lambda: own.tune(SMALL, {"learning_rate": [1]}, methods="fedavg"))
+    assert line == "methods is 'fedavg'; give a list of names"
     assert not (tmp_path / "none").exists()
     line = message(lambda: own.tune(SMALL, {"learning_rate": [1]}, methods=["slowed"]))
     assert line.startswith("there is no method 'slowed'; ")
@@ -384,5 +394,5 @@ def test_the_command_ends_with_one_line(tmp_path):
     ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == ("error: there are no validation examples, by which to choose; set "
-                            "--config.validation_fraction=0.2\n")  # fmt: skip
+                            "validation_fraction to 0.2\n")  # fmt: skip
     assert list(tmp_path.iterdir()) == []
