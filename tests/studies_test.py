@@ -52,6 +52,19 @@ def test_rows_are_normalised():
     np.testing.assert_array_equal(got, [[0, 1, 0.5], [1, 1, 1]])
 
 
+def test_what_embeddings_learned_is_apart_from_decay():
+    first = np.array([[2.0, 0.0], [0.0, 1.0], [-2.0, 0.0]])
+    moves = np.array([[0.0, 0.3], [0.5, 0.0], [0.0, 0.3]])  # orthogonal to where they came from
+    got = pfedhn.own_moves(np.stack([first, 0 * first, 0.8 * first + moves]))
+    np.testing.assert_allclose(got, moves, atol=1e-12)
+    np.testing.assert_allclose(pfedhn.own_moves(np.stack([first, 0.8 * first])), 0, atol=1e-12)
+
+
+def test_nearest_neighbours_by_hand():
+    points, group = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 0, 0, 1])
+    assert pfedhn.alike(points, group) == 0.5  # the third is nearest to the fourth
+
+
 def test_total_variation_by_hand():
     """The last client is half like the first, and nothing like the second."""
     counts = np.array([[4, 0, 0], [0, 2, 0], [3, 0, 3]])

@@ -177,6 +177,22 @@ def figure3() -> tuple[dict[str, Any], Figure]:
     }, figure
 
 
+def own_moves(values: np.ndarray) -> np.ndarray:
+    """What v [T, N, e] learned between the first and the last evaluation, [N, e].
+
+    Decay and momentum shrink all of v alike, visited or not: that part of the way is taken out.
+    """
+    first, last = values[0], values[-1]
+    return last - np.sum(first * last) / np.sum(first * first) * first
+
+
+def alike(points: np.ndarray, group: np.ndarray) -> float:
+    """The share of clients whose nearest neighbour is of their own group."""
+    apart = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    np.fill_diagonal(apart, np.inf)
+    return float(np.mean(group[apart.argmin(1)] == group))
+
+
 def figure4() -> tuple[dict[str, Any], Figure]:
     """Coarse classes of CIFAR100; elsewhere groups of clients with the same two classes."""
     if DATASET.value == "cifar100":
@@ -189,18 +205,26 @@ def figure4() -> tuple[dict[str, Any], Figure]:
     assert result.federation.class_counts is not None  # images have classes
     held = result.federation.class_counts > 0
     group = np.unique(held, axis=0, return_inverse=True)[1].ravel()
-    v = np.asarray((result.best or result.state).rows.v)
-    drawn = TSNE(perplexity=min(30, len(v) // 4), random_state=0, init="pca").fit_transform(v)
-    figure = Figure(figsize=(5, 4.4), layout="constrained")
-    axis = figure.subplots()
-    axis.scatter(drawn[:, 0], drawn[:, 1], c=group, cmap="tab20", s=30)
-    axis.set(xticks=[], yticks=[], title="t-SNE of v; a colour for each group of classes")
+    values = np.stack(result.observations["embeddings"][1])
+    shown = {"v": values[-1], "moves": own_moves(values)}
+    figure = Figure(figsize=(9.4, 4.4), layout="constrained")
+    facts: dict[str, Any] = {}
+    titles = ("v at the end", "how v moved, less what decay takes of all alike")
+    for axis, (name, x), title in zip(figure.subplots(1, 2), shown.items(), titles, strict=True):
+        seen = TSNE(perplexity=min(30, len(x) // 4), random_state=0, init="pca").fit_transform(x)
+        axis.scatter(seen[:, 0], seen[:, 1], c=group, cmap="tab20", s=30)
+        axis.set(xticks=[], yticks=[], title=title)
+        facts[f"silhouette_of_{name}"] = float(silhouette_score(x, group))
+        facts[f"silhouette_of_picture_of_{name}"] = float(silhouette_score(seen, group))
+        facts[f"nearest_of_own_group_by_{name}"] = alike(x, group)
+    figure.suptitle("t-SNE of the embeddings; a colour for each group of classes")
+    lengths = [float(np.linalg.norm(x, axis=1).mean()) for x in (shown["moves"], values[0])]
     return {
         **_numbers([result]),
         "spread_of_models": _spread(result),
         "groups": int(group.max()) + 1,
-        "silhouette_of_v": float(silhouette_score(v, group)),
-        "silhouette_of_picture": float(silhouette_score(drawn, group)),
+        "length_of_moves": lengths[0] / lengths[1],
+        **facts,
     }, figure
 
 
