@@ -47,14 +47,15 @@ def docstring(name: str) -> str:
 
 
 def settings(*names: str) -> str:
-    """Settings of methods and their defaults."""
-    defaults = configuration.default()
-    rows = [
-        [f"`{name}.{key}`", f"`{'unset' if value is None else value}`"]
-        for name in names
-        for key, value in defaults[name].to_dict().items()
-    ]
-    return render.markdown([render.Table("", ["default"], rows)])
+    """Settings of methods, their defaults, and what they mean."""
+    defaults, rows = configuration.default(), []
+    for name in names:
+        factory = configuration.ALGORITHMS[name]
+        meanings = configuration.meanings(factory)
+        for key in configuration.settings(factory):
+            usual = "unset" if defaults[name][key] is None else defaults[name][key]
+            rows.append([f"`{name}.{key}`", f"`{usual}`", meanings[key]])
+    return render.markdown([render.Table("", ["default", "meaning"], rows)]).replace("---:", "---")
 
 
 def presets(system: str, *names: str) -> str:

@@ -1,4 +1,4 @@
-"""What there is to choose from, and the settings of each with their defaults.
+"""What there is to choose from, and the settings of each: their defaults, and what they mean.
 
 python -m experiments.list             settings, methods, datasets, partitions, models, presets
 python -m experiments.list settings    one of them
@@ -9,7 +9,7 @@ import re
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from experiments.launch import CONFIGS, command, description
@@ -43,14 +43,12 @@ def _settings() -> Iterator[str]:
     defaults, shared = configuration.default(), general.GENERAL
     names = [name for group in shared.values() for name in group]
     wide = max(map(len, names)) + 2
-    after = wide + max(len(_shown(defaults[name])) for name in names) + 2
+    after = wide + _widest(defaults[name] for name in names)
     yield 'Settings of every run: --config.NAME=VALUE, or {"NAME": VALUE} in Python'
     for title, group in shared.items():
         yield f"  {title}"
         for name, one in group.items():
-            usual = _shown(defaults[name])
-            head = "    " + name.ljust(wide) + usual.ljust(after - wide)
-            yield from _wrapped(head + one.meaning, len(head))
+            yield from _row(name, defaults[name], one.meaning, wide, after)
     differ = ("Can differ between phases", configuration.PHASE_KEYS)
     change = ("Can be changed when a run goes on", configuration.NEUTRAL_KEYS)
     for said, keys in (differ, change):
@@ -60,6 +58,8 @@ def _settings() -> Iterator[str]:
 def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     defaults = configuration.default()
     homes = Counter(factory.__module__ for factory in table.values())
+    own = {name: list(configuration.settings(factory)) for name, factory in table.items()}
+    after = _NAMES - 2 + _widest(defaults[name][key] for name in own for key in own[name])
     yield f"{kind.capitalize()}: {setting}=NAME, and their own settings NAME.SETTING"
     for name, factory in table.items():
         # A file with one method in it says on top what the method is.
@@ -67,10 +67,19 @@ def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]])
         said = sys.modules[factory.__module__] if alone else factory
         first = (inspect.getdoc(said) or "").partition("\n")[0]
         yield from _wrapped(f"  {name}".ljust(_NAMES + 2) + first, _NAMES + 2)
-        own = defaults[name].to_dict() if name in defaults else {}
-        if own:
-            shown = ", ".join(f"{key}={_shown(value)}" for key, value in own.items())
-            yield from _wrapped(" " * (_NAMES + 4) + shown, _NAMES + 4)
+        meanings = configuration.meanings(factory)
+        for key in own[name]:
+            yield from _row(key, defaults[name][key], meanings[key], _NAMES - 2, after)
+
+
+def _row(name: str, usual: Any, meaning: str, wide: int, after: int) -> list[str]:
+    """A setting; the columns of its default and its meaning begin behind an indent of four."""
+    head = f"    {name.ljust(wide)}{_shown(usual)}".ljust(4 + after)
+    return _wrapped(head + meaning, 4 + after)
+
+
+def _widest(values: Iterable[Any]) -> int:
+    return max((len(_shown(value)) for value in values), default=0) + 2
 
 
 def _shown(value: Any) -> str:

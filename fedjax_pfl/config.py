@@ -1,13 +1,15 @@
 """The one vocabulary of settings, their defaults, and what is wrong with a configuration.
 
 Those of every run are in general.py. An algorithm's, a partition's, a model's and a dataset's own
-settings are the keyword arguments of its factory; they appear in a sub-config of its name.
+settings are the keyword arguments of its factory, whose docstring says under `Args:` what they
+mean; they appear in a sub-config of its name.
 """
 
 import dataclasses
 import difflib
 import inspect
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -93,12 +95,23 @@ def settings(factory: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
+def meanings(factory: Callable[..., Any]) -> dict[str, str]:
+    """What its own settings mean, from `Args:` in its docstring and in those of what it extends."""
+    found: dict[str, str] = {}
+    for one in reversed(getattr(factory, "__mro__", (factory,))):
+        told = inspect.cleandoc(one.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for names, said in re.findall(r"^  (\w+(?:, \w+)*): (.*(?:\n   .*)*)", told, re.M):
+            meaning = " ".join(said.split()).removesuffix(".")
+            found |= dict.fromkeys(names.split(", "), meaning)
+    return found
+
+
 def _inner(hint: Any) -> type:
     return next(t for t in typing.get_args(hint) if t is not type(None))
 
 
 def default(words: Words = OURS) -> ConfigDict:
-    """Every setting with its default: FedAvg on the embedded digits. Meanings are in general.py."""
+    """Every setting with its default: FedAvg on the embedded digits."""
     config = ConfigDict()
     for group in GENERAL.values():
         for name, (usual, _) in group.items():

@@ -6,9 +6,15 @@ import re
 import pytest
 
 from experiments import list as listing
+from experiments.launch import description
 from fedjax_pfl import algorithms, config, data, models, plan
+from fedjax_pfl.algorithms.factorized_fl import MATCHING
+from fedjax_pfl.algorithms.fedfomo import REFERENCES
+from fedjax_pfl.algorithms.per_fedavg import VARIANTS
 from fedjax_pfl.data.federate import SPLITS
 from fedjax_pfl.general import GENERAL
+from fedjax_pfl.nets.factorized import LAYOUTS
+from fedjax_pfl.nets.layer_weights import NORMALISE
 from tests.launch_test import message
 
 EXPORTED = {
@@ -24,17 +30,80 @@ def test_fits_a_terminal(kind):
     assert max(map(len, listing.listing(kind).splitlines())) <= 100
 
 
+def entries(kind):
+    """Of each name its description, and its settings: name, default and meaning."""
+    parts = re.split(r"^  (?=\w)", listing.listing(kind), flags=re.MULTILINE)[1:]
+    whole = [re.split(r"^    (?=\w)", part, flags=re.MULTILINE) for part in parts]
+    return {head.split()[0]: (head, [one.split(maxsplit=2) for one in own]) for head, *own in whole}
+
+
 @pytest.mark.parametrize("kind", EXPORTED)
-def test_names_everything_with_a_description_and_its_defaults(kind):
-    text = listing.listing(kind)
-    found = dict(re.findall(r"^  (\w+) +(\S.*)$", text, re.MULTILINE))
+def test_names_everything_with_a_description_and_its_settings(kind):
+    found, default = entries(kind), config.default()
     assert list(found) == list(EXPORTED[kind])
-    words = text.split()
-    for name in found:
-        own = config.default().get(name)
-        for key, value in (own or {}).items():
-            shown = "unset" if value is None else str(value).replace(" ", "")
-            assert {f"{key}={shown}", f"{key}={shown},"} & set(words), key
+    for name, (head, own) in found.items():
+        assert len(head.split()) > 1, name
+        usual = {key: "unset" if value is None else str(value).replace(" ", "")
+                 for key, value in default.get(name, {}).items()}  # fmt: skip
+        assert {key: value for key, value, _ in own} == usual, name
+        told = config.meanings(listing.TABLES[kind][1][name])
+        assert {key: " ".join(meaning.split()) for key, _, meaning in own} == told, name
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_every_setting_of_everything_has_its_meaning_and_nothing_else_has(kind):
+    for name, factory in listing.TABLES[kind][1].items():
+        told = config.meanings(factory)
+        assert set(told) == set(config.settings(factory)), name
+        assert all(re.search(r"\w\w", meaning) for meaning in told.values()), name
+
+
+def test_meanings_are_read_from_docstrings():
+    class One:
+        """A line.
+
+        Args:
+          a, b: of both.
+          c: of one: what is
+            wrapped: too.
+
+        Returns:
+          d: nothing.
+        """
+
+    class More(One):
+        """Another line.
+
+        Args:
+          b: its own.
+        """
+
+    assert config.meanings(More) == {
+        "a": "of both",
+        "b": "its own",
+        "c": "of one: what is wrapped: too",
+    }
+    assert config.meanings(lambda: None) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "choices"),
+    [
+        ("factorized_fl", "matching", MATCHING),
+        ("factorized_fl", "layout", LAYOUTS),
+        ("factorized_fl", "share", ("all", "u")),
+        ("factorized_fl", "pruned", ("travel", "evaluation")),
+        ("fedfomo", "reference", REFERENCES),
+        ("fedmn", "gates", ("hard", "soft")),
+        ("per_fedavg", "variant", VARIANTS),
+        ("pfedla", "granularity", ("layer", "model")),
+        ("pfedla", "normalise", NORMALISE),
+        ("pfedla", "step", ("plain", "scaled")),
+    ],
+)
+def test_the_meaning_of_a_methods_setting_names_all_choices(method, name, choices):
+    meaning = config.meanings(config.ALGORITHMS[method])[name]
+    assert set(choices) <= set(re.findall(r"\w+", meaning))
 
 
 def test_a_method_is_listed_by_its_name_in_papers_too():
@@ -53,8 +122,8 @@ def test_the_readme_says_what_every_method_is_called():
 
 
 def test_defaults_are_those_of_a_configuration():
-    entry = listing.listing("partitions").split("\n  classes ")[1].split("\n  listed ")[0]
-    assert entry.endswith("examples=160, per_client=4")
+    own = {name: value for name, value, _ in entries("partitions")["classes"][1]}
+    assert own == {"per_client": "4", "examples": "160"}  # which are not those of the function
 
 
 GENERAL_NAMES = [name for group in GENERAL.values() for name in group]
@@ -86,6 +155,7 @@ def test_presets_of_every_system():
     text = listing.listing("presets")
     for path in listing.CONFIGS.glob("[!_]*.py"):
         assert f"\n  {path.stem} " in text
+        assert max(map(len, description(path).splitlines())) <= 100  # as --help shows it
     assert text.count("Presets are words") == text.count("\n  ") - text.count("\n   ")
 
 

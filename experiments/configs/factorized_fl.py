@@ -1,7 +1,6 @@
 """Factorized-FL and the methods that its paper compares with, in its settings.
 
-python -m experiments.factorized_fl --config=experiments/configs/factorized_fl.py:\
-cifar10-permuted-noniid
+python -m experiments.factorized_fl --config=experiments/configs/factorized_fl.py:cifar10-noniid
 
 Presets are words joined with dashes: a dataset (digits, mnist, cifar10, svhn_cropped, cifar100), a
 partition (iid, noniid: Dir(.5) over clients for each class, domains: five of CIFAR-100), permuted

@@ -1,6 +1,7 @@
 """Every algorithm, one factory each: NAME(model, task, training, federation, **its own settings).
 
-The settings in a configuration are the factory's keyword-only arguments; nothing else lists them.
+The settings in a configuration are the factory's keyword-only arguments; nothing else lists
+them. What they mean stands under `Args:` in its docstring.
 """
 
 from fedjax_pfl.algorithms.clustered_fl import clustered_fl

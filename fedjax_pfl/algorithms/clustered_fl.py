@@ -80,7 +80,9 @@ def clustered_fl(
     client that never takes part is served cluster 0.
 
     Args:
-      mean_below, longest_above: ε₁ and ε₂, lengths of whole updates of the parameters.
+      mean_below: ε₁; a cluster splits only where its mean update is shorter than this.
+      longest_above: ε₂; and only where its longest update is longer than this.
+      max_clusters: when there are so many, nothing splits any more; 1 is FedAvg.
     """
     if max_clusters < 1:
         raise UsageError(f"clustered_fl.max_clusters is {max_clusters}; it must be at least 1")

@@ -22,7 +22,7 @@ than λ in a round start over; pruned="evaluation" bills as published, and they 
 were not sampled are mixed as they last uploaded; random and worst peers are weighed by ω as well.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -69,12 +69,17 @@ def factorized_fl(
     """Rows: what was uploaded, [N, ...]. Clients: `Client`.
 
     Args:
-      share: "all" (beta) or "u" (alpha).
-      tau, scale, minimum: τ, ε and the least number of candidates, the client included.
-      matching: similar; random or worst, of so many `peers` beside itself; or none: the mean of
-        all, weighted by examples (Factorized-FedAvg).
-      sparsity: λ. pruned: "travel", or "evaluation": then entries under λ travel unbilled.
-      rank, layout, bias: of the factors; without bias there is no μ.
+      share: what is mixed beside the head: all (beta), or u (alpha).
+      tau: τ, the least similarity of a candidate.
+      scale: ε; the larger, the more a similar model weighs.
+      minimum: the least number of candidates, the client itself included.
+      matching: similar; random or worst, as controls; or none, for the mean weighted by examples.
+      peers: how many others are mixed in where matching is random or worst.
+      sparsity: λ, of the penalty on μ; smaller entries of μ are pruned.
+      pruned: when that is: travel, before they travel; or evaluation, and they travel unbilled.
+      rank: of u vᵀ, which with μ makes a kernel.
+      layout: how a convolution's kernel becomes a matrix: kernel, mixed or oihw.
+      bias: whether there is a μ.
     """
     _check(federation, minimum, peers if matching in ("random", "worst") else 1, sparsity, rank)
     for name, value, words in (
@@ -91,13 +96,10 @@ def factorized_fl(
     is_star = lambda layer, leaf: (layer, leaf) == (last, "v")
     is_mixed = lambda layer, leaf: share == "all" or leaf == "u" or layer == net.head
     travels = lambda layer, leaf: is_mixed(layer, leaf) or is_star(layer, leaf)
-
     sent = partial(prune, least=sparsity) if pruned == "travel" else lambda params: params
 
     def signature(rows: PyTree, leaf: str = "v") -> jax.Array:
-        layer = rows["params"]
-        for word in last.split("/"):
-            layer = layer[word]
+        layer = reduce(lambda part, word: part[word], last.split("/"), rows["params"])
         return layer[leaf].reshape(n, -1)
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
@@ -114,8 +116,7 @@ def factorized_fl(
         return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        variables = common.initial(net, federation, key, None)
-        params, rest = local.split_variables(variables)
+        params, rest = local.split_variables(common.initial(net, federation, key, None))
         uploaded, own = trees.divide({"params": params}, travels)
         momentum = common.kept(training, params, federation)
         home = Client(trees.repeat({**own, **rest}, n), momentum)

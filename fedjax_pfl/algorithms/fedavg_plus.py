@@ -31,7 +31,8 @@ def fedavg_plus(
     """Trained as FedAvg, served after `epochs` of local SGD.
 
     Args:
-      rate: of the tuning, in all rounds; None: the training's in that round.
+      rate: of the tuning, in all rounds; unset: that of training in the same round.
+      epochs: passes of the tuning over the client's training examples.
     """
     if rate is not None and rate <= 0:
         raise UsageError(f"fedavg_plus.rate is {rate}; it must be above 0")

@@ -67,7 +67,7 @@ def fedem(
     A phase starts from a state of its own kind: M copies of one model would stay copies.
 
     Args:
-      components: M; 1 is FedAvg.
+      components: M, how many models each client mixes; 1 is FedAvg.
     """
     if components < 1:
         raise UsageError(f"fedem.components is {components}; it must be at least 1")

@@ -93,8 +93,9 @@ def fedfomo(
 
     Args:
       peers: M, how many models a client is sent; never its own and never a novel client's.
-      epsilon: chance that a place goes to a random peer. epsilon_decay: its fall in each round.
-      reference: θ_prev, start or last.
+      epsilon: chance that a place goes to a random peer, in the first round.
+      epsilon_decay: how far that chance falls in each round.
+      reference: θ_prev, what the last local training began with (start) or ended with (last).
     """
     if reference not in REFERENCES:
         raise UsageError(f"fedfomo.reference is {reference!r}; there are {', '.join(REFERENCES)}")

@@ -27,8 +27,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.data.federated import Batch, ClientData
 from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import modular
-from fedjax_pfl.models.modular import Modular, WithLogits, blocks, keep_inactive, pretrained
+from fedjax_pfl.models.modular import Modular, Routed, WithLogits, blocks, keep_inactive, pretrained
 from fedjax_pfl.nets import router as routing
 from fedjax_pfl.task import Task
 
@@ -64,13 +63,16 @@ def fedmn(
     kind or from a global `model`, which goes, but for its head, into every encoder and into φx.
 
     Args:
-      layout: blocks in each layer; the first are encoders, that is, `model` with `width` outputs.
-      hidden: outputs of the blocks between; behind them is dropout.
-      x_size, y_size: outputs of φx, one more encoder, and of φy.
+      layout: blocks in each layer; the first are encoders, each the network that `model` names.
+      width: outputs of an encoder.
+      hidden: outputs of the blocks between the first and the last layer.
+      dropout: share of those outputs that is dropped in training.
+      x_size: outputs of φx, the router's own encoder.
+      y_size: outputs of φy, which takes the label.
       gates: hard, or soft: used as sampled, which makes every block active.
-      temperatures: τ in the phase's first and last round.
-      contrast: deviation over clients to which embeddings are brought; None: as published.
-      router_rate: the router's, in rates of the rest.
+      temperatures: τ of the gates in the phase's first and last round.
+      router_rate: the router's learning rate, as a multiple of the rest's.
+      contrast: deviation over clients to which embeddings are brought; unset: as published.
     """
     _check(layout, gates, temperatures, dropout, contrast=contrast, router_rate=router_rate)
     n, paths, names = federation.outputs, routing.paths(layout), blocks(layout)
@@ -180,8 +182,7 @@ def fedmn(
 
     observe = lambda state: {"pi": state.clients.pi, "gates": state.clients.gates}
     send = fedavg(model, task, training, federation).send
-    predict = modular.Routed(network).apply
-    return Algorithm(init, send, train, receive, personal, predict, traffic, observe)
+    return Algorithm(init, send, train, receive, personal, Routed(network).apply, traffic, observe)
 
 
 def _check(layout: Any, gates: str, temperatures: Any, dropout: float, **above: Any) -> None:

@@ -31,7 +31,7 @@ def fedprox(
     """Server, clients and mean as FedAvg's.
 
     Args:
-      mu: μ; 0 is FedAvg.
+      mu: μ, how firmly clients are held near the global model; 0 is FedAvg.
     """
     if mu < 0:
         raise UsageError(f"fedprox.mu is {mu}; it must be at least 0")

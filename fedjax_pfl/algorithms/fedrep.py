@@ -41,8 +41,9 @@ def fedrep(
     Server: the body φ, BatchNorm included. Clients: the head ω_i, and momentum where it is kept.
 
     Args:
-      head_epochs: the head trains so long, however the body's training is counted.
-      head_steps: instead, so many batches, each drawn afresh.
+      head_epochs: passes over a client's examples in which its head trains; the body's are
+        `local_epochs`.
+      head_steps: so many batches, each drawn afresh, in place of head_epochs.
     """
     for name, value in (("head_epochs", head_epochs), ("head_steps", head_steps)):
         if value is not None and value < 1:

@@ -72,9 +72,9 @@ def per_fedavg(
 
     Args:
       variant: fo leaves the curvature out, hf estimates it from a difference of gradients.
-      alpha: rate of the inner step; the training rate is β.
-      delta: half the width of that difference, in lengths of g; in float32 the rounding that a
-        much smaller one divides by δ shows.
+      alpha: α, rate of the step from the global model to a client's; `learning_rate` is β.
+      delta: δ, half the width of hf's difference, in lengths of g; much smaller ones show float32's
+        rounding.
     """
     if variant not in VARIANTS:
         raise UsageError(f"per_fedavg.variant is {variant!r}; there are {', '.join(VARIANTS)}")

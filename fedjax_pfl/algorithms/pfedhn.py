@@ -64,15 +64,19 @@ def _method(
     return factory
 
 
-_SETTINGS = """Args:
-  models: a network, or one for each group of clients; all come from one hypernetwork.
-  rate, momentum, weight_decay, clip_norm: of the server's SGD.
-  embedding: e; None: 1 + N // 4.
+_SETTINGS = """`models`: a network, or one for each group of clients: all from one hypernetwork.
+
+Args:
+  rate, momentum, weight_decay: of the server's SGD, on the hypernetwork and the embeddings.
+  clip_norm: largest norm of its gradient.
+  embedding: e, how many numbers a client's embedding v_i has; unset: 1 + N // 4.
   fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
-  width, depth: of the hypernetwork; width 0 makes it linear, θ_i = W v_i.
-  spectral_norm: divide each of its weights by its largest singular value.
-  average: over the clients of a round; else their gradients are added, as if they came in turn.
-  frozen: only v learns: a later phase for clients that were held out.
+  width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
+  depth: how many of those layers follow the first.
+  spectral_norm: divide each weight of the hypernetwork by its largest singular value.
+  average: take the mean over the clients of a round; else gradients are added, as if they came in
+    turn.
+  frozen: only embeddings learn: a later phase for clients that were held out.
 """
 pfedhn = _method(
     "pfedhn",

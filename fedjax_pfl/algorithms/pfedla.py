@@ -84,10 +84,13 @@ def pfedla(
 
     Args:
       k: layers that each client retains (HeurpFedLA); 0 is pFedLA.
-      granularity: "layer", or "model" for one weight per client and whole model.
-      normalise: "softmax", or "relu" for relu(x)/Σ. step: "scaled" or "plain", as above.
+      granularity: layer, or model: one weight per client for its whole model.
+      normalise: how weights become shares α: softmax, or relu for relu(x)/Σ.
+      step: scaled, each layer's change divided by its squared norm; or plain.
       rate: η of the hypernetworks' SGD.
-      embedding, hidden, depth: sizes of the hypernetworks.
+      embedding: length of each hypernetwork's embedding.
+      hidden: outputs of each of its hidden layers.
+      depth: how many of those there are.
     """
     n = federation.clients
     variables = jax.eval_shape(lambda: common.initial(model, federation, jax.random.key(0), None))
@@ -129,15 +132,9 @@ def pfedla(
         return {"params": served(psi, rows.theta, i, kept), "retained": kept}
 
     def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+        variables = {"params": payload["params"], **client.rest}
         trained, momentum, metrics = common.train_all(
-            model,
-            task,
-            training,
-            {"params": payload["params"], **client.rest},
-            client.momentum,
-            data,
-            t,
-            key,
+            model, task, training, variables, client.momentum, data, t, key
         )
         params, rest = local.split_variables(trained)
         return {"params": params}, trained, Client(rest, momentum), metrics

@@ -40,8 +40,10 @@ def pfedme(
     Server and clients: as FedAvg; no θ is kept, `personal` solves for it around the current w.
 
     Args:
-      penalty: λ. inner_steps: K. inner_rate: η_p; the training rate is η.
-      beta: how far the server goes to the new mean.
+      penalty: λ, how firmly θ is tied to w.
+      inner_steps: K, steps of θ on each batch.
+      inner_rate: η_p, the rate of those steps; `learning_rate` is η.
+      beta: β, how far the server goes to the new mean; 1 is all the way.
     """
     for name, value in (("penalty", penalty), ("inner_rate", inner_rate), ("beta", beta)):
         if value <= 0:

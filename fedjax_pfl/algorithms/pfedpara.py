@@ -26,7 +26,8 @@ def pfedpara(
     """Server: factors of W1, and what has none. Clients: factors of W2.
 
     Args:
-      gamma: from 0, the least rank with which W can have full rank, to 1, as many numbers as in W.
+      gamma: rank of the factors, from 0 (the least with which W can have full rank) to 1 (as many
+        numbers as in W).
     """
     if not 0 <= gamma <= 1:
         raise UsageError(f"pfedpara.gamma is {gamma}; choose 0 to 1")

@@ -35,7 +35,12 @@ def _retry(draw: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.ndarr
 def dirichlet(
     pool: Pool, rng: np.random.Generator, *, alpha: float = 0.5, minimum: int = 10
 ) -> np.ndarray:
-    """Each class is spread over the clients by Dir(alpha); again until all have `minimum`."""
+    """Each class is spread over the clients by Dir(alpha); again until all have `minimum`.
+
+    Args:
+      alpha: how evenly classes are spread: the smaller, the fewer clients have most of one.
+      minimum: examples that every client has at least; counts are drawn again until it is so.
+    """
     need(alpha > 0, f"alpha={alpha} must be positive")
 
     def draw() -> np.ndarray:
@@ -56,11 +61,13 @@ def dirichlet_classes(
 ) -> np.ndarray:
     """Each client with its own class proportions p_i from Dir(alpha).
 
-    novel_alpha: for the held-out clients, where it is another (pFedHN's novel clients).
-    equal: clients of one size; else client i gets p_ic / Σ_j p_jc of all examples of class c
-      (pFedHN, section 5.3).
-    examples: per client; None deals everything. Then who draws last (in a random order) has to take
-      what is left; with fewer examples than there are, proportions come out as drawn.
+    Args:
+      alpha: how evenly a client is made of classes: the smaller, the fewer make up most of it.
+      novel_alpha: that of the held-out clients (pFedHN's novel clients); unset: the same.
+      examples: per client; unset: all are dealt, and who draws last (in a random order) has to take
+        what is left. With fewer than there are, proportions come out as drawn.
+      equal: clients of one size; else client i gets p_ic / Σ_j p_jc of all examples of class c
+        (pFedHN, section 5.3).
     """
     novel_alpha = alpha if novel_alpha is None else novel_alpha
     need(min(alpha, novel_alpha) > 0, f"alpha={alpha}, novel_alpha={novel_alpha}: use more than 0")
@@ -95,6 +102,11 @@ def clusters(
     Within a cluster a client's examples are a random draw, whatever their class.
     References: FedEM's CIFAR-10 testbed (80 clients, 3 clusters, alpha .4).
     Deviations: drawn again while a client has fewer than `minimum` examples.
+
+    Args:
+      clusters: how many there are.
+      alpha: how evenly each is spread: the smaller, the fewer clients have most of it.
+      minimum: examples that every client has at least; counts are drawn again until it is so.
     """
     between("clusters", clusters, 1, pool.classes, "the number of classes")
     need(alpha > 0, f"alpha={alpha} must be positive")
@@ -123,8 +135,12 @@ def pachinko(
     """Pachinko allocation: Dir(alpha) over superclasses, then Dir(beta) over their classes.
 
     Clients of one size, without replacement: what is used up is left out of later draws.
-    examples: per client; None deals everything (CIFAR-100: 100 clients x 600).
     References: Reddi et al., Adaptive federated optimization, appendix F; used by FedEM and FedMN.
+
+    Args:
+      alpha: how evenly a client is made of superclasses: the smaller, the fewer make up most of it.
+      beta: how evenly of the classes within a superclass, likewise.
+      examples: per client; unset: all are dealt (CIFAR-100: 100 clients x 600).
     """
     coarse = superclasses(pool, "pachinko")
     need(min(alpha, beta) > 0, f"alpha={alpha}, beta={beta} must be positive")

@@ -26,7 +26,8 @@ CIFAR100_DOMAINS = ((5, 6), (3, 4), (17, 2), (18, 19), (8, 11))
 def iid(pool: Pool, rng: np.random.Generator, *, examples: int | None = None) -> np.ndarray:
     """Every client gets the same number of each class, give or take one.
 
-    examples: per client; None deals everything.
+    Args:
+      examples: per client; unset: all are dealt.
     """
     del rng  # which examples a client gets is drawn in `deal`
     if examples is None:
@@ -51,6 +52,10 @@ def classes(
 
     References: pFedLA's non-IID.1 (4 of 10 classes, 12 of 100).
     Deviations: the paper leaves the number of examples open; it is a setting.
+
+    Args:
+      per_client: how many classes a client has.
+      examples: per client.
     """
     between("per_client", per_client, 1, pool.classes, "the number of classes")
     need(
@@ -88,7 +93,9 @@ def listed(
 ) -> np.ndarray:
     """Each client has the classes that are listed for it, equally many examples of each.
 
-    classes: one list per client; the lists start over where there are more clients.
+    Args:
+      classes: one list per client; the lists start over where there are more clients.
+      examples: per client.
     """
     need(len(classes) > 0, "listed.classes is empty: list the classes of each client")
     held = [tuple(classes[i % len(classes)]) for i in range(pool.clients)]
@@ -120,6 +127,11 @@ def dominant(
 
     References: pFedLA's non-IID.2 (2 dominant classes of 10, 6 of 100).
     Deviations: the paper gives neither the ratio nor the number of examples; both are settings.
+
+    Args:
+      dominant: how many classes of each client are.
+      ratio: examples of such a class for one of any other.
+      examples: per client.
     """
     between("dominant", dominant, 1, pool.classes, "the number of classes")
     need(ratio >= 1, f"ratio={ratio} would make the dominant classes rare: use 1 or more")
@@ -165,8 +177,14 @@ def shares(
 
     Classes are drawn from those that have been given out least.
     References: pFedHN, section 5.1. The shares of a class sum to one.
-    Deviations: none by default; `spare_slot=True` is the authors' code, which normalises over
-      floor(N * per_client / C) + 1 slots, of which one is never used, so that its share is lost.
+    Deviations: none by default; with `spare_slot` it is the authors' code.
+
+    Args:
+      per_client: how many classes a client has.
+      low: least share that is drawn, before those of a class are made to sum to one.
+      high: largest such share.
+      spare_slot: normalise over floor(N * per_client / C) + 1 slots; the share of one that no
+        client takes is lost.
     """
     between("per_client", per_client, 1, pool.classes, "the number of classes")
     need(0 < low <= high, f"low={low}, high={high}: use 0 < low <= high")
@@ -183,7 +201,11 @@ def shares(
 
 
 def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.ndarray:
-    """Examples sorted by class are cut into equal shards; each client gets `per_client` of them."""
+    """Examples sorted by class are cut into equal shards; each client gets `per_client` of them.
+
+    Args:
+      per_client: how many shards a client has.
+    """
     number = pool.clients * per_client
     need(
         1 <= number <= pool.total,
@@ -198,7 +220,11 @@ def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.n
 
 
 def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> np.ndarray:
-    """Each client gets `per_client` superclasses, each shared equally with others that have it."""
+    """Each client gets `per_client` superclasses, each shared equally with others that have it.
+
+    Args:
+      per_client: how many superclasses a client has.
+    """
     top = superclasses(pool, "coarse")
     tops = int(top.max()) + 1
     between("per_client", per_client, 1, tops, "the number of superclasses")
@@ -251,8 +277,12 @@ def domains(
     """Classes are cut into domains, clients into as many runs; IID within a domain.
 
     `federate` numbers the labels of each domain from 0, so that domains share the outputs.
-    groups: the classes of each domain, where other than `domain_classes` are wanted.
     References: Factorized-FL's multi-domain setting (five groups of ten CIFAR-100 classes).
+
+    Args:
+      domains: how many there are; not read where groups are given.
+      groups: the classes of each domain; none: equal runs of classes, or the paper's five domains
+        of CIFAR-100.
     """
     del rng
     cuts = domain_classes(pool, domains=domains, groups=groups)
@@ -274,8 +304,9 @@ def natural(
 ) -> np.ndarray:
     """Each client is one owner (writer, alphabet): as many random ones as there are clients.
 
+    `owners` is int [examples].
+
     Args:
-      owners: int [examples].
       minimum: owners with fewer examples are left out.
 
     Returns:

@@ -108,8 +108,13 @@ def synthetic(
 ) -> Dataset:
     """Gaussian examples around one random centre per class, float32; classes equally often.
 
-    shape: of an example. test_examples: of an official test set besides; 0: there is none.
-    noise: the standard deviation around centres, which are themselves standard normal.
+    Args:
+      shape: of an example.
+      classes: how many there are.
+      examples: of all classes together.
+      test_examples: of an official test set besides; 0: there is none.
+      noise: standard deviation around the centres, which are themselves standard normal.
+      seed: of all that is drawn.
     """
     del data_dir
     if not (

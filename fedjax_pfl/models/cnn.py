@@ -29,6 +29,11 @@ class DropoutCNN(nn.Module):
     References: the CIFAR10 network of Granqvist et al., "pfl-research: simulation framework for
     accelerating research in Private Federated Learning" (2024). Deviations: the second ReLU comes
     after pooling, which commutes with it.
+
+    Args:
+      kernels: how many each convolution has.
+      hidden: outputs of fc1.
+      dropout: shares that are dropped in training, before and after fc1.
     """
 
     outputs: int = 10

@@ -16,6 +16,13 @@ class LeNet(nn.Module):
 
     References: the target network of Shamsian et al., "Personalized Federated Learning using
     Hypernetworks" (2021). Deviations: ReLU comes after pooling, which commutes with it.
+
+    Args:
+      kernels: how many each convolution has.
+      dense: outputs of each fully connected layer but the last.
+      kernel_size: height and width of a kernel.
+      padding: VALID, none; or SAME: convolutions keep the image's size.
+      batch_norm: whether BatchNorm follows each convolution.
     """
 
     outputs: int = 10

@@ -9,7 +9,10 @@ from fedjax_pfl.models import init
 class MLP(nn.Module):
     """Fully connected layers fc1, fc2, ... with ReLU between them.
 
-    Inputs of any shape are flattened; without `hidden` the model is linear.
+    Inputs of any shape are flattened.
+
+    Args:
+      hidden: outputs of each layer but the last; none: the model is linear.
     """
 
     outputs: int = 10

@@ -41,8 +41,13 @@ class MobileNet(nn.Module):
     depth_norm{i}, project{i}, project_norm{i}, then conv2, norm2 and fc1.
 
     References: Sandler et al., MobileNetV2: Inverted Residuals and Linear Bottlenecks (2018);
-    sizes and initialisation as in torchvision's `mobilenet_v2`. Deviations: none there is
-    pre-trained; `norm` can be "group", whose result does not depend on the other examples.
+    sizes and initialisation as in torchvision's `mobilenet_v2`. Deviations: there are no
+    pre-trained weights.
+
+    Args:
+      width: what the paper's numbers of channels are multiplied by.
+      norm: batch; or group, whose result does not depend on the other examples.
+      dropout: share that is dropped before the last layer in training.
     """
 
     outputs: int = 10

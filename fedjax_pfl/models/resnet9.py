@@ -13,10 +13,12 @@ class ResNet9(nn.Module):
     """Eight convolutions without bias, each with BatchNorm and ReLU, and a linear head.
 
     Layers are conv1, norm1, ..., conv8, norm8, fc1. 2,574,282 numbers with 10 outputs on three
-    channels: 2,565,824 in kernels, 5,888 in BatchNorm, 2,570 in the head. `width` is the number of
-    kernels of the first convolution.
+    channels: 2,565,824 in kernels, 5,888 in BatchNorm, 2,570 in the head.
 
     References: the network of Jeong and Hwang, Factorized-FL (2022), as in their public code.
+
+    Args:
+      width: kernels of the first convolution; later ones have up to four times as many.
     """
 
     outputs: int = 10
