@@ -1,6 +1,7 @@
 """Eight CPU devices for every test, strict types, full precision in products."""
 
 import os
+import signal
 
 import jax
 import pytest
@@ -10,6 +11,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_disable_most_optimizations", True)  # compiling is what tests wait for
 jax.config.update("jax_default_matmul_precision", "highest")
+
+# What a shell starts in the background has Ctrl-C ignored, and so would all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -104,12 +104,12 @@ def of(**changes):
 
 def test_each_kind_of_work_is_measured_once(clock):
     assert of() == Plan("xla", 5, measured=True)  # each is faster than the one before
-    assert len(clock) == 3 + 4  # 1, 4, 5 clients, and four lowerings besides auto
+    assert len(clock) == 3 + 5  # 1, 4, 5 clients, and five lowerings besides auto
     assert of() == Plan("xla", 5, measured=True)
     assert of(learning_rate=0.3, rounds=9) == Plan("xla", 5, measured=True)
-    assert len(clock) == 7
+    assert len(clock) == 8
     of(batch_size=7)
-    assert len(clock) == 14
+    assert len(clock) == 16
     assert of(measure=False) == Plan("auto", 1)
 
 
