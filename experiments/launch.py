@@ -58,7 +58,11 @@ def launch(name: str) -> None:
         for flag in ("workdir", "processes", "process", "coordinator", "wait"):
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
         # What --help shows: the presets, as the config file describes them.
-        sys.modules["__main__"].__doc__ = f"\n{description(CONFIGS / f'{name}.py')}\n"
+        from experiments.list import of_command  # which needs this module
+
+        method = name if name in configuration.ALGORITHMS else "fedavg"
+        said = f"{description(CONFIGS / f'{name}.py')}\n\n{of_command(method)}"
+        sys.modules["__main__"].__doc__ = f"\n{said}\n"
         app.run(main, flags_parser=_parse)
 
 

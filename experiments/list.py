@@ -38,6 +38,14 @@ def listing(kind: str) -> str:
     return "\n".join(_factories(kind, setting, table))
 
 
+def of_command(method: str) -> str:
+    """What --help says of settings: those of every run and of the command's own method."""
+    table = {method: configuration.ALGORITHMS[method]}
+    own = "\n".join(_factories("methods", "algorithm", table))
+    more = "Other methods, datasets, partitions and models: python -m experiments.list"
+    return "\n\n".join((listing("settings"), own, more))
+
+
 def _settings() -> Iterator[str]:
     """Those of every run, with their defaults and meanings."""
     defaults, shared = configuration.default(), general.GENERAL

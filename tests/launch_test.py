@@ -365,6 +365,9 @@ def test_help_names_the_presets_and_the_flags(ended):
     assert max(map(len, out.splitlines())) <= 100
     for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", f"{launch.LIST} settings"):
         assert word in out
+    said = " ".join(out.split())
+    assert "local_epochs unset passes over a client's own examples in a round" in said
+    assert "fedavg FedAvg: one global model" in said
     for flag in ("--config:", "--workdir:", "--data_dir:"):
         assert flag in out
     assert files == []
