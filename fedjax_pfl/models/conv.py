@@ -29,6 +29,7 @@ from jax import lax
 
 from fedjax_pfl.errors import UsageError
 from fedjax_pfl.models import winograd
+from fedjax_pfl.models.windows import shifts, space_to_depth
 
 Convolution = Callable[..., jax.Array]
 _TILE = 2  # outputs per side that one row of `blocks` yields
@@ -141,14 +142,8 @@ def _outputs(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> tuple[int,
     return tuple((x.shape[1 + a] - k.shape[a]) // strides[a] + 1 for a in (0, 1))  # type: ignore[return-value]
 
 
-def _shifts(x: jax.Array, axis: int, size: int, stride: int, count: int) -> list[jax.Array]:
-    """`size` views of x along `axis`, view i starting at i, each `count` long."""
-    span = (count - 1) * stride + 1
-    return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size)]
-
-
 def _unshift(parts: list[jax.Array], axis: int, length: int, stride: int) -> jax.Array:
-    """The transpose of `_shifts`: add the views back where they came from."""
+    """The transpose of `shifts`: add the views back where they came from."""
     span = (parts[0].shape[axis] - 1) * stride + 1
     keep = (0, 0, 0)
     placed = [(i, length - i - span, stride - 1) for i in range(len(parts))]
@@ -179,8 +174,8 @@ def _patches(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
 def _windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
     """[B, H, W, C] -> [B·H'·W', h·w·C], in the order of a kernel's first three axes."""
     oh, ow = _outputs(x, k, strides)
-    rows = _shifts(x, 1, k.shape[0], strides[0], oh)
-    cut = [view for row in rows for view in _shifts(row, 2, k.shape[1], strides[1], ow)]
+    rows = shifts(x, 1, k.shape[0], strides[0], oh)
+    cut = [view for row in rows for view in shifts(row, 2, k.shape[1], strides[1], ow)]
     return jnp.concatenate(cut, -1).reshape(-1, k[..., 0].size)
 
 
@@ -220,8 +215,8 @@ def _rows(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
 def _row_windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> list[jax.Array]:
     """[B, H, W, C] -> for each kernel row [B·H'·W', w·C]."""
     oh, ow = _outputs(x, k, strides)
-    wide = jnp.concatenate(_shifts(x, 2, k.shape[1], strides[1], ow), -1)
-    rows = _shifts(wide, 1, k.shape[0], strides[0], oh)
+    wide = jnp.concatenate(shifts(x, 2, k.shape[1], strides[1], ow), -1)
+    rows = shifts(wide, 1, k.shape[0], strides[0], oh)
     return [row.reshape(-1, k.shape[1] * k.shape[2]) for row in rows]
 
 
@@ -259,16 +254,11 @@ def _blocks(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
     th, tw = -(-oh // _TILE), -(-ow // _TILE)
     height, width = (th + nh - 1) * bh, (tw + nw - 1) * bw
     deep = _pad(x, (0, height - x.shape[1], 0), (0, width - x.shape[2], 0))
-    y = _patches(_deep(deep, (bh, bw)), _spread_kernel(k, how.strides), _How((1, 1), how.precision))
+    y = _patches(
+        space_to_depth(deep, (bh, bw)), _spread_kernel(k, how.strides), _How((1, 1), how.precision)
+    )
     y = y.reshape(b, th, tw, _TILE, _TILE, o).transpose(0, 1, 3, 2, 4, 5)
     return y.reshape(b, th * _TILE, tw * _TILE, o)[:, :oh, :ow]
-
-
-def _deep(x: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """Space to depth: [B, H, W, C] -> [B, H/h, W/w, h·w·C]."""
-    (b, height, width, c), (h, w) = x.shape, block
-    x = x.reshape(b, height // h, h, width // w, w, c).transpose(0, 1, 3, 2, 4, 5)
-    return x.reshape(b, height // h, width // w, h * w * c)
 
 
 def _block(size: int, stride: int) -> tuple[int, int]:
@@ -305,8 +295,8 @@ def _views(
 ) -> Iterator[tuple[int, int, jax.Array]]:
     """For each place in the kernel the inputs that it meets."""
     oh, ow = _outputs(x, k, strides)
-    for i, row in enumerate(_shifts(x, 1, k.shape[0], strides[0], oh)):
-        for j, view in enumerate(_shifts(row, 2, k.shape[1], strides[1], ow)):
+    for i, row in enumerate(shifts(x, 1, k.shape[0], strides[0], oh)):
+        for j, view in enumerate(shifts(row, 2, k.shape[1], strides[1], ow)):
             yield i, j, view
 
 
@@ -334,14 +324,7 @@ def _winograd(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
     """As `_patches`, and `_patches` itself for kernels and strides that have no fast form."""
     if not winograd.suits(k.shape[:2], how.strides):
         return _patches(x, k, how)
-    if how.strides == (2, 2):
-        oh, ow = _outputs(x, k, how.strides)
-        height, width = 2 * (oh + 2), 2 * (ow + 2)
-        x = _deep(_pad(x, (0, height - x.shape[1], 0), (0, width - x.shape[2], 0)), (2, 2))
-        kernel = jnp.pad(k, ((0, 1), (0, 1), (0, 0), (0, 0)))
-        kernel = kernel.reshape(3, 2, 3, 2, *k.shape[2:]).transpose(0, 2, 1, 3, 4, 5)
-        k = kernel.reshape(3, 3, -1, k.shape[3])
-    return winograd.convolution(x, k, how.precision)
+    return winograd.strided(x, k, how.strides, how.precision)
 
 
 _LOWERINGS: dict[str, Convolution] = {

@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_pfl.models.windows import shifts, space_to_depth
+
 _POINTS = {3: (0, 1, -1), 5: (0, 1, -1, 0.5, -2)}  # for each kernel's side, besides infinity
 
 
@@ -44,6 +46,17 @@ def _transforms(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return a, g, b
 
 
+def strided(x: jax.Array, k: jax.Array, strides: tuple[int, int], precision: Any) -> jax.Array:
+    """x [B, H, W, C] and k [side, side, C, O] -> [B, H', W', O] without padding, where it suits."""
+    if strides == (2, 2):
+        odd = [(0, size % 2) for size in x.shape[1:3]]
+        x = space_to_depth(jnp.pad(x, ((0, 0), *odd, (0, 0))), (2, 2))
+        k = jnp.pad(k, ((0, 1), (0, 1), (0, 0), (0, 0)))
+        k = k.reshape(3, 2, 3, 2, *k.shape[2:]).transpose(0, 2, 1, 3, 4, 5)
+        k = k.reshape(3, 3, -1, k.shape[5])
+    return convolution(x, k, precision)
+
+
 def _combine(matrix: np.ndarray, parts: Sequence[jax.Array]) -> list[jax.Array]:
     """Each row's weighted sum of the parts."""
     sums = []
@@ -54,20 +67,19 @@ def _combine(matrix: np.ndarray, parts: Sequence[jax.Array]) -> list[jax.Array]:
     return sums
 
 
-def _tiles(x: jax.Array, axis: int, n: int, count: int) -> list[jax.Array]:
-    """Place i of all tiles along an axis, for each of n; tiles lie two apart."""
-    return [lax.slice_in_dim(x, i, i + 2 * count - 1, 2, axis) for i in range(n)]
+def _grid(x: jax.Array, side: int) -> tuple[int, int]:
+    """How many tiles of 2x2 outputs there are along the height and the width of x."""
+    return -(-(x.shape[1] - side + 1) // 2), -(-(x.shape[2] - side + 1) // 2)
 
 
 def _inputs(x: jax.Array, side: int) -> list[jax.Array]:
     """[B, H, W, C] -> for each place along the width Bᵀ x B [n, B·tiles, C]."""
-    (_, h, w, c), (_, _, b_t), n = x.shape, _transforms(side), side + 1
-    th, tw = -(-(h - side + 1) // 2), -(-(w - side + 1) // 2)
+    (_, h, w, c), (_, _, b_t), n, (th, tw) = x.shape, _transforms(side), side + 1, _grid(x, side)
     x = jnp.pad(x, ((0, 0), (0, 2 * th + side - 1 - h), (0, 2 * tw + side - 1 - w), (0, 0)))
     # One place along the height is an axis, one along the width an array: n products with n in each
     # are as fast as n² and compile in a third of the time.
-    rows = jnp.stack(_combine(b_t, _tiles(x, 1, n, th)))  # [n, B, th, W, C]
-    return [v.reshape(n, -1, c) for v in _combine(b_t, _tiles(rows, 3, n, tw))]
+    rows = jnp.stack(_combine(b_t, shifts(x, 1, n, 2, th)))  # [n, B, th, W, C]
+    return [v.reshape(n, -1, c) for v in _combine(b_t, shifts(rows, 3, n, 2, tw))]
 
 
 def _kernels(k: jax.Array) -> list[jax.Array]:
@@ -85,16 +97,14 @@ def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Any) 
 
 def _tiled(x: jax.Array, k: jax.Array, precision: Any) -> jax.Array:
     (b, h, w, _), side, o = x.shape, k.shape[0], k.shape[3]
-    oh, ow = h - side + 1, w - side + 1
-    th, tw = -(-oh // 2), -(-ow // 2)
-    a_t = _transforms(side)[0]
+    a_t, (th, tw) = _transforms(side)[0], _grid(x, side)
     m = [
         _product(v, u, (2, 1), precision).reshape(-1, b, th, tw, o)
         for v, u in zip(_inputs(x, side), _kernels(k), strict=True)
     ]
     columns = [_combine(a_t, list(column)) for column in _combine(a_t, m)]
     y = jnp.stack([jnp.stack(row, 3) for row in zip(*columns, strict=True)], 2)
-    return y.reshape(b, 2 * th, 2 * tw, o)[:, :oh, :ow]
+    return y.reshape(b, 2 * th, 2 * tw, o)[:, : h - side + 1, : w - side + 1]
 
 
 def _transposed(
@@ -106,8 +116,7 @@ def _transposed(
     times: JAX's own takes nearly twice as long.
     """
     (b, h, w, c), side, (oh, ow, o) = x.shape, k.shape[0], g.shape[1:]
-    (a_t, to_k, b_t), n = _transforms(side), side + 1
-    th, tw = -(-oh // 2), -(-ow // 2)
+    (a_t, to_k, b_t), n, (th, tw) = _transforms(side), side + 1, _grid(x, side)
     g = jnp.pad(g, ((0, 0), (0, 2 * th - oh), (0, 2 * tw - ow), (0, 0)))
     g = g.reshape(b, th, 2, tw, 2, o)
     rows = jnp.stack(_combine(a_t.T, [g[:, :, p] for p in (0, 1)]))  # [n, B, th, tw, 2, O]
@@ -125,7 +134,7 @@ def _transposed(
 
 
 def _overlap(parts: Sequence[jax.Array], axis: int) -> jax.Array:
-    """The transpose of `_tiles`: place i of all tiles added where it came from, two apart."""
+    """The transpose of `shifts`: place i of all tiles added where it came from, two apart."""
     half = len(parts) // 2
 
     def moved(part: jax.Array, by: int) -> jax.Array:

@@ -145,6 +145,24 @@ def test_winograd_multiplies_less(kernel, strides, share):
     assert multiplications("winograd") == share * multiplications("patches")
 
 
+@pytest.mark.parametrize(
+    ("kernel", "strides", "chosen"),
+    [((5, 5, 16, 16), (1, 1), "winograd"), ((3, 3, 16, 32), (1, 1), "winograd"),
+     ((5, 5, 16, 16), (2, 2), "winograd"), ((5, 5, 3, 16), (1, 1), "blocks"),
+     ((5, 5, 32, 8), (1, 1), "blocks"), ((3, 3, 1, 16), (1, 1), "blocks"),
+     ((3, 3, 16, 8), (1, 1), "patches"), ((3, 3, 16, 16), (2, 2), "patches"),
+     ((1, 1, 16, 16), (1, 1), "patches")],
+)  # fmt: skip
+def test_what_is_chosen_on_a_cpu(kernel, strides, chosen):
+    x, k = jnp.ones((1, 9, 9, kernel[2])), jnp.ones(kernel)
+    program = lambda name: str(
+        jax.make_jaxpr(lambda: lowering(name)(x, k, strides, "VALID", dimension_numbers=LAYOUT))()
+    )
+    assert program("auto") == program(chosen)
+    others = {program(name) for name in ("xla", *PRODUCTS) if program(name) != program(chosen)}
+    assert len(others) >= 2  # they do differ
+
+
 def products(jaxpr):
     """Multiplications in matrix products, those of functions that it calls included."""
     count = 0
