@@ -31,6 +31,7 @@ def test_fedmn_on_each_dataset(preset, partition, clients, model, layout):
     assert sum(p.rounds for p in phases) == 150
     assert {p.model for p in phases} == {model}
     assert made.test_fraction == 0.2
+    assert not made.evaluate_after  # fine-tuned FedAvg is a column of its own
 
 
 def test_methods_have_the_testbeds_settings():

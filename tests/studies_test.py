@@ -1,6 +1,7 @@
 """The arithmetic of the studies, and the presets of their systems."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -70,6 +71,37 @@ def test_total_variation_by_hand():
     counts = np.array([[4, 0, 0], [0, 2, 0], [3, 0, 3]])
     got = pfedhn.total_variation(counts, np.array([False, False, True]))
     np.testing.assert_allclose(got, [0.5])
+
+
+def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
+    """Ninety clients train and ten come later, who are visited as often, with φ frozen."""
+    seen = {}
+    counts = np.eye(10, dtype=int)[np.arange(100) % 10]
+    counts[90:] = 1  # a tenth of each class: nine tenths of them no trained client has
+    active = np.arange(100) < 90
+    clients = [{"before_accuracy": 0.5 + 0.3 * a, "after_accuracy": 0.9 - 0.2 * a} for a in active]
+
+    def runs(made, name):
+        seen[name] = made
+        there = SimpleNamespace(active=active, class_counts=counts)
+        return [SimpleNamespace(clients=clients, federation=there)]
+
+    monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar10"))
+    monkeypatch.setattr(pfedhn, "ROUNDS", SimpleNamespace(value=900))
+    monkeypatch.setattr(pfedhn, "METHODS", SimpleNamespace(value=["pfedhn", "fedavg"]))
+    monkeypatch.setattr(pfedhn.common, "runs", runs)
+    found, _ = pfedhn.novel()
+    train, fit = configuration.phases(seen["novel0.5-pfedhn"])
+    assert (train.participants, train.pfedhn.frozen, train.rounds) == ("active", False, 900)
+    assert (fit.participants, fit.pfedhn.frozen, fit.rounds) == ("held_out", True, 100)
+    assert (train.pfedhn.rate, fit.pfedhn.rate) == (0.01, 1.0)
+    assert fit.held_out == 10
+    assert [seen[f"novel{a}-fedavg"].dirichlet_classes.novel_alpha for a in (0.1, 1)] == [0.1, 1.0]
+    assert (seen["novel1-fedavg"].evaluate_after, len(seen)) == (True, 8)
+    row = found["pfedhn"]["0.25"]  # as served; fine-tuned
+    assert row["gap"]["mean"] == pytest.approx(-30)
+    assert found["fedavg"]["0.25"]["gap"]["mean"] == pytest.approx(20)
+    assert row["total_variation"] == pytest.approx(0.9)
 
 
 @pytest.mark.parametrize(
