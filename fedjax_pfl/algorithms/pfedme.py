@@ -4,6 +4,8 @@ Dinh et al., Personalized Federated Learning with Moreau Envelopes, 2020.
 
 A local round is one batch B: θ ← θ − η_p (∇f(θ; B) + λ (θ − w)) K times, then w ← w − ηλ (w − θ).
 Server: w ← (1 − β) w + β · mean_k w_k, the plain mean over the clients that answered.
+A client is served the θ at which its local rounds end, from the w of now, as the authors' code
+evaluates: K steps from w on one batch would be a weaker model.
 
 Deviations: K steps stand for the paper's inner accuracy; θ begins at the w that came down and goes
 on from local round to local round. Clipping, decay and momentum, where they are set, act on the
@@ -37,7 +39,7 @@ def pfedme(
 ) -> Algorithm:
     """θ solves min f(θ) + λ/2 ‖θ − w‖² around each client's w; the w are averaged.
 
-    Server and clients: as FedAvg; no θ is kept, `personal` solves for it around the current w.
+    Server and clients: as FedAvg; no θ is kept, `personal` trains it from the current w.
 
     Args:
       penalty: λ, how firmly θ is tied to w.
@@ -102,11 +104,7 @@ def pfedme(
     def personal(
         server: PyTree, rows: PyTree, client: PyTree, i: Any, data: ClientData, t: Any, key: Any
     ) -> PyTree:
-        w, rest = local.split_variables(server)
-        draw_key, noise_key = jax.random.split(key)
-        batch = local.draw(data, data.train, training.batch_size, draw_key)
-        theta, rest, _ = solve(local.gradient(model, task, data), w, w, rest, batch, noise_key)
-        return {"params": theta, **rest}
+        return train(server, client, data, t, key)[1]
 
     base = fedavg(model, task, training, federation)
     return base._replace(train=train, receive=receive, personal=personal)
