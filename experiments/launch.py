@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -21,7 +22,7 @@ from fedjax_pfl.errors import UsageError
 
 CONFIGS = Path(__file__).parent / "configs"
 LIST = "python -m experiments.list"
-SET_HELP = f"KEY=VALUE (as JSON), in every run; KEY may have a dot. Keys: {LIST} settings."
+SET_HELP = f"KEY=VALUE, in every run; KEY may have dots, VALUE is JSON or a word. {LIST} settings."
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run directory; the same command on it resumes. Default: runs/ and the preset."
 )
@@ -218,8 +219,18 @@ def default_workdir(name: str, arguments: Sequence[str]) -> str:
     return str(Path("runs") / kept[:150])
 
 
+def _read(value: str, before: Any) -> Any:
+    """JSON; where a word stood, a word without quotes as well."""
+    try:
+        return json.loads(value)
+    except ValueError:
+        if isinstance(before, str):
+            return value
+        raise
+
+
 def change(config: ConfigDict, pairs: Sequence[str]) -> None:
-    """Apply --set=KEY=VALUE, each value as JSON; a key may have dots."""
+    """Apply --set=KEY=VALUE, each value as JSON or a word; a key may have dots."""
     for pair in pairs:
         key, _, value = pair.partition("=")
         check_keys([f"--config.{key}"])  # which names the nearest
@@ -230,7 +241,7 @@ def change(config: ConfigDict, pairs: Sequence[str]) -> None:
                 level = level[group]
             if last not in level:  # which a ConfigDict would add
                 raise KeyError(last)
-            level[last] = json.loads(value)
+            level[last] = _read(value, level[last])
         except (KeyError, AttributeError, ValueError, TypeError):
             raise UsageError(f"--set={pair} is no KEY=VALUE of this configuration") from None
 

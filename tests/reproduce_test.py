@@ -269,6 +269,11 @@ def test_settings_on_the_command_line(tmp_path, at_hand):
     assert "lenet.batch_norm false in place of true" in text
     bad = FULL._replace(changes=["momentom=0.9"])
     assert "no setting momentom; did you mean momentum?" in message(shown, bad, tmp_path)
+    for pair in ("model=mlp", 'model="mlp"'):  # a word is a word with quotes and without
+        assert "model mlp in place of lenet" in shown(FULL._replace(changes=[pair]), tmp_path)
+    for pair in ("momentum=much", "momentum", "lenet=mlp"):
+        line = message(shown, FULL._replace(changes=[pair]), tmp_path)
+        assert line == f"--set={pair} is no KEY=VALUE of this configuration"
 
 
 # What is run.
