@@ -30,6 +30,8 @@ _KNOWN = {
            "block or component"),
     "gates": ("Open gates", "the blocks that each client's model is made of", "block"),
     "cluster": ("Clusters", "the cluster that each client is in", ""),
+    "spread": ("Spread of generated models", "how far each client's generated model is from their "
+               "mean, in lengths of the mean; at 0 the hypernetwork is dead", ""),
     "embeddings": ("Embeddings", "clients by the first two principal components of v", ""),
 }  # fmt: skip
 

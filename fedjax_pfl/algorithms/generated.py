@@ -4,6 +4,7 @@ Both sides of pFedHN and pFedHN-PC; the equations are in `pfedhn`.
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -195,7 +196,11 @@ def generated(
         steps = 0 if chosen.frozen else 1
         return Server(phi, hypernet.advance(phi, server.spectral, steps), moments), Rows(v)
 
+    def observe(state: State) -> dict[str, jax.Array]:
+        now = partial(generate, state.server.phi, state.server.spectral)
+        return {"embeddings": state.rows.v, "spread": hypernet.spread(now, state.rows.v)}
+
     send, train, personal = zip(*map(group, range(len(nets))), strict=True)
-    predict, observe = tuple(net.apply for net in nets), lambda state: {"embeddings": state.rows.v}
+    predict = tuple(net.apply for net in nets)
     made = Algorithm(init, send, train, receive, personal, predict, observe=observe)
     return made if isinstance(models, tuple) else alone(made)

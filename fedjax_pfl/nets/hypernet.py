@@ -1,11 +1,13 @@
 """pFedHN's hypernetwork: a client's embedding in, all parameters of its network out."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
 from flax.core import FrozenDict, unfreeze
 
 from fedjax_pfl.models import init
@@ -96,3 +98,15 @@ def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
         layer: {"vector": iterate(phi[layer]["kernel"], own["vector"], steps)}
         for layer, own in spectral.items()
     }
+
+
+def spread(generate: Callable[[jax.Array], PyTree], v: jax.Array) -> jax.Array:
+    """How far what each v [N, e] generates is from the mean, in lengths of the mean: [N].
+
+    0 says that all are alike: the last ReLUs of the hypernetwork are dead. One is held at a time.
+    """
+    add = lambda total, one: jax.tree.map(lambda a, b: a + b / len(v), total, generate(one))
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(generate, v[0]))
+    mean, _ = jax.lax.scan(lambda total, one: (add(total, one), None), nothing, v)
+    norm = optax.tree.norm
+    return jax.lax.map(lambda one: norm(optax.tree.sub(generate(one), mean)) / norm(mean), v)

@@ -116,3 +116,13 @@ def test_the_gradient_goes_through_the_norm():
     along = np.outer(left[:, 0], right[0])
     wanted = plain - along * np.sum(plain * kernel) / sigma[0]
     np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_spread_by_hand():
+    """Models (2, 0), (4, 0), (0, 3) and (6, 1) have the mean (3, 1), whose length is √10."""
+    models = jnp.array([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [6.0, 1.0]])
+    got = hypernet.spread(lambda v: {"w": v[0], "b": v[1]}, models)
+    want = np.array([2.0, 2.0, 13.0, 9.0]) ** 0.5 / 10**0.5
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    dead = hypernet.spread(lambda v: {"w": jnp.ones(3) + 0 * v[0]}, models)
+    np.testing.assert_allclose(dead, 0, atol=1e-6)
