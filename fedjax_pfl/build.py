@@ -77,9 +77,9 @@ def build(
         if arrays.scale is None or len(federation.input_shape) != 3:
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
-    mesh = _mesh(config.devices)
     phases, states, begin = list[Phase](), list[Any](), 0
     each = [configuration.phases(one, words) for one in configs]
+    mesh = _mesh(config.devices, max(one.clients_per_round or one.clients for one in each[0]))
     unread = sweep.differing(configs)
     for number, alike in enumerate(zip(*each, strict=True)):
         names = sweep.names(alike, words.algorithm)
@@ -105,7 +105,6 @@ def _measured(phase: Phase, state: Any) -> Phase:
     if phase.plan.measured:
         return phase
     work, one = phase.work, phase.config
-    devices = work.mesh.size if work.mesh else 1
     each = configuration.groups(one, work.words)
     # All that says how long a client takes, and how much memory.
     kind = plan.work(
@@ -116,7 +115,7 @@ def _measured(phase: Phase, state: Any) -> Phase:
             "batch_size": one.batch_size,
             "cohort": work.cohort,
             "points": len(work.alike),
-            "devices": devices,
+            "devices": work.devices,
             "open": [one.conv, one.chunk, one.memory_gb],
         }
     )
@@ -132,7 +131,7 @@ def _measured(phase: Phase, state: Any) -> Phase:
 
         found = plan.fastest(
             phase.plan,
-            [one.chunk] if one.chunk else plan.chunks(-(-work.cohort // devices)),
+            [one.chunk] if one.chunk else plan.chunks(-(-work.cohort // work.devices)),
             plan.LOWERINGS if has_conv and one.conv == "auto" else [one.conv],
             seconds,
         )
@@ -148,8 +147,15 @@ def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
     return federation._replace(active=~federation.active)
 
 
-def _mesh(devices: int | None) -> jax.sharding.Mesh | None:
+def _mesh(devices: int | None, cohort: int) -> jax.sharding.Mesh | None:
+    """All devices; of a CPU unless told not more than clients in a round.
+
+    A core whose device has no client to train would wait; without one it helps with the products of
+    the others, which takes .6 of the time where there is one client on two cores.
+    """
     chosen = processes.devices(devices)
+    if devices is None and processes.count() == 1 and chosen[0].platform == "cpu":
+        chosen = chosen[:cohort]
     if len(chosen) == 1:
         return None
     axis = (jax.sharding.AxisType.Auto,)

@@ -103,7 +103,11 @@ GENERAL: dict[str, dict[str, Setting]] = {
         "chunk": Setting(
             int, "clients that are computed together on a device; unset: 1 on a CPU, else all"
         ),
-        "devices": Setting(int, "number of devices that clients are spread over; unset: all"),
+        "devices": Setting(
+            int,
+            "number of devices that clients are spread over; unset: all, on a CPU at most as many "
+            "as clients in a round",
+        ),
         "memory_gb": Setting(
             float, "GB of a device: chunk is chosen to fit, and a run that cannot is refused"
         ),

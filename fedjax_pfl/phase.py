@@ -39,6 +39,10 @@ class Work:
     def cohort(self) -> int:
         return self.alike[0].clients_per_round or int(self.federation.active.sum())
 
+    @property
+    def devices(self) -> int:
+        return self.mesh.size if self.mesh else 1
+
     def points(self) -> Any:
         """What its rounds take as key."""
         if len(self.alike) == 1:

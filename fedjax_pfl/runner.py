@@ -130,8 +130,7 @@ def run_points(
     built = build(*(member.settings for member in members), words=words, plans=recorded)
     processes.check_examples(built.data)
     for phase in built.phases:
-        cohort = phase.config.clients_per_round or int(phase.federation.active.sum())
-        tell(plan.describe(phase.plan, cohort, phase.config.devices or jax.device_count()))
+        tell(plan.describe(phase.plan, phase.work.cohort, phase.work.devices))
     for member in members:
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
     stop = stop or Stop()

@@ -71,6 +71,22 @@ def test_a_measurement_is_kept_and_a_damaged_file_is_nothing(tmp_path):
     plan.keep(tmp_path / "file", "a", Plan("rows", 2, True))  # no folder: no error
 
 
+@pytest.mark.parametrize(
+    ("cohort", "devices", "used"),
+    [(None, None, 5), (3, None, 3), (1, None, 1), (1, 2, 2), (5, 1, 1)],
+)
+def test_a_core_without_a_client_is_no_device(cohort, devices, used):
+    """Eight cores and five clients: the others help with products, and do not wait."""
+    made = configuration.default()
+    made.update(
+        clients=5, partition="iid", clients_per_round=cohort, devices=devices, eval_every=1,
+        phases=({"rounds": 1}, {"rounds": 1, "clients_per_round": 1}),
+    )  # fmt: skip
+    first, later = build.build(made).phases
+    assert first.work.mesh is later.work.mesh  # one for the run: the state stays where it is
+    assert first.work.devices == used
+
+
 def test_lines_for_people():
     assert plan.describe(Plan("auto", 8), 10, 2) == (
         "10 clients a round, 5 at a time on each of 2 devices, convolutions by auto (as usual; "

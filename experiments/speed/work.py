@@ -137,13 +137,12 @@ def ours(work: Work, *, measure: bool = False) -> Ours:
 
     _check(built.data, work)
     network = configuration.MODELS[work.network](outputs=10)
-    devices = len(jax.devices())
     return Ours(
         once,
         seconds,
         parameters(network),
         work.batch * flops(network),
-        plan.describe(phase.plan, work.cohort, devices),
+        plan.describe(phase.plan, work.cohort, phase.work.devices),
     )
 
 
