@@ -55,10 +55,10 @@ _HYPER = {"momentum": 0.9, "weight_decay": 5e-5, "clip_norm": 50.0}
 WORKS = {
     "lenet-10": Work("LeNet, 10 clients x 20 steps x 32"),
     "lenet-100": Work(
-        "LeNet, 100 clients x 10 steps x 32", clients=100, cohort=100, examples=320
+        "LeNet, 100 clients x 20 steps x 32", clients=100, cohort=100, examples=320, epochs=2
     ),
     "lenet-1000": Work(
-        "LeNet, 1,000 clients x 4 steps x 32", clients=1000, cohort=1000, examples=64, epochs=2
+        "LeNet, 1,000 clients x 20 steps x 32", clients=1000, cohort=1000, examples=64, epochs=10
     ),
     "mlp": Work("MLP of 200, 10 clients x 20 steps x 32", network="mlp"),
     "resnet9": Work(
