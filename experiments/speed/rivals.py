@@ -102,12 +102,14 @@ class Child:
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
         self._lines: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._lines.put(line)
+        with self._process.stdout as lines:  # closed by who reads: nobody closes it under its hands
+            for line in lines:
+                self._lines.put(line)
         self._lines.put("")  # it has ended
 
     def ready(self) -> dict[str, Any]:
@@ -155,8 +157,8 @@ class Child:
         if self._process.poll() is None:
             self._process.kill()
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
-            with contextlib.suppress(OSError):
-                if pipe is not None:
-                    pipe.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._listener.join(1)  # its own children may hold the pipe for longer
         self._folder.cleanup()
