@@ -220,13 +220,11 @@ def default_workdir(name: str, arguments: Sequence[str]) -> str:
 
 
 def _read(value: str, before: Any) -> Any:
-    """JSON; where a word stood, a word without quotes as well."""
+    """JSON; where a word stood, a word without quotes as well; and .1 or 10., which JSON has not."""
     try:
         return json.loads(value)
     except ValueError:
-        if isinstance(before, str):
-            return value
-        raise
+        return value if isinstance(before, str) else float(value)
 
 
 def change(config: ConfigDict, pairs: Sequence[str]) -> None:

@@ -256,6 +256,7 @@ def _unfinished(place: Place) -> str:
 def differences(plan: Sequence[Plan]) -> list[str]:
     """In which settings the runs differ from the published ones, each with all its values."""
     seen: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    word = lambda value: "unset" if value == "null" else value
     for one in plan:
         if one.config is None:
             continue
@@ -266,7 +267,7 @@ def differences(plan: Sequence[Plan]) -> list[str]:
         for key in there.keys() & here.keys() - {"data_dir", "seed", "eval_every"}:
             if there[key] != here[key]:
                 ours, theirs = seen.setdefault(key, ({}, {}))
-                ours[here[key]] = theirs[there[key]] = None
+                ours[word(here[key])] = theirs[word(there[key])] = None
     ordered = sorted(seen.items(), key=lambda item: ("." in item[0], item[0]))
     return [
         f"{key} {' or '.join(ours)} in place of {' or '.join(theirs)}"
