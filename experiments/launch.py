@@ -220,7 +220,7 @@ def default_workdir(name: str, arguments: Sequence[str]) -> str:
 
 
 def _read(value: str, before: Any) -> Any:
-    """JSON; where a word stood, a word without quotes as well; and .1 or 10., which JSON has not."""
+    """JSON; a word without quotes where a word stood; and .1 or 10., which JSON has not."""
     try:
         return json.loads(value)
     except ValueError:
