@@ -80,7 +80,6 @@ def figure2() -> tuple[dict[str, Any], Figure]:
     axis.set(
         xlabel=f"million numbers moved in {ROUNDS.value} rounds, both ways",
         ylabel="accuracy (%)",
-        xscale="log",
     )
     axis.margins(0.15)
     axis.legend(frameon=False, fontsize=8)
