@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -85,6 +86,18 @@ def test_a_core_without_a_client_is_no_device(cohort, devices, used):
     first, later = build.build(made).phases
     assert first.work.mesh is later.work.mesh  # one for the run: the state stays where it is
     assert first.work.devices == used
+
+
+def test_accelerators_and_several_processes_keep_all_devices(monkeypatch):
+    """An idle accelerator costs the others nothing, and each process has its part in a round."""
+    there = [SimpleNamespace(platform="gpu")] * 4
+    monkeypatch.setattr(build.processes, "devices", lambda most: there[:most])
+    monkeypatch.setattr(build.jax, "make_mesh", lambda shape, *_, **__: shape)
+    assert build._mesh(None, 1) == (4,)
+    there[:] = [SimpleNamespace(platform="cpu")] * 4
+    assert build._mesh(None, 3) == (3,)
+    monkeypatch.setattr(build.processes, "count", lambda: 2)
+    assert build._mesh(None, 3) == (4,)
 
 
 def test_lines_for_people():
