@@ -50,6 +50,13 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     visits = np.array(run.ledger.visits)
     assert visits[:4].sum() == visits[4:].sum() == SMALL["rounds"]
     np.testing.assert_array_equal((before.rows.v != after.rows.v).any(1)[4:], [True] * 2)
+    # How far the bodies that are sent are from their mean.
+    send = run.phases[1].algorithm.send
+    sent = [send(run.state.server, run.state.rows, jnp.int32(i), T, KEY) for i in range(6)]
+    flat = np.stack([np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)]) for one in sent])
+    lengths = np.linalg.norm(flat - flat.mean(0), axis=1) / np.linalg.norm(flat.mean(0))
+    np.testing.assert_allclose(run.observations["spread"][1][-1], lengths, rtol=1e-5)
+    assert lengths.min() > 0
     # What a phase reports is of those that take part in it.
     rows = [client["before_accuracy"] for client in run.clients]
     assert run.metrics[-1]["before"]["accuracy_mean"] == pytest.approx(np.mean(rows[4:]))
