@@ -86,6 +86,9 @@ GENERAL: dict[str, dict[str, Setting]] = {
         "evaluate_after": Setting(
             True, "score each client's model after one more local training too, not only before"
         ),
+        "validate_after": Setting(
+            False, "choose a run's best round by the model after that training, not before it"
+        ),
         "tensorboard": Setting(False, "write an event file for TensorBoard too"),
     },
     "Several runs": {

@@ -76,6 +76,7 @@ class Work:
             dropout=one.dropout,
             max_update_norm=one.max_update_norm,
             after=one.evaluate_after,
+            validate_after=one.validate_after,
             chunk=plan.chunk,
             mesh=self.mesh,
         )

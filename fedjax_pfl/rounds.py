@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
     """Sums over each client's examples, [N]: as served, and after one more local training."""
 
     before: local.Scores
-    validation: local.Scores  # as served
+    validation: local.Scores  # as served or, where that is to choose, after local training
     after: local.Scores | None
 
 
@@ -165,6 +165,7 @@ def plain_rounds(
     dropout: float = 0.0,
     max_update_norm: float | None = None,
     after: bool = True,
+    validate_after: bool = False,
     chunk: int = 1,
     mesh: Mesh | None = None,
 ) -> Plain:
@@ -176,6 +177,7 @@ def plain_rounds(
       dropout: probability that a sampled client never answers.
       max_update_norm: uploads that change more than this are rejected; None: any finite one counts.
       after: whether `evaluate` also trains every client once more and scores the result.
+      validate_after: whether it is that result which is scored on the validation examples.
       chunk, mesh: see `spread`.
     """
     n = federation.clients
@@ -294,6 +296,8 @@ def plain_rounds(
                 payload = member.send(server, rows, i, t, stage_key(key, SEND, t, i))
                 train_key = stage_key(key, TRAIN, t, i)
                 _, trained, _, _ = member.train(payload, client, own, t, train_key)
+                if validate_after:
+                    validation = score(trained, split=own.validation)
                 return Evaluation(before, validation, score(trained, split=test))
 
             own_group = jnp.asarray(federation.groups == g) if len(groups) > 1 else ids >= 0

@@ -369,6 +369,25 @@ def test_groups_run_side_by_side():
     np.testing.assert_array_equal(scores.before.score, wanted)
 
 
+def test_the_model_that_is_validated():
+    """As served; or trained once more, where that is to choose."""
+    data, federation = tiny.federated()
+    data = data._replace(validation=data.test)  # so that both scores are of the same examples
+    algorithm, _ = narrow_and_wide(federation)
+
+    def scored(validate_after: bool) -> Any:
+        rounds = make_rounds(
+            algorithm, classification(), federation, cohort=6, validate_after=validate_after
+        )
+        return jax.device_get(rounds.evaluate(KEY, rounds.init(KEY), data, scalar(0)))
+
+    served, trained = scored(False), scored(True)
+    assert np.any(served.before.loss != served.after.loss)
+    chex.assert_trees_all_equal(served.validation, served.before)
+    chex.assert_trees_all_equal(trained.validation, trained.after)
+    chex.assert_trees_all_equal((trained.before, trained.after), (served.before, served.after))
+
+
 # Phases
 
 
