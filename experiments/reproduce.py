@@ -234,7 +234,7 @@ def tables(table: Table, places: Sequence[Place]) -> list[render.Table]:
                     cells[2] = f"{ours['mean'] - _mean(published):+.2f}"
                 if beside:
                     cells[4] = shown(mean_std([beside(one) for one in runs]))
-                remark = ", ".join(sorted({plateau(one) for one in runs}))
+                remark = ", ".join(sorted({plateau(one, table.reported) for one in runs}))
             rows.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
         made.append(render.Table(column, heads, rows))
     return made

@@ -6,12 +6,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from experiments import reproduce
 from experiments.configs import factorized_fl as factorized_presets
 from experiments.configs import pfedhn as presets
+from experiments.reproduce import Options
 from experiments.studies import common, factorized_distance, factorized_fl, fedmn, pfedhn, pfedla
+from experiments.tables import common as tables
 from fedjax_pfl import config as configuration
 from fedjax_pfl import data
 from tests.launch_test import message
+from tests.reproduce_test import shown, there
 
 
 def test_agreement_by_hand():
@@ -176,3 +180,29 @@ def test_presets_of_factorized_fl(preset, wanted, own):
     assert {key: made[key] for key in wanted} == wanted
     assert {key: made.factorized_fl[key] for key in own} == own
     assert made.resnet9.width == (16 if "w16" in preset else 64)
+
+
+# Curves.
+
+
+def test_a_plateau_by_hand():
+    """Quarters of two evaluations: 60 and 60.4 after local training, 50 and 51 before it."""
+    last = {"before": (0.2, 0.2, 0.3, 0.3, 0.5, 0.5, 0.5, 0.52),
+            "after": (0.2, 0.2, 0.3, 0.3, 0.6, 0.6, 0.604, 0.604)}  # fmt: skip
+    lines = [{k: {"accuracy_mean": v[i]} for k, v in last.items()} for i in range(8)]
+    judged = lambda lines, *when: tables.plateau(SimpleNamespace(metrics=lines), *when)
+    assert (judged(lines), judged(lines, "after")) == ("not converged", "plateau")
+    assert judged(lines[:3]) == "too short to tell"
+
+
+@pytest.mark.parametrize(
+    ("table", "cell", "when"),
+    [("factorized_fl/table1", "local/cifar10-iid", "after"),
+     ("pfedla/table1", "local/cifar10-n10", "before")],
+)  # fmt: skip
+def test_the_curve_that_is_judged_is_that_of_the_number(table, cell, when, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "plateau", lambda run, when: f"{when} local training")
+    monkeypatch.setattr(reproduce.data, "need", lambda name, data_dir=None: None)
+    options = Options(table, "full", (cell,), 1)
+    there(tmp_path / "a", cell, 0, 0.6, options)
+    assert f" {when} local training" in shown(options, tmp_path)

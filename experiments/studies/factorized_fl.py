@@ -57,7 +57,7 @@ def numbers(results: list[runner.Result]) -> dict[str, Any]:
         "after": mean_std(list(map(after, results))),
         "before": mean_std([accuracy(r) for r in results]),
         "gigabytes": mean_std([moved(r) / 1e9 for r in results]),
-        "curve": [plateau(r) for r in results],
+        "curve": [plateau(r, "after") for r in results],
     }
 
 
@@ -80,7 +80,8 @@ def figure6() -> tuple[dict[str, Any], Figure]:
         lines = results[0].metrics
         rounds = [m["round"] for m in lines]
         gigabytes = [(m["bytes_down"] + m["bytes_up"]) / 1e9 for m in lines]
-        found[name] = {"round": rounds, "after": curve.tolist(), "gigabytes": gigabytes}
+        over = {"round": rounds, "after": curve.tolist(), "gigabytes": gigabytes}
+        found[name] = {**numbers(results), "over rounds": over}
         colour = COLOURS[list(ROWS).index(name)]
         left.plot(rounds, curve, color=colour, label=name)
         if gigabytes[-1]:

@@ -38,6 +38,11 @@ class Table(NamedTuple):
     impossible: Callable[[ConfigDict], str] = lambda config: ""  # why a cell cannot be run
 
     @property
+    def reported(self) -> str:
+        """Which accuracy `ours` is: before local training or after it."""
+        return "after" if self.beside == "before" else "before"
+
+    @property
     def columns(self) -> list[str]:
         """In the order in which they first appear."""
         return list(dict.fromkeys(column for row in self.cells.values() for column in row))
@@ -108,9 +113,9 @@ def among(chosen: Callable[[Mapping[str, Any], int], bool], when: str) -> Measur
     return measure
 
 
-def plateau(run: Any) -> str:
+def plateau(run: Any, when: str = "before") -> str:
     """Whether the last quarter of the evaluations is within half a point of the one before."""
-    curve = [100 * line["before"]["accuracy_mean"] for line in run.metrics]
+    curve = [100 * line[when]["accuracy_mean"] for line in run.metrics]
     quarter = len(curve) // 4
     if not quarter:
         return "too short to tell"
