@@ -257,6 +257,25 @@ def test_a_choice_that_was_still_rising_is_named():
     assert notes([0.5, 0.6], [0.4, 0.3]) == notes([0.5]) == []
 
 
+def test_a_lead_within_what_seeds_differ_by_is_named():
+    """Leads of .1 and .1; of .3 and -.1, .1 in mean and .28 apart; of .2 and 0, which are .14."""
+    best = tried(0.6, 0.8, learning_rate=0.3)
+    others = [tried(0.5, 0.7, learning_rate=0.2), tried(0.3, 0.9, learning_rate=0.1),
+              tried(0.4, 0.8, learning_rate=0.01), tried(None, 0.7, learning_rate=9.0)]  # fmt: skip
+    assert choice.close(best, [*others, best]) == others[1:3]
+    said = show.notes({"local": [best, *others[:3]]}, {"local": 4}, None)
+    over = "learning_rate=0.1 and over learning_rate=0.01"
+    assert said == [
+        f"local: learning_rate 0.3 is the largest tried; its lead over {over} is within what "
+        "seeds differ by."
+    ]
+    single = [tried(0.5, learning_rate=r) for r in (0.1, 0.2)]
+    assert choice.close(single[0], single) == []
+    one_seed = "One seed cannot tell close points apart: --seeds=3 says how far seeds differ."
+    assert show.notes({"local": single}, {"local": 2}, None)[-1] == one_seed
+    assert show.notes({"local": single[:1]}, {"local": 1}, None) == []
+
+
 def test_the_picture_has_a_panel_for_each_number_and_a_line_for_each_method():
     figure = show.draw(FOUND).figure
     panels = [axes for axes in figure.axes if axes.get_visible()]

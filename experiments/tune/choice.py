@@ -66,6 +66,16 @@ def chosen(tried: Sequence[Tried]) -> Tried | None:
     return None if math.isnan(spread(best)["mean"]) else best
 
 
+def close(best: Tried, tried: Sequence[Tried]) -> list[Tried]:
+    """Points over which the lead, seed by seed, is no larger in mean than its deviation."""
+    found = []
+    for one in tried:
+        lead = mean_std([score(run) - score(one.runs[seed]) for seed, run in best.runs.items()])
+        if one is not best and len(best.runs) > 1 and lead["mean"] <= lead["std"]:
+            found.append(one)
+    return found
+
+
 def edges(best: Point, tried: Sequence[Point]) -> list[str]:
     """Numbers of a point that are the smallest or largest tried: beyond may be better ones.
 

@@ -104,6 +104,9 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
         best = choice.chosen(tried)
         if best is not None:
             own += choice.edges(best.point, points)
+            if like := choice.close(best, tried):
+                others = " and over ".join(grids.label(one.point) for one in like)
+                own.append(f"its lead over {others} is within what seeds differ by")
             if all(_still_rising(run) for run in best.runs.values()):
                 own.append("its best rounds are the last ones, and more may choose otherwise")
         elif all(one.complete for one in tried):
@@ -113,6 +116,8 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
             own.append(f"{left} of its runs are missing, and nothing is chosen yet")
         if own:
             said.append(f"{method}: {'; '.join(own)}.")
+    if any(one.seeds == 1 < len(tried) for tried in found.values() for one in tried):
+        said.append("One seed cannot tell close points apart: --seeds=3 says how far seeds differ.")
     if "fedfomo" in found:
         said.append("fedfomo: it weighs peers on validation examples while it trains: its score is "
                     "flattered, that of all its points alike.")  # fmt: skip
