@@ -114,6 +114,17 @@ def test_best_is_the_state_of_the_best_round(finished):
 # Settings that the runner itself acts on.
 
 
+def test_a_best_round_by_the_model_after_local_training():
+    changes = {**BASE, "rounds": 1, "devices": 1, "evaluate_after": True}
+    served, trained = (
+        runner.run({**changes, "validate_after": value}).metrics[0] for value in (False, True)
+    )
+    assert served["validation"] != trained["validation"]
+    assert [served[key] for key in ("before", "after")] == [
+        trained[key] for key in ("before", "after")
+    ]
+
+
 def test_neither_after_nor_the_first_download_and_every_update_rejected(capsys):
     """And nothing to validate on: no best."""
     changes = {
