@@ -258,7 +258,7 @@ def check(config: ConfigDict, words: Words = OURS) -> None:
         if one.local_epochs is not None and one.local_steps is not None:
             raise UsageError(f"{where}local_epochs and local_steps are both set; choose one")
         if one.validate_after and not one.evaluate_after:
-            raise UsageError(f"{where}validate_after is true and evaluate_after is not; set both")
+            raise UsageError(f"{where}validate_after needs evaluate_after; set both or neither")
         if not all(isinstance(d, (int, float)) and 0 < d < 1 for d in one.learning_rate_drops):
             raise UsageError(f"{where}learning_rate_drops must be shares between 0 and 1")
         for i, group in enumerate(groups(one, words)):
