@@ -206,7 +206,10 @@ def test_values_of_the_wrong_type(changes, words):
         ({"fraction": 1.5}, ["fraction is 1.5", "at most 1"]),
         ({"fraction": 0.0}, ["fraction is 0.0", "above 0"]),
         ({"test_fraction": 0.6, "validation_fraction": 0.4}, ["nothing to train on"]),
-        ({"validate_after": True, "evaluate_after": False}, ["validate_after needs evaluate_after", "both"]),
+        (
+            {"validate_after": True, "evaluate_after": False},
+            ["validate_after needs evaluate_after", "both"],
+        ),
         ({"local_epochs": 1, "local_steps": 1}, ["local_epochs and local_steps", "choose one"]),
         ({"learning_rate_drops": (1.5,)}, ["learning_rate_drops", "between 0 and 1"]),
         ({"learning_rate_drops": ("x",)}, ["learning_rate_drops"]),
