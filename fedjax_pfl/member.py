@@ -102,7 +102,8 @@ def measured(built: Built, member: Member, scores: Any, state: State) -> dict[st
     active = built.phases[at.phase].federation.active
     validation = metrics.summary(scores.validation, active, built.task.name)
     score = validation[f"{built.task.name}_mean"] if validation else None
-    if score is not None and (at.best_score is None or score > at.best_score):
+    better = score is not None and (at.best_score is None or score > at.best_score)
+    if better:
         at = at._replace(best_round=at.round, best_score=score)
         member.best = jax.tree.map(np.array, jax.device_get(state))
     line = {
@@ -122,6 +123,7 @@ def measured(built: Built, member: Member, scores: Any, state: State) -> dict[st
         "best_round": at.best_round,
     }
     rows = metrics.client_scores(scores, built.task.name)
+    rows = metrics.with_best(rows, at.clients, better, built.task.name)
     member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
 

@@ -73,6 +73,22 @@ def client_scores(scores: Evaluation, name: str) -> tuple[dict[str, Any], ...]:
     )
 
 
+def with_best(
+    rows: Sequence[Mapping[str, Any]],
+    earlier: Sequence[Mapping[str, Any]],
+    better: bool,
+    name: str,
+) -> tuple[dict[str, Any], ...]:
+    """Rows that also have the scores of the best evaluation: this one, or as earlier rows have."""
+    words = [f"{word}_{name}" for word in ("before", "after")]
+    if better:
+        best = [{f"best_{word}": row[word] for word in words} for row in rows]
+    else:
+        known = earlier or [{}] * len(rows)
+        best = [{f"best_{word}": row.get(f"best_{word}") for word in words} for row in known]
+    return tuple({**row, **more} for row, more in zip(rows, best, strict=True))
+
+
 def client_table(
     federation: Federation, rows: Sequence[Mapping[str, Any]], ledger: Ledger
 ) -> list[dict[str, Any]]:

@@ -72,6 +72,20 @@ def test_client_scores():
     assert (rows[0]["before_a"], rows[0]["after_a"], rows[0]["after_loss"]) == (0.75, None, None)
 
 
+def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
+    rows = lambda before, after: [{"before_a": before, "before_loss": 1.0, "after_a": after}]
+    best = lambda found: [(row["best_before_a"], row["best_after_a"]) for row in found]
+    none = metrics.with_best(rows(0.5, None), (), False, "a")  # there are no validation examples
+    assert best(none) == [(None, None)]
+    first = metrics.with_best(rows(0.5, 0.6), none, True, "a")
+    second = metrics.with_best(rows(0.9, 0.8), first, False, "a")
+    assert best(first) == best(second) == [(0.5, 0.6)]
+    assert (second[0]["before_a"], second[0]["before_loss"]) == (0.9, 1.0)
+    assert best(metrics.with_best(rows(0.7, 0.8), second, True, "a")) == [(0.7, 0.8)]
+    saved_earlier = [{"before_a": 0.5}]  # by a version that did not know of them
+    assert best(metrics.with_best(rows(0.7, 0.8), saved_earlier, False, "a")) == [(None, None)]
+
+
 def test_client_table():
     federation = Federation(np.array([7, 8]), (5,), 3, np.array([True, False]), np.array([0, 1]))
     book = ledger.Ledger({}, {}, [1, 2], [3, 4], [5, 6], [7, 8], [9, 10])

@@ -7,7 +7,8 @@ domains, and wN for a ResNet9 with N kernels in its first layer. Accuracy is aft
 
 figure6     accuracy over rounds, and over bytes; --methods=local,fedavg,beta chooses
 similarity  figures 7a to 7f: who resembles whom in u and in v over rounds, and who is mixed
-components  figure 7g: without matching, without μ, random and worst matching with three peers
+components  figure 7g: without matching, without μ, random and worst matching with three peers,
+            and with nobody at all
 rank, tau, layout  figures 7h, 7i and 7k
 single      figure 7j: one client, factorised against plain, and the numbers that each has
 sparsity    zeros in μ over rounds, for several λ
@@ -112,6 +113,7 @@ def components() -> tuple[dict[str, Any], Figure]:
             "fedavg": config("fedavg"),
             "factorized, no matching": config(matching="none"),
             "the same without μ": config(matching="none", bias=False),
+            "factorized, alone": config(tau=2.0, minimum=1),  # no cosine reaches 2
             "worst of three": config(matching="worst", peers=3),
             "random three": config(matching="random", peers=3),
             "alpha": config(share="u"),

@@ -103,12 +103,20 @@ def moved(run: Any) -> int:
 
 
 def among(chosen: Callable[[Mapping[str, Any], int], bool], when: str) -> Measure:
-    """Mean accuracy in per cent over the clients for which chosen(row of N, N) holds."""
+    """Mean accuracy in per cent over the clients for which chosen(row of N, N) holds.
+
+    when: before or after, at the last evaluation; best_before or best_after, at that which is best
+    on validation examples, or at the last one where there are none.
+    """
+    last = when.removeprefix("best_")
 
     def measure(run: Any) -> float:
-        count = len(run.clients)
-        scores = [float(c[f"{when}_accuracy"]) for c in run.clients if chosen(c, count)]
-        return 100 * float(np.mean(scores))
+        found = [row for row in run.clients if chosen(row, len(run.clients))]
+        own = [row.get(f"{when}_accuracy") for row in found]
+        unknown = (None, "")  # as in a row, and as in a file
+        scores = [row[f"{last}_accuracy"] if score in unknown else score
+                  for row, score in zip(found, own, strict=True)]  # fmt: skip
+        return 100 * float(np.mean(np.array(scores, float)))
 
     return measure
 

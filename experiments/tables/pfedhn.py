@@ -55,9 +55,10 @@ def _spectral(method: str, column: str, dataset: str, rounds: int | None) -> Con
     return spectral(True, dataset, _clients(column, dataset), rounds)
 
 
-def _size(column: str) -> tuple[Measure, None]:
+def _size(column: str) -> tuple[Measure, Measure]:
     group = "SML".index(column[-1])
-    return among(lambda client, n: int(client["group"]) == group, "before"), None
+    of_size = lambda client, n: int(client["group"]) == group
+    return among(of_size, "best_before"), among(of_size, "before")
 
 
 def _table(
@@ -83,8 +84,7 @@ _SIZED = ("cifar10-S", "cifar10-M", "cifar10-L")
 TABLES = {
     "table1": _table("table1", "eight methods", _plain, ("cifar10-n10",)),
     "table2": _table("table2", "clients of three sizes", _sizes, _SIZED)._replace(
-        ours="accuracy in per cent as served, at the last evaluation, of the clients of a size",
-        measures=_size,
+        ours=f"{_OURS}, of the clients of a size", measures=_size
     ),
     "table3": _table("table3", "one hidden layer", _plain, ("mnist-n10",), {"mnist": _STEPS}),
     "table4": _table("table4", "spectral normalisation", _spectral, ("cifar10-n10",)),

@@ -72,6 +72,10 @@ def test_the_files_agree_with_each_other_and_the_result(finished):
     assert sum(numbers("visits")) == answers
     assert np.mean(numbers("before_accuracy")) == pytest.approx(last["before"]["accuracy_mean"])
     assert np.mean(numbers("after_loss")) == pytest.approx(last["after"]["loss"])
+    (best,) = [line for line in lines if line["round"] == last["best_round"]]
+    for stage in ("before", "after"):
+        of_clients = np.mean(numbers(f"best_{stage}_accuracy"))
+        assert of_clients == pytest.approx(best[stage]["accuracy_mean"])
     assert [int(n) for n in numbers("train_examples")] == result.federation.counts.tolist()
 
 
