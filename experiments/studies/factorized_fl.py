@@ -70,7 +70,7 @@ def _method(name: str) -> list[runner.Result]:
 
 def figure6() -> tuple[dict[str, Any], Figure]:
     """Curves of every method."""
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     found: dict[str, Any] = {}
     for name in common.chosen(ROWS):
@@ -91,7 +91,7 @@ def figure6() -> tuple[dict[str, Any], Figure]:
             right.axhline(curve[-1], color=colour, linestyle=":")
     left.set(xlabel="round", ylabel="accuracy after local training (%)")
     right.set(xlabel="gigabytes, both directions", xscale="log")
-    left.legend(frameon=False, fontsize=8, ncols=2)
+    figure.legend(frameon=False, ncols=5, loc="outside upper center")
     return found, figure
 
 
