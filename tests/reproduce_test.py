@@ -125,6 +125,7 @@ def test_parts_of_the_published_settings():
     assert settings("pfedla/table2", "pfedla/cifar100-n10").dominant.dominant == 6
     assert settings("pfedla/table3", "k=2/cifar10-MiB").pfedla.k == 2
     assert settings("pfedla/table1", "heurpfedla/cifar10-n10").pfedla.k == 1
+    assert settings("factorized_fl/table1", "fedfomo/cifar10-iid").fedfomo.reference == "last"
     assert settings("pfedhn/table4", "pfedhn/cifar10-n10").pfedhn.spectral_norm
     fedrep = settings("pfedla/table1", "fedrep/cifar10-n10")
     assert fedrep.local_epochs + fedrep.fedrep.head_epochs == 10
