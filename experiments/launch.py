@@ -220,11 +220,14 @@ def default_workdir(name: str, arguments: Sequence[str]) -> str:
 
 
 def _read(value: str, before: Any) -> Any:
-    """JSON; a word without quotes where a word stood; and .1 or 10., which JSON has not."""
+    """JSON; a word without quotes where a word stood; and Python's True, None, .1 and 10., too."""
     try:
         return json.loads(value)
     except ValueError:
-        return value if isinstance(before, str) else float(value)
+        if isinstance(before, str):
+            return value
+        python = {"True": True, "False": False, "None": None}
+        return python[value] if value in python else float(value)
 
 
 def change(config: ConfigDict, pairs: Sequence[str]) -> None:

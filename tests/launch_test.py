@@ -33,13 +33,15 @@ def test_values_on_the_command_line():
     """JSON, numbers as people write them, words with quotes and without."""
     made = config.default()
     pairs = ["momentum=.9", "clip_norm=10.", "model=mlp", 'dataset="mnist"', "rounds=7",
-             "fedprox.mu=1e-3", "augment=true", "learning_rate_drops=[.5]"]  # fmt: skip
+             "fedprox.mu=1e-3", "augment=True", "evaluate_after=false",
+             "learning_rate_drops=[.5]"]  # fmt: skip
     assert message(launch.change, made, pairs[-1:]).startswith("--set=learning_rate_drops=[.5] is")
     launch.change(made, [*pairs[:-1], "learning_rate_drops=[0.5]"])
     assert (made.momentum, made.clip_norm, made.rounds) == (0.9, 10.0, 7)
-    assert (made.model, made.dataset, made.augment) == ("mlp", "mnist", True)
+    assert (made.model, made.dataset) == ("mlp", "mnist")
+    assert (made.augment, made.evaluate_after) == (True, False)
     assert (made.fedprox.mu, tuple(made.learning_rate_drops)) == (1e-3, (0.5,))
-    for pair in ("momentum=much", "momentum", "lenet=mlp", "rounds=.5"):
+    for pair in ("momentum=much", "momentum", "lenet=mlp", "rounds=.5", "augment=yes"):
         line = message(launch.change, made, [pair])
         assert line == f"--set={pair} is no KEY=VALUE of this configuration"
 
