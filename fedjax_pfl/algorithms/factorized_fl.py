@@ -174,10 +174,11 @@ def factorized_fl(
         return Traffic(*(bytes_used(prune(tree, sparsity)) for tree in (down, upload)))
 
     def observe(state: State) -> dict[str, jax.Array]:
-        every, found = jnp.arange(n), {}
+        every, found, key = jnp.arange(n), {}, jax.random.key(0)
         for leaf in ("u", "v"):
             found[leaf] = jax.vmap(partial(cosine, signature(state.rows, leaf)))(every)
-        found["weights"] = jax.vmap(weights, (None, 0, None))(state.rows, every, jax.random.key(0))
+        if matching != "random":  # each round draws its own
+            found["weights"] = jax.vmap(weights, (None, 0, None))(state.rows, every, key)
         if bias:
             mu = [leaf.reshape(n, -1) for leaf in collect_mu((state.rows, state.clients.own))]
             found["zeros_in_mu"] = jnp.mean(jnp.abs(jnp.concatenate(mu, 1)) < sparsity, 1)

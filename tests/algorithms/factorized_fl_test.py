@@ -143,6 +143,7 @@ def test_worst_random_and_no_matching():
         assert set(np.flatnonzero(worst[i])) == {i, *others[:2]}
     np.testing.assert_allclose(worst.sum(1), 1, rtol=1e-5)
     made = make(**base, matching="random")
+    assert "weights" not in made.observe(state)  # they are drawn, and not of the state
     u = [np.asarray(sent(made, state, key)["fc1"]["u"]) for key in jax.random.split(KEY, 2)]
     assert (np.abs(u[0] - u[1]).max(axis=(1, 2)) > 1e-4).sum() > 2  # other peers with another key
     counts = tiny.TRAIN / tiny.TRAIN.sum()
