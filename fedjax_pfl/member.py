@@ -123,7 +123,8 @@ def measured(built: Built, member: Member, scores: Any, state: State) -> dict[st
         "best_round": at.best_round,
     }
     rows = metrics.client_scores(scores, built.task.name)
-    rows = metrics.with_best(rows, at.clients, better, built.task.name)
+    known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
+    rows = metrics.with_best(rows, known, better, built.task.name)
     member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
 

@@ -1,9 +1,11 @@
 """Means over clients and over examples, worked out by hand."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from fedjax_pfl import ledger, metrics
+from fedjax_pfl import ledger, member, metrics
 from fedjax_pfl.algorithm import Federation
 from fedjax_pfl.local import Scores
 from fedjax_pfl.rounds import Evaluation, Log
@@ -84,6 +86,19 @@ def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
     assert best(metrics.with_best(rows(0.7, 0.8), second, True, "a")) == [(0.7, 0.8)]
     saved_earlier = [{"before_a": 0.5}]  # by a version that did not know of them
     assert best(metrics.with_best(rows(0.7, 0.8), saved_earlier, False, "a")) == [(None, None)]
+
+
+def test_a_phase_does_not_take_over_the_best_of_the_one_before():
+    """Its first score is not a number, so that it has no best round yet."""
+    phase = SimpleNamespace(federation=SimpleNamespace(active=everyone(1)))
+    built = SimpleNamespace(phases=[phase, phase], task=SimpleNamespace(name="a"))
+    one = member.Member("", None, {}, at=member.Position(ledger=ledger.empty(1)))
+    good, unknown = (scores([value], [1.0], [4]) for value in (3, np.nan))
+    member.measured(built, one, Evaluation(good, good, None), {})
+    assert one.at.clients[0]["best_before_a"] == 0.75
+    one.at = one.at._replace(phase=1, best_round=None, best_score=None)
+    member.measured(built, one, Evaluation(unknown, unknown, None), {})
+    assert (one.at.best_round, one.at.clients[0]["best_before_a"]) == (None, None)
 
 
 def test_client_table():

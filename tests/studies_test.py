@@ -65,6 +65,18 @@ def test_what_embeddings_learned_is_apart_from_decay():
     np.testing.assert_allclose(pfedhn.own_moves(np.stack([first, 0.8 * first])), 0, atol=1e-12)
 
 
+def test_the_control_of_factorized_fl_mixes_with_nobody(monkeypatch):
+    """With one candidate at least and a τ that no cosine reaches, a client is its own only one."""
+    monkeypatch.setattr(factorized_fl, "CLIENTS", SimpleNamespace(value=20))
+    monkeypatch.setattr(factorized_fl, "DATASET", SimpleNamespace(value="mnist"))
+    monkeypatch.setattr(factorized_fl, "SETTING", SimpleNamespace(value="permuted-noniid-w8"))
+    monkeypatch.setattr(factorized_fl, "_compare", lambda study, variants: (variants, None))
+    made, _ = factorized_fl.components()
+    alone = made["factorized, alone"].factorized_fl
+    assert (alone.tau > 1, alone.minimum, alone.matching) == (True, 1, "similar")
+    assert (made["beta"].factorized_fl.tau, made["beta"].factorized_fl.minimum) == (0, 10)
+
+
 def test_nearest_neighbours_by_hand():
     points, group = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 0, 0, 1])
     assert pfedhn.alike(points, group) == 0.5  # the third is nearest to the fourth
