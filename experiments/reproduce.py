@@ -118,7 +118,7 @@ def _chosen(table: Table, options: Options) -> list[Cell]:
     fits = lambda own, pattern: any(fnmatch.fnmatchcase(name, pattern) for name in own)
     for pattern in patterns:
         if not any(fits(own, pattern) for own in names):
-            known = [*table.cells, *table.columns]
+            known = [word for own in names for word in own] + [cell.row for cell in every]
             raise UsageError(f"no cell is {pattern!r}{configuration.nearest(pattern, known)}")
     kept = [any(fits(own, pattern) for pattern in patterns) for own in names]
     return [cell for cell, keep in zip(every, kept, strict=True) if keep or not patterns]

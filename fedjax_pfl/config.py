@@ -126,14 +126,15 @@ def default(words: Words = OURS) -> ConfigDict:
 
 
 def nearest(word: str, words: Any, whole: str = "{}") -> str:
-    """A hint at the word that was probably meant.
+    """A hint at the word that was probably meant, as papers write it (LG-FedAvg) or not.
 
     Args:
       whole: of which it is a part, such as "pfedla.{}".
     """
-    close = difflib.get_close_matches(word, list(words), 1, 0.5)
+    small = {str(known).lower(): known for known in words}
+    close = difflib.get_close_matches(word.lower(), small, 1, 0.5)
     if close:
-        return f"; did you mean {whole.replace('{}', close[0])}?"
+        return f"; did you mean {whole.replace('{}', small[close[0]])}?"
     return f"; there are {', '.join(sorted(words))}"
 
 

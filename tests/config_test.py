@@ -127,6 +127,7 @@ def test_complete_changes_what_is_given_and_no_more():
         ({"groups": [{"rounds": 3}]}, ["groups[0]", "model"]),
         ({"groups": [{}, {"model": "mpl"}]}, ["'mpl'", "did you mean mlp?"]),
         ({"algorithm": "fedagv"}, ["'fedagv'", "did you mean fedavg?"]),
+        ({"algorithm": "LG-FedAvg"}, ["'LG-FedAvg'", "did you mean lg_fedavg?"]),
         ({"algorithm": "zzzzz"}, ["'zzzzz'", "fedavg", "local"]),
         ({"partition": "clases"}, ["did you mean classes?"]),
         ({"model": "lenett"}, ["did you mean lenet?"]),

@@ -395,3 +395,4 @@ def test_names_of_cells(at_hand):
     }  # fmt: skip
     line = message(chosen, "full", "omniglot")
     assert line == "no cell is 'omniglot'; did you mean omniglot-n50?"
+    assert message(chosen, "full", "FedAvg/cifar10-n50").endswith("mean fedavg/cifar10-n50?")
