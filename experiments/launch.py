@@ -260,8 +260,9 @@ def in_one_line() -> Iterator[None]:
     except (UsageError, BrokenPipeError):
         raise
     except flags.UnrecognizedFlagError as error:
+        ours = sorted(f"--{f.name}" for f in flags.FLAGS.get_key_flags_for_module(sys.argv[0]))
         raise UsageError(
-            f"there is no flag --{error.flagname}; settings are --config.KEY"
+            f"there is no flag --{error.flagname}; there are {', '.join([*ours, '--config.KEY'])}"
         ) from None
     except flags.IllegalFlagValueError as error:
         raise UsageError(_illegal(str(error))) from None

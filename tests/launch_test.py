@@ -206,9 +206,7 @@ def test_in_one_line_passes_nothing_else():
     assert message(raised, UsageError("as it is")) == "as it is"
     assert message(raised, ValueError("first\nlast")) == "last"
     assert message(raised, KeyError()) == "KeyError"
-    assert message(raised, flags.UnrecognizedFlagError("rounds")) == (
-        "there is no flag --rounds; settings are --config.KEY"
-    )
+    assert message(raised, flags.UnrecognizedFlagError("rounds")).endswith("--config.KEY")
     text = "Traceback ...\nfedjax_pfl.errors.UsageError: what is wrong"
     assert message(raised, RuntimeError(text)) == "what is wrong"
     with pytest.raises(KeyboardInterrupt):
@@ -334,7 +332,7 @@ _WRONG = {
     "no config file": (["--config=nowhere.py"], "nowhere.py'; --config takes FILE.py:PRESET"),
     "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
     "no number": (["--config.rounds=ten"], "rounds is 'ten'; it must be a whole number"),
-    "unknown flag": (["--rounds=3"], "there is no flag --rounds"),
+    "unknown flag": (["--out=x"], "there is no flag --out; there are --config, --coordinator, "),
     "stray argument": (["digits"], "'digits' is no flag"),
 }
 
