@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
 TRAINING = (
     "partition", "model", "clients", "clients_per_round", "rounds", "local_epochs", "local_steps",
-    "batch_size", "learning_rate", "momentum", "weight_decay", "clip_norm", "split",
+    "batch_size", "drop_last", "learning_rate", "momentum", "weight_decay", "clip_norm", "split",
     "test_fraction", "validation_fraction", "validation_examples", "augment",
     "keep_momentum", "keep_head",
 )  # fmt: skip

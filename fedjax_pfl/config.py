@@ -52,6 +52,7 @@ PHASE_KEYS = frozenset(
         "local_epochs",
         "local_steps",
         "batch_size",
+        "drop_last",
         "learning_rate",
         "learning_rate_drops",
         "momentum",

@@ -61,6 +61,10 @@ GENERAL: dict[str, dict[str, Setting]] = {
         ),
         "local_steps": Setting(int, "batches in a round instead, as many for every client"),
         "batch_size": Setting(32, "examples of a gradient step"),
+        "drop_last": Setting(
+            False, "leave out the short batch at the end of an epoch, unless it is the only one: "
+            "with BatchNorm, which normalises by what is in a batch, one or two examples do harm"
+        ),
         "learning_rate": Setting(0.01, "of the clients' SGD"),
         "learning_rate_drops": Setting(
             (), "shares of the rounds after each of which the rate falls to a tenth: .5,.75"

@@ -28,6 +28,7 @@ class Training(NamedTuple):
     batch_size: int
     epochs: int | None
     steps: int | None
+    drop_last: bool  # the short batch at the end of an epoch
     keep: bool  # the optimiser's state stays with the client from round to round
     begin: int  # the phase's first round
     rounds: int  # and its length: what a schedule of an algorithm runs over
@@ -50,6 +51,7 @@ def sgd(
     batch_size: int = 32,
     epochs: int | None = None,
     steps: int | None = None,
+    drop_last: bool = False,
     keep_momentum: bool = False,
     begin: int = 0,
     rounds: int = 1,
@@ -59,8 +61,9 @@ def sgd(
     Args:
       learning_rate: a number, or a function of the round.
       clip_norm: largest global norm of a gradient; None: any.
-      epochs: shuffled passes over all examples, the last short batch kept.
+      epochs: shuffled passes over all examples.
       steps: instead, so many batches, each drawn afresh without replacement.
+      drop_last: a pass ends before its last short batch, unless it has no other.
       keep_momentum: the client keeps its momentum between rounds.
       begin, rounds: the phase that this is for, where an algorithm has a schedule of its own.
     """
@@ -81,6 +84,7 @@ def sgd(
         batch_size,
         epochs,
         steps,
+        drop_last,
         keep_momentum,
         begin,
         rounds,
@@ -150,6 +154,8 @@ def _schedule(
     orders = jax.vmap(_shuffled, (0, None, None))(keys, longest, split.size)
     orders = jnp.pad(orders, ((0, 0), (0, -longest % size)))
     per_epoch = -(-split.size // size)
+    if training.drop_last:
+        per_epoch = jnp.minimum(per_epoch, jnp.maximum(split.size // size, 1))
 
     def next_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
         epoch, batch = step // jnp.maximum(per_epoch, 1), step % jnp.maximum(per_epoch, 1)

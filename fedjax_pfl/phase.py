@@ -162,6 +162,7 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         batch_size=one.batch_size,
         epochs=None if one.local_steps else one.local_epochs or 1,
         steps=one.local_steps,
+        drop_last=one.drop_last,
         keep_momentum=one.keep_momentum,
         begin=work.begin,
         rounds=one.rounds,

@@ -159,6 +159,21 @@ def test_an_epoch_is_every_example_once(client: int):
     np.testing.assert_allclose(metrics["loss"][client], wanted, rtol=1e-6)
 
 
+def test_an_epoch_without_its_short_batch():
+    """Of 0, 1, 3, 5, 8, 11 examples, by 4: a batch that is the only one is kept, however short."""
+    _, rest, _, _ = visited(federated(), **EPOCHS, drop_last=True)
+    np.testing.assert_array_equal(rest["step"], 3 * np.array([0, 1, 1, 1, 2, 2]))
+    for client, size in enumerate(SIZES):
+        epochs = rest["batches"][client, : rest["step"][client]].reshape(3, -1)
+        for epoch in epochs:
+            real = epoch[epoch >= 0]
+            assert len(real) == (size if size < BATCH else size // BATCH * BATCH)
+            assert set(real.tolist()) <= set(own(client).tolist())
+            assert len(real) == len(set(real.tolist()))
+    # What is left out of one epoch is in another: three times the same of 11 has a chance of 4e-5.
+    assert len(set(rest["batches"][5, :6].ravel().tolist())) > 8
+
+
 @pytest.mark.parametrize("client", range(len(SIZES)))
 def test_steps_draw_without_replacement(client: int):
     _, rest, _, _ = visited(federated(), **STEPS)

@@ -21,7 +21,8 @@ Point = dict[str, Any]  # a value of each
 # What can be tuned besides a method's own settings: all else is the problem, the budget, or how
 # things are computed and measured, and is the same for all.
 TRAINING = (
-    *sweep.TRAINING, "keep_momentum", "batch_size", "local_epochs", "local_steps", "keep_head"
+    *sweep.TRAINING, "keep_momentum", "batch_size", "drop_last", "local_epochs", "local_steps",
+    "keep_head",
 )  # fmt: skip
 _BUDGET = ("rounds", "seed", "seeds")
 _EXAMPLE = '"learning_rate=.1,.01; pfedla.rate=.05,.5"'
