@@ -20,6 +20,8 @@ from fedjax_pfl.task import Task, classification, regression
 
 # XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
 _SLACK = 4 / 3
+# So many of fifty images as an epoch's last batch cost twenty points with BatchNorm.
+_FEW = 2
 
 
 class Built(NamedTuple):
@@ -29,6 +31,7 @@ class Built(NamedTuple):
     data: data.FederatedData
     federation: Federation
     task: Task
+    remarks: tuple[str, ...]  # on what will do harm and is allowed
 
     def of(self, points: Sequence[int]) -> "Built":
         """The same of some points."""
@@ -97,7 +100,27 @@ def build(
         if processes.count() > 1:
             raise UsageError("measure is for one process; set chunk and conv for several")
         phases = list(map(_measured, phases, states))
-    return Built(tuple(phases), arrays, federation, task)
+    remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
+    said = tuple(dict.fromkeys(line for line in remarks if line))
+    return Built(tuple(phases), arrays, federation, task, said)
+
+
+def _short_batches(phase: Phase, state: Any) -> str:
+    """A line where BatchNorm will normalise by so few examples, which can be left out."""
+    one, federation = phase.config, phase.work.federation
+    norm = jax.tree_util.DictKey("batch_stats")
+    has_norm = any(norm in path for path, _ in jax.tree_util.tree_leaves_with_path(state))
+    if not has_norm or one.local_steps or one.drop_last:
+        return ""
+    counts = federation.counts[federation.active]
+    last = counts % one.batch_size
+    hurt = int(np.sum((counts > one.batch_size) & (last > 0) & (last <= _FEW)))
+    if not hurt:
+        return ""
+    return (
+        f"an epoch of {hurt} of {len(counts)} clients ends with a batch of {_FEW} examples or "
+        "fewer, which does harm with BatchNorm; drop_last leaves it out"
+    )
 
 
 def _measured(phase: Phase, state: Any) -> Phase:

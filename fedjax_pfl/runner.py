@@ -212,6 +212,8 @@ def _advance(
         dynamic_ncols=True,
     )
     with bar:
+        for line in built.remarks if processes.lead() else ():
+            bar.write(line, file=sys.stderr)
         for number in range(at.phase, len(built.phases)):
             phase = built.phases[number]
             if members[0].at.phase < number or state is None:
