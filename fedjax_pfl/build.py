@@ -20,7 +20,7 @@ from fedjax_pfl.task import Task, classification, regression
 
 # XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
 _SLACK = 4 / 3
-# So many of fifty images as an epoch's last batch cost twenty points with BatchNorm.
+# So many of fifty images, as the last batch of an epoch, cost up to 24 points with BatchNorm.
 _FEW = 2
 
 
@@ -119,7 +119,7 @@ def _short_batches(phase: Phase, state: Any) -> str:
         return ""
     return (
         f"an epoch of {hurt} of {len(counts)} clients ends with a batch of {_FEW} examples or "
-        "fewer, which does harm with BatchNorm; drop_last leaves it out"
+        "fewer, which can cost accuracy with BatchNorm; drop_last leaves it out"
     )
 
 

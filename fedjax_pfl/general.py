@@ -63,7 +63,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
         "batch_size": Setting(32, "examples of a gradient step"),
         "drop_last": Setting(
             False, "leave out the short batch at the end of an epoch, unless it is the only one: "
-            "with BatchNorm, which normalises by what is in a batch, one or two examples do harm"
+            "with BatchNorm, which normalises by what is in a batch, one or two can cost accuracy"
         ),
         "learning_rate": Setting(0.01, "of the clients' SGD"),
         "learning_rate_drops": Setting(
