@@ -55,14 +55,24 @@ def test_no_remark_where_it_does_no_harm(changes):
     assert built(batch_size=16, **changes).remarks == ()
 
 
+def test_an_only_batch_is_nobodys_last():
+    """drop_last would not leave it out."""
+    few = {"synthetic": {"shape": (12, 12, 1), "examples": 15, "test_examples": 0}}
+    assert built(**few).federation.counts.tolist() == [2] * 5
+    assert built(batch_size=16, **few).remarks == ()
+
+
 def test_two_phases_make_one_remark():
     same = {"batch_size": 16, "phases": ({}, {"rounds": 1})}
     assert len(built(**same).remarks) == 1
     assert len(built(batch_size=32, phases=({}, {"batch_size": 15})).remarks) == 1
 
 
-def test_a_run_says_it_once(capsys):
-    result = runner.run(configuration.complete({**BASE, "batch_size": 16}))
-    assert np.isfinite(result.metrics[-1]["train_loss"])
-    said = capsys.readouterr().err
-    assert said.count("drop_last leaves it out") == 1
+def test_a_run_says_it_once_and_leaves_the_batch_out(capsys):
+    run = lambda **changes: runner.run(configuration.complete({**BASE, "batch_size": 16} | changes))
+    kept = run().metrics[-1]["train_loss"]
+    assert capsys.readouterr().err.count("drop_last leaves it out") == 1
+    dropped = run(drop_last=True).metrics[-1]["train_loss"]
+    assert capsys.readouterr().err == ""
+    assert np.isfinite([kept, dropped]).all()
+    assert kept != dropped
