@@ -31,7 +31,7 @@ class Built(NamedTuple):
     data: data.FederatedData
     federation: Federation
     task: Task
-    remarks: tuple[str, ...]  # on what will do harm and is allowed
+    remarks: tuple[str, ...]  # on what is allowed and may cost accuracy
 
     def of(self, points: Sequence[int]) -> "Built":
         """The same of some points."""

@@ -198,7 +198,7 @@ def test_programs_are_kept_where_caches_are(monkeypatch, tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
 
 
-def test_in_one_line_passes_nothing_else():
+def test_in_one_line_passes_nothing_else(monkeypatch):
     def raised(error):
         with launch.in_one_line():
             raise error
@@ -206,7 +206,10 @@ def test_in_one_line_passes_nothing_else():
     assert message(raised, UsageError("as it is")) == "as it is"
     assert message(raised, ValueError("first\nlast")) == "last"
     assert message(raised, KeyError()) == "KeyError"
-    assert message(raised, flags.UnrecognizedFlagError("rounds")).endswith("--config.KEY")
+    monkeypatch.setattr(sys, "argv", ["a_command_without_flags"])
+    assert message(raised, flags.UnrecognizedFlagError("rounds")) == (
+        "there is no flag --rounds; there are --config.KEY"
+    )
     text = "Traceback ...\nfedjax_pfl.errors.UsageError: what is wrong"
     assert message(raised, RuntimeError(text)) == "what is wrong"
     with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""What is allowed and does harm is said before it is computed: BatchNorm and very short batches."""
+"""What is allowed and may cost accuracy is said: BatchNorm and very short batches."""
 
 import numpy as np
 import pytest

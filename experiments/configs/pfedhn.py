@@ -54,7 +54,8 @@ DATASETS: dict[str, dict[str, Any]] = {
 METHODS: dict[str, dict[str, Any]] = {
     "local": {"clients_per_round": None},
     # 60 local steps: 20 batches and K = 3 steps on each. Its own steps know no momentum, and at the
-    # others' rate it hardly moves: of the paper's rates this one is best on validation examples.
+    # others' rate it hardly moves: of the paper's rates this one is best on validation examples,
+    # with ten clients of CIFAR-10 after 20 rounds.
     "pfedme": {"local_steps": 20, "learning_rate": 0.1, "momentum": 0.0,
                "pfedme": {"inner_steps": 3}},
     "per_fedavg": {"momentum": 0.0},
