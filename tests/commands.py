@@ -41,7 +41,7 @@ class Command:
         settings = [f"--config.{key}={value}" for key, value in {**CONFIG, **changes}.items()]
         environment = {
             **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+            "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

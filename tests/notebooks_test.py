@@ -29,7 +29,8 @@ def test_runs_from_top_to_bottom(name, tmp_path, tmp_path_factory):
     quick = {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",  # fewer take less to compile
+        # Fewer devices take less to compile.
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=1",
         "MPLBACKEND": "Agg",
     }
     paths = {

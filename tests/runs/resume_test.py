@@ -311,7 +311,7 @@ def _start(directory):
         "XDG_CACHE_HOME": str(directory.parent / "cache"),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_DEFAULT_MATMUL_PRECISION": "highest",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
     }
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.baseline", *flags],
