@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedjax_pfl import config as configuration
+from fedjax_pfl.config import configuration
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
@@ -33,26 +33,29 @@ html_show_sphinx = html_show_copyright = html_copy_source = False
 
 API = {
     "Runs": [
-        "fedjax_pfl", "fedjax_pfl.config", "fedjax_pfl.build", "fedjax_pfl.rounds",
-        "fedjax_pfl.export",
+        "fedjax_pfl", "fedjax_pfl.config.configuration", "fedjax_pfl.runs.build",
+        "fedjax_pfl.engine.rounds", "fedjax_pfl.runs.export",
     ],
     "Writing a method": [
-        "fedjax_pfl.algorithm", "fedjax_pfl.algorithms.common", "fedjax_pfl.algorithms.parts",
-        "fedjax_pfl.local", "fedjax_pfl.trees", "fedjax_pfl.task", "fedjax_pfl.at_home",
-        "fedjax_pfl.compress",
+        "fedjax_pfl.core.algorithm", "fedjax_pfl.algorithms.common",
+        "fedjax_pfl.algorithms.split_model", "fedjax_pfl.core.local_training",
+        "fedjax_pfl.core.trees", "fedjax_pfl.core.task",
+        "fedjax_pfl.transforms.private_layers", "fedjax_pfl.transforms.compression",
     ],
     "Methods": sorted({factory.__module__ for factory in configuration.ALGORITHMS.values()}),
     "Data": [
         "fedjax_pfl.data.dataset", "fedjax_pfl.data.sources", "fedjax_pfl.data.partitions",
-        "fedjax_pfl.data.federate", "fedjax_pfl.data.federated", "fedjax_pfl.data.augment",
+        "fedjax_pfl.data.federate", "fedjax_pfl.core.examples", "fedjax_pfl.data.augment",
     ],
     "Networks": [
-        "fedjax_pfl.models", "fedjax_pfl.models.conv", "fedjax_pfl.models.modular",
-        "fedjax_pfl.nets.hypernet", "fedjax_pfl.nets.layer_weights", "fedjax_pfl.nets.router",
-        "fedjax_pfl.nets.factorized", "fedjax_pfl.nets.matching",
+        "fedjax_pfl.networks", "fedjax_pfl.networks.lowerings.conv",
+        "fedjax_pfl.networks.modular", "fedjax_pfl.networks.hypernet",
+        "fedjax_pfl.networks.layer_weights", "fedjax_pfl.networks.router",
+        "fedjax_pfl.networks.factorized", "fedjax_pfl.algorithms.matching",
     ],
     "Numbers and reports": [
-        "fedjax_pfl.ledger", "fedjax_pfl.metrics", "fedjax_pfl.report", "fedjax_pfl.comparison",
+        "fedjax_pfl.engine.ledger", "fedjax_pfl.engine.metrics", "fedjax_pfl.report.page",
+        "fedjax_pfl.report.comparison",
     ],
 }  # fmt: skip
 

@@ -13,13 +13,14 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import benchmark, render
-from experiments import list as listing
+from experiments import benchmark
+from experiments.papers import table as common
+from experiments.papers.table import cell
+from experiments.papers.tables import TABLES
 from experiments.speed import rivals, turns
-from experiments.tables import TABLES, common
-from experiments.tables.common import cell
-from fedjax_pfl import config as configuration
-from fedjax_pfl.metrics import mean_std
+from fedjax_pfl.config import configuration, listing
+from fedjax_pfl.engine.metrics import mean_std
+from fedjax_pfl.report import text_tables
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
@@ -55,7 +56,9 @@ def settings(*names: str) -> str:
         for key in configuration.settings(factory):
             usual = "unset" if defaults[name][key] is None else defaults[name][key]
             rows.append([f"`{name}.{key}`", f"`{usual}`", meanings[key]])
-    return render.markdown([render.Table("", ["default", "meaning"], rows)]).replace("---:", "---")
+    return text_tables.markdown([text_tables.Table("", ["default", "meaning"], rows)]).replace(
+        "---:", "---"
+    )
 
 
 def presets(system: str, *names: str) -> str:
@@ -73,7 +76,7 @@ def presets(system: str, *names: str) -> str:
     own_keys = sorted({key for row in shown for key in row} - set(TRAINING))
     keys = [k for k in (*TRAINING, *own_keys) if any(k in row for row in shown)]
     rows = [[f"`{k}`", *(f"`{row[k]}`" if k in row else "-" for row in shown)] for k in keys]
-    return render.markdown([render.Table("", list(names), rows)])
+    return text_tables.markdown([text_tables.Table("", list(names), rows)])
 
 
 def published(name: str, *columns: str) -> str:
@@ -83,7 +86,7 @@ def published(name: str, *columns: str) -> str:
         raise KeyError(f"{name} has no column {unknown}")
     rows = [[row, *(cell(cells.get(c)) for c in columns)] for row, cells in table.cells.items()]
     caption = f"Published ({table.about.partition(':')[0]}):"
-    return render.markdown([render.Table(caption, list(columns), rows)])
+    return text_tables.markdown([text_tables.Table(caption, list(columns), rows)])
 
 
 def beside(file: str, name: str, column: str) -> str:
@@ -106,7 +109,7 @@ def beside(file: str, name: str, column: str) -> str:
         f"{table.about.partition(':')[0]}, {column}; ours before and after local training, at "
         f"round {whole['rounds']} where the published are at {whole['published_rounds']}:"
     )
-    return render.markdown([render.Table(caption, heads, rows)])
+    return text_tables.markdown([text_tables.Table(caption, heads, rows)])
 
 
 def facts(paper: str, name: str) -> str:
@@ -114,7 +117,7 @@ def facts(paper: str, name: str) -> str:
     whole = common.published(paper)[name]
     heads = list(dict.fromkeys(key for row in whole.values() for key in row))
     rows = [[label, *(f"{row[key]}" for key in heads)] for label, row in whole.items()]
-    return render.markdown([render.Table("", heads, rows)]).replace("---:", "---")
+    return text_tables.markdown([text_tables.Table("", heads, rows)]).replace("---:", "---")
 
 
 def figures(paper: str) -> str:
@@ -130,7 +133,7 @@ def figures(paper: str) -> str:
         study = f"`{paper} {one['study']}`" if one["study"] else "a drawing"
         rows.append([name, one["shows"], "; ".join(read) or "-", study])
     heads = ["shows", "numbers and findings that are stated", "ours"]
-    return render.markdown([render.Table("", heads, rows)]).replace("---:", "---")
+    return text_tables.markdown([text_tables.Table("", heads, rows)]).replace("---:", "---")
 
 
 def kind(name: str) -> str:
@@ -141,14 +144,16 @@ def kind(name: str) -> str:
 def tables() -> str:
     """Which tables of which papers there are."""
     rows = [[f"`{name}`", table.about, ", ".join(table.columns)] for name, table in TABLES.items()]
-    return render.markdown([render.Table("", ["from", "columns"], rows)]).replace("---:", "---")
+    return text_tables.markdown([text_tables.Table("", ["from", "columns"], rows)]).replace(
+        "---:", "---"
+    )
 
 
 def speed(name: str) -> str:
     """A measurement of `experiments.benchmark`: its table, its targets and its conditions."""
     whole = json.loads((RESULTS / name).read_text())
     shown = [turns.table(whole["items"], rivals.NAMES), turns.targets(whole, rivals.NAMES)]
-    return f"{render.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
+    return f"{text_tables.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
 
 
 MARKS: dict[str, Callable[..., str]] = {

@@ -27,12 +27,12 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments import render
 from experiments.launch import command, prepare_devices
 from experiments.speed import picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
-from fedjax_pfl import config as configuration
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import text_tables
 
 COMPILE = "compile"  # the item that only compiles
 FEW, MANY = "lenet-10", ("lenet-100", "lenet-1000")  # a client step is to take as long
@@ -288,7 +288,7 @@ def report(whole: Mapping[str, Any]) -> str:
     """What is printed."""
     lines = []
     if whole["items"]:
-        lines += [render.text([turns.table(whole["items"], rivals.NAMES)]), ""]
+        lines += [text_tables.text([turns.table(whole["items"], rivals.NAMES)]), ""]
     if whole["compile_seconds"]:
         said = ", ".join(f"{key} {value} s" for key, value in whole["compile_seconds"].items())
         lines.append(f"To compile the default configurations, nothing kept: {said}.")

@@ -4,7 +4,7 @@ python -m experiments.export RUN --out=FOLDER                    client-0.safete
 python -m experiments.export RUN --out=FOLDER --clients=0,3-5    of some clients
 python -m experiments.export RUN --out=FOLDER --best             of the best round by validation
 
-RUN is a run directory, of which only the checkpoint is read. In Python, fedjax_pfl.export.load
+RUN is a run directory, of which only the checkpoint is read. In Python, fedjax_pfl.runs.export.load
 gives a file's network and variables back.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from absl import flags
 
 from experiments.launch import DATA_DIR, command
-from fedjax_pfl import export
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs import export
 
 
 def numbers(text: str) -> list[int]:

@@ -15,10 +15,13 @@ import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from experiments.together import Given, together
-from fedjax_pfl import comparison, interrupt, processes, report, runner
-from fedjax_pfl import config as configuration
-from fedjax_pfl.errors import UsageError
+from experiments.spawn import Given, together
+from fedjax_pfl.config import configuration, listing
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import multiprocess
+from fedjax_pfl.report import comparison, comparison_page
+from fedjax_pfl.report import page as report
+from fedjax_pfl.runs import interrupt, runner
 
 CONFIGS = Path(__file__).parent / "configs"
 LIST = "python -m experiments.list"
@@ -47,7 +50,7 @@ def launch(name: str) -> None:
         given = Given(flag.processes, flag.process, flag.coordinator, flag.wait)
         with together(given), interrupt.on_signals() as stop:
             results = runner.run_all(settings, workdir, stop, tell=partial(print, flush=True))
-            if processes.lead():
+            if multiprocess.lead():
                 _show(Path(workdir), results)
 
     prepare_devices()
@@ -59,10 +62,8 @@ def launch(name: str) -> None:
         for flag in ("workdir", "processes", "process", "coordinator", "wait"):
             flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
         # What --help shows: the presets, as the config file describes them.
-        from experiments.list import of_command  # which needs this module
-
         method = name if name in configuration.ALGORITHMS else "fedavg"
-        said = f"{description(CONFIGS / f'{name}.py')}\n\n{of_command(method)}"
+        said = f"{description(name)}\n\n{listing.of_command(method)}"
         sys.modules["__main__"].__doc__ = f"\n{said}\n"
         app.run(main, flags_parser=_parse)
 
@@ -82,11 +83,9 @@ def _show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
 
 def _side_by_side(workdir: Path, names: Sequence[str]) -> None:
     """What `experiments.compare` shows of the runs of a sweep."""
-    from experiments import compare  # which needs this module
-
     rows = comparison.group([comparison.read(workdir / name) for name in names])
-    page = compare.write(rows, workdir / "compare")
-    print(f"{compare.text(rows)}\n\nPage: {page}")
+    page = comparison_page.write(rows, workdir / "compare")
+    print(f"{comparison_page.text(rows)}\n\nPage: {page}")
     print(f"Reports: {workdir}/*/report.html")
 
 
@@ -183,8 +182,10 @@ def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
     return holder
 
 
-def description(path: Path) -> str:
-    """The docstring of a config file, which is not executed."""
+def description(name: str) -> str:
+    """The docstring of a system's presets, which are not executed."""
+    of_paper = CONFIGS.parent / "papers" / name / "presets.py"
+    path = of_paper if of_paper.is_file() else CONFIGS / f"{name}.py"
     return ast.get_docstring(ast.parse(path.read_text())) or ""
 
 

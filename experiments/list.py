@@ -4,113 +4,32 @@ python -m experiments.list             settings, methods, datasets, partitions, 
 python -m experiments.list settings    one of them
 """
 
-import inspect
 import re
-import sys
-import textwrap
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from experiments.launch import CONFIGS, command, description
-from fedjax_pfl import config as configuration
-from fedjax_pfl import general
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.config import configuration
+from fedjax_pfl.config.listing import KINDS as LIBRARY
+from fedjax_pfl.config.listing import NAMES, listing, wrapped
+from fedjax_pfl.core.errors import UsageError
 
-WIDTH = 100
-_NAMES = 19  # columns for names
-TABLES: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
-    "methods": ("algorithm", configuration.ALGORITHMS),
-    "datasets": ("dataset", configuration.DATASETS),
-    "partitions": ("partition", configuration.PARTITIONS),
-    "models": ("model", configuration.MODELS),
-}
-KINDS = ("settings", *TABLES, "presets")
+KINDS = (*LIBRARY, "presets")
 
 
-def listing(kind: str) -> str:
+def shown(kind: str) -> str:
     """One kind as text, at most 100 columns wide."""
-    if kind == "settings":
-        return "\n".join(_settings())
-    if kind == "presets":
-        return "\n".join(_presets())
-    setting, table = TABLES[kind]
-    return "\n".join(_factories(kind, setting, table))
+    return "\n".join(presets()) if kind == "presets" else listing(kind)
 
 
-def of_command(method: str) -> str:
-    """What --help says of settings: those of every run and of the command's own method."""
-    table = {method: configuration.ALGORITHMS[method]}
-    own = "\n".join(_factories("methods", "algorithm", table))
-    more = "Other methods, datasets, partitions and models: python -m experiments.list"
-    return "\n\n".join((listing("settings"), own, more))
-
-
-def _settings() -> Iterator[str]:
-    """Those of every run, with their defaults and meanings."""
-    defaults, shared = configuration.default(), general.GENERAL
-    names = [name for group in shared.values() for name in group]
-    wide = max(map(len, names)) + 2
-    after = wide + _widest(defaults[name] for name in names)
-    yield 'Settings of every run: --config.NAME=VALUE, or {"NAME": VALUE} in Python'
-    for title, group in shared.items():
-        yield f"  {title}"
-        for name, one in group.items():
-            yield from _row(name, defaults[name], one.meaning, wide, after)
-    differ = ("Can differ between phases", configuration.PHASE_KEYS)
-    change = ("Can be changed when a run goes on", configuration.NEUTRAL_KEYS)
-    for said, keys in (differ, change):
-        yield from _wrapped(f"  {said}: {', '.join(name for name in names if name in keys)}.", 2)
-
-
-def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
-    defaults = configuration.default()
-    homes = Counter(factory.__module__ for factory in table.values())
-    own = {name: list(configuration.settings(factory)) for name, factory in table.items()}
-    after = _NAMES - 2 + _widest(defaults[name][key] for name in own for key in own[name])
-    yield f"{kind.capitalize()}: {setting}=NAME, and their own settings NAME.SETTING"
-    for name, factory in table.items():
-        # A file with one method in it says on top what the method is.
-        alone = kind == "methods" and homes[factory.__module__] == 1
-        said = sys.modules[factory.__module__] if alone else factory
-        first = (inspect.getdoc(said) or "").partition("\n")[0]
-        yield from _wrapped(f"  {name}".ljust(_NAMES + 2) + first, _NAMES + 2)
-        meanings = configuration.meanings(factory)
-        for key in own[name]:
-            yield from _row(key, defaults[name][key], meanings[key], _NAMES - 2, after)
-
-
-def _row(name: str, usual: Any, meaning: str, wide: int, after: int) -> list[str]:
-    """A setting; the columns of its default and its meaning begin behind an indent of four."""
-    head = f"    {name.ljust(wide)}{_shown(usual)}".ljust(4 + after)
-    return _wrapped(head + meaning, 4 + after)
-
-
-def _widest(values: Iterable[Any]) -> int:
-    return max((len(_shown(value)) for value in values), default=0) + 2
-
-
-def _shown(value: Any) -> str:
-    return "unset" if value is None else str(value).replace(" ", "") or '""'
-
-
-def _presets() -> Iterator[str]:
+def presets() -> Iterator[str]:
+    """The words of every system's presets."""
     yield "Presets: python -m experiments.SYSTEM --config=experiments/configs/SYSTEM.py:PRESET"
     for path in sorted(CONFIGS.glob("[!_]*.py")):
-        paragraphs = re.split(r"\n\s*\n", description(path))
-        yield from _wrapped(f"  {path.stem}".ljust(_NAMES + 2) + paragraphs[0], _NAMES + 2)
+        paragraphs = re.split(r"\n\s*\n", description(path.stem))
+        yield from wrapped(f"  {path.stem}".ljust(NAMES + 2) + paragraphs[0], NAMES + 2)
         for paragraph in paragraphs[1:]:
             if paragraph.startswith("Presets"):
-                yield from _wrapped(" " * (_NAMES + 4) + paragraph, _NAMES + 4)
-
-
-def _wrapped(text: str, indent: int) -> list[str]:
-    """The text's first `indent` columns are kept as they are."""
-    beginning, rest = text[:indent], " ".join(text[indent:].split())
-    return textwrap.wrap(
-        rest, WIDTH, initial_indent=beginning, subsequent_indent=" " * indent,
-        break_on_hyphens=False,
-    ) or [beginning.rstrip()]  # fmt: skip
+                yield from wrapped(" " * (NAMES + 4) + paragraph, NAMES + 4)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -120,7 +39,7 @@ def main(argv: Sequence[str]) -> None:
     for word in argv[1:]:
         if word not in KINDS:
             raise UsageError(f"there is no kind {word!r}{configuration.nearest(word, KINDS)}")
-    print("\n\n".join(listing(kind) for kind in argv[1:] or KINDS))
+    print("\n\n".join(shown(kind) for kind in argv[1:] or KINDS))
 
 
 if __name__ == "__main__":

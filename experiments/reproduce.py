@@ -23,15 +23,18 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import launch, render
-from experiments.known import Known
-from experiments.tables import TABLES, Cell, Table, cells_of
-from experiments.tables.common import cell as shown
-from experiments.tables.common import plateau
-from fedjax_pfl import comparison, data, interrupt, report, runner
-from fedjax_pfl import config as configuration
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.metrics import mean_std
+from experiments import launch
+from experiments.papers.table import cell as shown
+from experiments.papers.table import plateau
+from experiments.papers.tables import TABLES, Cell, Table, cells_of
+from fedjax_pfl import data
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine.metrics import mean_std
+from fedjax_pfl.report import comparison, text_tables
+from fedjax_pfl.report import page as report
+from fedjax_pfl.report.run_index import Known
+from fedjax_pfl.runs import interrupt, runner
 
 SCALES = {"quick": 1, "full": 3}  # seeds
 NOT_RUN = "not run"
@@ -212,7 +215,7 @@ def _name(table: str, cell: Cell, seed: int, key: str) -> str:
     return f"{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
-def tables(table: Table, places: Sequence[Place]) -> list[render.Table]:
+def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
     """One for each column: published, ours, gap, seeds, and what stands beside ours."""
     made = []
     kept = [place for place in places if place.plan.remark != LEFT_OUT]
@@ -236,7 +239,7 @@ def tables(table: Table, places: Sequence[Place]) -> list[render.Table]:
                     cells[4] = shown(mean_std([beside(one) for one in runs]))
                 remark = ", ".join(sorted({plateau(one, table.reported) for one in runs}))
             rows.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
-        made.append(render.Table(column, heads, rows))
+        made.append(text_tables.Table(column, heads, rows))
     return made
 
 
@@ -307,9 +310,9 @@ def page(options: Options, table: Table, places: Sequence[Place], form: str) -> 
     tail = remarks(options, table, places)
     body = tables(table, places)
     if form == "markdown":
-        return "\n\n".join([*head, render.markdown(body), *tail])
-    wrap = lambda part: textwrap.fill(part, render.WIDTH, break_on_hyphens=False)
-    return "\n\n".join([*map(wrap, head), render.text(body), *map(wrap, tail)])
+        return "\n\n".join([*head, text_tables.markdown(body), *tail])
+    wrap = lambda part: textwrap.fill(part, text_tables.WIDTH, break_on_hyphens=False)
+    return "\n\n".join([*map(wrap, head), text_tables.text(body), *map(wrap, tail)])
 
 
 def write(options: Options, table: Table, places: Sequence[Place]) -> None:

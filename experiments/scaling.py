@@ -21,12 +21,13 @@ import numpy as np
 from absl import flags
 
 from experiments.launch import command
-from fedjax_pfl import config as configuration
-from fedjax_pfl import local, memory, task
-from fedjax_pfl.algorithm import Algorithm, Federation
-from fedjax_pfl.data.federated import ClientData, FederatedData, Split
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.rounds import make_rounds
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core import local_training, task
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split
+from fedjax_pfl.engine import memory_estimate
+from fedjax_pfl.engine.rounds import make_rounds
 
 _EXAMPLES = 16  # of each client; they are not part of a state
 
@@ -57,7 +58,7 @@ def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
     payload = jax.eval_shape(made.send, state.server, state.rows, i, i, key)
     row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state.clients)
     upload = jax.eval_shape(made.train, payload, row, data, i, key)[0]
-    count = memory.tree_bytes
+    count = memory_estimate.tree_bytes
     return Sizes(count(state[:2]), count(state.clients), count(payload), count(upload))
 
 
@@ -69,7 +70,7 @@ def _made(method: str, clients: int, model: str) -> tuple[Algorithm, Federation]
     own = configuration.default().get(method)
     factory = configuration.MODELS[model]
     norm = {"batch_norm": True} if method == "fedbn" and hasattr(factory, "batch_norm") else {}
-    training = local.sgd(epochs=1, batch_size=_EXAMPLES)
+    training = local_training.sgd(epochs=1, batch_size=_EXAMPLES)
     made = configuration.ALGORITHMS[method](
         factory(outputs=10, **norm), task.classification(), training, federation,
         **(own.to_dict() if own else {}),
@@ -91,8 +92,8 @@ def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]
     data = FederatedData(images, array(_EXAMPLES), split, split, split)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(rounds.init, key)
-    round_ = memory.gathered(rounds.run, key, state, data, array(), array())
-    evaluation = memory.gathered(rounds.evaluate, key, state, data, array())
+    round_ = memory_estimate.gathered(rounds.run, key, state, data, array(), array())
+    evaluation = memory_estimate.gathered(rounds.evaluate, key, state, data, array())
     return round_ // 4, evaluation // clients
 
 

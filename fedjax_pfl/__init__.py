@@ -1,6 +1,6 @@
 """Personalised federated learning, compiled."""
 
 from fedjax_pfl.data import arrays
-from fedjax_pfl.runner import Result, run, run_all
+from fedjax_pfl.runs.runner import Result, run, run_all
 
 __all__ = ["Result", "arrays", "run", "run_all"]

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl import config as configuration
-from fedjax_pfl.algorithm import Algorithm, Federation, State
-from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.nets import router
-from fedjax_pfl.task import classification
+from fedjax_pfl import algorithms
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.core.task import classification
+from fedjax_pfl.networks import router
 from tests import documents, tiny
 
 TASK = classification()
@@ -211,7 +212,7 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
 NAMES = sorted(FACTORIES)
 
 
-def training(**changes: Any) -> local.Training:
+def training(**changes: Any) -> local_training.Training:
     """Momentum that clients keep, decay, clipping, and a short last batch."""
     settings = {
         "learning_rate": 0.1,
@@ -222,7 +223,7 @@ def training(**changes: Any) -> local.Training:
         "epochs": 2,
         "keep_momentum": True,
     }
-    return local.sgd(**{**settings, **changes})
+    return local_training.sgd(**{**settings, **changes})
 
 
 def make(

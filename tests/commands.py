@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from fedjax_pfl import checkpoints
+from fedjax_pfl.runs import checkpoints
 
 LIMIT = 150.0  # seconds after which a test ends all that it has started
 CONFIG = {

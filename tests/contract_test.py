@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoints, ledger, memory, sweep, trees
-from fedjax_pfl.algorithm import Algorithm, State
-from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.rounds import SEND, TRAIN, Rounds, make_rounds, plain_rounds, stage_key
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, State
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
+from fedjax_pfl.engine import ledger, memory_estimate, sweep
+from fedjax_pfl.engine.rounds import Rounds, make_rounds, plain_rounds
+from fedjax_pfl.runs import checkpoints
 from tests import cases, programs, tiny
 from tests.cases import CASES, NAMES, TASK
 
@@ -120,7 +123,7 @@ def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
     key, there = spread.place(KEY), spread.place(data)
     t, n = spread.place(jnp.int32(0)), spread.place(jnp.int32(1))
     first = spread.init(key)
-    most = memory.gathered(spread.run, key, first, there, t, n)
+    most = memory_estimate.gathered(spread.run, key, first, there, t, n)
     run = spread.run.lower(key, first, there, t, n).compile()
     assert programs.collectives(run.as_text()) == {"all-gather"}
     assert 0 < programs.all_gathered(run.as_text()) <= most

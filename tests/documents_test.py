@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import compare, launch
-from experiments import list as listing
-from experiments.configs import pfedla
-from experiments.tables import TABLES
-from experiments.tune import __main__ as tune
-from experiments.tune import grids, show, trials
-from experiments.tune.choice import Tried
-from fedjax_pfl import algorithms, comparison
-from fedjax_pfl import config as configuration
-from fedjax_pfl.algorithm import Algorithm, State, everything
-from fedjax_pfl.rounds import make_rounds
+from experiments import launch
+from experiments import tune as tune
+from experiments.papers.pfedla import presets as pfedla
+from experiments.papers.tables import TABLES
+from fedjax_pfl import algorithms
+from fedjax_pfl.config import configuration, listing
+from fedjax_pfl.core.algorithm import Algorithm, State, everything
+from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.report import comparison, comparison_page
+from fedjax_pfl.runs.tuning import grids, search, show, trials
+from fedjax_pfl.runs.tuning.choice import Tried
 from tests import cases, documents, tiny
 
 KEY = jax.random.key(3)
@@ -90,7 +90,7 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
     assert fedavgm.megabytes_down == fedavg.megabytes_down
     (shown,) = documents.blocks("your_method.md", "text")
     blank = lambda text: [re.sub(r"[\d.]+", "0", line).split() for line in text.splitlines()]
-    found = compare.text(rows).splitlines()
+    found = comparison_page.text(rows).splitlines()
     first = next(i for i, line in enumerate(found) if line.startswith("fedavg "))
     assert blank(shown)[1:] == blank("\n".join(found[first : first + 2]))
 
@@ -106,8 +106,8 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     base = pfedla.get_config(preset)
     base.update(changes)
     source = f"{Path(pfedla.__file__)}:{preset}"
-    each = trials.configured(source, base, changes, methods)
-    made = tune.plan(each, [given["grid"]], int(given["rounds"]), None, as_preset=True)
+    each = tune.configured(source, base, changes, methods)
+    made = search.plan(each, [given["grid"]], int(given["rounds"]), None, as_preset=True)
     found = {one.method: [Tried(point, base, {}, 2) for point in one.points] for one in made}
     assert {len(tried) for tried in found.values()} == {4}
     (shown,) = documents.blocks("tuning.md", "text")

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import build
-from fedjax_pfl import config as configuration
+from fedjax_pfl.config import configuration
+from fedjax_pfl.runs import build
 
 BASE = {
     "algorithm": "pfedla", "model": "small", "clients": 4, "rounds": 2, "eval_every": 2,

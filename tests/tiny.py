@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.algorithm import Federation
-from fedjax_pfl.data.federated import FederatedData, Split
-from fedjax_pfl.models.parts import batch_norm
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.networks.normalisation import batch_norm
 
 CLIENTS, FEATURES, HIDDEN, CLASSES = 6, 5, 8, 3
 TRAIN = np.array([12, 7, 9, 12, 1, 10])  # ragged, one of them a single example

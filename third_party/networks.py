@@ -1,6 +1,6 @@
 """The benchmark's networks in PyTorch, written here; each ends with its head.
 
-Sizes and layers are those of `fedjax_pfl.models` on images of 3x32x32 with ten classes.
+Sizes and layers are those of `fedjax_pfl.networks` on images of 3x32x32 with ten classes.
 """
 
 import torch
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def lenet() -> nn.Sequential:
-    """Of `fedjax_pfl.models.LeNet`."""
+    """Of `fedjax_pfl.networks.LeNet`."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 5),
         nn.MaxPool2d(2),
@@ -26,12 +26,12 @@ def lenet() -> nn.Sequential:
 
 
 def mlp() -> nn.Sequential:
-    """Of `fedjax_pfl.models.MLP`."""
+    """Of `fedjax_pfl.networks.MLP`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 200), nn.ReLU(), nn.Linear(200, 10))
 
 
 def dropout_cnn() -> nn.Sequential:
-    """Of `fedjax_pfl.models.DropoutCNN`."""
+    """Of `fedjax_pfl.networks.DropoutCNN`."""
     made = nn.Sequential(
         nn.Conv2d(3, 32, 3),
         nn.ReLU(),
@@ -63,7 +63,7 @@ class _Add(nn.Module):
 
 
 def resnet9() -> nn.Sequential:
-    """Of `fedjax_pfl.models.ResNet9`."""
+    """Of `fedjax_pfl.networks.ResNet9`."""
 
     def block(inputs: int, outputs: int, size: int = 3, **how: int) -> nn.Sequential:
         return nn.Sequential(

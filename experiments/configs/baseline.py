@@ -9,15 +9,15 @@ mnist, cifar10, ...), a partition (classes4, dominant2, dirichlet0.5, iid) and a
 
 from ml_collections import ConfigDict
 
-from experiments import presets
-from fedjax_pfl import config as configuration
+from experiments.papers import preset_words
+from fedjax_pfl.config import configuration
 
 
 def get_config(preset: str = "fedavg-digits") -> ConfigDict:
     """A method on a dataset; FedAvg on the embedded digits where nothing is said."""
     config = configuration.default()
     config.local_epochs = 5
-    config = presets.apply(config, preset, {})
+    config = preset_words.apply(config, preset, {})
     # Of digits there are as many for ten clients.
     each = 160 if config.dataset == "digits" else 600
     config.classes.examples = config.dominant.examples = each

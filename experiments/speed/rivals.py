@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core.errors import UsageError
 
 HERE = Path(__file__).parents[2] / "third_party"
 

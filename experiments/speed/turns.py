@@ -5,8 +5,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.render import Table
 from experiments.speed.rivals import Gone
+from fedjax_pfl.report.text_tables import Table
 
 
 class Turn(NamedTuple):

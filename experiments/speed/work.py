@@ -12,11 +12,15 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from experiments.configs import factorized_fl, fedmn, pfedhn, pfedla
-from fedjax_pfl import config as configuration
-from fedjax_pfl import plan, trees
-from fedjax_pfl.build import build
-from fedjax_pfl.data.federated import FederatedData
+from experiments.papers.factorized_fl import presets as factorized_fl
+from experiments.papers.fedmn import presets as fedmn
+from experiments.papers.pfedhn import presets as pfedhn
+from experiments.papers.pfedla import presets as pfedla
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.engine import execution_plan
+from fedjax_pfl.runs.build import build
 
 SHAPE = (32, 32, 3)
 _SIDE = {"cpu": 2048}  # of the product that says what the machine can do
@@ -142,7 +146,7 @@ def ours(work: Work, *, measure: bool = False) -> Ours:
         seconds,
         parameters(network),
         work.batch * flops(network),
-        plan.describe(phase.plan, work.cohort, phase.work.devices),
+        execution_plan.describe(phase.plan, work.cohort, phase.work.devices),
     )
 
 

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
 
 
 class Clusters(NamedTuple):
@@ -67,7 +67,7 @@ def products(deltas: PyTree) -> jax.Array:
 def clustered_fl(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     mean_below: float = 0.4,

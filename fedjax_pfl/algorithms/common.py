@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Federation, PyTree, State
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Federation, PyTree, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.task import Task
 
 
 def shapes(model: Any, federation: Federation) -> PyTree:
@@ -42,7 +42,7 @@ def examples(federation: Federation, ids: jax.Array) -> jax.Array:
     return counts.at[ids].get(mode="fill", fill_value=0.0)
 
 
-def kept(training: local.Training, params: PyTree, federation: Federation) -> PyTree:
+def kept(training: local_training.Training, params: PyTree, federation: Federation) -> PyTree:
     """Every client's first optimiser state, stacked, where clients keep it; else empty."""
     if not training.keep:
         return ()
@@ -52,7 +52,7 @@ def kept(training: local.Training, params: PyTree, federation: Federation) -> Py
 def train_all(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     variables: PyTree,
     optimizer_state: PyTree,
     data: ClientData,
@@ -66,7 +66,7 @@ def train_all(
 def train_part(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     part: PyTree,
     frozen: PyTree,
     optimizer_state: PyTree,
@@ -79,16 +79,18 @@ def train_part(
     What is frozen is only read: no gradient, decay or momentum, and its BatchNorm statistics stay,
     although it normalises by the batch, as it does when it trains.
     """
-    whole, layers = local.gradient(model, task, data), trees.layers(part)
+    whole, layers = local_training.gradient(model, task, data), trees.layers(part)
 
     def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
         variables = trees.join({"params": params, **rest}, frozen)
-        (loss, rest), grads = whole(*local.split_variables(variables), batch, key)
-        grads, rest = local.split_variables(trees.split({"params": grads, **rest}, layers)[0])
+        (loss, rest), grads = whole(*local_training.split_variables(variables), batch, key)
+        grads, rest = local_training.split_variables(
+            trees.split({"params": grads, **rest}, layers)[0]
+        )
         return (loss, rest), grads
 
-    params, rest = local.split_variables(part)
-    params, rest, optimizer_state, metrics = local.fit(
+    params, rest = local_training.split_variables(part)
+    params, rest, optimizer_state, metrics = local_training.fit(
         training, gradient, params, rest, optimizer_state, data, t, key
     )
     return {"params": params, **rest}, optimizer_state, metrics

@@ -29,14 +29,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.nets.factorized import LAYOUTS, Factorized, bytes_used, collect_mu, on_mu, prune
-from fedjax_pfl.nets.matching import candidates, cosine
-from fedjax_pfl.task import Task
+from fedjax_pfl.algorithms.matching import candidates, cosine
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, bytes_used, collect_mu, on_mu, prune
 
 MATCHING = ("similar", "random", "worst", "none")
 
@@ -51,7 +51,7 @@ class Client(NamedTuple):
 def factorized_fl(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     share: str = "all",
@@ -116,7 +116,7 @@ def factorized_fl(
         return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        params, rest = local.split_variables(common.initial(net, federation, key, None))
+        params, rest = local_training.split_variables(common.initial(net, federation, key, None))
         uploaded, own = trees.divide({"params": params}, travels)
         momentum = common.kept(training, params, federation)
         home = Client(trees.repeat({**own, **rest}, n), momentum)
@@ -137,9 +137,9 @@ def factorized_fl(
         own = trees.divide(trees.row(rows, i), is_star)[0]
         return trees.join(trees.divide(mixed, is_mixed)[0], own)
 
-    def with_l1(data: ClientData) -> local.Gradient:
+    def with_l1(data: ClientData) -> local_training.Gradient:
         """The gradient of loss + λ ‖μ‖₁; the loss that it reports is without the second."""
-        plain = local.gradient(net, task, data)
+        plain = local_training.gradient(net, task, data)
 
         def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             result, grads = plain(params, rest, batch, key)
@@ -148,8 +148,8 @@ def factorized_fl(
         return gradient
 
     def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
-        params, rest = local.split_variables(trees.join(payload, client.own))
-        params, rest, momentum, metrics = local.fit(
+        params, rest = local_training.split_variables(trees.join(payload, client.own))
+        params, rest, momentum, metrics = local_training.fit(
             training, with_l1(data), params, rest, client.momentum, data, t, key
         )
         trained = {"params": prune(params, sparsity), **rest}

@@ -7,14 +7,16 @@ from typing import Any
 
 import jax
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
 
 
-def fedavg(model: Any, task: Task, training: local.Training, federation: Federation) -> Algorithm:
+def fedavg(
+    model: Any, task: Task, training: local_training.Training, federation: Federation
+) -> Algorithm:
     """w ← Σ_k n_k w_k / Σ_k n_k over the clients that answered.
 
     Server: the variables, BatchNorm statistics included. Clients: momentum, where it is kept.

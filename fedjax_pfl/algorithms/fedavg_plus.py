@@ -10,19 +10,19 @@ Deviations: none. Momentum begins at zero in each tuning.
 
 from typing import Any
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
 
 
 def fedavg_plus(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     rate: float | None = None,

@@ -8,16 +8,18 @@ served the shared layers with BatchNorm as it started.
 
 from typing import Any
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.parts import of_layers, partly_shared
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import norm_layers
-from fedjax_pfl.task import Task
+from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks import norm_layers
 
 
-def fedbn(model: Any, task: Task, training: local.Training, federation: Federation) -> Algorithm:
+def fedbn(
+    model: Any, task: Task, training: local_training.Training, federation: Federation
+) -> Algorithm:
     """w ← Σ_k n_k w_k / Σ_k n_k for all but scale, bias, mean and variance of each BatchNorm.
 
     A layer is BatchNorm when it keeps batch statistics, whatever it is called.

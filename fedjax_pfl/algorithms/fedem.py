@@ -18,13 +18,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -57,7 +57,7 @@ def responsibilities(losses: jax.Array, pi: jax.Array) -> jax.Array:
 def fedem(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     components: int = 3,
@@ -104,7 +104,7 @@ def fedem(
             q = responsibilities(losses(server, batch, data), pi)
             return jnp.sum(jnp.where(batch.mask, q, 0.0), 1)
 
-        sums = local.total(one, data, data.train, training.batch_size)
+        sums = local_training.total(one, data, data.train, training.batch_size)
         return jnp.where(data.train.size > 0, sums / jnp.maximum(jnp.sum(sums), 1e-9), pi)
 
     def mixture(server: PyTree, pi: jax.Array, data: ClientData) -> PyTree:
@@ -116,14 +116,14 @@ def fedem(
 
             def one(params: PyTree, rest: PyTree, q: jax.Array, key: jax.Array) -> Any:
                 by_q = task._replace(loss=lambda *a: task.loss(*a) * q)
-                return local.gradient(model, by_q, data)(params, rest, batch, key)
+                return local_training.gradient(model, by_q, data)(params, rest, batch, key)
 
             keys = jax.random.split(key, components)
             (loss, rest), grads = jax.vmap(one)(params, rest, q, keys)
             return (jnp.sum(loss), rest), grads
 
-        params, rest = local.split_variables(payload)
-        params, rest, momentum, metrics = local.fit(
+        params, rest = local_training.split_variables(payload)
+        params, rest, momentum, metrics = local_training.fit(
             apart, weighted, params, rest, client.momentum, data, t, key
         )
         trained = {"params": params, **rest}

@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
 
 REFERENCES = ("start", "last")
 
@@ -81,7 +81,7 @@ def mixture(reference: PyTree, models: PyTree, weights: jax.Array) -> tuple[PyTr
 def fedfomo(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     peers: int = 5,
@@ -114,7 +114,10 @@ def fedfomo(
         examples = data.validation.size.astype(jnp.float32)
 
         def loss(one: PyTree) -> jax.Array:
-            return local.evaluate(model.apply, one, data, data.validation, task).loss / examples
+            return (
+                local_training.evaluate(model.apply, one, data, data.validation, task).loss
+                / examples
+            )
 
         def squared_distance(params: PyTree) -> jax.Array:
             return trees.squared_norm(jax.tree.map(jnp.subtract, params, previous["params"]))

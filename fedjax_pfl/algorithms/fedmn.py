@@ -21,15 +21,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models.modular import Modular, Routed, WithLogits, blocks, keep_inactive, pretrained
-from fedjax_pfl.nets import router as routing
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks import router as routing
+from fedjax_pfl.networks.modular import (
+    Modular,
+    Routed,
+    WithLogits,
+    blocks,
+    keep_inactive,
+    pretrained,
+)
 
 
 class Client(NamedTuple):
@@ -43,7 +50,7 @@ class Client(NamedTuple):
 def fedmn(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     layout: tuple[int, ...] = (2, 2, 2),
@@ -105,15 +112,15 @@ def fedmn(
     def network_epoch(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, data: ClientData,
                       t: Any, key: jax.Array) -> Any:  # fmt: skip
         """SGD at fixed gates: θ, its momentum, the loss, and Σ of the gradients at the logits z."""
-        whole = local.gradient(WithLogits(network, sample), task, data)
+        whole = local_training.gradient(WithLogits(network, sample), task, data)
 
         def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
             rest, pulled = carried
             (loss, rest), grads = whole({**params, "logits": z}, rest, batch, key)
             return (loss, (rest, pulled + grads.pop("logits"))), grads
 
-        params, rest = local.split_variables(theta)
-        params, (rest, pulled), trace, metrics = local.fit(
+        params, rest = local_training.split_variables(theta)
+        params, (rest, pulled), trace, metrics = local_training.fit(
             one_epoch, gradient, params, (rest, jnp.zeros(paths)), trace, data, t, key
         )
         return {"params": params, **rest}, trace, metrics["loss"], pulled

@@ -8,13 +8,15 @@ the clients that took part, as in FedAvg.
 
 from typing import Any
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation
-from fedjax_pfl.algorithms.parts import of_layers, partly_shared
-from fedjax_pfl.task import Task
+from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.task import Task
 
 
-def fedper(model: Any, task: Task, training: local.Training, federation: Federation) -> Algorithm:
+def fedper(
+    model: Any, task: Task, training: local_training.Training, federation: Federation
+) -> Algorithm:
     """(φ, ω_i) ← local SGD on both; φ ← Σ_k n_k φ_k / Σ_k n_k; the head ω_i stays.
 
     BatchNorm belongs to the body φ, statistics included.

@@ -12,18 +12,18 @@ from typing import Any
 
 import jax
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.task import Task
 
 
 def fedprox(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     mu: float = 0.1,
@@ -37,14 +37,16 @@ def fedprox(
         raise UsageError(f"fedprox.mu is {mu}; it must be at least 0")
 
     def train(payload: PyTree, client: PyTree, data: ClientData, t: Any, key: jax.Array) -> Any:
-        w, rest = local.split_variables(payload)
-        plain = local.gradient(model, task, data)
+        w, rest = local_training.split_variables(payload)
+        plain = local_training.gradient(model, task, data)
 
         def held(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             loss_rest, grads = plain(params, rest, batch, key)
             return loss_rest, jax.tree.map(lambda g, p, a: g + mu * (p - a), grads, params, w)
 
-        params, rest, client, metrics = local.fit(training, held, w, rest, client, data, t, key)
+        params, rest, client, metrics = local_training.fit(
+            training, held, w, rest, client, data, t, key
+        )
         variables = {"params": params, **rest}
         return variables, variables, client, metrics
 

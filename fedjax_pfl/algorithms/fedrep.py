@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.parts import Client, of_layers, partly_shared
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.algorithms.split_model import Client, of_layers, partly_shared
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
 
 
 class Momentum(NamedTuple):
@@ -30,7 +30,7 @@ class Momentum(NamedTuple):
 def fedrep(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     head_epochs: int = 10,

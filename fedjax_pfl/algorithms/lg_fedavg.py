@@ -9,19 +9,19 @@ here, as in their code, is the head alone, which every network can do.
 
 from typing import Any
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.parts import of_layers, partly_shared
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import norm_layers
-from fedjax_pfl.task import Task
+from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks import norm_layers
 
 
 def lg_fedavg(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     shared_layers: int = 1,

@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl import local as local_work
-from fedjax_pfl import trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training as local_work
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):

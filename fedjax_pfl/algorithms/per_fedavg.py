@@ -18,37 +18,37 @@ from typing import Any
 import jax
 import optax
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.task import Task
 
 VARIANTS = ("fo", "hf")
 
 
 def meta_gradient(
-    gradient: local.Gradient,
+    gradient: local_training.Gradient,
     data: ClientData,
     size: int,
     *,
     variant: str,
     alpha: float,
     delta: float,
-) -> local.Gradient:
+) -> local_training.Gradient:
     """The direction above, for a given batch B2; `size` examples each make B1 and B3."""
 
     def direction(
         params: PyTree, rest: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         first, second, third, key1, key3 = jax.random.split(key, 5)
-        _, inner = gradient(params, rest, local.draw(data, data.train, size, key1), first)
+        _, inner = gradient(params, rest, local_training.draw(data, data.train, size, key1), first)
         there = optax.tree.add_scale(params, -alpha, inner)
         aux, outer = gradient(there, rest, batch, second)
         if variant == "fo":
             return aux, outer
-        another = local.draw(data, data.train, size, key3)
+        another = local_training.draw(data, data.train, size, key3)
         # One key for both sides: the difference of two dropout masks is no derivative.
         _, above = gradient(optax.tree.add_scale(params, delta, outer), rest, another, third)
         _, below = gradient(optax.tree.add_scale(params, -delta, outer), rest, another, third)
@@ -61,7 +61,7 @@ def meta_gradient(
 def per_fedavg(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     variant: str = "fo",
@@ -84,20 +84,20 @@ def per_fedavg(
         raise UsageError(f"per_fedavg.delta is {delta}; it must be above 0")
 
     def adapted(variables: PyTree, data: ClientData, key: jax.Array) -> PyTree:
-        params, rest = local.split_variables(variables)
+        params, rest = local_training.split_variables(variables)
         draw_key, noise_key = jax.random.split(key)
-        batch = local.draw(data, data.train, training.batch_size, draw_key)
-        _, grads = local.gradient(model, task, data)(params, rest, batch, noise_key)
+        batch = local_training.draw(data, data.train, training.batch_size, draw_key)
+        _, grads = local_training.gradient(model, task, data)(params, rest, batch, noise_key)
         return {"params": optax.tree.add_scale(params, -alpha, grads), **rest}
 
     def train(payload: PyTree, client: PyTree, data: ClientData, t: Any, key: jax.Array) -> Any:
-        params, rest = local.split_variables(payload)
-        gradient = local.gradient(model, task, data)
+        params, rest = local_training.split_variables(payload)
+        gradient = local_training.gradient(model, task, data)
         direction = meta_gradient(
             gradient, data, training.batch_size, variant=variant, alpha=alpha, delta=delta
         )
         fit_key, adapt_key = jax.random.split(key)
-        params, rest, client, metrics = local.fit(
+        params, rest, client, metrics = local_training.fit(
             training, direction, params, rest, client, data, t, fit_key
         )
         upload = {"params": params, **rest}

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation
-from fedjax_pfl.algorithms.generated import Settings, generated
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.algorithms.hypernetwork import Settings, generated
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import Task
 
 
 def _method(
@@ -38,7 +38,7 @@ def _method(
     def factory(
         models: Any,
         task: Task,
-        training: local.Training,
+        training: local_training.Training,
         federation: Federation,
         *,
         rate: float = default,

@@ -24,13 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree, State, Traffic
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.data.federated import ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.nets.layer_weights import NORMALISE, LayerWeights, alpha
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks.layer_weights import NORMALISE, LayerWeights, alpha
 
 
 class Rows(NamedTuple):
@@ -68,7 +68,7 @@ def scaled(delta: PyTree, layer_of: PyTree, layers: int) -> PyTree:
 def pfedla(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     k: int = 0,
@@ -120,7 +120,7 @@ def pfedla(
 
     def init(key: jax.Array, start: State | None = None) -> State:
         first = common.initial(model, federation, key, start)
-        params, rest = local.split_variables(first)
+        params, rest = local_training.split_variables(first)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
         psi = jax.vmap(lambda one: network.init(one)["params"])(keys)
         stays = Client(trees.repeat(rest, n), common.kept(training, params, federation))
@@ -136,7 +136,7 @@ def pfedla(
         trained, momentum, metrics = common.train_all(
             model, task, training, variables, client.momentum, data, t, key
         )
-        params, rest = local.split_variables(trained)
+        params, rest = local_training.split_variables(trained)
         return {"params": params}, trained, Client(rest, momentum), metrics
 
     def receive(

@@ -18,18 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.data.federated import Batch, ClientData
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.task import Task
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.task import Task
 
 
 def pfedme(
     model: Any,
     task: Task,
-    training: local.Training,
+    training: local_training.Training,
     federation: Federation,
     *,
     penalty: float = 15.0,
@@ -59,7 +59,12 @@ def pfedme(
         )
 
     def solve(
-        gradient: local.Gradient, theta: PyTree, w: PyTree, rest: PyTree, batch: Batch, key: Any
+        gradient: local_training.Gradient,
+        theta: PyTree,
+        w: PyTree,
+        rest: PyTree,
+        batch: Batch,
+        key: Any,
     ) -> tuple[PyTree, PyTree, jax.Array]:
         """θ and statistics after K inner steps, and the loss at the last of them."""
 
@@ -74,8 +79,8 @@ def pfedme(
         return jax.lax.fori_loop(0, inner_steps, step, (theta, rest, jnp.zeros(())))
 
     def train(payload: PyTree, client: PyTree, data: ClientData, t: Any, key: jax.Array) -> Any:
-        params, rest = local.split_variables(payload)
-        gradient = local.gradient(model, task, data)
+        params, rest = local_training.split_variables(payload)
+        gradient = local_training.gradient(model, task, data)
 
         def envelope(w: PyTree, carried: PyTree, batch: Batch, key: jax.Array) -> Any:
             theta, rest = carried
@@ -83,7 +88,7 @@ def pfedme(
             pull = jax.tree.map(lambda a, x: penalty * (a - x), w, theta)
             return (loss, (theta, rest)), pull
 
-        w, (theta, rest), client, metrics = local.fit(
+        w, (theta, rest), client, metrics = local_training.fit(
             training, envelope, params, (params, rest), client, data, t, key
         )
         return {"params": w, **rest}, {"params": theta, **rest}, client, metrics

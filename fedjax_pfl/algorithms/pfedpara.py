@@ -10,18 +10,23 @@ weighted by examples, as in FedAvg.
 
 from typing import Any
 
-from fedjax_pfl import local
-from fedjax_pfl.algorithm import Algorithm, Federation
-from fedjax_pfl.algorithms.parts import partly_shared
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.nets.factorized import Hadamard
-from fedjax_pfl.task import Task
+from fedjax_pfl.algorithms.split_model import partly_shared
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks.factorized import Hadamard
 
 PERSONAL = ("x2", "y2", "t2")
 
 
 def pfedpara(
-    model: Any, task: Task, training: local.Training, federation: Federation, *, gamma: float = 0.0
+    model: Any,
+    task: Task,
+    training: local_training.Training,
+    federation: Federation,
+    *,
+    gamma: float = 0.0,
 ) -> Algorithm:
     """Server: factors of W1, and what has none. Clients: factors of W2.
 

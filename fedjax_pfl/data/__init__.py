@@ -1,15 +1,8 @@
 """Sources of examples, their partition over clients, and the arrays that training reads."""
 
+from fedjax_pfl.core.examples import Batch, ClientData, FederatedData, Split, client_data, take
 from fedjax_pfl.data.dataset import Dataset, arrays
 from fedjax_pfl.data.federate import SPLITS, Portions, federate, portions
-from fedjax_pfl.data.federated import (
-    Batch,
-    ClientData,
-    FederatedData,
-    Split,
-    client_data,
-    take,
-)
 from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
 from fedjax_pfl.data.pool import Pool
 from fedjax_pfl.data.sources import SOURCES, load, need, source_settings

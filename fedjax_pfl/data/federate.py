@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.algorithm import Federation
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.data import apportion, partitions
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.federated import FederatedData, Split
 from fedjax_pfl.data.pool import Pool
-from fedjax_pfl.errors import UsageError
 
 SPLITS = ("pooled", "official", "shared")
 _TRAIN, _VALIDATION, _TEST = 0, 1, 2  # what an example is for

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import apportion
 from fedjax_pfl.data.pool import Pool, between, client_size, need, superclasses
-from fedjax_pfl.errors import UsageError
 
 _ATTEMPTS = 300
 

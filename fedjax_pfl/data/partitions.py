@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import apportion
 from fedjax_pfl.data.mixtures import clusters, dirichlet, dirichlet_classes, pachinko
 from fedjax_pfl.data.pool import Pool, between, client_size, need, superclasses
-from fedjax_pfl.errors import UsageError
 
 # Factorized-FL's five groups of ten CIFAR-100 classes, as pairs of superclasses in their official
 # (alphabetical) numbering: household devices and furniture; food containers, fruit and vegetables;

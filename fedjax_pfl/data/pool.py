@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core.errors import UsageError
 
 
 class Pool(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core.errors import UsageError
 
 _CHUNK = 1000  # images decoded at a time: bounds the memory of decoded, not yet shrunk images
 _DOWNLOADS = {  # as the catalogue of tfds gives them

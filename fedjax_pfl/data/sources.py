@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import prepared
 from fedjax_pfl.data.dataset import Dataset, standardise
-from fedjax_pfl.errors import UsageError
 
 DataDir = str | os.PathLike[str] | None
 

@@ -7,10 +7,11 @@ import pytest
 from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl.algorithm import Federation, State
+from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.clustered_fl import Clusters, bipartition, products
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Federation, State
+from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, TASK, T, variables, weights
 
@@ -42,7 +43,7 @@ COUNTS = np.array([1, 1, 1, 1, 3, 1])
 def make(**own):
     federation = Federation(COUNTS, (2,), 1, np.ones(6, bool), np.zeros(6, np.int32))
     settings = {"mean_below": 0.4, "longest_above": 1.6, "max_clusters": 3, **own}
-    training = local.sgd(steps=1)
+    training = local_training.sgd(steps=1)
     return algorithms.clustered_fl(linear.Linear(), TASK, training, federation, **settings)
 
 

@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl.algorithm import Federation, State
-from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import ResNet9
-from fedjax_pfl.nets.factorized import collect_mu
-from fedjax_pfl.nets.matching import candidates, cosine
-from fedjax_pfl.task import Task
+from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.matching import candidates, cosine
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Federation, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks import ResNet9
+from fedjax_pfl.networks.factorized import collect_mu
 from tests import cases, tiny
 from tests.algorithms.served import after_rounds
 
@@ -166,7 +167,7 @@ def test_novel_clients_weigh_nothing_for_others():
 def test_without_a_loss_mu_moves_by_the_sign():
     """dLoss/dμ = λ sign(μ), once cross-entropy is gone."""
     silent = Task(lambda o, y, c: 0.0 * o.sum(-1), cases.TASK.score, "accuracy")
-    training = local.sgd(learning_rate=0.5, batch_size=64, steps=1)
+    training = local_training.sgd(learning_rate=0.5, batch_size=64, steps=1)
     made = make(silent, training, share="u", sparsity=0.01)
     data, _ = tiny.federated()
     state = made.init(KEY)

@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, TASK, client, variables, weights
 
@@ -13,7 +14,7 @@ from tests.algorithms.linear import KEY, TASK, client, variables, weights
 def make(**own):
     """One example in a batch: f = ½ (w − 3)² twice in an epoch."""
     data, federation = linear.federated([[[1.0], [1.0]]], [[3.0, 3.0]])
-    training = local.sgd(
+    training = local_training.sgd(
         learning_rate=lambda t: 0.1 / (1 + t.astype(jnp.float32)), batch_size=1, epochs=3
     )
     return algorithms.fedavg_plus(linear.Linear(), TASK, training, federation, **own), data

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import MLP, LeNet
-from fedjax_pfl.models.parts import batch_norm
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks import MLP, LeNet
+from fedjax_pfl.networks.normalisation import batch_norm
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, paths, served
 

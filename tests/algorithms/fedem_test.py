@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl.algorithm import Federation
-from fedjax_pfl.data.federated import FederatedData, Split, client_data
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.rounds import make_rounds
-from fedjax_pfl.task import regression
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData, Split, client_data
+from fedjax_pfl.core.task import regression
+from fedjax_pfl.engine.rounds import make_rounds
 from tests import cases, tiny
 from tests.algorithms.served import KEY, trained
 
@@ -42,7 +43,7 @@ def test_a_round_equals_numpy():
     split = Split(rows, np.array([5, 3], np.int32))
     data = jax.tree.map(jnp.asarray, FederatedData(x, y, split, split, split))
     federation = Federation(np.array([5, 3]), (2,), 3, np.ones(2, bool), np.zeros(2, np.int32))
-    training = local.sgd(learning_rate=rate, batch_size=5, steps=2)
+    training = local_training.sgd(learning_rate=rate, batch_size=5, steps=2)
     made = algorithms.fedem(Softmax(), cases.TASK, training, federation, components=m)
     rounds = make_rounds(made, cases.TASK, federation, cohort=2)
     state = rounds.init(KEY)

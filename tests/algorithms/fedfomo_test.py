@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local
+from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedfomo import Client, choose, mixture
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
 
@@ -23,7 +24,7 @@ def setting(clients=4, validation=5, peers=3, rate=0.0, active=None, begin=0, **
     data, federation = linear.federated([X] * clients, [Y] * clients, more)
     if active is not None:
         federation = federation._replace(active=np.asarray(active))
-    training = local.sgd(learning_rate=rate, batch_size=8, steps=1, begin=begin)
+    training = local_training.sgd(learning_rate=rate, batch_size=8, steps=1, begin=begin)
     made = algorithms.fedfomo(linear.Linear(), TASK, training, federation, peers=peers, **settings)
     return made, data
 

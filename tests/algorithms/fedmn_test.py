@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl.algorithm import Algorithm
-from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import CNN, MobileNet
-from fedjax_pfl.models.modular import Modular, blocks
-from fedjax_pfl.nets import router
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.networks import CNN, MobileNet, router
+from fedjax_pfl.networks.modular import Modular, blocks
 from tests import cases, tiny
 
 KEY = jax.random.key(3)
@@ -26,12 +26,12 @@ RATE, CLIENT = 0.5, 3
 logit = jax.scipy.special.logit
 # Full batches, in any order the same: one step where gates are soft, two where they are hard.
 TRAINING = {
-    "soft": local.sgd(learning_rate=RATE, batch_size=16, epochs=1, begin=20, rounds=5),
-    "hard": local.sgd(learning_rate=RATE, batch_size=16, steps=2),
+    "soft": local_training.sgd(learning_rate=RATE, batch_size=16, epochs=1, begin=20, rounds=5),
+    "hard": local_training.sgd(learning_rate=RATE, batch_size=16, steps=2),
 }
 
 
-def make(training: local.Training, **own: Any) -> Algorithm:
+def make(training: local_training.Training, **own: Any) -> Algorithm:
     federation = tiny.federated()[1]
     return algorithms.fedmn(tiny.Net(), cases.TASK, training, federation, **{**SMALL, **own})
 

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, trees
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import MLP
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks import MLP
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, paths, served, trained
 

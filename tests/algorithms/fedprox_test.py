@@ -4,8 +4,9 @@ import chex
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
@@ -15,7 +16,7 @@ from tests.algorithms.served import trained
 def test_two_steps_by_hand():
     """f = ½ (w − 3)², w = 1, η = .1, μ = 2: 1 + .1·2 = 1.2; then 1.2 − .1 (−1.8 + 2·.2) = 1.34."""
     data, federation = linear.federated([[[1.0]]], [[3.0]])
-    training = local.sgd(learning_rate=0.1, batch_size=1, steps=2)
+    training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
     made = algorithms.fedprox(linear.Linear(), TASK, training, federation, mu=2.0)
     upload, after, _, _ = made.train(variables([1.0]), (), client(data, 0), T, KEY)
     np.testing.assert_allclose(weights(upload), [1.34], rtol=1e-6)

@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl.algorithm import Algorithm
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm
+from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, paths, served, trained
 
@@ -73,7 +74,7 @@ def test_two_rounds_by_hand():
         "epochs": 2,
         "keep_momentum": True,
     }
-    made = make(local.sgd(**settings), head_epochs=3)
+    made = make(local_training.sgd(**settings), head_epochs=3)
     data, state = tiny.federated()[0], made.init(KEY)
     rows = data.train.rows[0, : data.train.size[0]]
     x, y = data.x[rows], data.y[rows]

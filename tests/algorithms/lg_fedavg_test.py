@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import LeNet
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks import LeNet
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, paths, served
 

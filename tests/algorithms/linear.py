@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.algorithm import Federation
-from fedjax_pfl.data.federated import ClientData, FederatedData, Split, client_data
-from fedjax_pfl.task import regression
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
+from fedjax_pfl.core.task import regression
 
 TASK = regression()
 KEY = jax.random.key(3)

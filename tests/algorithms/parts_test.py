@@ -5,8 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_pfl import trees
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds
 

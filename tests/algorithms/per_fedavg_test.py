@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local
+from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.per_fedavg import meta_gradient
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
 
@@ -19,7 +20,7 @@ START = np.array([1.0, -2.0])
 
 def make(variant, clients=1, batch_size=4, **settings):
     data, federation = linear.federated([X] * clients, [np.zeros(3)] * clients)
-    training = local.sgd(learning_rate=BETA, batch_size=batch_size, steps=1)
+    training = local_training.sgd(learning_rate=BETA, batch_size=batch_size, steps=1)
     settings = {"alpha": ALPHA, "delta": 1e-2, **settings}
     made = algorithms.per_fedavg(
         linear.Linear(), TASK, training, federation, variant=variant, **settings
@@ -66,7 +67,7 @@ def test_without_an_inner_step_it_is_sgd():
 def test_the_server_averages_by_examples():
     data, federation = linear.federated([X, X[:1]], [np.zeros(3), np.zeros(1)])
     del data
-    training = local.sgd(steps=1)
+    training = local_training.sgd(steps=1)
     made = algorithms.per_fedavg(linear.Linear(), TASK, training, federation)
     uploads = jax.tree.map(lambda *leaves: jnp.stack(leaves), variables([4, 0]), variables([0, 8]))
     ids, here = jnp.arange(2), jnp.ones(2, bool)
@@ -86,7 +87,7 @@ def test_batches_are_independent_and_the_difference_shares_one():
         return (jnp.zeros(()), rest), params
 
     meta = meta_gradient(inner, own, 1, variant="hf", alpha=0.1, delta=1e-2)
-    given = local.draw(own, own.train, 1, jax.random.key(0))
+    given = local_training.draw(own, own.train, 1, jax.random.key(0))
     firsts, thirds = set(), set()
     for k in range(12):
         seen.clear()

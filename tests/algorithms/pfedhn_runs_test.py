@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoints, runner, trees
+from fedjax_pfl.core import trees
+from fedjax_pfl.runs import checkpoints, runner
 
 KEY = jax.random.key(5)
 T = jnp.int32(0)

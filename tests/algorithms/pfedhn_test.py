@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl.algorithm import Federation
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import MLP, LeNet
-from fedjax_pfl.nets import hypernet
-from fedjax_pfl.rounds import make_rounds
-from fedjax_pfl.task import classification
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import classification
+from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.networks import MLP, LeNet, hypernet
 from tests import cases, tiny
 from tests.algorithms import linear
 
@@ -118,8 +118,10 @@ def test_the_whole_method_equals_numpy(name: str):
     xs, ys = rng.normal(size=(CLIENTS, 4, 3)), rng.normal(size=(CLIENTS, 4))
     data, federation = linear.federated(list(xs), list(ys))
     federation = federation._replace(active=np.arange(CLIENTS) < 3)
-    training = local.sgd(learning_rate=RATE, momentum=0.9, weight_decay=DECAY, clip_norm=CLIP,
-                         batch_size=4, steps=STEPS)  # fmt: skip
+    training = local_training.sgd(
+        learning_rate=RATE, momentum=0.9, weight_decay=DECAY, clip_norm=CLIP,
+        batch_size=4, steps=STEPS,
+    )  # fmt: skip
     algorithm = getattr(algorithms, name)(
         TwoLayers(), linear.TASK, training, federation, rate=ETA, weight_decay=SERVER_DECAY,
         clip_norm=SERVER_CLIP, width=5, depth=1,
@@ -234,7 +236,9 @@ def test_sizes_share_one_step():
     federation = tiny.federated()[1]._replace(groups=np.array([0, 1, 0, 1, 0, 1]))
     models = (MLP(tiny.CLASSES, ()), MLP(tiny.CLASSES, (2,)))
     settings = {"width": 0, "rate": 0.1, "weight_decay": 0.01, "clip_norm": 2.0, "embedding": 3}
-    algorithm = algorithms.pfedhn(models, cases.TASK, local.sgd(epochs=1), federation, **settings)
+    algorithm = algorithms.pfedhn(
+        models, cases.TASK, local_training.sgd(epochs=1), federation, **settings
+    )
     state = jax.jit(algorithm.init)(KEY)
     ids = (jnp.array([2, 6]), jnp.array([1, 3]))  # client 0 or 4 did not answer
     arrived = (jnp.array([True, False]), jnp.array([True, True]))
@@ -270,7 +274,7 @@ def test_proposition_1():
     solutions = rng.normal(size=(clients, d)) * [3.0, 2.0, 0.6, 0.4, 0.2] @ basis.T + 0.5
     xs = [np.linalg.qr(rng.normal(size=(m, d)))[0] * m**0.5 for _ in range(clients)]
     data, federation = linear.federated(xs, [x @ w for x, w in zip(xs, solutions, strict=True)])
-    training = local.sgd(learning_rate=0.5, batch_size=m, steps=1)
+    training = local_training.sgd(learning_rate=0.5, batch_size=m, steps=1)
     algorithm = algorithms.pfedhn(
         linear.Linear(), linear.TASK, training, federation, width=0, embedding=k, rate=0.02,
         weight_decay=0.0, clip_norm=1e9,

@@ -9,14 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local, trees
-from fedjax_pfl.algorithm import Algorithm, Federation, State
-from fedjax_pfl.data.federated import FederatedData, Split
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.models import LeNet
-from fedjax_pfl.nets.layer_weights import alpha
-from fedjax_pfl.rounds import INIT, make_rounds, stage_key
-from fedjax_pfl.task import classification, regression
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.core.randomness import INIT, stage_key
+from fedjax_pfl.core.task import classification, regression
+from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.networks import LeNet
+from fedjax_pfl.networks.layer_weights import alpha
 from tests import cases, tiny
 
 KEY = jax.random.key(3)
@@ -197,7 +199,7 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
     data = FederatedData(x, y, split, split, split)
     federation = Federation(np.full(3, 4), (3,), 1, np.ones(3, bool), np.zeros(3, np.int32))
     rate, eta = 0.1, 0.3
-    training = local.sgd(learning_rate=rate, batch_size=4, epochs=1)
+    training = local_training.sgd(learning_rate=rate, batch_size=4, epochs=1)
     algorithm = algorithms.pfedla(
         Linear(), regression(), training, federation,
         rate=eta, embedding=4, hidden=5, depth=2, normalise=normalise, step=step,

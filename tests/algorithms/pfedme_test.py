@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms, local
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
@@ -16,7 +17,7 @@ RATE, TARGET = 0.01, 3.0  # one example x = 1, y = 3: f(θ) = ½ (θ − 3)²
 
 def make(rounds=1, training=None, **settings):
     data, federation = linear.federated([[[1.0]], [[1.0]] * 3], [[TARGET], [0.0] * 3])
-    training = training or local.sgd(learning_rate=RATE, batch_size=4, steps=rounds)
+    training = training or local_training.sgd(learning_rate=RATE, batch_size=4, steps=rounds)
     settings = {"penalty": 15.0, "inner_steps": 2, "inner_rate": 0.05, **settings}
     return algorithms.pfedme(linear.Linear(), TASK, training, federation, **settings), data
 
@@ -85,7 +86,7 @@ def test_who_did_not_arrive_does_not_count():
 
 def test_statistics_are_averaged_without_beta():
     _, federation = tiny.federated()
-    made = algorithms.pfedme(tiny.Net(), TASK, local.sgd(steps=1), federation, beta=2.0)
+    made = algorithms.pfedme(tiny.Net(), TASK, local_training.sgd(steps=1), federation, beta=2.0)
     server = made.init(KEY).server
     uploads = jax.tree.map(lambda a: jnp.stack([0.1 * a, 0.3 * a]), server)
     here = jnp.ones(2, bool)

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl import trees
-from fedjax_pfl.algorithm import Algorithm, State
-from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.rounds import TRAIN, make_rounds, stage_key
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, State
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.core.randomness import TRAIN, stage_key
+from fedjax_pfl.engine.rounds import make_rounds
 from tests import tiny
 from tests.cases import TASK
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import build, runner
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import augment as module
 from fedjax_pfl.data.augment import _colour, _crop, _turn, augment, on_normalised
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.runs import build, runner
 
 KEYS = jax.random.split(jax.random.key(0), 400)
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import PARTITIONS, arrays, client_data, federate, load, take
-from fedjax_pfl.errors import UsageError
 
 DIGITS = load("digits")
 SPLIT = load("synthetic", examples=1200, test_examples=600, shape=(2,), classes=10)

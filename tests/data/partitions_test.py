@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import partitions
 from fedjax_pfl.data.partitions import PARTITIONS
 from fedjax_pfl.data.pool import Pool
-from fedjax_pfl.errors import UsageError
 
 CIFAR10 = np.full(10, 6000)
 DIGITS = np.array([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])

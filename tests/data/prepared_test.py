@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import load, prepared
 from fedjax_pfl.data.sources import shrink
-from fedjax_pfl.errors import UsageError
 from tests.data.folders import png, write
 
 REAL = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import SOURCES, arrays, load, source_settings
-from fedjax_pfl.errors import UsageError
 
 
 def test_digits_are_real_and_standardised():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import runner
+from fedjax_pfl.runs import runner
 
 BASE = {
     "dataset": "synthetic",

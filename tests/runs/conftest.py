@@ -2,7 +2,8 @@
 
 import pytest
 
-from fedjax_pfl import report, runner
+from fedjax_pfl.report import page as report
+from fedjax_pfl.runs import runner
 from tests.runs.common import BASE
 
 

@@ -8,7 +8,7 @@ import time
 import jax
 import pytest
 
-from fedjax_pfl import interrupt, runner
+from fedjax_pfl.runs import interrupt, runner
 from tests.runs.common import BASE, assert_same_run, undisturbed
 
 

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoints, ledger, metrics, trees
-from fedjax_pfl.algorithm import State
-from fedjax_pfl.data.federated import client_data
-from fedjax_pfl.rounds import make_rounds
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.engine import ledger, metrics
+from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
 
 ROOT = Path(__file__).parents[2]

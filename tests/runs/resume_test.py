@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedjax_pfl import checkpoints, rundir, runner
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs import checkpoints, run_directory, runner
 from tests.runs.common import (
     BASE,
     FILES,
@@ -36,7 +36,7 @@ class Stop(BaseException):
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_run_that_is_stopped_at_an_evaluation_goes_on(at, tmp_path, monkeypatch):
     """The line of the evaluation is written or not; its checkpoint is not there."""
-    append, calls = rundir.append_metrics, []
+    append, calls = run_directory.append_metrics, []
 
     def stop(directory, line):
         calls.append(line)
@@ -47,7 +47,7 @@ def test_a_run_that_is_stopped_at_an_evaluation_goes_on(at, tmp_path, monkeypatc
         append(directory, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, "append_metrics", stop)
+        patch.setattr(run_directory, "append_metrics", stop)
         with pytest.raises(Stop):
             runner.run(BASE, tmp_path)
     result = runner.run(BASE, tmp_path)
@@ -79,7 +79,7 @@ def test_a_run_that_is_stopped_before_its_report_gets_one(tmp_path, monkeypatch)
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, "write_traffic", stop)
+        patch.setattr(run_directory, "write_traffic", stop)
         with pytest.raises(Stop):
             runner.run(BASE, tmp_path)
     result = runner.run(BASE, tmp_path)
@@ -284,14 +284,14 @@ def test_other_dtypes_and_shapes_are_refused_by_name(tmp_path):
 
 def test_a_damaged_file_of_observations_is_set_aside(tmp_path, capsys):
     seen = {"alpha": ([2, 4], [np.ones(3), np.zeros(3)])}
-    rundir.write_observations(tmp_path, seen)
-    assert rundir.read_observations(tmp_path, 3)["alpha"][0] == [2]
+    run_directory.write_observations(tmp_path, seen)
+    assert run_directory.read_observations(tmp_path, 3)["alpha"][0] == [2]
     _flip(tmp_path / "alpha.npz")
-    assert rundir.read_observations(tmp_path, 4) == {}
+    assert run_directory.read_observations(tmp_path, 4) == {}
     assert "it is now alpha.npz.damaged and begins anew" in capsys.readouterr().err
     objects = np.array([{}, {}], dtype=object)
     np.savez(tmp_path / "beta.npz", rounds=np.array([2, 4]), values=objects)
-    assert rundir.read_observations(tmp_path, 4) == {}  # what is pickled is never read
+    assert run_directory.read_observations(tmp_path, 4) == {}  # what is pickled is never read
     assert {p.name for p in tmp_path.iterdir()} == {"alpha.npz.damaged", "beta.npz.damaged"}
 
 

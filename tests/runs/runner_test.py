@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import build, runner, trees
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import client_data
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.runs import build, runner
 from tests.runs.common import (
     BASE,
     FILES,

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from experiments import launch
-from fedjax_pfl import algorithms, arrays, build, checkpoints, phase, rundir, runner, sweep
-from fedjax_pfl import config as configuration
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.sweep import Swept
+from fedjax_pfl import algorithms, arrays
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine.sweep import Swept
+from fedjax_pfl.runs import build, checkpoints, phase, points, run_directory, runner
 from tests.runs.common import (
     BASE,
     PHASES,
@@ -91,7 +92,7 @@ def test_a_kill_between_two_saves_goes_on_where_all_are(saves, tmp_path, monkeyp
 
 def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
     runner.run_all(SEEDS, tmp_path)
-    rundir.write_observations(tmp_path / "seed=1", {"alpha": ([2], [np.ones(3)])})
+    run_directory.write_observations(tmp_path / "seed=1", {"alpha": ([2], [np.ones(3)])})
     before = contents(tmp_path)
     saved, save = [], checkpoints.Store.save
     monkeypatch.setattr(
@@ -109,7 +110,7 @@ def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
 
 def _stopped_at_four(directory, monkeypatch):
     """Two seeds, killed before anything of round 4 is written."""
-    append = rundir.append_metrics
+    append = run_directory.append_metrics
 
     def stop(directory, line):
         if line["round"] == 4:
@@ -117,7 +118,7 @@ def _stopped_at_four(directory, monkeypatch):
         append(directory, line)
 
     with monkeypatch.context() as patch:
-        patch.setattr(rundir, "append_metrics", stop)
+        patch.setattr(run_directory, "append_metrics", stop)
         with pytest.raises(Stop):
             runner.run_all(SEEDS, directory)
 
@@ -272,4 +273,4 @@ class TestSwept:
 
 def test_names_of_points_can_be_folders():
     config = configuration.complete({**BASE, "algorithm": "pfedla", "sweep": "pfedla.rate=.5,1"})
-    assert list(sweep.expand(config)) == ["pfedla.rate=0.5,seed=0", "pfedla.rate=1.0,seed=0"]
+    assert list(points.expand(config)) == ["pfedla.rate=0.5,seed=0", "pfedla.rate=1.0,seed=0"]

@@ -17,9 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import trees
-from fedjax_pfl.algorithm import State
-from fedjax_pfl.rounds import TRAIN, Rounds, make_rounds, stage_key
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.core.randomness import TRAIN, stage_key
+from fedjax_pfl.engine.rounds import Rounds, make_rounds
 from tests import cases, tiny
 from tests.stress.common import Row, finish, progress
 

@@ -24,8 +24,9 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
-from fedjax_pfl import interrupt, report, rundir, runner
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import page as report
+from fedjax_pfl.runs import interrupt, run_directory, runner
 
 EVERY = 2  # rounds between evaluations, each of which is saved
 CONFIG: dict[str, Any] = {
@@ -197,7 +198,7 @@ def _work(
             with super().held():
                 yield
 
-    write = rundir.write_metrics
+    write = run_directory.write_metrics
 
     def resumed(directory: Path, lines: list[dict[str, Any]]) -> None:
         tell("resumed", lines[-1]["round"] if lines else 0)
@@ -205,7 +206,7 @@ def _work(
 
     page = lambda directory, figures: (directory / "report.html").write_text("page")
     with (
-        mock.patch.object(rundir, "write_metrics", resumed),
+        mock.patch.object(run_directory, "write_metrics", resumed),
         mock.patch.object(report, "write", page),
         contextlib.redirect_stderr(said),
     ):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import load
-from fedjax_pfl.errors import UsageError
 from tests.data.folders import write
 from tests.stress.common import Row, copied, digest, finish, one_line, progress, scratch
 from tests.stress.rot import KINDS, damage

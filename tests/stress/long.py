@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fedjax_pfl import interrupt, runner
+from fedjax_pfl.runs import interrupt, runner
 from tests.stress.common import CONFIG, Row, finish, scratch
 
 SLOWER, FATTER = 1.25, 1.05  # the most that is let pass, late over early

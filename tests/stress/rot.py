@@ -16,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_pfl import checkpoints, config, ledger, runner
-from fedjax_pfl.build import Built, build
-from fedjax_pfl.errors import UsageError
-from fedjax_pfl.member import Member, Position, resume
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import ledger
+from fedjax_pfl.runs import checkpoints, runner
+from fedjax_pfl.runs.build import Built, build
+from fedjax_pfl.runs.run_state import Member, Position, resume
 from tests.stress.common import CONFIG, Row, copied, digest, finish, one_line, progress, scratch
 
 KINDS = ("bits flipped", "cut off", "overwritten", "emptied", "removed", "put in another's place")
@@ -73,7 +75,7 @@ def rot(number: int = 100, seed: int = 0) -> list[Row]:
     lost: Counter[str] = Counter()
     harmless = fell_back = refused = 0
     with scratch() as place:
-        settings = config.complete({**CONFIG, "rounds": 4})
+        settings = configuration.complete({**CONFIG, "rounds": 4})
         built = build(settings)
         runner.run(settings, place / "run")
         good = place / "run" / "checkpoints"

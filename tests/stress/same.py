@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl import config
-from fedjax_pfl.build import build
+from fedjax_pfl.config import configuration
+from fedjax_pfl.runs.build import build
 from tests.stress.common import CONFIG, Row, finish, progress, scratch, undisturbed
 
 METHODS = ("fedavg", "fedper", "pfedla")
@@ -23,7 +23,7 @@ CLOSE = 1e-5
 def after_a_round(changes: dict[str, Any]) -> Any:
     """The state after one round, of a network that is wide enough for rounding to be seen."""
     wide = {"mlp": {"hidden": (64, 32)}, "local_epochs": 3}
-    made = build(config.complete({**CONFIG, **wide, **changes}))
+    made = build(configuration.complete({**CONFIG, **wide, **changes}))
     rounds = made.phases[0].rounds
     key, data = rounds.place((jax.random.key(0), made.data))
     t, n = rounds.place((jnp.int32(0), jnp.int32(1)))

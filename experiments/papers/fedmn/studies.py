@@ -1,0 +1,260 @@
+"""The FedMN paper's figure, and what its routes look like. Tables: experiments.reproduce.
+
+python -m experiments.studies fedmn grouping --dataset=digits --seeds=3 --rounds=60
+
+figure2   accuracy against the numbers moved (the paper's 20 rounds: --rounds=20): 1 x a x b blocks
+          against MLPs of as many layers under FedAvg; --blocks=8,9,10
+paths     the routes by which each client is served
+grouping  clients in groups with classes of their own: do routes find the groups?
+conflict  two groups that see the same images and number their classes differently: FedMN as
+          published, and with a contrast, beside Local and FedAvg
+gates     entropy of the gates and active blocks over the rounds
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
+from scipy.cluster.hierarchy import fcluster, linkage
+from sklearn.metrics import adjusted_rand_score
+
+from experiments.launch import DATA_DIR
+from experiments.papers import study
+from experiments.papers.fedmn import tables as tables
+from experiments.papers.study import DATASET, ROUNDS, SEEDS, mean_std, run
+from experiments.papers.table import accuracy, moved
+from fedjax_pfl import data
+from fedjax_pfl.networks import router
+from fedjax_pfl.runs import runner
+
+BLOCKS = flags.DEFINE_list("blocks", ["8", "9", "10"], "Blocks and layers, in figure2.")
+BLUE, ORANGE = "#0072b2", "#d55e00"
+
+
+def _config(method: str = "fedmn") -> ConfigDict:
+    """A preset of the dataset; FedMN's pre-training is a third of the rounds."""
+    return tables.settings(method, DATASET.value, ROUNDS.value)
+
+
+def layouts(blocks: int) -> list[tuple[int, int, int]]:
+    """1 x a x b with so many blocks in all, at least two in each of the last layers."""
+    return [(1, a, blocks - 1 - a) for a in range(2, blocks - 2)]
+
+
+def figure2() -> tuple[dict[str, Any], Figure]:
+    """One fully connected encoder and 256 hidden units everywhere, no pre-training."""
+    found: dict[str, Any] = {}
+    figure = Figure(figsize=(6.5, 4))
+    axis = figure.subplots()
+    for blocks, marker in zip(map(int, BLOCKS.value), "os^Dv", strict=False):
+        for kind, colour in (("FedAvg", ORANGE), ("FedMN", BLUE)):
+            points = []
+            for layout in layouts(blocks) if kind == "FedMN" else [None]:
+                config = _config("fedavg" if layout is None else "fedmn")
+                # Both as FedMN trains, so that the network is all that differs.
+                like = _config()
+                config.update(learning_rate=like.learning_rate, learning_rate_drops=())
+                config.update(phases=(), model="mlp", keep_momentum=False, evaluate_after=False)
+                config.mlp.hidden = () if layout else (256,) * (blocks - 1)
+                if layout:
+                    config.fedmn.update(layout=layout, width=256, hidden=256)
+                name = f"{kind}-" + ("x".join(map(str, layout)) if layout else f"{blocks}")
+                results = [run(config, f"figure2-{name}", seed) for seed in range(SEEDS.value)]
+                numbers = mean_std([moved(r) / 4e6 for r in results])
+                found[name] = {
+                    "accuracy": mean_std([accuracy(r) for r in results]),
+                    "million_numbers": numbers,
+                }
+                points.append((numbers["mean"], found[name]["accuracy"]["mean"]))
+            label = f"{kind}, {blocks} {'blocks' if kind == 'FedMN' else 'layers'}"
+            axis.plot(*zip(*points, strict=True), marker, color=colour, label=label, alpha=0.8)
+    axis.set(
+        xlabel=f"million numbers moved in {ROUNDS.value} rounds, both ways",
+        ylabel="accuracy (%)",
+    )
+    axis.margins(0.15)
+    axis.legend(frameon=False, fontsize=8)
+    return found, figure
+
+
+def _seen(result: runner.Result, name: str) -> np.ndarray:
+    """[evaluations, clients, gates] of FedMN's phase."""
+    return np.stack(result.observations[name][1])
+
+
+def served(pi: np.ndarray, layout: tuple[int, ...]) -> np.ndarray:
+    """bool [clients, gates]: what evaluation opens."""
+    logits = np.log(pi) - np.log1p(-pi)
+    return np.stack([np.asarray(router.decide(jnp.asarray(z), layout)) for z in logits])
+
+
+def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
+    """Blocks as dots, a column for each layer and one for the output; open gates as lines.
+
+    Those on a path from an encoder to the output are blue, dead ends are dotted.
+    """
+    sizes = (*layout, 1)
+    height = lambda layer, j: (sizes[layer] - 1) / 2 - j
+    fed, used = router.connected(jnp.asarray(gates), layout)
+    for layer, size in enumerate(sizes):
+        axis.plot([layer] * size, [height(layer, j) for j in range(size)], "o", color="0.6", ms=4)
+    for layer, matrix in enumerate(router.cut(jnp.asarray(gates), layout)):
+        for j, i in zip(*np.nonzero(matrix), strict=True):
+            whole = bool(fed[layer][0, i] and used[layer + 1][0, j])
+            style = {"color": BLUE} if whole else {"color": "0.6", "linestyle": ":"}
+            ends = [height(layer, i), height(layer + 1, j)]
+            axis.plot([layer, layer + 1], ends, **style)  # type: ignore[arg-type]
+    axis.set_axis_off()
+    axis.margins(0.15)
+
+
+def paths() -> tuple[dict[str, Any], Figure]:
+    """The gates with π > ½ of up to twelve clients, at their last visit."""
+    config = _config()
+    layout = tuple(config.fedmn.layout)
+    result = run(config, "paths", 0)
+    pi = _seen(result, "pi")[-1]
+    opened = served(pi, layout)
+    shown = opened[:12]
+    figure = Figure(figsize=(10, 1.9 * -(-len(shown) // 6)), layout="constrained")
+    for i, (axis, gates) in enumerate(zip(figure.subplots(-(-len(shown) // 6), 6).ravel(), shown,
+                                          strict=False)):  # fmt: skip
+        draw_routes(axis, gates, layout)
+        axis.set_title(f"client {i}", fontsize=9)
+    for axis in figure.axes[len(shown) :]:
+        axis.set_axis_off()
+    different = len(np.unique(opened, axis=0))
+    numbers = {"accuracy": accuracy(result), "different_routes": different}
+    return {**numbers, "pi": pi.round(3).tolist()}, figure
+
+
+def grouped(pi: np.ndarray, true: np.ndarray) -> float:
+    """Adjusted Rand index of as many average-linkage clusters of π as there are groups."""
+    found = fcluster(linkage(pi, "average"), len(np.unique(true)), "maxclust")
+    return float(adjusted_rand_score(true, found))
+
+
+def grouping() -> tuple[dict[str, Any], Figure]:
+    """Three groups of four clients; each group has three classes that no other has."""
+    true = np.repeat(np.arange(3), 4)
+    config = _config()
+    config.update(partition="listed", clients=len(true), evaluate_after=False)
+    config.listed.classes = tuple((3 * g, 3 * g + 1, 3 * g + 2) for g in true.tolist())
+    config.listed.examples = 120 if DATASET.value == "digits" else 600
+    results = [run(config.copy_and_resolve_references(), "grouping", s) for s in range(SEEDS.value)]
+    routes = [served(_seen(r, "pi")[-1], tuple(config.fedmn.layout)) for r in results]
+    labels = [np.unique(one, axis=0, return_inverse=True)[1].ravel() for one in routes]
+    pi = np.stack([_seen(r, "pi") for r in results])  # [seeds, evaluations, clients, gates]
+    rounds = results[0].observations["pi"][0]
+    index = np.array([[grouped(one, true) for one in seed] for seed in pi])
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    left.plot(rounds, index.mean(0), color=BLUE)
+    left.set(xlabel="round", ylabel="adjusted Rand index of clusters of π", ylim=(-0.3, 1.1))
+    centred = pi[0, -1] - pi[0, -1].mean(0)
+    image = right.imshow(centred, aspect="auto", cmap="RdBu")
+    right.set(xlabel="gate", ylabel="client", title="π minus its mean over clients, last round")
+    figure.colorbar(image, ax=right)
+    return {
+        "accuracy": mean_std([accuracy(r) for r in results]),
+        "adjusted_rand_index_of_pi": mean_std(index[:, -1].tolist()),
+        "adjusted_rand_index_of_routes": mean_std([adjusted_rand_score(true, x) for x in labels]),
+        "different_routes": mean_std([len(np.unique(x)) for x in labels]),
+        "std_of_pi_over_clients": mean_std(pi[:, -1].std(1).mean(-1).tolist()),
+        "std_of_pi_within_groups": mean_std(
+            [float(np.mean([p[true == g].std(0).mean() for g in range(3)])) for p in pi[:, -1]]
+        ),
+    }, figure
+
+
+def contradicting(name: str, data_dir: str | None, each: int) -> data.Dataset:
+    """Five classes, dealt to twelve clients; the last six of them call class c by c + 5."""
+    known = data.load(name, data_dir)
+    rows = np.flatnonzero(known.y_train < 5)
+    rows = np.random.default_rng(0).permutation(rows)[: 12 * each]
+    owners = np.arange(len(rows)) % 12
+    labels = known.y_train[rows] + np.where(owners < 6, 0, 5)
+    return data.arrays(
+        known.x_train[rows], labels, outputs=10, scale=known.scale, shift=known.shift,
+        owners=owners, name=f"contradicting_{name}",
+    )  # fmt: skip
+
+
+def conflict() -> tuple[dict[str, Any], Figure]:
+    """One model cannot serve both groups: whoever routes them alike is right half of the time."""
+    dataset = contradicting(DATASET.value, DATA_DIR.value, 70 if DATASET.value == "digits" else 300)
+    true = np.arange(12) // 6
+    kinds: dict[str, tuple[str, dict[str, Any]]] = {
+        "Local": ("local", {}),
+        "FedAvg": ("fedavg", {}),
+        "FedMN, as published": ("fedmn", {}),
+        "FedMN, contrast 30": ("fedmn", {"contrast": 30.0, "router_rate": 0.003}),
+    }
+    found: dict[str, Any] = {}
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axis = figure.subplots()
+    for (label, (method, own)), colour in zip(kinds.items(), study.COLOURS, strict=False):
+        config = _config("fedmn")
+        config.update(algorithm=method, phases=(), dataset=dataset.name, partition="natural")
+        config.update(clients=12, evaluate_after=False, batch_size=8, eval_every=5)
+        config.fedmn.update(own)
+        word = "-".join([method, *(["contrast"] if own else [])])
+        results = [
+            run(config.copy_and_resolve_references(), f"conflict-{word}", seed, dataset=dataset)
+            for seed in range(SEEDS.value)
+        ]
+        curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
+        rounds = [m["round"] for m in results[0].metrics]
+        axis.plot(rounds, np.mean(curves, 0), color=colour, label=label)
+        found[label] = {"accuracy": mean_std([accuracy(r) for r in results])}
+        if method == "fedmn":
+            layout = tuple(config.fedmn.layout)
+            pi = [_seen(r, "pi")[-1] for r in results]
+            routes = [np.unique(served(p, layout), axis=0, return_inverse=True)[1] for p in pi]
+            found[label] |= {
+                "different_routes": mean_std([len(np.unique(one)) for one in routes]),
+                "routes_shared_by_both_groups": mean_std(
+                    [len(np.intersect1d(one[true == 0], one[true == 1])) for one in routes]
+                ),
+                "adjusted_rand_index_of_pi": mean_std([grouped(p, true) for p in pi]),
+                "std_of_pi_over_clients": mean_std([float(p.std(0).mean()) for p in pi]),
+            }
+    axis.set(xlabel="round", ylabel="accuracy (%)", ylim=(0, 102))
+    axis.legend(frameon=False)
+    return found, figure
+
+
+def gates() -> tuple[dict[str, Any], Figure]:
+    """Mean entropy of a gate in bits, and mean share of blocks that a client has fetched."""
+    config = _config()
+    layout = tuple(config.fedmn.layout)
+    results = [run(config.copy_and_resolve_references(), "gates", s) for s in range(SEEDS.value)]
+    rounds = results[0].observations["pi"][0]
+    pi = np.clip(np.stack([_seen(r, "pi") for r in results]), 1e-7, 1 - 1e-7)
+    entropy = -(pi * np.log2(pi) + (1 - pi) * np.log2(1 - pi)).mean((0, 2, 3))
+    opened = np.stack([_seen(r, "gates") for r in results])
+    used = [
+        [[float(router.active(one, layout).mean()) for one in clients] for clients in seed]
+        for seed in opened
+    ]
+    share = np.mean(used, (0, 2))
+    figure = Figure(figsize=(6, 3.6))
+    axis = figure.subplots()
+    axis.plot(rounds, entropy, color=BLUE, label="entropy of a gate (bits)")
+    axis.plot(rounds, share, color=ORANGE, label="active blocks (share)")
+    axis.set(xlabel="round", ylim=(0, 1.05))
+    axis.legend(frameon=False)
+    return {"rounds": rounds, "entropy": entropy.tolist(), "active": share.tolist()}, figure
+
+
+STUDIES: dict[str, study.Study] = {
+    "figure2": figure2,
+    "paths": paths,
+    "grouping": grouping,
+    "conflict": conflict,
+    "gates": gates,
+}

@@ -1,0 +1,280 @@
+"""The pFedHN paper's figures. Tables: experiments.reproduce.
+
+python -m experiments.studies pfedhn novel --dataset=cifar10 --rounds=1000 --seeds=3
+
+--rounds are communication steps: visits of a hypernetwork's clients, rounds of five clients of the
+others (a fifth as many on digits). LG-FedAvg gets a fifth more; Local trains each client for two
+fifths of as many steps as there are rounds.
+
+spectral  with and without spectral normalisation
+novel    figures 2 and 7: clients that come later, ever less like those that were trained on
+figure3  every client's head on every other client's body
+figure4  t-SNE of the embeddings of clients whose classes come in groups
+figure5  local steps
+figure6  size of the embedding, depth of the hypernetwork
+fixed    learned embeddings against class shares (appendix C.5)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
+from sklearn.manifold import TSNE
+from sklearn.metrics import silhouette_score
+
+from experiments.papers import study
+from experiments.papers.pfedhn import tables as tables
+from experiments.papers.study import CLIENTS, DATASET, METHODS, ROUNDS, SEEDS, mean_std
+from experiments.papers.table import accuracy, best, plateau
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import Split, client_data
+from fedjax_pfl.core.task import classification
+from fedjax_pfl.runs import runner
+
+
+def _config(*words: str, **changes: Any) -> ConfigDict:
+    config = tables.settings(DATASET.value, ROUNDS.value, *words)
+    config.update(changes)
+    return config
+
+
+def _numbers(results: list[runner.Result]) -> dict[str, Any]:
+    return {
+        "best": mean_std([best(r) for r in results]),
+        "best_weighted": mean_std([best(r, "accuracy_weighted") for r in results]),
+        "last": mean_std([accuracy(r) for r in results]),
+        "curve": [plateau(r) for r in results],
+    }
+
+
+def spectral() -> tuple[dict[str, Any], Figure]:
+    """Weights of the hypernetwork as they are, and divided by their largest singular value."""
+    found = {}
+    for name, on in (("plain", False), ("spectral", True)):
+        config = tables.spectral(on, DATASET.value, f"n{CLIENTS.value}", ROUNDS.value)
+        found[name] = _numbers(study.runs(config, f"table4-n{CLIENTS.value}-{name}"))
+    return found, study.bars({name: {"best": row["best"]} for name, row in found.items()})
+
+
+def total_variation(counts: np.ndarray, novel: np.ndarray) -> np.ndarray:
+    """For each novel client ½ Σ_c |p_c − q_c|, with q the nearest of the other clients' shares."""
+    shares = counts / counts.sum(1, keepdims=True)
+    gaps = 0.5 * np.abs(shares[novel][:, None] - shares[~novel][None]).sum(-1)
+    return gaps.min(1)
+
+
+def novel() -> tuple[dict[str, Any], Figure]:
+    """Fit v alone for new clients; baselines fine-tune their global model on each client."""
+    digits = DATASET.value == "digits"
+    clients, held_out = (20, 4) if digits else (100, 10)
+    visits = max(held_out, ROUNDS.value * held_out // (clients - held_out))  # as many for each
+    # At the rate of training, .01, v moves by a thousandth of its length in a visit; of .01, .1, 1
+    # and 10 this one is best on the new clients' validation examples on CIFAR-10.
+    v_alone = {"frozen": True, "rate": 1.0}
+    frozen = {"participants": "held_out", "rounds": visits, "pfedhn": v_alone}
+    methods: dict[str, tuple[str, dict[str, Any]]] = {
+        "pfedhn": ("before", {"phases": ({}, frozen)}),
+        "fedavg": ("after", {"evaluate_after": True}),
+        "per_fedavg": ("after", {"evaluate_after": True}),
+        "pfedme": ("after", {"evaluate_after": True}),
+    }
+    found: dict[str, Any] = {}
+    for method in METHODS.value or methods:
+        if method not in methods:
+            raise UsageError(f"novel clients are for {', '.join(methods)}, not {method}")
+        when, changes = methods[method]
+        found[method] = {}
+        for alpha in (0.1, 0.25, 0.5, 1.0):
+            config = _config(f"n{clients}", method, held_out=held_out, **changes)
+            config.partition = "dirichlet_classes"
+            config.dirichlet_classes.update(alpha=0.1, novel_alpha=alpha, equal=False)
+            gaps, points = [], []
+            for result in study.runs(config, f"novel{alpha:g}-{method}"):
+                score = np.array([100 * c[f"{when}_accuracy"] for c in result.clients])
+                new = ~result.federation.active
+                assert result.federation.class_counts is not None  # images have classes
+                distance = total_variation(result.federation.class_counts, new)
+                gaps.append(score[new].mean() - score[~new].mean())
+                points += list(zip(distance.tolist(), score[new].tolist(), strict=True))
+            found[method][f"{alpha:g}"] = {
+                "gap": mean_std(gaps),
+                "total_variation": float(np.mean([d for d, _ in points])),
+                "clients": points,
+            }
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for (method, rows), colour in zip(found.items(), study.COLOURS, strict=False):
+        place = [row["total_variation"] for row in rows.values()]
+        mean = [row["gap"]["mean"] for row in rows.values()]
+        order = np.argsort(place)
+        left.plot(np.array(place)[order], np.array(mean)[order], "o-", color=colour, label=method)
+        x, y = zip(*(point for row in rows.values() for point in row["clients"]), strict=True)
+        right.scatter(x, y, s=14, color=colour, alpha=0.6)
+    left.set(xlabel="mean total variation to the nearest trained client",
+             ylabel="accuracy, novel − trained (points)")  # fmt: skip
+    left.legend(frameon=False)
+    right.set(xlabel="total variation of each novel client", ylabel="accuracy (%)")
+    return found, figure
+
+
+def row_normalised(accuracy: np.ndarray) -> np.ndarray:
+    """Each row from 0, its lowest, to 1, its highest; 1 where all are equal."""
+    low = accuracy.min(1, keepdims=True)
+    width = accuracy.max(1, keepdims=True) - low
+    return np.where(width > 0, (accuracy - low) / np.where(width > 0, width, 1), 1.0)
+
+
+def _crossed(result: runner.Result) -> np.ndarray:
+    """Accuracy [N, N] of head i on body j, on the test examples of client i."""
+    algorithm, data = result.phases[-1].algorithm, jax.tree.map(jnp.asarray, result.data)
+    state, key = result.best or result.state, jax.random.key(0)
+
+    @jax.jit
+    def score(state: Any, i: jax.Array, j: jax.Array) -> jax.Array:
+        own, client = client_data(data, i), trees.row(state.clients, i)
+        t = jnp.int32(0)
+        variables = algorithm.personal(state.server, state.rows, client, j, own, t, key)
+        test = Split(data.test.rows[i], data.test.size[i])
+        scores = local_training.evaluate(algorithm.predict, variables, own, test, classification())
+        return scores.score / scores.examples
+
+    n = range(result.federation.clients)
+    return np.array([[float(score(state, jnp.int32(i), jnp.int32(j))) for j in n] for i in n])
+
+
+def _spread(result: runner.Result) -> float:
+    """Mean over clients; a dead hypernetwork is a constant, and accuracy need not show it."""
+    return float(np.mean(result.observations["spread"][1][-1]))
+
+
+def figure3() -> tuple[dict[str, Any], Figure]:
+    """pFedHN-PC with ten clients: bodies and heads of different clients joined."""
+    result = study.runs(_config("n10", "pfedhn_pc"), "figure3")[0]
+    accuracy = _crossed(result)
+    figure = Figure(figsize=(5.4, 4.4), layout="constrained")
+    axis = figure.subplots()
+    image = axis.imshow(row_normalised(accuracy), cmap="viridis", vmin=0, vmax=1)
+    axis.set(xlabel="body θ of client", ylabel="head ω of client", xticks=range(10),
+             yticks=range(10))  # fmt: skip
+    figure.colorbar(image, ax=axis, label="accuracy, normalised in each row")
+    own = np.diag(accuracy)
+    off = (accuracy.sum(1) - own) / (len(own) - 1)
+    return {
+        "own_body": 100 * float(own.mean()),
+        "other_bodies": 100 * float(off.mean()),
+        "spread_of_bodies": _spread(result),
+        "own_is_best_of_row": float(np.mean(own >= accuracy.max(1))),
+        "accuracy": accuracy.tolist(),
+    }, figure
+
+
+def own_moves(values: np.ndarray) -> np.ndarray:
+    """What v [T, N, e] learned between the first and the last evaluation, [N, e].
+
+    Decay and momentum shrink all of v alike, visited or not: that part of the way is taken out.
+    """
+    first, last = values[0], values[-1]
+    return last - np.sum(first * last) / np.sum(first * first) * first
+
+
+def alike(points: np.ndarray, group: np.ndarray) -> float:
+    """The share of clients whose nearest neighbour is of their own group."""
+    apart = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    np.fill_diagonal(apart, np.inf)
+    return float(np.mean(group[apart.argmin(1)] == group))
+
+
+def figure4() -> tuple[dict[str, Any], Figure]:
+    """Coarse classes of CIFAR100; elsewhere groups of clients with the same two classes."""
+    if DATASET.value == "cifar100":
+        config = _config("n100", partition="coarse", coarse={"per_client": 1})
+    else:
+        config = _config("n20", partition="listed")
+        config.listed.classes = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
+        config.listed.examples = 80 if DATASET.value == "digits" else 600
+    result = study.runs(config, "figure4")[0]
+    assert result.federation.class_counts is not None  # images have classes
+    held = result.federation.class_counts > 0
+    group = np.unique(held, axis=0, return_inverse=True)[1].ravel()
+    values = np.stack(result.observations["embeddings"][1])
+    shown = {"v": values[-1], "moves": own_moves(values)}
+    figure = Figure(figsize=(9.4, 4.4), layout="constrained")
+    facts: dict[str, Any] = {}
+    titles = ("v at the end", "how v moved, less what decay takes of all alike")
+    for axis, (name, x), title in zip(figure.subplots(1, 2), shown.items(), titles, strict=True):
+        seen = TSNE(perplexity=min(30, len(x) // 4), random_state=0, init="pca").fit_transform(x)
+        axis.scatter(seen[:, 0], seen[:, 1], c=group, cmap="tab20", s=30)
+        axis.set(xticks=[], yticks=[], title=title)
+        facts[f"silhouette_of_{name}"] = float(silhouette_score(x, group))
+        facts[f"silhouette_of_picture_of_{name}"] = float(silhouette_score(seen, group))
+        facts[f"nearest_of_own_group_by_{name}"] = alike(x, group)
+    figure.suptitle("t-SNE of the embeddings; a colour for each group of classes")
+    lengths = [float(np.linalg.norm(x, axis=1).mean()) for x in (shown["moves"], values[0])]
+    return {
+        **_numbers([result]),
+        "spread_of_models": _spread(result),
+        "groups": int(group.max()) + 1,
+        "length_of_moves": lengths[0] / lengths[1],
+        **facts,
+    }, figure
+
+
+def figure5() -> tuple[dict[str, Any], Figure]:
+    """Local steps, in as many visits."""
+    found: dict[str, Any] = {}
+    figure = Figure(figsize=(6, 3.8), layout="constrained")
+    axis = figure.subplots()
+    for steps, colour in zip((1, 25, 50, 100, 200), study.COLOURS, strict=True):
+        results = study.runs(_config(f"n{CLIENTS.value}", local_steps=steps), f"figure5-{steps}")
+        found[str(steps)] = _numbers(results)
+        curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
+        rounds = [m["round"] for m in results[0].metrics]
+        axis.plot(rounds, np.mean(curves, 0), color=colour, label=str(steps))
+    axis.set(xlabel="communication step", ylabel="accuracy (%)")
+    axis.legend(frameon=False, title="local steps")
+    return found, figure
+
+
+def figure6() -> tuple[dict[str, Any], Figure]:
+    """One setting of the hypernetwork at a time."""
+    found: dict[str, Any] = {}
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    settings = {"embedding": (5, 15, 25, 35), "depth": (1, 2, 3, 4, 5)}
+    for axis, (name, values) in zip(figure.subplots(1, 2, sharey=True), settings.items(),
+                                    strict=True):  # fmt: skip
+        found[name] = {}
+        for value in values:
+            config = _config(f"n{CLIENTS.value}", pfedhn={name: value})
+            found[name][value] = _numbers(study.runs(config, f"figure6-{name}{value}"))
+        best = [found[name][value]["best"] for value in values]
+        spread = None if SEEDS.value == 1 else [b["std"] for b in best]
+        axis.errorbar(values, [b["mean"] for b in best], spread, marker="o", capsize=4)
+        axis.set(xlabel=f"{name} of the hypernetwork", xticks=values)
+    figure.axes[0].set_ylabel("accuracy (%)")
+    return found, figure
+
+
+def fixed() -> tuple[dict[str, Any], Figure]:
+    """As many numbers per client, learned or the client's share of each class."""
+    clients = 20 if DATASET.value == "digits" else 50
+    found = {}
+    for name, own in (("trainable", {"embedding": 10}), ("fixed", {"fixed": True})):
+        config = _config(f"n{clients}", partition="dirichlet_classes", pfedhn=own)
+        config.dirichlet_classes.update(alpha=0.1, equal=False)
+        found[name] = _numbers(study.runs(config, f"fixed-{name}"))
+    return found, study.bars({name: {"best": row["best"]} for name, row in found.items()})
+
+
+STUDIES: dict[str, study.Study] = {
+    "spectral": spectral,
+    "novel": novel,
+    "figure3": figure3,
+    "figure4": figure4,
+    "figure5": figure5,
+    "figure6": figure6,
+    "fixed": fixed,
+}

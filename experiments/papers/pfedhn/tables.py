@@ -1,0 +1,91 @@
+"""The tables of the pFedHN paper: methods, sizes of networks, MNIST, spectral normalisation."""
+
+from collections.abc import Callable
+
+from ml_collections import ConfigDict
+
+from experiments.papers.pfedhn import presets as presets
+from experiments.papers.table import Measure, Quick, Table, accuracy, among, best, published
+
+PUBLISHED = published("pfedhn")
+_STEPS = 100
+_PAPER = PUBLISHED["source"].partition(", tables")[0]
+_OURS = "accuracy in per cent as served, at the evaluation that is best on validation examples"
+
+
+def settings(dataset: str, steps: int | None, *words: str) -> ConfigDict:
+    """A preset of so many communication steps, or of the paper's."""
+    more = [f"steps{steps}"] if steps else []
+    return presets.get_config("-".join([dataset, *words, *more]))
+
+
+def sizes(method: str, dataset: str, steps: int | None) -> ConfigDict:
+    """75 clients (12 on digits) in three sizes; one run has all of them."""
+    clients, cohort = (12, 3) if dataset == "digits" else (75, 15)
+    config = settings(dataset, steps, "sizes", f"n{clients}", method)
+    if method != "pfedhn":
+        config.clients_per_round = cohort
+    return config
+
+
+def _dataset(column: str) -> str:
+    return column.partition("-")[0]
+
+
+def _clients(column: str, dataset: str) -> str:
+    return column.partition("-")[2] if dataset == _dataset(column) else "n10"
+
+
+def _plain(method: str, column: str, dataset: str, rounds: int | None) -> ConfigDict:
+    return settings(dataset, rounds, _clients(column, dataset), method)
+
+
+def _sizes(method: str, column: str, dataset: str, rounds: int | None) -> ConfigDict:
+    return sizes(method, dataset, rounds)
+
+
+def spectral(on: bool, dataset: str, clients: str, steps: int | None) -> ConfigDict:
+    """With or without weights of the hypernetwork divided by their largest singular value."""
+    config = settings(dataset, steps, clients)
+    config.pfedhn.spectral_norm = on
+    return config
+
+
+def _spectral(method: str, column: str, dataset: str, rounds: int | None) -> ConfigDict:
+    return spectral(True, dataset, _clients(column, dataset), rounds)
+
+
+def _size(column: str) -> tuple[Measure, Measure]:
+    group = "SML".index(column[-1])
+    of_size = lambda client, n: int(client["group"]) == group
+    return among(of_size, "best_before"), among(of_size, "before")
+
+
+def _table(
+    name: str,
+    what: str,
+    made: Callable[..., ConfigDict],
+    columns: tuple[str, ...],
+    light: dict[str, int] | None = None,
+) -> Table:
+    return Table(
+        f"{_PAPER}, table {name[-1]}: {what}",
+        _OURS,
+        PUBLISHED[name]["rows"],
+        _dataset,
+        made,
+        lambda column: (best, accuracy),
+        "last",
+        Quick(columns, _STEPS, light or {}),
+    )
+
+
+_SIZED = ("cifar10-S", "cifar10-M", "cifar10-L")
+TABLES = {
+    "table1": _table("table1", "eight methods", _plain, ("cifar10-n10",)),
+    "table2": _table("table2", "clients of three sizes", _sizes, _SIZED)._replace(
+        ours=f"{_OURS}, of the clients of a size", measures=_size
+    ),
+    "table3": _table("table3", "one hidden layer", _plain, ("mnist-n10",), {"mnist": _STEPS}),
+    "table4": _table("table4", "spectral normalisation", _spectral, ("cifar10-n10",)),
+}

@@ -1,0 +1,126 @@
+"""What studies share: a command line, runs that are done once, means over seeds, output files."""
+
+import json
+import os
+import platform
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
+
+from experiments.launch import DATA_DIR, SET_HELP, change, command, prepare_devices
+from experiments.papers.table import readable
+from fedjax_pfl import data
+from fedjax_pfl.config.configuration import nearest
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine.metrics import mean_std as mean_std
+from fedjax_pfl.runs import runner
+
+OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
+DATASET = flags.DEFINE_string("dataset", "mnist", "Dataset.")
+ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2)
+CLIENTS = flags.DEFINE_integer("clients", 10, "Clients.", lower_bound=1)
+METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
+SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
+SET = flags.DEFINE_multi_string("set", [], SET_HELP)
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
+Study = Callable[[], tuple[dict[str, Any], Figure | None]]
+
+
+def run(
+    config: ConfigDict,
+    name: str,
+    seed: int,
+    rounds: int | None = None,
+    dataset: data.Dataset | None = None,
+) -> runner.Result:
+    """One run under OUT, of ROUNDS unless told; a run that is there already is only read."""
+    config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
+    change(config, SET.value)
+    words = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
+    path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
+    print(f"{path} ...", flush=True)
+    return runner.run(config, Path(OUT.value) / path, dataset=dataset)
+
+
+def runs(config: ConfigDict, name: str) -> list[runner.Result]:
+    """One run per seed, of as many rounds as the configuration says."""
+    each = [config.copy_and_resolve_references() for _ in range(SEEDS.value)]
+    return [run(one, name, seed, config.rounds) for seed, one in enumerate(each)]
+
+
+def chosen(rows: Collection[str]) -> list[str]:
+    """The methods that --methods asks for."""
+    if unknown := set(METHODS.value) - set(rows):
+        raise UsageError(f"this study has no method {', '.join(sorted(unknown))}")
+    return METHODS.value or list(rows)
+
+
+def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> Figure:
+    """Groups of bars with whiskers: {row: {series: mean and deviation}}."""
+    series = list(dict.fromkeys(name for row in rows.values() for name in row))
+    figure = Figure(figsize=(max(4.5, 1.1 * len(rows)), 3.6), layout="constrained")
+    axis, width = figure.subplots(), 0.8 / len(series)
+    for k, (name, colour) in enumerate(zip(series, COLOURS, strict=False)):
+        there = [(i, row[name]) for i, row in enumerate(rows.values()) if name in row]
+        at = [i + (k - (len(series) - 1) / 2) * width for i, _ in there]
+        heights = [value["mean"] for _, value in there]
+        spread = [value["std"] for _, value in there]
+        whiskers = None if None in spread else spread  # of one seed there is no deviation
+        drawn = axis.bar(at, heights, width, yerr=whiskers, capsize=3, color=colour, label=name)
+        axis.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
+    turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(rows) > 4 else {}
+    axis.set_xticks(range(len(rows)), list(rows), **turned)
+    axis.set_ylabel(label)
+    axis.margins(y=0.1)
+    if len(series) > 1:
+        figure.legend(frameon=False, ncols=len(series), loc="outside upper center")
+    return figure
+
+
+def main(studies: Mapping[str, Study], about: str, argv: Sequence[str], paper: str) -> None:
+    """Run the study that is named; write NAME-DATASET.json and .png; print the numbers.
+
+    about: what there is, which is said where no study is named. paper: whose numbers of the same
+    figure are shown beside ours, where it states any.
+    """
+    if len(argv) < 2:
+        print(about.strip())
+        return
+    if len(argv) > 2:
+        raise UsageError(f"name one study; {argv[2]!r} is one word too many")
+    if argv[1] not in studies:
+        raise UsageError(f"there is no study {argv[1]!r}{nearest(argv[1], studies)}")
+    numbers, figure = studies[argv[1]]()
+    if there := readable(paper, argv[1]):
+        numbers["published"] = there
+    out = Path(OUT.value)
+    out.mkdir(parents=True, exist_ok=True)
+    stem = f"{argv[1]}-{DATASET.value}"
+    facts = {
+        "study": argv[1],
+        "dataset": DATASET.value,
+        "rounds": ROUNDS.value,
+        "seeds": SEEDS.value,
+        "set": SET.value,
+        "machine": f"{os.cpu_count()} cores {platform.machine()}, {jax.default_backend()}",
+        "versions": {name: metadata.version(name) for name in ("jax", "flax", "optax")},
+        **numbers,
+    }
+    (out / f"{stem}.json").write_text(json.dumps(facts, indent=2) + "\n")
+    if figure is not None:
+        figure.savefig(out / f"{stem}.png", dpi=110, bbox_inches="tight")
+    print(json.dumps(numbers, indent=2))
+    print(f"\n{out / stem}.json" + ("" if figure is None else f", {stem}.png"))
+
+
+def launch(studies: Mapping[str, Study], about: str | None, paper: str) -> None:
+    """The command line of a module of studies, and its docstring; the paper they are of."""
+    prepare_devices()
+    command(lambda argv: main(studies, about or "", argv, paper))

@@ -1,0 +1,34 @@
+"""A figure or a study of one of the four papers: runs it, draws it, writes its numbers.
+
+python -m experiments.studies pfedla            the studies of pFedLA
+python -m experiments.studies pfedla figure6    one of them; --help shows the flags
+"""
+
+import importlib
+import sys
+
+from experiments.launch import ending
+from experiments.papers import study
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+
+SYSTEMS = ("pfedla", "pfedhn", "fedmn", "factorized_fl")
+
+
+def main() -> None:
+    """Hand the command line over to the studies of the system that is named first."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    with ending():
+        if name.lstrip("-").startswith("help") or not name:
+            print(f"{(__doc__ or '').strip()}\n\nSystems: {', '.join(SYSTEMS)}")
+            return
+        if name not in SYSTEMS:
+            raise UsageError(f"there is no system {name!r}{configuration.nearest(name, SYSTEMS)}")
+    del sys.argv[1]
+    studies = importlib.import_module(f"experiments.papers.{name}.studies")
+    sys.modules["__main__"].__doc__ = studies.__doc__
+    study.launch(studies.STUDIES, studies.__doc__, name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Figures and tables of the papers, one module per system: `python -m experiments.studies.NAME`."""

@@ -1,1 +1,0 @@
-"""Settings chosen on validation examples, with equal budgets for all methods."""

@@ -1,0 +1,78 @@
+"""A model in two parts: what stays with each client, and what FedAvg averages."""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import jax
+
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task
+
+
+class Client(NamedTuple):
+    """What stays with a client."""
+
+    own: PyTree  # the variables that are its own
+    momentum: PyTree
+
+
+def of_layers(names: Collection[str]) -> Callable[[str, str], bool]:
+    """What belongs to these layers."""
+    return lambda layer, leaf: layer in names
+
+
+def partly_shared(
+    model: Any,
+    task: Task,
+    training: local_training.Training,
+    federation: Federation,
+    own: Callable[[str, str], bool],
+) -> Algorithm:
+    """FedAvg on all but what is `own`, by layer and leaf; every client trains all of it together.
+
+    Server: the shared variables, which are all that travels. Clients: their own variables, and
+    momentum of the whole model where it is kept. A phase starts from a global model,
+    whose `own` part every client gets, or from a state with the same two parts; momentum begins
+    anew in each phase.
+    """
+    first_own, first_shared = trees.divide(common.shapes(model, federation), own)
+    if not first_own or not first_shared:
+        layers = ", ".join(trees.layers({**first_own, **first_shared}))
+        raise UsageError(
+            "a part of the network has to stay with the clients and a part to be shared; "
+            f"this one has only {layers}"
+        )
+    stacked_own = jax.eval_shape(lambda own: trees.repeat(own, federation.clients), first_own)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        if (
+            start is not None
+            and isinstance(start.clients, Client)
+            and trees.alike((first_shared, stacked_own), (start.server, start.clients.own))
+        ):
+            shared, owned = start.server, start.clients.own
+        else:
+            mine, shared = trees.divide(common.initial(model, federation, key, start), own)
+            owned = trees.repeat(mine, federation.clients)
+        params = trees.join(shared, trees.row(owned, 0))["params"]
+        return State(shared, (), Client(owned, common.kept(training, params, federation)))
+
+    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+        variables, momentum, metrics = common.train_all(
+            model, task, training, trees.join(payload, client.own), client.momentum, data, t, key
+        )
+        mine, shared = trees.divide(variables, own)
+        return shared, variables, Client(mine, momentum), metrics
+
+    def personal(
+        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
+    ) -> PyTree:
+        return trees.join(server, client.own)
+
+    averaged = fedavg(model, task, training, federation)
+    return averaged._replace(init=init, train=train, personal=personal)

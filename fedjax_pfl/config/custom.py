@@ -1,0 +1,149 @@
+"""What a caller brings for one run: examples that no source reads, a method that is not ours."""
+
+import functools
+import hashlib
+import inspect
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.config.configuration import OURS, Words
+from fedjax_pfl.core.algorithm import Algorithm
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data.dataset import Dataset
+
+Factory = Callable[..., Algorithm]
+
+
+def added(
+    given: Mapping[str, Any], dataset: Dataset | None, algorithm: Factory | None
+) -> tuple[Words, dict[str, Any]]:
+    """The library's words and these, and the configuration with their names."""
+    if not isinstance(given, Mapping):
+        raise UsageError(
+            f"settings are a mapping, such as {{'algorithm': 'fedavg'}}, not {given!r}"
+        )
+    words, given = OURS, dict(given)
+    if dataset is not None:
+        if not isinstance(dataset, Dataset):
+            raise UsageError("dataset must be what fedjax_pfl.arrays(x, y) makes")
+        name = _free("dataset", dataset.name, "arrays(..., name=...)")
+        if given.setdefault("dataset", name) != name:
+            raise UsageError(
+                f"the configuration says dataset={given['dataset']!r}, and examples called "
+                f"{name!r} are given too; leave one of them out"
+            )
+        words = words._replace(dataset={**words.dataset, name: _source(dataset)})
+    if algorithm is not None:
+        if not callable(algorithm):
+            raise UsageError(
+                f"algorithm= brings a function, not {algorithm!r}; ours go by their names in the "
+                "settings, as {'algorithm': 'fedavg'}"
+            )
+        name = _free("algorithm", getattr(algorithm, "__name__", ""), "another function name")
+        _check_factory(name, algorithm)
+        given.setdefault("algorithm", name)
+        words = words._replace(algorithm={**words.algorithm, name: _versioned(name, algorithm)})
+    return words, given
+
+
+def _free(kind: str, name: str, how: str) -> str:
+    """A name for one of a kind that is no setting's and no other thing's."""
+    if not str(name).isidentifier():
+        raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {how}")
+    taken = next((k for k, table in OURS._asdict().items() if name in table), None)
+    if taken or name in configuration.default():
+        what = f"one of ours ({taken})" if taken else "a setting"
+        raise UsageError(f"{name!r} is the name of {what} already; use {how}")
+    return name
+
+
+def digest(dataset: Dataset) -> str:
+    """Of everything that is in it but its name."""
+    found = hashlib.sha256()
+    for field in dataset._fields[1:]:
+        value = getattr(dataset, field)
+        if value is not None:
+            array = np.ascontiguousarray(value)
+            found.update(f"{field}{array.dtype}{array.shape}".encode())
+            found.update(array.tobytes())
+    return found.hexdigest()[:16]
+
+
+def _source(dataset: Dataset) -> Callable[..., Dataset]:
+    """The examples as a source, whose setting `digest` stands in the configuration of a run."""
+    content = digest(dataset)
+
+    def source(data_dir: Any, keep: Any, *, digest: str = content) -> Dataset:
+        if digest != content:
+            raise UsageError(
+                f"{dataset.name}.digest is {digest}, and that of the examples given is {content}: "
+                "they are others"
+            )
+        if keep(len(dataset.x_train)) is not None:
+            raise UsageError("fraction is for datasets by name; give fewer examples instead")
+        return dataset
+
+    return source
+
+
+def _versioned(name: str, factory: Factory) -> Factory:
+    """The factory with one more setting, `digest`: in a configuration it says which code it is."""
+    try:
+        text = inspect.getsource(factory)
+    except (OSError, TypeError):  # typed in, or no function
+        code = getattr(factory, "__code__", None)
+        text = "" if code is None else _compiled(code)
+    content = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @functools.wraps(factory)
+    def known(*arguments: Any, digest: str = content, **settings: Any) -> Algorithm:
+        if digest != content:
+            raise UsageError(
+                f"{name}.digest is {digest}, and that of the function given is {content}: its "
+                "code is another"
+            )
+        return factory(*arguments, **settings)
+
+    signature = inspect.signature(factory)
+    more = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
+    ordered = sorted([*signature.parameters.values(), more], key=lambda one: one.kind)
+    known.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+    known.__annotations__ = {**typing.get_type_hints(factory), "digest": str}
+    return known
+
+
+def _compiled(code: types.CodeType) -> str:
+    inner = [_constant(constant) for constant in code.co_consts]
+    return f"{code.co_code!r}{code.co_names}{code.co_varnames}{inner}"
+
+
+def _constant(value: Any) -> str:
+    if isinstance(value, types.CodeType):
+        return _compiled(value)
+    # The order in a set is another one in each process.
+    return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
+
+
+def _check_factory(name: str, factory: Factory) -> None:
+    """Raise UsageError where a configuration could not hold its settings."""
+    parameters = inspect.signature(factory).parameters
+    try:
+        inspect.signature(factory).bind(None, None, None, None)
+    except TypeError:
+        raise UsageError(
+            f"{name} must take (model, task, training, federation), and settings of its own by "
+            "keyword, each with a default"
+        ) from None
+    if "digest" in parameters:
+        raise UsageError(f"{name} has a setting digest, which stands for its code; rename it")
+    hints = typing.get_type_hints(factory)
+    own = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if untyped := [p.name for p in own if p.name not in hints]:
+        raise UsageError(
+            f"{name} must give its setting {untyped[0]} a type, as in beta: float = 0.9"
+        )

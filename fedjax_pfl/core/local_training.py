@@ -1,0 +1,249 @@
+"""One client's work: local SGD over its own examples, and scoring a model on them.
+
+Written for one client. The number of steps is the client's own (a traced loop bound): mapped, a
+client runs no step more than it needs; vmapped, a step beyond its own leaves it untouched.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl.core.examples import Batch, ClientData, Split, take
+from fedjax_pfl.core.task import Task
+
+PyTree = Any
+# (params, rest, batch, key) -> ((loss, rest), gradient); `rest` are the variables not trained
+Gradient = Callable[[PyTree, PyTree, Batch, jax.Array], tuple[tuple[jax.Array, PyTree], PyTree]]
+
+
+class Training(NamedTuple):
+    """How a client trains. Exactly one of `epochs` and `steps` is set."""
+
+    optimizer: optax.GradientTransformation  # without the rate
+    unclipped: optax.GradientTransformation  # the same, for parts whose gradient is not clipped
+    rate: Callable[[jax.Array], Any]  # of the round
+    batch_size: int
+    epochs: int | None
+    steps: int | None
+    drop_last: bool  # the short batch at the end of an epoch
+    keep: bool  # the optimiser's state stays with the client from round to round
+    begin: int  # the phase's first round
+    rounds: int  # and its length: what a schedule of an algorithm runs over
+
+
+class Scores(NamedTuple):
+    """Sums over a client's examples."""
+
+    score: jax.Array
+    loss: jax.Array
+    examples: jax.Array
+
+
+def sgd(
+    *,
+    learning_rate: Any = 0.01,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    batch_size: int = 32,
+    epochs: int | None = None,
+    steps: int | None = None,
+    drop_last: bool = False,
+    keep_momentum: bool = False,
+    begin: int = 0,
+    rounds: int = 1,
+) -> Training:
+    """SGD in PyTorch's order: clip the gradient, add the decay, then momentum, then the rate.
+
+    Args:
+      learning_rate: a number, or a function of the round.
+      clip_norm: largest global norm of a gradient; None: any.
+      epochs: shuffled passes over all examples.
+      steps: instead, so many batches, each drawn afresh without replacement.
+      drop_last: a pass ends before its last short batch, unless it has no other.
+      keep_momentum: the client keeps its momentum between rounds.
+      begin, rounds: the phase that this is for, where an algorithm has a schedule of its own.
+    """
+    if (epochs is None) == (steps is None):
+        raise ValueError("set either epochs or steps")
+    parts = [optax.identity()]
+    if weight_decay:
+        parts.append(optax.add_decayed_weights(weight_decay))
+    if momentum:
+        parts.append(optax.trace(momentum))
+    unclipped = optax.chain(*parts)
+    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
+    rate = learning_rate if callable(learning_rate) else lambda t: learning_rate
+    return Training(
+        optax.chain(*clip, *parts),
+        unclipped,
+        rate,
+        batch_size,
+        epochs,
+        steps,
+        drop_last,
+        keep_momentum,
+        begin,
+        rounds,
+    )
+
+
+def split_variables(variables: PyTree) -> tuple[PyTree, PyTree]:
+    """Flax variables as what is trained and the rest."""
+    rest = {name: tree for name, tree in variables.items() if name != "params"}
+    return variables["params"], rest
+
+
+def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
+    """The gradient of the task's mean loss over a batch's real examples."""
+
+    def loss(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+        x = batch.x if task.augment is None else task.augment(batch.x, jax.random.fold_in(key, 1))
+        outputs, rest = model.apply(
+            {"params": params, **rest},
+            x,
+            train=True,
+            mask=batch.mask,
+            rngs={"dropout": key},
+            mutable=list(rest),
+        )
+        losses = jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0)
+        examples = jnp.sum(batch.mask).astype(jnp.float32)
+        return jnp.sum(losses) / jnp.maximum(examples, 1.0), rest
+
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+def _shuffled(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
+    """A random order of 0..count-1, padding behind it; it does not depend on `longest`."""
+    draws = jax.random.uniform(key, (longest,))
+    return jnp.argsort(jnp.where(jnp.arange(longest) < count, draws, 2.0))
+
+
+def _drawn(
+    key: jax.Array, longest: int, count: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """`size` different places among 0..count-1 with their mask; padding where there are fewer."""
+    order = _shuffled(key, longest, count)
+    return jnp.pad(order, (0, max(size - longest, 0)))[:size], jnp.arange(size) < count
+
+
+def draw(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
+    """A batch of `size` examples of a split, or of all where it has fewer, without replacement."""
+    places, mask = _drawn(key, split.rows.shape[0], split.size, size)
+    return take(data, split.rows[places], mask)
+
+
+def _schedule(
+    training: Training, split: Split, key: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
+    """The number of steps, and for a step the places in `split` of its batch with their mask."""
+    size, longest = training.batch_size, split.rows.shape[0]
+    if training.steps is not None:
+
+        def fresh(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return _drawn(jax.random.fold_in(key, step), longest, split.size, size)
+
+        return jnp.where(split.size > 0, training.steps, 0), fresh
+
+    assert training.epochs is not None
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(training.epochs))
+    orders = jax.vmap(_shuffled, (0, None, None))(keys, longest, split.size)
+    orders = jnp.pad(orders, ((0, 0), (0, -longest % size)))
+    per_epoch = -(-split.size // size)
+    if training.drop_last:
+        per_epoch = jnp.minimum(per_epoch, jnp.maximum(split.size // size, 1))
+
+    def next_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        epoch, batch = step // jnp.maximum(per_epoch, 1), step % jnp.maximum(per_epoch, 1)
+        places = jax.lax.dynamic_slice(orders[epoch], (batch * size,), (size,))
+        return places, batch * size + jnp.arange(size) < split.size
+
+    return training.epochs * per_epoch, next_batch
+
+
+def fit(
+    training: Training,
+    gradient: Gradient,
+    params: PyTree,
+    rest: PyTree,
+    optimizer_state: PyTree,
+    data: ClientData,
+    t: jax.Array,
+    key: jax.Array,
+) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
+    """Train `params` on the client's training examples.
+
+    Args:
+      gradient: see `gradient`; another one makes another method (a proximal term, a meta-step).
+      params: the tree that is trained. rest: the variables that only the forward pass changes.
+      optimizer_state: as it was kept, or an empty tree to start a new one.
+    Returns:
+      params, rest, the optimiser's state (empty unless it is kept), and metrics.
+    """
+    order_key, noise_key = jax.random.split(key)
+    steps, next_batch = _schedule(training, data.train, order_key)
+    moments = optimizer_state if training.keep else training.optimizer.init(params)
+    rate = training.rate(t)
+
+    def step(s: jax.Array, carry: Any) -> Any:
+        params, rest, moments, total, seen = carry
+        places, mask = next_batch(s)
+        batch = take(data, data.train.rows[places], mask)
+        (loss, rest), grads = gradient(params, rest, batch, jax.random.fold_in(noise_key, s))
+        updates, moments = training.optimizer.update(grads, moments, params)
+        params = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), params, updates)
+        examples = jnp.sum(mask).astype(jnp.float32)
+        return params, rest, moments, total + loss * examples, seen + examples
+
+    zero = jnp.zeros((), jnp.float32)
+    start = (params, rest, moments, zero, zero)
+    params, rest, moments, total, seen = jax.lax.fori_loop(0, steps, step, start)
+    metrics = {"loss": total / jnp.maximum(seen, 1.0)}
+    return params, rest, moments if training.keep else (), metrics
+
+
+def evaluate(
+    predict: Callable[[PyTree, jax.Array], jax.Array],
+    variables: PyTree,
+    data: ClientData,
+    split: Split,
+    task: Task,
+    batch_size: int = 128,
+) -> Scores:
+    """Sum score and loss over a client's examples in `split`."""
+    zero = jnp.zeros((), jnp.float32)
+    if split.rows.shape[0] == 0:
+        return Scores(zero, zero, jnp.zeros((), jnp.int32))
+
+    def one(batch: Batch) -> tuple[jax.Array, jax.Array]:
+        outputs = predict(variables, batch.x)
+        score = task.score(outputs, batch.y, data.classes)
+        loss = task.loss(outputs, batch.y, data.classes)
+        add = lambda values: jnp.sum(jnp.where(batch.mask, values, 0.0))
+        return add(score), add(loss)
+
+    score, loss = total(one, data, split, batch_size)
+    return Scores(score, loss, split.size)
+
+
+def total(
+    f: Callable[[Batch], PyTree], data: ClientData, split: Split, batch_size: int = 128
+) -> PyTree:
+    """The sum of f(batch) over the batches that a client's examples in `split` make, in order."""
+    longest = split.rows.shape[0]
+    size = min(batch_size, longest)
+    index = jnp.pad(split.rows, (0, -longest % size))
+
+    def batch(s: Any) -> Batch:
+        places = jax.lax.dynamic_slice(index, (s * size,), (size,))
+        return take(data, places, s * size + jnp.arange(size) < split.size)
+
+    def step(s: jax.Array, sums: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, sums, f(batch(s)))
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, batch(0)))
+    return jax.lax.fori_loop(0, -(-split.size // size), step, zeros)

@@ -1,0 +1,141 @@
+"""Numbers of an evaluation, worked out on the host in float64 from sums over each client."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.local_training import Scores
+from fedjax_pfl.engine.ledger import Ledger
+from fedjax_pfl.engine.rounds import Evaluation, Log
+
+
+def _number(value: Any) -> float | None:
+    """A float for JSON, where there is no NaN."""
+    return float(value) if math.isfinite(value) else None
+
+
+def per_client(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
+    """Each client's mean score and mean loss; NaN where it has no examples."""
+    examples = np.asarray(scores.examples, np.float64)
+    counted = np.where(examples > 0, examples, np.nan)
+    return np.asarray(scores.score, np.float64) / counted, np.asarray(scores.loss) / counted
+
+
+def summary(scores: Scores, active: np.ndarray, name: str) -> dict[str, float | None] | None:
+    """Over the active clients that have examples: mean, weighted by examples, std, worst tenth.
+
+    Args:
+      scores: sums over each client's examples, [N].
+      name: of the score.
+    Returns:
+      None where nobody has examples. The worst tenth is the mean over the ceil(n/10) lowest.
+    """
+    chosen = np.asarray(active) & (np.asarray(scores.examples) > 0)
+    if not chosen.any():
+        return None
+    score, loss = (values[chosen] for values in per_client(scores))
+    examples = np.asarray(scores.examples, np.float64)[chosen]
+    worst = np.sort(score)[: math.ceil(len(score) / 10)]
+    with np.errstate(invalid="ignore"):  # infinite scores have no deviation
+        deviation = score.std()
+    return {
+        f"{name}_mean": _number(score.mean()),
+        f"{name}_weighted": _number((score * examples).sum() / examples.sum()),
+        f"{name}_std": _number(deviation),
+        f"{name}_worst10": _number(worst.mean()),
+        "loss": _number(loss.mean()),
+    }
+
+
+def mean_std(values: Sequence[float]) -> dict[str, Any]:
+    """Mean and sample standard deviation over seeds; no deviation of one value."""
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return {"mean": float(np.mean(values)), "std": spread, "seeds": len(values)}
+
+
+def client_scores(scores: Evaluation, name: str) -> tuple[dict[str, Any], ...]:
+    """One row per client: its score and loss, before and after."""
+    columns: dict[str, np.ndarray] = {"test_examples": np.asarray(scores.before.examples)}
+    for word, part in (("before", scores.before), ("after", scores.after)):
+        empty = np.full(len(columns["test_examples"]), np.nan)
+        score, loss = (empty, empty) if part is None else per_client(part)
+        columns |= {f"{word}_{name}": score, f"{word}_loss": loss}
+    clients = range(len(columns["test_examples"]))
+    return tuple(
+        {
+            column: int(values[i]) if column == "test_examples" else _number(values[i])
+            for column, values in columns.items()
+        }
+        for i in clients
+    )
+
+
+def with_best(
+    rows: Sequence[Mapping[str, Any]],
+    earlier: Sequence[Mapping[str, Any]],
+    better: bool,
+    name: str,
+) -> tuple[dict[str, Any], ...]:
+    """Rows that also have the scores of the best evaluation: this one, or as earlier rows have."""
+    words = [f"{word}_{name}" for word in ("before", "after")]
+    if better:
+        best = [{f"best_{word}": row[word] for word in words} for row in rows]
+    else:
+        known = earlier or [{}] * len(rows)
+        best = [{f"best_{word}": row.get(f"best_{word}") for word in words} for row in known]
+    return tuple({**row, **more} for row, more in zip(rows, best, strict=True))
+
+
+def client_table(
+    federation: Federation, rows: Sequence[Mapping[str, Any]], ledger: Ledger
+) -> list[dict[str, Any]]:
+    """The rows of clients.csv."""
+    return [
+        {
+            "client": i,
+            "active": int(federation.active[i]),
+            "group": int(federation.groups[i]),
+            "train_examples": int(federation.counts[i]),
+            **row,
+            "bytes_down": ledger.client_down[i],
+            "bytes_up": ledger.client_up[i],
+            "visits": ledger.visits[i],
+            "dropped": ledger.dropped[i],
+            "rejected": ledger.rejected[i],
+        }
+        for i, row in enumerate(rows)
+    ]
+
+
+Pending = tuple[dict[str, float], int]
+
+
+def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
+    """Add the training metrics of one call's clients that arrived to sums and a count."""
+    sums, count = dict(pending[0]), pending[1]
+    for log in logs:
+        arrived = (log.present & ~log.dropped & ~log.rejected)[:rounds]
+        count += int(arrived.sum())
+        for name, values in log.metrics.items():
+            sums[name] = sums.get(name, 0.0) + float(values[:rounds][arrived].sum())
+    return sums, count
+
+
+def means(pending: Pending) -> dict[str, float | None]:
+    """The mean training metrics since the last evaluation, over all visits."""
+    sums, count = pending
+    return {f"train_{name}": _number(total / count) if count else None
+            for name, total in sums.items()}  # fmt: skip
+
+
+def rejections(logs: Sequence[Log], first: int, rounds: int) -> Iterator[str]:
+    """A line for every upload that was rejected."""
+    for log in logs:
+        for r, slot in np.argwhere(log.rejected[:rounds]):
+            yield (
+                f"round {first + r + 1}: the update of client {log.ids[r, slot]} was rejected, it "
+                "is not finite or too large"
+            )

@@ -1,0 +1,219 @@
+"""Networks whose kernels are made of factors, from any network, without a second copy of it.
+
+A reparametrised network has the same layers under the same names; only the kernels of its layers,
+all but the head's, are replaced by factors. It is used like the network itself.
+"""
+
+import abc
+import dataclasses
+import math
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.core import trees
+
+PyTree = Any
+LAYOUTS = ("kernel", "mixed", "oihw")
+
+
+@dataclasses.dataclass(frozen=True)
+class Reparametrised(abc.ABC):
+    """`model` with kernels computed from factors at every call."""
+
+    model: Any
+    input_shape: tuple[int, ...]
+
+    @abc.abstractmethod
+    def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        """First factors of a kernel."""
+
+    @abc.abstractmethod
+    def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        """The kernel that factors stand for."""
+
+    @property
+    def head(self) -> str:
+        return str(self.model.head)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return tuple(self.model.layers)
+
+    @cached_property
+    def factorized(self) -> tuple[str, ...]:
+        """The layers that have factors, from the input to the output."""
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._plain)]
+        found = {trees.layer_name(p) for p in paths if p[-1] == jax.tree_util.DictKey("kernel")}
+        return tuple(name for name in self.layers if name in found and name != self.head)
+
+    def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
+        """As the network's own, but for the kernels."""
+        variables = dict(self.model.init(key, x))
+
+        def cut(tree: PyTree, path: tuple[str, ...] = ()) -> PyTree:
+            if not isinstance(tree, dict):
+                return tree
+            made = {word: cut(part, (*path, word)) for word, part in tree.items()}
+            if (name := "/".join(path)) in self.factorized:
+                own = jax.random.fold_in(key, self.layers.index(name))
+                made |= self.factors(own, made.pop("kernel").shape)
+            return made
+
+        return {**variables, "params": cut(variables["params"])}
+
+    def apply(self, variables: PyTree, *arguments: Any, **more: Any) -> Any:
+        """As the network's own."""
+        params = self.plain(variables["params"])
+        return self.model.apply({**variables, "params": params}, *arguments, **more)
+
+    def plain(self, params: PyTree) -> PyTree:
+        """The parameters that the network itself understands."""
+
+        def join(plain: PyTree, part: PyTree, path: tuple[str, ...] = ()) -> PyTree:
+            made = {}
+            for leaf, shape in plain.items():
+                if isinstance(shape, dict):
+                    made[leaf] = join(shape, part[leaf], (*path, leaf))
+                elif leaf == "kernel" and "/".join(path) in self.factorized:
+                    made[leaf] = self.kernel(part, shape.shape)
+                else:
+                    made[leaf] = part[leaf]
+            return made
+
+        return join(self._plain, params)
+
+    @cached_property
+    def _plain(self) -> PyTree:
+        example = jnp.zeros((1, *self.input_shape), jnp.float32)
+        return jax.eval_shape(self.model.init, jax.random.key(0), example)["params"]
+
+
+def xavier(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """U(-√(6/(a+b)), √(6/(a+b))) for a matrix [a, b]."""
+    bound = math.sqrt(6 / sum(shape))
+    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+
+@dataclasses.dataclass(frozen=True)
+class Factorized(Reparametrised):
+    """W = π(u vᵀ + μ), with u and v [·, rank] from Xavier's distribution and μ zero at first.
+
+    A dense kernel [I, O] has u [I, rank] and v [O, rank]. For a convolution's [F, F, I, O]
+      kernel  u [F·F, rank], v [I·O, rank]: of rank 1 and with μ = 0 all F×F kernels are multiples
+              of one another
+      mixed   u [I·F, rank], v [O·F, rank], which the paper compares with
+      oihw    u and v as in `kernel`, reshaped as the authors' code does, to [O, I, F, F]
+
+    References: Jeong and Hwang, Factorized-FL (2022), (1) to (3).
+    """
+
+    rank: int = 1
+    layout: str = "kernel"
+    bias: bool = True  # whether there is a μ
+
+    def _sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        if len(shape) == 2:
+            return shape[0], shape[1]
+        f, g, inputs, outputs = shape
+        return (inputs * f, outputs * g) if self.layout == "mixed" else (f * g, inputs * outputs)
+
+    def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        rows, columns = self._sides(shape)
+        one, other = jax.random.split(key)
+        made = {"u": xavier(one, (rows, self.rank)), "v": xavier(other, (columns, self.rank))}
+        return made | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
+
+    def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")
+        if self.bias:
+            matrix += factors["mu"]
+        if len(shape) == 2:
+            return matrix
+        f, g, inputs, outputs = shape
+        if self.layout == "mixed":
+            return matrix.reshape(inputs, f, outputs, g).transpose(1, 3, 0, 2)
+        if self.layout == "oihw":
+            return matrix.reshape(outputs, inputs, f, g).transpose(2, 3, 1, 0)
+        return matrix.reshape(shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hadamard(Reparametrised):
+    """W = W1 ⊙ (W2 + 1), each of low rank: a dense Wi = xi yiᵀ, a convolution's Ti ×₃ yi ×₄ xi.
+
+    With [F, F, I, O] and r the rank: t1, t2 [F, F, r, r], y1, y2 [I, r], x1, x2 [O, r]. The rank is
+    ⌈√max(I, O)⌉, with which W can have full rank, plus the share `gamma` of what lies between it
+    and the rank at which there would be as many numbers as in W.
+
+    References: Hyeon-Woo, Ye-Bin and Oh, FedPara (2022), propositions 1 to 3 and pFedPara.
+    """
+
+    gamma: float = 0.0
+
+    def rank(self, shape: tuple[int, ...]) -> int:
+        """The rank of each of the two factors of a kernel."""
+        *window, inputs, outputs = shape
+        least = math.ceil(math.sqrt(max(inputs, outputs)))
+        area = math.prod(window)
+        # 2 (area r² + r (I + O)) = area I O, or 2 r (I + O) = I O where there is no window
+        both, whole = inputs + outputs, area * inputs * outputs
+        if len(shape) == 2:
+            most = whole / (2 * both)
+        else:
+            most = (math.sqrt(both**2 + 2 * area * whole) - both) / (2 * area)
+        return max(least, round((1 - self.gamma) * least + self.gamma * most))
+
+    def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
+        *window, inputs, outputs = shape
+        r, area = self.rank(shape), math.prod(window)
+        made = {}
+        for i, one in enumerate(jax.random.split(key), 1):
+            y, x, t = jax.random.split(one, 3)
+            # So that W1 starts with the variance 1/fan-in, and W2 with that, beside the 1.
+            std = (1 / (area * inputs * r ** (2 if window else 1))) ** (1 / (6 if window else 4))
+            made[f"y{i}"] = std * jax.random.normal(y, (inputs, r))
+            made[f"x{i}"] = std * jax.random.normal(x, (outputs, r))
+            if window:
+                made[f"t{i}"] = std * jax.random.normal(t, (*window, r, r))
+        return made
+
+    def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
+        def low(i: int) -> jax.Array:
+            x, y = factors[f"x{i}"], factors[f"y{i}"]
+            if len(shape) == 2:
+                return jnp.matmul(y, x.T, precision="highest")
+            return jnp.einsum("fgrs,ir,os->fgio", factors[f"t{i}"], y, x, precision="highest")
+
+        return low(1) * (low(2) + 1)
+
+
+def on_mu(f: Any, tree: PyTree, *others: PyTree) -> PyTree:
+    """f on every μ and what belongs to it in the other trees; the rest of `tree` stays."""
+
+    def one(path: tuple[Any, ...], leaf: Any, *more: Any) -> Any:
+        return f(leaf, *more) if path[-1] == jax.tree_util.DictKey("mu") else leaf
+
+    return jax.tree_util.tree_map_with_path(one, tree, *others)
+
+
+def collect_mu(tree: PyTree) -> list[jax.Array]:
+    """Every μ in a tree."""
+    found: list[jax.Array] = []
+    on_mu(found.append, tree)
+    return found
+
+
+def prune(tree: PyTree, least: float) -> PyTree:
+    """Entries of every μ that are smaller become zero."""
+    return on_mu(lambda mu: jnp.where(jnp.abs(mu) < least, 0.0, mu), tree)
+
+
+def bytes_used(tree: PyTree) -> dict[str, Any]:
+    """Bytes per layer: of μ only what is not zero, of everything else all."""
+    nothing = jax.tree.map(lambda leaf: 0, tree)
+    unused = on_mu(lambda _, mu: mu.dtype.itemsize * jnp.sum(mu == 0), nothing, tree)
+    less = {name: sum(amounts) for name, amounts in trees.layers(unused).items()}
+    return {name: amount - less[name] for name, amount in trees.bytes_per_layer(tree).items()}

@@ -1,0 +1,112 @@
+"""pFedHN's hypernetwork: a client's embedding in, all parameters of its network out."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax.core import FrozenDict, unfreeze
+
+from fedjax_pfl.networks import init
+
+PyTree = Any
+# Of the power iteration before the first use; afterwards the weights change little from step to
+# step and one each is enough.
+_FIRST_ITERATIONS = 15
+
+
+class Linear(nn.Module):
+    """A fully connected layer, whose weight K may be divided by its largest singular value σ.
+
+    σ = ‖vᵀK‖ with v the left singular vector as the collection `spectral` has it, a constant to the
+    gradient; `advance` keeps it up to date.
+    """
+
+    outputs: int
+    bias: bool = True
+    spectral_norm: bool = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., inputs] -> [..., outputs]."""
+        inputs = x.shape[-1]
+        start = init.uniform(inputs)
+        kernel = self.param("kernel", start, (inputs, self.outputs))
+        if self.spectral_norm:
+
+            def vector() -> jax.Array:
+                random = jax.random.normal(self.make_rng("params"), (inputs,))
+                return iterate(kernel, random, _FIRST_ITERATIONS)
+
+            v = self.variable("spectral", "vector", vector).value
+            kernel = kernel / jnp.linalg.norm(jnp.dot(v, kernel, precision="highest"))
+        x = jnp.dot(x, kernel, precision="highest")
+        return x + self.param("bias", start, (self.outputs,)) if self.bias else x
+
+
+class Hypernetwork(nn.Module):
+    """v [e] -> arrays like those of `target`: one linear head for each on a common MLP.
+
+    The MLP is a linear layer and `depth` times ReLU and another one, without ReLU before the heads.
+    Width 0 leaves heads without a bias alone: the linear hypernetwork θ = W v.
+
+    target: a network's parameters, nested dicts, or their shapes; or a tuple of several networks'.
+
+    References: Shamsian et al., Personalized Federated Learning using Hypernetworks (2021), section
+    5 and appendix B ("three hidden layers"); layers start as in the authors' PyTorch code.
+    """
+
+    target: PyTree
+    width: int = 100
+    depth: int = 3
+    spectral_norm: bool = False
+
+    @nn.compact
+    def __call__(self, v: jax.Array) -> PyTree:
+        """The parameters of client v."""
+        x = v
+        for i in range(self.depth + 1 if self.width else 0):
+            x = nn.relu(x) if i else x
+            x = Linear(self.width, True, self.spectral_norm, name=f"layer{i + 1}")(x)
+
+        def head(path: Any, leaf: Any) -> jax.Array:
+            name = "head_" + jax.tree_util.keystr(path, simple=True, separator="_")
+            made = Linear(math.prod(leaf.shape), self.width > 0, self.spectral_norm, name=name)(x)
+            return made.reshape(leaf.shape).astype(leaf.dtype)
+
+        # Flax freezes the dicts of a module's fields; what is generated shall be plain again.
+        thawed = lambda tree: unfreeze(tree) if isinstance(tree, FrozenDict) else tree
+        plain = jax.tree.map(thawed, self.target, is_leaf=lambda tree: isinstance(tree, FrozenDict))
+        return jax.tree_util.tree_map_with_path(head, plain)
+
+
+def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
+    """`steps` power iterations of v [inputs] towards a kernel's largest left singular vector."""
+    product = lambda a, b: jnp.dot(a, b, precision="highest")
+    unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x), 1e-12)
+    for _ in range(steps):
+        v = unit(product(kernel, unit(product(v, kernel))))
+    return v
+
+
+def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
+    """The collection `spectral` after more power iterations on the weights of φ."""
+    return {
+        layer: {"vector": iterate(phi[layer]["kernel"], own["vector"], steps)}
+        for layer, own in spectral.items()
+    }
+
+
+def spread(generate: Callable[[jax.Array], PyTree], v: jax.Array) -> jax.Array:
+    """How far what each v [N, e] generates is from the mean, in lengths of the mean: [N].
+
+    0 says that all are alike: the last ReLUs of the hypernetwork are dead. One is held at a time.
+    """
+    add = lambda total, one: jax.tree.map(lambda a, b: a + b / len(v), total, generate(one))
+    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(generate, v[0]))
+    mean, _ = jax.lax.scan(lambda total, one: (add(total, one), None), nothing, v)
+    norm = optax.tree.norm
+    return jax.lax.map(lambda one: norm(optax.tree.sub(generate(one), mean)) / norm(mean), v)

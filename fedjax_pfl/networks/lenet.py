@@ -1,0 +1,65 @@
+"""LeNet as personalised federated learning uses it."""
+
+import flax.linen as nn
+import jax
+
+from fedjax_pfl.networks import init
+from fedjax_pfl.networks.lowerings.conv import max_pool
+from fedjax_pfl.networks.normalisation import batch_norm
+
+
+class LeNet(nn.Module):
+    """Convolutions, each with ReLU and 2x2 pooling, then fully connected layers.
+
+    Layers are called conv1, conv2, ..., fc1, fc2, ...; with `batch_norm` norm1, norm2, ... follow
+    the convolutions. 121,182 parameters on 32x32x3 images, 85,822 on 28x28x1, with 10 outputs.
+
+    References: the target network of Shamsian et al., "Personalized Federated Learning using
+    Hypernetworks" (2021). Deviations: ReLU comes after pooling, which commutes with it.
+
+    Args:
+      kernels: how many each convolution has.
+      dense: outputs of each fully connected layer but the last.
+      kernel_size: height and width of a kernel.
+      padding: VALID, none; or SAME: convolutions keep the image's size.
+      batch_norm: whether BatchNorm follows each convolution.
+    """
+
+    outputs: int = 10
+    kernels: tuple[int, ...] = (16, 32)
+    dense: tuple[int, ...] = (120, 84)
+    kernel_size: int = 5
+    padding: str = "VALID"
+    batch_norm: bool = False
+    conv: str = "auto"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers, from the input to the output."""
+        kinds = ("conv", "norm") if self.batch_norm else ("conv",)
+        early = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
+        return (*early, *(f"fc{i}" for i in range(1, len(self.dense) + 2)))
+
+    @property
+    def head(self) -> str:
+        """Name of the last layer, the one that knows the classes."""
+        return f"fc{len(self.dense) + 1}"
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, H, W, C] and a mask bool [B] of the examples that are not padding -> [B, outputs]."""
+        window = (self.kernel_size, self.kernel_size)
+        for i, kernels in enumerate(self.kernels, 1):
+            layer = init.conv(
+                x.shape[-1], kernels, window, f"conv{i}", padding=self.padding, lowered=self.conv
+            )
+            x = layer(x)
+            if self.batch_norm:
+                x = batch_norm(x, train, mask, f"norm{i}")
+            x = nn.relu(max_pool(x, (2, 2)))
+        x = x.reshape(x.shape[0], -1)
+        for i, size in enumerate(self.dense, 1):
+            x = nn.relu(init.dense(x.shape[-1], size, f"fc{i}")(x))
+        return init.dense(x.shape[-1], self.outputs, self.head)(x)

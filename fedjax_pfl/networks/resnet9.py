@@ -1,0 +1,66 @@
+"""ResNet9 as Factorized-FL uses it."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.networks import init
+from fedjax_pfl.networks.lowerings.conv import max_pool
+from fedjax_pfl.networks.normalisation import batch_norm
+
+
+class ResNet9(nn.Module):
+    """Eight convolutions without bias, each with BatchNorm and ReLU, and a linear head.
+
+    Layers are conv1, norm1, ..., conv8, norm8, fc1. 2,574,282 numbers with 10 outputs on three
+    channels: 2,565,824 in kernels, 5,888 in BatchNorm, 2,570 in the head.
+
+    References: the network of Jeong and Hwang, Factorized-FL (2022), as in their public code.
+
+    Args:
+      width: kernels of the first convolution; later ones have up to four times as many.
+    """
+
+    outputs: int = 10
+    width: int = 64
+    conv: str = "auto"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of all layers, from the input to the output."""
+        return (*(f"{kind}{i}" for i in range(1, 9) for kind in ("conv", "norm")), self.head)
+
+    @property
+    def head(self) -> str:
+        """Name of the last layer, the one that knows the classes."""
+        return "fc1"
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
+    ) -> jax.Array:
+        """[B, H, W, C] and a mask bool [B] of the examples that are not padding -> [B, outputs]."""
+
+        def block(
+            x: jax.Array,
+            i: int,
+            kernels: int,
+            size: int = 3,
+            stride: int = 1,
+            padding: str = "SAME",
+        ) -> jax.Array:
+            # Written out, because SAME would pad a stride of two on one side only.
+            around = (((size // 2,) * 2,) * 2) if padding == "SAME" else padding
+            layer = init.conv(
+                x.shape[-1], kernels, (size, size), f"conv{i}",
+                strides=(stride, stride), padding=around, bias=False, lowered=self.conv,
+            )  # fmt: skip
+            return nn.relu(batch_norm(layer(x), train, mask, f"norm{i}"))
+
+        w = self.width
+        x = block(block(x, 1, w), 2, 2 * w, size=5, stride=2)
+        x = x + block(block(x, 3, 2 * w), 4, 2 * w)
+        x = max_pool(block(x, 5, 4 * w), (2, 2))
+        x = x + block(block(x, 6, 4 * w), 7, 4 * w)
+        x = jnp.max(block(x, 8, 4 * w, padding="VALID"), (1, 2))
+        return init.dense(x.shape[-1], self.outputs, self.head)(x)

@@ -1,0 +1,203 @@
+"""Rows of runs side by side: tables in four formats, curves, and a page of them."""
+
+import csv
+import html
+import io
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import comparison, figures, text_tables
+from fedjax_pfl.report import page as report
+from fedjax_pfl.report.comparison import Paired, Row
+from fedjax_pfl.report.figures import score_name, show_score
+from fedjax_pfl.report.text_tables import Table
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    """The results, and the tests against the first row where there is another."""
+    name = score_name(rows[0].runs[0].metrics)
+    unit = " in per cent" if name == "accuracy" else ""
+    results = Table(
+        f"{_word(name)}{unit} before and after local training at the last evaluation, and of the "
+        "worst tenth of the clients before it: mean ± sample standard deviation over seeds. "
+        "Megabytes are those of all clients, mean over seeds.",
+        ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"],
+        [[_label(row), *_results(row, name)] for row in rows],
+    )
+    if len(rows) < 2:
+        return [results]
+    points = " in points" if name == "accuracy" else ""
+    return [
+        results,
+        Table(
+            f"Mean difference{points} to {_label(rows[0])}, and p of Wilcoxon's signed-rank test "
+            "over pairs of clients x seeds, before and after local training.",
+            ["before", "p", "after", "p", "pairs"],
+            [[_label(row), *_tests(row, rows[0], name)] for row in rows[1:]],
+        ),
+    ]
+
+
+def _word(name: str) -> str:
+    return name.replace("_", " ").capitalize()
+
+
+def _label(row: Row) -> str:
+    note = comparison.unfinished(row)
+    return f"{row.label} ({note})" if note else row.label
+
+
+def _results(row: Row, name: str) -> list[str]:
+    found = comparison.summary(row)
+    low, high = found.rounds
+    return [
+        *(_spread(value, name) for value in (found.before, found.after, found.worst10)),
+        _megabytes(found.megabytes_down),
+        _megabytes(found.megabytes_up),
+        f"{low}" if low == high else f"{low}–{high}",
+        f"{len(row.runs)}",
+    ]
+
+
+def _spread(value: Mapping[str, Any] | None, name: str) -> str:
+    if value is None:
+        return "–"
+    show = lambda x: show_score(name, x).removesuffix(" %")
+    mean, std = value["mean"], value["std"]
+    return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
+
+
+def _megabytes(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
+
+
+def _tests(row: Row, first: Row, name: str) -> list[str]:
+    both = [comparison.paired(row, first, stage) for stage in figures.STAGES]
+    cells = []
+    for stage, found in zip(figures.STAGES, both, strict=True):
+        if isinstance(found, Paired):
+            difference = f"{100 * found.difference:+.2f}" if name == "accuracy" else ""
+            p = f"{found.p:.4f}" if found.p >= 1e-4 else f"{found.p:.1e}"
+            cells += [difference or f"{found.difference:+.4g}", p]
+        else:
+            cells += ["–", "not paired" if _evaluated(row, first, stage) else "–"]
+    return [*cells, f"{both[0].pairs}" if isinstance(both[0], Paired) else both[0]]
+
+
+def _evaluated(row: Row, first: Row, stage: str) -> bool:
+    return all(run.metrics[-1].get(stage) for one in (row, first) for run in one.runs)
+
+
+def text(rows: Sequence[Row]) -> str:
+    """At most 100 columns wide; labels are wrapped."""
+    return text_tables.text(tables(rows))
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A paragraph and a table each."""
+    return text_tables.markdown(tables(rows))
+
+
+def latex(rows: Sequence[Row]) -> str:
+    """Tables that need no package."""
+    return text_tables.latex(tables(rows))
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """One line per row, numbers in full: scores as recorded (an accuracy of 1 is all), bytes/1e6.
+
+    `pairs` says why a row is not paired with the first.
+    """
+    name = score_name(rows[0].runs[0].metrics)
+    written: list[dict[str, Any]] = []
+    for row in rows:
+        found = comparison.summary(row)
+        line: dict[str, Any] = {"label": row.label, "unfinished": comparison.unfinished(row)}
+        for word in ("before", "after", "worst10"):
+            value = getattr(found, word) or {}
+            line |= {f"{name}_{word}_{key}": value.get(key) for key in ("mean", "std")}
+        line |= {"megabytes_down": found.megabytes_down, "megabytes_up": found.megabytes_up}
+        line |= {"rounds": found.rounds[0], "most_rounds": found.rounds[1], "seeds": len(row.runs)}
+        tests = {s: comparison.paired(row, rows[0], s) for s in figures.STAGES}
+        for stage, test in tests.items():
+            both = test if isinstance(test, Paired) and row is not rows[0] else None
+            line |= {f"difference_{stage}": both and both.difference, f"p_{stage}": both and both.p}
+        test = tests["before"]
+        pairs = test.pairs if isinstance(test, Paired) else f"not paired: {test}"
+        written.append(line | {"pairs": None if row is rows[0] else pairs})
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, list(written[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(written)
+    return buffer.getvalue().rstrip("\n")
+
+
+FORMATS: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
+    "text": (text, "txt"),
+    "markdown": (markdown, "md"),
+    "latex": (latex, "tex"),
+    "csv": (as_csv, "csv"),
+}
+
+
+def write(rows: Sequence[Row], out: Path) -> Path:
+    """Tables in every format, the curves, and the page, which is whole when it is there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        for render, suffix in FORMATS.values():
+            (out / f"compare.{suffix}").write_text(render(rows) + "\n", encoding="utf-8")
+        name = score_name(rows[0].runs[0].metrics)
+        picture = figures.curves({_label(row): comparison.curve(row) for row in rows}, name)
+        image = report.png(picture.figure)
+        (out / "compare.png").write_bytes(image)
+        part = out / "compare.html.part"
+        part.write_text(_page(rows, picture, image), encoding="utf-8")
+        return part.replace(out / "compare.html")
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror})") from None
+
+
+def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
+    each = [dict(report.flat(row.config)) for row in rows]
+    shared = [(k, v) for k, v in each[0].items() if all(one.get(k) == v for one in each)]
+    datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)
+    count = sum(len(row.runs) for row in rows)
+    facts = [", ".join(datasets), f"{count} run" + "s" * (count > 1)]
+    sections = "\n".join(
+        f"<section>\n<h2>{title}</h2>\n"
+        + report.table_block(
+            table.caption,
+            table.heads,
+            [[_breakable(label), *cells] for label, *cells in table.rows],
+        )
+        + "\n</section>"
+        for title, table in zip(("Results", "Paired tests"), tables(rows), strict=False)
+    )
+    runs = [
+        [_breakable(row.label), str(run.seed), str(run.metrics[-1]["round"]), str(run.directory)]
+        for row in rows
+        for run in row.runs
+    ]
+    body = f"""{sections}
+<section>
+<h2>Curves</h2>
+{report.figure_block(picture, image)}
+</section>
+<section>
+<h2>Runs</h2>
+{report.table_block("What each row is made of.", ["seed", "rounds", "directory"], runs)}
+</section>
+{report.settings_block("Settings that all have in common", shared)}"""
+    many = len(rows) > 1
+    return report.page(f"{len(rows)} configurations compared" if many else _label(rows[0]), facts,
+                       body)  # fmt: skip
+
+
+def _breakable(label: str) -> str:
+    return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 28))

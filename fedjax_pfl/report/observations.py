@@ -1,0 +1,137 @@
+"""Pictures of what a method shows of itself: the last of its observations.
+
+What a picture is follows from the shape: a number per client is bars, a row per client a heat map,
+a table per client and layer a heat map for each layer. Embeddings are a plane.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedjax_pfl.report.figures import INK, dressed, sheet
+
+_MOST_LAYERS = 12  # heat maps in one picture
+_MOST_NAMES = 30  # clients whose numbers are written beside points
+_WIDE = 4  # heat maps side by side
+
+# By the name that a method gives: title, what it says, and what its columns are.
+_KNOWN = {
+    "alpha": ("Weights of layers, α", "how much of each client's layer a client is served", "from"),
+    "affinity": ("Affinity of clients", "how useful a client has found each peer's model", "peer"),
+    "u": ("Similarity of u", "cosines between clients' factors u of one layer", "client"),
+    "v": ("Similarity of v", "cosines between clients' factors v of one layer", "client"),
+    "weights": ("Weights of the mixture", "how much of whom a client is served", "from"),
+    "zeros_in_mu": ("Zeros in μ", "the share of each client's μ that is pruned", ""),
+    "pi": ("Shares and gates, π", "each client's probability of a block, or share of a component",
+           "block or component"),
+    "gates": ("Open gates", "the blocks that each client's model is made of", "block"),
+    "cluster": ("Clusters", "the cluster that each client is in", ""),
+    "spread": ("Spread of generated models", "how far each client's generated model is from their "
+               "mean, in lengths of the mean; at 0 the hypernetwork is dead", ""),
+    "embeddings": ("Embeddings", "clients by the first two principal components of v", ""),
+}  # fmt: skip
+
+
+def draw(
+    seen: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]], layers: Sequence[str]
+) -> dict[str, Figure]:
+    """A figure for each observation that can be shown, by name.
+
+    Args:
+      seen: rounds and values, by name, each value [N], [N, M] or [N, layers, N].
+      layers: their names, if there are as many.
+    """
+    drawn = {}
+    for name, (rounds, each) in seen.items():
+        values = np.asarray(each[-1], np.float64)
+        known = _KNOWN.get(name) or _KNOWN.get(name.partition("_group")[0])
+        title, meaning, columns = known or (name.replace("_", " ").capitalize(), name, "")
+        if not values.size or not np.isfinite(values).all():
+            continue
+        if name.startswith("embeddings") and values.ndim == 2 and min(values.shape) > 1:
+            figure = _plane(title, values)
+        elif values.ndim == 1:
+            figure = _bars(title, values)
+        elif values.ndim == 2:
+            figure = _maps(title, [("", values)], columns)
+        elif values.ndim == 3:
+            figure = _maps(title, _by_layer(values, layers), columns)
+        else:
+            continue
+        figure.set_label(f"After round {rounds[-1]}: {meaning}{_left_out(values)}.")
+        drawn[name] = figure
+    return drawn
+
+
+def _by_layer(values: np.ndarray, layers: Sequence[str]) -> list[tuple[str, np.ndarray]]:
+    count = values.shape[1]
+    names = list(layers) if len(layers) == count else [f"layer {j + 1}" for j in range(count)]
+    return [(names[j], values[:, j]) for j in range(min(count, _MOST_LAYERS))]
+
+
+def _left_out(values: np.ndarray) -> str:
+    more = values.shape[1] - _MOST_LAYERS if values.ndim == 3 else 0
+    return f"; the first {_MOST_LAYERS} layers, without {more} others" if more > 0 else ""
+
+
+def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) -> Figure:
+    """Heat maps with one scale, from the least value to the largest."""
+    wide = min(_WIDE, len(panels))
+    tall = -(-len(panels) // wide)
+    figure = sheet(title, max(7.2, 2.3 * wide + 0.9), max(3.8, 2.4 * tall + 0.6))
+    grid = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True)
+    low = min(float(values.min()) for _, values in panels)
+    high = max(float(values.max()) for _, values in panels)
+    image: Any = None
+    for axes, (name, values) in zip(grid.flat, panels, strict=False):
+        image = axes.imshow(
+            values, cmap="Blues", vmin=low, vmax=high, aspect="auto", interpolation="nearest"
+        )
+        axes.set_title(name, fontsize=9, color=INK)
+        axes.tick_params(colors=INK, labelsize=8)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, integer=True))
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("client", fontsize=9, color=INK)
+    for axes in grid[-1]:
+        axes.set_xlabel(columns, fontsize=9, color=INK)
+    bar = figure.colorbar(image, ax=list(grid.flat), fraction=0.04, pad=0.02)
+    bar.ax.tick_params(colors=INK, labelsize=8)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def _one(title: str) -> tuple[Figure, Axes]:
+    figure = sheet(title, 7.2, 3.6)
+    return figure, dressed(figure.add_subplot())
+
+
+def _bars(title: str, values: np.ndarray) -> Figure:
+    figure, axes = _one(title)
+    axes.bar(range(len(values)), values, color="#2f6690")
+    axes.set_xlabel("client")
+    axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    if (values == values.round()).all():
+        axes.yaxis.set_major_locator(MaxNLocator(6, integer=True))
+    return figure
+
+
+def _plane(title: str, values: np.ndarray) -> Figure:
+    """The first two principal components; names stand beside points where there are few."""
+    centred = values - values.mean(0)
+    _, scale, directions = np.linalg.svd(centred, full_matrices=False)
+    at = centred @ directions[:2].T
+    share = scale[:2] ** 2 / max(float((scale**2).sum()), 1e-30)
+    figure, axes = _one(title)
+    axes.scatter(at[:, 0], at[:, 1], s=26, color="#2f6690")
+    for i, (x, y) in enumerate(at[: _MOST_NAMES if len(at) <= _MOST_NAMES else 0]):
+        axes.annotate(str(i), (x, y), (4, 3), textcoords="offset points", fontsize=8, color=INK)
+    axes.set_xlabel(f"first component ({100 * share[0]:.0f} % of the variance)")
+    axes.set_ylabel(f"second ({100 * share[1]:.0f} %)")
+    return figure

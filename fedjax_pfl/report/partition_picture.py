@@ -1,0 +1,114 @@
+"""A picture of who holds what."""
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.data.federate import portions
+
+_BUBBLES = 30  # up to so many clients and classes are drawn as bubbles
+_COLOURS = {"train": "#2f6690", "validation": "#81c3d7", "test": "#f2a65a"}
+_NOVEL = "#b23a48"
+_HEAT = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # white is for none
+
+
+def draw_partition(data: FederatedData, federation: Federation) -> Figure:
+    """Training examples by client and class; beside them, how many each client has for what.
+
+    Few clients are drawn as bubbles whose area is the number, many as a heat map. Classes are as
+    stored, before a client's label map; the names of novel clients are red.
+    """
+    y = np.asarray(data.y)
+    stored = int(y.max()) + 1 if y.ndim == 1 else 1
+    if data.label_map is None and y.ndim == 1:
+        stored = max(stored, federation.outputs)
+    elif data.label_map is not None:
+        stored = np.shape(data.label_map)[1]
+    held = portions(data, stored)
+    few = federation.clients <= _BUBBLES and stored <= _BUBBLES
+    height = np.clip(1.6 + 0.3 * federation.clients, 3.2, 9.0)
+    figure = Figure(figsize=(float(np.clip(4.6 + 0.26 * stored, 6.6, 11.0)), float(height)))
+    figure.set_layout_engine("constrained")
+    grid, side = figure.subplots(1, 2, sharey=True, width_ratios=(2.4, 1))
+
+    if few:
+        _bubbles(grid, held.train)
+    else:
+        _heat(figure, grid, held.train)
+    grid.set_xlabel("class")
+    grid.set_ylabel("client")
+    if stored <= 20:
+        grid.set_xticks(range(stored))
+    else:
+        grid.xaxis.set_major_locator(MaxNLocator(20, integer=True))
+    if federation.clients <= _BUBBLES:
+        grid.set_yticks(range(federation.clients))
+    else:
+        grid.yaxis.set_major_locator(MaxNLocator(10, integer=True))
+    grid.set_ylim(federation.clients - 0.5, -0.5)
+
+    left = np.zeros(federation.clients)
+    thickness = 0.75 if federation.clients <= _BUBBLES else 1.0
+    for name, counts in held._asdict().items():
+        if counts.any():
+            number = counts.sum(1)
+            side.barh(range(len(number)), number, thickness, left, color=_COLOURS[name], label=name)
+            left = left + number
+    side.set_xlabel("examples")
+    side.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    side.legend(
+        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=8,
+        handlelength=0.9, columnspacing=0.8, handletextpad=0.4, borderaxespad=0.2,
+    )  # fmt: skip
+    for axes in (grid, side):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    side.tick_params(axis="y", left=False, labelleft=False)
+    _mark_novel(grid, side, federation)
+    what = "training examples of each class, and all of its examples by what they are for"
+    held_out = "" if np.all(federation.active) else "; clients that are held out are red"
+    figure.set_label(f"Of each client: {what}{held_out}.")
+    return figure
+
+
+def _bubbles(axes: Axes, counts: np.ndarray) -> None:
+    clients, classes = np.nonzero(counts)
+    number = counts[clients, classes]
+    axes.grid(color="0.92", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.scatter(classes, clients, s=150 * number / counts.max(), color=_COLOURS["train"])
+    axes.set_xlim(-0.7, counts.shape[1] - 0.3)
+    axes.set_title(f"training examples per class (largest: {number.max()})", fontsize=10)
+
+
+def _heat(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
+    # The square root shows small holdings beside large ones; white is none at all.
+    image = axes.imshow(
+        np.ma.masked_equal(counts, 0),
+        aspect="auto",
+        interpolation="nearest",
+        cmap=_HEAT,
+        norm=PowerNorm(0.5, 0, max(1, int(counts.max()))),
+    )
+    bar = figure.colorbar(image, ax=axes, location="left", fraction=0.04, pad=0.02, aspect=40)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+    axes.set_title("training examples per class", fontsize=10)
+
+
+def _mark_novel(grid: Axes, side: Axes, federation: Federation) -> None:
+    """Novel clients: a line above each run of them, and red names where there is a name each."""
+    active = np.asarray(federation.active)
+    if active.all():
+        return
+    for edge in np.flatnonzero(np.diff(active.astype(int))) + 0.5:
+        for axes in (grid, side):
+            axes.axhline(edge, color=_NOVEL, linewidth=1)
+    if federation.clients <= _BUBBLES:
+        for label, on in zip(grid.get_yticklabels(), active, strict=True):
+            label.set_color("black" if on else _NOVEL)

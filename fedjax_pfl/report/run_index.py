@@ -1,0 +1,39 @@
+"""The runs that a folder holds, by their settings: what was computed once is found again."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.report import comparison
+
+
+class Known:
+    """The runs in a folder, by their settings and seed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._defaults = comparison.known_settings()
+        self.runs: dict[str, Path] = {}
+        for path in sorted(folder.rglob("config.json")):
+            try:
+                config = dict(json.loads(path.read_text()))
+            except (OSError, TypeError, ValueError):
+                continue  # damaged, or being written
+            there = self.runs.get(key := self.key(config))
+            if there is None or not (there / "report.html").is_file():
+                self.runs[key] = path.parent
+
+    def key(self, config: Mapping[str, Any]) -> str:
+        """The same for runs that would give the same numbers."""
+        same = comparison.common(config, self._defaults)
+        return json.dumps([same, config.get("seed", 0)], sort_keys=True)
+
+    def find(
+        self, config: ConfigDict, words: configuration.Words = configuration.OURS
+    ) -> tuple[str, Path | None]:
+        """The key of a configuration, and where there is a run of it."""
+        plain = json.loads(json.dumps(configuration.resolved(config, words)))
+        return (key := self.key(plain)), self.runs.get(key)

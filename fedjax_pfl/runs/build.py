@@ -1,0 +1,244 @@
+"""From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from fedjax_pfl import data
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import Task, classification, regression
+from fedjax_pfl.data.augment import on_normalised
+from fedjax_pfl.engine import execution_plan, memory_estimate, multiprocess, sweep
+from fedjax_pfl.engine.execution_plan import Plan
+from fedjax_pfl.engine.rounds import Rounds
+from fedjax_pfl.runs import points
+from fedjax_pfl.runs.phase import Phase, Work, at_once
+
+# XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
+_SLACK = 4 / 3
+# So many of fifty images, as the last batch of an epoch, cost up to 24 points with BatchNorm.
+_FEW = 2
+
+
+class Built(NamedTuple):
+    """Everything that a run needs, before anything is compiled or written."""
+
+    phases: tuple[Phase, ...]
+    data: data.FederatedData
+    federation: Federation
+    task: Task
+    remarks: tuple[str, ...]  # on what is allowed and may cost accuracy
+
+    def of(self, points: Sequence[int]) -> "Built":
+        """The same of some points."""
+        return self._replace(phases=tuple(phase.of(points) for phase in self.phases))
+
+
+def build(
+    *configs: ConfigDict,
+    words: configuration.Words = configuration.OURS,
+    plans: Sequence[Plan] | None = None,
+) -> Built:
+    """Load, partition and put together, or raise UsageError.
+
+    Args:
+      configs: one; or the points of a sweep, for a program that computes them all.
+      plans: one for each phase, where a run goes on that had them.
+    """
+    for one in configs:
+        configuration.check(one, words)
+    config = configs[0]
+    own = lambda name: config.get(name, ConfigDict()).to_dict()
+    dataset = data.load(
+        config.dataset,
+        config.data_dir,
+        fraction=config.fraction,
+        fraction_seed=config.partition_seed,
+        sources=words.dataset,
+        **own(config.dataset),
+    )
+    arrays, federation, _ = data.federate(
+        dataset,
+        config.partition,
+        settings=own(config.partition),
+        clients=config.clients,
+        seed=config.partition_seed,
+        split=config.split,
+        test_fraction=config.test_fraction,
+        validation_fraction=config.validation_fraction,
+        validation_examples=config.validation_examples,
+        permute_labels=config.permute_labels,
+        held_out=config.held_out,
+        groups=max(1, len(config.groups)),
+    )
+    task = classification() if np.issubdtype(arrays.y.dtype, np.integer) else regression()
+    if config.augment:
+        if arrays.scale is None or len(federation.input_shape) != 3:
+            raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
+        task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
+    phases, states, begin = list[Phase](), list[Any](), 0
+    each = [configuration.phases(one, words) for one in configs]
+    mesh = _mesh(config.devices, max(one.clients_per_round or one.clients for one in each[0]))
+    unread = points.differing(configs)
+    for number, alike in enumerate(zip(*each, strict=True)):
+        names = points.names(alike, words.algorithm)
+        unread -= set(names)
+        among = _taking_part(alike[0], federation)
+        work = Work(alike, names, words, task, arrays, among, begin, mesh)
+        work.algorithms(alike[0].conv)  # which checks the numbers of every point
+        recorded = plans[number] if plans and number < len(plans) else None
+        # Whether each can start from the one before, and has room, is known before hours are spent.
+        phase, state = _with_room(work, recorded, states[-1] if states else None)
+        phases, states, begin = [*phases, phase], [*states, state], phase.end
+    for name in unread:
+        raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
+    if config.measure:
+        if multiprocess.count() > 1:
+            raise UsageError("measure is for one process; set chunk and conv for several")
+        phases = list(map(_measured, phases, states))
+    remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
+    said = tuple(dict.fromkeys(line for line in remarks if line))
+    return Built(tuple(phases), arrays, federation, task, said)
+
+
+def _short_batches(phase: Phase, state: Any) -> str:
+    """A line where BatchNorm will normalise by so few examples, which can be left out."""
+    one, federation = phase.config, phase.work.federation
+    norm = jax.tree_util.DictKey("batch_stats")
+    has_norm = any(norm in path for path, _ in jax.tree_util.tree_leaves_with_path(state))
+    if not has_norm or one.local_steps or one.drop_last:
+        return ""
+    counts = federation.counts[federation.active]
+    last = counts % one.batch_size
+    hurt = int(np.sum((counts > one.batch_size) & (last > 0) & (last <= _FEW)))
+    if not hurt:
+        return ""
+    return (
+        f"an epoch of {hurt} of {len(counts)} clients ends with a batch of {_FEW} examples or "
+        "fewer, which can cost accuracy with BatchNorm; drop_last leaves it out"
+    )
+
+
+def _measured(phase: Phase, state: Any) -> Phase:
+    """The phase by the plan that is fastest here, of those that its settings leave open."""
+    if phase.plan.measured:
+        return phase
+    work, one = phase.work, phase.config
+    each = configuration.groups(one, work.words)
+    # All that says how long a client takes, and how much memory.
+    kind = execution_plan.work(
+        {
+            "algorithm": [one.algorithm, one.get(one.algorithm, ConfigDict()).to_dict()],
+            "models": [[g.model, g.get(g.model, ConfigDict()).to_dict()] for g in each],
+            "examples": [*work.arrays.x.shape, *work.arrays.train.rows.shape],
+            "batch_size": one.batch_size,
+            "cohort": work.cohort,
+            "points": len(work.alike),
+            "devices": work.devices,
+            "open": [one.conv, one.chunk, one.memory_gb],
+        }
+    )
+    found = execution_plan.kept(execution_plan.folder(), kind)
+    if found is None:
+        has_conv = any(hasattr(work.words.model[g.model], "conv") for g in each)
+        short, most = work.short(), one.memory_gb
+
+        def seconds(tried: Plan) -> float | None:
+            if most is not None and _needed(work, work.rounds(tried), state) > most:
+                return None
+            return execution_plan.timed(short.rounds(tried), phase.points, work.arrays)
+
+        found = execution_plan.fastest(
+            phase.plan,
+            [one.chunk] if one.chunk else execution_plan.chunks(-(-work.cohort // work.devices)),
+            execution_plan.LOWERINGS if has_conv and one.conv == "auto" else [one.conv],
+            seconds,
+        )
+        if found.measured:
+            execution_plan.keep(execution_plan.folder(), kind, found)
+    return Phase(work, found, work.rounds(found))
+
+
+def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
+    """The federation of a phase: with `held_out` the novel clients are the active ones."""
+    if one.participants == "active":
+        return federation
+    return federation._replace(active=~federation.active)
+
+
+def _mesh(devices: int | None, cohort: int) -> jax.sharding.Mesh | None:
+    """All devices; of a CPU unless told not more than clients in a round.
+
+    A core whose device has no client to train would wait; without one it helps with the products of
+    the others, which takes .6 of the time where there is one client on two cores.
+    """
+    chosen = multiprocess.devices(devices)
+    if devices is None and multiprocess.count() == 1 and chosen[0].platform == "cpu":
+        chosen = chosen[:cohort]
+    if len(chosen) == 1:
+        return None
+    axis = (jax.sharding.AxisType.Auto,)
+    return jax.make_mesh((len(chosen),), ("clients",), axis, devices=chosen)
+
+
+def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, Any]:
+    """A phase of as many clients at a time as memory_gb has room for; the state's shapes after it.
+
+    Args:
+      recorded: the plan of the run so far, where it goes on.
+      before: the state's shapes at the end of the phase before.
+    """
+    one, clients = work.alike[0], work.federation.clients
+    chosen = Plan(one.conv, one.chunk or at_once(clients))
+    if recorded:
+        conv = recorded.conv if one.conv == "auto" else one.conv
+        chosen = Plan(conv, one.chunk or recorded.chunk)
+        chosen = chosen._replace(measured=recorded == chosen._replace(measured=True))
+    rounds = work.rounds(chosen)
+    try:
+        state = _traced(work, rounds, before)
+    except TypeError as error:
+        if not work.swept:
+            raise
+        alone = Phase(work, chosen, rounds).of([0])  # where it may raise as well
+        _traced(alone.work, alone.rounds, before and sweep.alone(before))
+        line = str(error).splitlines()[0]
+        raise sweep.Apart(
+            [name for name in work.swept if name in line] or work.swept,
+            f"{' or '.join(work.swept)} cannot differ in one program ({line}); run them one by one",
+        ) from error
+    while one.memory_gb is not None and (most := _needed(work, rounds, state)) > one.memory_gb:
+        if chosen.chunk == 1 or one.chunk:
+            fewer = "fewer seeds or points of the sweep, " if len(work.alike) > 1 else ""
+            raise UsageError(
+                f"with {chosen.chunk} of {clients} clients at a time this needs about {most:.3g} "
+                f"GB, and memory_gb is {one.memory_gb}; take fewer clients, {fewer}a smaller "
+                f"{'chunk, ' if chosen.chunk > 1 else ''}model or batch_size"
+            )
+        chosen = Plan(chosen.conv, chosen.chunk // 2)
+        rounds = work.rounds(chosen)
+    return Phase(work, chosen, rounds), state
+
+
+def _traced(work: Work, rounds: Rounds, before: Any) -> Any:
+    """The state's shapes; of a sweep all is traced, where what cannot be swept shows."""
+    key, number = jax.eval_shape(work.points), jax.ShapeDtypeStruct((), jnp.int32)
+    state = jax.eval_shape(rounds.init, key, before)
+    if work.swept:
+        jax.eval_shape(rounds.run, key, state, work.arrays, number, number)
+        jax.eval_shape(rounds.evaluate, key, state, work.arrays, number)
+    return state
+
+
+def _needed(work: Work, rounds: Rounds, state: Any) -> float:
+    """GB of a round or an evaluation, and of a checkpoint, which is a copy of the state."""
+    key, number = jax.eval_shape(work.points), jax.ShapeDtypeStruct((), jnp.int32)
+    run = memory_estimate.peak(rounds.run, key, state, work.arrays, number, number)
+    evaluate = memory_estimate.peak(rounds.evaluate, key, state, work.arrays, number)
+    return (_SLACK * max(run, evaluate) + memory_estimate.tree_bytes(state)) / 1e9

@@ -1,0 +1,313 @@
+"""Clients' personal models as files, and back: a `.safetensors` for each client.
+
+A file holds the variables that the client is served, by names such as params/conv1/kernel, and
+beside them in plain text what is needed to use them. What a method predicts with is a network and
+its settings, of which only the name and the settings are written; nothing in a file is executed.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.algorithms.fedem import Mixture
+from fedjax_pfl.config import configuration, custom
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, PyTree
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.groups import members
+from fedjax_pfl.core.randomness import PERSONAL, stage_key
+from fedjax_pfl.data import Dataset, client_data
+from fedjax_pfl.engine import metrics
+from fedjax_pfl.networks import MODELS
+from fedjax_pfl.networks.factorized import Factorized, Hadamard
+from fedjax_pfl.networks.modular import Modular, Routed
+from fedjax_pfl.runs import checkpoints, run_directory, runner
+from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.run_state import restored as from_checkpoint
+from fedjax_pfl.runs.run_state import templates
+
+_KEY = "fedjax_pfl"  # of the metadata; one key, because their order is not fixed
+_FORMAT = 1
+NETWORKS: dict[str, Callable[..., Any]] = {
+    **MODELS,
+    "factorized": Factorized,
+    "hadamard": Hadamard,
+    "mixture": Mixture,
+    "modular": Modular,
+    "routed": Routed,
+}
+
+
+def restored(
+    directory: str | Path,
+    *,
+    data_dir: str | None = None,
+    dataset: Dataset | None = None,
+    algorithm: Callable[..., Algorithm] | None = None,
+) -> runner.Result:
+    """What a finished run was left with, from its last checkpoint. Nothing is trained or written.
+
+    Args:
+      data_dir: where prepared datasets are, if not where the run's configuration says.
+      dataset, algorithm: as they were given to `run`, if they were.
+    """
+    directory = Path(directory)
+    try:
+        config: dict[str, Any] = dict(_tuples(json.loads((directory / "config.json").read_text())))
+        phases: tuple[dict[str, Any], ...] = config["phases"] or ({},)
+        last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
+    except (OSError, TypeError, ValueError, KeyError, AttributeError):
+        inside = sorted(directory.glob("*/config.json"))
+        hint = f"; there are {len(inside)} in it, such as {inside[0].parent}" if inside else ""
+        raise UsageError(
+            f"{directory} is not a run directory: it has no config.json{hint}"
+        ) from None
+    if not (directory / "report.html").is_file():
+        raise UsageError(f"{directory} has not finished; give its command again, which ends it")
+    _brought(directory, config, phases, dataset, algorithm)
+    folder = directory / "checkpoints"
+    if not (folder / str(last)).is_dir():
+        raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
+    here = {k: v for k, v in config.items() if k not in configuration.NEUTRAL_KEYS}
+    here["data_dir"] = data_dir or config.get("data_dir")
+    words, here = custom.added(here, dataset, algorithm)
+    settings = configuration.complete(here, words)
+    built = build(settings, words=words, plans=run_directory.read_plans(directory))
+    store = checkpoints.open_store(folder, only_read=True)
+    try:
+        at, state, best = from_checkpoint(store, templates(built), last)
+    except checkpoints.DamagedError as error:
+        raise UsageError(
+            f"{directory}: the checkpoint of round {last} is damaged: {error}; give the run's "
+            "command again, which makes it anew"
+        ) from None
+    return runner.Result(
+        config=json.loads(json.dumps(configuration.resolved(settings, words))),
+        metrics=list(at.metrics),
+        clients=metrics.client_table(built.federation, at.clients, at.ledger),
+        ledger=at.ledger,
+        state=state,
+        best=best,
+        phases=built.phases,
+        data=built.data,
+        federation=built.federation,
+        directory=directory,
+        observations=run_directory.read_observations(directory, last, only_read=True),
+        resumed_at=last,
+    )
+
+
+def _brought(directory: Path, config: Any, phases: Any, dataset: Any, algorithm: Any) -> None:
+    """UsageError where a run had something that is not ours and is not given."""
+    used = {p.get("algorithm", config["algorithm"]) for p in phases} | {config["algorithm"]}
+    for given, word, kind, names, ours in (
+        (dataset, "dataset", "dataset", {config["dataset"]}, configuration.DATASETS),
+        (algorithm, "method", "algorithm", used, configuration.ALGORITHMS),
+    ):
+        if given is None and (own := sorted(names - set(ours))):
+            raise UsageError(
+                f"{directory} was run with a {word} of your own, {own[0]}; from Python, "
+                f"fedjax_pfl.runs.export.restored(..., {kind}=...) takes it"
+            )
+
+
+def write(
+    result: runner.Result,
+    folder: str | Path,
+    clients: Sequence[int] | None = None,
+    *,
+    best: bool = False,
+) -> list[Path]:
+    """A file for each client (or for these), client-0.safetensors and so on, in a new folder.
+
+    Args:
+      best: the models of the round that was best on validation examples, not of the last.
+    """
+    folder = Path(folder)
+    check(folder)
+    ids = _ids(result, clients)
+    t, state = _state(result, best)
+    algorithm = result.phases[-1].algorithm
+    described = [_described(member, result) for member in members(algorithm)]
+    paths = []
+    for i, variables in personal(result, state, t, ids):
+        one = client_data(result.data, np.asarray(i))
+        number = lambda array: None if array is None else np.asarray(array).tolist()
+        facts = {
+            "format": _FORMAT,
+            "algorithm": result.phases[-1].config.algorithm,
+            "dataset": result.config["dataset"],
+            "model": described[int(result.federation.groups[i])],
+            "client": i,
+            "round": t,
+            "seed": result.config["seed"],
+            "input_shape": list(result.federation.input_shape),
+            "outputs": result.federation.outputs,
+            "scale": number(one.scale),
+            "shift": number(one.shift),
+            "label_map": number(one.label_map),
+            "classes": number(one.classes),
+        }
+        text = {_KEY: json.dumps(facts)}
+        content = _safetensors().save(_flat(variables, result), metadata=text)
+        paths.append(folder / f"client-{i}.safetensors")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            paths[-1].write_bytes(content)
+        except OSError as error:
+            raise UsageError(f"{paths[-1]} cannot be written ({error.strerror})") from None
+    return paths
+
+
+def personal(
+    result: runner.Result, state: Any, t: int, ids: Sequence[int]
+) -> Iterator[tuple[int, PyTree]]:
+    """The variables that clients are served, as NumPy arrays: of a state after t rounds."""
+    groups = members(result.phases[-1].algorithm)
+    # From wherever it was computed to one device, once for all clients.
+    state, data = jax.device_put(jax.device_get((state, result.data)))
+
+    def served(member: Algorithm) -> Any:
+        def one(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
+            own = client_data(data, i)
+            key = stage_key(key, PERSONAL, t, i)
+            return member.personal(state.server, state.rows, client, i, own, t, key)
+
+        return jax.jit(one)
+
+    each = [served(member) for member in groups]
+    key = jax.random.key(result.config["seed"])
+    for i in ids:
+        g = int(result.federation.groups[i])
+        client = trees.row(state.clients[g] if len(groups) > 1 else state.clients, i)
+        yield i, jax.device_get(each[g](state, data, client, i, t, key))
+
+
+def about(path: str | Path) -> dict[str, Any]:
+    """What is written beside a model: whose it is, and what goes in and comes out.
+
+    An example goes in as x * scale + shift where these are not None. Output c stands for the class
+    c of the dataset, or for those that `label_map` gives c; `classes` says which outputs count.
+    """
+    _safetensors()
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            facts = json.loads((file.metadata() or {}).get(_KEY, "{}"))
+    except (OSError, SafetensorError, ValueError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{path} cannot be read: {line}") from None
+    if not isinstance(facts, dict) or facts.get("format") != _FORMAT:
+        raise UsageError(f"{path} holds no model of this library")
+    return facts
+
+
+def load(path: str | Path) -> tuple[Any, PyTree]:
+    """A client's (model, variables): model.apply(variables, x) are its predictions.
+
+    x is [B, ...], as `about` says; of classes, the outputs are logits.
+    """
+    facts = about(path)
+    variables: dict[str, Any] = {}
+    for name, leaf in _safetensors().load_file(path).items():
+        *way, last = name.split("/")
+        place = variables
+        for word in way:
+            place = place.setdefault(word, {})
+        place[last] = jnp.asarray(leaf)
+    try:
+        model = _built(_tuples(facts["model"]))
+        x = jax.ShapeDtypeStruct((1, *facts["input_shape"]), jnp.float32)
+        shape = jax.eval_shape(model.apply, variables, x).shape
+    except Exception as error:  # flax raises whatever a missing or wrong array raises
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{path}: its network and its arrays do not fit: {line}") from None
+    if shape != (1, facts["outputs"]):
+        raise UsageError(f"{path}: its network has outputs {shape[1:]}, not {facts['outputs']}")
+    return model, variables
+
+
+def check(folder: Path) -> None:
+    """UsageError where nothing can be written, or where something is already."""
+    _safetensors()
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty; choose another folder")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.numpy
+    except ImportError:
+        raise UsageError("models are written with safetensors, which is not there: install it") \
+            from None  # fmt: skip
+    return safetensors.numpy
+
+
+def _ids(result: runner.Result, clients: Sequence[int] | None) -> list[int]:
+    n = result.federation.clients
+    ids = sorted(set(range(n) if clients is None else clients))
+    if outside := [i for i in ids if not 0 <= i < n]:
+        raise UsageError(f"there is no client {outside[0]}; there are {n}, from 0 to {n - 1}")
+    return ids
+
+
+def _state(result: runner.Result, best: bool) -> tuple[int, Any]:
+    last = result.metrics[-1]
+    if not best:
+        return last["round"], result.state
+    if result.best is None:
+        raise UsageError("no round is best: the run had no validation examples to choose it by")
+    return last["best_round"], result.best
+
+
+def _described(member: Algorithm, result: runner.Result) -> dict[str, Any]:
+    """The network whose `apply` a method predicts with, as plain data."""
+    net = getattr(member.predict, "__self__", None)
+    if net is None or getattr(net, "apply", None) != member.predict:
+        name = result.phases[-1].config.algorithm
+        raise UsageError(f"{name} predicts with a function of its own, which no file can hold; "
+                         "give Algorithm the apply of a network")  # fmt: skip
+    return _plain(net)
+
+
+def _plain(net: Any) -> dict[str, Any]:
+    kinds = {made: name for name, made in NETWORKS.items()}
+    if type(net) not in kinds:
+        raise UsageError(f"{type(net).__name__} is a network of your own, which no file can hold")
+    fields = {f.name: getattr(net, f.name) for f in dataclasses.fields(net)}
+    settings = {name: v for name, v in fields.items() if name not in ("parent", "name")}
+    inner = {k: _plain(v) if dataclasses.is_dataclass(v) else v for k, v in settings.items()}
+    return {"kind": kinds[type(net)], **json.loads(json.dumps(inner))}
+
+
+def _built(plain: dict[str, Any]) -> Any:
+    """A network from what `_plain` made of it; only those of ours."""
+
+    made = {k: _built(v) if isinstance(v, dict) else v for k, v in plain.items() if k != "kind"}
+    return NETWORKS[plain["kind"]](**made)
+
+
+def _tuples(plain: Any) -> Any:
+    """JSON with tuples for lists, as settings are."""
+    if isinstance(plain, dict):
+        return {key: _tuples(value) for key, value in plain.items()}
+    return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
+
+
+def _flat(variables: PyTree, result: runner.Result) -> dict[str, np.ndarray]:
+    """Leaves by their path in nested dicts."""
+    flat = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
+        if not all(isinstance(word, jax.tree_util.DictKey) for word in path):
+            name = result.phases[-1].config.algorithm
+            raise UsageError(f"{name} serves other things than nested dicts of arrays, which no "
+                             "file can hold")  # fmt: skip
+        flat["/".join(str(word.key) for word in path)] = np.ascontiguousarray(leaf)
+    return flat

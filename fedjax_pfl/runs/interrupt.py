@@ -1,0 +1,82 @@
+"""Ctrl-C and SIGTERM: a first one lets what is being computed be saved, a second one ends at once.
+
+A command uses this; whoever calls the library from Python or a notebook keeps what Python does.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+from fedjax_pfl.engine import multiprocess
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ECHO = 1.0  # seconds in which, among several processes, a second signal is still the first one
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and everything up to `round` is saved."""
+
+    def __init__(self, round: int, code: int) -> None:
+        super().__init__(f"stopped at round {round}; the same command goes on from there")
+        self.round, self.code = round, code
+
+
+class Stop:
+    """Whether to stop; nobody asks, unless `on_signals` listens."""
+
+    def __init__(self) -> None:
+        self.asked = 0  # with which exit status
+        self._busy = threading.Lock()
+        self._when = 0.0
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """What is done here is done to its end; elsewhere a signal ends the process at once."""
+        with self._busy:
+            yield
+
+    def _wait_for_signals(self, read: socket.socket) -> None:
+        """In a thread of its own, because Python runs no handler while XLA compiles."""
+        while number := read.recv(1):
+            if number[0] not in SIGNALS:
+                continue
+            code, now = 128 + number[0], time.monotonic()
+            if self.asked and multiprocess.count() > 1 and now < self._when + ECHO:
+                continue  # it was sent to all, and passed on as well
+            if self.asked or self._busy.acquire(blocking=False):
+                _say("stopped; the same command goes on from what is saved")
+                os._exit(code)
+            self.asked, self._when = code, now
+            _say("stopping when this call is saved; once more ends at once")
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+        print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def on_signals() -> Iterator[Stop]:
+    """Listen, in the main thread, to those of the two that are not ignored."""
+    stop = Stop()
+    read, write = socket.socketpair()
+    write.setblocking(False)
+    heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *_: None) for number in heard}
+    wakeup = signal.set_wakeup_fd(write.fileno())
+    listener = threading.Thread(target=stop._wait_for_signals, args=(read,), daemon=True)
+    listener.start()
+    try:
+        yield stop
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        write.close()
+        listener.join()
+        read.close()

@@ -1,0 +1,226 @@
+"""A phase of a run: the algorithm that its settings make, and its rounds, compiled when called."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from fedjax_pfl import data
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.groups import by_group
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.engine import execution_plan, sweep
+from fedjax_pfl.engine.execution_plan import Plan
+from fedjax_pfl.engine.rounds import Rounds, compiled, plain_rounds
+from fedjax_pfl.runs import points
+from fedjax_pfl.transforms import compression
+from fedjax_pfl.transforms.private_layers import at_home
+
+
+@dataclasses.dataclass(eq=False)
+class Work:
+    """What a phase's rounds are made from, but for their plan."""
+
+    alike: Sequence[ConfigDict]  # the phase in each point of a sweep
+    swept: Sequence[str]  # the names of settings that differ between points of the sweep
+    words: configuration.Words
+    task: Task
+    arrays: data.FederatedData
+    federation: Federation
+    begin: int
+    mesh: Mesh | None
+
+    @property
+    def cohort(self) -> int:
+        return self.alike[0].clients_per_round or int(self.federation.active.sum())
+
+    @property
+    def devices(self) -> int:
+        return self.mesh.size if self.mesh else 1
+
+    def points(self) -> Any:
+        """What its rounds take as key."""
+        if len(self.alike) == 1:
+            return jax.random.key(self.alike[0].seed)
+        return sweep.points([one.seed for one in self.alike])
+
+    @property
+    def _values(self) -> dict[str, tuple[Any, ...]]:
+        return points.values(self.alike, self.swept)
+
+    @functools.cached_property
+    def algorithms(self) -> Callable[[str], tuple[Algorithm, ...]]:
+        """By lowering, that of each point, with which its numbers are checked."""
+        return functools.cache(self._made)
+
+    def _made(self, conv: str) -> tuple[Algorithm, ...]:
+        own = list(zip(*self._values.values(), strict=True)) or [()] * len(self.alike)
+        each = {one: dict(zip(self.swept, one, strict=True)) for one in own}
+        made = {one: _algorithm(self, conv, values) for one, values in each.items()}
+        return tuple(made[one] for one in own)
+
+    def rounds(self, plan: Plan) -> Rounds:
+        """Compiled when they are first called."""
+        one = self.alike[0]
+        plain = functools.partial(
+            plain_rounds,
+            task=self.task,
+            federation=self.federation,
+            cohort=self.cohort,
+            calls=boundary(one, self.begin, self.begin) - self.begin,
+            dropout=one.dropout,
+            max_update_norm=one.max_update_norm,
+            after=one.evaluate_after,
+            validate_after=one.validate_after,
+            chunk=plan.chunk,
+            mesh=self.mesh,
+        )
+        if len(self.alike) == 1:
+            return compiled(plain(self.algorithms(plan.conv)[0]), self.mesh)
+        make = lambda values: plain(_algorithm(self, plan.conv, values))
+        return sweep.make_rounds(make, self._values, self.mesh, at_once(len(self.alike)))
+
+    def short(self) -> "Work":
+        """With little local training, for trying how fast it is."""
+        changed = [one.copy_and_resolve_references() for one in self.alike]
+        for one in changed:
+            one.local_epochs = None
+            one.local_steps = min(execution_plan.STEPS, one.local_steps or execution_plan.STEPS)
+        return dataclasses.replace(self, alike=changed)
+
+
+class Phase(NamedTuple):
+    """A part of a run that one algorithm fills."""
+
+    work: Work
+    plan: Plan
+    rounds: Rounds
+
+    @property
+    def config(self) -> ConfigDict:
+        """Of the first point, where there are several."""
+        return self.work.alike[0]
+
+    @property
+    def begin(self) -> int:
+        """Its first round."""
+        return self.work.begin
+
+    @property
+    def end(self) -> int:
+        return self.work.begin + self.config.rounds
+
+    @property
+    def federation(self) -> Federation:
+        """The run's, but for who is active."""
+        return self.work.federation
+
+    @property
+    def points(self) -> Any:
+        """What its rounds take as key: a key, or the Points of a sweep."""
+        return self.work.points()
+
+    @property
+    def algorithms(self) -> tuple[Algorithm, ...]:
+        """Of each point."""
+        return self.work.algorithms(self.plan.conv)
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """Of a run that is no sweep, or of its first point."""
+        return self.algorithms[0]
+
+    def of(self, points: Sequence[int]) -> "Phase":
+        """The same of some points, not yet compiled; of a single one, a run of its own."""
+        if len(points) == len(self.work.alike):
+            return self
+        work = dataclasses.replace(self.work, alike=[self.work.alike[i] for i in points])
+        return Phase(work, self.plan, work.rounds(self.plan))
+
+
+def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
+    """The phase's algorithm: one per group of architectures where there are groups.
+
+    settings: values in the place of the configuration's, by name.
+    """
+    one, words, task, federation = work.alike[0], work.words, work.task, work.federation
+    factory = words.algorithm[one.algorithm]
+    value = lambda name: settings.get(name, one.get(name))
+    ends = [work.begin + round(share * one.rounds) for share in one.learning_rate_drops]
+    drops = np.asarray(ends, np.int32)
+    rate = value("learning_rate")
+    training = local_training.sgd(
+        learning_rate=lambda t: rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32),
+        momentum=value("momentum"),
+        weight_decay=value("weight_decay"),
+        clip_norm=value("clip_norm"),
+        batch_size=one.batch_size,
+        epochs=None if one.local_steps else one.local_epochs or 1,
+        steps=one.local_steps,
+        drop_last=one.drop_last,
+        keep_momentum=one.keep_momentum,
+        begin=work.begin,
+        rounds=one.rounds,
+    )
+    own = {
+        name: settings.get(f"{one.algorithm}.{name}", setting)
+        for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
+    }
+    each = configuration.groups(one, words)
+    models = tuple(_model(words.model[g.model], g, federation, conv) for g in each)
+    # To its own algorithm a group is all there is: nobody else's model is ever stored there.
+    within = lambda g: federation._replace(active=federation.active & (federation.groups == g))
+    if len(models) == 1:
+        algorithm = factory(models[0], task, training, federation, **own)
+    elif "models" in inspect.signature(factory).parameters:  # it shares something between them
+        algorithm = factory(models, task, training, federation, **own)
+    else:
+        made = (factory(m, task, training, within(g), **own) for g, m in enumerate(models))
+        algorithm = by_group(tuple(made))
+    if not isinstance(algorithm, Algorithm):
+        raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
+    # One example on the device tells the shapes as well as all of them.
+    few = jax.device_put(work.arrays._replace(x=work.arrays.x[:1], y=work.arrays.y[:1]))
+    if one.keep_head:
+        algorithm = at_home(algorithm, models[0], federation, few, {models[0].head})
+    if one.upload_bits is None and one.upload_top_k is None:
+        return algorithm
+    return compression.compressed(
+        algorithm, federation, few, bits=one.upload_bits, top_k=one.upload_top_k
+    )
+
+
+def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> Any:
+    """The network of a phase or group, if it can be built for these examples."""
+    own = one.get(one.model, ConfigDict()).to_dict()
+    if hasattr(factory, "conv"):
+        own["conv"] = conv
+    model = factory(outputs=federation.outputs, **own)
+    shape = federation.input_shape
+    try:
+        jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, *shape))))
+    except Exception as error:  # flax raises whatever a layer without room raises
+        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{one.model} {own} does not suit examples {shape}: {line}") from error
+    return model
+
+
+def at_once(count: int) -> int:
+    """On a CPU one client at a time fills a core; an accelerator wants them all together."""
+    return 1 if jax.default_backend() == "cpu" else count
+
+
+def boundary(one: ConfigDict, begin: int, now: int) -> int:
+    """The round at which the host next has something to do."""
+    every = [one.eval_every, *([one.checkpoint_every] if one.checkpoint_every else [])]
+    return min(begin + one.rounds, *(now + e - (now - begin) % e for e in every))

@@ -1,0 +1,114 @@
+"""The points that `seeds` and `sweep` ask for: which runs, and in what they differ."""
+
+import itertools
+import math
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine.sweep import Apart
+
+# Besides the real-valued settings of the algorithm itself.
+REAL_VALUED = ("learning_rate", "momentum", "weight_decay", "clip_norm")
+_MOST = 1000  # points
+
+
+def expand(config: ConfigDict) -> dict[str, ConfigDict]:
+    """The points that `seeds` and `sweep` ask for, each the configuration of a run of its own.
+
+    Returns:
+      By name, for a folder; one without a name where one is all.
+    """
+    grid = _parsed(config.sweep)
+    if config.seeds == 1 and not grid:
+        return {"": config}
+    for name in grid:
+        if name not in dict(_leaves(config)) and not isinstance(config.get(name), ConfigDict):
+            can = [*REAL_VALUED, *(one for one, _ in _real(config))]
+            raise UsageError(f"sweep: there is no setting {name}{configuration.nearest(name, can)}")
+    count = config.seeds * math.prod(map(len, grid.values()))
+    if count > _MOST:
+        raise UsageError(f"seeds and sweep ask for {count} runs; at most {_MOST} can be together")
+    found = {}
+    for values in itertools.product(*grid.values()):
+        for seed in range(config.seed, config.seed + config.seeds):
+            one = config.copy_and_resolve_references()
+            one.update(seeds=1, sweep="", seed=seed)
+            for name, value in zip(grid, values, strict=True):
+                group, _, last = name.rpartition(".")
+                configuration.override(one, {group: {last: value}} if group else {last: value})
+            pairs = [*zip(grid, values, strict=True), ("seed", seed)]
+            found[",".join(f"{name}={value}" for name, value in pairs)] = one
+    return found
+
+
+def _real(config: ConfigDict) -> Iterator[tuple[str, float]]:
+    """The real-valued settings of the methods of all phases."""
+    for method in {config.algorithm, *(one.get("algorithm") for one in config.phases)} - {None}:
+        for name, value in config.get(method, {}).items():
+            if isinstance(value, float):
+                yield f"{method}.{name}", value
+
+
+def _parsed(text: str) -> dict[str, list[float]]:
+    """name=1,2; group.name=3,4"""
+    grid: dict[str, list[float]] = {}
+    for part in filter(None, (part.strip() for part in text.split(";"))):
+        name, _, values = (word.strip() for word in part.partition("="))
+        if name in grid:
+            raise UsageError(f"sweep has {name} twice; give all its values at once")
+        try:
+            grid[name] = list(dict.fromkeys(float(value) for value in values.split(",")))
+        except ValueError:
+            raise UsageError(
+                f"sweep has {part!r}, which is no NAME=NUMBER,NUMBER; "
+                "write learning_rate=.1,.01; pfedla.rate=1,2"
+            ) from None
+    return grid
+
+
+def differing(configs: Sequence[ConfigDict]) -> set[str]:
+    """The names of all settings in which configurations differ, but for the seed."""
+    first, *others = (dict(_leaves(config)) for config in configs)
+    return {name for name in first if any(one[name] != first[name] for one in others)} - {"seed"}
+
+
+def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str]:
+    """The settings in which the configurations of a phase differ and that its rounds read.
+
+    Raises Apart for one that makes more different than numbers.
+
+    Args:
+      algorithms: by which names there are settings that belong to an algorithm.
+    """
+    algorithm, found = configs[0].algorithm, []
+    for name in sorted(differing(configs)):
+        group, _, _ = name.rpartition(".")
+        each = values(configs, [name])[name]
+        own = group == algorithm or name in REAL_VALUED
+        if own and all(isinstance(value, float) for value in each):
+            found.append(name)
+        elif own or group not in algorithms:  # another phase may be another's
+            raise Apart(
+                [name],
+                f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); seed, "
+                f"{', '.join(REAL_VALUED)} and real-valued settings of {algorithm} can",
+            )
+    return found
+
+
+def values(configs: Sequence[ConfigDict], names: Sequence[str]) -> dict[str, tuple[Any, ...]]:
+    """What each configuration has for these settings."""
+    each = [dict(_leaves(config)) for config in configs]
+    return {name: tuple(one[name] for one in each) for name in names}
+
+
+def _leaves(config: ConfigDict, prefix: str = "") -> Any:
+    for name, value in config.items():
+        if isinstance(value, ConfigDict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -1,0 +1,220 @@
+"""A run directory's files: what is in it, who may use it, and how they are written whole."""
+
+import contextlib
+import csv
+import errno
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine.execution_plan import Plan, machine
+from fedjax_pfl.engine.ledger import Ledger
+
+Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds, and what was seen
+
+
+@contextlib.contextmanager
+def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
+    """The directory as this run's own, for so long, or UsageError where it is another's."""
+    try:
+        if directory.is_file():
+            raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
+        directory.mkdir(parents=True, exist_ok=True)
+        held = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise _unusable(directory, error) from None
+    try:
+        _lock(directory, held)
+        try:
+            _claim(directory, directory / "config.json", config)
+        except OSError as error:
+            raise _unusable(directory, error) from None
+        yield directory
+    finally:
+        os.close(held)
+
+
+def _unusable(directory: Path, error: OSError) -> UsageError:
+    what = f"{directory} cannot be used ({error.strerror})"
+    return UsageError(f"{what}; {_advice(error)}, or choose another workdir")
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+def _advice(error: OSError) -> str:
+    if error.errno in _FULL:
+        return "make room on its disk"
+    return "make it writable" if error.errno in _CLOSED else "mend that"
+
+
+@contextlib.contextmanager
+def writing(
+    directory: Path | None, saved: Callable[[], Sequence[int]] | None = None
+) -> Iterator[None]:
+    """What is written in here is written, or one line says why not and what to do.
+
+    Args:
+      saved: gives the rounds of which there is a checkpoint, newest first.
+    """
+    known = directory and directory / "config.json"
+    try:
+        if known and not known.is_file():
+            raise FileNotFoundError(errno.ENOENT, "it is not there any more")
+        yield
+    except Exception as error:  # orbax raises whatever its layers raise
+        if known is None or isinstance(error, UsageError):
+            raise
+        if not known.is_file():
+            raise UsageError(
+                f"{directory} was removed or moved during its run; put it back and give the same "
+                "command or call again, or choose another workdir to start anew"
+            ) from error
+        if not isinstance(error, OSError):
+            raise
+        rounds = saved() if saved else []
+        there = (
+            f"its checkpoint of round {rounds[0]} is whole" if rounds else "it has no checkpoint"
+        )
+        raise UsageError(
+            f"{directory} cannot be written ({error.strerror or error}), so this run stops; "
+            f"{there}: {_advice(error)} and give the same command or call again"
+        ) from error
+
+
+def _lock(directory: Path, held: int) -> None:
+    """A process that dies, in whatever way, gives it back."""
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{directory} is in use by another process; wait for it or choose another workdir"
+        ) from None
+    except OSError as error:  # some network file systems know no such lock
+        line = f"{directory} cannot be locked ({error.strerror}); start no other run in it"
+        print(line, file=sys.stderr)
+
+
+def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> None:
+    if known.exists():
+        try:
+            there = dict(json.loads(known.read_text()))
+        except (TypeError, ValueError):
+            raise UsageError(
+                f"{known} is damaged; bring it back from a copy or choose another workdir"
+            ) from None
+        if different := configuration.differences(there, config):
+            raise UsageError(
+                f"{directory} holds a run with other settings: {'; '.join(different)}; "
+                "choose another workdir"
+            )
+        if not os.access(directory, os.W_OK):
+            raise UsageError(f"{directory} cannot be written; choose another workdir")
+        return
+    # A run that was killed before anything else leaves the first file half written.
+    if {p.name for p in directory.iterdir()} - {_part(known).name}:
+        raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
+    write_json(known, config)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(path.name + ".part")
+
+
+def _whole(path: Path, text: str) -> None:
+    """Replace a file at once: whoever reads it finds the old one or the new one."""
+    _part(path).write_text(text)
+    os.replace(_part(path), path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """One JSON file."""
+    _whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+
+def write_metrics(directory: Path, metrics: list[dict[str, Any]]) -> None:
+    """metrics.jsonl: one line per evaluation."""
+    lines = (json.dumps(line, allow_nan=False) + "\n" for line in metrics)
+    _whole(directory / "metrics.jsonl", "".join(lines))
+
+
+def append_metrics(directory: Path, line: dict[str, Any]) -> None:
+    """Add the line of one evaluation to metrics.jsonl."""
+    with open(directory / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(line, allow_nan=False) + "\n")
+
+
+def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
+    """clients.csv: a row per client."""
+    part = directory / "clients.csv.part"
+    with open(part, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(part, directory / "clients.csv")
+
+
+def write_observations(directory: Path, seen: Observations) -> None:
+    """NAME.npz for each: `rounds` [E] and `values` [E, ...]."""
+    for name, (rounds, values) in seen.items():
+        part = directory / f"{name}.npz.part"
+        with open(part, "wb") as file:
+            np.savez_compressed(file, rounds=np.asarray(rounds), values=np.stack(values))
+        os.replace(part, directory / f"{name}.npz")
+
+
+def read_observations(directory: Path, until: int, *, only_read: bool = False) -> Observations:
+    """What was observed up to a round. A damaged file is set aside, or left out; it begins anew."""
+    seen: Observations = {}
+    for path in sorted(directory.glob("*.npz")):
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                both = zip(file["rounds"], file["values"], strict=True)
+                kept = [(int(r), v) for r, v in both if r <= until]
+        except Exception as error:  # zipfile, zlib and NumPy raise what they like
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            line = f"{path} is damaged ({reason}); it is left out"
+            if not only_read:
+                aside = path.with_name(path.name + ".damaged")
+                os.replace(path, aside)
+                line = f"{path} is damaged ({reason}); it is now {aside.name} and begins anew"
+            print(line, file=sys.stderr)
+            continue
+        if kept:
+            seen[path.stem] = ([r for r, _ in kept], [v for _, v in kept])
+    return seen
+
+
+def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
+    """plan.json: how each phase's work is laid out, and on what machine."""
+    content = {"machine": machine(), "phases": [plan._asdict() for plan in plans]}
+    write_json(directory / "plan.json", content)
+
+
+def read_plans(directory: Path) -> list[Plan] | None:
+    """Those of a run that goes on, if made on such a machine; results do not hang on them."""
+    try:
+        found = json.loads((directory / "plan.json").read_text())
+        return [Plan(**plan) for plan in found["phases"]] if found["machine"] == machine() else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_traffic(directory: Path, ledger: Ledger) -> None:
+    """traffic.json: bytes by layer and direction."""
+    content = {
+        "down": ledger.down,
+        "up": ledger.up,
+        "total_down": ledger.total_down,
+        "total_up": ledger.total_up,
+    }
+    write_json(directory / "traffic.json", content)

@@ -1,0 +1,247 @@
+"""A run's place in time: where it stands, what it has measured, and how it is saved and resumed.
+
+A program computes one run or, in a sweep, several: each is a member with a directory of its own.
+"""
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from fedjax_pfl.core.algorithm import PyTree, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import ledger, metrics, multiprocess, sweep
+from fedjax_pfl.engine.ledger import Ledger
+from fedjax_pfl.report import tensorboard
+from fedjax_pfl.runs import checkpoints, run_directory
+from fedjax_pfl.runs.build import Built
+
+
+class Position(NamedTuple):
+    """Where a run stands, but for the states; plain data, saved in every checkpoint."""
+
+    phase: int = 0
+    round: int = 0
+    seconds: float = 0.0  # its share of what the members of its program took
+    evaluate_seconds: float = 0.0  # of these
+    compile_seconds: float = 0.0  # besides
+    ledger: Ledger = ledger.empty(0)
+    pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
+    metrics: tuple[dict[str, Any], ...] = ()
+    clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
+    best_round: int | None = None  # in this phase, by validation
+    best_score: float | None = None
+
+
+@dataclasses.dataclass
+class Member:
+    """One run of those that a program computes together."""
+
+    name: str  # among them; empty where it is alone
+    settings: ConfigDict
+    config: dict[str, Any]  # as it is written down
+    directory: Path | None = None
+    store: checkpoints.Store | None = None
+    at: Position = dataclasses.field(default_factory=Position)
+    best: State | None = None
+    seen: run_directory.Observations = dataclasses.field(default_factory=dict)
+    resumed_at: int | None = None
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """For what is written to its directory."""
+        return run_directory.writing(self.directory, self.store and self.store.steps)
+
+
+def begin(member: Member) -> None:
+    """Let its files say what has been measured up to where it stands, and read what was seen."""
+    if member.directory:
+        with member.writing():
+            run_directory.write_metrics(member.directory, list(member.at.metrics))
+            if member.settings.tensorboard:
+                tensorboard.write(member.directory, member.at.metrics)
+            member.seen = run_directory.read_observations(member.directory, member.at.round)
+
+
+def save(member: Member, state: State) -> None:
+    """Write a checkpoint of where it stands."""
+    if member.store:
+        saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
+        with member.writing():
+            member.store.save(member.at.round, saved, _facts(member.at))
+
+
+def _facts(at: Position) -> dict[str, Any]:
+    return at._asdict() | {"ledger": at.ledger._asdict()}
+
+
+def _position(facts: Mapping[str, Any]) -> Position:
+    return Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
+
+
+def keep(member: Member, observed: Mapping[str, np.ndarray], line: dict[str, Any]) -> None:
+    """Keep what an evaluation showed."""
+    for name, values in observed.items():
+        rounds, each = member.seen.setdefault(name, ([], []))
+        rounds.append(member.at.round)
+        each.append(values)
+    if member.directory:
+        with member.writing():
+            run_directory.append_metrics(member.directory, line)
+            if member.settings.tensorboard:
+                tensorboard.append(member.directory, line)
+            run_directory.write_observations(member.directory, member.seen)
+
+
+def measured(built: Built, member: Member, scores: Any, state: State) -> dict[str, Any]:
+    """The line of one evaluation; where it is the phase's best by validation, its state is kept."""
+    at = member.at
+    active = built.phases[at.phase].federation.active
+    validation = metrics.summary(scores.validation, active, built.task.name)
+    score = validation[f"{built.task.name}_mean"] if validation else None
+    better = score is not None and (at.best_score is None or score > at.best_score)
+    if better:
+        at = at._replace(best_round=at.round, best_score=score)
+        member.best = jax.tree.map(np.array, jax.device_get(state))
+    line = {
+        "round": at.round,
+        "phase": at.phase,
+        "seconds": round(at.seconds, 3),
+        "evaluate_seconds": round(at.evaluate_seconds, 3),
+        "compile_seconds": round(at.compile_seconds, 3),
+        **metrics.means(at.pending),
+        "before": metrics.summary(scores.before, active, built.task.name),
+        "after": scores.after and metrics.summary(scores.after, active, built.task.name),
+        "validation": validation,
+        "bytes_down": at.ledger.total_down,
+        "bytes_up": at.ledger.total_up,
+        "dropped": sum(at.ledger.dropped),
+        "rejected": sum(at.ledger.rejected),
+        "best_round": at.best_round,
+    }
+    rows = metrics.client_scores(scores, built.task.name)
+    known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
+    rows = metrics.with_best(rows, known, better, built.task.name)
+    member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
+    return line
+
+
+def start(built: Built, member: Member) -> None:
+    """Set it to before the first round."""
+    member.at = Position(ledger=ledger.empty(built.federation.clients))
+    member.best = member.resumed_at = None
+
+
+def together(steps: Sequence[Set[int]]) -> list[list[int]]:
+    """By the rounds that runs have checkpoints of: those that can go on, or begin, together."""
+    groups: list[tuple[Set[int], list[int]]] = []
+    for i, own in enumerate(steps):
+        for n, (common, group) in enumerate(groups):
+            if common & own or not common | own:
+                groups[n] = common & own, [*group, i]
+                break
+        else:
+            groups.append((own, [i]))
+    return [group for _, group in groups]
+
+
+def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
+    """Set members to the newest checkpoint that is whole in all of them; their states.
+
+    Where none of them has one, nothing is returned, and they begin.
+    """
+    found = _found(built, members) if multiprocess.lead() else None
+    facts = multiprocess.agree(found and [_facts(member.at) for member in members])
+    if facts is None or multiprocess.count() == 1:
+        return found
+    template = templates(built)[facts[0]["phase"]]
+    for member, one in zip(members, facts, strict=True):
+        member.at = _position(one)
+        member.resumed_at = member.at.round
+    kept = [member for member in members if member.at.best_round is not None]
+    saved = found, [member.best for member in kept]
+    if not multiprocess.lead():
+        empty = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
+        saved = [empty] * len(members), [empty] * len(kept)
+    states, best = multiprocess.broadcast(saved)
+    for member, one in zip(kept, best, strict=True):
+        member.best = one
+    return list(states)
+
+
+def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
+    shapes = templates(built)
+    common = set.intersection(*(set(m.store.steps()) if m.store else set() for m in members))
+    damaged: list[tuple[int, Member, str]] = []
+    for step in sorted(common, reverse=True):
+        found = []
+        for member in members:
+            try:
+                assert member.store is not None
+                found.append(restored(member.store, shapes, step))
+            except checkpoints.DamagedError as error:
+                damaged.append((step, member, str(error)))
+                break
+        else:
+            return _set(members, found, step, damaged)
+    for step, member, reason in damaged[:1]:
+        folder = member.store and member.store.folder
+        raise UsageError(
+            f"all checkpoints in {folder} are damaged (round {step}: {reason}); bring one back "
+            "from a copy, or delete that folder to start again"
+        )
+    return None
+
+
+def _set(
+    members: Sequence[Member],
+    found: Sequence[tuple[Position, State, State | None]],
+    step: int,
+    damaged: Sequence[tuple[int, Member, str]],
+) -> list[State]:
+    for worse, member, reason in damaged:
+        which = f" of {member.name}" if member.name else ""
+        print(
+            f"The checkpoint of round {worse}{which} is damaged: {reason}. Going on from round "
+            f"{step}.",
+            file=sys.stderr,
+        )
+    _drop(members, step)
+    for member, (at, _, best) in zip(members, found, strict=True):
+        member.at, member.best, member.resumed_at = at, best, at.round
+    return [state for _, state, _ in found]
+
+
+def templates(built: Built) -> list[PyTree]:
+    """The shapes of one run's state at the end of each phase."""
+    found, state = [], None
+    for phase in built.phases:
+        state = jax.eval_shape(phase.rounds.init, phase.points, state)
+        found.append(sweep.alone(state) if isinstance(phase.points, sweep.Points) else state)
+    return found
+
+
+def restored(
+    store: checkpoints.Store, templates: Sequence[PyTree], step: int
+) -> tuple[Position, State, State | None]:
+    """Where a run stood, its state, and its best one by validation; or DamagedError."""
+    store.check(step)
+    at = _position(store.facts(step))
+    wanted = {"state": templates[at.phase]}
+    if at.best_round is not None:
+        wanted["best"] = templates[at.phase]
+    found = store.restore(step, wanted)
+    return at, found["state"], found.get("best")
+
+
+def _drop(members: Sequence[Member], after: int) -> None:
+    """Remove checkpoints of later rounds, which are computed again."""
+    for member in members:
+        for step in member.store.steps() if member.store else []:
+            if step > after:
+                member.store.drop(step)  # type: ignore[union-attr]

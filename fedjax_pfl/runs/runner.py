@@ -1,0 +1,298 @@
+"""The host's loop around compiled rounds: run, evaluate, save, resume, report."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from fedjax_pfl import data
+from fedjax_pfl.config import configuration, custom
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
+from fedjax_pfl.engine.ledger import Ledger
+from fedjax_pfl.report import observations as observed
+from fedjax_pfl.report import page, tensorboard
+from fedjax_pfl.report.partition_picture import draw_partition
+from fedjax_pfl.runs import checkpoints, points, run_directory
+from fedjax_pfl.runs.build import Built, build
+from fedjax_pfl.runs.interrupt import Stop, Stopped
+from fedjax_pfl.runs.phase import Phase, boundary
+from fedjax_pfl.runs.run_state import Member, begin, keep, measured, resume, save, start, together
+
+
+class Result(NamedTuple):
+    """What a run leaves behind."""
+
+    config: dict[str, Any]
+    metrics: list[dict[str, Any]]  # one per evaluation, as in metrics.jsonl
+    clients: list[dict[str, Any]]  # one per client, as in clients.csv
+    ledger: Ledger
+    state: State
+    best: State | None  # of the last phase, by validation; None without validation examples
+    phases: tuple[Phase, ...]
+    data: data.FederatedData
+    federation: Federation
+    directory: Path | None
+    observations: run_directory.Observations  # what the algorithm shows of its state
+    resumed_at: int | None  # the round that a resumed run went on from
+
+
+def run(
+    config: ConfigDict | Mapping[str, Any],
+    workdir: str | Path | None = None,
+    stop: Stop | None = None,
+    *,
+    dataset: data.Dataset | None = None,
+    algorithm: Callable[..., Algorithm] | None = None,
+) -> Result:
+    """Train and evaluate what a configuration says; go on where the directory already has a part.
+
+    Args:
+      config: settings; those that are not given are at their defaults.
+      workdir: the run directory; None: nothing is written, and nothing can be resumed.
+      stop: asked after every call; where it says so, what there is gets saved and Stopped raised.
+      dataset: your own examples, as `arrays` makes them; what `dataset` is then called in the
+        configuration is their name. A run directory goes on with the same examples only.
+      algorithm: your own factory, NAME(model, task, training, federation, *, its settings) ->
+        Algorithm. The configuration may call it by its name, in a phase too, and holds its
+        settings under that name; it is the run's algorithm where none is given.
+    """
+    known = isinstance(config, Mapping | ConfigDict)  # anything else, run_all refuses
+    if known and (config.get("seeds", 1) > 1 or config.get("sweep")):
+        raise UsageError("seeds and sweep ask for several runs; run_all gives their results")
+    return run_all(config, workdir, stop, dataset=dataset, algorithm=algorithm)[""]
+
+
+def run_all(
+    config: ConfigDict | Mapping[str, Any],
+    workdir: str | Path | None = None,
+    stop: Stop | None = None,
+    *,
+    dataset: data.Dataset | None = None,
+    algorithm: Callable[..., Algorithm] | None = None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Result]:
+    """As `run`, for all the runs that `seeds` and `sweep` ask for, in one compiled program.
+
+    Args:
+      tell: is given a line on each phase's plan, before anything is compiled.
+
+    Returns:
+      The results by the names of the runs, such as "learning_rate=0.1,seed=3", which are those of
+      their directories in `workdir`; one without a name where there is one run.
+    """
+    given = config.to_dict() if isinstance(config, ConfigDict) else config
+    words, given = custom.added(given, dataset, algorithm)
+    settings = configuration.complete(given, words)
+    multiprocess.check_settings(settings.to_dict())
+    configuration.check(settings, words)
+    if settings.tensorboard:
+        tensorboard.check()
+    return run_points(points.expand(settings), workdir, stop, words=words, tell=tell)
+
+
+def run_points(
+    points: Mapping[str, ConfigDict],
+    workdir: str | Path | None = None,
+    stop: Stop | None = None,
+    *,
+    words: configuration.Words = configuration.OURS,
+    tell: Callable[[str], None] = lambda line: None,
+) -> dict[str, Result]:
+    """As `run_all`, for runs that are listed: each has a seed and real-valued settings of its own.
+
+    Args:
+      points: complete configurations, by the names of their directories in `workdir`.
+      words: what names in the configurations mean.
+    """
+    members = [Member(name, one, {}) for name, one in points.items()]
+    recorded = None
+    if workdir is not None:
+        each = (run_directory.read_plans(Path(workdir, member.name)) for member in members)
+        recorded = execution_plan.agreed(next(filter(None, each), None))
+    built = build(*(member.settings for member in members), words=words, plans=recorded)
+    multiprocess.check_examples(built.data)
+    for phase in built.phases:
+        tell(execution_plan.describe(phase.plan, phase.work.cohort, phase.work.devices))
+    for member in members:
+        member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
+    stop = stop or Stop()
+    with contextlib.ExitStack() as kept:
+        for member in members if workdir is not None and multiprocess.lead() else []:
+            directory = Path(workdir, member.name)  # type: ignore[arg-type]
+            member.directory = kept.enter_context(run_directory.claimed(directory, member.config))
+            with member.writing():
+                run_directory.write_plans(directory, [phase.plan for phase in built.phases])
+                member.store = checkpoints.open_store(directory / "checkpoints")
+        try:
+            return _execute(built, members, stop)
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            line = (str(error).splitlines() or ["MemoryError"])[0][:200]
+            if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
+                fewer = ", or fewer seeds or points at a time" if len(members) > 1 else ""
+                raise UsageError(
+                    f"there is too little memory ({line}); go on with a smaller chunk or "
+                    f"checkpoint_every{fewer}, or begin anew with a smaller batch_size or model"
+                ) from error
+            raise
+
+
+def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, Result]:
+    end, states = built.phases[-1].end, dict[str, State]()
+    for i, member in enumerate(members):
+        start(built, member)
+        if multiprocess.agree(member.store is not None and end in member.store.steps()[:1]):
+            states |= zip([member.name], resume(built.of([i]), [member]) or [], strict=True)
+            begin(member)
+    left = [i for i, member in enumerate(members) if member.at.round < end]
+    # What is finished is not computed again, and what has come further does not wait for the rest.
+    saved = [set(store.steps()) if (store := members[i].store) else set[int]() for i in left]
+    for group in multiprocess.agree(together(saved)):
+        which = [left[n] for n in group]
+        program, some = built.of(which), [members[i] for i in which]
+        found = _advance(program, some, resume(program, some), stop)
+        states |= zip((member.name for member in some), found, strict=True)
+    results = {}
+    for i, member in enumerate(members):
+        result = results[member.name] = Result(
+            member.config,
+            list(member.at.metrics),
+            metrics.client_table(built.federation, member.at.clients, member.at.ledger),
+            member.at.ledger,
+            states[member.name],
+            member.best,
+            built.of([i]).phases,
+            built.data,
+            built.federation,
+            member.directory,
+            member.seen,
+            member.resumed_at,
+        )
+        if member.directory and not (member.directory / "report.html").exists():
+            with member.writing():
+                run_directory.write_clients(member.directory, result.clients)
+                run_directory.write_traffic(member.directory, result.ledger)
+                pictures = {"partition": draw_partition(built.data, built.federation)}
+                pictures |= observed.draw(member.seen, list(result.ledger.down))
+                page.write(member.directory, pictures)
+    multiprocess.agree("done")
+    return results
+
+
+def _advance(
+    built: Built, members: Sequence[Member], states: Sequence[State] | None, stop: Stop
+) -> list[State]:
+    """Run members that stand at the same place to the end."""
+    for member in members:
+        begin(member)
+    at = members[0].at
+    state = None if states is None else _stacked(states)
+    bar = tqdm(
+        total=built.phases[-1].end,
+        initial=at.round,
+        unit="round",
+        disable=not (multiprocess.lead() and sys.stderr.isatty()),
+        dynamic_ncols=True,
+    )
+    with bar:
+        for line in built.remarks if multiprocess.lead() else ():
+            bar.write(line, file=sys.stderr)
+        for number in range(at.phase, len(built.phases)):
+            phase = built.phases[number]
+            if members[0].at.phase < number or state is None:
+                state = phase.rounds.init(phase.rounds.place(phase.points), state)
+                for member in members:
+                    member.at = member.at._replace(phase=number, best_round=None, best_score=None)
+                    member.best = None
+            if members[0].at.round < phase.end:
+                state = _one_phase(built, phase, members, state, bar, stop)
+    return [_part(state, i, members) for i in range(len(members))]
+
+
+def _stacked(states: Sequence[State]) -> State:
+    """As a program of so many members has it: with their axis in front, where there are several."""
+    if len(states) == 1:
+        return states[0]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
+
+
+def _part(tree: PyTree, i: int, members: Sequence[Member]) -> PyTree:
+    """That of one member, the inverse of `_stacked`."""
+    return tree if len(members) == 1 else trees.row(tree, i)
+
+
+def _one_phase(
+    built: Built, phase: Phase, members: Sequence[Member], state: State, bar: Any, stop: Stop
+) -> State:
+    """Run a phase from where it stands to its end."""
+    place, one = phase.rounds.place, phase.config
+    key, arrays, state = place((phase.points, built.data, state))
+    number = lambda value: place(jnp.asarray(value, jnp.int32))
+
+    began = time.perf_counter()
+    zero = number(0)
+    run_rounds = phase.rounds.run.lower(key, state, arrays, zero, zero).compile()
+    evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
+    observe = [jax.jit(algorithm.observe) for algorithm in phase.algorithms]
+    multiprocess.agree("compiled")
+    compiling = time.perf_counter() - began
+    for member in members:
+        own = member.at.compile_seconds + compiling / len(members)
+        member.at = member.at._replace(compile_seconds=own)
+
+    stopping = 0
+    while (now := members[0].at.round) < phase.end:
+        with stop.held():
+            began = time.perf_counter()
+            until = boundary(one, phase.begin, now)
+            rounds = until - now
+            state, all_logs = run_rounds(key, state, arrays, number(now), number(rounds))
+            all_logs = jax.device_get(jax.block_until_ready(all_logs))
+            trained = time.perf_counter()
+            evaluated = (until - phase.begin) % one.eval_every == 0 or until == phase.end
+            if evaluated:
+                all_scores = jax.device_get(evaluate(key, state, arrays, number(until)))
+            ended = time.perf_counter()
+            for i, member in enumerate(members):
+                logs = _part(all_logs, i, members)
+                for warning in metrics.rejections(logs, now, rounds) if multiprocess.lead() else ():
+                    named = f"{member.name}: {warning}" if member.name else warning
+                    bar.write(named, file=sys.stderr)
+                free = 1 if now == 0 and not one.count_initial_download else 0
+                member.at = member.at._replace(
+                    round=until,
+                    seconds=member.at.seconds + (ended - began) / len(members),
+                    evaluate_seconds=member.at.evaluate_seconds + (ended - trained) / len(members),
+                    ledger=ledger.add(member.at.ledger, logs, rounds, free),
+                    pending=metrics.gather(member.at.pending, logs, rounds),
+                )
+                if evaluated:
+                    mine = _part(state, i, members)
+                    line = measured(built, member, _part(all_scores, i, members), mine)
+                    keep(member, jax.device_get(observe[i](mine)), line)
+            if evaluated:
+                score = f"{built.task.name}_mean"
+                lines = [member.at.metrics[-1]["before"] or {} for member in members]
+                means = [one[score] for one in lines if one.get(score) is not None]
+                bar.set_postfix({built.task.name: f"{np.mean(means):.4f}"} if means else {})
+            bar.update(rounds)
+            every = one.checkpoint_every or one.eval_every
+            due = (until - phase.begin) % every == 0 or until == phase.end
+            stopping = multiprocess.agree(stop.asked, max) if until < built.phases[-1].end else 0
+            if due or stopping:
+                for i, member in enumerate(members):
+                    save(member, _part(state, i, members))
+        if stopping:
+            raise Stopped(until, stopping)
+    return state

@@ -1,0 +1,269 @@
+"""All that is to be tried: each method's configurations, the runs there are, and the others."""
+
+import hashlib
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.config.configuration import OURS, Words
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import sweep
+from fedjax_pfl.report import comparison
+from fedjax_pfl.report.run_index import Known
+from fedjax_pfl.runs import interrupt, points, run_state, runner
+from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.tuning.choice import Tried
+from fedjax_pfl.runs.tuning.grids import Point, apply, word
+
+# What says how many client visits a run has; on the command line it is for all methods alike.
+LENGTH = ("rounds", "clients_per_round")
+
+
+class Trial(NamedTuple):
+    """What is tried of a method."""
+
+    method: str
+    config: ConfigDict  # without the values of a point
+    points: Sequence[Point]
+    whole: int  # points of its grid, of which these may be some
+    words: Words = OURS  # what names in the configuration mean
+
+
+class Job(NamedTuple):
+    """A run that is missing, or that was cut."""
+
+    method: str
+    point: Point
+    config: ConfigDict
+    name: str  # of its directory in the folder of all
+    steps: frozenset[int]  # the rounds of its checkpoints
+
+
+def length(config: ConfigDict, words: Words = OURS) -> int:
+    """The rounds of a whole run."""
+    return sum(one.rounds for one in configuration.phases(config, words))
+
+
+def cohorts(config: ConfigDict, words: Words = OURS) -> list[tuple[int, int]]:
+    """Each phase's rounds, and the clients in a round."""
+    novel = {"active": config.clients - config.held_out, "held_out": config.held_out}
+    return [
+        (one.rounds, one.clients_per_round or novel[one.participants])
+        for one in configuration.phases(config, words)
+    ]
+
+
+def visits(config: ConfigDict, words: Words = OURS) -> int:
+    """How often a run has a client train."""
+    return sum(rounds * clients for rounds, clients in cohorts(config, words))
+
+
+def evaluations(config: ConfigDict, words: Words = OURS) -> int:
+    """Of a run's last phase, of which the best counts."""
+    return -(-_last(config, words) // config.eval_every)
+
+
+def _last(config: ConfigDict, words: Words) -> int:
+    return int(configuration.phases(config, words)[-1].rounds)
+
+
+def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Words = OURS) -> None:
+    """Give the first method's runs so many rounds, and those of the others in proportion.
+
+    Methods that have as many client visits as the first keep as many, or UsageError.
+    """
+    first, *_ = each.values()
+    whole, wanted = length(first, words), visits(first, words)
+    equal = {m: cohorts(one, words) for m, one in each.items() if visits(one, words) == wanted}
+    for config in each.values():
+        _shorten(config, max(1, round(rounds * length(config, words) / whole)), words)
+    counts = {method: visits(each[method], words) for method in equal}
+    apart = [method for method in equal if counts[method] != visits(first, words)]
+    if apart:
+        parts = [n for phases in equal.values() for n, _ in phases]
+        step = math.lcm(*(whole // math.gcd(whole, n) for n in parts))
+        raise UsageError(
+            f"{rounds} rounds would give {next(iter(each))} {visits(first, words)} client visits "
+            f"and {apart[0]} {counts[apart[0]]}, which have as many otherwise; give a multiple of "
+            f"{step}"
+        )
+
+
+def _shorten(config: ConfigDict, rounds: int, words: Words) -> None:
+    """Give a whole run so many rounds; phases keep their shares of it."""
+    each = [one.rounds for one in configuration.phases(config, words)]
+    whole = sum(each)
+    if whole == rounds:
+        return
+    parts = [max(1, round(rounds * n / whole)) for n in each[:-1]]
+    if sum(parts) >= rounds:
+        raise UsageError(
+            f"{config.algorithm} would have {rounds} rounds, too few for {len(each)} phases of "
+            f"{each} rounds; give more"
+        )
+    config.rounds = rounds
+    parts = [*parts, rounds - sum(parts)]
+    config.phases = tuple(
+        {**one, "rounds": n} for one, n in zip(config.phases, parts, strict=False)
+    )
+
+
+def evaluate_alike(each: Mapping[str, ConfigDict], words: Words = OURS) -> None:
+    """Let all methods have as many evaluations to be best in: the first's, or what all can have."""
+    wanted = evaluations(next(iter(each.values())), words)
+    while {evaluations(config, words) for config in each.values()} != {wanted}:
+        for config in each.values():
+            if evaluations(config, words) != wanted:  # no more of them then, and fewer rarely
+                config.eval_every = -(-_last(config, words) // wanted)
+        wanted = min(evaluations(config, words) for config in each.values())
+
+
+def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
+    """Raise UsageError where methods would not be tried alike, or cannot be scored.
+
+    Args:
+      as_preset: client visits may differ, as the presets' do.
+    """
+    first, words = trials[0], trials[0].words
+    config = first.config
+    if not config.validation_fraction and config.validation_examples is None:
+        raise UsageError(
+            "there are no validation examples, by which to choose; set validation_fraction to 0.2"
+        )
+    problem = lambda one: comparison.problem(configuration.resolved(one, words))
+    counts = {trial.method: visits(trial.config, words) for trial in trials}
+    if len(set(counts.values())) > 1 and not as_preset:
+        said = ", ".join(f"{method} {count}" for method, count in counts.items())
+        raise UsageError(
+            f"the methods' runs have different client visits ({said}), and budgets are equal; "
+            f"leave {' and '.join(map('config.{}'.format, LENGTH))} to the presets, and give "
+            "--rounds=N, which shortens all in proportion"
+        )
+    for trial in trials:
+        if problem(trial.config) != problem(config):
+            raise UsageError(
+                f"the preset gives {trial.method} other examples than {first.method}; set them "
+                "with --config.KEY=VALUE"
+            )
+        for point in trial.points:
+            configuration.check(apply(trial.config, point), words)
+
+
+def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]]:
+    """Every point, and its configuration for each seed."""
+    for point in trial.points:
+        one = apply(trial.config, point)
+        each = [one.copy_and_resolve_references() for _ in range(seeds)]
+        for number, config in enumerate(each):
+            config.update(seed=one.seed + number, seeds=1, sweep="")
+        yield point, each
+
+
+def collect(trial: Trial, seeds: int, folder: Path) -> list[Tried]:
+    """The finished runs that there are, of every point."""
+    known, tried = Known(folder), []
+    for point, each in configs(trial, seeds):
+        paths = {config.seed: known.find(config, trial.words)[1] for config in each}
+        runs = {
+            seed: comparison.read(path)
+            for seed, path in paths.items()
+            if path is not None and (path / "report.html").is_file()
+        }
+        tried.append(Tried(point, each[0], runs, seeds))
+    return tried
+
+
+def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None) -> None:
+    """Run what is missing and go on with what was cut, as few programs as can be.
+
+    All of them are built before the first is compiled, so that what cannot be is said at once.
+    """
+    known, count, words = Known(folder), 0, trials[0].words
+    todo: dict[str, Job] = {}
+    for trial in trials:
+        for point, each in configs(trial, seeds):
+            count += len(each)
+            for config in each:
+                key, path = known.find(config, words)
+                if path is None:
+                    name, steps = _name(trial.method, point, config.seed, key), frozenset[int]()
+                elif (path / "report.html").is_file():
+                    continue
+                else:
+                    name, steps = str(path.relative_to(folder)), _steps(path)
+                todo.setdefault(key, Job(trial.method, point, config, name, steps))
+    with interrupt.on_signals() as stop:
+        programs = [
+            part
+            for alike in _alike(list(todo.values()))
+            for program in _programs(alike, words)
+            for part in _parts(program, together)
+        ]
+        cut = sum(bool(job.steps) for job in todo.values())
+        facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
+        inside = f", in {len(programs)} program{'s' * (len(programs) > 1)}" if programs else ""
+        print(f"{count} run{'s' * (count != 1)}: {facts}{inside}", file=sys.stderr)
+        for number, jobs in enumerate(programs, 1):
+            where = f"{jobs[0].method}: {len(jobs)} run{'s' * (len(jobs) > 1)}"
+            print(f"[{number}/{len(programs)}] {where}", file=sys.stderr, flush=True)
+            runner.run_points({job.name: job.config for job in jobs}, folder, stop, words=words)
+
+
+def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
+    """Those that can share a program as far as is seen at once, and that can go on together."""
+    groups: dict[str, list[Job]] = {}
+    for job in jobs:
+        shared = lambda name: name in points.REAL_VALUED or name.startswith(f"{job.method}.")  # noqa: B023
+        apart = {
+            name: value
+            for name, value in job.point.items()
+            if not (shared(name) and isinstance(value, float))
+        }
+        groups.setdefault(repr((job.method, apart)), []).append(job)
+    return [
+        [alike[i] for i in which]
+        for alike in groups.values()
+        for which in run_state.together([job.steps for job in alike])
+    ]
+
+
+def _programs(jobs: list[Job], words: Words = OURS) -> list[list[Job]]:
+    """As few programs as the method allows: some numbers shape it, or choose what it does."""
+    try:
+        built = build(*(job.config for job in jobs), words=words)
+    except sweep.Apart as error:
+        groups: dict[tuple[Any, ...], list[Job]] = {}
+        for job in jobs:
+            groups.setdefault(tuple(job.point.get(name) for name in error.names), []).append(job)
+        if len(groups) < 2:
+            raise
+        return [program for group in groups.values() for program in _programs(group, words)]
+    except UsageError as error:
+        raise UsageError(f"{jobs[0].method}: {error}") from error
+    federation = built.federation
+    counts = federation.validation_counts
+    if counts is None or not counts[federation.active].any():
+        raise UsageError("no client has validation examples; raise validation_fraction")
+    return [jobs]
+
+
+def _parts(jobs: list[Job], most: int | None) -> list[list[Job]]:
+    count = math.ceil(len(jobs) / (most or len(jobs)))
+    size = math.ceil(len(jobs) / count)  # parts as equal as can be: sizes are programs of their own
+    return [jobs[i : i + size] for i in range(0, len(jobs), size)]
+
+
+def _steps(path: Path) -> frozenset[int]:
+    return frozenset(int(p.name) for p in path.glob("checkpoints/*") if p.name.isdigit())
+
+
+def _name(method: str, point: Point, seed: int, key: str) -> str:
+    """Words to read, and a digest by which other settings have another folder."""
+    words = ",".join([*(f"{name}={word(value)}" for name, value in point.items()), f"seed={seed}"])
+    plain = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in words)[:150]
+    return f"{method}/{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"

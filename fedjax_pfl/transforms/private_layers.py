@@ -1,0 +1,129 @@
+"""A method with some layers kept at home, such as the head where clients' labels do not agree.
+
+Wherever a model of these layers comes down, or lies with the server, the client reads its own
+instead; what goes up has the values that came down, so that the server learns nothing of them and
+mixes what all have alike. They do not travel and are not billed. What a method itself leaves with
+the client, such as FedFomo's last start, gets the client's own layers too.
+"""
+
+from collections.abc import Collection
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import tree_leaves_with_path as leaves_of
+from jax.tree_util import tree_map_with_path as map_with_path
+
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData, client_data
+
+
+class Client(NamedTuple):
+    """What stays with a client: what the method leaves there, and its own layers."""
+
+    method: PyTree
+    own: PyTree
+
+
+def _found(tree: PyTree, own: PyTree, skip: int = 1) -> dict[tuple[Any, ...], tuple[Any, ...]]:
+    """The paths in a tree that end as a path of `own` does, with that one.
+
+    The collection does not count: a method may store parameters without it.
+    """
+    ends, paths = ([path for path, _ in leaves_of(one)] for one in (own, tree))
+    return {path: end for path in paths for end in ends if path[skip - len(end) :] == end[skip:]}
+
+
+def with_own(tree: PyTree, own: PyTree, skip: int = 1) -> PyTree:
+    """The tree with a client's own layers in every model in it, stacked ones too."""
+    where, leaves = _found(tree, own, skip), dict(leaves_of(own))
+
+    def put(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(leaves[where[path]], leaf.shape) if path in where else leaf
+
+    return map_with_path(put, tree)
+
+
+def at_home(
+    algorithm: Algorithm,
+    model: Any,
+    federation: Federation,
+    data: FederatedData,
+    layers: Collection[str],
+) -> Algorithm:
+    """The same method, with these layers of `model` trained with the rest and never shared.
+
+    Args:
+      data: only its shapes matter.
+    """
+    if isinstance(algorithm.send, tuple):
+        raise UsageError("keep_head is for one architecture; use it without groups")
+    own_shapes, _ = trees.split(common.shapes(model, federation), layers)
+    if not _shares(algorithm, own_shapes, data):
+        return algorithm
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        if start is not None and isinstance(start.clients, Client):
+            own, start = start.clients.own, start._replace(clients=start.clients.method)
+        else:
+            one, _ = trees.split(common.initial(model, federation, key, start), layers)
+            own = trees.repeat(one, federation.clients)
+        state = algorithm.init(key, start)
+        return state._replace(clients=Client(state.clients, own))
+
+    def train(payload: PyTree, client: Client, *rest: Any) -> Any:
+        mine = with_own(payload, client.own)
+        method = with_own(client.method, client.own, 0)  # models, and no momentum of theirs
+        upload, trained, method, metrics = algorithm.train(mine, method, *rest)
+        where, values = _found(upload, own_shapes), dict(leaves_of(upload))
+        new = {end: values[path] for path, end in where.items()}
+        own = map_with_path(lambda end, old: new.get(end, old), client.own)
+        back = lambda path, new, old: old if path in where else new
+        upload = map_with_path(back, upload, trees.came_down(payload, upload))
+        return upload, trained, Client(method, own), metrics
+
+    def personal(server: PyTree, rows: PyTree, client: Client, *rest: Any) -> PyTree:
+        seen = (with_own(part, client.own) for part in (server, rows))
+        return algorithm.personal(*seen, with_own(client.method, client.own, 0), *rest)
+
+    def traffic(payload: PyTree, upload: PyTree) -> Traffic:
+        away = lambda bill: {name: b for name, b in bill.items() if name not in layers}
+        return Traffic(*map(away, algorithm.traffic(payload, upload)))
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        return algorithm.observe(state._replace(clients=state.clients.method))
+
+    return algorithm._replace(
+        init=init, train=train, personal=personal, traffic=traffic, observe=observe
+    )
+
+
+def _shares(algorithm: Algorithm, own: PyTree, data: FederatedData) -> bool:
+    """Whether a client would upload these layers, of one model of the network that is stored."""
+    key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def visit(key: jax.Array, i: jax.Array) -> Any:
+        state = algorithm.init(key)
+        payload = algorithm.send(state.server, state.rows, i, i, key)
+        client, here = trees.row(state.clients, i), client_data(data, i)
+        upload, trained, *_ = algorithm.train(payload, client, here, i, key)
+        return payload, upload, trained, (state.server, state.rows)
+
+    payload, upload, trained, stored = jax.eval_shape(visit, key, i)
+    whole = lambda tree: {
+        str(path): leaf.shape for path, leaf in leaves_of(tree) if path in _found(tree, own, 0)
+    }
+    like = {str(path): leaf.shape for path, leaf in leaves_of(own)}
+    served = whole(trained) == like
+    shared = bool(_found(upload, own))
+    if not served or (
+        shared and not (like.items() <= whole(payload).items() and _found(stored, own))
+    ):
+        raise UsageError(
+            "keep_head is for methods that share one model of the network, which this one is not; "
+            "leave it off (pfedhn_pc keeps the head by itself)"
+        )
+    return shared

@@ -1,0 +1,146 @@
+"""Means over clients and over examples, worked out by hand."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.local_training import Scores
+from fedjax_pfl.engine import ledger, metrics
+from fedjax_pfl.engine.rounds import Evaluation, Log
+from fedjax_pfl.runs import run_state
+
+
+def scores(score, loss, examples) -> Scores:
+    return Scores(np.float32(score), np.float32(loss), np.int32(examples))
+
+
+def everyone(n: int) -> np.ndarray:
+    return np.ones(n, bool)
+
+
+def test_by_client_and_by_example():
+    """Accuracies 1.0 on 10 examples and 0 on 90: half of the clients, a tenth of the examples."""
+    got = metrics.summary(scores([10, 0], [5, 180], [10, 90]), everyone(2), "accuracy")
+    assert got == {
+        "accuracy_mean": 0.5,
+        "accuracy_weighted": 0.1,
+        "accuracy_std": 0.5,
+        "accuracy_worst10": 0.0,
+        "loss": 1.25,  # (0.5 + 2) / 2, by client
+    }
+
+
+@pytest.mark.parametrize(("clients", "worst"), [(9, 0.0), (10, 0.0), (11, 0.05), (25, 0.1)])
+def test_worst_tenth(clients: int, worst: float):
+    """Accuracies 0, .1, .2, ... in a shuffled order; ceil(n/10) of them: 1, 1, 2 and 3."""
+    order = np.random.default_rng(0).permutation(clients)
+    got = metrics.summary(scores(order, order, [10] * clients), everyone(clients), "a")
+    assert got["a_worst10"] == pytest.approx(worst)
+    assert got["a_mean"] == pytest.approx((clients - 1) / 20)
+    assert got["a_std"] == pytest.approx(np.sqrt((clients**2 - 1) / 12) / 10)
+
+
+def test_inactive_clients_and_those_without_examples_are_left_out():
+    """Clients 1 (inactive) and 2 (no examples) would change every number."""
+    active = np.array([True, False, True, True])
+    got = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, "a")
+    wanted = {"a_mean": 0.375, "a_weighted": 2 / 6, "a_std": 0.125, "a_worst10": 0.25, "loss": 1.5}
+    assert got == pytest.approx(wanted)
+    assert metrics.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), "a") is None
+
+
+def test_not_a_number_becomes_none():
+    got = metrics.summary(scores([1, 2], [np.nan, 1], [2, 2]), everyone(2), "a")
+    assert (got["loss"], got["a_mean"]) == (None, 0.75)
+    assert metrics.summary(scores([1], [np.inf], [2]), everyone(1), "a")["loss"] is None
+
+
+def test_client_scores():
+    before = scores([3, 0], [6, 0], [4, 0])
+    rows = metrics.client_scores(Evaluation(before, before, scores([2, 0], [1, 0], [4, 0])), "a")
+    nothing = {"before_a": None, "before_loss": None, "after_a": None, "after_loss": None}
+    assert rows == (
+        {
+            "test_examples": 4,
+            "before_a": 0.75,
+            "before_loss": 1.5,
+            "after_a": 0.5,
+            "after_loss": 0.25,
+        },
+        {"test_examples": 0, **nothing},
+    )
+    rows = metrics.client_scores(Evaluation(before, before, None), "a")
+    assert (rows[0]["before_a"], rows[0]["after_a"], rows[0]["after_loss"]) == (0.75, None, None)
+
+
+def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
+    rows = lambda before, after: [{"before_a": before, "before_loss": 1.0, "after_a": after}]
+    best = lambda found: [(row["best_before_a"], row["best_after_a"]) for row in found]
+    none = metrics.with_best(rows(0.5, None), (), False, "a")  # there are no validation examples
+    assert best(none) == [(None, None)]
+    first = metrics.with_best(rows(0.5, 0.6), none, True, "a")
+    second = metrics.with_best(rows(0.9, 0.8), first, False, "a")
+    assert best(first) == best(second) == [(0.5, 0.6)]
+    assert (second[0]["before_a"], second[0]["before_loss"]) == (0.9, 1.0)
+    assert best(metrics.with_best(rows(0.7, 0.8), second, True, "a")) == [(0.7, 0.8)]
+    saved_earlier = [{"before_a": 0.5}]  # by a version that did not know of them
+    assert best(metrics.with_best(rows(0.7, 0.8), saved_earlier, False, "a")) == [(None, None)]
+
+
+def test_a_phase_does_not_take_over_the_best_of_the_one_before():
+    """Its first score is not a number, so that it has no best round yet."""
+    phase = SimpleNamespace(federation=SimpleNamespace(active=everyone(1)))
+    built = SimpleNamespace(phases=[phase, phase], task=SimpleNamespace(name="a"))
+    one = run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
+    good, unknown = (scores([value], [1.0], [4]) for value in (3, np.nan))
+    run_state.measured(built, one, Evaluation(good, good, None), {})
+    assert one.at.clients[0]["best_before_a"] == 0.75
+    one.at = one.at._replace(phase=1, best_round=None, best_score=None)
+    run_state.measured(built, one, Evaluation(unknown, unknown, None), {})
+    assert (one.at.best_round, one.at.clients[0]["best_before_a"]) == (None, None)
+
+
+def test_client_table():
+    federation = Federation(np.array([7, 8]), (5,), 3, np.array([True, False]), np.array([0, 1]))
+    book = ledger.Ledger({}, {}, [1, 2], [3, 4], [5, 6], [7, 8], [9, 10])
+    first, second = metrics.client_table(federation, [{"a": 1}, {"a": 2}], book)
+    assert first == {
+        "client": 0, "active": 1, "group": 0, "train_examples": 7, "a": 1,
+        "bytes_down": 1, "bytes_up": 3, "visits": 5, "dropped": 7, "rejected": 9,
+    }  # fmt: skip
+    assert list(second.values()) == [1, 0, 1, 8, 2, 2, 4, 6, 8, 10]
+
+
+def log(present, dropped, rejected, loss) -> Log:
+    flags = [np.array(flag, bool) for flag in (present, dropped, rejected)]
+    ids = np.broadcast_to(np.arange(flags[0].shape[1]) * 10, flags[0].shape)
+    return Log(ids, *flags, {"loss": np.float32(loss)}, {}, {})
+
+
+LOGS = [
+    # one slot dropped, one rejected, one empty; the last round of the call did not run
+    log([[1, 1], [1, 0], [1, 1]], [[0, 1], [0, 0], [0, 0]], [[0, 0], [1, 0], [1, 0]],
+        [[1, 64], [64, 64], [64, 64]]),
+    log([[1], [1], [1]], [[0]] * 3, [[0]] * 3, [[2], [6], [64]]),
+]  # fmt: skip
+
+
+def test_training_metrics_of_those_that_arrived():
+    pending = metrics.gather(({}, 0), LOGS, 2)
+    assert pending == ({"loss": 9.0}, 3)
+    assert metrics.means(pending) == {"train_loss": 3.0}
+    again = metrics.gather(pending, LOGS[1:], 1)
+    assert again == ({"loss": 11.0}, 4)
+    assert pending == ({"loss": 9.0}, 3)
+    assert metrics.means(({"loss": 0.0}, 0)) == {"train_loss": None}
+    assert metrics.means(({"loss": np.nan}, 2)) == {"train_loss": None}
+
+
+def test_a_line_for_each_rejected_upload():
+    """Rounds are counted from 1; those that did not run say nothing."""
+    (line,) = metrics.rejections(LOGS, 10, 2)
+    assert line.startswith("round 12: the update of client 0 was rejected")
+    assert len(list(metrics.rejections(LOGS, 0, 3))) == 2
+    assert list(metrics.rejections(LOGS, 0, 1)) == []

@@ -1,0 +1,99 @@
+"""The benchmark's adapters against stand-ins for the checkouts; see tests/checkouts/README.md.
+
+What is tried: that an adapter finds what it calls, gives its rival the work that is asked for, and
+refuses a rival whose work is another. That the names are those of the real checkouts is not: the
+versions that they were run with stand in third_party/README.md.
+"""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.speed import rivals, work
+from experiments.speed.rivals import Child, Gone
+from experiments.speed.work import Work
+from fedjax_pfl.networks import MODELS
+
+CHECKOUTS = Path(__file__).parents[1] / "checkouts"
+FEDAVG = Work("", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
+PFEDHN = Work("", clients=4, cohort=1, examples=12, local_steps=3, batch=4, rounds=5,
+              algorithm="pfedhn")  # fmt: skip
+ASKED = {
+    "pfedhn": [PFEDHN],
+    "fl_bench": [FEDAVG, FEDAVG._replace(algorithm="pfedla", network="lenet")],
+    "pfllib": [FEDAVG, FEDAVG._replace(network="resnet9", cohort=3)],
+    "fedjax": [FEDAVG],
+}
+
+
+def spec(asked, **changes):
+    size = work.parameters(MODELS[asked.network](outputs=10))
+    return {**asked.spec(size), **changes}
+
+
+def adapter(name, place, asked):
+    """It, on a stand-in that stands by itself in a folder."""
+    checkout = place / "checkout"
+    if not checkout.exists():
+        shutil.copytree(CHECKOUTS / name, checkout)
+        if name != "fedjax":
+            inside = checkout / "system" if name == "pfllib" else checkout
+            shutil.copytree(CHECKOUTS / "torch", inside, dirs_exist_ok=True)
+    path = rivals.checked(name, str(checkout))
+    start = [sys.executable, str(rivals.HERE / rivals.RIVALS[name].script)]
+    return Child(start, {**asked, "checkout": path}, 120.0)
+
+
+def cases():
+    return [(name, asked) for name, each in ASKED.items() for asked in each]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked"), cases(), ids=lambda value: value if isinstance(value, str) else value.network
+)
+def test_an_adapter_does_the_work_that_is_asked_for(name, asked, tmp_path):
+    wanted = spec(asked)
+    one = adapter(name, tmp_path, wanted)
+    about = one.ready()
+    keys = ("parameters", "client_steps", "batch")
+    assert {key: about[key] for key in keys} == {key: wanted[key] for key in keys}
+    assert set(about) == {*keys, "versions"}
+    assert 0 < one.go() < 100
+    assert one.go() > 0
+    one.close()
+
+
+@pytest.mark.parametrize("name", rivals.RIVALS)
+def test_another_work_is_refused(name, tmp_path):
+    asked = ASKED[name][0]
+    for changes in ({"parameters": 5}, {"batch": 13}):
+        with pytest.raises(Gone, match="its work is another: "):
+            adapter(name, tmp_path, spec(asked, **changes)).ready()
+    other = "fedavg" if name == "pfedhn" else "clustered_fl"
+    with pytest.raises(Gone, match=r"^it(s adapter runs| is) "):
+        adapter(name, tmp_path, spec(asked, algorithm=other)).ready()
+
+
+def test_the_authors_pfedhn_looks_at_one_test_image_and_counts_between_its_steps(tmp_path):
+    """The look is no training batch, and a step more of a client would be other work."""
+    with pytest.raises(Gone, match="it takes one client in each step"):
+        adapter("pfedhn", tmp_path, spec(PFEDHN, client_steps=16)).ready()
+    trainer = tmp_path / "checkout" / "experiments" / "pfedhn" / "trainer.py"
+    text = trainer.read_text()
+    looked = "loss(*next(iter(nodes.test_loaders[step % num_nodes])))"
+    assert looked in text
+    check = "assert len(next(iter(nodes.test_loaders[step % num_nodes]))[0]) == 1"
+    trainer.write_text(text.replace(looked, f"{looked}\n            {check}"))
+    one = adapter("pfedhn", tmp_path, spec(PFEDHN))
+    assert one.ready()["client_steps"] == 15
+    one.close()
+
+
+def test_what_is_not_installed_is_named(tmp_path):
+    one = adapter("pfllib", tmp_path, spec(FEDAVG))
+    one.close()
+    (tmp_path / "checkout" / "system" / "h5py.py").write_text("raise ImportError")
+    with pytest.raises(Gone, match=r"it needs h5py, which .* has not"):
+        adapter("pfllib", tmp_path, spec(FEDAVG)).ready()

@@ -1,0 +1,351 @@
+"""What a step costs, the protocol with children that fail, the command, and one item in full.
+
+Nothing here depends on how long anything takes, but for children that hang.
+"""
+
+import json
+import subprocess
+import sys
+import textwrap
+import types
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments import benchmark
+from experiments.speed import rivals, work
+from experiments.speed.rivals import Child, Gone
+from experiments.speed.work import Work
+from fedjax_pfl.core import local_training
+from fedjax_pfl.networks import MLP, DropoutCNN, LeNet, ResNet9
+from tests.experiments.launch_test import message
+from tests.experiments.turns_test import item
+
+NO_TORCH = "NOT TESTED: PyTorch is not installed, so that nothing is known of the loop"
+TINY = Work("MLP, tiny", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
+
+# What a step costs, and what others use.
+
+
+def test_cores_that_others_use(monkeypatch):
+    """Of 200 ticks in all 150 were idle; a second's sleep is none of it."""
+    monkeypatch.setattr(work.os, "cpu_count", lambda: 4)
+    ticks = iter([(1000, 2000), (1150, 2200)])
+    monkeypatch.setattr(work, "_ticks", lambda: next(ticks))
+    assert work.others(0.0) == 1.0
+    monkeypatch.setattr(work, "_ticks", lambda: (0, 0))
+    assert work.others(0.0) is None
+
+
+def test_operations_by_hand():
+    """Two for each multiply-add, three products for each layer, but two where images come in."""
+    conv1, conv2 = 28 * 28 * 16 * (5 * 5 * 3), 10 * 10 * 32 * (5 * 5 * 16)
+    dense = 800 * 120 + 120 * 84 + 84 * 10
+    assert work.flops(LeNet()) == 2 * (2 * conv1 + 3 * (conv2 + dense)) == 12_084_720
+    assert work.flops(MLP()) == 2 * (2 * 3072 * 200 + 3 * 2000)
+    conv1, conv2 = 30 * 30 * 32 * 27, 28 * 28 * 64 * 288
+    assert work.flops(DropoutCNN()) == 2 * (2 * conv1 + 3 * (conv2 + 12544 * 128 + 1280))
+
+
+def test_steps():
+    assert [work.WORKS[name].client_steps for name in ("lenet-10", "lenet-100", "lenet-1000")] == [
+        200, 2000, 20000,
+    ]  # fmt: skip
+    assert work.WORKS["pfedhn"].client_steps == 2500
+    assert work.WORKS["simulation"].client_steps == 250
+    assert TINY.client_steps == 2 * 2 * 2
+    spec = json.loads(json.dumps(TINY.spec(5)))
+    assert (spec["client_steps"], spec["parameters"], spec["batch"]) == (8, 5, 4)
+
+
+# The protocol.
+
+
+def child(tmp_path, code, limit=20.0):
+    """A child that says what `code` does."""
+    script = tmp_path / "fake.py"
+    script.write_text("import sys, json, time\n" + textwrap.dedent(code))
+    return Child([sys.executable, str(script)], {"n": 3}, limit)
+
+
+GOOD = """
+    print(json.dumps({"ready": json.loads(sys.argv[1])}), flush=True)
+    for n, line in enumerate(sys.stdin, 1):
+        print(json.dumps({"seconds": n / 4}), flush=True)
+"""
+
+
+def test_a_child_answers_each_time(tmp_path):
+    one = child(tmp_path, GOOD)
+    assert one.ready() == {"n": 3}
+    assert [one.go(), one.go()] == [0.25, 0.5]
+    one.close()
+    one.close()
+    assert one._process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("print(json.dumps({'lacks': 'it needs h5py'}))", "it needs h5py"),
+        ("print('Hello')", "it does not speak the protocol"),
+        ("print('[1]')", "it does not speak the protocol"),
+        ("raise ValueError('two\\nlines')", "it ended with status 1: lines"),
+        ("sys.exit(3)", "it ended with status 3: no message"),
+    ],
+)
+def test_a_child_that_is_not_ready(tmp_path, code, line):
+    one = child(tmp_path, code)
+    with pytest.raises(Gone) as caught:
+        one.ready()
+    assert str(caught.value) == line
+    assert one._process.returncode is not None
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        ("sys.stdin.readline(); raise ValueError('no room')", "status 1: ValueError: no room"),
+        ("sys.stdin.readline(); print('{}', flush=True)", "it does not speak the protocol"),
+        ("sys.stdin.readline(); print('{\"seconds\": null}')", "it does not speak the protocol"),
+        ("pass", "it ended with status 0: no message"),
+    ],
+)
+def test_a_child_that_fails_at_work(tmp_path, code, line):
+    one = child(tmp_path, f"print('{{\"ready\": {{}}}}', flush=True)\n{code}")
+    one.ready()
+    with pytest.raises(Gone) as caught:
+        one.go()
+    assert line in str(caught.value)
+
+
+def test_a_child_that_hangs_is_ended(tmp_path):
+    one = child(tmp_path, "time.sleep(600)", limit=0.5)
+    with pytest.raises(Gone, match=r"^no answer in 0.5 s; --limit gives it longer$"):
+        one.ready()
+    assert one._process.returncode is not None
+
+
+def test_our_side_of_the_protocol(tmp_path):
+    """What a rival prints does not disturb it; what cannot be imported is named."""
+    (tmp_path / "child.py").write_text((rivals.HERE / "child.py").read_text())
+    ready = """
+        import child
+        def prepare(spec):
+            print("noise")
+            if spec["n"] != 3:
+                raise child.Lacks("n")
+            return {"n": spec["n"]}, lambda: print("more noise") or 1.5
+        child.serve(prepare)
+    """
+    one = child(tmp_path, ready)
+    assert (one.ready(), one.go()) == ({"n": 3}, 1.5)
+    one.close()
+    with pytest.raises(Gone, match=r"it cannot be imported by .*: No module named 'nothing_such'"):
+        child(tmp_path, ready.replace('print("noise")', "import nothing_such")).ready()
+    lacks = ready.replace(
+        'print("noise")', 'child.checkout({"checkout": "."}, "json", "no_a", "no_b")'
+    )
+    with pytest.raises(Gone, match=r"it needs no_a, no_b, which .* has not"):
+        child(tmp_path, lacks).ready()
+
+
+# The command.
+
+
+def test_errors_are_one_line(tmp_path):
+    assert "'lenet'; did you mean lenet-10?" in message(benchmark.chosen, ["mlp", "lenet"])
+    assert benchmark.chosen(["compile", "mlp"]) == ["mlp", "compile"]
+    assert benchmark.chosen([]) == [*work.WORKS, "compile"]
+    line = message(rivals.checked, "pfedhn", str(tmp_path))
+    assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
+    assert message(rivals.python, "fedjax_python", "no/python") == (
+        "--fedjax_python=no/python is no program"
+    )
+    assert rivals.python("fedjax_python", None) == sys.executable
+
+
+WITH = {"note": "", "versions": {"jax": "1"}, "commit": "abc"}
+
+
+def test_a_measurement_is_added_to(tmp_path):
+    path = tmp_path / "out.json"
+    assert benchmark.before(str(path)) == {}
+    assert "name the file" in message(benchmark.before, None)
+    whole = {
+        "items": {"mlp": {"clients": 1, **WITH}}, "compile_seconds": {"pfedla": 1.0},
+        "compile": {**WITH, "cores_of_others": [0.5, 0.5]},
+    }  # fmt: skip
+    path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
+    assert benchmark.before(str(path)) == whole
+    # As it was once: of the whole.
+    old = {"items": {"mlp": {"clients": 1}}, "compile_seconds": {}, "machine": benchmark.machine()}
+    path.write_text(json.dumps({**old, **WITH}))
+    assert benchmark.before(str(path))["items"] == whole["items"]
+    path.write_text(json.dumps({**whole, "machine": {"cores": 10**6}}))
+    assert "was measured on another machine" in message(benchmark.before, str(path))
+    for wrong in ([], whole, {**whole, "items": [1], "machine": {}}, {**whole, "items": 1}):
+        path.write_text(json.dumps(wrong))
+        assert message(benchmark.before, str(path)) == (
+            f"--add: {path} is no measurement of this command"
+        )
+
+
+def test_items_of_several_measurements_say_with_what_each_was_measured():
+    machine = {"backend": "cpu", "cores": 2, "kind": "A"}
+    what = {"date": "2000-01-01", "repeats": 3, **WITH}
+    whole = lambda **items: {"machine": machine, "items": items, "compile_seconds": {}}
+    alike = whole(mlp={**what, "note": "busy"}, pfedla={**what, "note": "busy"})
+    beginning = "2 cores A, 2000-01-01, 3 turns each"
+    assert benchmark.conditions(alike) == f"{beginning}; busy"
+    newer = {"note": "quiet", "versions": {"jax": "2"}, "commit": "def"}
+    mixed = whole(mlp=what, pfedla=what | newer)
+    assert benchmark.conditions(mixed) == (
+        f"{beginning}; quiet (pfedla); commit abc (mlp); commit def (pfedla); jax 1 (mlp); "
+        "jax 2 (pfedla)"
+    )
+    compiled = {**whole(mlp=what), "compile_seconds": {"pfedla": 1.0}, "compile": what | newer}
+    assert "; quiet (compile); commit abc (mlp); commit def (compile)" in benchmark.conditions(
+        compiled
+    )
+
+
+class Given(types.SimpleNamespace):
+    """Flags."""
+
+    def __getitem__(self, name):
+        return types.SimpleNamespace(value=getattr(self, name, None))
+
+
+def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, capsys):
+    """The command, but for what takes time."""
+    path, seen = tmp_path / "out.json", {**item(), "date": "2000-01-01", "repeats": 3}
+    old = {
+        "machine": benchmark.machine(), "compile_seconds": {}, "compile": {},
+        "items": {"mlp": {**seen, **WITH, "note": "old"}},
+    }  # fmt: skip
+    path.write_text(json.dumps(old))
+    given = Given(
+        work=["lenet-10"], list=False, repeats=3, limit=1.0, torch=False, measure=False,
+        out=str(path), add=True, picture=str(tmp_path / "out.png"), note="new",
+    )  # fmt: skip
+    monkeypatch.setattr(benchmark.flags, "FLAGS", given)
+    monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
+    monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
+    monkeypatch.setattr(benchmark.jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    benchmark.main(["benchmark"])
+    items = json.loads(path.read_text())["items"]
+    assert items["mlp"] == old["items"]["mlp"]
+    assert items["lenet-10"] == {**seen, **benchmark.told("new")}
+    out = capsys.readouterr().out
+    assert "new (lenet-10); old (mlp); commit " in out
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_rival_is_listed_with_its_items():
+    text = benchmark.listing()
+    for rival in (rivals.TORCH, *rivals.RIVALS.values()):
+        assert rival.name in text
+        assert set(rival.items) <= set(work.WORKS)
+        assert (rivals.HERE / rival.script).is_file()
+
+
+def test_a_command_with_a_wrong_item():
+    asked = [sys.executable, "-m", "experiments.benchmark", "--work=nothing"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stdout) == (2, "")
+    assert told.stderr.splitlines()[-1].startswith("error: --work has 'nothing'; there are ")
+
+
+def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys, tmp_path):
+    """End to end: the settings stand for the work that is named, and a rival's reason is told."""
+    monkeypatch.setattr(work, "peak", lambda: 1e9)
+    monkeypatch.setattr(work, "others", lambda: 0.5)
+    script = tmp_path / "fake.py"
+    script.write_text("""print('{"lacks": "a GPU"}')""")
+    commands = {"fl_bench": ([sys.executable, str(script)], None)}
+    found = benchmark.measured("mlp", TINY, commands, repeats=3, limit=60.0)
+    assert found["parameters"] == work.parameters(MLP()) == 3072 * 200 + 200 + 2010
+    assert (found["client_steps"], found["missing"]) == (8, {"fl_bench": "a GPU"})
+    assert len(found["who"]["ours"]["all_seconds"]) == 3
+    assert found["cores_of_others"] == [0.5, 0.5]
+    assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
+    whole = {
+        "items": {"mlp": {**found, "date": "2000-01-01"}}, "compile_seconds": {"pfedla": 3.0},
+        "note": "busy", "machine": benchmark.machine(),
+    }  # fmt: skip
+    text = benchmark.report(json.loads(json.dumps(whole)))
+    assert "nothing kept: pfedla 3.0 s." in text
+    assert text.endswith("2000-01-01, 3 turns each; busy")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """The examples of each gradient step that a compiled program really takes, by their rows."""
+    taken, plain = [], local_training.take
+
+    def counted(data, rows, mask):
+        jax.debug.callback(lambda *each: taken.append(each), rows, mask)
+        return plain(data, rows, mask)
+
+    monkeypatch.setattr(local_training, "take", counted)
+    return taken
+
+
+HYPER = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds=5,
+             network="small", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
+
+
+@pytest.mark.parametrize("tiny", [TINY, HYPER], ids=["epochs", "steps"])
+def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
+    """Steps and batches as they are taken, and in every turn by the clients of further rounds."""
+    settings = {**tiny.settings, "devices": 1}  # others would wait for the one that counts
+    ours, seen = work.ours(tiny._replace(settings=settings)), set()
+    for _ in range(6 if tiny is TINY else 2):
+        steps.clear()
+        ours.run()
+        jax.effects_barrier()
+        assert len(steps) == tiny.client_steps
+        for rows, mask in steps:
+            assert mask.tolist() == [True] * tiny.batch
+            seen |= set(rows.tolist())
+    if tiny is TINY:  # every example in each epoch, of two clients of three in each turn
+        assert len(seen) == tiny.clients * tiny.examples
+
+
+# The PyTorch loop.
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp", "resnet9", "dropout_cnn"])
+def test_networks_are_the_same_size(name, monkeypatch):
+    pytest.importorskip("torch", reason=NO_TORCH)
+    monkeypatch.syspath_prepend(str(rivals.HERE))
+    from networks import NETWORKS  # as the adapters import it
+
+    theirs = NETWORKS[name]()
+    ours = {"lenet": LeNet, "mlp": MLP, "resnet9": ResNet9, "dropout_cnn": DropoutCNN}[name]()
+    assert sum(p.numel() for p in theirs.parameters()) == work.parameters(ours)
+
+
+def test_the_loop_does_as_many_steps():
+    """It says so itself, and refuses where they differ: counted by hooks, not by its own word."""
+    pytest.importorskip("torch", reason=NO_TORCH)
+    start = [sys.executable, str(rivals.HERE / "torch_loop.py")]
+    size = work.parameters(MLP())
+    one = Child(start, TINY.spec(size), 60.0)
+    about = one.ready()
+    assert (about["parameters"], about["client_steps"], about["batch"]) == (size, 8, 4)
+    assert one.go() > 0
+    one.close()
+    with pytest.raises(Gone, match=r"its work is another: .* where 9 steps of 4 on 616610 are"):
+        Child(start, {**TINY.spec(size), "client_steps": 9}, 60.0).ready()
+
+
+def test_nothing_of_the_project_is_in_the_way_of_a_checkout():
+    """Adapters are run where a checkout's `experiments` is found, and not ours."""
+    for rival in rivals.RIVALS.values():
+        text = Path(rivals.HERE, rival.script).read_text()
+        assert "fedjax_pfl" not in text
+        assert "child.checkout(spec" in text

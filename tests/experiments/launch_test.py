@@ -1,0 +1,396 @@
+"""The command line: presets, where a run goes, and errors in one line."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import pytest
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import launch
+from experiments.configs import baseline
+from experiments.papers import preset_words
+from experiments.papers.factorized_fl import presets as factorized_fl
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs import interrupt
+
+ROOT = Path(__file__).parents[2]
+FILE = "experiments/configs/baseline.py"
+
+
+def message(function, *arguments):
+    """The one line of a UsageError."""
+    with pytest.raises(UsageError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_values_on_the_command_line():
+    """JSON, numbers as people write them, words with quotes and without."""
+    made = configuration.default()
+    made.clients_per_round = 3
+    pairs = ["momentum=.9", "clip_norm=10.", "model=mlp", 'dataset="mnist"', "rounds=7",
+             "fedprox.mu=1e-3", "augment=True", "evaluate_after=false",
+             "clients_per_round=None",
+             "learning_rate_drops=[.5]"]  # fmt: skip
+    assert message(launch.change, made, pairs[-1:]).startswith("--set=learning_rate_drops=[.5] is")
+    launch.change(made, [*pairs[:-1], "learning_rate_drops=[0.5]"])
+    assert (made.momentum, made.clip_norm, made.rounds) == (0.9, 10.0, 7)
+    assert (made.model, made.dataset) == ("mlp", "mnist")
+    assert (made.augment, made.evaluate_after, made.clients_per_round) == (True, False, None)
+    assert (made.fedprox.mu, tuple(made.learning_rate_drops)) == (1e-3, (0.5,))
+    for pair in ("momentum=much", "momentum", "lenet=mlp", "rounds=.5", "augment=yes"):
+        line = message(launch.change, made, [pair])
+        assert line == f"--set={pair} is no KEY=VALUE of this configuration"
+
+
+# Presets.
+
+
+def test_a_preset_is_its_words():
+    made = baseline.get_config("fedavg-cifar10-classes4-n10")
+    assert (made.algorithm, made.dataset, made.partition) == ("fedavg", "cifar10", "classes")
+    assert (made.classes.per_client, made.classes.examples, made.clients) == (4, 600, 10)
+    assert made.model == "lenet"
+
+
+@pytest.mark.parametrize(
+    ("preset", "wanted"),
+    [
+        ("local", {"algorithm": "local", "dataset": "digits", "model": "small"}),
+        ("digits", {"algorithm": "fedavg", "learning_rate": 0.05}),
+        ("", {"algorithm": "fedavg", "dataset": "digits"}),
+        ("n100-iid", {"clients": 100, "partition": "iid"}),
+        ("dominant3", {"partition": "dominant", "dominant": {"dominant": 3}}),
+        ("dirichlet0.25", {"partition": "dirichlet", "dirichlet": {"alpha": 0.25}}),
+        ("mnist-local", {"dataset": "mnist", "model": "lenet", "learning_rate": 0.005}),
+        ("fashion_mnist-n3", {"dataset": "fashion_mnist", "clients": 3}),
+        ("synthetic", {"dataset": "synthetic", "model": "mlp"}),
+    ],
+)
+def test_words_change_what_they_name(preset, wanted):
+    made = baseline.get_config(preset)
+    for key, value in wanted.items():
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                assert made[key][name] == inner
+        else:
+            assert made[key] == value
+    configuration.check(made)
+
+
+@pytest.mark.parametrize("dataset", preset_words.DATASETS)
+def test_a_dataset_brings_its_own_defaults_and_no_others(dataset):
+    """Not those of the digits, with which every preset begins."""
+    made, default = baseline.get_config(dataset), configuration.default()
+    assert made.dataset == dataset
+    for key in {key for own in preset_words.DATASETS.values() for key in own}:
+        assert made[key] == preset_words.DATASETS[dataset].get(key, default[key]), key
+
+
+def test_the_order_of_words_does_not_matter():
+    one, other = (baseline.get_config(p) for p in ("mnist-n7-local-iid", "iid-local-n7-mnist"))
+    assert one.to_dict() == other.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("preset", "nearest"),
+    [("fedagv", "fedavg"), ("cifar01", "cifar10"), ("clases7", "classes7"), ("iidd", "iid")],
+)
+def test_an_unknown_word_gets_the_nearest(preset, nearest):
+    line = message(baseline.get_config, f"local-{preset}-n3")
+    assert line == (
+        f"there is no preset 'local-{preset}-n3': {preset!r} is no word of one; "
+        f"did you mean local-{nearest}-n3?"
+    )
+
+
+def test_an_unknown_word_like_no_other_gets_all():
+    line = message(factorized_fl.get_config, "zzzz")
+    assert "is no word of one; there are alpha, beta, cifar10, " in line
+    assert re.search(r" classesN, .* dirichletN, .* wN$", line)
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("experiments/config/pfedla.py:n3", "did you mean experiments/configs/pfedla.py:n3?"),
+        ("experiments/configs/pfedla:n3", "did you mean experiments/configs/pfedla.py:n3?"),
+        ("pfedal", "did you mean experiments/configs/pfedla.py?"),
+        ("digits-k1", "did you mean experiments/configs/fedmn.py:digits-k1?"),
+        ("own/tund.py:fedavg", "did you mean own/tuned.py:fedavg?"),
+        ("zzzz.py", "in experiments/configs there are baseline.py, factorized_fl.py, "),
+        ("", "in experiments/configs there are "),
+    ],
+)
+def test_a_file_that_is_not_there_gets_the_nearest(value, hint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own").mkdir()
+    Path("own/tuned.py").touch()
+    Path("experiments").symlink_to(launch.CONFIGS.parent)
+    monkeypatch.setattr(launch, "CONFIGS", tmp_path / "experiments/configs")
+    line = message(launch.check_file, ["--seed=1", "--config", value], "fedmn")
+    path = value.partition(":")[0]
+    assert line.startswith(f"there is no file {path!r}; --config takes FILE.py:PRESET; {hint}")
+
+
+def test_a_file_that_is_there_passes():
+    launch.check_file([f"--config={launch.CONFIGS / 'pfedla.py'}:zzzz", "--workdir=zzzz"], "fedmn")
+    launch.check_file([], "fedmn")
+
+
+def test_every_word_of_the_documentation_is_a_preset():
+    """The words in brackets in the docstring, which is what --help shows."""
+    words = baseline.__doc__.replace("\n", " ").split("(")[1:]
+    words = [w.strip() for part in words for w in part.split(")")[0].split(",")]
+    assert {"fedavg", "digits", "classes4", "n10"} <= set(words)
+    for word in words:
+        if word != "...":
+            baseline.get_config(word)
+
+
+def test_a_systems_own_words_come_after_the_shared_ones():
+    def use(settings, match):
+        settings.seed = int(match["s"])
+
+    made = preset_words.apply(configuration.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
+    assert (made.seed, made.dataset) == (12, "mnist")
+    assert "own" in message(preset_words.apply, configuration.default(), "ownn", {"own": use})
+
+
+# Keys, directories, and errors of one line.
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--config.clientz=3", "there is no setting clientz; did you mean clients?"),
+        ("-config.clientz=3", "there is no setting clientz; did you mean clients?"),
+        ("--config.pfedla.rat=1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
+        ("--config.classes.per_clent=3", "classes.per_clent; did you mean classes.per_client?"),
+        ("--config.clients.x=3", "there is no setting clients.x"),
+        ("--config.phase[0].rounds=3", "there is no setting phase; did you mean phases?"),
+        ("--config.zzzzzzz", "there is no setting zzzzzzz; there are "),
+    ],
+)
+def test_check_keys_names_the_nearest(argument, words):
+    assert words in message(launch.check_keys, ["--config.rounds=2", argument])
+
+
+def test_check_keys_lets_all_settings_pass():
+    plain = [f"--config.{key}=1" for key in configuration.default()]
+    launch.check_keys([*plain, "--config.mlp.hidden=(3,)", "--config=x.py:y", "--workdir=x", "z"])
+
+
+def test_programs_are_kept_where_caches_are(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        launch.keep_programs()
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "fedjax_pfl")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
+        launch.keep_programs()  # what is set stays
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "fedjax_pfl")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_in_one_line_passes_nothing_else(monkeypatch):
+    def raised(error):
+        with launch.in_one_line():
+            raise error
+
+    assert message(raised, UsageError("as it is")) == "as it is"
+    assert message(raised, ValueError("first\nlast")) == "last"
+    assert message(raised, KeyError()) == "KeyError"
+    monkeypatch.setattr(sys, "argv", ["a_command_without_flags"])
+    assert message(raised, flags.UnrecognizedFlagError("rounds")) == (
+        "there is no flag --rounds; there are --config.KEY"
+    )
+    text = "Traceback ...\nfedjax_pfl.errors.UsageError: what is wrong"
+    assert message(raised, RuntimeError(text)) == "what is wrong"
+    with pytest.raises(KeyboardInterrupt):
+        raised(KeyboardInterrupt())
+
+
+def test_fail_is_one_line_and_status_2(capsys):
+    with pytest.raises(SystemExit) as caught:
+        launch.fail(UsageError("what\n  is wrong"))
+    assert caught.value.code == 2
+    assert capsys.readouterr() == ("", "error: what is wrong\n")
+
+
+@pytest.mark.parametrize("written", ["x", "x" * 100_000], ids=["kept back", "at once"])
+def test_a_reader_that_has_read_enough_is_no_error(written, monkeypatch, capfd):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        with launch.ending(), launch.in_one_line():
+            print(written)
+        print("more")  # as Python does when it ends
+        out.flush()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_command_may_have_no_output_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    with launch.ending():
+        print("to nobody")
+
+
+def test_all_commands_end_alike():
+    for path in launch.CONFIGS.parent.rglob("*.py"):
+        if path != Path(launch.__file__):
+            assert "app.run(" not in path.read_text(), path
+
+
+def test_how_a_command_ends(capsys):
+    def code(error):
+        with pytest.raises(SystemExit) as caught, launch.ending():
+            raise error
+        return caught.value.code
+
+    assert code(UsageError("wrong")) == 2
+    assert code(interrupt.Stopped(3, 15)) == interrupt.Stopped(3, 15).code
+    assert code(SystemExit(7)) == 7
+    assert capsys.readouterr().err.splitlines()[0] == "error: wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([], "runs/baseline"),
+        (["--config=a/b.py:fedavg-digits"], "runs/baseline-fedavg-digits"),
+        (["--config", "a/b.py:fedavg-digits"], "runs/baseline-fedavg-digits"),
+        (["--config=a/b.py"], "runs/baseline"),
+        (["--config.seed=3"], "runs/baseline-seed=3"),
+        (["--config.seed", "3"], "runs/baseline-seed=3"),
+        (["--config.seed=3", "--config=a.py:local"], "runs/baseline-local-seed=3"),
+        (["--configuration.tensorboard"], "runs/baseline-tensorboard"),
+        (["--noconfig.measure", "--config.seed=3"], "runs/baseline-nomeasure-seed=3"),
+        (["--config.data_dir=/a/b"], "runs/baseline-data_dir=_a_b"),
+        (["--config.mlp.hidden=(3, 4)"], "runs/baseline-mlp.hidden=_3,_4_"),
+        (["--data_dir=/x", "--workdir=y"], "runs/baseline"),
+    ],
+)
+def test_every_command_has_a_directory_of_its_own(arguments, wanted):
+    assert launch.default_workdir("baseline", arguments) == wanted
+
+
+def test_a_directorys_name_stays_short_and_inside_runs():
+    name = launch.default_workdir(
+        "baseline", ["--config=../../x.py:../..", f"--config.a={'b' * 999}"]
+    )
+    assert Path(name).parent == Path("runs")
+    assert len(Path(name).name) <= 150
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--config.local_steps=3"], (None, 7)),
+        (["--config.local_epochs=3"], (5, None)),
+        (["--config.local_steps=3", "--config.local_epochs", "2"], (5, 7)),
+        (["--config.rounds=3"], (5, 7)),
+    ],
+)
+def test_the_command_line_says_whether_steps_or_epochs(arguments, wanted):
+    settings = ConfigDict({"local_epochs": 5, "local_steps": 7})
+    launch.replace_length(settings, arguments)
+    assert (settings.local_epochs, settings.local_steps) == wanted
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        (
+            "flag --config.fedprox.mu=a: could not convert string to float: 'a'",
+            "fedprox.mu is 'a'; it must be a number",
+        ),
+        (
+            "flag --config.keep_head=maybe: ('Non-boolean argument to boolean flag', 'maybe')",
+            "keep_head is 'maybe'; it must be true or false",
+        ),
+        ("flag --wait=0: value should be positive", "flag --wait=0: value should be positive"),
+    ],
+)
+def test_a_value_of_another_kind_is_named_in_words(line, wanted):
+    with pytest.raises(UsageError) as caught, launch.in_one_line():
+        raise flags.IllegalFlagValueError(line)
+    assert str(caught.value) == wanted
+
+
+# Real commands: all at once, as each spends its time on starting.
+
+_WRONG = {
+    "unknown key": (["--config.clientz=3"], "did you mean clients?"),
+    "unknown preset": (
+        [f"--config={ROOT / FILE}:fedagv"],
+        "'fedagv' is no word of one; did you mean fedavg?",
+    ),
+    "no config file": (["--config=nowhere.py"], "nowhere.py'; --config takes FILE.py:PRESET"),
+    "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
+    "no number": (["--config.rounds=ten"], "rounds is 'ten'; it must be a whole number"),
+    "unknown flag": (["--out=x"], "there is no flag --out; there are --config, --coordinator, "),
+    "stray argument": (["digits"], "'digits' is no flag"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """(exit status, stdout, stderr, files) of each of the commands."""
+    commands = {name: arguments for name, (arguments, _) in _WRONG.items()} | {"help": ["--help"]}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    started = {}
+    for name, arguments in commands.items():
+        place = tmp_path_factory.mktemp("launch")
+        command = [sys.executable, "-m", "experiments.baseline", *arguments]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started[name] = place, subprocess.Popen(command, cwd=place, env=environment, **pipes)
+    guard = threading.Timer(120, lambda: [p.kill() for _, p in started.values()])
+    guard.start()
+    try:
+        outputs = {name: process.communicate() for name, (_, process) in started.items()}
+    finally:
+        guard.cancel()
+        for _, process in started.values():
+            process.kill()
+            process.wait()
+    return {
+        name: (process.returncode, *outputs[name], list(place.iterdir()))
+        for name, (place, process) in started.items()
+    }
+
+
+@pytest.mark.parametrize("name", _WRONG)
+def test_a_wrong_command_ends_with_one_line(name, ended):
+    status, out, err, files = ended[name]
+    assert status == 2
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert _WRONG[name][1] in err
+    assert files == []
+
+
+def test_help_names_the_presets_and_the_flags(ended):
+    status, out, err, files = ended["help"]
+    assert status == 0
+    assert "Traceback" not in out + err
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 100
+    for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", f"{launch.LIST} settings"):
+        assert word in out
+    said = " ".join(out.split())
+    assert "local_epochs unset passes over a client's own examples in a round" in said
+    assert "fedavg FedAvg: one global model" in said
+    for flag in ("--config:", "--workdir:", "--data_dir:"):
+        assert flag in out
+    assert files == []

@@ -1,0 +1,179 @@
+"""The listing names everything, in 100 columns."""
+
+import itertools
+import re
+
+import pytest
+
+from experiments import launch
+from experiments import list as command
+from experiments.launch import description
+from fedjax_pfl import algorithms, data, networks
+from fedjax_pfl.algorithms.factorized_fl import MATCHING
+from fedjax_pfl.algorithms.fedfomo import REFERENCES
+from fedjax_pfl.algorithms.per_fedavg import VARIANTS
+from fedjax_pfl.config import configuration, listing
+from fedjax_pfl.config.settings import GENERAL
+from fedjax_pfl.data.federate import SPLITS
+from fedjax_pfl.engine import execution_plan
+from fedjax_pfl.networks.factorized import LAYOUTS
+from fedjax_pfl.networks.layer_weights import NORMALISE
+from tests.experiments.launch_test import message
+
+EXPORTED = {
+    "methods": algorithms.__all__,
+    "datasets": data.SOURCES,
+    "partitions": data.PARTITIONS,
+    "models": networks.MODELS,
+}
+
+
+@pytest.mark.parametrize("kind", command.KINDS)
+def test_fits_a_terminal(kind):
+    assert max(map(len, command.shown(kind).splitlines())) <= 100
+
+
+def entries(kind):
+    """Of each name its description, and its settings: name, default and meaning."""
+    parts = re.split(r"^  (?=\w)", command.shown(kind), flags=re.MULTILINE)[1:]
+    whole = [re.split(r"^    (?=\w)", part, flags=re.MULTILINE) for part in parts]
+    return {head.split()[0]: (head, [one.split(maxsplit=2) for one in own]) for head, *own in whole}
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_names_everything_with_a_description_and_its_settings(kind):
+    found, default = entries(kind), configuration.default()
+    assert list(found) == list(EXPORTED[kind])
+    for name, (head, own) in found.items():
+        assert len(head.split()) > 1, name
+        usual = {key: "unset" if value is None else str(value).replace(" ", "")
+                 for key, value in default.get(name, {}).items()}  # fmt: skip
+        assert {key: value for key, value, _ in own} == usual, name
+        told = configuration.meanings(listing.TABLES[kind][1][name])
+        assert {key: " ".join(meaning.split()) for key, _, meaning in own} == told, name
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_every_setting_of_everything_has_its_meaning_and_nothing_else_has(kind):
+    for name, factory in listing.TABLES[kind][1].items():
+        told = configuration.meanings(factory)
+        assert set(told) == set(configuration.settings(factory)), name
+        assert all(re.search(r"\w\w", meaning) for meaning in told.values()), name
+
+
+def test_meanings_are_read_from_docstrings():
+    class One:
+        """A line.
+
+        Args:
+          a, b: of both.
+          c: of one: what is
+            wrapped: too.
+
+        Returns:
+          d: nothing.
+        """
+
+    class More(One):
+        """Another line.
+
+        Args:
+          b: its own.
+        """
+
+    assert configuration.meanings(More) == {
+        "a": "of both",
+        "b": "its own",
+        "c": "of one: what is wrapped: too",
+    }
+    assert configuration.meanings(lambda: None) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "choices"),
+    [
+        ("factorized_fl", "matching", MATCHING),
+        ("factorized_fl", "layout", LAYOUTS),
+        ("factorized_fl", "share", ("all", "u")),
+        ("factorized_fl", "pruned", ("travel", "evaluation")),
+        ("fedfomo", "reference", REFERENCES),
+        ("fedmn", "gates", ("hard", "soft")),
+        ("per_fedavg", "variant", VARIANTS),
+        ("pfedla", "granularity", ("layer", "model")),
+        ("pfedla", "normalise", NORMALISE),
+        ("pfedla", "step", ("plain", "scaled")),
+    ],
+)
+def test_the_meaning_of_a_methods_setting_names_all_choices(method, name, choices):
+    meaning = configuration.meanings(configuration.ALGORITHMS[method])[name]
+    assert set(choices) <= set(re.findall(r"\w+", meaning))
+
+
+def test_a_method_is_listed_by_its_name_in_papers_too():
+    found = dict(re.findall(r"^  (\w+) +(\S.*?):", listing.listing("methods"), re.MULTILINE))
+    plain = lambda text: re.sub(r"[^a-z]", "", text.lower().replace("+", "plus"))
+    for name in algorithms.__all__:
+        assert plain(name) in plain(found[name]), name
+
+
+def test_the_readme_says_what_every_method_is_called():
+    lines = (launch.CONFIGS.parents[1] / "README.md").read_text().splitlines()
+    at = lines.index("| Method | `algorithm` | What it does |")
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[at + 2 :]))
+    named = re.findall(r"`(\w+)`", " ".join(row.split("|")[2] for row in rows))
+    assert sorted(named) == sorted(algorithms.__all__)
+
+
+def test_defaults_are_those_of_a_configuration():
+    own = {name: value for name, value, _ in entries("partitions")["classes"][1]}
+    assert own == {"per_client": "4", "examples": "160"}  # which are not those of the function
+
+
+GENERAL_NAMES = [name for group in GENERAL.values() for name in group]
+
+
+def test_every_general_setting_has_its_default_and_its_meaning():
+    default = configuration.default()
+    assert len(GENERAL_NAMES) == len(set(GENERAL_NAMES))
+    owners = {name for table in configuration.OURS for name in table}
+    assert set(GENERAL_NAMES) == set(default) - owners
+    found = dict(re.findall(r"^    (\w+) +(\S+ +\S.*)$", listing.listing("settings"), re.MULTILINE))
+    assert set(found) >= set(GENERAL_NAMES)
+    for name in GENERAL_NAMES:
+        usual, meaning = found[name].split(maxsplit=1)
+        assert usual == {None: "unset", "": '""'}.get(default[name], str(default[name]))
+        assert re.match(r"[a-zA-Z]+[ ,:]", meaning), name
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("split", SPLITS),
+        ("conv", execution_plan.LOWERINGS),
+        ("participants", configuration.PARTICIPANTS),
+    ],
+)
+def test_a_meaning_names_all_choices(name, choices):
+    (meaning,) = (group[name].meaning for group in GENERAL.values() if name in group)
+    assert set(choices) <= set(re.findall(r"\w+", meaning))
+
+
+def test_presets_of_every_system():
+    text = command.shown("presets")
+    for path in launch.CONFIGS.glob("[!_]*.py"):
+        assert f"\n  {path.stem} " in text
+        assert max(map(len, description(path.stem).splitlines())) <= 100  # as --help shows it
+    assert text.count("Presets are words") == text.count("\n  ") - text.count("\n   ")
+
+
+def test_kinds(capsys):
+    command.main(["list"])
+    everything = capsys.readouterr().out
+    command.main(["list", "models"])
+    models_only = capsys.readouterr().out
+    assert models_only in everything
+    assert "Methods" not in models_only
+    line = message(command.main, ["list", "method"])
+    assert line == "there is no kind 'method'; did you mean methods?"
+    assert "there are datasets, methods" in message(command.main, ["list", "zzzz"])
+    assert "name one kind" in message(command.main, ["list", "methods", "models"])

@@ -1,0 +1,149 @@
+"""The papers' numbers: whole, as counted from the papers, and shown beside what they belong to."""
+
+import json
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from experiments.papers import study
+from experiments.papers.factorized_fl import studies as factorized_fl
+from experiments.papers.fedmn import presets as presets
+from experiments.papers.fedmn import studies as fedmn
+from experiments.papers.pfedhn import studies as pfedhn
+from experiments.papers.pfedla import studies as pfedla
+from experiments.papers.table import PAPERS, published, readable
+from experiments.papers.tables import TABLES
+from fedjax_pfl.config import configuration
+from tests import documents
+
+STUDIES = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": factorized_fl}
+
+
+@pytest.mark.parametrize(
+    ("name", "means", "deviations", "places"),
+    [
+        ("pfedla/table1", 5511.78, 55.17, 124590.61),
+        ("pfedla/table2", 4913.17, 48.80, 106657.47),
+        ("pfedla/table3", 3686.55, 0, 23958.64),
+        ("pfedhn/table1", 3545.67, 90.14, 63744.58),
+        ("pfedhn/table2", 1562.39, 52.75, 15406.25),
+        ("pfedhn/table3", 1181.16, 1.98, 5932.01),
+        ("pfedhn/table4", 263.26, 4.21, 520.88),
+        ("fedmn/table2", 2228.70, 0, 26123.50),
+        ("factorized_fl/table1", 9224.29, 161.89, 419150.48),
+    ],
+)
+def test_tables_are_as_counted_from_the_papers(name, means, deviations, places):
+    """Sums of means and of deviations, and of means times row times column: each in its place."""
+    table = TABLES[name]
+    found = [
+        (i * j, value if isinstance(value, list) else (value, 0))
+        for i, cells in enumerate(table.cells.values(), 1)
+        for j, column in enumerate(table.columns, 1)
+        if (value := cells.get(column)) is not None
+    ]
+    assert sum(mean for _, (mean, _) in found) == pytest.approx(means, abs=1e-3)
+    assert sum(std for _, (_, std) in found) == pytest.approx(deviations, abs=1e-3)
+    assert sum(place * mean for place, (mean, _) in found) == pytest.approx(places, abs=1e-3)
+
+
+def test_there_is_a_file_for_each_paper_and_a_table_for_each_of_its_tables():
+    """The first of FedMN's describes data."""
+    assert {path.parent.name for path in PAPERS.glob("*/published.json")} == set(STUDIES)
+    kept = {f"{p}/{key}" for p in STUDIES for key in published(p) if key.startswith("table")}
+    assert kept - set(TABLES) == {"fedmn/table1"}
+    assert set(TABLES) < kept
+
+
+def test_fedmns_data_are_those_of_the_presets():
+    for dataset, row in published("fedmn")["table1"].items():
+        made = presets.get_config(dataset)
+        assert made.clients == row["clients"]
+        assert "x".join(map(str, made.fedmn.layout)) == row["layout"]
+        assert {"cnn": "2-layer CNN", "mobilenet": "MobileNet-v2"}[made.model] in row["network"]
+
+
+def test_the_third_table_of_pfedla_goes_on_from_the_first():
+    """Its accuracies with k = 0 and 1 are the first one's; its bytes those of 75 rounds."""
+    first, third = TABLES["pfedla/table1"], TABLES["pfedla/table3"]
+    for row, k in (("pfedla", "k=0"), ("heurpfedla", "k=1")):
+        for there, column in (
+            ("emnist-n10", "emnist-accuracy"),
+            ("cifar10-n10", "cifar10-accuracy"),
+        ):
+            assert third.cells[k][column] == first.cells[row][there][0]
+            dataset = first.dataset(there)
+            made = [
+                configuration.resolved(table.settings(a, b, dataset, None))
+                for table, a, b in ((first, row, there), (third, k, column))
+            ]
+            assert made[0] == made[1]
+            assert third.settings(k, column.replace("accuracy", "MiB"), dataset, None).rounds == 75
+
+
+@pytest.mark.parametrize(
+    ("paper", "last", "others"),
+    [
+        ("pfedla", 7, {"retained", "compression"}),  # a table, and none of the paper's
+        ("pfedhn", 7, {"spectral"}),  # a table
+        ("fedmn", 2, {"paths", "grouping", "conflict", "gates"}),
+        ("factorized_fl", 7, {"sparsity"}),  # of an appendix
+    ],
+)
+def test_every_figure_is_there_and_has_its_study(paper, last, others):
+    """A drawing has none. Numbers are a mean or a mean and its deviation, with what they are of."""
+    figures, studies = published(paper)["figures"], STUDIES[paper].STUDIES
+    numbered = {int(found[0]) for name in figures if (found := re.match(r"\d+", name))}
+    assert sorted(numbered) == list(range(1, last + 1))
+    made = {one["study"] for one in figures.values()} - {None}
+    assert made == set(studies) - others
+    for one in figures.values():
+        assert set(one) <= {"shows", "study", "of", "values", "says", "layouts"}
+        assert one["shows"]
+        if "values" in one:
+            assert one["of"]
+            for value in one["values"].values():
+                assert isinstance(value, float) or list(map(type, value)) == [float, float]
+        if one["study"] is None:
+            assert set(one) == {"shows", "study"}
+    assert published(paper)["source"].endswith(
+        ("figures 1 and 2",) if last == 2 else (f"figures 1 to {last}", "appendix C.5")
+    )
+
+
+def test_what_a_paper_states_of_a_figure():
+    depth = {"of": "cifar10-n50", "depth 3": 88.38, "depth 4": 88.42}
+    assert readable("pfedhn", "figure6") == {"6": depth}
+    assert readable("pfedhn", "fixed")["C.5"]["fixed"] == [83.92, 0.36]
+    assert readable("factorized_fl", "single")["7j"]["factorised"] == 1.784
+    assert readable("pfedhn", "figure5") == readable("pfedla", "compression") == {}
+
+
+def test_a_study_shows_them_beside_ours(tmp_path, monkeypatch, capsys):
+    given = {"OUT": str(tmp_path), "DATASET": "digits", "ROUNDS": 2, "SEEDS": 1, "SET": []}
+    for name, value in given.items():
+        monkeypatch.setattr(study, name, SimpleNamespace(value=value))
+    studies = {name: lambda: ({"ours": 1.0}, None) for name in ("figure5", "figure6")}
+    for name in studies:
+        study.main(studies, "", ["x", name], "pfedhn")
+    assert "88.42" in capsys.readouterr().out
+    read = lambda name: json.loads((tmp_path / f"{name}-digits.json").read_text())
+    assert read("figure6")["published"] == readable("pfedhn", "figure6")
+    assert read("figure6")["ours"] == 1.0
+    assert "published" not in read("figure5")
+
+
+def test_pages_show_all_that_is_published():
+    """Every table, column by column, and every figure of a method is on its page."""
+    marks = {paper: [] for paper in STUDIES}
+    for paper, found in marks.items():
+        lines = (documents.DOCS / f"{paper}.md").read_text().splitlines()
+        found += [line.split()[2:-1] for line in lines if line.startswith("<!-- begin ")]
+    for name, table in TABLES.items():
+        of = [m for m in marks[name.partition("/")[0]] if name in m]
+        shown = {column for m in of for column in m[m.index(name) + 1 :]}
+        assert shown == set(table.columns), name
+    for paper in STUDIES:
+        assert ["figures", paper] in marks[paper]
+    assert ["facts", "fedmn", "table1"] in marks["fedmn"]

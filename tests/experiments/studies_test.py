@@ -1,0 +1,226 @@
+"""The arithmetic of the studies, and the presets of their systems."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from experiments import reproduce
+from experiments.papers import study as common
+from experiments.papers import table as tables
+from experiments.papers.factorized_fl import gradient_distances
+from experiments.papers.factorized_fl import presets as factorized_presets
+from experiments.papers.factorized_fl import studies as factorized_fl
+from experiments.papers.fedmn import studies as fedmn
+from experiments.papers.pfedhn import presets as presets
+from experiments.papers.pfedhn import studies as pfedhn
+from experiments.papers.pfedla import studies as pfedla
+from experiments.reproduce import Options
+from fedjax_pfl import data
+from fedjax_pfl.config import configuration
+from tests.experiments.launch_test import message
+from tests.experiments.reproduce_test import shown, there
+
+
+def test_agreement_by_hand():
+    overlap = np.array([[4, 3, 1], [3, 4, 2], [1, 2, 4]])
+    ordered = np.array([[0.5, 0.3, 0.2], [0.3, 0.45, 0.25], [0.1, 0.2, 0.7]])
+    correlation, own, weight = pfedla.agreement(ordered, overlap)
+    # Off the diagonal: overlaps 3 1 3 2 1 2, weights .3 .2 .3 .25 .1 .2.
+    ranks = np.array([5.5, 1.5, 5.5, 3.5, 1.5, 3.5]), np.array([5.5, 2.5, 5.5, 4, 1, 2.5])
+    assert correlation == pytest.approx(np.corrcoef(*ranks)[0, 1])
+    assert own == 1
+    assert weight == pytest.approx(0.55)
+    correlation, own, _ = pfedla.agreement(ordered[:, ::-1], overlap)
+    assert own == pytest.approx(1 / 3)
+    assert correlation < 0
+
+
+@pytest.mark.parametrize("system", [pfedla, pfedhn, fedmn, factorized_fl], ids=lambda s: s.__name__)
+def test_without_a_name_all_studies_are_listed(system, capsys):
+    common.main(system.STUDIES, system.__doc__, ["x"], "pfedla")
+    said = capsys.readouterr().out
+    for name in system.STUDIES:
+        assert re.search(rf"^(\w+, )*{name}\b[\w, ]* \S", said, re.M), name
+
+
+def test_an_unknown_study_gets_the_nearest():
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure66"], "pfedla")
+    assert line == "there is no study 'figure66'; did you mean figure6?"
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure6", "digits"], "pfedla")
+    assert line == "name one study; 'digits' is one word too many"
+
+
+def test_mean_and_deviation_over_seeds():
+    assert common.mean_std([1.0, 3.0]) == {"mean": 2.0, "std": pytest.approx(2**0.5), "seeds": 2}
+    assert common.mean_std([5.0])["std"] is None
+
+
+def test_rows_are_normalised():
+    got = pfedhn.row_normalised(np.array([[1.0, 3.0, 2.0], [0.5, 0.5, 0.5]]))
+    np.testing.assert_array_equal(got, [[0, 1, 0.5], [1, 1, 1]])
+
+
+def test_what_embeddings_learned_is_apart_from_decay():
+    first = np.array([[2.0, 0.0], [0.0, 1.0], [-2.0, 0.0]])
+    moves = np.array([[0.0, 0.3], [0.5, 0.0], [0.0, 0.3]])  # orthogonal to where they came from
+    got = pfedhn.own_moves(np.stack([first, 0 * first, 0.8 * first + moves]))
+    np.testing.assert_allclose(got, moves, atol=1e-12)
+    np.testing.assert_allclose(pfedhn.own_moves(np.stack([first, 0.8 * first])), 0, atol=1e-12)
+
+
+def test_the_control_of_factorized_fl_mixes_with_nobody(monkeypatch):
+    """With one candidate at least and a τ that no cosine reaches, a client is its own only one."""
+    monkeypatch.setattr(factorized_fl, "CLIENTS", SimpleNamespace(value=20))
+    monkeypatch.setattr(factorized_fl, "DATASET", SimpleNamespace(value="mnist"))
+    monkeypatch.setattr(factorized_fl, "SETTING", SimpleNamespace(value="permuted-noniid-w8"))
+    monkeypatch.setattr(factorized_fl, "_compare", lambda study, variants: (variants, None))
+    made, _ = factorized_fl.components()
+    alone = made["factorized, alone"].factorized_fl
+    assert (alone.tau > 1, alone.minimum, alone.matching) == (True, 1, "similar")
+    assert (made["beta"].factorized_fl.tau, made["beta"].factorized_fl.minimum) == (0, 10)
+
+
+def test_nearest_neighbours_by_hand():
+    points, group = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 0, 0, 1])
+    assert pfedhn.alike(points, group) == 0.5  # the third is nearest to the fourth
+
+
+def test_total_variation_by_hand():
+    """The last client is half like the first, and nothing like the second."""
+    counts = np.array([[4, 0, 0], [0, 2, 0], [3, 0, 3]])
+    got = pfedhn.total_variation(counts, np.array([False, False, True]))
+    np.testing.assert_allclose(got, [0.5])
+
+
+def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
+    """Ninety clients train and ten come later, who are visited as often, with φ frozen."""
+    seen = {}
+    counts = np.eye(10, dtype=int)[np.arange(100) % 10]
+    counts[90:] = 1  # a tenth of each class: nine tenths of them no trained client has
+    active = np.arange(100) < 90
+    clients = [{"before_accuracy": 0.5 + 0.3 * a, "after_accuracy": 0.9 - 0.2 * a} for a in active]
+
+    def runs(made, name):
+        seen[name] = made
+        there = SimpleNamespace(active=active, class_counts=counts)
+        return [SimpleNamespace(clients=clients, federation=there)]
+
+    monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar10"))
+    monkeypatch.setattr(pfedhn, "ROUNDS", SimpleNamespace(value=900))
+    monkeypatch.setattr(pfedhn, "METHODS", SimpleNamespace(value=["pfedhn", "fedavg"]))
+    monkeypatch.setattr(pfedhn.common, "runs", runs)
+    found, _ = pfedhn.novel()
+    train, fit = configuration.phases(seen["novel0.5-pfedhn"])
+    assert (train.participants, train.pfedhn.frozen, train.rounds) == ("active", False, 900)
+    assert (fit.participants, fit.pfedhn.frozen, fit.rounds) == ("held_out", True, 100)
+    assert (train.pfedhn.rate, fit.pfedhn.rate) == (0.01, 1.0)
+    assert fit.held_out == 10
+    assert [seen[f"novel{a}-fedavg"].dirichlet_classes.novel_alpha for a in (0.1, 1)] == [0.1, 1.0]
+    assert (seen["novel1-fedavg"].evaluate_after, len(seen)) == (True, 8)
+    row = found["pfedhn"]["0.25"]  # as served; fine-tuned
+    assert row["gap"]["mean"] == pytest.approx(-30)
+    assert found["fedavg"]["0.25"]["gap"]["mean"] == pytest.approx(20)
+    assert row["total_variation"] == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize(
+    ("preset", "wanted"),
+    [
+        ("", {"clients": 10, "clients_per_round": 1, "rounds": 500, "model": "small"}),
+        ("cifar10", {"clients": 50, "clients_per_round": 1, "rounds": 5000, "local_steps": 50}),
+        ("cifar10-n100-k5", {"clients": 100, "clients_per_round": 5, "rounds": 1000}),
+        ("cifar10-local", {"rounds": 40, "clients_per_round": None}),  # of 50 steps
+        ("cifar10-fedavg", {"rounds": 5000, "clients_per_round": 5, "momentum": 0.9}),
+        ("cifar10-pfedme", {"local_steps": 20, "momentum": 0.0, "learning_rate": 0.1}),
+        ("cifar10-sizes", {"clients": 75}),
+        ("omniglot-n8", {"partition": "natural", "clients": 8, "split": "pooled"}),
+        ("steps100-fedper", {"rounds": 20, "partition": "shares"}),
+    ],
+)
+def test_presets_of_pfedhn(preset, wanted):
+    made = presets.get_config(preset)
+    assert {key: made[key] for key in wanted} == wanted
+    assert (made.batch_size, made.clip_norm) == (64, 50.0)
+    assert made.learning_rate == wanted.get("learning_rate", 5e-3)
+
+
+def test_presets_of_pfedhn_in_parts():
+    made = presets.get_config("cifar100-lg_fedavg-steps50")
+    assert [dict(phase) for phase in made.phases] == [{"algorithm": "fedavg"}, {"rounds": 10}]
+    assert made.shares.per_client == 10
+    sizes = presets.get_config("sizes-cifar10")
+    kernels = [group["lenet"]["kernels"] for group in sizes.groups]
+    assert kernels == [(8, 16), (16, 32), (32, 64)]
+    assert (presets.get_config("mnist").pfedhn.depth, sizes.pfedhn.depth) == (1, 3)
+    assert (sizes.pfedhn.rate, sizes.pfedhn_pc.rate) == (1e-2, 5e-2)
+
+
+def test_grouping_finds_blocks_and_distance_knows_directions():
+    truth = np.array([0, 0, 1, 1, 2, 2])
+    blocks = np.where(truth[:, None] == truth, 0.9, 0.1) + 0.1 * np.eye(6)
+    assert factorized_fl.grouping(blocks, truth) == 1
+    assert factorized_fl.grouping(blocks, truth[[0, 2, 4, 1, 3, 5]]) < 0.1
+    one = {"a": np.array([3.0, 0.0]), "b": np.array([0.0])}
+    across = {"a": np.array([0.0, 0.1]), "b": np.array([0.0])}
+    assert gradient_distances.apart(one, one) == 0
+    assert gradient_distances.apart(one, across) == pytest.approx(2**0.5)
+
+
+def test_contradicting_groups_see_the_same_classes_under_other_numbers():
+    made = fedmn.contradicting("digits", None, 30)
+    digits = data.load("digits")
+    first = made.owner_train < 6
+    np.testing.assert_array_equal(np.bincount(made.owner_train), [30] * 12)
+    assert set(made.y_train[first]) == {0, 1, 2, 3, 4}
+    assert set(made.y_train[~first]) == {5, 6, 7, 8, 9}
+    known = {
+        image.tobytes(): label for image, label in zip(digits.x_train, digits.y_train, strict=True)
+    }
+    seen = np.array([known[image.tobytes()] for image in made.x_train])
+    np.testing.assert_array_equal(made.y_train - seen, np.where(first, 0, 5))
+
+
+@pytest.mark.parametrize(
+    ("preset", "wanted", "own"),
+    [
+        ("permuted-noniid", {"clients": 10, "keep_head": True, "model": "small"}, {"minimum": 5}),
+        ("cifar10-iid", {"clients": 20, "keep_head": False, "augment": True}, {"minimum": 20}),
+        ("cifar10-permuted-noniid-alpha", {"permute_labels": True}, {"share": "u", "tau": 0.0}),
+        ("cifar100-domains", {"rounds": 100, "keep_head": True}, {"tau": 0.95, "minimum": 4}),
+        ("mnist-noniid-w16-fedavg", {"algorithm": "fedavg", "augment": False}, {}),
+    ],
+)
+def test_presets_of_factorized_fl(preset, wanted, own):
+    made = factorized_presets.get_config(preset)
+    configuration.check(made)
+    assert {key: made[key] for key in wanted} == wanted
+    assert {key: made.factorized_fl[key] for key in own} == own
+    assert made.resnet9.width == (16 if "w16" in preset else 64)
+
+
+# Curves.
+
+
+def test_a_plateau_by_hand():
+    """Quarters of two evaluations: 60 and 60.4 after local training, 50 and 51 before it."""
+    last = {"before": (0.2, 0.2, 0.3, 0.3, 0.5, 0.5, 0.5, 0.52),
+            "after": (0.2, 0.2, 0.3, 0.3, 0.6, 0.6, 0.604, 0.604)}  # fmt: skip
+    lines = [{k: {"accuracy_mean": v[i]} for k, v in last.items()} for i in range(8)]
+    judged = lambda lines, *when: tables.plateau(SimpleNamespace(metrics=lines), *when)
+    assert (judged(lines), judged(lines, "after")) == ("not converged", "plateau")
+    assert judged(lines[:3]) == "too short to tell"
+
+
+@pytest.mark.parametrize(
+    ("table", "cell", "when"),
+    [("factorized_fl/table1", "local/cifar10-iid", "after"),
+     ("pfedla/table1", "local/cifar10-n10", "before")],
+)  # fmt: skip
+def test_the_curve_that_is_judged_is_that_of_the_number(table, cell, when, tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce, "plateau", lambda run, when: f"{when} local training")
+    monkeypatch.setattr(reproduce.data, "need", lambda name, data_dir=None: None)
+    options = Options(table, "full", (cell,), 1)
+    there(tmp_path / "a", cell, 0, 0.6, options)
+    assert f" {when} local training" in shown(options, tmp_path)

@@ -1,0 +1,335 @@
+"""Settings chosen on validation examples: grids, equal budgets, and the choice by made-up runs."""
+
+import csv
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.report import comparison
+from fedjax_pfl.runs.tuning import choice, grids, show
+from fedjax_pfl.runs.tuning.choice import Tried
+from tests.experiments.launch_test import message
+
+# Grids.
+
+
+def test_a_key_is_for_all_methods_or_for_one():
+    texts = ["learning_rate=.1,.03; batch_size=8", "pfedla.rate=.5, 1,.5;pfedla.normalise=relu",
+             "local.learning_rate=1; clip_norm=unset,2; keep_head=true,false"]  # fmt: skip
+    common = {"learning_rate": (0.1, 0.03), "batch_size": (8,), "clip_norm": (None, 2.0),
+              "keep_head": (True, False)}  # fmt: skip
+    found = grids.grids(texts, ["pfedla", "local"])
+    assert found == {
+        "pfedla": {**common, "pfedla.rate": (0.5, 1.0), "pfedla.normalise": ("relu",)},
+        "local": {**common, "learning_rate": (1.0,)},
+    }
+    assert [type(v) for v in found["pfedla"]["pfedla.rate"]] == [float, float]
+    # A setting of its own comes before the training setting of that name.
+    assert grids.grids(["pfedhn.momentum=.5"], ["pfedhn"]) == {
+        "pfedhn": {"pfedhn.momentum": (0.5,)}
+    }
+
+
+def test_points_are_in_the_order_of_the_grid():
+    assert grids.points("fedavg", {"a": (1, 2), "b": (3, 4)}) == [
+        {"a": 1, "b": 3}, {"a": 1, "b": 4}, {"a": 2, "b": 3}, {"a": 2, "b": 4}
+    ]  # fmt: skip
+    assert grids.points("fedavg", {}) == [{}]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", 'there is nothing to tune; give a grid, such as "learning_rate=.1,.01; '),
+        ("learning_rat=.1", "there is no setting learning_rat; did you mean learning_rate?"),
+        ("pfedla.rat=.1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
+        ("pfedl.rate=.1", "there is no setting pfedl.rate; did you mean pfedla.rate?"),
+        ("fedprox.mu=.1", "fedprox is none of the methods (pfedla, local); name it in methods"),
+        ("pfedla=.1", "pfedla, which is no METHOD.SETTING"),
+        ("learning_rate", "'learning_rate', which is no KEY=VALUE,VALUE"),
+        ("learning_rate=", "which is no KEY=VALUE,VALUE"),
+        ("learning_rate=.1,,2", "which is no KEY=VALUE,VALUE"),
+        ("learning_rate=.1;learning_rate=2", "has learning_rate twice"),
+        ("learning_rate=fast", "learning_rate=fast; it must be of type float"),
+        ("learning_rate=nan", "learning_rate=nan; it must be a finite number"),
+        ("learning_rate=unset", "learning_rate=unset; it must be of type float"),
+        ("batch_size=1.5", "batch_size=1.5; it must be of type int"),
+        ("keep_head=1", "keep_head=1; it must be true or false"),
+        ("fedmn.layout=2", "fedmn.layout is a tuple, which cannot be tuned"),
+        ("rounds=5", "rounds cannot be tuned: it is a part of the budget; set it outside the grid"),
+        ("seed=1,2", "seed cannot be tuned"),
+        ("clients=5", "clients cannot be tuned: the problem and what is measured are the same"),
+        ("partition=iid", "partition cannot be tuned"),
+        ("dataset=digits", "dataset cannot be tuned"),
+        ("algorithm=local", "algorithm cannot be tuned"),
+        ("dirichlet.alpha=.1", "dirichlet.alpha cannot be tuned"),
+        ("validation_fraction=.1", "validation_fraction cannot be tuned"),
+        ("eval_every=1", "eval_every cannot be tuned"),
+    ],
+)
+def test_what_cannot_be_tuned_is_said_in_a_line(text, line):
+    methods = ["fedmn"] if "fedmn" in text else ["pfedla", "local"]
+    said = message(grids.grids, [text], methods)
+    assert line in said
+    assert "--" not in said  # as `tune` says it too, which has no flags
+
+
+# Budgets.
+
+
+def numbered(count, name="learning_rate"):
+    return [{name: float(i)} for i in range(count)]
+
+
+def test_without_a_budget_grids_are_of_one_size():
+    each = {"fedavg": numbered(3), "pfedla": numbered(6), "local": numbered(3)}
+    line = message(grids.equal, each, None, 0)
+    assert "(fedavg and local 3, pfedla 6)" in line
+    assert line.endswith("give fedavg more values, or draw as many of each with a budget of 3")
+    same = {"fedavg": numbered(3), "local": numbered(3)}
+    assert grids.equal(same, None, 0) == same
+
+
+def test_a_budget_draws_as_many_of_each_method_in_the_same_way():
+    each = {"fedavg": numbered(9), "local": numbered(9), "pfedla": numbered(2, "pfedla.rate")}
+    found = grids.equal(each, 4, 0)
+    assert found["fedavg"] == found["local"]
+    assert len(found["fedavg"]) == 4
+    assert found["pfedla"] == each["pfedla"]
+    rates = [point["learning_rate"] for point in found["fedavg"]]
+    assert rates == sorted(rates)
+    assert grids.equal(each, 4, 1)["fedavg"] != found["fedavg"]
+
+
+def test_a_larger_budget_keeps_what_was_drawn_and_all_are_as_likely():
+    few, many = (grids.drawn(numbered(20), n, 3) for n in (5, 12))
+    assert all(point in many for point in few)
+    count = [0] * 5
+    for seed in range(1000):
+        for point in grids.drawn(numbered(5), 2, seed):
+            count[int(point["learning_rate"])] += 1
+    assert sum(count) == 2000
+    assert max(abs(n - 400) for n in count) < 65  # four deviations of a binomial: 4 * 15.5
+
+
+def test_steps_replace_epochs():
+    config = configuration.complete({"local_epochs": 5})
+    one = grids.apply(config, {"local_steps": 3, "learning_rate": 1.0, "pfedla.rate": 2.0})
+    assert (one.local_epochs, one.local_steps, one.learning_rate) == (None, 3, 1.0)
+    assert (one.pfedla.rate, config.local_epochs, config.pfedla.rate) == (2.0, 5, 0.05)
+
+
+# The choice, from made-up runs.
+
+
+def made(validation, test=0.5, *, phases=None):
+    """A run by its accuracies at rounds 1, 2, ..., and what the runner would say is best."""
+    lines, best = [], None
+    for i, value in enumerate(validation):
+        phase = phases[i] if phases else 0
+        if i and phase != lines[-1]["phase"]:
+            best = None
+        if value is not None and (best is None or value > validation[best - 1]):
+            best = i + 1
+        lines.append({"round": i + 1, "phase": phase, "best_round": best,
+                      "before": {"accuracy_mean": test}, "after": {"accuracy_mean": test},
+                      "validation": {"accuracy_mean": value}})  # fmt: skip
+    return comparison.Run(Path("nowhere"), {}, lines, [], True)
+
+
+def tried(*scores, seeds=None, test=0.5, **point):
+    runs = {seed: made([value], test) for seed, value in enumerate(scores)}
+    return Tried(point, configuration.complete({}), runs, seeds or len(scores))
+
+
+def test_a_runs_score_is_that_of_its_best_round_in_the_last_phase():
+    assert choice.score(made([0.5, 0.7, 0.6])) == 0.7
+    assert choice.score(made([0.9, 0.4, 0.6, 0.5], phases=[0, 1, 1, 1])) == 0.6
+    assert math.isnan(choice.score(made([None, None])))
+    without = made([0.5])
+    without.metrics[0].update(validation=None, best_round=None)
+    assert math.isnan(choice.score(without))
+
+
+def test_the_highest_mean_over_seeds_is_chosen_and_test_examples_have_no_part_in_it():
+    points = [
+        tried(0.4, 0.9, learning_rate=1.0, test=0.9),  # .65
+        tried(0.7, 0.8, learning_rate=0.1, test=0.1),  # .75
+        tried(None, 0.99, learning_rate=9.0, test=0.99),
+        tried(0.6, 0.7, learning_rate=0.5, test=0.8),  # .65, though not in binary
+    ]
+    order = [one.point["learning_rate"] for one in choice.ranked(points)]
+    assert order == [0.1, 1.0, 0.5, 9.0]
+    assert choice.chosen(points) is points[1]
+    assert choice.spread(points[1]) == {
+        "mean": 0.75, "std": pytest.approx(0.1 / math.sqrt(2)), "seeds": 2
+    }  # fmt: skip
+
+
+def test_of_equal_ones_the_first_in_the_grid_is_chosen():
+    """Their sums in binary are 1.2 and 1.2000000000000002."""
+    assert (0.9 + 0.3) / 2 < (0.8 + 0.4) / 2
+    first, second = tried(0.9, 0.3, learning_rate=1.0), tried(0.8, 0.4, learning_rate=2.0)
+    assert choice.chosen([first, second]) is first
+    assert choice.chosen([second, first]) is second
+
+
+def test_nothing_is_chosen_before_all_are_finished_or_where_no_score_is_finite():
+    points = [tried(0.5, seeds=2, learning_rate=1.0), tried(0.4, 0.4, learning_rate=2.0)]
+    assert choice.chosen(points) is None
+    assert choice.ranked(points) == points[::-1]
+    assert choice.chosen([tried(None, learning_rate=1.0)]) is None
+    notes = lambda found: show.notes({"fedavg": found}, {"fedavg": len(found)}, None)
+    assert notes(points) == ["fedavg: 1 of its runs are missing, and nothing is chosen yet."]
+    assert "no point has a finite score" in notes([tried(None, learning_rate=1.0)])[0]
+
+
+def test_the_edge_of_a_grid_is_named():
+    grid = {"a": (0.1, 0.2, 0.3), "b": (0.0, 0.9), "c": ("x",), "d": (3.0,), "e": (1, 2),
+            "f": (None, 2.0, 4.0)}  # fmt: skip
+    points = grids.points("fedavg", grid)
+    at = lambda **values: choice.edges({**points[0], **values}, points)
+    assert at(a=0.2, b=0.0, e=1, f=None) == []  # below 0, or a count of 1, is nothing
+    assert at(a=0.3, f=2.0) == ["a 0.3 is the largest tried", "f 2.0 is the smallest tried"]
+    assert at(a=0.1, b=0.9, e=2, f=4.0) == [
+        "a 0.1 is the smallest tried", "b 0.9 is the largest tried", "e 2 is the largest tried",
+        "f 4.0 is the largest tried",
+    ]  # fmt: skip
+
+
+FOUND = {
+    "fedavg": [tried(0.5, 0.7, learning_rate=r, momentum=0.5) for r in (1.0, 0.1)]
+    + [tried(0.8, 0.9, learning_rate=0.01, momentum=0.5)],
+    "pfedla": [
+        tried(r - 0.7, r - 0.8, **{"learning_rate": 0.1, "pfedla.rate": r}) for r in (1.5, 1.0)
+    ],
+}
+
+
+def test_the_tables_by_hand():
+    fedavg, pfedla = show.tables(FOUND)
+    assert fedavg == (
+        "fedavg",
+        ["validation", "best round", "seeds", "rounds", ""],
+        [
+            ["learning_rate=0.01, momentum=0.5", "85.00 ± 7.07", "1, 1", "2", "1", "chosen"],
+            ["learning_rate=1.0, momentum=0.5", "60.00 ± 14.14", "1, 1", "2", "1", ""],
+            ["learning_rate=0.1, momentum=0.5", "60.00 ± 14.14", "1, 1", "2", "1", ""],
+        ],
+    )
+    assert [row[-1] for row in pfedla.rows] == ["chosen", ""]
+    rows = list(csv.DictReader(show.as_csv(FOUND).splitlines()))
+    assert rows[0] == {
+        "method": "fedavg", "rank": "1", "learning_rate": "0.01", "momentum": "0.5",
+        "pfedla.rate": "", "validation_mean": "0.8500000000000001",
+        "validation_std": str(choice.spread(FOUND["fedavg"][2])["std"]), "seeds": "2",
+        "chosen": "1",
+    }  # fmt: skip
+    assert show.notes(FOUND, {"fedavg": 9, "pfedla": 2}, 3) == [
+        "fedavg: 3 points were drawn of 9; learning_rate 0.01 is the smallest tried.",
+        "pfedla: it has 2 points, fewer than the budget of 3: give its grid more values, or it has "
+        "been tried less than the others; pfedla.rate 1.5 is the largest tried.",
+    ]
+    unfinished = show.tables({"local": [tried(learning_rate=1.0, seeds=2)]})
+    assert unfinished[0].rows == [["learning_rate=1.0", "not run", "", "", "", ""]]
+
+
+def test_the_head_counts_what_there_is():
+    configs = {method: configuration.complete({"rounds": 10}) for method in FOUND}
+    said = show.head(FOUND, 2, configs)
+    assert "Each method has at most 3 points, 2 seeds and 2 evaluations to be best in." in said
+    assert said.endswith("Client visits of a run: fedavg, pfedla 100 (10 rounds of 10).")
+    alone = {"pfedla": FOUND["pfedla"]}
+    assert "Each method has 2 points, 1 seed and" in show.head(alone, 1, configs)
+
+
+def test_a_choice_that_was_still_rising_is_named():
+    def notes(*scores):
+        runs = {seed: made(each) for seed, each in enumerate(scores)}
+        one = Tried({"learning_rate": 1.0}, configuration.complete({}), runs, len(runs))
+        return show.notes({"local": [one]}, {"local": 1}, None)
+
+    rising = "local: its best rounds are the last ones, and more may choose otherwise."
+    assert notes([0.5, 0.6], [0.1, 0.2, 0.3]) == [rising]
+    assert notes([0.5, 0.6], [0.4, 0.3]) == notes([0.5]) == []
+
+
+def test_a_lead_within_what_seeds_differ_by_is_named():
+    """Leads of .1 and .1; of .3 and -.1, .1 in mean and .28 apart; of .2 and 0, which are .14."""
+    best = tried(0.6, 0.8, learning_rate=0.3)
+    others = [tried(0.5, 0.7, learning_rate=0.2), tried(0.3, 0.9, learning_rate=0.1),
+              tried(0.4, 0.8, learning_rate=0.01), tried(None, 0.7, learning_rate=9.0)]  # fmt: skip
+    assert choice.close(best, [*others, best]) == others[1:3]
+    said = show.notes({"local": [best, *others[:3]]}, {"local": 4}, None)
+    over = "learning_rate=0.1 and over learning_rate=0.01"
+    assert said == [
+        f"local: learning_rate 0.3 is the largest tried; its lead over {over} is within what "
+        "seeds differ by."
+    ]
+    single = [tried(0.5, learning_rate=r) for r in (0.1, 0.2)]
+    assert choice.close(single[0], single) == []
+    one_seed = "One seed cannot tell close points apart: --seeds=3 says how far seeds differ."
+    assert show.notes({"local": single}, {"local": 2}, None)[-1] == one_seed
+    assert show.notes({"local": single[:1]}, {"local": 1}, None) == []
+
+
+def test_the_picture_has_a_panel_for_each_number_and_a_line_for_each_method():
+    figure = show.draw(FOUND).figure
+    panels = [axes for axes in figure.axes if axes.get_visible()]
+    assert [axes.get_xlabel() for axes in panels] == ["learning_rate", "pfedla.rate"]
+    assert [axes.get_xscale() for axes in panels] == ["log", "linear"]
+    best = panels[0].lines[1]
+    assert best.get_xdata().tolist() == [0.01, 0.1, 1.0]
+    assert best.get_ydata().tolist() == pytest.approx([0.85, 0.6, 0.6])
+    assert panels[0].lines[4].get_ydata().tolist() == pytest.approx([0.75])  # the better of two
+    assert show.draw({"local": [tried(0.5, learning_rate=1.0)]}) is None
+
+
+def loaded(text):
+    names = {}
+    exec(text, names)
+    return names["get_config"]
+
+
+def plain(config):
+    """But for what suits a machine."""
+    left_out = configuration.NEUTRAL_KEYS
+    return {k: v for k, v in configuration.resolved(config).items() if k not in left_out}
+
+
+def test_the_preset_gives_what_was_chosen():
+    base = configuration.complete({
+        "data_dir": "/x", "memory_gb": 3.0, "devices": 7, "chunk": 2, "conv": "xla",
+        "measure": True, "tensorboard": True, "checkpoint_every": 3, "dataset": "synthetic",
+        "synthetic": {"shape": (3, 3, 1)}, "clients": 7,
+        "phases": ({"algorithm": "fedavg", "rounds": 3}, {}), "model": "mlp", "local_steps": 2,
+    })  # fmt: skip
+    points = {"fedavg": {"learning_rate": 0.01, "clip_norm": None, "keep_head": True},
+              "pfedla": {"learning_rate": 0.2, "pfedla.rate": 0.05, "pfedla.normalise": "relu"},
+              "pfedme": {"learning_rate": 0.01, "local_epochs": 4}}  # fmt: skip
+    best = {}
+    for method, point in points.items():
+        base.algorithm = method
+        best[method] = Tried(point, grids.apply(base, point), {}, 1)
+    text = choice.preset(best, dict.fromkeys(best, "It won."), 'From """this"""\n{and} that.')
+    made = loaded(text)
+    for method, one in best.items():
+        assert plain(made(method)) == plain(one.config)
+        usual = configuration.complete({})
+        assert all(made(method)[key] == usual[key] for key in configuration.NEUTRAL_KEYS)
+    assert not [key for key in configuration.NEUTRAL_KEYS if f"'{key}'" in text]
+    assert "# It won.\n" in text
+    assert "'learning_rate': 0.01" in text  # which is the default, and was chosen
+    assert message(made, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"
+
+
+def test_the_page_has_a_heading_for_each_part():
+    picture = show.draw(FOUND)
+    text = show.page(FOUND, ["said"], picture)
+    heads = re.findall(r"<section>\s*<h2>(.*?)</h2>", text)
+    assert heads == [*FOUND, "Score by setting"]
+    assert text.count("<figure") == 1
+    assert "Score by setting" not in show.page(FOUND, ["said"], None)

@@ -1,0 +1,261 @@
+"""Lowerings and pools against XLA's own."""
+
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks import LeNet
+from fedjax_pfl.networks.lowerings.conv import lowering, max_pool
+from fedjax_pfl.networks.lowerings.winograd import _transforms
+
+PRODUCTS = ("patches", "rows", "blocks", "winograd")
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+CASES = {
+    "lenet1": ((2, 12, 12, 3), (5, 5, 3, 4), (1, 1), "VALID"),
+    "odd": ((2, 9, 8, 2), (3, 3, 2, 3), (1, 1), "SAME"),
+    "stride": ((2, 9, 10, 2), (5, 5, 2, 3), (2, 2), ((2, 2), (2, 2))),
+    "uneven": ((1, 10, 7, 2), (3, 2, 2, 3), (2, 3), ((0, 1), (2, 0))),
+    "stride same": ((2, 8, 8, 2), (3, 3, 2, 3), (2, 2), "SAME"),
+    "crop": ((2, 9, 9, 2), (3, 3, 2, 2), (1, 1), ((-1, 0), (1, -2))),
+    "one": ((2, 5, 4, 3), (1, 1, 3, 2), (1, 1), "VALID"),
+    "whole": ((2, 4, 4, 3), (4, 4, 3, 2), (1, 1), "VALID"),
+}
+
+
+def random(seed, shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def value_and_gradient(name, x, k, strides, padding):
+    apply = lowering(name)
+
+    def loss(x, k):
+        y = apply(x, k, strides, padding, dimension_numbers=LAYOUT)
+        weights = jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+        return jnp.sum(weights * y * y), y
+
+    (_, y), gradient = jax.value_and_grad(loss, (0, 1), has_aux=True)(x, k)
+    return y, *gradient
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_lowering_is_the_convolution(case):
+    image, kernel, strides, padding = CASES[case]
+    x, k = random(0, image), random(1, kernel)
+
+    @jax.jit
+    def run(x, k):
+        return [value_and_gradient(name, x, k, strides, padding) for name in ("xla", *PRODUCTS)]
+
+    want, *got = run(x, k)
+    for each in got:
+        close(each, want)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("spread", ["vmap", "map", "shard"])
+def test_lowering_per_client(name, spread):
+    image, kernel, strides, padding = CASES["lenet1"]
+    x, k = random(0, (4, *image)), random(1, (4, *kernel))
+    one = lambda x, k, name=name: value_and_gradient(name, x, k, strides, padding)
+    if spread == "vmap":
+        run = jax.vmap(one)
+    elif spread == "map":
+        run = lambda x, k: lax.map(lambda xk: one(*xk), (x, k))
+    else:
+        axis, auto = jax.P("clients"), (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((2,), ("clients",), auto, devices=jax.devices()[:2])
+        run = jax.shard_map(
+            jax.vmap(one), mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False
+        )
+    want = [one(x[i], k[i], "xla") for i in range(4)]
+    close(jax.jit(run)(x, k), [jnp.stack(parts) for parts in zip(*want, strict=True)])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_lowering_in_a_loop_and_twice_differentiated(name):
+    image, kernel, strides, padding = CASES["odd"]
+    x, k = random(0, image), 0.1 * random(1, kernel)
+
+    @partial(jax.jit, static_argnums=0)
+    def run(name):
+        slope = jax.grad(lambda k: jnp.sum(value_and_gradient(name, x, k, strides, padding)[2]))
+        return lax.fori_loop(0, 3, lambda i, k: k - 1e-3 * slope(k), k)
+
+    close([run(name)], [run("xla")])
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_bfloat16_accumulates_in_float32(name):
+    image, kernel, strides, padding = CASES["lenet1"]
+    x, k = random(0, image, jnp.bfloat16), random(1, kernel, jnp.bfloat16)
+    apply = lambda x, k: lowering(name)(x, k, strides, padding, dimension_numbers=LAYOUT)
+
+    @jax.jit
+    def run(x, k):
+        y, backward = jax.vjp(apply, x, k)
+        return y, backward(y)
+
+    got, gradients = run(x, k)
+    wide, wide_gradients = run(x.astype(jnp.float32), k.astype(jnp.float32))
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), wide, rtol=2**-8, atol=1e-3)
+    for gradient, exact in zip(gradients, wide_gradients, strict=True):
+        assert gradient.dtype == jnp.bfloat16
+        scale = 2**-6 * float(jnp.abs(exact).max())
+        np.testing.assert_allclose(gradient.astype(jnp.float32), exact, rtol=2**-6, atol=scale)
+
+
+@pytest.mark.parametrize("side", [3, 5])
+def test_winograds_transforms_are_exact(side):
+    """Two outputs of a correlation from side + 1 products, in float64."""
+    a, g, b = _transforms(side)
+    x, k = np.random.default_rng(0).normal(size=side + 1), np.arange(1.0, side + 1)
+    assert g.shape == (side + 1, side)
+    np.testing.assert_allclose(a @ ((g @ k) * (b @ x)), np.correlate(x, k), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strides", "share"),
+    [((3, 3, 4, 5), (1, 1), 16 / 36), ((5, 5, 4, 5), (1, 1), 36 / 100),
+     ((5, 5, 4, 5), (2, 2), 4 * 16 / 100), ((3, 3, 4, 5), (2, 2), 1)],
+)  # fmt: skip
+def test_winograd_multiplies_less(kernel, strides, share):
+    """Forward, and for the gradients of images and kernels; it is `patches` where it is no less."""
+
+    def multiplications(name):
+        run = lambda x, k: value_and_gradient(name, x, k, strides, "VALID")
+        side = 7 * strides[0] + kernel[0]  # eight outputs are four tiles
+        x, k = jnp.ones((2, side, side, 4)), jnp.ones(kernel)
+        return products(jax.make_jaxpr(run)(x, k).jaxpr)
+
+    assert multiplications("winograd") == share * multiplications("patches")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "strides", "chosen"),
+    [((5, 5, 16, 16), (1, 1), "winograd"), ((3, 3, 16, 32), (1, 1), "winograd"),
+     ((5, 5, 16, 16), (2, 2), "winograd"), ((5, 5, 3, 16), (1, 1), "blocks"),
+     ((5, 5, 32, 8), (1, 1), "blocks"), ((3, 3, 1, 16), (1, 1), "blocks"),
+     ((3, 3, 16, 8), (1, 1), "patches"), ((3, 3, 16, 16), (2, 2), "patches"),
+     ((1, 1, 16, 16), (1, 1), "patches")],
+)  # fmt: skip
+def test_what_is_chosen_on_a_cpu(kernel, strides, chosen):
+    x, k = jnp.ones((1, 9, 9, kernel[2])), jnp.ones(kernel)
+    program = lambda name: str(
+        jax.make_jaxpr(lambda: lowering(name)(x, k, strides, "VALID", dimension_numbers=LAYOUT))()
+    )
+    assert program("auto") == program(chosen)
+    others = {program(name) for name in ("xla", *PRODUCTS) if program(name) != program(chosen)}
+    assert len(others) >= 2  # they do differ
+
+
+def products(jaxpr):
+    """Multiplications in matrix products, those of functions that it calls included."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            ((left, _), _), shape = (
+                equation.params["dimension_numbers"],
+                equation.invars[0].aval.shape,
+            )
+            count += equation.outvars[0].aval.size * np.prod([shape[i] for i in left])
+        count += sum(products(inner) for inner in core.jaxprs_in_params(equation.params))
+    return count
+
+
+def test_what_is_not_lowered():
+    with pytest.raises(UsageError, match="choose from auto, xla"):
+        lowering("fft")
+    x, k = jnp.ones((1, 6, 6, 4)), jnp.ones((3, 3, 2, 4))
+    with pytest.raises(UsageError, match="does not do groups"):
+        lowering("rows")(
+            x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=2
+        )  # fmt: skip
+    with pytest.raises(UsageError, match="does not do dilation"):
+        lowering("patches")(x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME", None, (2, 2), LAYOUT)
+    with pytest.raises(UsageError, match="layouts"):
+        lowering("patches")(x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME")
+    with pytest.raises(UsageError, match="does not fit"):
+        lowering("patches")(
+            x, jnp.ones((7, 7, 4, 4)), (1, 1), "VALID", dimension_numbers=LAYOUT
+        )  # fmt: skip
+    grouped = lowering("auto")(
+        x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=2
+    )
+    assert grouped.shape == (1, 6, 6, 4)
+
+
+@pytest.mark.parametrize("name", [*PRODUCTS, "xla"])
+def test_clients_of_their_own_make_no_grouped_convolution(name):
+    model = LeNet(kernels=(2, 4), dense=(8,), conv=name)
+    x = jax.ShapeDtypeStruct((3, 2, 20, 20, 1), jnp.float32)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+    params = jax.eval_shape(jax.vmap(model.init), keys, x)
+    gradient = jax.vmap(jax.grad(lambda p, x: jnp.sum(model.apply(p, x))))
+    program = jax.jit(gradient).lower(params, x).as_text("hlo")
+    assert (" convolution(" in program) == (name == "xla")
+    assert ("feature_group_count=3" in program) == (name == "xla")  # what the others avoid
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "strides"),
+    [
+        ((2, 8, 6, 3), (2, 2), None),
+        ((2, 9, 6, 3), (3, 2), None),
+        ((2, 7, 9, 3), (2, 2), None),
+        ((2, 7, 7, 2), (3, 3), (2, 2)),
+    ],
+)
+def test_max_pool(shape, window, strides):
+    x = random(0, shape)
+
+    def run(pool):
+        return jax.jit(jax.value_and_grad(lambda x: jnp.sum(jnp.sin(pool(x)))))(x)
+
+    got = run(lambda x: max_pool(x, window, strides))
+    want = run(lambda x: nn.max_pool(x, window, strides or window))
+    close(got, want)
+
+
+def test_max_pool_gives_ties_to_the_first():
+    x = jnp.zeros((1, 2, 4, 1)).at[0, 1, 2:, 0].set(1.0)
+    gradient = jax.grad(lambda x: jnp.sum(max_pool(x, (2, 2))))(x)
+    np.testing.assert_array_equal(gradient[0, :, :, 0], [[1, 0, 0, 0], [0, 0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "strides", "padding"),
+    [
+        ((2, 7, 6, 4), (3, 3, 1, 4), (1, 1), ((1, 1), (1, 1))),
+        ((2, 8, 7, 3), (3, 3, 1, 3), (2, 2), ((1, 1), (1, 1))),
+        ((1, 9, 8, 2), (3, 2, 1, 2), (2, 3), "VALID"),
+    ],
+)
+def test_depthwise_is_the_grouped_convolution(image, kernel, strides, padding):
+    """Values and both gradients, also with a kernel per client."""
+    x, k = random(0, (2, *image)), random(1, (2, *kernel))
+
+    def one(name, x, k):
+        groups = {"feature_group_count": image[-1], "dimension_numbers": LAYOUT}
+        loss = lambda x, k: jnp.sum(jnp.sin(lowering(name)(x, k, strides, padding, **groups)))
+        return jax.value_and_grad(loss, (0, 1))(x, k)
+
+    run = jax.jit(lambda name, x, k: jax.vmap(partial(one, name))(x, k), static_argnums=0)
+    (want, want_grads), (got, grads) = run("xla", x, k), run("auto", x, k)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    close(grads, want_grads)
+    assert "conv_general_dilated" not in str(jax.make_jaxpr(lambda x, k: run("auto", x, k))(x, k))

@@ -1,0 +1,127 @@
+"""The hypernetwork: what it generates, how large it is, and its spectral normalisation."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.networks import LeNet, hypernet
+from fedjax_pfl.networks.hypernet import Hypernetwork
+from tests import tiny
+
+KEY = jax.random.key(2)
+
+
+def shapes(model, *shape):
+    return jax.eval_shape(model.init, KEY, jnp.zeros((1, *shape)))["params"]
+
+
+def test_sizes_on_cifar10():
+    """The target by its layers; the hypernetwork by its four linears and a head per array."""
+    target = shapes(LeNet(), 32, 32, 3)
+    parts = (76 * 16, 401 * 32, 801 * 120, 121 * 84, 85 * 10)
+    assert trees.size(target) == sum(parts) == 121_182
+    e = 1 + 50 // 4
+    assert e == 13
+    phi = jax.eval_shape(Hypernetwork(target).init, KEY, jnp.zeros(e))["params"]
+    assert trees.size(phi) == (e + 1) * 100 + 3 * 101 * 100 + 101 * 121_182
+    assert len(phi) == 4 + 10
+
+
+@pytest.mark.parametrize("width", [0, 3])
+def test_the_tree_is_the_targets(width):
+    """One network's, or several networks' in one; a linear hypernetwork has nothing but W."""
+    one, two = shapes(tiny.Net(), 5), shapes(tiny.Net(hidden=2), 5)
+    network = Hypernetwork((one, two), width=width, depth=1)
+    variables = network.init(KEY, jnp.zeros(4))
+    made = network.apply(variables, jnp.ones(4))
+    assert type(made[0]) is dict
+    assert jax.tree.structure(made) == jax.tree.structure((one, two))
+    assert trees.alike(made, (one, two))
+    both = trees.size((one, two))
+    assert trees.size(variables) == (4 * both if width == 0 else 5 * 3 + 4 * 3 + 4 * both)
+    single = Hypernetwork(one, width=width)
+    assert trees.alike(single.apply(single.init(KEY, jnp.zeros(4)), jnp.ones(4)), one)
+
+
+def test_by_numpy():
+    """No ReLU before the first linear and none before the heads."""
+    target = {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    network = Hypernetwork(target, width=4, depth=2)
+    v = jnp.array([-2.0, 1.0, 0.5])
+    variables = jax.tree.map(lambda leaf: leaf - 0.4, network.init(KEY, v))
+    phi = variables["params"]
+    x = np.asarray(v)
+    for i in (1, 2, 3):
+        x = x @ phi[f"layer{i}"]["kernel"] + phi[f"layer{i}"]["bias"]
+        x = np.maximum(x, 0) if i < 3 else x
+    assert (x < 0).any()
+    wanted = (x @ phi["head_b"]["kernel"] + phi["head_b"]["bias"]).reshape(2, 3)
+    np.testing.assert_allclose(network.apply(variables, v)["b"], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_layers_start_as_pytorchs():
+    """U(±1/√fan_in), biases too: the largest of many draws is close under the bound."""
+    target = {"b": jax.ShapeDtypeStruct((50, 40), jnp.float32)}
+    phi = jax.jit(Hypernetwork(target).init)(KEY, jnp.zeros(25))["params"]
+    for name, fan_in in (("layer1", 25), ("layer2", 100), ("head_b", 100)):
+        for leaf in phi[name].values():
+            largest = float(jnp.abs(leaf).max()) * fan_in**0.5
+            assert 0.9 < largest <= 1
+
+
+def test_spectral_normalisation_by_the_singular_value_decomposition():
+    """After iterations the weight in use has the largest singular value 1, heads included."""
+    target = {"b": jax.ShapeDtypeStruct((6,), jnp.float32)}
+    network = Hypernetwork(target, width=5, depth=1, spectral_norm=True)
+    made = network.init(KEY, jnp.zeros(3))
+    phi, spectral = made["params"], made["spectral"]
+    assert set(spectral) == {"layer1", "layer2", "head_b"}
+    spectral = hypernet.advance(phi, spectral, 200)
+    for name, own in spectral.items():
+        kernel = np.asarray(phi[name]["kernel"])
+        used = kernel / np.linalg.norm(np.asarray(own["vector"]) @ kernel)
+        np.testing.assert_allclose(np.linalg.svd(used)[1][0], 1, atol=1e-4)
+    # The network uses exactly that: ten times the weights without their biases change nothing.
+    flat = lambda scale: jax.tree_util.tree_map_with_path(
+        lambda p, x: scale * x if p[-1].key == "kernel" else x, phi
+    )
+    outs = [network.apply({"params": flat(s), "spectral": spectral}, jnp.ones(3)) for s in (1, 10)]
+    chex.assert_trees_all_close(*outs, rtol=1e-5)
+    top = [np.linalg.svd(phi[name]["kernel"])[1][0] for name in ("layer1", "layer2", "head_b")]
+    x = np.ones(3)
+    for i, (name, sigma) in enumerate(zip(("layer1", "layer2", "head_b"), top, strict=True)):
+        x = np.maximum(x, 0) if i == 1 else x
+        x = x @ np.asarray(phi[name]["kernel"]) / sigma + phi[name]["bias"]
+    np.testing.assert_allclose(outs[0]["b"], x, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_goes_through_the_norm():
+    """With v at the singular vector, d(K/σ) has no part along u vᵀ: σ's own gradient is v uᵀ."""
+    target = {"b": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    network = Hypernetwork(target, width=0, spectral_norm=True)
+    made = network.init(KEY, jnp.zeros(3))
+    phi = made["params"]
+    spectral = hypernet.advance(phi, made["spectral"], 200)
+    weigh = jnp.arange(1.0, 5.0)
+    loss = lambda phi: jnp.vdot(weigh, network.apply({"params": phi, "spectral": spectral},
+                                                     jnp.ones(3))["b"])  # fmt: skip
+    got = jax.grad(loss)(phi)["head_b"]["kernel"]
+    kernel = np.asarray(phi["head_b"]["kernel"], np.float64)
+    left, sigma, right = np.linalg.svd(kernel)
+    plain = np.outer(np.ones(3), weigh) / sigma[0]
+    along = np.outer(left[:, 0], right[0])
+    wanted = plain - along * np.sum(plain * kernel) / sigma[0]
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+def test_spread_by_hand():
+    """Models (2, 0), (4, 0), (0, 3) and (6, 1) have the mean (3, 1), whose length is √10."""
+    models = jnp.array([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [6.0, 1.0]])
+    got = hypernet.spread(lambda v: {"w": v[0], "b": v[1]}, models)
+    want = np.array([2.0, 2.0, 13.0, 9.0]) ** 0.5 / 10**0.5
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    dead = hypernet.spread(lambda v: {"w": jnp.ones(3) + 0 * v[0]}, models)
+    np.testing.assert_allclose(dead, 0, atol=1e-6)

@@ -1,0 +1,141 @@
+"""The modular network: plain where it is one block wide, and its gates by hand."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.networks import MLP, LeNet, router
+from fedjax_pfl.networks.modular import Modular, blocks, keep_inactive, mean
+
+KEY = jax.random.key(3)
+LAYOUT = (2, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "plain", "early"),
+    [
+        (MLP(hidden=()), MLP(outputs=3, hidden=(7, 5)), ["fc1"]),
+        (
+            LeNet(kernels=(2, 3), kernel_size=3, dense=()),
+            LeNet(outputs=3, kernels=(2, 3), kernel_size=3, dense=(7, 5)),
+            ["conv1", "conv2", "fc1"],
+        ),
+    ],
+)
+def test_one_block_in_each_layer_is_the_plain_network(encoder, plain, early):
+    """Outputs and gradients, bit for bit."""
+    modular = Modular(encoder, 3, (1, 1, 1), 7, 5, dropout=0.0)
+    x = jax.random.normal(KEY, (6, 12, 12, 1))
+    variables = jax.jit(modular.init)(KEY, x)
+
+    def same(p):
+        late = {"fc2": p["block2_1"], "fc3": p["block3_1"]}
+        return {**{name: p["encoder1"][name] for name in early}, **late}
+
+    loss = lambda model: lambda p: (jnp.sum(jnp.sin(out := model.apply({"params": p}, x))), out)
+    run = lambda model: jax.jit(jax.grad(loss(model), has_aux=True))
+    gradient, out = run(modular)(variables["params"])
+    wanted_gradient, wanted = run(plain)(same(variables["params"]))
+    np.testing.assert_array_equal(out, wanted)
+    chex.assert_trees_all_equal(same(gradient), wanted_gradient)
+
+
+@pytest.fixture(scope="module")
+def network():
+    """Two linear encoders, two blocks between, two at the end, each with its own parameters."""
+    modular = Modular(MLP(hidden=()), 3, LAYOUT, 4, 5, dropout=0.5)
+    x = jax.random.normal(KEY, (6, 2))
+    variables = modular.init(jax.random.key(1), x)
+    return modular, variables, x, jax.jit(modular.apply)
+
+
+def test_every_block_has_its_own_parameters(network):
+    _, variables, _, _ = network
+    assert list(blocks(LAYOUT)) == ["block2_1", "block2_2", "block3_1", "block3_2"]
+    assert set(variables["params"]) == {"encoder1", "encoder2", *blocks(LAYOUT)}
+    for one, other in (
+        ("encoder1", "encoder2"),
+        ("block2_1", "block2_2"),
+        ("block3_1", "block3_2"),
+    ):
+        pairs = zip(*(jax.tree.leaves(variables["params"][n]) for n in (one, other)), strict=True)
+        assert all((a != b).all() for a, b in pairs)
+
+
+def by_hand(variables, x, gates):
+    """Equation (13) in NumPy, block by block; what has no input is not there."""
+    p = jax.device_get(variables["params"])
+    values = [np.maximum(np.asarray(x) @ p[e]["fc1"]["kernel"] + p[e]["fc1"]["bias"], 0)
+              for e in ("encoder1", "encoder2")]  # fmt: skip
+    first, second, last = router.cut(np.asarray(gates), LAYOUT)
+    for number, matrix in ((2, first), (3, second)):
+        after = []
+        for j, row in enumerate(matrix, 1):
+            inputs = [v for gate, v in zip(row, values, strict=True) if gate and v is not None]
+            if not inputs:
+                after.append(None)
+                continue
+            layer = p[f"block{number}_{j}"]
+            out = np.mean(inputs, 0) @ layer["kernel"] + layer["bias"]
+            after.append(np.maximum(out, 0) if number == 2 else out)
+        values = after
+    outputs = [v for gate, v in zip(last[0], values, strict=True) if gate and v is not None]
+    return np.mean(outputs, 0) if outputs else np.zeros((len(x), 3))
+
+
+def test_inputs_are_means_of_open_predecessors(network):
+    """Random gates, dead ends and blocks without input among them."""
+    _, variables, x, apply = network
+    rng = np.random.default_rng(0)
+    for gates in [np.ones(10), np.zeros(10), *(rng.random((40, 10)) < 0.5)]:
+        out = apply(variables, x, jnp.asarray(gates, jnp.float32))
+        np.testing.assert_allclose(out, by_hand(variables, x, gates), rtol=1e-5, atol=1e-6)
+
+
+def test_a_block_without_input_does_not_speak(network):
+    """Its bias is large, and its gate to the next layer is open."""
+    _, variables, x, apply = network
+    gates = jnp.asarray([1, 1, 0, 0, 1, 1, 1, 1, 1, 1], jnp.float32)  # nothing into block2_2
+    loud = {**variables["params"], "block2_2": {**variables["params"]["block2_2"]}}
+    loud["block2_2"]["bias"] = loud["block2_2"]["bias"] + 1e3
+    np.testing.assert_array_equal(apply({"params": loud}, x, gates), apply(variables, x, gates))
+
+
+def test_a_closed_gate_feels_what_opening_it_would_bring(network):
+    """∂/∂c_k of Σ c u / Σ c by hand; where all are closed, u_k itself, and nowhere NaN."""
+    u = [jnp.array([1.0, 2.0]), jnp.array([4.0, -2.0])]
+    one = jax.jacobian(lambda c: mean(c, u))
+    np.testing.assert_allclose(one(jnp.array([1.0, 0.0]))[:, 1], u[1] - u[0])
+    np.testing.assert_allclose(one(jnp.array([1.0, 1.0]))[:, 0], (u[0] - u[1]) / 4)
+    np.testing.assert_allclose(one(jnp.zeros(2)), jnp.stack(u, 1))
+    modular, variables, x, _ = network
+    gradient = jax.grad(lambda gates: jnp.sum(jnp.sin(modular.apply(variables, x, gates))))
+    gates = jnp.asarray([1, 0, 0, 0, 1, 1, 0, 1, 1, 1], jnp.float32)  # nothing into block2_2
+    got = gradient(gates)
+    assert np.isfinite(got).all()
+    assert got[1] != 0  # closed, between two that are on a path
+    # Out of block2_2, which has no input, and into it and block3_2, which are not fetched.
+    assert not np.asarray(got)[[2, 3, 5, 6, 7]].any()
+    assert np.isfinite(gradient(jnp.zeros(10))).all()
+
+
+def test_dropout_only_trains(network):
+    modular, variables, x, apply = network
+    gates = jnp.ones(10)
+    rngs = {"dropout": KEY}
+    dropped = modular.apply(variables, x, gates, train=True, rngs=rngs)
+    assert (dropped != apply(variables, x, gates)).any()
+
+
+def test_keep_inactive_finds_blocks_in_any_tree():
+    names = blocks(LAYOUT)
+    block = lambda value: {name: {"kernel": jnp.full(2, value)} for name in names}
+    tree = lambda value: ({"params": {**block(value), "encoder1": {"fc1": {"bias": value}}}},
+                          ((), block(value)))  # fmt: skip
+    active = jnp.array([True, False, False, True])
+    new, momentum = keep_inactive(active, names, tree(jnp.ones(())), tree(jnp.zeros(())))
+    assert new["params"]["encoder1"]["fc1"]["bias"] == 1
+    for part in (new["params"], momentum[1]):
+        assert [float(part[name]["kernel"][0]) for name in names] == [1, 0, 0, 1]

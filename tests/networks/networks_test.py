@@ -1,0 +1,296 @@
+"""Networks: sizes, how they start, and what padding may not do."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.networks import (
+    CNN,
+    MLP,
+    DropoutCNN,
+    LeNet,
+    MobileNet,
+    ResNet9,
+    SmallCNN,
+    norm_layers,
+)
+from fedjax_pfl.networks.init import uniform
+
+
+def shapes(model, *image):
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *image)))
+
+
+@pytest.mark.parametrize(
+    ("model", "image", "parameters", "layers", "head"),
+    [
+        (LeNet(), (32, 32, 3), 121_182, "conv1 conv2 fc1 fc2 fc3", "fc3"),
+        (LeNet(), (28, 28, 1), 85_822, "conv1 conv2 fc1 fc2 fc3", "fc3"),
+        (
+            ResNet9(),
+            (32, 32, 3),
+            2_574_282 - 2 * 1472,  # BatchNorm's statistics are no parameters
+            " ".join(f"conv{i} norm{i}" for i in range(1, 9)) + " fc1",
+            "fc1",
+        ),
+        (CNN(), (28, 28, 1), 2_278_334, "conv1 conv2 fc1 fc2", "fc2"),
+        # 3·9·32 + 32, 32·9·64 + 64, 14·14·64·128 + 128, 128·10 + 10
+        (DropoutCNN(), (32, 32, 3), 1_626_442, "conv1 conv2 fc1 fc2", "fc2"),
+        (MLP(hidden=(5, 4)), (2, 3), 35 + 24 + 50, "fc1 fc2 fc3", "fc3"),
+        (MLP(hidden=()), (6,), 70, "fc1", "fc1"),
+        (SmallCNN(), (8, 8, 1), 9_258, "conv1 conv2 fc1 fc2", "fc2"),
+        (
+            SmallCNN(batch_norm=True),
+            (8, 8, 1),
+            9_258 + 2 * 48,
+            "conv1 norm1 conv2 norm2 fc1 fc2",
+            "fc2",
+        ),
+    ],
+)
+def test_sizes_and_names(model, image, parameters, layers, head):
+    variables = shapes(model, *image)
+    assert trees.size(variables["params"]) == parameters
+    assert set(trees.layers(variables)) == set(layers.split())
+    assert model.layers == tuple(layers.split())
+    assert model.head == model.layers[-1] == head
+    assert variables["params"][head]["bias"].shape == (model.outputs,)
+    assert norm_layers(variables) == {name for name in layers.split() if name.startswith("norm")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "classes", "parameters", "norms"),
+    [
+        ({}, 10, 2_236_682, 52),
+        ({"norm": "group"}, 10, 2_236_682, 0),
+        ({}, 100, 2_351_972, 52),  # 1281 for each class more
+        # torchvision's mobilenet_v2(width_mult=0.5) has 1,968,680 with 1,000 classes.
+        ({"width": 0.5}, 10, 1_968_680 - 990 * 1281, 52),
+    ],
+)
+def test_mobilenet_sizes(kind, classes, parameters, norms):
+    model = MobileNet(outputs=classes, **kind)
+    variables = shapes(model, 32, 32, 3)
+    assert trees.size(variables["params"]) == parameters
+    assert set(trees.layers(variables)) == set(model.layers)
+    assert len(norm_layers(variables)) == norms
+    assert variables["params"][model.head]["bias"].shape == (classes,)
+
+
+def test_mobilenet_strides_and_residuals():
+    """32x32 comes down to 1x1; ten blocks add their input to what they make of it."""
+    shape, adds = {}, MobileNet()._blocks()
+
+    def note(call, args, kwargs, context):
+        out = call(*args, **kwargs)
+        if context.method_name == "__call__" and context.module.name:
+            shape[context.module.name] = out.shape
+        return out
+
+    with nn.intercept_methods(note):
+        shapes(MobileNet(), 32, 32, 3)
+    assert shape["conv1"] == (1, 16, 16, 32)
+    assert shape["project17"] == (*shape["depth17"][:3], 320) == (1, 1, 1, 320)
+    assert [shape[f"project{i}"][1] for i in (1, 3, 6, 10, 13, 16)] == [16, 8, 4, 2, 2, 1]
+    assert sum(b.stride == 1 and b.inputs == b.outputs for b in adds) == 10
+
+
+def test_group_norm_does_not_look_at_other_examples():
+    model = MobileNet(norm="group", width=0.1, dropout=0.0)
+    x = jax.random.normal(jax.random.key(0), (3, 8, 8, 1))
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    run = jax.jit(lambda x: model.apply(variables, x, train=True))
+    np.testing.assert_allclose(run(x)[:1], run(x.at[1:].set(0))[:1], rtol=1e-5, atol=1e-7)
+
+
+@jax.numpy_rank_promotion("allow")
+def test_resnet9_layer_by_layer():
+    """Strides, padding, what is added to what and pooling, with PyTorch's meaning of padding."""
+    model, (draw, begin) = ResNet9(width=2), jax.random.split(jax.random.key(0))
+    x = jax.random.normal(draw, (3, 32, 32, 3))
+    variables = jax.jit(model.init)(begin, x)
+    # So that scales, shifts and statistics matter.
+    shift = lambda leaf: leaf + 0.5 * jnp.cos(jnp.arange(leaf.size)) if leaf.ndim == 1 else leaf
+    variables = jax.tree.map(shift, variables)
+    params, kept = variables["params"], variables["batch_stats"]
+
+    def block(x, i, pad, stride=1):
+        x = jax.lax.conv_general_dilated(
+            x, params[f"conv{i}"]["kernel"], (stride,) * 2, [(pad, pad)] * 2,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        mean, var = (kept[f"norm{i}"][name] for name in ("mean", "var"))
+        norm = params[f"norm{i}"]
+        return jnp.maximum((x - mean) / jnp.sqrt(var + 1e-5) * norm["scale"] + norm["bias"], 0)
+
+    def pool(x, size):
+        b, h, w, c = x.shape
+        return x.reshape(b, h // size, size, w // size, size, c).max((2, 4))
+
+    @jax.jit
+    def wanted(x):
+        sizes = []
+        for i, pad, stride in ((1, 1, 1), (2, 2, 2)):
+            x = block(x, i, pad, stride)
+            sizes.append(x.shape[1:])
+        x = x + block(block(x, 3, 1), 4, 1)
+        x = pool(block(x, 5, 1), 2)
+        x = x + block(block(x, 6, 1), 7, 1)
+        x = block(x, 8, 0)
+        assert [*sizes, x.shape[1:]] == [(32, 32, 2), (16, 16, 4), (6, 6, 8)]
+        return pool(x, 6)[:, 0, 0] @ params["fc1"]["kernel"] + params["fc1"]["bias"]
+
+    got = jax.jit(model.apply)(variables, x)
+    assert np.ptp(got) > 1
+    np.testing.assert_allclose(got, wanted(x), rtol=1e-4)
+
+
+def test_dropout_cnn_by_hand():
+    """Where it pools, where it drops, how it starts: against lax, all or nothing dropped."""
+    model = DropoutCNN(kernels=(2, 3), hidden=4, dropout=(0.25, 0.5))
+    x = jax.random.normal(jax.random.key(0), (5, 10, 10, 1))
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    params = variables["params"]
+
+    def conv(x, layer):
+        kinds = ("NHWC", "HWIO", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, layer["kernel"], (1, 1), "VALID", dimension_numbers=kinds
+        )
+        return jnp.maximum(y + layer["bias"][None, None, None], 0)
+
+    def dense(x, layer):
+        return x @ layer["kernel"] + layer["bias"][None]
+
+    @jax.jit
+    def wanted(before, after):
+        y = conv(conv(x, params["conv1"]), params["conv2"])
+        y = before * y.reshape(5, 3, 2, 3, 2, 3).max((2, 4)).reshape(5, -1)
+        return dense(after * jnp.maximum(dense(y, params["fc1"]), 0), params["fc2"])
+
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    close(jax.jit(model.apply)(variables, x), wanted(1.0, 1.0))
+    key, train = {"dropout": jax.random.key(2)}, {"train": True}
+    for dropout, scales in (
+        ((0.0, 0.0), (1.0, 1.0)),
+        ((1.0, 0.0), (0.0, 1.0)),
+        ((0.0, 1.0), (1.0, 0.0)),
+    ):
+        close(model.clone(dropout=dropout).apply(variables, x, rngs=key, **train), wanted(*scales))
+    for name, fans in (("conv1", 9 + 18), ("conv2", 18 + 27), ("fc1", 27 + 4), ("fc2", 4 + 10)):
+        kernel = np.abs(params[name]["kernel"])
+        bound = np.sqrt(6 / fans)
+        assert 0.7 * bound < kernel.max() <= bound
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        LeNet(batch_norm=True),
+        CNN(),
+        DropoutCNN(),
+        SmallCNN(),
+        MLP(hidden=(5, 4)),
+        MobileNet(),
+        ResNet9(),
+    ],
+)
+def test_layers_are_in_the_order_of_their_calls(model):
+    called = []
+
+    def note(call, args, kwargs, context):
+        layer = len(context.module.path) == 1 and not isinstance(context.module, nn.Dropout)
+        if layer and context.method_name == "__call__":
+            called.append(context.module.path[0])
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        shapes(model, 28, 28, 1)
+    assert tuple(called) == model.layers
+
+
+def test_layers_start_as_in_pytorch():
+    params = jax.jit(CNN().init)(jax.random.key(0), jnp.zeros((1, 28, 28, 1)))["params"]
+    for layer in params.values():
+        fan_in = layer["kernel"][..., 0].size
+        bound = 1 / np.sqrt(fan_in)
+        for leaf in layer.values():
+            leaf = np.asarray(leaf)
+            assert np.abs(leaf).max() <= bound
+            spread = 4 / np.sqrt(leaf.size)  # four standard errors and more
+            assert np.abs(leaf).max() > bound * (1 - spread)
+            np.testing.assert_allclose(np.var(leaf), bound**2 / 3, rtol=spread)
+            assert abs(np.mean(leaf)) < bound * spread
+
+
+def test_uniform_knows_its_dtype():
+    drawn = uniform(4)(jax.random.key(0), (100,), jnp.bfloat16)
+    assert drawn.dtype == jnp.bfloat16
+    assert float(jnp.abs(drawn).max()) <= 0.5
+
+
+def step(model, variables, x, mask):
+    """Outputs, new statistics and the gradient of a loss over real rows only."""
+
+    def loss(params):
+        out, new = model.apply(
+            {**variables, "params": params}, x, train=True, mask=mask, mutable=["batch_stats"]
+        )
+        return jnp.sum(jnp.where(mask[:, None], jnp.sin(out), 0)), (out, new)
+
+    return jax.grad(loss, has_aux=True)(variables["params"])
+
+
+def test_padding_changes_no_bit():
+    model = LeNet(kernels=(2, 3), dense=(8,), kernel_size=3, batch_norm=True)
+    x = jax.random.normal(jax.random.key(0), (6, 10, 10, 1))
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    mask = jnp.arange(6) < 4
+    run = jax.jit(lambda x, mask: step(model, variables, x, mask))
+    gradient, (out, new) = run(x, mask)
+    other, (out_other, new_other) = run(x.at[4:].set(1e3), mask)
+    np.testing.assert_array_equal(out[:4], out_other[:4])
+    jax.tree.map(np.testing.assert_array_equal, (gradient, new), (other, new_other))
+
+    less, (out_less, new_less) = run(x[:4], jnp.ones(4, bool))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (gradient, out[:4], new), (less, out_less, new_less))
+    changed = jax.tree.map(
+        lambda a, b: jnp.any(a != b), new["batch_stats"], variables["batch_stats"]
+    )
+    assert all(jax.tree.leaves(changed))
+
+    nothing = run(x, jnp.zeros(6, bool))
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(nothing))
+
+
+def test_batch_norm_by_hand():
+    model = SmallCNN(batch_norm=True)
+    x = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    _, new = jax.jit(lambda v, x: model.apply(v, x, train=True, mutable=["batch_stats"]))(
+        variables, x
+    )
+    layer = jax.tree.map(np.asarray, variables["params"]["conv1"])
+    windows = np.lib.stride_tricks.sliding_window_view(
+        np.pad(np.asarray(x)[..., 0], ((0, 0), (1, 1), (1, 1))), (3, 3), (1, 2)
+    )
+    y = np.einsum("bhwij,ijo->bhwo", windows, layer["kernel"][:, :, 0]) + layer["bias"]
+    np.testing.assert_allclose(
+        new["batch_stats"]["norm1"]["mean"], 0.1 * y.mean((0, 1, 2)), rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        new["batch_stats"]["norm1"]["var"], 0.9 + 0.1 * y.var((0, 1, 2)), rtol=1e-5
+    )
+
+
+def test_evaluation_ignores_batch_and_mask():
+    model = SmallCNN(batch_norm=True)
+    x = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
+    variables = jax.jit(model.init)(jax.random.key(1), x)
+    run = jax.jit(model.apply)
+    whole = run(variables, x, mask=jnp.array([True, False, True, False]))
+    np.testing.assert_allclose(whole[:1], run(variables, x[:1]), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,171 @@
+"""FedMN's routing: gates against their distribution, paths by enumeration, means by hand."""
+
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chi2
+
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.networks import router
+from tests import tiny
+
+KEY = jax.random.key(3)
+LAYOUT = (2, 3, 2)
+GATES = router.paths(LAYOUT)
+
+
+def test_paths_by_the_papers_formula():
+    assert router.paths((2, 2, 2)) == 2 * 2 + 2 * 2 + 2 == 10
+    assert router.paths((3, 3, 3)) == 21
+    assert router.paths((1, 4, 3)) == 4 + 12 + 3
+    shapes = [m.shape for m in router.cut(jnp.arange(GATES), LAYOUT)]
+    assert shapes == [(3, 2), (2, 3), (1, 2)]
+    np.testing.assert_array_equal(
+        jnp.concatenate([m.ravel() for m in router.cut(jnp.arange(GATES), LAYOUT)]), range(GATES)
+    )
+
+
+def test_gates_open_with_probability_pi_at_every_temperature():
+    """Chi-square over 13 gates of different π, 20,000 draws each; every τ opens the same ones."""
+    pi, draws = np.linspace(0.05, 0.95, GATES), 20_000
+    z = jnp.asarray(np.log(pi / (1 - pi)), jnp.float32)
+    noise = jax.random.logistic(KEY, (draws, GATES))
+    opened, distance = [], []
+    for tau in (1.0, 0.3, 0.1, 1e-3):
+        soft = jax.vmap(lambda n, tau=tau: router.sample(z, n, tau, LAYOUT, False))(noise)
+        opened.append(np.asarray(soft > 0.5))
+        distance.append(float(jnp.mean(jnp.minimum(soft, 1 - soft))))
+        statistic = np.sum((opened[-1].sum(0) - draws * pi) ** 2 / (draws * pi * (1 - pi)))
+        assert statistic < chi2.ppf(0.999, GATES)
+    assert all((each == opened[0]).all() for each in opened)
+    assert distance == sorted(distance, reverse=True)
+    assert distance[-1] < 1e-3  # τ → 0: Bernoulli
+
+
+def test_hard_gates_are_exactly_0_or_1_with_the_soft_gradient():
+    z, tau = jax.random.normal(KEY, (50, GATES)), 0.7
+    noise = jax.random.logistic(jax.random.key(4), (50, GATES))
+    weights = jnp.arange(1.0, GATES + 1)
+
+    def loss(hard):
+        def one(z, noise):
+            gates = router.sample(z, noise, tau, LAYOUT, hard)
+            return jnp.sum(gates * weights), gates
+
+        return jax.jit(jax.vmap(jax.grad(one, has_aux=True)))(z, noise)
+
+    (soft_gradient, soft), (gradient, hard) = loss(False), loss(True)
+    assert set(np.unique(hard)) == {0.0, 1.0}
+    np.testing.assert_array_equal(gradient, soft_gradient)
+    assert (np.abs(gradient) > 0).all()
+    wanted = weights[None] * soft * (1 - soft) / tau
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def routes(gates):
+    """All paths that are open, by enumeration: lists of gate numbers."""
+    first, second, last = router.cut(np.arange(GATES), LAYOUT)
+    every = itertools.product(range(2), range(3), range(2))
+    paths = [(first[b, a], second[c, b], last[0, c]) for a, b, c in every]
+    return [p for p in paths if gates[list(p)].all()], paths
+
+
+def test_one_path_is_kept_and_it_is_the_likeliest():
+    rng, kept = np.random.default_rng(0), 0
+    decide = jax.jit(lambda z: router.decide(z, LAYOUT))
+    for _ in range(60):
+        z = rng.normal(-0.2, 1, GATES).astype(np.float32)
+        above, got = z > 0, np.asarray(decide(z))
+        found, every = routes(above)
+        if found:
+            np.testing.assert_array_equal(got, above)
+            continue
+        kept += 1
+        pi = 1 / (1 + np.exp(-z))
+        best = max(every, key=lambda p: np.prod(pi[list(p)]))
+        wanted = above.copy()
+        wanted[list(best)] = True
+        np.testing.assert_array_equal(got, wanted)
+    assert 10 < kept < 50
+
+
+def test_active_blocks_lie_on_open_paths():
+    rng = np.random.default_rng(1)
+    active = jax.jit(lambda gates: router.active(gates, LAYOUT))
+    first, second, _ = router.cut(np.arange(GATES), LAYOUT)
+    for _ in range(60):
+        gates = rng.random(GATES) < 0.4
+        found, _ = routes(gates)
+        middle = [any(p[0] in first[b] for p in found) for b in range(3)]
+        last = [any(p[1] in second[c] for p in found) for c in range(2)]
+        np.testing.assert_array_equal(active(gates), middle + last)
+
+
+def test_temperature_falls_exponentially():
+    tau = np.array([router.temperature(t, 11, 1.0, 0.1) for t in range(13)])
+    np.testing.assert_allclose(tau[:11], 10 ** (-np.arange(11) / 10), rtol=1e-5)
+    np.testing.assert_allclose(tau[11:], 0.1, rtol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def routed():
+    """A router with BatchNorm in φx whose running statistics have moved, and client 3's data."""
+    made = router.Router(tiny.Net(), GATES, 4, 3)
+    variables = made.init(KEY, jnp.zeros((1, tiny.FEATURES)), jnp.zeros((1, tiny.CLASSES)))
+    seen = jax.tree.map(lambda s: s + 0.3, variables["batch_stats"])
+    return made, {**variables, "batch_stats": seen}, client_data(tiny.federated()[0], 3)
+
+
+def test_the_mean_depends_on_neither_chunks_nor_padding(routed):
+    made, variables, data = routed
+    z = router.logits(made, variables, data, tiny.CLASSES, 64)
+    rows = np.asarray(data.train.rows)[: int(data.train.size)]
+    x, y = (
+        np.asarray(data.x)[rows],
+        np.eye(tiny.CLASSES, dtype=np.float32)[np.asarray(data.y)[rows]],
+    )
+    np.testing.assert_allclose(z, made.apply(variables, x, y).mean(0), rtol=1e-5, atol=1e-6)
+    for size in (1, 5, 12):
+        again = router.logits(made, variables, data, tiny.CLASSES, size)
+        np.testing.assert_allclose(again, z, rtol=1e-5, atol=1e-6)
+    wide = client_data(tiny.federated(extra=9, filler=7)[0], 3)
+    again = router.logits(made, variables, wide, tiny.CLASSES, 5)
+    np.testing.assert_allclose(again, z, rtol=1e-5, atol=1e-6)
+
+
+def test_the_mean_by_hand(routed):
+    """One example, with every layer in NumPy: the concatenation is normalised to length 1."""
+    made, variables, _ = routed
+    p, seen = jax.device_get((variables["params"], variables["batch_stats"]))
+    x, y = np.arange(5.0) / 5, np.array([0.0, 1.0, 0.0])
+    inner, own = p["router_encoder"], seen["router_encoder"]["norm1"]
+    h = (x @ inner["fc1"]["kernel"] - own["mean"]) / np.sqrt(own["var"] + 1e-5)
+    h = np.maximum(h * inner["norm1"]["scale"] + inner["norm1"]["bias"], 0)
+    apply = lambda layer, v: v @ layer["kernel"] + layer["bias"]
+    joint = np.concatenate([apply(inner["fc2"], h), apply(p["router_labels"], y)])
+    wanted = apply(p["router_gates"], joint / np.linalg.norm(joint))
+    got = made.apply(variables, jnp.asarray(x, jnp.float32)[None], jnp.asarray(y)[None])[0]
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_goes_through_every_example(routed):
+    """Against the gradient of the mean over the whole array at once."""
+    made, variables, data = routed
+    cotangent = jax.random.normal(KEY, (GATES,))
+    rows = data.train.rows[: int(data.train.size)]
+    x, y = data.x[rows], jax.nn.one_hot(data.y[rows], tiny.CLASSES)
+    params, rest = local_training.split_variables(variables)
+
+    def whole(params):
+        return jnp.sum(cotangent * jnp.mean(made.apply({"params": params, **rest}, x, y), 0))
+
+    wanted = jax.grad(whole)(params)
+    for size in (5, 64):
+        got = router.pull(made, variables, data, tiny.CLASSES, size, cotangent)
+        chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
+    assert float(trees.squared_norm(wanted["router_encoder"])) > 0

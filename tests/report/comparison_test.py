@@ -1,0 +1,371 @@
+"""Runs side by side: rows, labels, means over seeds, paired tests; small made-up runs."""
+
+import csv
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from scipy.stats import wilcoxon
+
+from experiments import compare
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import comparison, comparison_page
+from fedjax_pfl.report import page as report
+from tests.experiments.launch_test import message
+
+SCORES = {"fedavg": [[0.5, 0.6, 0.7], [0.4, 0.8, 0.9]], "local": [[0.7, 0.6, 0.9], [0.6, 0.9, 0.8]]}
+
+
+def settings(algorithm="fedavg", **given):
+    """A resolved configuration, as a run directory has it."""
+    made = configuration.complete({"algorithm": algorithm, "clients": 3, **given})
+    return json.loads(json.dumps(configuration.resolved(made)))
+
+
+def made(path, scores, given, finished=True, score="accuracy", rounds=(5, 10), after=True):
+    """A run directory; after local training every client is .05 better."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(given))
+    stage = lambda plus: {
+        f"{score}_mean": float(np.mean(scores)) + plus,
+        f"{score}_worst10": min(scores) + plus,
+    }
+    lines = [
+        {
+            "round": r,
+            "before": {k: v * r / rounds[-1] for k, v in stage(0.0).items()},
+            "after": stage(0.05) if after else None,
+            "bytes_down": 2_000_000 * r,
+            "bytes_up": 500_000 * r,
+        }
+        for r in rounds
+    ]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if finished:
+        (path / "report.html").touch()
+        with (path / "clients.csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(
+                ["client", "active", "test_examples", f"before_{score}", f"after_{score}"]
+            )
+            rows.writerow([99, 0, 7, 0.0, 1.0])  # not active
+            rows.writerow([98, 1, 0, "", ""])  # without test examples
+            for i, value in enumerate(scores):
+                rows.writerow([i, 1, 10 + i, value, value + 0.05 if after else ""])
+    return path
+
+
+def rows_of(*paths):
+    return comparison.group([comparison.read(path) for path in paths])
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """FedAvg and Local with two seeds each, given in mixed order."""
+    order = [("fedavg", 1), ("local", 0), ("fedavg", 0), ("local", 1)]
+    return rows_of(
+        *(made(tmp_path / f"{a}{s}", SCORES[a][s], settings(a, seed=s)) for a, s in order)
+    )
+
+
+# Rows and labels.
+
+
+def test_runs_that_differ_in_their_seed_and_in_what_is_neutral_are_one_row(tmp_path):
+    neutral = {"data_dir": "elsewhere", "chunk": 3, "devices": 2, "checkpoint_every": 7}
+    for seed, own in enumerate([{}, neutral]):
+        made(tmp_path / f"{seed}", [0.5], settings(seed=seed, **own))
+    made(tmp_path / "2", [0.5], settings(seed=2, partition_seed=1))
+    rows = rows_of(*(tmp_path / name for name in "102"))
+    assert [[run.seed for run in row.runs] for row in rows] == [[0, 1], [2]]
+    assert [row.label for row in rows] == ["partition_seed=0", "partition_seed=1"]
+    assert [row.label for row in rows_of(tmp_path / "0")] == ["fedavg"]
+
+
+def test_a_setting_that_an_older_run_does_not_know_is_at_its_default(tmp_path):
+    old = settings("pfedme", seed=1)
+    del old["keep_head"], old["pfedme"]["beta"]
+    paths = [
+        made(tmp_path / "old", [0.5], old),
+        made(tmp_path / "new", [0.5], settings("pfedme")),
+        made(tmp_path / "other", [0.5], settings("pfedme", pfedme={"beta": 2.0})),
+    ]
+    rows = rows_of(*paths)
+    assert [len(row.runs) for row in rows] == [2, 1]
+    assert [row.label for row in rows] == ["pfedme.beta=1.0", "pfedme.beta=2.0"]
+
+
+@pytest.mark.parametrize(
+    ("configs", "labels"),
+    [
+        # The settings of one method are no difference to another, which has none of that name.
+        ([settings("fedavg"), settings("pfedla")], ["fedavg", "pfedla"]),
+        (
+            [settings(), settings("fedprox"), settings("fedprox", fedprox={"mu": 1.0})],
+            ["fedavg", "fedprox, fedprox.mu=0.1", "fedprox, fedprox.mu=1.0"],
+        ),
+        (
+            [settings(model="mlp", momentum=0.9), settings("local", model="small", momentum=0.9)],
+            ["fedavg, mlp", "local, small"],
+        ),
+        (
+            [settings(keep_head=True, batch_size=8), settings(batch_size=16)],
+            ["batch_size=8, keep_head=true", "batch_size=16, keep_head=false"],
+        ),
+    ],
+)
+def test_a_label_is_what_rows_differ_in(configs, labels):
+    assert comparison.labels(configs) == labels
+
+
+# Means over seeds.
+
+
+def test_means_and_sample_deviations_over_seeds_by_hand(pair):
+    """Seeds' means .6 and .7: mean .65, std sqrt(2 x .05²) = .0707107; worst .5 and .4."""
+    fedavg, local = map(comparison.summary, pair)
+    assert [row.label for row in pair] == ["fedavg", "local"]
+    assert fedavg.before == pytest.approx({"mean": 0.65, "std": 0.005**0.5, "seeds": 2})
+    assert fedavg.after == pytest.approx({"mean": 0.70, "std": 0.005**0.5, "seeds": 2})
+    assert fedavg.worst10 == pytest.approx({"mean": 0.45, "std": 0.005**0.5, "seeds": 2})
+    assert local.before["mean"] == pytest.approx((2.2 / 3 + 2.3 / 3) / 2)
+    assert (fedavg.megabytes_down, fedavg.megabytes_up) == (20.0, 5.0)
+    assert fedavg.rounds == (10, 10)
+
+
+def test_one_seed_has_no_deviation_and_no_after_where_it_was_not_evaluated(tmp_path):
+    (row,) = rows_of(made(tmp_path / "a", [0.2, 0.4], settings(), after=False))
+    found = comparison.summary(row)
+    assert found.before == pytest.approx({"mean": 0.3, "std": None, "seeds": 1})
+    assert found.after is None
+    assert comparison_page.tables([row])[0].rows == [
+        ["fedavg", "30.00", "–", "20.00", "20", "5", "10", "1"]
+    ]
+
+
+def test_curves_are_means_over_seeds_at_the_rounds_that_all_have(tmp_path):
+    paths = [
+        made(tmp_path / "a", [0.4], settings(seed=0)),
+        made(tmp_path / "b", [0.8], settings(seed=1), rounds=(5, 8, 10)),
+    ]
+    curve = comparison.curve(rows_of(*paths)[0])
+    assert curve.rounds == [5, 10]
+    assert curve.score == pytest.approx([(0.2 + 0.4) / 2, 0.6])
+    assert curve.moved == [12_500_000, 25_000_000]
+
+
+# Paired tests.
+
+
+@pytest.mark.parametrize("stage", ["before", "after"])
+def test_the_paired_test_is_scipys(pair, stage):
+    difference = np.asarray([0.2, 0.0, 0.2, 0.2, 0.1, -0.1])
+    found = comparison.paired(pair[1], pair[0], stage)
+    assert isinstance(found, comparison.Paired)
+    assert found.pairs == 6
+    assert found.difference == pytest.approx(difference.mean())
+    assert found.p == wilcoxon(difference).pvalue
+    means = [comparison.summary(row).before["mean"] for row in pair]
+    assert found.difference == pytest.approx(means[1] - means[0])
+
+
+def test_the_exact_distribution_of_five_gains(tmp_path):
+    """All of five pairs gain by different amounts: p = 2 / 2^5."""
+    ours, theirs = [0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.4, 0.6, 0.8, 1.0]
+    rows = rows_of(
+        made(tmp_path / "a", ours, settings()), made(tmp_path / "b", theirs, settings("local"))
+    )
+    assert comparison.paired(rows[1], rows[0], "before") == pytest.approx((0.3, 2 / 32, 5))
+    assert comparison.paired(rows[0], rows[1], "before") == pytest.approx((-0.3, 2 / 32, 5))
+    assert comparison.paired(rows[0], rows[0], "before") == (0.0, 1.0, 5)
+
+
+def test_ties_that_binary_fractions_would_break(tmp_path):
+    """Differences of .1, .1, .1, -.1 have one rank, as scores of tenths say."""
+    rows = rows_of(
+        made(tmp_path / "a", [0.8, 0.2, 0.5, 0.2], settings()),
+        made(tmp_path / "b", [0.9, 0.3, 0.6, 0.1], settings("local")),
+    )
+    found = comparison.paired(rows[1], rows[0], "before")
+    assert found[1] == wilcoxon([1, 1, 1, -1]).pvalue
+    assert found[1] != wilcoxon([0.9 - 0.8, 0.3 - 0.2, 0.6 - 0.5, 0.1 - 0.2]).pvalue
+
+
+def test_the_held_out_clients_are_paired_where_the_last_phase_is_theirs(tmp_path):
+    novel = {"held_out": 1, "phases": [{}, {"participants": "held_out"}]}
+    rows = rows_of(
+        *(made(tmp_path / a, [0.5, 0.6], settings(a, **novel)) for a in ("fedavg", "local"))
+    )
+    assert comparison.paired(rows[1], rows[0], "before") == (0.0, 1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"seed": 1}, "other seeds"),
+        ({"partition_seed": 1}, "other clients"),
+        ({"classes": {"per_client": 2}}, "other clients"),
+        ({"permute_labels": True}, "other clients"),
+        ({"finished": False}, "unfinished"),
+        ({"scores": [0.5, 0.6, 0.7, 0.8]}, "other clients"),
+        ({"after": False}, "scores missing"),
+    ],
+)
+def test_why_rows_are_not_paired(tmp_path, given, reason):
+    own = {key: given.pop(key) for key in ("finished", "after") if key in given}
+    scores = given.pop("scores", [0.5, 0.6, 0.7])
+    rows = rows_of(
+        made(tmp_path / "a", [0.5, 0.6, 0.7], settings()),
+        made(tmp_path / "b", scores, settings("local", **given), **own),
+    )
+    assert comparison.paired(rows[1], rows[0], "after") == reason
+    cells = comparison_page.tables(rows)[1].rows[0]
+    assert cells[4] == ("–" if reason == "scores missing" else "not paired")
+
+
+# Formats.
+
+
+def test_text_to_the_letter(pair):
+    lines = comparison_page.text(pair).splitlines()
+    assert lines[3:6] == [
+        "              before         after    worst 10 %  MB down  MB up  rounds  seeds",
+        "fedavg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2",
+        "local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2",
+    ]
+    p = wilcoxon([0.2, 0.0, 0.2, 0.2, 0.1, -0.1]).pvalue
+    assert lines[-2:] == [
+        "       before       p   after       p  pairs",
+        f"local  +10.00  {p:.4f}  +10.00  {p:.4f}      6",
+    ]
+
+
+def test_text_fits_a_terminal(tmp_path):
+    score = "negative_squared_error"
+    for name, own in (("a", {}), ("b", {"phases": [{"rounds": 10**6}] * 9})):
+        for seed in (0, 1):
+            path = tmp_path / f"{name}{seed}"
+            made(path, [-1e30, -2e30], settings(seed=seed, **own), seed == 0, score, (1, 10**6))
+    rows = rows_of(*(tmp_path / name for name in ("a0", "a1", "b0", "b1")))
+    text = comparison_page.text(rows)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "seed 1" in text
+    assert "unfinished" in text
+
+
+def test_markdown_parsed_back(pair):
+    results, tests = comparison_page.tables(pair)
+    lines = [x for x in comparison_page.markdown(pair).splitlines() if x.startswith("|")]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["", *results.heads]
+    assert cells[2:4] == results.rows
+    assert cells[4] == ["", *tests.heads]
+    assert cells[6:] == tests.rows
+
+
+def test_latex_parsed_back(pair):
+    pair = [pair[0], pair[1]._replace(label="a_b & 5 % <$x^2~{}\\>")]
+    text = comparison_page.latex(pair)
+    plain = text.replace(r"$\pm$", "±").replace("$+$", "+").replace("$-$", "-")
+    rows = [x.removesuffix(r" \\").split(" & ") for x in plain.splitlines() if x.endswith(r"\\")]
+    results, tests = comparison_page.tables(pair)
+    assert rows[1] == results.rows[0]
+    assert rows[4][1:] == tests.rows[0][1:]
+    escaped = r"a\_b \& 5 \% $<$\$x\textasciicircum{}2\textasciitilde{}\{\}\textbackslash{}$>$"
+    assert text.count(escaped) == 2
+    assert text.count(r"\begin{tabular}{lrrrrrrr}") == 1
+    assert len(re.findall(r"\\(begin|end)\{tabular\}", text)) == 4
+
+
+def test_csv_parsed_back(pair):
+    first, second = csv.DictReader(io.StringIO(comparison_page.as_csv(pair)))
+    summary, test = comparison.summary(pair[1]), comparison.paired(pair[1], pair[0], "after")
+    assert (first["label"], first["p_before"], first["pairs"]) == ("fedavg", "", "")
+    assert float(second["accuracy_before_std"]) == summary.before["std"]
+    assert float(second["accuracy_worst10_mean"]) == summary.worst10["mean"]
+    assert (float(second["difference_after"]), float(second["p_after"])) == test[:2]
+    assert (second["rounds"], second["seeds"], second["pairs"]) == ("10", "2", "6")
+    assert (float(second["megabytes_down"]), float(second["megabytes_up"])) == (20.0, 5.0)
+
+
+def test_files_and_a_self_contained_page(pair, tmp_path):
+    hostile = [pair[0], pair[1]._replace(label="<script> $x_{$")]
+    page = comparison_page.write(hostile, tmp_path / "new" / "out")
+    assert {p.name for p in page.parent.iterdir()} == {
+        f"compare.{suffix}" for suffix in ("txt", "md", "tex", "csv", "png", "html")
+    }
+    assert (page.parent / "compare.txt").read_text() == comparison_page.text(hostile) + "\n"
+    text = page.read_text()
+    assert text.count('src="data:image/png;base64,') == 1
+    bare = re.sub(r'src="data:[^"]*"', "", text)
+    assert "http" not in bare
+    assert "<script" not in bare
+    assert "<td>65.00 ± 7.07</td>" in bare
+    assert "<dt>clients</dt><dd>3</dd>" in bare
+    assert "<dt>algorithm</dt>" not in bare  # in which they differ
+    assert f"<td>{pair[1].runs[1].directory}</td>" in bare
+
+
+# Runs that are not whole, and errors of one line.
+
+
+def test_an_unfinished_run_is_marked(tmp_path):
+    path = made(tmp_path / "a", [0.5], settings(), finished=False)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 15, "bef')  # being written
+    (row,) = rows_of(path)
+    assert comparison_page.tables([row])[0].rows[0][0] == "fedavg (unfinished, round 10)"
+    assert "unfinished, round 10" in comparison_page.as_csv([row])
+    (path / "report.html").touch()
+    assert "damaged" in message(comparison.read, path)
+
+
+def test_no_run_directories(tmp_path):
+    assert message(comparison.read, tmp_path / "none").endswith(
+        "is not a run directory: it lacks config.json and metrics.jsonl"
+    )
+    path = made(tmp_path / "a", [0.5], settings())
+    (path / "metrics.jsonl").write_text("")
+    assert "no evaluation" in message(comparison.read, path)
+    (path / "config.json").write_text("[1")
+    assert "damaged" in message(comparison.read, path)
+
+
+def test_scores_that_cannot_be_compared(tmp_path):
+    paths = [
+        made(tmp_path / "a", [0.5], settings()),
+        made(tmp_path / "b", [0.5], settings(seed=1), score="negative_loss"),
+    ]
+    line = message(rows_of, *paths)
+    assert f"{paths[0]} is scored by accuracy and {paths[1]} by negative_loss" in line
+
+
+def test_a_folder_of_runs_is_all_of_them(tmp_path):
+    (tmp_path / "two" / "compare").mkdir(parents=True)  # as a sweep has it
+    two = [made(tmp_path / "two" / f"seed={i}", [0.5], settings(seed=i)) for i in range(2)]
+    assert compare.runs_in(tmp_path / "two") == two
+    assert compare.runs_in(two[0]) == two[:1]
+    nothing = tmp_path / "two" / "compare"
+    assert compare.runs_in(nothing) == [nothing]  # which reading then refuses
+
+
+def test_the_same_run_twice(tmp_path):
+    path = made(tmp_path / "a", [0.5], settings())
+    assert "same settings and seed 0" in message(rows_of, path, path)
+
+
+def test_a_folder_that_cannot_be_written(pair, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written"):
+        comparison_page.write(pair, tmp_path / "file")
+
+
+def test_without_arguments():
+    assert "name one run directory" in message(compare.main, ["compare"])
+
+
+def test_the_reports_flat_settings_are_what_labels_are_made_of():
+    assert dict(report.flat({"a": {"b": (1, 2)}, "c": True})) == {"c": "true", "a.b": "[1, 2]"}

@@ -1,0 +1,82 @@
+"""What a method shows of itself becomes a picture by its shape."""
+
+import numpy as np
+
+from fedjax_pfl.report import observations, page
+
+
+def only(name, *values, layers=(), rounds=(5, 10)):
+    drawn = observations.draw({name: (list(rounds)[: len(values)], list(values))}, layers)
+    return drawn.get(name)
+
+
+def shown(figure):
+    """The arrays of its heat maps."""
+    return [np.asarray(image.get_array()) for axes in figure.axes for image in axes.images]
+
+
+def test_weights_of_layers_are_a_heat_map_for_each_of_the_last_evaluation():
+    first, last = np.random.default_rng(0).random((2, 4, 3, 4))
+    figure = only("alpha", first, last, layers=("conv1", "conv2", "fc1"))
+    maps = shown(figure)
+    assert len(maps) == 3
+    for j in range(3):
+        np.testing.assert_array_equal(maps[j], last[:, j])
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert titles == ["conv1", "conv2", "fc1"]
+    scales = {image.get_clim() for axes in figure.axes for image in axes.images}
+    assert scales == {(last.min(), last.max())}  # one scale for all
+    assert figure.get_label() == (
+        "After round 10: how much of each client's layer a client is served."
+    )
+
+
+def test_layers_without_names_are_numbered_and_many_are_cut():
+    figure = only("alpha", np.ones((2, 15, 2)), layers=("a", "b"))
+    titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
+    assert titles == [f"layer {j}" for j in range(1, 13)]
+    assert "the first 12 layers, without 3 others" in figure.get_label()
+
+
+def test_a_table_is_one_heat_map_that_may_be_negative():
+    values = np.array([[1.0, -0.5], [-0.5, 1.0]])
+    (found,) = shown(only("v", values))
+    np.testing.assert_array_equal(found, values)
+
+
+def test_columns_of_pi_are_fedmns_blocks_or_fedems_components():
+    (axes, _) = only("pi", np.array([[0.2, 0.8], [0.5, 0.5]])).axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("block or component", "client")
+
+
+def test_a_number_each_is_bars():
+    figure = only("cluster", np.array([0, 2, 1]))
+    heights = [bar.get_height() for bar in figure.axes[0].patches]
+    assert heights == [0, 2, 1]
+
+
+def test_embeddings_are_a_plane_with_distances_kept():
+    """Points of a plane in three dimensions stay as far from each other as they are."""
+    rng = np.random.default_rng(1)
+    plane = rng.normal(size=(6, 2))
+    turned = plane @ np.linalg.qr(rng.normal(size=(3, 3)))[0][:2] + 5
+    figure = only("embeddings_group0", turned)
+    at = np.asarray(figure.axes[0].collections[0].get_offsets())
+    between = lambda x: np.linalg.norm(x[:, None] - x[None], axis=-1)
+    np.testing.assert_allclose(between(at), between(plane), atol=1e-9)
+    assert [text.get_text() for text in figure.axes[0].texts] == list("012345")
+
+
+def test_what_is_unknown_has_its_own_name_and_what_cannot_be_drawn_is_left_out():
+    assert "my signal" in only("my_signal", np.ones(3)).get_label().replace("_", " ")
+    assert only("alpha", np.full((2, 1, 2), np.nan)) is None
+    assert only("alpha", np.ones((2, 2, 2, 2))) is None
+    assert only("alpha", np.ones((0, 3))) is None
+
+
+def test_pictures_can_be_written():
+    for name, values in {
+        "alpha": np.random.default_rng(0).random((12, 9, 12)), "pi": np.ones((3, 5)),
+        "embeddings": np.eye(4), "zeros_in_mu": np.zeros(40),
+    }.items():  # fmt: skip
+        assert page.png(only(name, values)).startswith(b"\x89PNG")

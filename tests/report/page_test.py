@@ -1,0 +1,269 @@
+"""Reports of small made-up runs."""
+
+import csv
+import html
+import html.parser
+import json
+import math
+import re
+
+import pytest
+from matplotlib.figure import Figure
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import page as report
+
+CONFIG = {
+    "algorithm": "fedavg",
+    "dataset": "digits",
+    "partition": "classes",
+    "clients": 4,
+    "rounds": 10,
+    "seed": 0,
+    "fedavg": {"weighted": True},
+}
+TRAFFIC = {
+    "down": {"conv1": 400, "fc": 800},
+    "up": {"fc": 800},
+    "total_down": 1200,
+    "total_up": 800,
+}
+FIGURES = {"score_rounds", "score_bytes", "train_loss", "clients", "traffic"}
+
+
+def numbers(mean, score="accuracy"):
+    spread = {"mean": mean, "weighted": mean + 0.01, "std": 0.05, "worst10": mean - 0.1}
+    return {f"{score}_{key}": value for key, value in spread.items()} | {"loss": 0.25}
+
+
+def evaluation(t, before=0.5, after=0.75, score="accuracy", **other):
+    return {
+        "round": t,
+        "phase": 0,
+        "seconds": 1.5 * t,
+        "evaluate_seconds": 0.5 * t,
+        "compile_seconds": 4.0,
+        "train_loss": 1 / t,
+        "before": numbers(before, score),
+        "after": None if after is None else numbers(after, score),
+        "validation": numbers(before, score),
+        "bytes_down": 1200 * t,
+        "bytes_up": 800 * t,
+        "dropped": 0,
+        "rejected": 0,
+        "best_round": t,
+    } | other
+
+
+def run_directory(path, metrics, config=CONFIG, traffic=TRAFFIC, clients=4, score="accuracy"):
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "traffic.json").write_text(json.dumps(traffic))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+    after = metrics[-1]["after"]
+    with (path / "clients.csv").open("w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(
+            ["client", "active", "group", "train_examples", "test_examples"]
+            + [f"{stage}_{key}" for stage in ("before", "after") for key in (score, "loss")]
+            + ["bytes_down", "bytes_up", "dropped", "rejected"]
+        )
+        for i in range(clients):
+            scores = [0.5 + 0.1 * (i % 4), 0.4, *([0.9, 0.2] if after else ["", ""])]
+            rows.writerow([i, int(i > 0), 0, 10 * (i + 1), 5, *scores, 300, 200, 0, 0])
+    return path
+
+
+def names(directory):
+    return {path.stem for path in (directory / "figures").glob("*.png")}
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self, page):
+        super().__init__()
+        self.found = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.mark.parametrize("evaluations", [1, 2, 50])
+def test_writes_every_figure_and_a_self_contained_page(tmp_path, evaluations):
+    metrics = [evaluation(t) for t in range(1, evaluations + 1)]
+    path = report.write(run_directory(tmp_path, metrics))
+    assert path == tmp_path / "report.html"
+    assert names(tmp_path) == FIGURES
+    for image in (tmp_path / "figures").glob("*.png"):
+        assert image.read_bytes().startswith(b"\x89PNG")
+        assert image.stat().st_size > 5000
+    page = path.read_text()
+    tags = Tags(page).found
+    images = [attributes for tag, attributes in tags if tag == "img"]
+    assert len(images) == len(FIGURES)
+    assert all(i["src"].startswith("data:image/png;base64,") and i["alt"] for i in images)
+    assert not any({"href", "srcset", "action"} & attributes.keys() for _, attributes in tags)
+    assert not {tag for tag, _ in tags} & {"script", "link", "iframe"}
+    assert "http" not in re.sub(r'src="data:[^"]*"', "", page)
+    assert "url(" not in page
+    assert 'class="warning"' not in page
+
+
+def test_broad_pictures_have_a_row_of_their_own(tmp_path):
+    extra = {name: Figure(figsize=(9, 3)) for name in ("many", "one")}
+    extra["many"].subplots(1, 4)
+    page = report.write(run_directory(tmp_path, [evaluation(1)]), extra).read_text()
+    (block,) = page.split('<figure class="broad">')[1:]
+    assert "Many." in block.partition("</figure>")[0]
+
+
+def test_headline_has_last_and_best(tmp_path):
+    metrics = [evaluation(5, 0.6, 0.8), evaluation(10, 0.55, 0.7, best_round=5)]
+    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    for expected in ("55.00 %", "70.00 %", "best round 5: 60.00\xa0%", "best round 5: 80.00\xa0%"):
+        assert expected in page
+    for expected in ("20 kB", "12 kB down", "8 kB up", "15.0 s"):
+        assert expected in page
+    assert "5.0 s of them to evaluate</span><span>and 4.0 s to compile" in page
+    assert "fedavg on digits" in page
+    assert "<dt>fedavg.weighted</dt><dd>true</dd>" in page
+
+
+def test_extra_figures_are_saved_and_embedded(tmp_path):
+    labelled, plain = Figure(), Figure()
+    labelled.add_subplot().plot([1, 2])
+    labelled.set_label('Classes & "clients".')
+    extra = {"partition": labelled, "two words/..": plain}
+    page = report.write(run_directory(tmp_path, [evaluation(1)]), extra).read_text()
+    assert names(tmp_path) == FIGURES | {"partition", "two_words_.."}
+    assert 'Classes & "clients".' in {a["alt"] for tag, a in Tags(page).found if tag == "img"}
+    assert "Classes &amp; &quot;clients&quot;." in page
+    assert "Two words." in page
+    assert page.count("<figure>") == len(FIGURES) + 2
+
+
+def test_without_numbers_after_local_training(tmp_path):
+    metrics = [evaluation(t, after=None) for t in (1, 2)]
+    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    assert "before local training" in page
+    assert "after local training" not in page
+    assert "after" not in report.table(metrics)
+
+
+def test_a_score_that_is_not_an_accuracy(tmp_path):
+    score = "negative_loss"
+    metrics = [evaluation(t, -1.25, -1.0, score) for t in (1, 2)]
+    page = report.write(run_directory(tmp_path, metrics, score=score)).read_text()
+    assert names(tmp_path) == FIGURES
+    assert "Negative loss before local training" in page
+    assert "-1.25" in page
+    assert "Accuracy" not in page
+    assert "-1.25" in report.table(metrics)
+
+
+def test_values_that_were_not_finite(tmp_path):
+    blank = dict.fromkeys(numbers(0.5))
+    metrics = [evaluation(t, train_loss=None) for t in (1, 2, 3)]
+    metrics[1]["after"] = blank
+    metrics[2]["before"] = blank
+    metrics[2]["best_round"] = None
+    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    assert names(tmp_path) == FIGURES - {"train_loss"}
+    assert "not finite" in page
+    assert "There is no best round" in page
+    assert not re.search(r"\b(nan|None)\b", re.sub(r'src="data:[^"]*"', "", page))
+    text = report.table(metrics)
+    assert "–" in text
+    assert "best" not in text
+
+
+def test_clients_that_dropped_out_or_were_rejected_are_warned_about(tmp_path):
+    metrics = [evaluation(1, dropped=3, rejected=1234)]
+    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    assert page.count('class="warning"') == 2
+    assert "1,234" in page
+
+
+def test_a_method_without_traffic_has_no_traffic_figures(tmp_path):
+    metrics = [evaluation(1, bytes_down=0, bytes_up=0)]
+    nothing = {"down": {}, "up": {}, "total_down": 0, "total_up": 0}
+    report.write(run_directory(tmp_path, metrics, traffic=nothing))
+    assert names(tmp_path) == FIGURES - {"score_bytes", "traffic"}
+
+
+def test_many_clients_and_layers(tmp_path):
+    layers = {f"a/long/path/to/the/layer/number/{i}": 10**i for i in range(40)}
+    traffic = {"down": layers, "up": layers}
+    metrics = [evaluation(1), evaluation(2, phase=1)]
+    report.write(run_directory(tmp_path, metrics, traffic=traffic, clients=300))
+    assert names(tmp_path) == FIGURES
+
+
+def test_hostile_settings_are_escaped(tmp_path):
+    hostile = '"><script>alert(1)</script>'
+    config = CONFIG | {"dataset": hostile, hostile: hostile, "nested": {hostile: [hostile]}}
+    traffic = {"down": {hostile: 1}, "up": {"$x_{$": 1}}
+    path = report.write(run_directory(tmp_path, [evaluation(1)], config, traffic))
+    page = path.read_text()
+    assert "<script" not in page
+    assert html.escape(hostile) in page
+
+
+@pytest.mark.parametrize("lacking", ["config.json", "metrics.jsonl", "clients.csv", "traffic.json"])
+def test_an_unfinished_run_is_named(tmp_path, lacking):
+    run_directory(tmp_path, [evaluation(1)])
+    (tmp_path / lacking).unlink()
+    with pytest.raises(UsageError, match=lacking):
+        report.write(tmp_path)
+
+
+def test_a_run_without_evaluations_is_named(tmp_path):
+    run_directory(tmp_path, [evaluation(1)])
+    (tmp_path / "metrics.jsonl").write_text("\n")
+    with pytest.raises(UsageError, match="no evaluation"):
+        report.write(tmp_path)
+
+
+def test_table_to_the_letter():
+    metrics = [evaluation(5, 0.6, 0.8), evaluation(10, 0.55, 0.7, best_round=5, dropped=2)]
+    assert report.table(metrics).splitlines() == [
+        "accuracy (%)             mean  weighted   std  worst 10 %    loss",
+        "last, round 10  before  55.00     56.00  5.00       45.00  0.2500",
+        "                after   70.00     71.00  5.00       60.00  0.2500",
+        "best, round 5   before  60.00     61.00  5.00       50.00  0.2500",
+        "                after   80.00     81.00  5.00       70.00  0.2500",
+        "bytes    12 kB down, 8 kB up",
+        "seconds  15.0, 5.0 of them to evaluate, and 4.0 to compile",
+        "clients  2 dropped out, 0 rejected",
+    ]
+
+
+def test_a_run_of_before_that_was_measured_says_no_time_of_evaluations(tmp_path):
+    metrics = [evaluation(5) | {"evaluate_seconds": None}]
+    assert "seconds  7.5, and 4.0 to compile" in report.table(metrics)
+    assert "to evaluate" not in report.write(run_directory(tmp_path, metrics)).read_text()
+
+
+def test_table_fits_a_terminal():
+    metrics = [evaluation(10**7 + i, -1e30, -1e30, "negative_squared_error") for i in (0, 1)]
+    metrics[1] |= {"best_round": 10**7, "bytes_down": 10**17}
+    assert max(map(len, report.table(metrics).splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 kB"),
+        (1234, "1.23 kB"),
+        (999_499, "999 kB"),
+        (999_999, "1 MB"),
+        (491_080_000, "491 MB"),
+        (18_250_000_000, "18.2 GB"),
+        (2**62, "4,611.686 PB"),
+        (None, "–"),
+        (math.nan, "–"),
+    ],
+)
+def test_human_bytes(n, expected):
+    assert report.human_bytes(n) == expected
