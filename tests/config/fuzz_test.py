@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import build
-from tests.config_test import TINY
+from tests.config.configuration_test import TINY
 
 _ODD = [None, True, -1, 0, 1, 2, 3, 0.5, 1.0, -0.5, float("nan"), float("inf"), "x", (), (2,)]
 _odd = st.sampled_from(_ODD)

@@ -17,7 +17,7 @@ from fedjax_pfl.report import comparison
 from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.interrupt import Stopped
-from tests.comparison_test import made
+from tests.report.comparison_test import made
 from tests.experiments.launch_test import message
 
 # Published numbers.
