@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint demo docs clean
+.PHONY: help setup test lint demo docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -13,6 +13,7 @@ help:
 	@echo "make lint    check style, format and types"
 	@echo "make demo    train on the embedded digits; print the results and where the report is"
 	@echo "make docs    build the documents into site/; warnings are errors"
+	@echo "make wheel   build the wheel, install it beside nothing else, and use it from another folder"
 	@echo "make clean   remove caches and built packages; $(VENV) and runs/ stay"
 	@echo "PYTHON=python3.12 chooses the interpreter (3.11 to 3.13) that makes $(VENV)."
 
@@ -45,6 +46,9 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[docs]'
 	@touch $@
+
+wheel: setup
+	.ci/wheel
 
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

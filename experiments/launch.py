@@ -55,6 +55,7 @@ def launch(name: str) -> None:
 
     prepare_devices()
     with ending():
+        sys.argv[1:] = packaged(sys.argv[1:])
         check_file(sys.argv[1:], name)
         check_keys(sys.argv[1:])
         _define_processes()
@@ -119,6 +120,7 @@ def command(main: Callable[[Sequence[str]], None], config: str = "") -> None:
     logging.set_verbosity(logging.WARNING)
     with ending():
         if config:
+            sys.argv[1:] = packaged(sys.argv[1:])
             check_file(sys.argv[1:], config)
             check_keys(sys.argv[1:])
             define_config(config)
@@ -158,7 +160,8 @@ def prepare_devices() -> None:
     logging.set_verbosity(logging.WARNING)
     keep_programs()
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", len(os.sched_getaffinity(0)))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        jax.config.update("jax_num_cpu_devices", cores)
 
 
 def keep_programs() -> None:
@@ -287,6 +290,25 @@ def _illegal(line: str) -> str:
         if said in line and flag.startswith("config."):
             return f"{flag.removeprefix('config.')} is {value!r}; it must be {wanted}"
     return line
+
+
+def packaged(arguments: Sequence[str]) -> list[str]:
+    """The same, with the path of our own file where --config=SYSTEM:PRESET names that only.
+
+    So does experiments/configs/SYSTEM.py:PRESET in a folder in which there is no such file.
+    """
+    made = list(arguments)
+    for i, argument in enumerate(made):
+        flag, equals, value = argument.partition("=")
+        at = i if equals else i + 1
+        if flag.lstrip("-") != "config" or at == len(made):
+            continue
+        path, colon, preset = (value if equals else made[at]).partition(":")
+        ours = CONFIGS / f"{path.removeprefix('experiments/configs/').removesuffix('.py')}.py"
+        names = (ours.stem, f"experiments/configs/{ours.name}")
+        if path in names and ours.is_file() and not Path(path).is_file():
+            made[at] = f"{flag}=" * bool(equals) + f"{ours}{colon}{preset}"
+    return made
 
 
 def check_file(arguments: Sequence[str], usual: str) -> None:

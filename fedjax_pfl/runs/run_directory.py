@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import errno
-import fcntl
 import json
 import os
 import sys
@@ -18,6 +17,11 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.execution_plan import Plan, machine
 from fedjax_pfl.engine.ledger import Ledger
 
+try:
+    import fcntl
+except ImportError:  # Windows, where no directory can be opened either
+    fcntl = None  # type: ignore[assignment]
+
 Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds, and what was seen
 
 
@@ -28,7 +32,7 @@ def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
         if directory.is_file():
             raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
         directory.mkdir(parents=True, exist_ok=True)
-        held = os.open(directory, os.O_RDONLY)
+        held = None if fcntl is None else os.open(directory, os.O_RDONLY)
     except OSError as error:
         raise _unusable(directory, error) from None
     try:
@@ -39,7 +43,8 @@ def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
             raise _unusable(directory, error) from None
         yield directory
     finally:
-        os.close(held)
+        if held is not None:
+            os.close(held)
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
@@ -91,8 +96,12 @@ def writing(
         ) from error
 
 
-def _lock(directory: Path, held: int) -> None:
+def _lock(directory: Path, held: int | None) -> None:
     """A process that dies, in whatever way, gives it back."""
+    if held is None:
+        line = f"{directory} is not locked, as this system cannot; start no other run in it"
+        print(line, file=sys.stderr)
+        return
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

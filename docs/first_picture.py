@@ -1,0 +1,45 @@
+"""The README's picture: a run's report beside the benchmark. python docs/first_picture.py REPORT
+
+REPORT is a report.html, as `make demo` writes it; a browser, chromium, is needed to show it.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from PIL import Image
+
+HERE = Path(__file__).parent
+BENCHMARK = HERE.parent / "experiments" / "results" / "benchmark-cpu.png"
+WIDTH, HEIGHT, MARGIN = 1600, 720, 24
+QUIET = "--disable-background-networking --disable-component-update --disable-sync --disable-gpu"
+
+
+def screenshot(report: Path, file: Path) -> Image.Image:
+    """The top of a report, as wide as its columns need."""
+    flags = f"--headless --no-sandbox --no-first-run --hide-scrollbars {QUIET}".split()
+    size = ["--window-size=1100,970", f"--screenshot={file}"]
+    subprocess.run(
+        ["chromium", *flags, *size, report.resolve().as_uri()],
+        check=True, timeout=120, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    return Image.open(file).convert("RGB")
+
+
+def main(report: Path) -> None:
+    """Draw both side by side into docs/first_picture.png."""
+    with tempfile.TemporaryDirectory() as folder:
+        left = screenshot(report, Path(folder, "report.png"))
+    right = Image.open(BENCHMARK).convert("RGB")
+    page = Image.new("RGB", (WIDTH, HEIGHT), "white")
+    left = left.resize((HEIGHT * left.width // left.height, HEIGHT), Image.Resampling.LANCZOS)
+    page.paste(left, (0, 0))
+    room = WIDTH - left.width - 2 * MARGIN
+    right = right.resize((room, room * right.height // right.width), Image.Resampling.LANCZOS)
+    page.paste(right, (left.width + MARGIN, (HEIGHT - right.height) // 2))
+    page.save(HERE / "first_picture.png", optimize=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
