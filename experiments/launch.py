@@ -19,8 +19,6 @@ from experiments.spawn import Given, together
 from fedjax_pfl.config import configuration, listing
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import multiprocess
-from fedjax_pfl.report import comparison, comparison_page
-from fedjax_pfl.report import page as report
 from fedjax_pfl.runs import interrupt, runner
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -76,7 +74,9 @@ def _show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
             word = "was finished" if finished else "resumed"
             print(f"This run {word} at round {result.resumed_at}; it is in {result.directory}.")
     if "" in results:
-        print(report.table(results[""].metrics))
+        from fedjax_pfl.report.page import table  # with all that draws
+
+        print(table(results[""].metrics))
         print(f"\nReport: {workdir / 'report.html'}")
     else:
         _side_by_side(workdir, list(results))
@@ -84,6 +84,8 @@ def _show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
 
 def _side_by_side(workdir: Path, names: Sequence[str]) -> None:
     """What `experiments.compare` shows of the runs of a sweep."""
+    from fedjax_pfl.report import comparison, comparison_page
+
     rows = comparison.group([comparison.read(workdir / name) for name in names])
     page = comparison_page.write(rows, workdir / "compare")
     print(f"{comparison_page.text(rows)}\n\nPage: {page}")

@@ -106,7 +106,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
         ),
     },
     "Memory and speed": {
-        "checkpoint_every": Setting(int, "rounds between checkpoints; unset: at evaluations"),
+        "checkpoint_every": Setting(int, "rounds between checkpoints; unset: by the clock"),
         "chunk": Setting(
             int, "clients that are computed together on a device; unset: 1 on a CPU, else all"
         ),

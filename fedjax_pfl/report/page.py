@@ -96,7 +96,7 @@ def table(metrics: Sequence[Record]) -> str:
     lines += [
         f"bytes    {human_bytes(down)} down, {human_bytes(up)} up",
         f"seconds  {_seconds(last.get('seconds'))}{_evaluating(last, '')}, and "
-        f"{_seconds(last.get('compile_seconds'))} to compile",
+        f"{_seconds(last.get('compile_seconds'))} to compile{_saving(last, '')}",
         f"clients  {last.get('dropped') or 0} dropped out, {last.get('rejected') or 0} rejected",
     ]
     return "\n".join(lines)
@@ -138,6 +138,12 @@ def _evaluating(last: Record, unit: str) -> str:
     """The part of the time that was spent on evaluations; nothing where it was not measured."""
     seconds = last.get("evaluate_seconds")
     return "" if seconds is None else f", {_seconds(seconds)}{unit} of them to evaluate"
+
+
+def _saving(last: Record, unit: str) -> str:
+    """The time that checkpoints took, besides; nothing where it was not measured."""
+    seconds = last.get("checkpoint_seconds")
+    return "" if seconds is None else f", {_seconds(seconds)}{unit} for checkpoints"
 
 
 def png(figure: Figure) -> bytes:
@@ -223,7 +229,7 @@ def _headline(metrics: Sequence[Record]) -> str:
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))
     halves = [f"{human_bytes(down)} down", f"{human_bytes(up)} up"]
     cards.append(("Bytes moved", human_bytes(down + up), halves))
-    beside = [f"and {_seconds(last.get('compile_seconds'))} s to compile"]
+    beside = [f"and {_seconds(last.get('compile_seconds'))} s to compile{_saving(last, ' s')}"]
     if evaluating := _evaluating(last, " s").removeprefix(", "):
         beside.insert(0, evaluating)
     cards.append(("Time", f"{_seconds(last.get('seconds'))} s", beside))

@@ -80,15 +80,16 @@ def restored(
     settings = configuration.complete(here, words)
     built = build(settings, words=words, plans=run_directory.read_plans(directory))
     store = checkpoints.open_store(folder, only_read=True)
+    resolved = json.loads(json.dumps(configuration.resolved(settings, words)))
     try:
-        at, state, best = from_checkpoint(store, templates(built), last)
+        at, state, best = from_checkpoint(store, templates(built), last, resolved)
     except checkpoints.DamagedError as error:
         raise UsageError(
             f"{directory}: the checkpoint of round {last} is damaged: {error}; give the run's "
             "command again, which makes it anew"
         ) from None
     return runner.Result(
-        config=json.loads(json.dumps(configuration.resolved(settings, words))),
+        config=resolved,
         metrics=list(at.metrics),
         clients=metrics.client_table(built.federation, at.clients, at.ledger),
         ledger=at.ledger,

@@ -6,6 +6,7 @@ A program computes one run or, in a sweep, several: each is a member with a dire
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import ledger, metrics, multiprocess, sweep
@@ -31,6 +33,7 @@ class Position(NamedTuple):
     seconds: float = 0.0  # its share of what the members of its program took
     evaluate_seconds: float = 0.0  # of these
     compile_seconds: float = 0.0  # besides
+    checkpoint_seconds: float = 0.0  # besides; that of this very checkpoint is not yet in it
     ledger: Ledger = ledger.empty(0)
     pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
     metrics: tuple[dict[str, Any], ...] = ()
@@ -52,6 +55,7 @@ class Member:
     best: State | None = None
     seen: run_directory.Observations = dataclasses.field(default_factory=dict)
     resumed_at: int | None = None
+    last_checkpoint_seconds: float = 0.0  # what it took here, which is what the next one may take
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """For what is written to its directory."""
@@ -71,9 +75,20 @@ def begin(member: Member) -> None:
 def save(member: Member, state: State) -> None:
     """Write a checkpoint of where it stands."""
     if member.store:
+        began = time.perf_counter()
         saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
         with member.writing():
-            member.store.save(member.at.round, saved, _facts(member.at))
+            facts = _facts(member.at) | {"config": member.config}
+            member.store.save(member.at.round, saved, facts)
+        took = member.last_checkpoint_seconds = time.perf_counter() - began
+        total = member.at.checkpoint_seconds + took
+        member.at = member.at._replace(checkpoint_seconds=total)
+
+
+def checkpoints_fit(members: Sequence[Member]) -> bool:
+    """Whether one more checkpoint of each keeps all of them to a twentieth of the time."""
+    saving = sum(m.at.checkpoint_seconds + m.last_checkpoint_seconds for m in members)
+    return saving <= sum(m.at.seconds for m in members) / 20
 
 
 def _facts(at: Position) -> dict[str, Any]:
@@ -114,6 +129,7 @@ def measured(built: Built, member: Member, scores: Any, state: State) -> dict[st
         "seconds": round(at.seconds, 3),
         "evaluate_seconds": round(at.evaluate_seconds, 3),
         "compile_seconds": round(at.compile_seconds, 3),
+        "checkpoint_seconds": round(at.checkpoint_seconds, 3),
         **metrics.means(at.pending),
         "before": metrics.summary(scores.before, active, built.task.name),
         "after": scores.after and metrics.summary(scores.after, active, built.task.name),
@@ -183,7 +199,7 @@ def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
         for member in members:
             try:
                 assert member.store is not None
-                found.append(restored(member.store, shapes, step))
+                found.append(restored(member.store, shapes, step, member.config))
             except checkpoints.DamagedError as error:
                 damaged.append((step, member, str(error)))
                 break
@@ -227,11 +243,21 @@ def templates(built: Built) -> list[PyTree]:
 
 
 def restored(
-    store: checkpoints.Store, templates: Sequence[PyTree], step: int
+    store: checkpoints.Store, templates: Sequence[PyTree], step: int, config: Mapping[str, Any]
 ) -> tuple[Position, State, State | None]:
-    """Where a run stood, its state, and its best one by validation; or DamagedError."""
+    """Where a run stood, its state, and its best one by validation; or DamagedError.
+
+    UsageError where the run that it is of had other settings, in what decides results.
+    """
     store.check(step)
-    at = _position(store.facts(step))
+    facts = store.facts(step)
+    if different := configuration.differences(facts.pop("config"), config):
+        raise UsageError(
+            f"{store.folder} holds a checkpoint of a run with other settings: "
+            f"{'; '.join(different)}; bring its own ones back from a copy, or delete that folder "
+            "to start again"
+        )
+    at = _position(facts)
     wanted = {"state": templates[at.phase]}
     if at.best_round is not None:
         wanted["best"] = templates[at.phase]

@@ -21,14 +21,22 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
 from fedjax_pfl.engine.ledger import Ledger
-from fedjax_pfl.report import observations as observed
-from fedjax_pfl.report import page, tensorboard
-from fedjax_pfl.report.partition_picture import draw_partition
+from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import checkpoints, points, run_directory
 from fedjax_pfl.runs.build import Built, build
 from fedjax_pfl.runs.interrupt import Stop, Stopped
 from fedjax_pfl.runs.phase import Phase, boundary
-from fedjax_pfl.runs.run_state import Member, begin, keep, measured, resume, save, start, together
+from fedjax_pfl.runs.run_state import (
+    Member,
+    begin,
+    checkpoints_fit,
+    keep,
+    measured,
+    resume,
+    save,
+    start,
+    together,
+)
 
 
 class Result(NamedTuple):
@@ -181,13 +189,21 @@ def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, R
         )
         if member.directory and not (member.directory / "report.html").exists():
             with member.writing():
-                run_directory.write_clients(member.directory, result.clients)
-                run_directory.write_traffic(member.directory, result.ledger)
-                pictures = {"partition": draw_partition(built.data, built.federation)}
-                pictures |= observed.draw(member.seen, list(result.ledger.down))
-                page.write(member.directory, pictures)
+                _write_report(built, result, member.directory)
     multiprocess.agree("done")
     return results
+
+
+def _write_report(built: Built, result: Result, directory: Path) -> None:
+    # What draws takes half a second to import, and only a run with a directory comes here.
+    from fedjax_pfl.report import observations, page
+    from fedjax_pfl.report.partition_picture import draw_partition
+
+    run_directory.write_clients(directory, result.clients)
+    run_directory.write_traffic(directory, result.ledger)
+    pictures = {"partition": draw_partition(built.data, built.federation)}
+    pictures |= observations.draw(result.observations, list(result.ledger.down))
+    page.write(directory, pictures)
 
 
 def _advance(
@@ -287,12 +303,24 @@ def _one_phase(
                 means = [one[score] for one in lines if one.get(score) is not None]
                 bar.set_postfix({built.task.name: f"{np.mean(means):.4f}"} if means else {})
             bar.update(rounds)
-            every = one.checkpoint_every or one.eval_every
-            due = (until - phase.begin) % every == 0 or until == phase.end
-            stopping = multiprocess.agree(stop.asked, max) if until < built.phases[-1].end else 0
+            due = until == phase.end or _due(one, until - phase.begin, members)
+            if until < built.phases[-1].end:
+                stopping, due = multiprocess.agree([stop.asked, due], _stop_or_save)
             if due or stopping:
                 for i, member in enumerate(members):
                     save(member, _part(state, i, members))
         if stopping:
             raise Stopped(until, stopping)
     return state
+
+
+def _due(one: ConfigDict, done: int, members: Sequence[Member]) -> bool:
+    """Whether a checkpoint is to be written after so many rounds of a phase."""
+    if one.checkpoint_every:
+        return done % one.checkpoint_every == 0
+    return done % one.eval_every == 0 and checkpoints_fit(members)
+
+
+def _stop_or_save(each: Sequence[tuple[int, bool]]) -> tuple[int, bool]:
+    """Any process may be asked to stop; the clock that counts is that of process 0."""
+    return max(asked for asked, _ in each), each[0][1]

@@ -1,6 +1,9 @@
 """Directories that are refused, and those that a run can no longer write to."""
 
+import asyncio
 import errno
+import gc
+import logging
 import os
 import resource
 import shutil
@@ -8,6 +11,7 @@ import sys
 from pathlib import Path
 
 import jax
+import orbax.checkpoint
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
@@ -170,7 +174,7 @@ def test_what_a_file_system_refuses_orbax_ends_with_a_line_too(tmp_path, monkeyp
         line = stopped(
             directory,
             monkeypatch,
-            checkpoints.ocp.CheckpointManager,
+            orbax.checkpoint.CheckpointManager,
             "save",
             lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (300, limits[1])),
         )
@@ -183,6 +187,24 @@ def test_what_a_file_system_refuses_orbax_ends_with_a_line_too(tmp_path, monkeyp
     result = runner.run(BASE, directory)
     assert result.resumed_at == 2
     assert_same_run(result, undisturbed(BASE), directory)
+
+
+def test_what_asyncio_says_of_a_save_that_failed_is_not_shown(tmp_path):
+    """A failed write, also raised by the save, stays in a future that nobody asks; others' are."""
+    checkpoints.open_store(tmp_path)
+    logger, told, loop = logging.getLogger("asyncio"), [], asyncio.new_event_loop()
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        for path in ("2.orbax-checkpoint-tmp/state", "thesis.tex"):
+            loop.create_future().set_exception(ValueError(f"cannot write {path}: No space left"))
+        gc.collect()
+    finally:
+        logger.removeHandler(handler)
+        loop.close()
+    (only,) = told
+    assert "thesis.tex" in only
 
 
 @pytest.mark.parametrize("name", ["append_metrics", "save"])

@@ -44,7 +44,8 @@ def test_the_files_agree_with_each_other_and_the_result(finished):
     assert lines == result.metrics
     assert [line["round"] for line in lines] == [2, 4, 6]
     wanted = {
-        "round", "phase", "seconds", "evaluate_seconds", "compile_seconds", "train_loss",
+        "round", "phase", "seconds", "evaluate_seconds", "compile_seconds", "checkpoint_seconds",
+        "train_loss",
         "before", "after", "validation", "bytes_down", "bytes_up", "dropped", "rejected",
         "best_round",
     }  # fmt: skip

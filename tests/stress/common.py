@@ -41,6 +41,7 @@ CONFIG: dict[str, Any] = {
     "dropout": 0.2,
     "rounds": 24,
     "eval_every": EVERY,
+    "checkpoint_every": EVERY,
     "devices": 1,
 }
 

@@ -1,0 +1,21 @@
+"""What is imported only when it is used, because it takes longer than all the rest."""
+
+import subprocess
+import sys
+
+LATER = ("matplotlib", "orbax", "scipy", "sklearn", "tensorflow_datasets", "tensorboardX", "PIL")
+PROGRAM = f"""
+import sys
+import jax, jax.numpy
+before = set(sys.modules)
+import fedjax_pfl
+fedjax_pfl.run, fedjax_pfl.run_all, fedjax_pfl.arrays
+new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
+print(sorted(new & set({LATER!r})))
+"""
+
+
+def test_the_library_comes_without_what_draws_and_saves():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
