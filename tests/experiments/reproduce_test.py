@@ -17,8 +17,8 @@ from fedjax_pfl.report import comparison
 from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.interrupt import Stopped
-from tests.report.comparison_test import made
 from tests.experiments.launch_test import message
+from tests.report.comparison_test import made
 
 # Published numbers.
 

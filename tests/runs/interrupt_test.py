@@ -42,7 +42,7 @@ def test_among_several_processes_the_same_signal_may_come_twice(monkeypatch):
     """From the terminal, and passed on by the process that started this one."""
     codes = []
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
-    monkeypatch.setattr(interrupt.processes, "count", lambda: 2)
+    monkeypatch.setattr(interrupt.multiprocess, "count", lambda: 2)
     with interrupt.on_signals() as stop, stop.held():
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(lambda: stop.asked)
