@@ -280,7 +280,14 @@ def test_arguments_are_what_the_table_says():
 
 ROOT = documents.DOCS.parent
 PAGES = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("*.md"))
-OTHERS = ("README.md", "BUILD.md", "experiments/results/README.md", "third_party/README.md")
+OTHERS = (
+    "README.md",
+    "BUILD.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "experiments/results/README.md",
+    "third_party/README.md",
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,60 @@
+"""What a newcomer reads first, README.md and CONTRIBUTING.md, is true."""
+
+import importlib
+import re
+
+import pytest
+
+from experiments import cli
+from fedjax_pfl.config import configuration
+from tests import documents
+
+ROOT = documents.DOCS.parent
+
+
+def test_the_readmes_eight_lines_print_what_it_says(tmp_path, monkeypatch, capsys):
+    """To a few hundredths: rounding differs with the machine, and training carries it on."""
+    monkeypatch.chdir(tmp_path)
+    (code,), (shown,) = (documents.blocks("../README.md", kind) for kind in ("python", "text"))
+    assert documents.lines(code) == 8
+    exec(code, {"__name__": "__main__"})
+    parts = r"(\w+) +mean (\S+), worst tenth (\S+), +(\S+) MB sent"
+    lines = [re.fullmatch(parts, line) for line in capsys.readouterr().out.splitlines()]
+    wanted = [re.fullmatch(parts, line) for line in shown.splitlines()]
+    for line, other in zip(lines, wanted, strict=True):
+        assert (line[1], line[4]) == (other[1], other[4])
+        assert float(line[2]) == pytest.approx(float(other[2]), abs=0.03)
+        assert float(line[3]) == pytest.approx(float(other[3]), abs=0.08)
+        assert (tmp_path / "runs" / line[1] / "report.html").is_file()
+
+
+def test_the_readme_says_what_there_is():
+    """Its picture is small, its commands exist, its presets are presets."""
+    text = (ROOT / "README.md").read_text()
+    assert (documents.DOCS / "first_picture.png").stat().st_size < 300_000
+    commands = re.findall(r"^    fedjax-pfl (\w+)(?: --config=(\w+):(\S+))?", text, re.M)
+    assert len(commands) >= 4
+    for command, system, preset in commands:
+        assert command in cli.COMMANDS
+        if system:
+            presets = importlib.import_module(f"experiments.configs.{system}")
+            configuration.check(presets.get_config(preset))
+    make = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"\bmake (\w+)", text):
+        assert f"\n{target}:" in make
+
+
+def test_where_things_go_is_true():
+    """Every file, and every name in a file, that CONTRIBUTING.md's table has."""
+    rows = re.findall(r"^\| (?:a|an|client|noise) .*", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    assert len(rows) > 10
+    for row in rows:
+        cells = row.strip("|").split("|")
+        files = re.findall(r"`([\w/]+\.py)`", row)
+        for file in files:
+            if "NAME" not in file and "PAPER" not in file and "/" in file:
+                assert (ROOT / file).is_file(), row
+        where = re.findall(r"`([\w/]+\.py)`", cells[1] + cells[2])
+        for name in re.findall(r"`([A-Za-z_]+)`", cells[1] + cells[2]):
+            there = [ROOT / file for file in where if (ROOT / file).is_file()]
+            assert any(re.search(rf"\b{name}\b", path.read_text()) for path in there), (name, row)
