@@ -11,6 +11,7 @@ from scipy.stats import wilcoxon
 
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report.figures import Curve, Record, number, score_name
 from fedjax_pfl.report.page import flat
@@ -179,6 +180,14 @@ def summary(row: Row) -> Summary:
         megabytes("bytes_up"),
         (min(rounds), max(rounds)),
     )
+
+
+def vital(row: Row) -> dict[str, float]:
+    """Vital signs of the last evaluations, each as one number: means over layers and seeds."""
+    lasts = [run.metrics[-1].get("observed", {}) for run in row.runs]
+    names = [name for name in lasts[0] if all(name in last for last in lasts)]
+    over = lambda name: [vital_signs.mean(last[name]) for last in lasts]
+    return {name: float(np.mean(over(name))) for name in names}
 
 
 def curve(row: Row) -> Curve:

@@ -28,8 +28,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"],
         [[_label(row), *_results(row, name)] for row in rows],
     )
+    vital = _vital(rows)
     if len(rows) < 2:
-        return [results]
+        return [results, *vital]
     points = " in points" if name == "accuracy" else ""
     return [
         results,
@@ -39,6 +40,28 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             ["before", "p", "after", "p", "pairs"],
             [[_label(row), *_tests(row, rows[0], name)] for row in rows[1:]],
         ),
+        *vital,
+    ]
+
+
+def _vital(rows: Sequence[Row]) -> list[Table]:
+    """The signs of the methods that have some, in columns."""
+    each = [comparison.vital(row) for row in rows]
+    names = list(dict.fromkeys(name for signs in each for name in signs))
+    if not names:
+        return []
+    show = lambda value: "–" if value is None else f"{value:.3g}"
+    return [
+        Table(
+            "Vital signs at the last evaluation, means over layers and seeds: whether a method's "
+            "own mechanism acts. What each is stands in the report of a run.",
+            [name.replace("_", " ") for name in names],
+            [
+                [_label(row), *(show(signs.get(name)) for name in names)]
+                for row, signs in zip(rows, each, strict=True)
+                if signs
+            ],
+        )
     ]
 
 
@@ -130,9 +153,11 @@ def as_csv(rows: Sequence[Row]) -> str:
             line |= {f"difference_{stage}": both and both.difference, f"p_{stage}": both and both.p}
         test = tests["before"]
         pairs = test.pairs if isinstance(test, Paired) else f"not paired: {test}"
-        written.append(line | {"pairs": None if row is rows[0] else pairs})
+        line |= {"pairs": None if row is rows[0] else pairs}
+        written.append(line | {f"observed_{k}": v for k, v in comparison.vital(row).items()})
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(written[0]), lineterminator="\n")
+    heads = list(dict.fromkeys(key for line in written for key in line))
+    writer = csv.DictWriter(buffer, heads, lineterminator="\n")
     writer.writeheader()
     writer.writerows(written)
     return buffer.getvalue().rstrip("\n")
@@ -169,6 +194,8 @@ def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
     datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)
     count = sum(len(row.runs) for row in rows)
     facts = [", ".join(datasets), f"{count} run" + "s" * (count > 1)]
+    made = tables(rows)
+    titles = ["Results", *(["Paired tests"] if len(rows) > 1 else []), "Vital signs"]
     sections = "\n".join(
         f"<section>\n<h2>{title}</h2>\n"
         + report.table_block(
@@ -177,7 +204,7 @@ def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
             [[_breakable(label), *cells] for label, *cells in table.rows],
         )
         + "\n</section>"
-        for title, table in zip(("Results", "Paired tests"), tables(rows), strict=False)
+        for title, table in zip(titles, made, strict=False)
     )
     runs = [
         [_breakable(row.label), str(run.seed), str(run.metrics[-1]["round"]), str(run.directory)]

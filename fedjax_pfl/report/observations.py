@@ -1,4 +1,4 @@
-"""Pictures of what a method shows of itself: the last of its observations.
+"""Pictures of what a method shows of itself: the last of its observations, and its vital signs.
 
 What a picture is follows from the shape: a number per client is bars, a row per client a heat map,
 a table per client and layer a heat map for each layer. Embeddings are a plane.
@@ -12,7 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedjax_pfl.report.figures import INK, dressed, sheet
+from fedjax_pfl.engine import vital_signs
+from fedjax_pfl.report.figures import COLOURS, DASHES, INK, Record, dressed, sheet
 
 _MOST_LAYERS = 12  # heat maps in one picture
 _MOST_NAMES = 30  # clients whose numbers are written beside points
@@ -65,6 +66,39 @@ def draw(
         figure.set_label(f"After round {rounds[-1]}: {meaning}{_left_out(values)}.")
         drawn[name] = figure
     return drawn
+
+
+def signs(method: str, metrics: Sequence[Record]) -> dict[str, Figure]:
+    """The method's vital signs over the rounds, a panel each; nothing where it has none."""
+    known = vital_signs.SIGNS.get(method, {})
+    lines = [line for line in metrics if line.get("observed")]
+    names = [name for name in known if any(name in line["observed"] for line in lines)]
+    if not names:
+        return {}
+    figure = sheet("Vital signs", 7.2, 2.2 * len(names) + 0.8)
+    panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
+    for axes, name in zip(panels, names, strict=True):
+        there = [line for line in lines if name in line["observed"]]
+        values = [line["observed"][name] for line in there]
+        rounds = [line["round"] for line in there]
+        each = values if isinstance(values[0], dict) else [{"": value} for value in values]
+        for n, layer in enumerate(list(each[-1])[:_MOST_LAYERS]):
+            dressed(axes).plot(
+                rounds,
+                [value.get(layer, np.nan) for value in each],
+                color=COLOURS[n % len(COLOURS)],
+                linestyle=DASHES[n % len(DASHES)],
+                marker=".",
+                label=layer,
+            )
+        axes.set_title(name.replace("_", " "), fontsize=9, color=INK)
+        if len(each[-1]) > 1:
+            axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    panels[-1].set_xlabel("round")
+    panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    said = "; ".join(f"{name.replace('_', ' ')}: {known[name].what}" for name in names)
+    figure.set_label(f"Whether the method's mechanism acts. {said}.")
+    return {"vital signs": figure}
 
 
 def _by_layer(values: np.ndarray, layers: Sequence[str]) -> list[tuple[str, np.ndarray]]:

@@ -18,6 +18,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.report import figures
 from fedjax_pfl.report.figures import Picture, Record, human_bytes, number, score_name, show_score
 
@@ -166,6 +167,7 @@ def _page(
     body = f"""{_warnings(metrics)}
 {_headline(metrics)}
 {_results(metrics)}
+{_learned(config, metrics)}
 <section class="figures">
 <h2>Figures</h2>
 {drawn}
@@ -207,6 +209,7 @@ def _warnings(metrics: Sequence[Record]) -> str:
         said.append(f"Times that a sampled client dropped out: {last['dropped']:,}.")
     if any(value is None for stage in _stages(last) for value in last[stage].values()):
         said.append("Some final numbers were not finite; they are shown as –.")
+    said += [f"After round {last['round']}, {text}." for text in last.get("remarks", ())]
     return "\n".join(f'<p class="warning" role="note">{html.escape(text)}</p>' for text in said)
 
 
@@ -260,6 +263,16 @@ def _results(metrics: Sequence[Record]) -> str:
 {table_block(caption, (*_COLUMNS.values(), "loss"), rows)}
 {note}
 </section>"""
+
+
+def _learned(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:
+    """What the method's last vital signs say, in words; nothing where it has none."""
+    phase = (config.get("phases") or [{}])[-1]
+    method = phase.get("algorithm", config.get("algorithm", ""))
+    said = vital_signs.lessons(method, metrics[-1].get("observed", {}))
+    if not said:
+        return ""
+    return f"<section>\n<h2>What was learned</h2>\n<p>{html.escape(' '.join(said))}</p>\n</section>"
 
 
 def table_block(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import ledger, metrics, multiprocess, sweep
+from fedjax_pfl.engine import ledger, metrics, multiprocess, sweep, vital_signs
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import checkpoints, run_directory
@@ -113,8 +113,13 @@ def keep(member: Member, observed: Mapping[str, np.ndarray], line: dict[str, Any
             run_directory.write_observations(member.directory, member.seen)
 
 
-def measured(built: Built, member: Member, scores: Any, state: State) -> dict[str, Any]:
-    """The line of one evaluation; where it is the phase's best by validation, its state is kept."""
+def measured(
+    built: Built, member: Member, scores: Any, state: State, shown: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """The line of one evaluation; where it is the phase's best by validation, its state is kept.
+
+    shown: what the method shows of its state, of which the line has the vital signs.
+    """
     at = member.at
     active = built.phases[at.phase].federation.active
     validation = metrics.summary(scores.validation, active, built.task.name)
@@ -139,12 +144,34 @@ def measured(built: Built, member: Member, scores: Any, state: State) -> dict[st
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
+        **_signs(built, member, shown),
     }
     rows = metrics.client_scores(scores, built.task.name)
     known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
     rows = metrics.with_best(rows, known, better, built.task.name)
     member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
+
+
+def _signs(built: Built, member: Member, shown: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """The vital signs of an evaluation; nothing of a method that has none."""
+    at, phase = member.at, built.phases[member.at.phase]
+    signs = vital_signs.SIGNS.get(phase.config.algorithm, {})
+    if not signs:
+        return {}
+    earlier = [line for line in at.metrics if line["phase"] == at.phase]
+    last = earlier[-1]["round"] if earlier else None
+    before = {name: each[-1] for name, (rounds, each) in member.seen.items() if rounds[-1] == last}
+    both = vital_signs.Shown(shown, before, list(at.ledger.down))
+    rounds = phase.end - phase.begin
+    return vital_signs.read(signs, both, earlier, at.round, rounds)._asdict()
+
+
+def news(member: Member) -> list[str]:
+    """What the last evaluation remarks and the one before did not."""
+    said = [line.get("remarks", []) for line in member.at.metrics[-2:]]
+    before = said[0] if len(said) > 1 else []
+    return [remark for remark in said[-1] if remark not in before]
 
 
 def start(built: Built, member: Member) -> None:

@@ -32,6 +32,7 @@ from fedjax_pfl.runs.run_state import (
     checkpoints_fit,
     keep,
     measured,
+    news,
     resume,
     save,
     start,
@@ -203,6 +204,7 @@ def _write_report(built: Built, result: Result, directory: Path) -> None:
     run_directory.write_traffic(directory, result.ledger)
     pictures = {"partition": draw_partition(built.data, built.federation)}
     pictures |= observations.draw(result.observations, list(result.ledger.down))
+    pictures |= observations.signs(built.phases[-1].config.algorithm, result.metrics)
     page.write(directory, pictures)
 
 
@@ -248,6 +250,11 @@ def _part(tree: PyTree, i: int, members: Sequence[Member]) -> PyTree:
     return tree if len(members) == 1 else trees.row(tree, i)
 
 
+def _named(member: Member, line: str) -> str:
+    """A line for people, which says of which run it is where there are several."""
+    return f"{member.name}: {line}" if member.name else line
+
+
 def _one_phase(
     built: Built, phase: Phase, members: Sequence[Member], state: State, bar: Any, stop: Stop
 ) -> State:
@@ -283,8 +290,7 @@ def _one_phase(
             for i, member in enumerate(members):
                 logs = _part(all_logs, i, members)
                 for warning in metrics.rejections(logs, now, rounds) if multiprocess.lead() else ():
-                    named = f"{member.name}: {warning}" if member.name else warning
-                    bar.write(named, file=sys.stderr)
+                    bar.write(_named(member, warning), file=sys.stderr)
                 free = 1 if now == 0 and not one.count_initial_download else 0
                 member.at = member.at._replace(
                     round=until,
@@ -295,8 +301,11 @@ def _one_phase(
                 )
                 if evaluated:
                     mine = _part(state, i, members)
-                    line = measured(built, member, _part(all_scores, i, members), mine)
-                    keep(member, jax.device_get(observe[i](mine)), line)
+                    shown = jax.device_get(observe[i](mine))
+                    line = measured(built, member, _part(all_scores, i, members), mine, shown)
+                    for remark in news(member) if multiprocess.lead() else ():
+                        bar.write(_named(member, f"round {until}: {remark}"), file=sys.stderr)
+                    keep(member, shown, line)
             if evaluated:
                 score = f"{built.task.name}_mean"
                 lines = [member.at.metrics[-1]["before"] or {} for member in members]

@@ -369,3 +369,25 @@ def test_without_arguments():
 
 def test_the_reports_flat_settings_are_what_labels_are_made_of():
     assert dict(report.flat({"a": {"b": (1, 2)}, "c": True})) == {"c": "true", "a.b": "[1, 2]"}
+
+
+def test_vital_signs_are_columns_where_a_method_has_them(tmp_path):
+    """Of the last evaluation; of layers the mean, and over seeds: (3 + 1 + 4 + 2) / 4."""
+    paths = []
+    for seed, peers in enumerate(({"conv": 3.0, "head": 1.0}, {"conv": 4.0, "head": 2.0})):
+        path = made(tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed))
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines[-1]["observed"] = {"peers": peers, "one_hot": 0.0}
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(path)
+    paths.append(made(tmp_path / "fedavg", [0.4], settings(seed=0)))
+    rows = comparison.group([comparison.read(path) for path in paths])
+    table = comparison_page.tables(rows)[-1]
+    assert table.heads == ["peers", "one hot"]
+    ((label, *cells),) = table.rows
+    assert label.startswith("pfedla")
+    assert cells == ["2.5", "0"]
+    written = list(csv.DictReader(io.StringIO(comparison_page.as_csv(rows))))
+    assert [line["observed_peers"] for line in written] == ["2.5", ""]
+    assert "Vital signs" in comparison_page.write(rows, tmp_path / "out").read_text()
+    assert len(comparison_page.tables(rows[1:])) == 1
