@@ -95,5 +95,14 @@ def _needed(eqn: Any, made: int, uses: Counter[Any]) -> int:
         owned = [True] * len(inner.invars) if loop or len(last) < len(inner.invars) else last
         most = max(most, _peak(inner, owned) - sum(_bytes(v.aval) for v in inner.invars))
     # A scan's stacked results are there all the time; other results are part of what is inside.
-    stacked = eqn.outvars[eqn.params["num_carry"] :] if eqn.primitive.name == "scan" else []
+    stacked = _stacked(eqn) if eqn.primitive.name == "scan" else []
     return max(made if most == 0 else 0, most + sum(_bytes(v.aval) for v in stacked))
+
+
+def _stacked(scan: Any) -> list[Any]:
+    """A scan's results with an axis for its steps, and not what it carries; told by shape, since
+    JAX 0.11 names the numbers of each in another way than 0.10.
+    """
+    inside = scan.params["jaxpr"].jaxpr.outvars
+    pairs = zip(scan.outvars, inside, strict=True)
+    return [v for v, one in pairs if v.aval.ndim > one.aval.ndim]
