@@ -23,7 +23,7 @@ from absl import flags
 from experiments.launch import command
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, task
-from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.algorithm import Algorithm, Federation, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split
 from fedjax_pfl.engine import memory_estimate
@@ -51,13 +51,12 @@ def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
     key, i = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
     state = jax.eval_shape(made.init, key)
     split = Split(jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32), i)
-    data = ClientData(
-        jax.ShapeDtypeStruct((_EXAMPLES, 32, 32, 3), jnp.float32),
-        jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32), split, split, None, None, None, None,
-    )  # fmt: skip
-    payload = jax.eval_shape(made.send, state.server, state.rows, i, i, key)
+    images = jax.ShapeDtypeStruct((_EXAMPLES, 32, 32, 3), jnp.float32)
+    labels = jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32)
+    data = ClientData(images, labels, split, split, None, None, None, None)
+    payload = jax.eval_shape(made.send, state._replace(clients=()), Visit(i, None, i, key))
     row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state.clients)
-    upload = jax.eval_shape(made.train, payload, row, data, i, key)[0]
+    upload = jax.eval_shape(made.train, payload, row, Visit(i, data, i, key)).upload
     count = memory_estimate.tree_bytes
     return Sizes(count(state[:2]), count(state.clients), count(payload), count(upload))
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fedjax_pfl import algorithms
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.networks import router
@@ -59,9 +59,9 @@ def _visits(name: str, state: State, **changes: Any) -> tuple[Any, Any]:
     key, t = jax.random.key(1), jnp.int32(4)
 
     def visit(state: State, i: jax.Array) -> tuple[Any, Any]:
-        payload = made.send(state.server, state.rows, i, t, key)
+        payload = made.send(state, Visit(i, None, t, key))
         client = trees.row(state.clients, i)
-        return made.train(payload, client, client_data(data, i), t, key)[:2]
+        return made.train(payload, client, Visit(i, client_data(data, i), t, key))[:2]
 
     return jax.jit(jax.vmap(visit, (None, 0)))(state, jnp.arange(tiny.CLIENTS))
 

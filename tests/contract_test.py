@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, State
+from fedjax_pfl.core.algorithm import Algorithm, State, Visit
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
 from fedjax_pfl.engine import ledger, memory_estimate, sweep
@@ -71,13 +71,11 @@ def one_client(name: str) -> Any:
     made = algorithm(name)
 
     def work(state: State, data: Any, i: jax.Array, t: jax.Array) -> Any:
-        payload = made.send(state.server, state.rows, i, t, stage_key(KEY, SEND, t, i))
+        payload = made.send(state, Visit(i, None, t, stage_key(KEY, SEND, t, i)))
         upload, _, client, _ = made.train(
             payload,
             trees.row(state.clients, i),
-            client_data(data, i),
-            t,
-            stage_key(KEY, TRAIN, t, i),
+            Visit(i, client_data(data, i), t, stage_key(KEY, TRAIN, t, i)),
         )
         return payload, upload, client
 
@@ -92,9 +90,8 @@ def looped(name: str, state: State, data: Any, arrived: list[bool]) -> State:
     here = jnp.asarray(arrived)
     uploads = trees.where(here, uploads, jax.tree.map(jnp.zeros_like, uploads))
     safe = jnp.where(here, ids, tiny.CLIENTS)
-    server, rows = jax.jit(algorithm(name).receive)(
-        state.server, state.rows, safe, here, payloads, uploads, jnp.int32(0)
-    )
+    cohort = tiny.cohort(tiny.TRAIN, safe, here, payloads, uploads, jnp.int32(0))
+    server, rows = jax.jit(algorithm(name).receive)(state, cohort)
     return State(server, rows, trees.where(here, clients, state.clients))
 
 

@@ -18,7 +18,7 @@ from experiments.papers.pfedla import presets as pfedla
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
 from fedjax_pfl.config import configuration, listing
-from fedjax_pfl.core.algorithm import Algorithm, State, everything
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, State, Trained, Visit, everything
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.report import comparison, comparison_page
 from fedjax_pfl.runs.tuning import grids, search, show, trials
@@ -152,7 +152,8 @@ def test_moments_and_steps_by_hand():
     ids, arrived = jnp.array([0, 1, 6]), jnp.array([True, True, False])
     upload = {"params": {"w": jnp.array([2.0, 4.0, 0.0])},
               "batch_stats": {"s": jnp.array([1.0, 1.0, 0.0])}}  # fmt: skip
-    receive = lambda server: made.receive(server, (), ids, arrived, (), upload, 0)[0]
+    cohort = tiny.cohort(tiny.TRAIN, ids, arrived, (), upload, 0)
+    receive = lambda server: made.receive(State(server, (), ()), cohort)[0]
     once = receive(server)
     change = 52 / 19 - 1
     np.testing.assert_allclose(once["moments"]["w"], change, rtol=1e-6)
@@ -168,11 +169,12 @@ def test_without_momentum_it_is_fedavg():
     made, plain = fedavgm(beta=0.0), cases.make("fedavg", tiny.federated()[1])
     state = made.init(KEY)
     uploads = jax.tree.map(
-        lambda x: jnp.stack([x + 1, x * 2, 0 * x]), made.send(*state[:2], 0, 0, KEY)
+        lambda x: jnp.stack([x + 1, x * 2, 0 * x]), made.send(state, Visit(0, None, 0, KEY))
     )
-    cohort = (jnp.array([0, 4, 6]), jnp.array([True, True, False]), uploads, uploads, 0)
-    ours, _ = made.receive(*state[:2], *cohort)
-    theirs, _ = plain.receive(*plain.init(KEY)[:2], *cohort)
+    ids, arrived = jnp.array([0, 4, 6]), jnp.array([True, True, False])
+    cohort = tiny.cohort(tiny.TRAIN, ids, arrived, uploads, uploads, 0)
+    ours, _ = made.receive(state, cohort)
+    theirs, _ = plain.receive(plain.init(KEY), cohort)
     assert set(ours) == {*theirs, "moments"}
     chex.assert_trees_all_close({k: ours[k] for k in theirs}, theirs, rtol=1e-6, atol=1e-6)
 
@@ -180,7 +182,7 @@ def test_without_momentum_it_is_fedavg():
 def test_moments_do_not_travel():
     made = fedavgm()
     state = made.init(KEY)
-    payload = made.send(state.server, (), 0, 0, KEY)
+    payload = made.send(State(state.server, (), ()), Visit(0, None, 0, KEY))
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
 
 
@@ -238,10 +240,10 @@ def test_arguments_are_what_the_table_says():
     shape = State(jnp.zeros(7), jnp.zeros((n, 2)), jnp.zeros((n, 4)))
     plain = Algorithm(
         init=lambda key, start=None: shape if start is None else start,
-        send=lambda server, rows, i, t, key: rows[i],
-        train=lambda payload, client, data, t, key: (payload, (), client, {"loss": client.sum()}),
-        receive=lambda server, rows, ids, arrived, payloads, uploads, t: (server, rows),
-        personal=lambda server, rows, client, i, data, t, key: (),
+        send=lambda state, visit: state.rows[visit.i],
+        train=lambda payload, client, visit: Trained(payload, (), client, {"loss": client.sum()}),
+        receive=lambda state, cohort: (state.server, state.rows),
+        personal=lambda state, client, visit: (),
         predict=lambda variables, x: jnp.zeros((len(x), 3)),
         traffic=lambda payload, upload: everything(payload, upload),
         observe=lambda state: {"rows": state.rows},
@@ -253,27 +255,47 @@ def test_arguments_are_what_the_table_says():
     state = jax.eval_shape(rounds.init, key, shape)
     jax.eval_shape(rounds.run, key, state, data, number, number)
     jax.eval_shape(rounds.evaluate, key, state, data, number)
-    jax.eval_shape(method.observe, state)
+    jax.eval_shape(lambda state: method.observe(state), state)
 
+    for row in table("Argument")[4:]:
+        for function in row["Of"].replace("`", "").split(", "):
+            name = row["Argument"].strip("`")
+            for value in (given[name] for given in seen[function]):
+                as_the_table_says(value, row, (function, name), n, k)
+    records = {
+        State: [given["state"] for given in seen["observe"]],
+        Visit: [given["visit"] for given in seen["train"] + seen["personal"]],
+        Cohort: [given["cohort"] for given in seen["receive"]],
+    }
+    fields = {record: [] for record in records}
+    for row in table("Field"):
+        name = row["Field"].strip("`")
+        for record in (r for r in records if r.__name__ in re.findall(r"\w+", row["Of"])):
+            fields[record].append(name)
+            for value in records[record]:
+                as_the_table_says(getattr(value, name), row, (record, name), n, k)
+    assert {r: sorted(f) for r, f in fields.items()} == {r: sorted(r._fields) for r in records}
+    for given in seen["send"]:
+        assert (given["state"].clients, given["visit"].data) == ((), None)
+    for given in seen["receive"] + seen["personal"]:
+        assert given["state"].clients == ()
+
+
+def as_the_table_says(value, row, where, n, k):
     fits = {"": lambda s: True, "[]": lambda s: s == (), "[K]": lambda s: s == (k,),
-            "[N, ...]": lambda s: s == (n, 2), "[K, ...]": lambda s: s == (k, 2),
+            "[N, ...]": lambda s: s in ((n, 2), (n, 4)), "[K, ...]": lambda s: s == (k, 2),
             "[...]": lambda s: s == (4,),
             "[B, ...]": lambda s: s[1:] == (tiny.FEATURES,)}  # fmt: skip
-    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    for row in table("Argument")[4:]:
-        name, kind, form = (row[c].strip("`") for c in ("Argument", "Type", "Shape"))
-        for function in row["Of"].replace("`", "").split(", "):
-            for value in (given[name] for given in seen[function]):
-                where = function, name
-                for leaf in jax.tree.leaves(value):
-                    assert isinstance(leaf, jax.core.Tracer) == (row["Traced"] == "yes"), where
-                    assert fits[form](leaf.shape), where
-                if kind in ("int32", "bool", "float32"):
-                    assert value.dtype == kind, where
-                elif kind == "key":
-                    assert is_key(value), where
-                elif kind != "tree":
-                    assert type(value).__name__ == kind, where
+    kind, form = (row[c].strip("`") for c in ("Type", "Shape"))
+    for leaf in jax.tree.leaves(value):
+        assert isinstance(leaf, jax.core.Tracer) == (row.get("Traced", "yes") == "yes"), where
+        assert fits[form](leaf.shape), where
+    if kind in ("int32", "bool", "float32"):
+        assert value.dtype == kind, where
+    elif kind == "key":
+        assert jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key), where
+    elif kind != "tree":
+        assert type(value).__name__ == kind, where
 
 
 # What stands on the pages, in a clone and in the site.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.algorithm import Cohort, Federation
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.networks.normalisation import batch_norm
 
@@ -69,3 +69,9 @@ def federated(
         VALIDATION[:clients],
     )
     return jax.tree.map(jnp.asarray, data), federation
+
+
+def cohort(counts: Any, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any) -> Cohort:
+    """As the engine makes it; `ids` are out of range where a client did not arrive."""
+    weights = jnp.asarray(counts, jnp.float32).at[ids].get(mode="fill", fill_value=0.0)
+    return Cohort(ids, arrived, jnp.where(arrived, weights, 0.0), payloads, uploads, t)

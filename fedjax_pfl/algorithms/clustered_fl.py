@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.task import Task
 
 
@@ -99,21 +98,12 @@ def clustered_fl(
             server = server._replace(models=trees.repeat(known, max_clusters))
         return State(server, rows, begun.clients)
 
-    def send(server: Clusters, rows: jax.Array, i: Any, t: Any, key: jax.Array) -> PyTree:
-        return trees.row(server.models, rows[i])
+    def send(state: State, visit: Visit) -> PyTree:
+        return trees.row(state.server.models, state.rows[visit.i])
 
-    def receive(
-        server: Clusters,
-        rows: jax.Array,
-        ids: jax.Array,
-        arrived: jax.Array,
-        payloads: PyTree,
-        uploads: PyTree,
-        t: Any,
-    ) -> tuple[Clusters, jax.Array]:
-        weights = common.examples(federation, ids)
-        cluster = rows.at[ids].get(mode="fill", fill_value=-1)  # −1: it did not arrive
-        deltas = jax.tree.map(jnp.subtract, uploads["params"], payloads["params"])
+    def receive(state: State, cohort: Cohort) -> tuple[Clusters, jax.Array]:
+        cluster = state.rows.at[cohort.ids].get(mode="fill", fill_value=-1)  # −1: not here
+        deltas = jax.tree.map(jnp.subtract, cohort.uploads["params"], cohort.payloads["params"])
         gram = products(deltas)
         length = jnp.sqrt(jnp.diagonal(gram))
         floor = jnp.maximum(length, 1e-12)
@@ -122,11 +112,8 @@ def clustered_fl(
         def one(c: jax.Array, carry: tuple[Clusters, jax.Array]) -> tuple[Clusters, jax.Array]:
             (models, used), rows = carry
             members = cluster == c
-            anyone = jnp.any(members)
-            # Weights of zero have no mean: an empty cluster keeps its model.
-            share = jnp.where(anyone, jnp.where(members, weights, 0.0), 1.0)
             old = trees.row(models, c)
-            mean = trees.where(anyone, trees.weighted_mean(uploads, share), old)
+            mean = cohort.mean(cohort.uploads, old, jnp.where(members, cohort.weights, 0.0))
             drift = jnp.sqrt(
                 trees.squared_norm(jax.tree.map(jnp.subtract, mean["params"], old["params"]))
             )
@@ -138,24 +125,19 @@ def clustered_fl(
             )
             moves = split & bipartition(distance, members)
             place = jnp.where(split, used, max_clusters)
-            copy = lambda many, new: many.at[c].set(new).at[place].set(new, mode="drop")
-            models = jax.tree.map(copy, models, mean)
-            leaving = jnp.where(moves, ids, federation.clients)
+            models = jax.tree.map(
+                lambda many, new: many.at[c].set(new).at[place].set(new, mode="drop"), models, mean
+            )
+            leaving = jnp.where(moves, cohort.ids, federation.clients)
             rows = rows.at[leaving].set(used, mode="drop")
             return Clusters(models, used + split.astype(jnp.int32)), rows
 
-        return jax.lax.fori_loop(0, max_clusters, one, (server, rows))
+        return jax.lax.fori_loop(0, max_clusters, one, (state.server, state.rows))
 
-    def personal(
-        server: Clusters,
-        rows: jax.Array,
-        client: PyTree,
-        i: Any,
-        data: ClientData,
-        t: Any,
-        key: Any,
-    ) -> PyTree:
-        return trees.row(server.models, rows[i])
+    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
+        return send(state, visit)
 
-    observe = lambda state: {"cluster": state.rows}
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {"cluster": state.rows}
+
     return base._replace(init=init, send=send, receive=receive, personal=personal, observe=observe)

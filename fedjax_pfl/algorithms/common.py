@@ -1,15 +1,21 @@
-"""What several algorithms share: a first model, local training of all or part of it, weights."""
+"""What several algorithms share: a first model, local training of all or part of it."""
 
+from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation, PyTree, State
+from fedjax_pfl.core.algorithm import Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.examples import Batch
+from fedjax_pfl.core.local_training import Training, split_variables
 from fedjax_pfl.core.task import Task
+
+Trainer = Callable[..., tuple[PyTree, PyTree, dict[str, jax.Array]]]
+_NOTHING: PyTree = MappingProxyType({})
 
 
 def shapes(model: Any, federation: Federation) -> PyTree:
@@ -36,61 +42,38 @@ def initial(model: Any, federation: Federation, key: jax.Array, start: State | N
     return found
 
 
-def examples(federation: Federation, ids: jax.Array) -> jax.Array:
-    """|D_i| of each client of a cohort, float32 [K]; zero in an empty slot."""
-    counts = jnp.asarray(federation.counts, jnp.float32)
-    return counts.at[ids].get(mode="fill", fill_value=0.0)
-
-
-def kept(training: local_training.Training, params: PyTree, federation: Federation) -> PyTree:
+def kept(training: Training, params: PyTree, federation: Federation) -> PyTree:
     """Every client's first optimiser state, stacked, where clients keep it; else empty."""
     if not training.keep:
         return ()
     return trees.repeat(training.optimizer.init(params), federation.clients)
 
 
-def train_all(
-    model: Any,
-    task: Task,
-    training: local_training.Training,
-    variables: PyTree,
-    optimizer_state: PyTree,
-    data: ClientData,
-    t: Any,
-    key: jax.Array,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Train every variable of a model on the task: (variables, optimiser's state, metrics)."""
-    return train_part(model, task, training, variables, {}, optimizer_state, data, t, key)
+def trainer(model: Any, task: Task, training: Training) -> Trainer:
+    """Local training of all or of some layers of a model.
 
-
-def train_part(
-    model: Any,
-    task: Task,
-    training: local_training.Training,
-    part: PyTree,
-    frozen: PyTree,
-    optimizer_state: PyTree,
-    data: ClientData,
-    t: Any,
-    key: jax.Array,
-) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-    """Train some layers of a model: (their variables, optimiser's state, metrics).
-
-    What is frozen is only read: no gradient, decay or momentum, and its BatchNorm statistics stay,
-    although it normalises by the batch, as it does when it trains.
+    What it returns takes (variables, optimiser's state, visit, frozen={}) and gives the variables,
+    the optimiser's state and metrics. What is `frozen` is only read: no gradient, decay or
+    momentum, and its BatchNorm statistics stay, although it normalises by the batch, as it does
+    when it trains.
     """
-    whole, layers = local_training.gradient(model, task, data), trees.layers(part)
 
-    def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
-        variables = trees.join({"params": params, **rest}, frozen)
-        (loss, rest), grads = whole(*local_training.split_variables(variables), batch, key)
-        grads, rest = local_training.split_variables(
-            trees.split({"params": grads, **rest}, layers)[0]
+    def train(
+        variables: PyTree, optimizer_state: PyTree, visit: Visit, frozen: PyTree = _NOTHING
+    ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
+        whole = local_training.gradient(model, task, visit.data)
+        layers = trees.layers(variables)
+
+        def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+            joined = trees.join({"params": params, **rest}, frozen)
+            (loss, rest), grads = whole(*split_variables(joined), batch, key)
+            own, _ = trees.split({"params": grads, **rest}, layers)
+            grads, rest = split_variables(own)
+            return (loss, rest), grads
+
+        params, rest, optimizer_state, metrics = local_training.fit(
+            training, gradient, *split_variables(variables), optimizer_state, visit
         )
-        return (loss, rest), grads
+        return {"params": params, **rest}, optimizer_state, metrics
 
-    params, rest = local_training.split_variables(part)
-    params, rest, optimizer_state, metrics = local_training.fit(
-        training, gradient, params, rest, optimizer_state, data, t, key
-    )
-    return {"params": params, **rest}, optimizer_state, metrics
+    return train

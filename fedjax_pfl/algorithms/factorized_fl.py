@@ -32,7 +32,16 @@ import numpy as np
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.matching import candidates, cosine
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Traffic,
+    Trained,
+    Visit,
+)
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
@@ -129,12 +138,12 @@ def factorized_fl(
                              "earlier phase has none; put it first")  # fmt: skip
         return State((), start.rows, Client(start.clients.own, momentum))
 
-    def send(server: PyTree, rows: PyTree, i: Any, t: Any, key: jax.Array) -> PyTree:
-        omega = weights(rows, i, key)
-        mixed = jax.tree.map(lambda x: jnp.tensordot(omega, x, 1, precision="highest"), rows)
+    def send(state: State, visit: Visit) -> PyTree:
+        omega = weights(state.rows, visit.i, visit.key)
+        mixed = jax.tree.map(lambda x: jnp.tensordot(omega, x, 1, precision="highest"), state.rows)
         if share == "all":
             return {"params": sent(mixed["params"])}
-        own = trees.divide(trees.row(rows, i), is_star)[0]
+        own = trees.divide(trees.row(state.rows, visit.i), is_star)[0]
         return trees.join(trees.divide(mixed, is_mixed)[0], own)
 
     def with_l1(data: ClientData) -> local_training.Gradient:
@@ -147,25 +156,21 @@ def factorized_fl(
 
         return gradient
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         params, rest = local_training.split_variables(trees.join(payload, client.own))
         params, rest, momentum, metrics = local_training.fit(
-            training, with_l1(data), params, rest, client.momentum, data, t, key
+            training, with_l1(visit.data), params, rest, client.momentum, visit
         )
         trained = {"params": prune(params, sparsity), **rest}
         upload, _ = trees.divide({"params": sent(params)}, travels)
         own = {**trees.divide({"params": params}, travels)[1], **rest}
-        return upload, trained, Client(own, momentum), metrics
+        return Trained(upload, trained, Client(own, momentum), metrics)
 
-    def receive(
-        server: PyTree, rows: PyTree, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any
-    ) -> tuple[PyTree, PyTree]:
-        return server, trees.put(rows, ids, uploads)
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        return state.server, cohort.put(state.rows, cohort.uploads)
 
-    def personal(
-        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        variables = trees.join(send(server, rows, i, t, key), client.own)
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+        variables = trees.join(send(state, visit), client.own)
         return {**variables, "params": prune(variables["params"], sparsity)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:

@@ -12,17 +12,16 @@ from typing import Any
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.local_training import Training, constant
 from fedjax_pfl.core.task import Task
 
 
 def fedavg_plus(
     model: Any,
     task: Task,
-    training: local_training.Training,
+    training: Training,
     federation: Federation,
     *,
     rate: float | None = None,
@@ -39,15 +38,15 @@ def fedavg_plus(
     if epochs < 1:
         raise UsageError(f"fedavg_plus.epochs is {epochs}; it must be at least 1")
     tuning = training._replace(
-        rate=training.rate if rate is None else lambda t: rate,
+        rate=training.rate if rate is None else constant(rate),
         epochs=epochs,
         steps=None,
         keep=False,
     )
 
-    def personal(
-        server: PyTree, rows: PyTree, client: PyTree, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        return common.train_all(model, task, tuning, server, (), data, t, key)[0]
+    tune = common.trainer(model, task, tuning)
+
+    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
+        return tune(state.server, (), visit)[0]
 
     return fedavg(model, task, training, federation)._replace(personal=personal)

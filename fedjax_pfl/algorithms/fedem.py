@@ -12,6 +12,7 @@ Those see BatchNorm's running statistics.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -21,7 +22,7 @@ import optax
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
@@ -78,7 +79,7 @@ def fedem(
     apart = training._replace(optimizer=each)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        draw = lambda key: common.initial(model, federation, key, None)
+        draw = partial(common.initial, model, federation, start=None)
         server = jax.vmap(draw)(jax.random.split(key, components))
         pi = jnp.full((federation.clients, components), 1 / components)
         if start is not None:
@@ -110,7 +111,9 @@ def fedem(
     def mixture(server: PyTree, pi: jax.Array, data: ClientData) -> PyTree:
         return {"components": server, "pi": pi, "classes": data.classes}
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        data = visit.data
+
         def weighted(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             q = responsibilities(losses(payload, batch, data), client.pi)
 
@@ -124,23 +127,22 @@ def fedem(
 
         params, rest = local_training.split_variables(payload)
         params, rest, momentum, metrics = local_training.fit(
-            apart, weighted, params, rest, client.momentum, data, t, key
+            apart, weighted, params, rest, client.momentum, visit
         )
         trained = {"params": params, **rest}
         pi = weigh(payload, client.pi, data)
-        return trained, mixture(trained, pi, data), Client(pi, momentum), metrics
+        return Trained(trained, mixture(trained, pi, data), Client(pi, momentum), metrics)
 
-    def personal(
-        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
         pi = client.pi
         if not federation.active.all():  # a novel client has had no round to find its weights in
-            pi = jnp.where(jnp.asarray(federation.active)[i], pi, weigh(server, pi, data))
-        return mixture(server, pi, data)
+            found = weigh(state.server, pi, visit.data)
+            pi = jnp.where(jnp.asarray(federation.active)[visit.i], pi, found)
+        return mixture(state.server, pi, visit.data)
 
-    base = fedavg(model, task, training, federation)
-    observe = lambda state: {"pi": state.clients.pi}
-    predict = Mixture(model).apply
-    return base._replace(
-        init=init, train=train, personal=personal, predict=predict, observe=observe
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {"pi": state.clients.pi}
+
+    return fedavg(model, task, training, federation)._replace(
+        init=init, train=train, personal=personal, predict=Mixture(model).apply, observe=observe
     )

@@ -26,7 +26,16 @@ import numpy as np
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Traffic,
+    Trained,
+    Visit,
+)
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.task import Task
@@ -101,12 +110,12 @@ def fedfomo(
         raise UsageError(f"fedfomo.reference is {reference!r}; there are {', '.join(REFERENCES)}")
     _check(federation, peers, epsilon, epsilon_decay)
     active = jnp.asarray(federation.active)
+    sgd = common.trainer(model, task, training)
 
     def mixed(own: PyTree, others: PyTree, client: Client, data: ClientData) -> Any:
         """θ, and the weights of the peers: [M]."""
         previous = client.start if reference == "start" else own
-        join = lambda one, many: jnp.concatenate([one[None], many])
-        models = jax.tree.map(join, own, others)
+        models = jax.tree.map(lambda one, many: jnp.concatenate([one[None], many]), own, others)
         weights = weigh(previous, models, data)
         return mixture(previous, models, weights)[0], weights[1:]
 
@@ -139,45 +148,38 @@ def fedfomo(
         momentum = common.kept(training, variables["params"], federation)
         return State((), rows, Client(begun, momentum))
 
-    def send(server: PyTree, rows: Rows, i: Any, t: Any, key: jax.Array) -> PyTree:
-        exploring = jnp.maximum(epsilon - epsilon_decay * jnp.float32(t - training.begin), 0.0)
-        others, ids = fetch(rows, i, exploring, key)
-        return {**trees.row(rows.models, i), "peers": others, "ids": ids}
+    def send(state: State, visit: Visit) -> PyTree:
+        rounds = jnp.float32(visit.t - training.begin)
+        exploring = jnp.maximum(epsilon - epsilon_decay * rounds, 0.0)
+        others, ids = fetch(state.rows, visit.i, exploring, visit.key)
+        return {**trees.row(state.rows.models, visit.i), "peers": others, "ids": ids}
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         own = {name: payload[name] for name in payload if name not in ("peers", "ids")}
-        start, weights = mixed(own, payload["peers"], client, data)
-        trained, momentum, metrics = common.train_all(
-            model, task, training, start, client.momentum, data, t, key
-        )
+        start, weights = mixed(own, payload["peers"], client, visit.data)
+        trained, momentum, metrics = sgd(start, client.momentum, visit)
         client = Client(start if reference == "start" else (), momentum)
-        return {**trained, "weights": weights}, trained, client, metrics
+        return Trained({**trained, "weights": weights}, trained, client, metrics)
 
-    def receive(
-        server: PyTree,
-        rows: Rows,
-        ids: jax.Array,
-        arrived: jax.Array,
-        payloads: PyTree,
-        uploads: PyTree,
-        t: Any,
-    ) -> tuple[PyTree, PyTree]:
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        rows, uploads = state.rows, cohort.uploads
         models = {name: uploads[name] for name in uploads if name != "weights"}
-        places = rows.affinity.at[ids[:, None], payloads["ids"]]
+        places = rows.affinity.at[cohort.ids[:, None], cohort.payloads["ids"]]
         affinity = places.add(uploads["weights"], mode="drop")
-        return server, Rows(trees.put(rows.models, ids, models), affinity)
+        return state.server, Rows(cohort.put(rows.models, models), affinity)
 
-    def personal(
-        server: PyTree, rows: Rows, client: Client, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        others, _ = fetch(rows, i, jnp.zeros(()), key)
-        return mixed(trees.row(rows.models, i), others, client, data)[0]
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+        others, _ = fetch(state.rows, visit.i, jnp.zeros(()), visit.key)
+        own = trees.row(state.rows.models, visit.i)
+        return mixed(own, others, client, visit.data)[0]
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """A client has its own model, and the ids are free."""
         return Traffic(trees.bytes_per_layer(payload["peers"]), trees.bytes_per_layer(upload))
 
-    observe = lambda state: {"affinity": state.rows.affinity}
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {"affinity": state.rows.affinity}
+
     return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
 
 

@@ -24,9 +24,18 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Traffic,
+    Trained,
+    Visit,
+)
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import router as routing
 from fedjax_pfl.networks.modular import (
@@ -37,6 +46,18 @@ from fedjax_pfl.networks.modular import (
     keep_inactive,
     pretrained,
 )
+
+
+class Epochs(NamedTuple):
+    """What a local epoch hands to the next."""
+
+    theta: PyTree
+    psi: PyTree
+    momentum: list[PyTree]  # of both
+    used: jax.Array  # bool [B]: blocks that were active in any epoch so far
+    z: jax.Array  # [E] the logits of this epoch
+    opened: jax.Array  # [E] and the gates sampled from them
+    loss: jax.Array  # the sum
 
 
 class Client(NamedTuple):
@@ -109,10 +130,11 @@ def fedmn(
         momentum = [common.kept(training, one["params"], federation) for one in apart(server)]
         return State(server, (), Client(closed, closed, momentum))
 
-    def network_epoch(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, data: ClientData,
-                      t: Any, key: jax.Array) -> Any:  # fmt: skip
+    def network_epoch(
+        theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, visit: Visit
+    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array]:
         """SGD at fixed gates: θ, its momentum, the loss, and Σ of the gradients at the logits z."""
-        whole = local_training.gradient(WithLogits(network, sample), task, data)
+        whole = local_training.gradient(WithLogits(network, sample), task, visit.data)
 
         def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
             rest, pulled = carried
@@ -121,65 +143,72 @@ def fedmn(
 
         params, rest = local_training.split_variables(theta)
         params, (rest, pulled), trace, metrics = local_training.fit(
-            one_epoch, gradient, params, (rest, jnp.zeros(paths)), trace, data, t, key
+            one_epoch, gradient, params, (rest, jnp.zeros(paths)), trace, visit
         )
         return {"params": params, **rest}, trace, metrics["loss"], pulled
 
-    def router_step(psi: PyTree, trace: PyTree, pulled: jax.Array, data: ClientData, t: Any) -> Any:
-        grads = routing.pull(router, psi, data, n, training.batch_size, pulled)
+    def router_step(
+        psi: PyTree, trace: PyTree, pulled: jax.Array, visit: Visit
+    ) -> tuple[PyTree, PyTree]:
+        grads = routing.pull(router, psi, visit.data, n, training.batch_size, pulled)
         updates, trace = training.optimizer.update(grads, trace, psi["params"])
-        step = lambda p, u: p - (router_rate * training.rate(t) * u).astype(p.dtype)
-        return {**psi, "params": jax.tree.map(step, psi["params"], updates)}, trace
+        rate = router_rate * training.rate(visit.t)
+        return {**psi, "params": local_training.descend(psi["params"], updates, rate)}, trace
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
-        tau = routing.temperature(t - training.begin, training.rounds, *temperatures)
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        data = visit.data
+        tau = routing.temperature(visit.t - training.begin, training.rounds, *temperatures)
 
-        def epoch(e: Any, carry: Any) -> Any:
-            theta, psi, (trace, psi_trace), used, _, _, loss = carry
-            noise_key, fit_key = jax.random.split(jax.random.fold_in(key, e))
+        def epoch(e: Any, now: Epochs) -> Epochs:
+            noise_key, fit_key = jax.random.split(jax.random.fold_in(visit.key, e))
             noise = jax.random.logistic(noise_key, (paths,))
-            sample = lambda z: routing.sample(z, noise, tau, layout, gates == "hard")
-            z = logits(psi, data)
+            sample = partial(
+                routing.sample, noise=noise, tau=tau, layout=layout, hard=gates == "hard"
+            )
+            trace, psi_trace = now.momentum
+            z = logits(now.psi, data)
             opened = sample(z)
             active = routing.active(opened, layout)
-            new, moved, more, pulled = network_epoch(theta, trace, z, sample, data, t, fit_key)
+            new, moved, more, pulled = network_epoch(
+                now.theta, trace, z, sample, visit._replace(key=fit_key)
+            )
             # Decay and momentum would move the other blocks too, which are not even here.
-            theta, trace = keep_inactive(active, names, (new, moved), (theta, trace))
-            psi, psi_trace = router_step(psi, psi_trace, pulled, data, t)
-            return theta, psi, [trace, psi_trace], used | active, z, opened, loss + more
+            theta, trace = keep_inactive(active, names, (new, moved), (now.theta, trace))
+            psi, psi_trace = router_step(now.psi, psi_trace, pulled, visit)
+            used, loss = now.used | active, now.loss + more
+            return Epochs(theta, psi, [trace, psi_trace], used, z, opened, loss)
 
         theta, psi = apart(payload)
         if contrast is not None:
-            share = jnp.where(t == training.begin, 1.0, 0.1)
+            share = jnp.where(visit.t == training.begin, 1.0, 0.1)
             psi = routing.spread(router, psi, data, n, training.batch_size, share)
         new = [training.optimizer.init(one["params"]) for one in (theta, psi)]
-        momentum, nothing = client.momentum if training.keep else new, jnp.zeros(len(names), bool)
-        carry = (theta, psi, momentum, nothing, client.pi, client.gates, jnp.zeros(()))
-        theta, psi, momentum, used, z, opened, loss = jax.lax.fori_loop(0, epochs, epoch, carry)
-        trained = {**theta, "gates": routing.decide(logits(psi, data), layout)}
-        client = Client(jax.nn.sigmoid(z), opened, momentum if training.keep else [(), ()])
-        metrics = {"loss": loss / epochs, "active_blocks": jnp.sum(used).astype(jnp.float32)}
-        return {**trees.join(theta, psi), "active": used}, trained, client, metrics
+        momentum, none = client.momentum if training.keep else new, jnp.zeros(len(names), bool)
+        start = Epochs(theta, psi, momentum, none, client.pi, client.gates, jnp.zeros(()))
+        end = jax.lax.fori_loop(0, epochs, epoch, start)
+        trained = {**end.theta, "gates": routing.decide(logits(end.psi, data), layout)}
+        stays = end.momentum if training.keep else [(), ()]
+        active_blocks = jnp.sum(end.used).astype(jnp.float32)
+        return Trained(
+            {**trees.join(end.theta, end.psi), "active": end.used},
+            trained,
+            Client(jax.nn.sigmoid(end.z), end.opened, stays),
+            {"loss": end.loss / epochs, "active_blocks": active_blocks},
+        )
 
-    def receive(
-        server: PyTree, rows: PyTree, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any
-    ) -> tuple[PyTree, PyTree]:
-        weights = common.examples(federation, ids)
-
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         def mean(name: str, old: jax.Array, new: jax.Array) -> jax.Array:
             if name not in names:
-                return trees.weighted_mean(new, weights)
-            share = jnp.where(uploads["active"][:, names.index(name)], weights, 0.0)
-            anyone = jnp.any(share > 0)
-            return jnp.where(anyone, trees.weighted_mean(new, jnp.where(anyone, share, 1.0)), old)
+                return cohort.mean(new, old)
+            used = cohort.uploads["active"][:, names.index(name)]
+            return cohort.mean(new, old, jnp.where(used, cohort.weights, 0.0))
 
-        return trees.map_layers(mean, server, {name: uploads[name] for name in server}), rows
+        uploaded = {name: cohort.uploads[name] for name in state.server}
+        return trees.map_layers(mean, state.server, uploaded), state.rows
 
-    def personal(
-        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        theta, psi = apart(server)
-        return {**theta, "gates": routing.decide(logits(psi, data), layout)}
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+        theta, psi = apart(state.server)
+        return {**theta, "gates": routing.decide(logits(psi, visit.data), layout)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """Active blocks, both ways: the gates are chosen before blocks are fetched."""
@@ -187,7 +216,9 @@ def fedmn(
         bill = {name: jnp.where(used.get(name, True), b, 0) for name, b in bytes_of.items()}
         return Traffic(bill, bill)
 
-    observe = lambda state: {"pi": state.clients.pi, "gates": state.clients.gates}
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {"pi": state.clients.pi, "gates": state.clients.gates}
+
     send = fedavg(model, task, training, federation).send
     return Algorithm(init, send, train, receive, personal, Routed(network).apply, traffic, observe)
 

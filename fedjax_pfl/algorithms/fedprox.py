@@ -14,9 +14,9 @@ import jax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 
 
@@ -36,18 +36,16 @@ def fedprox(
     if mu < 0:
         raise UsageError(f"fedprox.mu is {mu}; it must be at least 0")
 
-    def train(payload: PyTree, client: PyTree, data: ClientData, t: Any, key: jax.Array) -> Any:
+    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         w, rest = local_training.split_variables(payload)
-        plain = local_training.gradient(model, task, data)
+        plain = local_training.gradient(model, task, visit.data)
 
         def held(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             loss_rest, grads = plain(params, rest, batch, key)
             return loss_rest, jax.tree.map(lambda g, p, a: g + mu * (p - a), grads, params, w)
 
-        params, rest, client, metrics = local_training.fit(
-            training, held, w, rest, client, data, t, key
-        )
+        params, rest, client, metrics = local_training.fit(training, held, w, rest, client, visit)
         variables = {"params": params, **rest}
-        return variables, variables, client, metrics
+        return Trained(variables, variables, client, metrics)
 
     return fedavg(model, task, training, federation)._replace(train=train)

@@ -14,9 +14,8 @@ import jax
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.task import Task
 
 
@@ -51,6 +50,7 @@ def fedrep(
     by_head = training._replace(
         epochs=head_epochs if head_steps is None else None, steps=head_steps
     )
+    fit_head, fit_body = (common.trainer(model, task, one) for one in (by_head, training))
     joint = partly_shared(model, task, training, federation, of_layers({model.head}))
 
     def init(key: jax.Array, start: State | None = None) -> State:
@@ -62,16 +62,12 @@ def fedrep(
         )
         return state._replace(clients=Client(state.clients.own, momentum))
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
-        head_key, body_key = jax.random.split(key)
-        kept_head, kept_body = client.momentum
-        head, kept_head, first = common.train_part(
-            model, task, by_head, client.own, payload, kept_head, data, t, head_key
-        )
-        body, kept_body, metrics = common.train_part(
-            model, task, training, payload, head, kept_body, data, t, body_key
-        )
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        one, two = (visit._replace(key=key) for key in jax.random.split(visit.key))
+        head, of_head, first = fit_head(client.own, client.momentum.head, one, payload)
+        body, of_body, metrics = fit_body(payload, client.momentum.body, two, head)
         metrics = {**metrics, "head_loss": first["loss"]}
-        return body, trees.join(body, head), Client(head, Momentum(kept_head, kept_body)), metrics
+        stays = Client(head, Momentum(of_head, of_body))
+        return Trained(body, trees.join(body, head), stays, metrics)
 
     return joint._replace(init=init, train=train)

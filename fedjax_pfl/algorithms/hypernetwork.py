@@ -13,9 +13,16 @@ import optax
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Trained,
+    Visit,
+)
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.groups import alone
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import hypernet
@@ -149,50 +156,45 @@ def generated(
     def group(g: int) -> tuple[Callable[..., Any], ...]:
         """What is written for one client, of group g."""
         model, joint = nets[g], local_optimizer(nets[g])
-        fits = training._replace(optimizer=joint, keep=True)
+        sgd = common.trainer(model, task, training._replace(optimizer=joint, keep=True))
 
-        def send(server: Server, rows: Rows, i: Any, t: Any, key: jax.Array) -> PyTree:
-            return generate(server.phi, server.spectral, rows.v[i])[g]
+        def send(state: State, visit: Visit) -> PyTree:
+            return generate(state.server.phi, state.server.spectral, state.rows.v[visit.i])[g]
 
-        def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: Any) -> Any:
+        def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
             variables = trees.join(payload, client.home)
             fresh = joint.init(variables["params"])
-            state = fresh._replace(inner_states={**fresh.inner_states, **client.momentum})
-            variables, state, metrics = common.train_all(
-                model, task, fits, variables, state, data, t, key
-            )
+            moments = fresh._replace(inner_states={**fresh.inner_states, **client.momentum})
+            variables, moments, metrics = sgd(variables, moments, visit)
             body, home = apart(model, variables)
-            return body, variables, Client(home, kept(state)), metrics
+            return Trained(body, variables, Client(home, kept(moments)), metrics)
 
-        def personal(
-            server: Server, rows: Rows, client: Client, i: Any, data: ClientData, t: Any, key: Any
-        ) -> PyTree:
-            return trees.join(send(server, rows, i, t, key), client.home)
+        def personal(state: State, client: Client, visit: Visit) -> PyTree:
+            return trees.join(send(state, visit), client.home)
 
         return send, train, personal
 
-    def receive(
-        server: Server, rows: Rows, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any
-    ) -> tuple[Server, Rows]:
+    def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[Server, Rows]:
         """g = Jᵀ (θ − θ̃) summed over the cohorts of all groups, and one step along it."""
+        server, rows, _ = state
         now = learning(server.phi, rows.v)
 
         def sent(now: dict[str, PyTree]) -> list[PyTree]:
             phi, v = now.get("phi", server.phi), now.get("v", rows.v)
             h = jax.vmap(generate, (None, None, 0))
-            own = [v.at[i].get(mode="fill", fill_value=0.0) for i in ids]
+            own = [v.at[one.ids].get(mode="fill", fill_value=0.0) for one in cohorts]
             return [h(phi, server.spectral, v)[g] for g, v in enumerate(own)]
 
-        def change(here: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
-            moved = jax.tree.map(jnp.subtract, payload, upload)
-            return trees.where(here, moved, jax.tree.map(jnp.zeros_like, moved))
-
-        (gradient,) = jax.vjp(sent, now)[1](list(map(change, arrived, payloads, uploads)))
+        changes = [
+            one.present(jax.tree.map(jnp.subtract, one.payloads, one.uploads)) for one in cohorts
+        ]
+        (gradient,) = jax.vjp(sent, now)[1](changes)
         if chosen.average:
-            number = jnp.sum(jnp.concatenate(arrived)).astype(jnp.float32)
+            arrived = jnp.concatenate([one.arrived for one in cohorts])
+            number = jnp.sum(arrived).astype(jnp.float32)
             gradient = jax.tree.map(lambda leaf: leaf / number, gradient)
         updates, moments = optimizer.update(gradient, server.moments, now)
-        moved = jax.tree.map(jnp.add, now, updates)
+        moved = optax.apply_updates(now, updates)
         phi, v = moved.get("phi", server.phi), moved.get("v", rows.v)
         steps = 0 if chosen.frozen else 1
         return Server(phi, hypernet.advance(phi, server.spectral, steps), moments), Rows(v)

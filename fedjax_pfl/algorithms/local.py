@@ -5,10 +5,17 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.core import local_training as local_work
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
-from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Trained,
+    Visit,
+)
+from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.task import Task
 
 
@@ -19,39 +26,26 @@ class Client(NamedTuple):
     momentum: PyTree
 
 
-def local(
-    model: Any, task: Task, training: local_work.Training, federation: Federation
-) -> Algorithm:
+def local(model: Any, task: Task, training: Training, federation: Federation) -> Algorithm:
     """Independent training from one common first model. Clients: variables, momentum if kept."""
+    sgd = common.trainer(model, task, training)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         variables = common.initial(model, federation, key, start)
         momentum = common.kept(training, variables["params"], federation)
         return State((), (), Client(trees.repeat(variables, federation.clients), momentum))
 
-    def send(server: PyTree, rows: PyTree, i: Any, t: Any, key: jax.Array) -> PyTree:
+    def send(state: State, visit: Visit) -> PyTree:
         return ()
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
-        variables, momentum, metrics = common.train_all(
-            model, task, training, client.variables, client.momentum, data, t, key
-        )
-        return (), variables, Client(variables, momentum), metrics
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        variables, momentum, metrics = sgd(client.variables, client.momentum, visit)
+        return Trained((), variables, Client(variables, momentum), metrics)
 
-    def receive(
-        server: PyTree,
-        rows: PyTree,
-        ids: jax.Array,
-        arrived: jax.Array,
-        payloads: PyTree,
-        uploads: PyTree,
-        t: Any,
-    ) -> tuple[PyTree, PyTree]:
-        return server, rows
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        return state.server, state.rows
 
-    def personal(
-        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
         return client.variables
 
     return Algorithm(init, send, train, receive, personal, model.apply)

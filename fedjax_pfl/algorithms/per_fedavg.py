@@ -20,7 +20,7 @@ import optax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
@@ -90,22 +90,21 @@ def per_fedavg(
         _, grads = local_training.gradient(model, task, data)(params, rest, batch, noise_key)
         return {"params": optax.tree.add_scale(params, -alpha, grads), **rest}
 
-    def train(payload: PyTree, client: PyTree, data: ClientData, t: Any, key: jax.Array) -> Any:
+    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
+        data = visit.data
         params, rest = local_training.split_variables(payload)
         gradient = local_training.gradient(model, task, data)
         direction = meta_gradient(
             gradient, data, training.batch_size, variant=variant, alpha=alpha, delta=delta
         )
-        fit_key, adapt_key = jax.random.split(key)
+        fit_key, adapt_key = jax.random.split(visit.key)
         params, rest, client, metrics = local_training.fit(
-            training, direction, params, rest, client, data, t, fit_key
+            training, direction, params, rest, client, visit._replace(key=fit_key)
         )
         upload = {"params": params, **rest}
-        return upload, adapted(upload, data, adapt_key), client, metrics
+        return Trained(upload, adapted(upload, data, adapt_key), client, metrics)
 
-    def personal(
-        server: PyTree, rows: PyTree, client: PyTree, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        return adapted(server, data, key)
+    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
+        return adapted(state.server, visit.data, visit.key)
 
     return fedavg(model, task, training, federation)._replace(train=train, personal=personal)

@@ -19,6 +19,7 @@ Deviations: the step goes towards the trained model; both public implementations
 BatchNorm's statistics stay with the clients, its scale and shift are a layer like any other.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,17 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Traffic,
+    Trained,
+    Visit,
+)
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.layer_weights import NORMALISE, LayerWeights, alpha
 
@@ -99,6 +108,7 @@ def pfedla(
     layers = max(number.values()) + 1
     _check(k, granularity, normalise, step, rate, layers, federation)
     layer_of = trees.map_layers(lambda name, leaf: number[name], variables["params"])
+    sgd = common.trainer(model, task, training)
     network = LayerWeights(n, layers, embedding, hidden, depth, normalise)
 
     def weights(psi: PyTree, i: Any) -> jax.Array:
@@ -126,45 +136,35 @@ def pfedla(
         stays = Client(trees.repeat(rest, n), common.kept(training, params, federation))
         return State((), Rows(trees.repeat(params, n), psi), stays)
 
-    def send(server: PyTree, rows: Rows, i: Any, t: Any, key: jax.Array) -> PyTree:
-        psi = trees.row(rows.psi, i)
-        kept = retained(psi, i)
-        return {"params": served(psi, rows.theta, i, kept), "retained": kept}
+    def send(state: State, visit: Visit) -> PyTree:
+        psi = trees.row(state.rows.psi, visit.i)
+        kept = retained(psi, visit.i)
+        return {"params": served(psi, state.rows.theta, visit.i, kept), "retained": kept}
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         variables = {"params": payload["params"], **client.rest}
-        trained, momentum, metrics = common.train_all(
-            model, task, training, variables, client.momentum, data, t, key
-        )
+        trained, momentum, metrics = sgd(variables, client.momentum, visit)
         params, rest = local_training.split_variables(trained)
-        return {"params": params}, trained, Client(rest, momentum), metrics
+        return Trained({"params": params}, trained, Client(rest, momentum), metrics)
 
-    def receive(
-        server: PyTree,
-        rows: Rows,
-        ids: jax.Array,
-        arrived: jax.Array,
-        payloads: PyTree,
-        uploads: PyTree,
-        t: Any,
-    ) -> tuple[PyTree, Rows]:
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, Rows]:
+        rows = state.rows
+
         def learn(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
             psi = trees.row(rows.psi, i)
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
             if step == "scaled":
                 delta = scaled(delta, layer_of, layers)
-            mixed = lambda psi: served(psi, rows.theta, i, payload["retained"])
+            mixed = partial(served, theta=rows.theta, i=i, kept=payload["retained"])
             (direction,) = jax.vjp(mixed, psi)[1](delta)
             return jax.tree.map(lambda p, d: p + rate * d, psi, direction)
 
-        psi = jax.vmap(learn)(ids, payloads, uploads)
-        theta = trees.put(rows.theta, ids, uploads["params"])
-        return server, Rows(theta, trees.put(rows.psi, ids, psi))
+        psi = jax.vmap(learn)(cohort.ids, cohort.payloads, cohort.uploads)
+        theta = cohort.put(rows.theta, cohort.uploads["params"])
+        return state.server, Rows(theta, cohort.put(rows.psi, psi))
 
-    def personal(
-        server: PyTree, rows: Rows, client: Client, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        return {"params": send(server, rows, i, t, key)["params"], **client.rest}
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+        return {"params": send(state, visit)["params"], **client.rest}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         stays = payload["retained"]

@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 
 
@@ -58,58 +58,40 @@ def pfedme(
             "from 2 on; use a smaller inner_rate"
         )
 
-    def solve(
-        gradient: local_training.Gradient,
-        theta: PyTree,
-        w: PyTree,
-        rest: PyTree,
-        batch: Batch,
-        key: Any,
-    ) -> tuple[PyTree, PyTree, jax.Array]:
-        """θ and statistics after K inner steps, and the loss at the last of them."""
-
-        def step(k: jax.Array, carry: Any) -> Any:
-            theta, rest, _ = carry
-            (loss, rest), grads = gradient(theta, rest, batch, jax.random.fold_in(key, k))
-            theta = jax.tree.map(
-                lambda x, g, a: x - inner_rate * (g + penalty * (x - a)), theta, grads, w
-            )
-            return theta, rest, loss
-
-        return jax.lax.fori_loop(0, inner_steps, step, (theta, rest, jnp.zeros(())))
-
-    def train(payload: PyTree, client: PyTree, data: ClientData, t: Any, key: jax.Array) -> Any:
+    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         params, rest = local_training.split_variables(payload)
-        gradient = local_training.gradient(model, task, data)
+        gradient = local_training.gradient(model, task, visit.data)
 
         def envelope(w: PyTree, carried: PyTree, batch: Batch, key: jax.Array) -> Any:
-            theta, rest = carried
-            theta, rest, loss = solve(gradient, theta, w, rest, batch, key)
+            """λ (w − θ), with θ and statistics after K inner steps and the loss at the last."""
+
+            def step(k: jax.Array, carry: Any) -> Any:
+                theta, rest, _ = carry
+                (loss, rest), grads = gradient(theta, rest, batch, jax.random.fold_in(key, k))
+                theta = jax.tree.map(
+                    lambda x, g, a: x - inner_rate * (g + penalty * (x - a)), theta, grads, w
+                )
+                return theta, rest, loss
+
+            start = (*carried, jnp.zeros(()))
+            theta, rest, loss = jax.lax.fori_loop(0, inner_steps, step, start)
             pull = jax.tree.map(lambda a, x: penalty * (a - x), w, theta)
             return (loss, (theta, rest)), pull
 
         w, (theta, rest), client, metrics = local_training.fit(
-            training, envelope, params, (params, rest), client, data, t, key
+            training, envelope, params, (params, rest), client, visit
         )
-        return {"params": w, **rest}, {"params": theta, **rest}, client, metrics
+        return Trained({"params": w, **rest}, {"params": theta, **rest}, client, metrics)
 
-    def receive(
-        server: PyTree,
-        rows: PyTree,
-        ids: jax.Array,
-        arrived: jax.Array,
-        payloads: PyTree,
-        uploads: PyTree,
-        t: Any,
-    ) -> tuple[PyTree, PyTree]:
-        mean = trees.weighted_mean(uploads, arrived.astype(jnp.float32))
-        mix = lambda old, new: (1 - beta) * old + beta * new
-        return {**mean, "params": jax.tree.map(mix, server["params"], mean["params"])}, rows
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        mean = cohort.mean(cohort.uploads, state.server, cohort.arrived)
+        mixed = jax.tree.map(
+            lambda old, new: (1 - beta) * old + beta * new, state.server["params"], mean["params"]
+        )
+        return {**mean, "params": mixed}, state.rows
 
-    def personal(
-        server: PyTree, rows: PyTree, client: PyTree, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        return train(server, client, data, t, key)[1]
+    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
+        return train(state.server, client, visit).variables
 
     base = fedavg(model, task, training, federation)
     return base._replace(train=train, receive=receive, personal=personal)

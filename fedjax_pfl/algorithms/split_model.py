@@ -7,10 +7,10 @@ import jax
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.task import Task
 
 
@@ -23,13 +23,17 @@ class Client(NamedTuple):
 
 def of_layers(names: Collection[str]) -> Callable[[str, str], bool]:
     """What belongs to these layers."""
-    return lambda layer, leaf: layer in names
+
+    def is_own(layer: str, leaf: str) -> bool:
+        return layer in names
+
+    return is_own
 
 
 def partly_shared(
     model: Any,
     task: Task,
-    training: local_training.Training,
+    training: Training,
     federation: Federation,
     own: Callable[[str, str], bool],
 ) -> Algorithm:
@@ -62,17 +66,16 @@ def partly_shared(
         params = trees.join(shared, trees.row(owned, 0))["params"]
         return State(shared, (), Client(owned, common.kept(training, params, federation)))
 
-    def train(payload: PyTree, client: Client, data: ClientData, t: Any, key: jax.Array) -> Any:
-        variables, momentum, metrics = common.train_all(
-            model, task, training, trees.join(payload, client.own), client.momentum, data, t, key
-        )
-        mine, shared = trees.divide(variables, own)
-        return shared, variables, Client(mine, momentum), metrics
+    sgd = common.trainer(model, task, training)
 
-    def personal(
-        server: PyTree, rows: PyTree, client: Client, i: Any, data: ClientData, t: Any, key: Any
-    ) -> PyTree:
-        return trees.join(server, client.own)
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        whole = trees.join(payload, client.own)
+        variables, momentum, metrics = sgd(whole, client.momentum, visit)
+        mine, shared = trees.divide(variables, own)
+        return Trained(shared, variables, Client(mine, momentum), metrics)
+
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+        return trees.join(state.server, client.own)
 
     averaged = fedavg(model, task, training, federation)
     return averaged._replace(init=init, train=train, personal=personal)

@@ -2,16 +2,18 @@
 
 Hyper-parameters are closed over by the factory that builds the algorithm; whatever changes is in
 `State` and is passed in and out. Each function but `init` and `receive` is written for ONE client;
-the engine in `rounds.py` maps it over the cohort.
+the engine maps it over the cohort.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.examples import ClientData
 
 PyTree = Any
 
@@ -22,6 +24,60 @@ class State(NamedTuple):
     server: PyTree  # what all share: a global model, a hypernetwork, a pool of blocks
     rows: PyTree  # what the server keeps for each client, stacked on axis 0
     clients: PyTree  # what stays with each client, stacked on axis 0 (per group, if there are some)
+
+
+class Visit(NamedTuple):
+    """One client in one round."""
+
+    i: Any  # its id
+    data: ClientData | Any  # its examples but for those of the test; None where the server acts
+    t: Any  # the round
+    key: Any  # a function of (seed, stage, round, client) and of nothing else
+
+
+class Trained(NamedTuple):
+    """What a client's local work leaves."""
+
+    upload: PyTree  # what travels
+    variables: PyTree  # the model after it, as it is evaluated
+    client: PyTree  # what stays with the client
+    metrics: dict[str, jax.Array]  # scalars, among them `loss`
+
+
+class Cohort(NamedTuple):
+    """All of a round, stacked on axis 0.
+
+    A seat whose client did not arrive has an id out of range, which writes drop, and the weight 0.
+    What its payload and upload hold is not specified: `mean` and `put` pass over it.
+    """
+
+    ids: jax.Array  # int32 [K]
+    arrived: jax.Array  # bool [K]
+    weights: jax.Array  # float32 [K]: training examples n_k
+    payloads: PyTree
+    uploads: PyTree
+    t: Any
+
+    def mean(self, tree: PyTree, old: PyTree, weights: jax.Array | None = None) -> PyTree:
+        """Σ_k w_k x_k / Σ_k w_k over those that arrived; `old` where all weights are 0.
+
+        Args:
+          tree: stacked as the uploads are.
+          weights: [K], or bool; unset: n_k.
+        """
+        share = jnp.asarray(self.weights if weights is None else weights, jnp.float32)
+        share = jnp.where(self.arrived, share, 0.0)
+        anyone = jnp.any(share > 0)
+        mean = trees.weighted_mean(self.present(tree), jnp.where(anyone, share, 1.0))
+        return trees.where(anyone, mean, old)
+
+    def put(self, rows: PyTree, values: PyTree) -> PyTree:
+        """The rows with `values`, stacked, in those of the clients that arrived."""
+        return trees.put(rows, self.ids, values)
+
+    def present(self, tree: PyTree) -> PyTree:
+        """A tree that is stacked as the uploads are, zero where a client did not arrive."""
+        return trees.where(self.arrived, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 class Federation(NamedTuple):
@@ -52,35 +108,37 @@ def everything(payload: PyTree, upload: PyTree) -> Traffic:
     return Traffic(trees.bytes_per_layer(payload), trees.bytes_per_layer(upload))
 
 
+def nothing(state: State) -> dict[str, jax.Array]:
+    """The default observation."""
+    del state
+    return {}
+
+
 class Algorithm(NamedTuple):
     """A federated method.
 
-    With K clients in a round's cohort, i a client's id, t the round and `key` a key that depends on
-    nothing but (seed, stage, round, client):
-
     init      (key, start=None) -> State. `start` is the state that an earlier phase ended in.
-    send      (server, rows, i, t, key) -> payload. What client i downloads.
-    train     (payload, client, data, t, key) -> (upload, trained, client, metrics). Local work.
-              `trained` are the variables after it, `client` what stays there, `metrics` scalars,
-              among them `loss`.
-    receive   (server, rows, ids, arrived, payloads, uploads, t) -> (server, rows). The cohort at
-              once, stacked on axis 0. Where `arrived` is false, the id is out of range (scatters
-              drop it) and the upload is zero; it is not called when nobody arrived.
-    personal  (server, rows, client, i, data, t, key) -> variables. What client i is served now.
+    send      (state, visit) -> payload. What client `visit.i` downloads.
+    train     (payload, client, visit) -> Trained. Local work.
+    receive   (state, cohort) -> (server, rows). The cohort at once; not called when nobody arrived.
+    personal  (state, client, visit) -> variables. What the client is served now.
     predict   (variables, x) -> outputs.
     traffic   (payload, upload) -> Traffic, in bytes.
     observe   (state) -> {name: array}. What a run records of the state at every evaluation.
 
+    The state that `send`, `receive` and `personal` see has no clients, `()`: a server cannot look
+    into them. `visit.data` is None in `send`, for the same reason.
+
     Where clients have different architectures, `send`, `train`, `personal`, `predict` and `traffic`
     are tuples with one function per group, `State.clients` is a tuple of trees, each with a row
-    for all N clients, and `ids`, `arrived`, `payloads` and `uploads` come to `receive` as tuples.
+    for all N clients, and `receive` is given a tuple of cohorts.
     """
 
     init: Callable[..., State]
     send: Any
     train: Any
-    receive: Callable[..., tuple[PyTree, PyTree]]
+    receive: Callable[[State, Any], tuple[PyTree, PyTree]]
     personal: Any
     predict: Any
     traffic: Any = everything
-    observe: Callable[[State], dict[str, jax.Array]] = lambda state: {}
+    observe: Callable[[State], dict[str, jax.Array]] = nothing

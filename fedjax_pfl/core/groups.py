@@ -5,23 +5,56 @@ from typing import Any
 
 import jax
 
-from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, PyTree, State, Visit
+
+_PER_GROUP = ("send", "train", "personal", "predict", "traffic")
+
+
+def has_groups(algorithm: Algorithm) -> bool:
+    """Whether it is made of tuples with an entry per group."""
+    return isinstance(algorithm.send, tuple)
 
 
 def members(algorithm: Algorithm) -> tuple[Algorithm, ...]:
     """One algorithm per group of architectures, each with plain functions in place of tuples."""
-    if not isinstance(algorithm.send, tuple):
+    if not has_groups(algorithm):
         return (algorithm,)
-    names = ("send", "train", "personal", "predict", "traffic")
-    return tuple(
-        algorithm._replace(
-            **{
-                name: part[g] if isinstance(part := getattr(algorithm, name), tuple) else part
-                for name in names
-            }
+
+    def member(g: int) -> Algorithm:
+        parts = {name: getattr(algorithm, name) for name in _PER_GROUP}
+        return algorithm._replace(
+            **{name: part[g] if isinstance(part, tuple) else part for name, part in parts.items()}
         )
-        for g in range(len(algorithm.send))
-    )
+
+    return tuple(map(member, range(len(algorithm.send))))
+
+
+def enter(algorithm: Algorithm, state: State) -> State:
+    """A state of the algorithm with a tuple of clients, one for each group, in any case."""
+    return state if has_groups(algorithm) else state._replace(clients=(state.clients,))
+
+
+def leave(algorithm: Algorithm, state: State) -> State:
+    """The inverse of `enter`."""
+    return state if has_groups(algorithm) else state._replace(clients=state.clients[0])
+
+
+def grouped(algorithm: Algorithm) -> Algorithm:
+    """The same algorithm made of tuples, also where there is one group."""
+    if has_groups(algorithm):
+        return algorithm
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        return enter(algorithm, algorithm.init(key, start and leave(algorithm, start)))
+
+    def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[PyTree, PyTree]:
+        return algorithm.receive(state, cohorts[0])
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        return algorithm.observe(leave(algorithm, state))
+
+    per_group = {name: (getattr(algorithm, name),) for name in _PER_GROUP}
+    return algorithm._replace(init=init, receive=receive, observe=observe, **per_group)
 
 
 def alone(algorithm: Algorithm) -> Algorithm:
@@ -29,17 +62,18 @@ def alone(algorithm: Algorithm) -> Algorithm:
 
     One that shares something between architectures is written for any number of groups.
     """
+    single = members(algorithm)[0]
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        within = start and start._replace(clients=(start.clients,))
-        state = algorithm.init(key, within)
-        return state._replace(clients=state.clients[0])
+        return leave(single, algorithm.init(key, start and enter(single, start)))
 
-    def receive(server: PyTree, rows: PyTree, *cohort_and_t: Any) -> tuple[PyTree, PyTree]:
-        *cohort, t = cohort_and_t
-        return algorithm.receive(server, rows, *((part,) for part in cohort), t)
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        return algorithm.receive(state, (cohort,))
 
-    return members(algorithm)[0]._replace(init=init, receive=receive)
+    def observe(state: State) -> dict[str, jax.Array]:
+        return algorithm.observe(enter(single, state))
+
+    return single._replace(init=init, receive=receive, observe=observe)
 
 
 def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
@@ -48,56 +82,56 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
     Every one of them is built for the whole federation: a client's id is the same everywhere.
     """
 
-    def part(i: int, field: str) -> Callable[..., Any]:
-        function = getattr(algorithms[i], field)
+    def part(state: State, g: int) -> State:
+        return State(*(whole[g] if whole else () for whole in state))
 
-        def picked(server: PyTree, rows: PyTree, *rest: Any) -> Any:
-            return function(server[i], rows[i], *rest)
+    def sender(g: int) -> Callable[..., PyTree]:
+        def send(state: State, visit: Visit) -> PyTree:
+            return algorithms[g].send(part(state, g), visit)
 
-        return picked
+        return send
+
+    def server_of(g: int) -> Callable[..., PyTree]:
+        def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
+            return algorithms[g].personal(part(state, g), client, visit)
+
+        return personal
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        begun = [
-            a.init(key, None if start is None else State(*(part[i] for part in start)))
-            for i, a in enumerate(algorithms)
-        ]
+        begun = [a.init(key, start and part(start, g)) for g, a in enumerate(algorithms)]
         return State(*map(tuple, zip(*begun, strict=True)))
 
-    def receive(
-        server: PyTree,
-        rows: PyTree,
-        ids: tuple[jax.Array, ...],
-        arrived: tuple[jax.Array, ...],
-        payloads: PyTree,
-        uploads: PyTree,
-        t: jax.Array,
-    ) -> tuple[PyTree, PyTree]:
-        news = []
-        for i, a in enumerate(algorithms):
+    def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[PyTree, PyTree]:
+        def received(g: int) -> tuple[PyTree, PyTree]:
+            def step(now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+                return algorithms[g].receive(State(*now, ()), cohorts[g])
 
-            def step(now: tuple[PyTree, PyTree], i: int = i, a: Algorithm = a) -> Any:
-                return a.receive(*now, ids[i], arrived[i], payloads[i], uploads[i], t)
+            now = (state.server[g], state.rows[g])
+            return jax.lax.cond(cohorts[g].arrived.any(), step, unchanged, now)
 
-            now = (server[i], rows[i])
-            news.append(jax.lax.cond(arrived[i].any(), step, lambda same: same, now))
-        new_server, new_rows = zip(*news, strict=True)
-        return new_server, new_rows
+        servers, rows = zip(*map(received, range(len(algorithms))), strict=True)
+        return servers, rows
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {
-            f"{name}_group{i}": values
-            for i, a in enumerate(algorithms)
-            for name, values in a.observe(State(*(part[i] for part in state))).items()
+            f"{name}_group{g}": values
+            for g, a in enumerate(algorithms)
+            for name, values in a.observe(part(state, g)).items()
         }
 
     every = range(len(algorithms))
     return Algorithm(
         init=init,
-        send=tuple(part(i, "send") for i in every),
+        send=tuple(map(sender, every)),
         train=tuple(a.train for a in algorithms),
         receive=receive,
-        personal=tuple(part(i, "personal") for i in every),
+        personal=tuple(map(server_of, every)),
         predict=tuple(a.predict for a in algorithms),
         traffic=tuple(a.traffic for a in algorithms),
         observe=observe,
     )
+
+
+def unchanged(now: Any) -> Any:
+    """What `receive` comes to where nobody arrived."""
+    return now

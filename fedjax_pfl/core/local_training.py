@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
 
@@ -76,7 +77,7 @@ def sgd(
         parts.append(optax.trace(momentum))
     unclipped = optax.chain(*parts)
     clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
-    rate = learning_rate if callable(learning_rate) else lambda t: learning_rate
+    rate = learning_rate if callable(learning_rate) else constant(learning_rate)
     return Training(
         optax.chain(*clip, *parts),
         unclipped,
@@ -89,6 +90,15 @@ def sgd(
         begin,
         rounds,
     )
+
+
+def constant(rate: Any) -> Callable[[jax.Array], Any]:
+    """The same rate in every round."""
+
+    def rate_of(t: jax.Array) -> Any:
+        return rate
+
+    return rate_of
 
 
 def split_variables(variables: PyTree) -> tuple[PyTree, PyTree]:
@@ -171,39 +181,52 @@ def fit(
     params: PyTree,
     rest: PyTree,
     optimizer_state: PyTree,
-    data: ClientData,
-    t: jax.Array,
-    key: jax.Array,
+    visit: Visit,
 ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
-    """Train `params` on the client's training examples.
+    """Train `params` on the visited client's training examples.
 
     Args:
-      gradient: see `gradient`; another one makes another method (a proximal term, a meta-step).
+      gradient: see `Gradient`; another one makes another method (a proximal term, a meta-step).
       params: the tree that is trained. rest: the variables that only the forward pass changes.
       optimizer_state: as it was kept, or an empty tree to start a new one.
     Returns:
       params, rest, the optimiser's state (empty unless it is kept), and metrics.
     """
-    order_key, noise_key = jax.random.split(key)
-    steps, next_batch = _schedule(training, data.train, order_key)
+    data, split = visit.data, visit.data.train
+    order_key, noise_key = jax.random.split(visit.key)
+    steps, next_batch = _schedule(training, split, order_key)
     moments = optimizer_state if training.keep else training.optimizer.init(params)
-    rate = training.rate(t)
+    rate = training.rate(visit.t)
 
-    def step(s: jax.Array, carry: Any) -> Any:
-        params, rest, moments, total, seen = carry
+    def step(s: jax.Array, now: _Fit) -> _Fit:
         places, mask = next_batch(s)
-        batch = take(data, data.train.rows[places], mask)
-        (loss, rest), grads = gradient(params, rest, batch, jax.random.fold_in(noise_key, s))
-        updates, moments = training.optimizer.update(grads, moments, params)
-        params = jax.tree.map(lambda p, u: p - (rate * u).astype(p.dtype), params, updates)
+        batch = take(data, split.rows[places], mask)
+        noise = jax.random.fold_in(noise_key, s)
+        (loss, rest), grads = gradient(now.params, now.rest, batch, noise)
+        updates, moments = training.optimizer.update(grads, now.moments, now.params)
+        params = descend(now.params, updates, rate)
         examples = jnp.sum(mask).astype(jnp.float32)
-        return params, rest, moments, total + loss * examples, seen + examples
+        return _Fit(params, rest, moments, now.loss + loss * examples, now.examples + examples)
 
     zero = jnp.zeros((), jnp.float32)
-    start = (params, rest, moments, zero, zero)
-    params, rest, moments, total, seen = jax.lax.fori_loop(0, steps, step, start)
-    metrics = {"loss": total / jnp.maximum(seen, 1.0)}
-    return params, rest, moments if training.keep else (), metrics
+    end = jax.lax.fori_loop(0, steps, step, _Fit(params, rest, moments, zero, zero))
+    metrics = {"loss": end.loss / jnp.maximum(end.examples, 1.0)}
+    return end.params, end.rest, end.moments if training.keep else (), metrics
+
+
+class _Fit(NamedTuple):
+    """What a step of `fit` hands to the next; loss and examples are sums."""
+
+    params: PyTree
+    rest: PyTree
+    moments: PyTree
+    loss: jax.Array
+    examples: jax.Array
+
+
+def descend(params: PyTree, updates: PyTree, rate: Any) -> PyTree:
+    """params − rate · updates."""
+    return optax.apply_updates(params, jax.tree.map(lambda u: -(rate * u), updates))
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,31 @@ from jax.sharding import PartitionSpec as P
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
 
+Work = Callable[[PyTree, PyTree], PyTree]  # (shared, item) -> result
+
+
+class Layout(NamedTuple):
+    """How items are laid out: on each device `chunks` chunks, one after the other, of `width`."""
+
+    devices: int
+    chunks: int
+    width: int
+
+    @property
+    def on_each(self) -> int:
+        return self.chunks * self.width
+
+
+def layout(n: int, chunk: int, mesh: Mesh | None) -> Layout:
+    """Chunks of equal width, `chunk` at most; there may be places for more than n items."""
+    devices = mesh.size if mesh else 1
+    per_device = -(-n // devices)
+    chunks = -(-per_device // max(1, min(chunk, per_device)))
+    return Layout(devices, chunks, -(-per_device // chunks))
+
 
 def map_clients(
-    f: Callable[[PyTree, PyTree], PyTree],
-    shared: PyTree,
-    items: PyTree,
-    use: jax.Array,
-    chunk: int,
-    mesh: Mesh | None,
+    f: Work, shared: PyTree, items: PyTree, use: jax.Array, chunk: int, mesh: Mesh | None
 ) -> PyTree:
     """f(shared, item) for every item on axis 0: sharded, then chunk by chunk, vmapped in a chunk.
 
@@ -28,49 +46,50 @@ def map_clients(
       mesh: over which the items are spread, or None.
     """
     f = jax.jit(f, inline=True)  # traced once, for its results' shapes and for its work
-    n = use.shape[0]
-    devices = mesh.size if mesh else 1
-    per_device = -(-n // devices)
-    chunks = -(-per_device // max(1, min(chunk, per_device)))
-    width = -(-per_device // chunks)
-    padded = devices * chunks * width
+    n, shape = use.shape[0], layout(use.shape[0], chunk, mesh)
+    more = shape.devices * shape.on_each - n
     items, use = jax.tree.map(
-        lambda a: jnp.pad(a, ((0, padded - n), *((0, 0),) * (a.ndim - 1))), (items, use)
+        lambda a: jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))), (items, use)
     )
-
-    def on_device(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-        whole = (lambda item: jax.vmap(partial(f, shared))(item)) if width > 1 else None
-
-        def one_chunk(item_use: tuple[PyTree, jax.Array]) -> PyTree:
-            item, use = item_use
-            if whole is None:
-                work = lambda item: trees.repeat(f(shared, trees.row(item, 0)), 1)
-            else:
-                work = whole
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work, item))
-            return jax.lax.cond(use.any(), work, lambda _: zeros, item)
-
-        if chunks == 1:
-            return one_chunk((items, use))
-        cut = jax.tree.map(lambda a: a.reshape(chunks, width, *a.shape[1:]), (items, use))
-        out = jax.lax.map(one_chunk, cut)
-        return jax.tree.map(lambda a: a.reshape(chunks * width, *a.shape[2:]), out)
-
-    if mesh is None:
-        out = on_device(shared, items, use)
-    else:
-        axis, share = mesh.axis_names[0], chunks * width
-
-        def gathered(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-            first = jax.lax.axis_index(axis) * share
-            own = jax.tree.map(
-                lambda a: jax.lax.dynamic_slice_in_dim(a, first, share), (items, use)
-            )
-            return jax.lax.all_gather(on_device(shared, *own), axis, tiled=True)
-
-        # All of it comes in whole: told that items are sharded, XLA would shard what they are made
-        # of, and send that around. Random keys and loop carries mix both kinds freely in here.
-        out = jax.shard_map(gathered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(
-            shared, items, use
-        )
+    own = partial(_on_device, f, shape)
+    out = (_on_mesh(own, shape, mesh) if mesh else own)(shared, items, use)
     return jax.tree.map(lambda a: a[:n], out)
+
+
+def _on_mesh(own: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[..., PyTree]:
+    """Every device computes its own items, and gets the results of all."""
+    axis = mesh.axis_names[0]
+
+    def gathered(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
+        first = jax.lax.axis_index(axis) * shape.on_each
+        part = jax.tree.map(
+            lambda a: jax.lax.dynamic_slice_in_dim(a, first, shape.on_each), (items, use)
+        )
+        return jax.lax.all_gather(own(shared, *part), axis, tiled=True)
+
+    # All of it comes in whole: told that items are sharded, XLA would shard what they are made
+    # of, and send that around. Random keys and loop carries mix both kinds freely in here.
+    return jax.shard_map(gathered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def _on_device(f: Work, shape: Layout, shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
+    """f of a device's items, chunk by chunk."""
+    chunk = partial(_chunk, f, shape, shared)
+    if shape.chunks == 1:
+        return chunk((items, use))
+    cut = jax.tree.map(lambda a: a.reshape(shape.chunks, shape.width, *a.shape[1:]), (items, use))
+    out = jax.lax.map(chunk, cut)
+    return jax.tree.map(lambda a: a.reshape(shape.on_each, *a.shape[2:]), out)
+
+
+def _chunk(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, jax.Array]) -> PyTree:
+    """f of the items in a chunk, or zeros where none of them is used."""
+    items, use = items_use
+
+    def work(items: PyTree) -> PyTree:
+        if shape.width == 1:  # without vmap, which has slower ways for some operations
+            return trees.repeat(f(shared, trees.row(items, 0)), 1)
+        return jax.vmap(partial(f, shared))(items)
+
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work, items))
+    return jax.lax.cond(use.any(), work, lambda _: zeros, items)

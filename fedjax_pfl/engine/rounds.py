@@ -13,11 +13,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core import groups, local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData, Split, client_data
-from fedjax_pfl.core.groups import members
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import DROP, INIT, PERSONAL, SAMPLE, SEND, TRAIN, stage_key
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine import multiprocess
@@ -66,19 +65,69 @@ class Rounds(NamedTuple):
     place: Callable[[PyTree], PyTree]  # puts a tree on the devices that the rounds run on
 
 
-def _counted(bill: dict[str, Any], counts: jax.Array) -> dict[str, jax.Array]:
-    """A client's bill as int32, zero where it does not count."""
-    for layer, amount in bill.items():
-        if isinstance(amount, int) and amount >= 2**31:
-            raise UsageError(f"layer {layer} has {amount:,} bytes; at most 2**31 - 1 can be billed")
-    return {layer: jnp.where(counts, jnp.int32(amount), 0) for layer, amount in bill.items()}
+class How(NamedTuple):
+    """What a program of rounds is made for; none of it is traced. Groups of clients in tuples."""
+
+    algorithm: Algorithm  # as `groups.grouped` makes it
+    members: tuple[Algorithm, ...]
+    membership: tuple[np.ndarray, ...]  # bool [N] for each group
+    task: Task
+    federation: Federation
+    cohort: int
+    calls: int
+    dropout: Any
+    max_update_norm: Any
+    after: bool
+    validate_after: bool
+    chunk: int
+    mesh: Mesh | None
+
+
+class Shared(NamedTuple):
+    """What all clients of a stage have in common."""
+
+    key: jax.Array
+    state: State  # without the clients
+    data: FederatedData
+    t: Any
+
+
+class Seat(NamedTuple):
+    """A place in the cohort; stacked on axis 0."""
+
+    i: jax.Array
+    present: jax.Array
+    dropped: jax.Array
+    client: PyTree
+
+
+class Met(NamedTuple):
+    """What a client's round comes to; stacked on axis 0."""
+
+    payload: PyTree
+    upload: PyTree
+    client: PyTree
+    metrics: dict[str, jax.Array]
+    fine: jax.Array  # bool: finite, and not too large
+    down: dict[str, jax.Array]
+    up: dict[str, jax.Array]
+
+
+class Several(NamedTuple):
+    """The carry of `run`."""
+
+    state: State
+    logs: tuple[Log, ...]
 
 
 def compiled(plain: Plain, mesh: Mesh | None = None) -> Rounds:
     """Rounds on one device, or on all of a mesh."""
     everywhere = NamedSharding(mesh, P()) if mesh else None
     jit = partial(jax.jit, out_shardings=everywhere)
-    place = lambda tree: multiprocess.put(tree, everywhere) if everywhere else jax.device_put(tree)
+
+    def place(tree: PyTree) -> PyTree:
+        return multiprocess.put(tree, everywhere) if everywhere else jax.device_put(tree)
+
     return Rounds(jit(plain.init), jit(plain.run, donate_argnums=1), jit(plain.evaluate), place)
 
 
@@ -112,133 +161,193 @@ def plain_rounds(
       validate_after: whether it is that result which is scored on the validation examples.
       chunk, mesh: see `map_clients`.
     """
-    n = federation.clients
-    candidates = np.flatnonzero(federation.active)
-    groups = members(algorithm)
-    if not 1 <= cohort <= len(candidates):
+    active = int(np.sum(federation.active))
+    if not 1 <= cohort <= active:
         raise UsageError(
-            f"clients_per_round is {cohort}, and there are {len(candidates)} active clients; "
-            f"choose 1 to {len(candidates)}"
+            f"clients_per_round is {cohort}, and there are {active} active clients; "
+            f"choose 1 to {active}"
         )
+    members = groups.members(algorithm)
+    several = groups.has_groups(algorithm)
+    of_group = federation.groups if several else np.zeros(federation.clients, int)
+    how = How(
+        groups.grouped(algorithm),
+        members,
+        tuple(of_group == g for g in range(len(members))),
+        task,
+        federation,
+        cohort,
+        calls,
+        dropout,
+        max_update_norm,
+        after,
+        validate_after,
+        chunk,
+        mesh,
+    )
 
-    def sample(key: jax.Array, t: Any) -> jax.Array:
-        if cohort == len(candidates):
-            return jnp.asarray(candidates, jnp.int32)
-        draws = jax.random.uniform(stage_key(key, SAMPLE, t), (len(candidates),))
-        return jnp.sort(jnp.asarray(candidates, jnp.int32)[jnp.argsort(draws)[:cohort]])
-
-    def seats(ids: jax.Array, g: int) -> tuple[jax.Array, jax.Array]:
-        """The cohort's clients of group g in a fixed number of slots, and which are taken."""
-        if len(groups) == 1:
-            return ids, jnp.ones(cohort, bool)
-        own = jnp.asarray(federation.groups == g)[ids]
-        # At least one, empty, where every client of a group is novel: arrays need a length.
-        slots = max(1, min(cohort, int(np.sum(federation.groups[candidates] == g))))
-        order = jnp.argsort(~own, stable=True)[:slots]
-        return ids[order], own[order]
-
-    def meet(member: Algorithm, key: jax.Array, state: State, clients: PyTree, data: Any, t: Any,
-             ids: jax.Array, present: jax.Array) -> Any:  # fmt: skip
-        """One group's cohort in one round: payloads, clean uploads, clients, who arrived, log."""
-        draw = jax.vmap(lambda i: jax.random.uniform(stage_key(key, DROP, t, i)))(ids)
-        dropped = present & (draw < dropout)
-
-        def work(shared: PyTree, item: PyTree) -> Any:
-            key, server, rows, data, t = shared
-            i, present, dropped, client = item
-            payload = member.send(server, rows, i, t, stage_key(key, SEND, t, i))
-            upload, trained, client, metrics = member.train(
-                payload, client, client_data(data, i), t, stage_key(key, TRAIN, t, i)
-            )
-            fine = trees.all_finite((upload, trained, client))
-            if max_update_norm is not None:
-                moved = trees.squared_norm(trees.change(payload, upload))
-                fine &= moved <= jnp.square(jnp.float32(max_update_norm))
-            bill = member.traffic(payload, upload)
-            down = _counted(bill.down, present)
-            up = _counted(bill.up, present & ~dropped)
-            return payload, upload, client, metrics, fine, down, up
-
-        shared = (key, state.server, state.rows, data, t)
-        items = (ids, present, dropped, trees.row(clients, ids))
-        payloads, uploads, after, metrics, fine, down, up = map_clients(
-            work, shared, items, present, chunk, mesh
-        )
-        arrived = present & ~dropped & fine
-        uploads = trees.where(arrived, uploads, jax.tree.map(jnp.zeros_like, uploads))
-        metrics = trees.where(arrived, metrics, jax.tree.map(jnp.zeros_like, metrics))
-        clients = trees.put(clients, jnp.where(arrived, ids, n), after)
-        log = Log(ids, present, dropped, present & ~dropped & ~fine, metrics, down, up)
-        return payloads, uploads, clients, arrived, log
-
-    @partial(jax.jit, inline=True)  # traced once, for the log's shapes and for the loop
-    def one_round(
-        key: jax.Array, state: State, data: FederatedData, t: Any
-    ) -> tuple[State, tuple[Log, ...]]:
-        ids = sample(key, t)
-        clients = (state.clients,) if len(groups) == 1 else state.clients
-        met = [
-            meet(member, key, state, clients[g], data, t, *seats(ids, g))
-            for g, member in enumerate(groups)
-        ]
-        payloads, uploads, clients, arrived, logs = zip(*met, strict=True)
-        safe = tuple(jnp.where(here, log.ids, n) for here, log in zip(arrived, logs, strict=True))
-        cohorts = (safe, arrived, payloads, uploads)
-        alone = len(groups) == 1
-
-        def receive(server_rows: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-            return algorithm.receive(*server_rows, *(c[0] if alone else c for c in cohorts), t)
-
-        anyone = jnp.any(jnp.concatenate(arrived))
-        now = (state.server, state.rows)
-        server, rows = jax.lax.cond(anyone, receive, lambda same: same, now)
-        return State(server, rows, clients[0] if alone else clients), logs
+    def init(key: jax.Array, start: State | None = None) -> State:
+        return algorithm.init(stage_key(key, INIT), start)
 
     def run(
         key: jax.Array, state: State, data: FederatedData, t: jax.Array, rounds: jax.Array
     ) -> tuple[State, tuple[Log, ...]]:
-        shapes = jax.eval_shape(one_round, key, state, data, t)[1]
-        logs = jax.tree.map(lambda s: jnp.zeros((calls, *s.shape), s.dtype), shapes)
-
-        def step(r: jax.Array, carry: Any) -> Any:
-            state, logs = carry
-            state, log = one_round(key, state, data, t + r)
-            return state, jax.tree.map(lambda whole, new: whole.at[r].set(new), logs, log)
-
-        return jax.lax.fori_loop(0, rounds, step, (state, logs))
+        state, logs = _run(how, key, groups.enter(algorithm, state), data, t, rounds)
+        return groups.leave(algorithm, state), logs
 
     def evaluate(key: jax.Array, state: State, data: FederatedData, t: jax.Array) -> Evaluation:
-        all_clients = (state.clients,) if len(groups) == 1 else state.clients
-        ids = jnp.arange(n, dtype=jnp.int32)
-        total: Any = None
-        for g, member in enumerate(groups):
+        return _evaluate(how, key, groups.enter(algorithm, state), data, t)
 
-            def work(shared: PyTree, item: PyTree, member: Algorithm = member) -> Evaluation:
-                key, server, rows, data, t = shared
-                i, client = item
-                own = client_data(data, i)
-                test = Split(data.test.rows[i], data.test.size[i])
-                served = member.personal(
-                    server, rows, client, i, own, t, stage_key(key, PERSONAL, t, i)
-                )
-                score = partial(local_training.evaluate, member.predict, data=own, task=task)
-                before, validation = score(served, split=test), score(served, split=own.validation)
-                if not after:
-                    return Evaluation(before, validation, None)
-                payload = member.send(server, rows, i, t, stage_key(key, SEND, t, i))
-                train_key = stage_key(key, TRAIN, t, i)
-                _, trained, _, _ = member.train(payload, client, own, t, train_key)
-                if validate_after:
-                    validation = score(trained, split=own.validation)
-                return Evaluation(before, validation, score(trained, split=test))
-
-            own_group = jnp.asarray(federation.groups == g) if len(groups) > 1 else ids >= 0
-            shared = (key, state.server, state.rows, data, t)
-            scores = map_clients(work, shared, (ids, all_clients[g]), own_group, chunk, mesh)
-            zeros = jax.tree.map(jnp.zeros_like, scores)
-            scores = trees.where(own_group, scores, zeros)
-            total = scores if total is None else jax.tree.map(jnp.add, total, scores)
-        return total
-
-    init = lambda key, start=None: algorithm.init(stage_key(key, INIT), start)
     return Plain(init, run, evaluate)
+
+
+def _run(
+    how: How, key: jax.Array, state: State, data: FederatedData, t: jax.Array, rounds: jax.Array
+) -> Several:
+    # Traced once, for the shapes of the log and for the loop.
+    one_round = jax.jit(partial(_round, how), inline=True)
+    shapes = jax.eval_shape(one_round, key, state, data, t).logs
+    logs = jax.tree.map(lambda s: jnp.zeros((how.calls, *s.shape), s.dtype), shapes)
+
+    def step(r: jax.Array, so_far: Several) -> Several:
+        now = one_round(key, so_far.state, data, t + r)
+        written = jax.tree.map(lambda whole, new: whole.at[r].set(new), so_far.logs, now.logs)
+        return Several(now.state, written)
+
+    return jax.lax.fori_loop(0, rounds, step, Several(state, logs))
+
+
+def _round(how: How, key: jax.Array, state: State, data: FederatedData, t: Any) -> Several:
+    """One round of all groups; `state.clients` is a tuple."""
+    shared = Shared(key, state._replace(clients=()), data, t)
+    ids = _sample(how, key, t)
+    met = [_meet(how, g, shared, clients, ids) for g, clients in enumerate(state.clients)]
+    cohorts, clients, logs = zip(*met, strict=True)
+
+    def receive(now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        return how.algorithm.receive(State(*now, ()), cohorts)
+
+    anyone = jnp.any(jnp.concatenate([cohort.arrived for cohort in cohorts]))
+    now = (state.server, state.rows)
+    server, rows = jax.lax.cond(anyone, receive, groups.unchanged, now)
+    return Several(State(server, rows, clients), logs)
+
+
+def _sample(how: How, key: jax.Array, t: Any) -> jax.Array:
+    """The ids of a round's cohort, in their order."""
+    candidates = np.flatnonzero(how.federation.active).astype(np.int32)
+    if how.cohort == len(candidates):
+        return jnp.asarray(candidates)
+    draws = jax.random.uniform(stage_key(key, SAMPLE, t), (len(candidates),))
+    return jnp.sort(jnp.asarray(candidates)[jnp.argsort(draws)[: how.cohort]])
+
+
+def _seats(how: How, g: int, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cohort's clients of group g in a fixed number of places, and which are taken."""
+    candidates = how.membership[g][how.federation.active]
+    if candidates.all():
+        return ids, jnp.ones(how.cohort, bool)
+    own = jnp.asarray(how.membership[g])[ids]
+    # At least one, empty, where every client of a group is novel: arrays need a length.
+    places = max(1, min(how.cohort, int(np.sum(candidates))))
+    order = jnp.argsort(~own, stable=True)[:places]
+    return ids[order], own[order]
+
+
+def _meet(
+    how: How, g: int, shared: Shared, clients: PyTree, ids: jax.Array
+) -> tuple[Cohort, PyTree, Log]:
+    """One group's part of a round: what the server gets, the group's clients after it, the log."""
+    ids, present = _seats(how, g, ids)
+
+    def draw(i: jax.Array) -> jax.Array:
+        return jax.random.uniform(stage_key(shared.key, DROP, shared.t, i))
+
+    dropped = present & (jax.vmap(draw)(ids) < how.dropout)
+    seats = Seat(ids, present, dropped, trees.row(clients, ids))
+    work = partial(_work, how.members[g], how.max_update_norm)
+    met = map_clients(work, shared, seats, present, how.chunk, how.mesh)
+
+    n = how.federation.clients
+    arrived = present & ~dropped & met.fine
+    safe = jnp.where(arrived, ids, n)
+    counts = jnp.asarray(how.federation.counts, jnp.float32)
+    weights = counts.at[safe].get(mode="fill", fill_value=0.0)
+    # Zero is as good as anything there, but for 0 · NaN.
+    uploads, metrics = (
+        trees.where(arrived, part, jax.tree.map(jnp.zeros_like, part))
+        for part in (met.upload, met.metrics)
+    )
+    cohort = Cohort(safe, arrived, weights, met.payload, uploads, shared.t)
+    rejected = present & ~dropped & ~met.fine
+    log = Log(ids, present, dropped, rejected, metrics, met.down, met.up)
+    return cohort, trees.put(clients, safe, met.client), log
+
+
+def _work(member: Algorithm, max_update_norm: Any, shared: Shared, seat: Seat) -> Met:
+    """One client's round: it downloads, trains, and its answer is looked at and billed."""
+    key, state, data, t = shared
+    i = seat.i
+    payload = member.send(state, Visit(i, None, t, stage_key(key, SEND, t, i)))
+    visit = Visit(i, client_data(data, i), t, stage_key(key, TRAIN, t, i))
+    upload, variables, client, metrics = member.train(payload, seat.client, visit)
+    fine = trees.all_finite((upload, variables, client))
+    if max_update_norm is not None:
+        moved = trees.squared_norm(trees.change(payload, upload))
+        fine &= moved <= jnp.square(jnp.float32(max_update_norm))
+    bill = member.traffic(payload, upload)
+    down = _counted(bill.down, seat.present)
+    up = _counted(bill.up, seat.present & ~seat.dropped)
+    return Met(payload, upload, client, metrics, fine, down, up)
+
+
+def _counted(bill: dict[str, Any], counts: jax.Array) -> dict[str, jax.Array]:
+    """A client's bill as int32, zero where it does not count."""
+    for layer, amount in bill.items():
+        if isinstance(amount, int) and amount >= 2**31:
+            raise UsageError(f"layer {layer} has {amount:,} bytes; at most 2**31 - 1 can be billed")
+    return {layer: jnp.where(counts, jnp.int32(amount), 0) for layer, amount in bill.items()}
+
+
+def _evaluate(
+    how: How, key: jax.Array, state: State, data: FederatedData, t: jax.Array
+) -> Evaluation:
+    """The sum over groups: a client has scores in its own only."""
+    shared = Shared(key, state._replace(clients=()), data, t)
+    ids = jnp.arange(how.federation.clients, dtype=jnp.int32)
+
+    def group(g: int) -> Evaluation:
+        work = partial(_scores, how, how.members[g])
+        own = jnp.asarray(how.membership[g])
+        scores = map_clients(work, shared, (ids, state.clients[g]), own, how.chunk, how.mesh)
+        return trees.where(own, scores, jax.tree.map(jnp.zeros_like, scores))
+
+    first, *others = map(group, range(len(how.members)))
+    for scores in others:
+        first = jax.tree.map(jnp.add, first, scores)
+    return first
+
+
+def _scores(how: How, member: Algorithm, shared: Shared, item: tuple[Any, PyTree]) -> Evaluation:
+    """One client's."""
+    key, state, data, t = shared
+    i, client = item
+    own = client_data(data, i)
+    test = Split(data.test.rows[i], data.test.size[i])
+    served = member.personal(state, client, Visit(i, own, t, stage_key(key, PERSONAL, t, i)))
+    score = partial(_score, how.task, member, own)
+    before, validation = score(served, test), score(served, own.validation)
+    if not how.after:
+        return Evaluation(before, validation, None)
+    payload = member.send(state, Visit(i, None, t, stage_key(key, SEND, t, i)))
+    visit = Visit(i, own, t, stage_key(key, TRAIN, t, i))
+    _, trained, _, _ = member.train(payload, client, visit)
+    if how.validate_after:
+        validation = score(trained, own.validation)
+    return Evaluation(before, validation, score(trained, test))
+
+
+def _score(
+    task: Task, member: Algorithm, data: ClientData, variables: PyTree, split: Split
+) -> local_training.Scores:
+    return local_training.evaluate(member.predict, variables, data, split, task)

@@ -18,9 +18,9 @@ import numpy as np
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.config import configuration, custom
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, PyTree
+from fedjax_pfl.core.algorithm import Algorithm, PyTree, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.groups import members
+from fedjax_pfl.core.groups import enter, members
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import Dataset, client_data
 from fedjax_pfl.engine import metrics
@@ -170,24 +170,24 @@ def personal(
     result: runner.Result, state: Any, t: int, ids: Sequence[int]
 ) -> Iterator[tuple[int, PyTree]]:
     """The variables that clients are served, as NumPy arrays: of a state after t rounds."""
-    groups = members(result.phases[-1].algorithm)
+    algorithm = result.phases[-1].algorithm
     # From wherever it was computed to one device, once for all clients.
-    state, data = jax.device_put(jax.device_get((state, result.data)))
+    state, data = jax.device_put(jax.device_get((enter(algorithm, state), result.data)))
+    seen = state._replace(clients=())
 
     def served(member: Algorithm) -> Any:
         def one(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
-            own = client_data(data, i)
-            key = stage_key(key, PERSONAL, t, i)
-            return member.personal(state.server, state.rows, client, i, own, t, key)
+            visit = Visit(i, client_data(data, i), t, stage_key(key, PERSONAL, t, i))
+            return member.personal(state, client, visit)
 
         return jax.jit(one)
 
-    each = [served(member) for member in groups]
+    each = [served(member) for member in members(algorithm)]
     key = jax.random.key(result.config["seed"])
     for i in ids:
         g = int(result.federation.groups[i])
-        client = trees.row(state.clients[g] if len(groups) > 1 else state.clients, i)
-        yield i, jax.device_get(each[g](state, data, client, i, t, key))
+        client = trees.row(state.clients[g], i)
+        yield i, jax.device_get(each[g](seen, data, client, i, t, key))
 
 
 def about(path: str | Path) -> dict[str, Any]:

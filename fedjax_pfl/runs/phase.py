@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from fedjax_pfl import data
+from fedjax_pfl import data, transforms
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
@@ -23,8 +23,6 @@ from fedjax_pfl.engine import execution_plan, sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.rounds import Rounds, compiled, plain_rounds
 from fedjax_pfl.runs import points
-from fedjax_pfl.transforms import compression
-from fedjax_pfl.transforms.private_layers import at_home
 
 
 @dataclasses.dataclass(eq=False)
@@ -191,13 +189,13 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
     # One example on the device tells the shapes as well as all of them.
     few = jax.device_put(work.arrays._replace(x=work.arrays.x[:1], y=work.arrays.y[:1]))
+    around: list[transforms.Transform] = []
     if one.keep_head:
-        algorithm = at_home(algorithm, models[0], federation, few, {models[0].head})
-    if one.upload_bits is None and one.upload_top_k is None:
-        return algorithm
-    return compression.compressed(
-        algorithm, federation, few, bits=one.upload_bits, top_k=one.upload_top_k
-    )
+        around += [transforms.private_layers(models[0], federation, few, {models[0].head})]
+    if one.upload_bits is not None or one.upload_top_k is not None:
+        bits, top_k = one.upload_bits, one.upload_top_k
+        around += [transforms.compression(federation, few, bits=bits, top_k=top_k)]
+    return transforms.chain(algorithm, *around)
 
 
 def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> Any:

@@ -7,25 +7,33 @@ What is compressed is the change of each array against the one that came down un
 """
 
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Federation,
+    PyTree,
+    State,
+    Traffic,
+    Trained,
+    Visit,
+)
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.groups import members
+from fedjax_pfl.transforms.wrapping import Transform, keeping
 
 _ROUNDING = 1 << 30  # apart from the small numbers that training splits its key by
 _SCALE_BITS = _INDEX_BITS = _FLOAT_BITS = 32
 
 
 class Client(NamedTuple):
-    """A client's own state and what its compression has lost so far."""
+    """What stays with a client: what the method leaves there, and what compression has lost."""
 
-    own: PyTree
+    method: PyTree
     lost: PyTree
 
 
@@ -54,16 +62,15 @@ def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) 
     return flat.reshape(x.shape)
 
 
-def compressed(
-    algorithm: Algorithm,
+def compression(
     federation: Federation,
     data: FederatedData,
     *,
     bits: int | None = None,
     top_k: float | None = None,
     feedback: bool = True,
-) -> Algorithm:
-    """The same algorithm with smaller uploads.
+) -> Transform:
+    """Smaller uploads.
 
     Args:
       data: only its shapes matter; they tell those of an upload.
@@ -72,82 +79,64 @@ def compressed(
       feedback: whether a client adds what was lost to its next upload.
     """
 
-    def exact(leaf: Any) -> bool:  # masks and counters travel as they are
-        return not jnp.issubdtype(leaf.dtype, jnp.floating)
-
-    def wrap(member: Algorithm) -> tuple[Callable[..., Any], ...]:
-        def train(payload: PyTree, client: Client, data: Any, t: Any, key: jax.Array) -> Any:
+    def wrap(member: Algorithm) -> Algorithm:
+        def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
             # The same key as without compression, so that both runs draw the same batches.
-            upload, trained, own, metrics = member.train(payload, client.own, data, t, key)
-            round_key = jax.random.fold_in(key, _ROUNDING)
-            new, shape = jax.tree.flatten(upload)
-            old = jax.tree.leaves(trees.came_down(payload, upload))
+            trained = member.train(payload, client.method, visit)
+            key = jax.random.fold_in(visit.key, _ROUNDING)
+            new, shape = jax.tree.flatten(trained.upload)
+            old = jax.tree.leaves(trees.came_down(payload, trained.upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
             for i, leaf in enumerate(new):
-                if not exact(leaf):
+                if not _exact(leaf):
                     wanted = leaf - old[i] + lost[i]
-                    sent = encode(wanted, jax.random.fold_in(round_key, i), bits, top_k)
+                    sent = encode(wanted, jax.random.fold_in(key, i), bits, top_k)
                     new[i], lost[i] = old[i] + sent, wanted - sent
             kept = jax.tree.unflatten(shape, lost) if feedback else ()
-            return jax.tree.unflatten(shape, new), trained, Client(own, kept), metrics
+            upload = jax.tree.unflatten(shape, new)
+            return trained._replace(upload=upload, client=Client(trained.client, kept))
 
-        def personal(server: PyTree, rows: PyTree, client: Client, *rest: Any) -> PyTree:
-            return member.personal(server, rows, client.own, *rest)
+        def personal(state: State, client: Client, visit: Visit) -> PyTree:
+            return member.personal(state, client.method, visit)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-            bill = member.traffic(payload, upload)
-            up: dict[str, Any] = {}
-            for layer, leaves in trees.layers(upload).items():
-                full = sum(map(trees.leaf_bytes, leaves))
-                packed = sum(
-                    trees.leaf_bytes(x) if exact(x) else leaf_bytes(x.size, bits, top_k)
-                    for x in leaves
-                )
-                share = bill.up.get(layer, 0)
-                if isinstance(share, int):
-                    up[layer] = -(-share * packed // full)
-                else:  # a part that depends on the round: whole, none, or a share of the layer
-                    part = jnp.ceil(share.astype(jnp.float32) * (packed / full)).astype(jnp.int32)
-                    up[layer] = jnp.where(share == full, packed, part)
-            return Traffic(bill.down, up)
+            return _packed(member.traffic(payload, upload), upload, bits, top_k)
 
-        return train, personal, traffic
+        return member._replace(train=train, personal=personal, traffic=traffic)
 
-    parts = members(algorithm)
-    wrapped = tuple(zip(*map(wrap, parts), strict=True))
-    alone = len(parts) == 1
-    train, personal, traffic = (f[0] if alone else f for f in wrapped)
+    def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
+        if not feedback:
+            return ()
 
-    def init(key: jax.Array, start: State | None = None) -> State:
-        state = algorithm.init(key, start and bare(start))
-        owned = (state.clients,) if alone else state.clients
+        def upload_of() -> PyTree:
+            payload = member.send(state._replace(clients=()), Visit(0, None, 0, key))
+            visit = Visit(0, client_data(data, jnp.asarray(0)), 0, key)
+            return member.train(payload, trees.row(state.clients, 0), visit).upload
 
-        def upload_of(member: Algorithm, clients: PyTree) -> PyTree:
-            payload = member.send(state.server, state.rows, 0, 0, key)
-            own = trees.row(clients, 0)
-            return member.train(payload, own, client_data(data, jnp.asarray(0)), 0, key)[0]
+        shapes = jax.eval_shape(upload_of)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return trees.repeat(zeros, federation.clients)
 
-        def with_lost(member: Algorithm, clients: PyTree) -> Client:
-            if not feedback:
-                return Client(clients, ())
-            shapes = jax.eval_shape(lambda: upload_of(member, clients))
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-            return Client(clients, trees.repeat(zeros, federation.clients))
-
-        stacked = tuple(map(with_lost, parts, owned))
-        return state._replace(clients=stacked[0] if alone else stacked)
-
-    return algorithm._replace(
-        init=init,
-        train=train,
-        personal=personal,
-        traffic=traffic,
-        observe=lambda state: algorithm.observe(bare(state)),
-    )
+    return partial(keeping, record=Client, first=first, wrap=wrap)
 
 
-def bare(state: State) -> State:
-    """The state without what compression adds to it."""
-    wrapped = lambda part: isinstance(part, Client)
-    own = lambda part: part.own if wrapped(part) else part
-    return state._replace(clients=jax.tree.map(own, state.clients, is_leaf=wrapped))
+def _exact(leaf: Any) -> bool:
+    """Masks and counters travel as they are."""
+    return not jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _packed(bill: Traffic, upload: PyTree, bits: int | None, top_k: float | None) -> Traffic:
+    """The bill of an upload after compression."""
+    up: dict[str, Any] = {}
+    for layer, leaves in trees.layers(upload).items():
+        full = sum(map(trees.leaf_bytes, leaves))
+        packed = sum(
+            trees.leaf_bytes(x) if _exact(x) else leaf_bytes(x.size, bits, top_k) for x in leaves
+        )
+        share = bill.up.get(layer, 0)
+        if isinstance(share, int):
+            up[layer] = -(-share * packed // full)
+        else:  # a part that depends on the round: whole, none, or a share of the layer
+            part = jnp.ceil(share.astype(jnp.float32) * (packed / full)).astype(jnp.int32)
+            up[layer] = jnp.where(share == full, packed, part)
+    return Traffic(bill.down, up)

@@ -16,9 +16,19 @@ from jax.tree_util import tree_map_with_path as map_with_path
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Traffic
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Federation,
+    PyTree,
+    State,
+    Traffic,
+    Trained,
+    Visit,
+)
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
+from fedjax_pfl.core.groups import has_groups
+from fedjax_pfl.transforms.wrapping import Transform, keeping
 
 
 class Client(NamedTuple):
@@ -47,58 +57,58 @@ def with_own(tree: PyTree, own: PyTree, skip: int = 1) -> PyTree:
     return map_with_path(put, tree)
 
 
-def at_home(
-    algorithm: Algorithm,
-    model: Any,
-    federation: Federation,
-    data: FederatedData,
-    layers: Collection[str],
-) -> Algorithm:
-    """The same method, with these layers of `model` trained with the rest and never shared.
+def private_layers(
+    model: Any, federation: Federation, data: FederatedData, layers: Collection[str]
+) -> Transform:
+    """These layers of `model` are trained with the rest and never shared.
 
     Args:
       data: only its shapes matter.
     """
-    if isinstance(algorithm.send, tuple):
-        raise UsageError("keep_head is for one architecture; use it without groups")
     own_shapes, _ = trees.split(common.shapes(model, federation), layers)
-    if not _shares(algorithm, own_shapes, data):
-        return algorithm
 
-    def init(key: jax.Array, start: State | None = None) -> State:
+    def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
         if start is not None and isinstance(start.clients, Client):
-            own, start = start.clients.own, start._replace(clients=start.clients.method)
-        else:
-            one, _ = trees.split(common.initial(model, federation, key, start), layers)
-            own = trees.repeat(one, federation.clients)
-        state = algorithm.init(key, start)
-        return state._replace(clients=Client(state.clients, own))
+            return start.clients.own
+        one, _ = trees.split(common.initial(model, federation, key, start), layers)
+        return trees.repeat(one, federation.clients)
 
-    def train(payload: PyTree, client: Client, *rest: Any) -> Any:
-        mine = with_own(payload, client.own)
-        method = with_own(client.method, client.own, 0)  # models, and no momentum of theirs
-        upload, trained, method, metrics = algorithm.train(mine, method, *rest)
-        where, values = _found(upload, own_shapes), dict(leaves_of(upload))
-        new = {end: values[path] for path, end in where.items()}
-        own = map_with_path(lambda end, old: new.get(end, old), client.own)
-        back = lambda path, new, old: old if path in where else new
-        upload = map_with_path(back, upload, trees.came_down(payload, upload))
-        return upload, trained, Client(method, own), metrics
+    def wrap(member: Algorithm) -> Algorithm:
+        def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+            mine = with_own(payload, client.own)
+            method = with_own(client.method, client.own, 0)  # models, and no momentum of theirs
+            trained = member.train(mine, method, visit)
+            where, values = _found(trained.upload, own_shapes), dict(leaves_of(trained.upload))
+            new = {end: values[path] for path, end in where.items()}
+            own = map_with_path(lambda end, old: new.get(end, old), client.own)
+            upload = map_with_path(
+                lambda path, new, old: old if path in where else new,
+                trained.upload,
+                trees.came_down(payload, trained.upload),
+            )
+            return trained._replace(upload=upload, client=Client(trained.client, own))
 
-    def personal(server: PyTree, rows: PyTree, client: Client, *rest: Any) -> PyTree:
-        seen = (with_own(part, client.own) for part in (server, rows))
-        return algorithm.personal(*seen, with_own(client.method, client.own, 0), *rest)
+        def personal(state: State, client: Client, visit: Visit) -> PyTree:
+            server, rows = (with_own(part, client.own) for part in (state.server, state.rows))
+            method = with_own(client.method, client.own, 0)
+            return member.personal(State(server, rows, ()), method, visit)
 
-    def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        away = lambda bill: {name: b for name, b in bill.items() if name not in layers}
-        return Traffic(*map(away, algorithm.traffic(payload, upload)))
+        def traffic(payload: PyTree, upload: PyTree) -> Traffic:
+            bill = member.traffic(payload, upload)
+            return Traffic(
+                *({name: b for name, b in way.items() if name not in layers} for way in bill)
+            )
 
-    def observe(state: State) -> dict[str, jax.Array]:
-        return algorithm.observe(state._replace(clients=state.clients.method))
+        return member._replace(train=train, personal=personal, traffic=traffic)
 
-    return algorithm._replace(
-        init=init, train=train, personal=personal, traffic=traffic, observe=observe
-    )
+    def transform(algorithm: Algorithm) -> Algorithm:
+        if has_groups(algorithm):
+            raise UsageError("keep_head is for one architecture; use it without groups")
+        if not _shares(algorithm, own_shapes, data):
+            return algorithm
+        return keeping(algorithm, Client, first, wrap)
+
+    return transform
 
 
 def _shares(algorithm: Algorithm, own: PyTree, data: FederatedData) -> bool:
@@ -107,15 +117,17 @@ def _shares(algorithm: Algorithm, own: PyTree, data: FederatedData) -> bool:
 
     def visit(key: jax.Array, i: jax.Array) -> Any:
         state = algorithm.init(key)
-        payload = algorithm.send(state.server, state.rows, i, i, key)
-        client, here = trees.row(state.clients, i), client_data(data, i)
-        upload, trained, *_ = algorithm.train(payload, client, here, i, key)
+        payload = algorithm.send(state._replace(clients=()), Visit(i, None, i, key))
+        here = Visit(i, client_data(data, i), i, key)
+        upload, trained, *_ = algorithm.train(payload, trees.row(state.clients, i), here)
         return payload, upload, trained, (state.server, state.rows)
 
     payload, upload, trained, stored = jax.eval_shape(visit, key, i)
-    whole = lambda tree: {
-        str(path): leaf.shape for path, leaf in leaves_of(tree) if path in _found(tree, own, 0)
-    }
+
+    def whole(tree: PyTree) -> dict[str, tuple[int, ...]]:
+        found = _found(tree, own, 0)
+        return {str(path): leaf.shape for path, leaf in leaves_of(tree) if path in found}
+
     like = {str(path): leaf.shape for path, leaf in leaves_of(own)}
     served = whole(trained) == like
     shared = bool(_found(upload, own))

@@ -11,7 +11,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.matching import candidates, cosine
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation, State
+from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.task import Task
@@ -41,7 +41,7 @@ def scattered(made: Any, own: Any = jax.random.normal) -> State:
 
 
 def sent(made: Any, state: State, key: Any = KEY) -> Any:
-    send = jax.vmap(lambda i: made.send(state.server, state.rows, i, T, key))
+    send = jax.vmap(lambda i: made.send(state, Visit(i, None, T, key)))
     return jax.jit(send)(jnp.arange(N))["params"]
 
 
@@ -96,8 +96,8 @@ def test_entries_that_are_pruned_for_evaluation_only_travel_unbilled():
 
         @jax.jit
         def visit(state: State, made: Any = made, client: Any = client, data: Any = data) -> Any:
-            payload = made.send(state.server, state.rows, 0, T, KEY)
-            upload, trained, _, _ = made.train(payload, client, data, T, KEY)
+            payload = made.send(state, Visit(0, None, T, KEY))
+            upload, trained, _, _ = made.train(payload, client, Visit(0, data, T, KEY))
             bill = made.traffic(payload, upload)
             return payload, upload, trained, (bill.down["fc1"], bill.up["fc1"])
 
@@ -174,8 +174,8 @@ def test_without_a_loss_mu_moves_by_the_sign():
     client = trees.row(state.clients, 0)
     mu = jax.random.normal(KEY, (tiny.FEATURES, tiny.HIDDEN)).at[0, 0].set(0.0)
     client.own["params"]["fc1"]["mu"] = mu
-    payload = made.send((), state.rows, 0, T, KEY)
-    _, trained, after, _ = made.train(payload, client, client_data(data, 0), T, KEY)
+    payload = made.send(State((), state.rows, ()), Visit(0, None, T, KEY))
+    _, trained, after, _ = made.train(payload, client, Visit(0, client_data(data, 0), T, KEY))
     got = after.own["params"]["fc1"]["mu"]
     np.testing.assert_allclose(got, mu - 0.5 * 0.01 * jnp.sign(mu), atol=1e-6)
     # The client keeps what it is evaluated without.

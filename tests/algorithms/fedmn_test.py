@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm
+from fedjax_pfl.core.algorithm import Algorithm, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.networks import CNN, MobileNet, router
@@ -42,7 +42,9 @@ def plain(gates: str) -> tuple[Algorithm, Any, Any]:
     algorithm = make(TRAINING[gates], gates=gates)
     state, data = jax.jit(algorithm.init)(KEY), client_data(tiny.federated()[0], CLIENT)
     client = trees.row(state.clients, CLIENT)
-    train = jax.jit(lambda payload, t, key: algorithm.train(payload, client, data, t, key))
+    train = jax.jit(
+        lambda payload, t, key: algorithm.train(payload, client, Visit(0, data, t, key))
+    )
     return algorithm, state, train
 
 
@@ -137,7 +139,9 @@ def test_an_inactive_block_neither_travels_nor_changes():
 
     def one(i: jax.Array, client: Any) -> Any:
         key = jax.random.fold_in(KEY, i)
-        return algorithm.train(state.server, client, client_data(data, i), jnp.int32(0), key)
+        return algorithm.train(
+            state.server, client, Visit(i, client_data(data, i), jnp.int32(0), key)
+        )
 
     uploads, _, clients, _ = jax.jit(jax.vmap(one))(ids, state.clients)
     active = np.asarray(uploads["active"])
@@ -188,9 +192,9 @@ def test_aggregation_in_numpy():
     absent = lambda leaf: np.where(np.arange(4).reshape(-1, *(1,) * (leaf.ndim - 1)) == 2, 0, leaf)
     uploads = jax.tree.map(lambda leaf: absent(leaf).astype(np.float32), uploads)
     here = jnp.asarray(ids < tiny.CLIENTS)
-    got, _ = algorithm.receive(
-        server, (), jnp.asarray(ids), here, (), {**uploads, "active": jnp.asarray(active)}, 0
-    )
+    uploaded = {**uploads, "active": jnp.asarray(active)}
+    cohort = tiny.cohort(n, jnp.asarray(ids), here, (), uploaded, 0)
+    got, _ = algorithm.receive(State(server, (), ()), cohort)
     weights = np.array([n[4], n[0], 0, n[5]], float)
     flat = lambda tree: trees.layers(jax.device_get(tree))
     for name, leaves in flat(got).items():
@@ -207,7 +211,11 @@ def test_aggregation_in_numpy():
 def test_evaluation_opens_the_gates_above_one_half():
     algorithm, state, train = plain("hard")
     data, client = client_data(tiny.federated()[0], CLIENT), trees.row(state.clients, CLIENT)
-    serve = jax.jit(lambda server: algorithm.personal(server, (), client, CLIENT, data, 0, KEY))
+    serve = jax.jit(
+        lambda server: algorithm.personal(
+            State(server, (), ()), client, Visit(CLIENT, data, 0, KEY)
+        )
+    )
     pi = train(state.server, jnp.int32(0), KEY)[2].pi
     gates = serve(state.server)["gates"]
     np.testing.assert_array_equal(gates, router.decide(logit(pi), LAYOUT))
@@ -259,7 +267,7 @@ def test_contrast_brings_clients_to_a_deviation_and_the_server_keeps_averages():
     @jax.jit
     def visit(state: Any, i: Any, t: Any) -> Any:
         client, own = trees.row(state.clients, i), client_data(data, i)
-        return algorithm.train(state.server, client, own, t, KEY)
+        return algorithm.train(state.server, client, Visit(0, own, t, KEY))
 
     averages = {"mean": np.zeros(5), "square": np.ones(5)}
     for t in (20, 21):
@@ -275,7 +283,9 @@ def test_contrast_brings_clients_to_a_deviation_and_the_server_keeps_averages():
         if t > 20:  # at first a client knows no other, and is centred on itself
             np.testing.assert_allclose(logit(clients.pi), wanted, rtol=2e-3, atol=2e-3)
         ids, here = jnp.arange(tiny.CLIENTS), jnp.ones(tiny.CLIENTS, bool)
-        server, _ = algorithm.receive(server, (), ids, here, server, uploads, jnp.int32(t))
+        server, _ = algorithm.receive(
+            State(server, (), ()), tiny.cohort(n, ids, here, server, uploads, jnp.int32(t))
+        )
         averages = {k: n @ mine[k] / n.sum() for k in mine}
         for name, value in averages.items():
             got = server["batch_stats"][router.SPREAD][name]
@@ -287,10 +297,11 @@ def test_contrast_brings_clients_to_a_deviation_and_the_server_keeps_averages():
 def test_the_routers_rate_is_its_own():
     payload = plain("hard")[1].server
     own, steps = client_data(tiny.federated()[0], CLIENT), []
+    visit = Visit(CLIENT, own, jnp.int32(0), KEY)
     for times in (1.0, 3.0):
         algorithm = make(TRAINING["hard"], router_rate=times)
         client = trees.row(plain("hard")[1].clients, CLIENT)
-        upload = jax.jit(algorithm.train)(payload, client, own, jnp.int32(0), KEY)[0]
+        upload = jax.jit(algorithm.train)(payload, client, visit).upload
         steps.append(jax.tree.map(jnp.subtract, router_of(upload), router_of(payload)))
         rest = {k: v for k, v in upload["params"].items() if k not in router_of(upload)}
         steps.append(rest)

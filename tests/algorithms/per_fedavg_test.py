@@ -8,7 +8,9 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.per_fedavg import meta_gradient
 from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
+from tests import tiny
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
 
@@ -38,7 +40,9 @@ def wanted(variant):
 def test_one_step_on_a_quadratic(variant):
     """Batches hold all of the data, so that only the direction is left."""
     made, data = make(variant)
-    upload, trained, kept, metrics = made.train(variables(START), (), client(data, 0), T, KEY)
+    upload, trained, kept, metrics = made.train(
+        variables(START), (), Visit(0, client(data, 0), T, KEY)
+    )
     w = wanted(variant)
     np.testing.assert_allclose(weights(upload), w, atol=2e-6)
     np.testing.assert_allclose(weights(trained), w - ALPHA * A @ w, atol=2e-6)
@@ -53,13 +57,13 @@ def test_the_directions_differ():
 
 def test_personal_is_one_inner_step():
     made, data = make("fo")
-    served = made.personal(variables(START), (), (), 0, client(data, 0), T, KEY)
+    served = made.personal(State(variables(START), (), ()), (), Visit(0, client(data, 0), T, KEY))
     np.testing.assert_allclose(weights(served), START - ALPHA * A @ START, rtol=1e-5)
 
 
 def test_without_an_inner_step_it_is_sgd():
     made, data = make("hf", alpha=0.0)
-    upload, trained, _, _ = made.train(variables(START), (), client(data, 0), T, KEY)
+    upload, trained, _, _ = made.train(variables(START), (), Visit(0, client(data, 0), T, KEY))
     np.testing.assert_allclose(weights(upload), START - BETA * A @ START, rtol=1e-5)
     np.testing.assert_array_equal(weights(trained), weights(upload))
 
@@ -71,7 +75,10 @@ def test_the_server_averages_by_examples():
     made = algorithms.per_fedavg(linear.Linear(), TASK, training, federation)
     uploads = jax.tree.map(lambda *leaves: jnp.stack(leaves), variables([4, 0]), variables([0, 8]))
     ids, here = jnp.arange(2), jnp.ones(2, bool)
-    server, _ = made.receive(variables(START), (), ids, here, uploads, uploads, T)
+    server, _ = made.receive(
+        State(variables(START), (), ()),
+        tiny.cohort(federation.counts, ids, here, uploads, uploads, T),
+    )
     np.testing.assert_allclose(weights(server), [3.0, 2.0], rtol=1e-6)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.engine.rounds import make_rounds
@@ -176,7 +176,7 @@ def test_the_whole_method_equals_numpy(name: str):
 
 def everybody(algorithm: Any, state: Any) -> Any:
     """Payloads of all clients, and uploads a little away from them."""
-    send = jax.vmap(lambda i: algorithm.send(state.server, state.rows, i, T, KEY))
+    send = jax.vmap(lambda i: algorithm.send(state, Visit(i, None, T, KEY)))
     payloads, rng = jax.jit(send)(jnp.arange(tiny.CLIENTS)), np.random.default_rng(0)
     noise = lambda leaf: leaf + jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
     return payloads, jax.tree.map(noise, payloads), jnp.ones(tiny.CLIENTS, bool)
@@ -191,9 +191,9 @@ def test_a_step_brings_the_generated_model_closer_to_the_trained_one():
     def distances(i: jax.Array) -> tuple[jax.Array, jax.Array]:
         payload, upload = (jax.tree.map(lambda x: x[i][None], t) for t in (payloads, uploads))
         server, rows = algorithm.receive(
-            state.server, state.rows, i[None], jnp.ones(1, bool), payload, upload, T
+            state, tiny.cohort(tiny.TRAIN, i[None], jnp.ones(1, bool), payload, upload, T)
         )
-        after = algorithm.send(server, rows, i, T, KEY)
+        after = algorithm.send(State(server, rows, ()), Visit(i, None, T, KEY))
         change = lambda model: trees.squared_norm(
             jax.tree.map(lambda a, b: a - b[0], model, upload)
         )
@@ -209,8 +209,8 @@ def test_a_cohort_is_added_or_averaged():
     added, averaged = make(rate=0.01, **plain), make(rate=0.06, average=True, **plain)
     state, ids = jax.jit(added.init)(KEY), jnp.arange(tiny.CLIENTS)
     payloads, uploads, here = everybody(added, state)
-    arguments = (state.server, state.rows, ids, here, payloads, uploads, T)
-    one, other = (jax.jit(a.receive)(*arguments) for a in (added, averaged))
+    cohort = tiny.cohort(tiny.TRAIN, ids, here, payloads, uploads, T)
+    one, other = (jax.jit(a.receive)(state, cohort) for a in (added, averaged))
     close = {"rtol": 1e-5, "atol": 1e-6}
     chex.assert_trees_all_close((one[0].phi, one[1]), (other[0].phi, other[1]), **close)
     wanted = jax.jit(hypernet.advance)(one[0].phi, state.server.spectral)
@@ -225,7 +225,7 @@ def test_who_did_not_arrive_does_not_count():
     payloads, uploads, _ = everybody(algorithm, state)
     here = ids < 2
     safe, empty = jnp.where(here, ids, tiny.CLIENTS), jax.tree.map(jnp.zeros_like, uploads)
-    receive = jax.jit(lambda *cohort: algorithm.receive(state.server, state.rows, *cohort, T))
+    receive = jax.jit(lambda *cohort: algorithm.receive(state, tiny.cohort(tiny.TRAIN, *cohort, T)))
     got = receive(safe, here, payloads, trees.where(here, uploads, empty))
     wanted = receive(*jax.tree.map(lambda x: x[:2], (ids, here, payloads, uploads)))
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
@@ -242,13 +242,17 @@ def test_sizes_share_one_step():
     state = jax.jit(algorithm.init)(KEY)
     ids = (jnp.array([2, 6]), jnp.array([1, 3]))  # client 0 or 4 did not answer
     arrived = (jnp.array([True, False]), jnp.array([True, True]))
-    send = lambda g: jax.jit(jax.vmap(lambda i: algorithm.send[g](*state[:2], i, T, KEY)))
+    send = lambda g: jax.jit(jax.vmap(lambda i: algorithm.send[g](state, Visit(i, None, T, KEY))))
     payloads = tuple(send(g)(ids[g] % 6) for g in range(2))
     sizes = [trees.size(trees.row(p, 0)) for p in payloads]
     assert sizes == [6 * 3, 6 * 2 + 3 * 3]
     rng = np.random.default_rng(3)
     uploads = jax.tree.map(lambda x: x + jnp.asarray(rng.normal(size=x.shape), x.dtype), payloads)
-    server, rows = jax.jit(algorithm.receive)(*state[:2], ids, arrived, payloads, uploads, T)
+    cohorts = tuple(
+        tiny.cohort(tiny.TRAIN, *group, T)
+        for group in zip(ids, arrived, payloads, uploads, strict=True)
+    )
+    server, rows = jax.jit(algorithm.receive)(state, cohorts)
 
     phi, v = float64(state.server.phi), float64(state.rows.v)
     gradient = {"phi": zeros(phi), "v": np.zeros_like(v)}
@@ -304,7 +308,7 @@ def test_heads_never_travel():
         made = getattr(algorithms, name)(LeNet(), classification(), cases.training(), federation)
         state = jax.eval_shape(made.init, KEY)
         assert state.rows.v.shape == (50, 13)
-        payload = jax.eval_shape(lambda s, m=made: m.send(s.server, s.rows, 0, T, KEY), state)
+        payload = jax.eval_shape(lambda s, m=made: m.send(s, Visit(0, None, T, KEY)), state)
         bill = made.traffic(payload, payload)
         assert sum(bill.down.values()) == sum(bill.up.values()) == 4 * wanted
         assert ("fc3" in bill.up) == (name == "pfedhn")
@@ -319,8 +323,8 @@ def test_a_body_serves_another_clients_head():
     clients = state.clients._replace(home=home)
     mixed, body = jax.jit(
         lambda state, client: (
-            made.personal(state.server, state.rows, client, 1, None, T, KEY),
-            made.send(state.server, state.rows, 1, T, KEY)["params"],
+            made.personal(state, client, Visit(1, None, T, KEY)),
+            made.send(state, Visit(1, None, T, KEY))["params"],
         )
     )(state, trees.row(clients, 4))
     chex.assert_trees_all_equal(mixed["params"]["fc1"], body["fc1"])

@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.randomness import INIT, stage_key
@@ -78,7 +78,11 @@ def test_a_step_brings_the_mixed_model_closer_to_the_trained_one(normalise: str)
     algorithm = make(normalise=normalise, step="plain", rate=1e-6)
     state = scattered(algorithm)
     ids, t = jnp.arange(N), jnp.int32(0)
-    send = jax.jit(jax.vmap(lambda rows, i: algorithm.send((), rows, i, t, KEY), (None, 0)))
+    send = jax.jit(
+        jax.vmap(
+            lambda rows, i: algorithm.send(State((), rows, ()), Visit(i, None, t, KEY)), (None, 0)
+        )
+    )
     payloads = send(state.rows, ids)
     rng = np.random.default_rng(1)
     uploads = {
@@ -87,7 +91,9 @@ def test_a_step_brings_the_mixed_model_closer_to_the_trained_one(normalise: str)
         )
     }
     everyone = jnp.ones(N, bool)
-    _, rows = algorithm.receive((), state.rows, ids, everyone, payloads, uploads, t)
+    _, rows = algorithm.receive(
+        State((), state.rows, ()), tiny.cohort(tiny.TRAIN, ids, everyone, payloads, uploads, t)
+    )
     # The store is what it was, so that only the hypernetwork's step shows.
     closer = send(rows._replace(theta=state.rows.theta), ids)
     flat = lambda tree: jnp.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(tree)], 1)
@@ -114,7 +120,9 @@ def test_one_hot_alpha_mixes_to_the_store_and_equals_local():
     data, federation = tiny.federated()
     state = one_hot_psi(algorithm, scattered(algorithm))
     for i in range(N):
-        payload = algorithm.send((), state.rows, jnp.int32(i), jnp.int32(0), KEY)
+        payload = algorithm.send(
+            State((), state.rows, ()), Visit(jnp.int32(i), None, jnp.int32(0), KEY)
+        )
         chex.assert_trees_all_equal(payload["params"], trees.row(state.rows.theta, i))
     pfedla = make_rounds(algorithm, cases.TASK, federation, cohort=N, calls=3)
     alone = make_rounds(make("local"), cases.TASK, federation, cohort=N, calls=3)
@@ -136,7 +144,9 @@ def test_one_hot_alpha_mixes_to_the_store_and_equals_local():
 def test_uniform_alpha_is_the_plain_mean():
     algorithm = make()
     state = scattered(algorithm)
-    payload = algorithm.send((), state.rows, jnp.int32(2), jnp.int32(0), KEY)
+    payload = algorithm.send(
+        State((), state.rows, ()), Visit(jnp.int32(2), None, jnp.int32(0), KEY)
+    )
     wanted = trees.weighted_mean(state.rows.theta, jnp.ones(N))
     chex.assert_trees_all_close(payload["params"], wanted, rtol=1e-5, atol=1e-6)
 
@@ -159,7 +169,9 @@ def test_the_largest_own_weights_are_retained():
     state = scattered(algorithm)
     weights = np.asarray(algorithm.observe(state)["alpha"])
     for i in range(N):
-        payload = algorithm.send((), state.rows, jnp.int32(i), jnp.int32(0), KEY)
+        payload = algorithm.send(
+            State((), state.rows, ()), Visit(jnp.int32(i), None, jnp.int32(0), KEY)
+        )
         chosen = set(np.flatnonzero(payload["retained"]))
         assert chosen == set(np.argsort(-weights[i, :, i])[:2])
 
@@ -334,7 +346,11 @@ def test_unsampled_stores_are_untouched_and_still_mixed():
     for part in ("theta", "psi"):
         old, new = getattr(first.rows, part), jax.device_get(getattr(state.rows, part))
         chex.assert_trees_all_equal(*(trees.row(x, absent) for x in (old, new)))
-    payload = algorithm.send((), state.rows, jnp.int32(absent[0]), jnp.int32(1), KEY)
-    stale = algorithm.send((), first.rows, jnp.int32(absent[0]), jnp.int32(1), KEY)
+    payload = algorithm.send(
+        State((), state.rows, ()), Visit(jnp.int32(absent[0]), None, jnp.int32(1), KEY)
+    )
+    stale = algorithm.send(
+        State((), first.rows, ()), Visit(jnp.int32(absent[0]), None, jnp.int32(1), KEY)
+    )
     moved = jax.tree.map(lambda a, b: (a != b).any(), payload["params"], stale["params"])
     assert all(jax.tree.leaves(moved))

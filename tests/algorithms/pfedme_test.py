@@ -7,6 +7,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
@@ -25,7 +26,9 @@ def make(rounds=1, training=None, **settings):
 def test_one_local_round_by_hand():
     """θ: 1 → 1 − .05·(−2) = 1.1 → 1.1 − .05·(−1.9 + 15·.1) = 1.12; w: 1 + .01·15·.12 = 1.018."""
     made, data = make()
-    upload, trained, kept, metrics = made.train(variables([1.0]), (), client(data, 0), T, KEY)
+    upload, trained, kept, metrics = made.train(
+        variables([1.0]), (), Visit(0, client(data, 0), T, KEY)
+    )
     np.testing.assert_allclose(weights(trained), [1.12], rtol=1e-6)
     np.testing.assert_allclose(weights(upload), [1.018], rtol=1e-6)
     np.testing.assert_allclose(
@@ -36,7 +39,7 @@ def test_one_local_round_by_hand():
 
 def test_local_rounds_go_on_from_the_last_theta():
     made, data = make(rounds=4)
-    upload, trained, _, _ = made.train(variables([1.0]), (), client(data, 0), T, KEY)
+    upload, trained, _, _ = made.train(variables([1.0]), (), Visit(0, client(data, 0), T, KEY))
     w = theta = 1.0
     for _ in range(4):
         for _ in range(2):
@@ -49,19 +52,21 @@ def test_local_rounds_go_on_from_the_last_theta():
 def test_a_client_is_served_theta_after_its_local_rounds():
     """Not w, and not the θ of the first batch only; of one round 200 steps solve exactly."""
     made, data = make(rounds=4)
-    _, trained, _, _ = made.train(variables([1.0]), (), client(data, 0), T, KEY)
-    served = made.personal(variables([1.0]), (), (), 0, client(data, 0), T, KEY)
+    _, trained, _, _ = made.train(variables([1.0]), (), Visit(0, client(data, 0), T, KEY))
+    served = made.personal(State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), T, KEY))
     np.testing.assert_array_equal(weights(served), weights(trained))
     assert weights(served)[0] > 1.15  # one round ends at 1.12
     exact, _ = make(inner_steps=200)
-    served = exact.personal(variables([1.0]), (), (), 0, client(data, 0), T, KEY)
+    served = exact.personal(State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), T, KEY))
     np.testing.assert_allclose(weights(served), [(TARGET + 15) / 16], rtol=1e-6)
 
 
 def test_a_large_penalty_ties_theta_to_w():
     for penalty in (15.0, 1.5e3, 1.5e5):
         made, data = make(penalty=penalty, inner_rate=1 / penalty, inner_steps=5)
-        served = made.personal(variables([1.0]), (), (), 0, client(data, 0), T, KEY)
+        served = made.personal(
+            State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), T, KEY)
+        )
         np.testing.assert_allclose(weights(served) - 1, [2 / penalty], rtol=0.1, atol=1e-6)
 
 
@@ -71,7 +76,9 @@ def test_the_server_mixes_in_the_plain_mean(beta, expected):
     made, _ = make(beta=beta)
     uploads = jax.tree.map(lambda *a: jnp.stack(a), variables([2.0]), variables([6.0]))
     ids, here = jnp.arange(2), jnp.ones(2, bool)
-    server, rows = made.receive(variables([10.0]), (), ids, here, uploads, uploads, T)
+    server, rows = made.receive(
+        State(variables([10.0]), (), ()), tiny.cohort(tiny.TRAIN, ids, here, uploads, uploads, T)
+    )
     np.testing.assert_allclose(weights(server), [expected], rtol=1e-6)
     assert rows == ()
 
@@ -80,7 +87,9 @@ def test_who_did_not_arrive_does_not_count():
     made, _ = make(beta=0.5)
     uploads = jax.tree.map(lambda *a: jnp.stack(a), variables([2.0]), variables([0.0]))
     ids, here = jnp.array([0, 2]), jnp.array([True, False])
-    server, _ = made.receive(variables([10.0]), (), ids, here, uploads, uploads, T)
+    server, _ = made.receive(
+        State(variables([10.0]), (), ()), tiny.cohort(tiny.TRAIN, ids, here, uploads, uploads, T)
+    )
     np.testing.assert_allclose(weights(server), [6.0], rtol=1e-6)
 
 
@@ -90,7 +99,9 @@ def test_statistics_are_averaged_without_beta():
     server = made.init(KEY).server
     uploads = jax.tree.map(lambda a: jnp.stack([0.1 * a, 0.3 * a]), server)
     here = jnp.ones(2, bool)
-    mixed, _ = made.receive(server, (), jnp.arange(2), here, uploads, uploads, T)
+    mixed, _ = made.receive(
+        State(server, (), ()), tiny.cohort(tiny.TRAIN, jnp.arange(2), here, uploads, uploads, T)
+    )
     np.testing.assert_allclose(mixed["batch_stats"]["norm1"]["var"], 0.2, rtol=1e-6)
     kernel = server["params"]["fc1"]["kernel"]
     np.testing.assert_allclose(mixed["params"]["fc1"]["kernel"], -0.6 * kernel, rtol=1e-5)

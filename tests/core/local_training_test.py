@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
 from fedjax_pfl.core.task import Task
 
@@ -53,7 +54,8 @@ def trace(rounds: int, steps: int, **settings: Any) -> list[float]:
 
     @jax.jit
     def fit(params: Any, state: Any, t: jax.Array) -> Any:
-        return local_training.fit(training, quadratic, params, {}, state, data, t, KEY)
+        visit = Visit(2, data, t, KEY)
+        return local_training.fit(training, quadratic, params, {}, state, visit)
 
     seen = []
     for t in range(rounds):
@@ -124,9 +126,8 @@ def visitor(mapped: bool, **settings: Any) -> Any:
         params, rest = start(training.batch_size)
         state = training.optimizer.init(params)
         key, t = jax.random.fold_in(KEY, i), jnp.int32(0)
-        return local_training.fit(
-            training, recorder, params, rest, state, client_data(data, i), t, key
-        )
+        visit = Visit(i, client_data(data, i), t, key)
+        return local_training.fit(training, recorder, params, rest, state, visit)
 
     return jax.jit(jax.vmap(visit, (None, 0)) if mapped else visit)
 

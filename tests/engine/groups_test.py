@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.task import classification
@@ -31,11 +31,12 @@ def narrow_and_wide(federation: Federation, name: str = "fedavg") -> tuple[Algor
     )
 
 
-def wander(payload: Any, client: Any, data: Any, t: Any, key: jax.Array) -> Any:
+def wander(payload: Any, client: Any, visit: Visit) -> Trained:
     """In place of training, which takes long to compile: a step at random."""
-    length = jax.random.uniform(key)
+    length = jax.random.uniform(visit.key)
     new = jax.tree.map(lambda leaf: leaf + length * jnp.cos(9 * leaf), payload)
-    return new, new, jax.tree.map(lambda leaf: leaf + length, client), {"loss": length}
+    kept = jax.tree.map(lambda leaf: leaf + length, client)
+    return Trained(new, new, kept, {"loss": length})
 
 
 def correct(server: Any, data: Any, i: int) -> int:

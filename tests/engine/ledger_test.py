@@ -8,7 +8,7 @@ import numpy as np
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.algorithm import Algorithm, Federation, Trained
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.engine import ledger
 from fedjax_pfl.engine.rounds import Log, Rounds, make_rounds
@@ -107,8 +107,8 @@ def test_json_holds_it():
     assert back.total_up == 6 * BIG
 
 
-def idle(payload, client, data, t, key):
-    return payload, payload, client, {"loss": jnp.zeros(())}
+def idle(payload, client, visit):
+    return Trained(payload, payload, client, {"loss": jnp.zeros(())})
 
 
 def ran(algorithm: Algorithm, federation: Federation, rounds: int, **settings) -> ledger.Ledger:

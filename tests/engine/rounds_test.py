@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.groups import by_group
@@ -35,20 +35,17 @@ def scalar(value: int) -> jax.Array:
 def counting(clients: int) -> Algorithm:
     """Server: how often `receive` was called; rows and clients: how often each one arrived."""
 
-    def receive(server, rows, ids, arrived, payloads, uploads, t):
-        return server + 1, rows.at[ids].add(uploads, mode="drop")
+    def receive(state, cohort):
+        return state.server + 1, state.rows.at[cohort.ids].add(cohort.uploads, mode="drop")
 
     return Algorithm(
         init=lambda key, start=None: State(jnp.zeros(()), jnp.zeros(clients), jnp.zeros(clients)),
-        send=lambda server, rows, i, t, key: jnp.zeros(5),
-        train=lambda payload, client, data, t, key: (
-            jnp.ones(()),
-            (),
-            client + 1,
-            {"loss": jnp.ones(())},
+        send=lambda state, visit: jnp.zeros(5),
+        train=lambda payload, client, visit: Trained(
+            jnp.ones(()), (), client + 1, {"loss": jnp.ones(())}
         ),
         receive=receive,
-        personal=lambda server, rows, client, i, data, t, key: (),
+        personal=lambda state, client, visit: (),
         predict=lambda variables, x: x,
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.engine import ledger, metrics
 from fedjax_pfl.engine.rounds import make_rounds
@@ -77,16 +77,19 @@ def test_a_mark_in_a_clients_data_and_layers_stays_with_it(name: str, tmp_path: 
     ids, key = jnp.arange(tiny.CLIENTS), jax.random.key(1)
 
     def visit(state: State, i: jax.Array, t: jax.Array) -> Any:
-        payload = made.send(state.server, state.rows, i, t, key)
+        payload = made.send(state, Visit(i, None, t, key))
         client = trees.row(state.clients, i)
-        upload, trained, client, seen = made.train(payload, client, client_data(data, i), t, key)
+        upload, trained, client, seen = made.train(
+            payload, client, Visit(i, client_data(data, i), t, key)
+        )
         return payload, upload, client, seen, trained
 
     @jax.jit
     def one_round(state: State, t: jax.Array) -> tuple[State, Any]:
         met = jax.vmap(visit, (None, 0, None))(state, ids, t)
         arrived = jnp.ones(tiny.CLIENTS, bool)
-        server, rows = made.receive(state.server, state.rows, ids, arrived, *met[:2], t)
+        cohort = tiny.cohort(tiny.TRAIN, ids, arrived, *met[:2], t)
+        server, rows = made.receive(state, cohort)
         return State(server, rows, met[2]), met
 
     for t in range(2):

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.core.algorithm import State, Trained, Visit
 from fedjax_pfl.core.randomness import TRAIN, stage_key
 from fedjax_pfl.engine.rounds import Rounds, make_rounds
 from tests import cases, tiny
@@ -76,15 +76,15 @@ def rubbish(name: str) -> dict[str, str]:
     t, n = jnp.int32(0), jnp.int32(1)
     bad_key = jax.random.key_data(stage_key(KEY, TRAIN, t, BAD))
 
-    def train(payload: Any, client: Any, own: Any, t: Any, key: jax.Array) -> Any:
-        upload, *others = made.train(payload, client, own, t, key)
-        bad = jnp.all(jax.random.key_data(key) == bad_key)
+    def train(payload: Any, client: Any, visit: Visit) -> Trained:
+        trained = made.train(payload, client, visit)
+        bad = jnp.all(jax.random.key_data(visit.key) == bad_key)
 
         def spoilt(leaf: jax.Array) -> jax.Array:
             floats = jnp.issubdtype(leaf.dtype, jnp.floating)
-            return jnp.where(bad, leaf + own.x[number, 0], leaf) if floats else leaf
+            return jnp.where(bad, leaf + visit.data.x[number, 0], leaf) if floats else leaf
 
-        return jax.tree.map(spoilt, upload), *others
+        return trained._replace(upload=jax.tree.map(spoilt, trained.upload))
 
     rounds: Rounds = make_rounds(
         made._replace(train=train), cases.TASK, federation, cohort=6, max_update_norm=1e6

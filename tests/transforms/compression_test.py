@@ -10,13 +10,13 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, State, Traffic
+from fedjax_pfl.core.algorithm import Algorithm, State, Traffic, Trained, Visit
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.task import regression
 from fedjax_pfl.engine import ledger
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.mlp import MLP
-from fedjax_pfl.transforms import compression
+from fedjax_pfl.transforms.compression import Client, compression, leaf_bytes
 from tests import cases, tiny
 
 KEY = jax.random.key(5)
@@ -24,7 +24,7 @@ X = np.float32([1.0, -0.37, 0.0, 0.123, -1.0, 0.7, 0.005, -0.9])
 
 
 def encoded(x: np.ndarray, draws: int, bits: int | None, top_k: float | None) -> np.ndarray:
-    encode = jax.vmap(lambda key: compression.encode(jnp.asarray(x), key, bits, top_k))
+    encode = jax.vmap(lambda key: encode(jnp.asarray(x), key, bits, top_k))
     return np.float64(jax.jit(encode)(jax.random.split(KEY, draws)))
 
 
@@ -84,7 +84,7 @@ def test_both_together():
     ],
 )
 def test_bytes_by_hand(size: int, bits: int | None, top_k: float | None, wanted: int):
-    assert compression.leaf_bytes(size, bits, top_k) == wanted
+    assert leaf_bytes(size, bits, top_k) == wanted
 
 
 # Error feedback
@@ -97,32 +97,32 @@ def scripted() -> Algorithm:
     """Adds CHANGES[t]; a counter and a mask go up beside the model."""
     state = State({"w": jnp.zeros(4)}, (), jnp.arange(6))
 
-    def train(payload: Any, client: Any, data: Any, t: Any, key: jax.Array) -> Any:
-        new = {"w": payload["w"] + jnp.asarray(CHANGES)[t]}
+    def train(payload: Any, client: Any, visit: Visit) -> Trained:
+        new, t = {"w": payload["w"] + jnp.asarray(CHANGES)[visit.t]}, visit.t
         extra = {"count": 300 + jnp.asarray(t, jnp.int32), "mask": jnp.asarray([True, False])}
-        return {**new, **extra}, new, client + 1, {"loss": jnp.zeros(())}
+        return Trained({**new, **extra}, new, client + 1, {"loss": jnp.zeros(())})
 
     return Algorithm(
         init=lambda key, start=None: state if start is None else state._replace(clients=start[2]),
-        send=lambda server, rows, i, t, key: server,
+        send=lambda state, visit: state.server,
         train=train,
-        receive=lambda server, rows, ids, arrived, payloads, uploads, t: (server, rows),
-        personal=lambda server, rows, client, i, data, t, key: client,
+        receive=lambda state, cohort: (state.server, state.rows),
+        personal=lambda state, client, visit: client,
         predict=lambda variables, x: x,
     )
 
 
-def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], compression.Client]:
+def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], Client]:
     """(what was sent in each round, what is lost after each, the client at the end)."""
     data, federation = tiny.federated()
-    algorithm = compression.compressed(scripted(), federation, data, **settings)
+    algorithm = compression(federation, data, **settings)(scripted())
     client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
     train = jax.jit(algorithm.train)
     sent, lost = [], []
     for t in range(3):
         payload = {"w": jnp.float32([16, 32, -16, 2]) * t}
         key = jax.random.fold_in(KEY, t)
-        upload, trained, client, _ = train(payload, client, (), jnp.int32(t), key)
+        upload, trained, client, _ = train(payload, client, Visit(0, (), jnp.int32(t), key))
         np.testing.assert_array_equal(trained["w"], payload["w"] + CHANGES[t])
         assert (int(upload["count"]), upload["mask"].tolist()) == (300 + t, [True, False])
         assert (upload["count"].dtype, upload["mask"].dtype) == (jnp.int32, jnp.bool_)
@@ -140,7 +140,7 @@ def test_what_was_lost_is_sent_later():
     assert sent[1][3] == 5
     assert (sent != 0).sum() == 6
     assert (lost[2] != 0).any()
-    assert int(client.own) == 3
+    assert int(client.method) == 3
     assert not client.lost["count"].any()
     assert not client.lost["mask"].any()
 
@@ -161,18 +161,18 @@ def test_without_feedback_it_is_gone():
 def test_the_state_of_a_compressed_algorithm():
     """Every client has nothing lost at first; a later phase starts from its own state."""
     data, federation = tiny.federated()
-    algorithm = compression.compressed(scripted(), federation, data, bits=8)
+    algorithm = compression(federation, data, bits=8)(scripted())
     state = algorithm.init(KEY)
-    np.testing.assert_array_equal(state.clients.own, np.arange(6))
+    np.testing.assert_array_equal(state.clients.method, np.arange(6))
     shapes = {name: leaf.shape for name, leaf in state.clients.lost.items()}
     assert shapes == {"w": (6, 4), "count": (6,), "mask": (6, 2)}
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.clients.lost))
-    later = state._replace(clients=state.clients._replace(own=7 + state.clients.own))
+    later = state._replace(clients=state.clients._replace(method=7 + state.clients.method))
     again = algorithm.init(KEY, later)
     chex.assert_trees_all_equal(again, later)
-    client = compression.Client(jnp.int32(3), ())
-    assert algorithm.personal(state.server, (), client, 0, (), 0, KEY) == 3
-    pair = compression.compressed(by_group((scripted(), scripted())), federation, data, bits=8)
+    client = Client(jnp.int32(3), ())
+    assert algorithm.personal(State(state.server, (), ()), client, Visit(0, (), 0, KEY)) == 3
+    pair = compression(federation, data, bits=8)(by_group((scripted(), scripted())))
     both = pair.init(KEY)
     assert [len(both.clients), len(pair.train), len(pair.traffic)] == [2, 2, 2]
     chex.assert_trees_all_equal(both.clients[1], state.clients)
@@ -184,7 +184,7 @@ def test_the_state_of_a_compressed_algorithm():
 def test_the_bill_of_one_visit():
     """w: 4 · 8 + 32 bits; the counter and the mask as they are."""
     data, federation = tiny.federated()
-    algorithm = compression.compressed(scripted(), federation, data, bits=8)
+    algorithm = compression(federation, data, bits=8)(scripted())
     upload = {"w": jnp.zeros(4), "count": jnp.int32(1), "mask": jnp.zeros(2, bool)}
     bill = algorithm.traffic({"w": jnp.zeros(4)}, upload)
     assert bill == Traffic({"w": 16}, {"w": 8, "count": 4, "mask": 2})
@@ -194,20 +194,21 @@ def test_a_part_of_a_layer():
     """Where 12 of 16 raw bytes travel, 3/4 of the packed ones do; where none do, none."""
     data, federation = tiny.federated()
     half = scripted()._replace(traffic=lambda payload, upload: Traffic({}, {"w": upload["bytes"]}))
-    algorithm = compression.compressed(half, federation, data, bits=8)
+    algorithm = compression(federation, data, bits=8)(half)
     for raw, packed in ((12, 6), (16, 8), (0, 0), (1, 1)):
         up = algorithm.traffic((), {"w": jnp.zeros(4), "bytes": jnp.int32(raw)}).up
         assert int(up["w"]) == packed
     fixed = half._replace(traffic=lambda payload, upload: Traffic({}, {"w": 12}))
-    up = compression.compressed(fixed, federation, data, bits=8).traffic((), {"w": jnp.zeros(4)}).up
+    up = compression(federation, data, bits=8)(fixed).traffic((), {"w": jnp.zeros(4)}).up
     assert up == {"w": 6}
 
 
-def step(payload: Any, client: Any, data: Any, t: Any, key: jax.Array) -> Any:
+def step(payload: Any, client: Any, visit: Visit) -> Trained:
     """In place of training, which takes long to compile: a step that depends on the data."""
+    data = visit.data
     mean = jnp.mean(data.x[data.train.rows])
     new = jax.tree.map(lambda leaf: leaf + mean * jnp.cos(7 * leaf), payload)
-    return new, new, client, {"loss": mean}
+    return Trained(new, new, client, {"loss": mean})
 
 
 def test_a_round_of_fedavg():
@@ -216,7 +217,7 @@ def test_a_round_of_fedavg():
     network = MLP(2, ())
     plain = algorithms.fedavg(network, regression(), local_training.sgd(epochs=1), federation)
     plain = plain._replace(train=step)
-    packed = compression.compressed(plain, federation, data, bits=16, top_k=None)
+    packed = compression(federation, data, bits=16, top_k=None)(plain)
 
     def ran(algorithm: Algorithm) -> Any:
         rounds = make_rounds(algorithm, regression(), federation, cohort=6)
@@ -244,7 +245,7 @@ def test_training_draws_the_same_batches_as_without_compression():
     """FedAvg's first round: the same loss to the last bit, and the same model but for rounding."""
     data, federation = tiny.federated()
     plain = cases.make("fedavg", federation)
-    small = compression.compressed(plain, federation, data, bits=16)
+    small = compression(federation, data, bits=16)(plain)
     results = []
     for algorithm in (plain, small):
         rounds = make_rounds(algorithm, cases.TASK, federation, cohort=tiny.CLIENTS)

@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
-from fedjax_pfl.transforms.private_layers import at_home, with_own
+from fedjax_pfl.transforms.private_layers import private_layers, with_own
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, served
 
@@ -17,9 +17,13 @@ DATA, FEDERATION = tiny.federated()
 HEAD = 4 * (tiny.HIDDEN + 1) * tiny.CLASSES
 
 
+def at_home(algorithm):
+    return private_layers(tiny.Net(), FEDERATION, DATA, {"fc2"})(algorithm)
+
+
 def kept(name, **changes):
     made = cases.make(name, FEDERATION, **changes)
-    return at_home(made, tiny.Net(), FEDERATION, DATA, {"fc2"})
+    return at_home(made)
 
 
 def test_fedavg_without_its_head_is_fedper():
@@ -62,7 +66,7 @@ def test_no_head_leaves_its_client(name):
 @pytest.mark.parametrize("name", ["local", "fedper", "fedrep", "pfedhn_pc"])
 def test_what_is_not_shared_anyway_is_as_it_was(name):
     made = cases.make(name, FEDERATION)
-    assert at_home(made, tiny.Net(), FEDERATION, DATA, {"fc2"}) is made
+    assert at_home(made) is made
 
 
 def test_own_layers_reach_every_model_in_a_tree():
@@ -90,7 +94,7 @@ def test_a_later_phase_goes_on_with_the_heads():
 def test_groups_are_refused():
     both = by_group((cases.make("fedavg", FEDERATION), cases.make("fedavg", FEDERATION)))
     with pytest.raises(UsageError, match="without groups"):
-        at_home(both, tiny.Net(), FEDERATION, DATA, {"fc2"})
+        at_home(both)
 
 
 @pytest.mark.parametrize("name", ["pfedhn", "fedem", "fedmn"])

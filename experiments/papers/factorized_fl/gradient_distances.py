@@ -16,6 +16,7 @@ from experiments.launch import DATA_DIR
 from experiments.papers.study import DATASET, ROUNDS, SEEDS, mean_std
 from fedjax_pfl import data
 from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, Split
 from fedjax_pfl.core.task import classification
@@ -80,7 +81,7 @@ def _one_seed(net: Any, seed: int, epochs: int) -> tuple[dict[str, list[float]],
         params, rest = local_training.split_variables(variables)
         gradient = local_training.gradient(net, task, own)
         params, rest, _, _ = local_training.fit(
-            training, gradient, params, rest, (), own, jnp.int32(0), key
+            training, gradient, params, rest, (), Visit(0, own, jnp.int32(0), key)
         )
         return {"params": params, **rest}
 
