@@ -1,7 +1,9 @@
-"""Eight CPU devices for every test, strict types, full precision in products."""
+"""Eight CPU devices for every test, strict types, full precision in products, one compile cache."""
 
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import jax
 import pytest
@@ -12,6 +14,21 @@ import pytest
 # compile than these emitters, and XLA ends a process that is given a flag it does not know.
 _EMITTERS = "--xla_cpu_use_fusion_emitters=false " if jax.__version_info__ < (0, 11) else ""
 os.environ["XLA_FLAGS"] = f"{_EMITTERS}--xla_cpu_max_isa=AVX"
+# What is compiled is kept, small programs too, for the other processes of a session, those that
+# tests start, and later sessions: a program read from there is the same machine code.
+CACHE = Path(__file__).parents[1] / ".cache" / f"jax-{jax.__version__}"
+LARGEST = 1_000_000_000  # bytes of it, after which it begins anew
+KEPT = {
+    "JAX_COMPILATION_CACHE_DIR": os.environ.get("JAX_COMPILATION_CACHE_DIR") or str(CACHE),
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    # One that is just being written, or was when its process was killed, is compiled again.
+    "PYTHONWARNINGS": "ignore:Error reading persistent compilation cache entry",
+}
+os.environ.update(KEPT)
+jax.config.update("jax_compilation_cache_dir", KEPT["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -20,6 +37,15 @@ jax.config.update("jax_default_matmul_precision", "highest")
 
 # What a shell starts in the background has Ctrl-C ignored, and so would all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Let nothing but programs last from one session to the next, and not too many of them."""
+    if "PYTEST_XDIST_WORKER" in os.environ or not CACHE.is_dir():
+        return
+    (CACHE / "plans.json").unlink(missing_ok=True)  # measurements are beside the programs
+    if sum(path.stat().st_size for path in CACHE.iterdir()) > LARGEST:
+        shutil.rmtree(CACHE)
 
 
 @pytest.fixture(scope="session")

@@ -191,6 +191,8 @@ def test_check_keys_lets_all_settings_pass():
 
 def test_programs_are_kept_where_caches_are(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    given = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
     try:
         launch.keep_programs()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "fedjax_pfl")
@@ -198,7 +200,7 @@ def test_programs_are_kept_where_caches_are(monkeypatch, tmp_path):
         launch.keep_programs()  # what is set stays
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "fedjax_pfl")
     finally:
-        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_compilation_cache_dir", given)
 
 
 def test_in_one_line_passes_nothing_else(monkeypatch):
