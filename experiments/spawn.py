@@ -66,6 +66,8 @@ def together(given: Given) -> Iterator[None]:
     if not numbers:
         yield
         return
+    if not hasattr(os, "fork"):
+        raise UsageError("several processes need a system that can fork, which this one cannot")
     address = given.coordinator or f"127.0.0.1:{_free_port()}"
     alive = os.pipe()  # into which nobody writes: it ends with whoever holds its other end
     workers = []

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import fedjax_pfl
-from experiments import cli, launch
+from experiments import cli, launch, spawn
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import run_directory
 
 ROOT = Path(cli.__file__).parents[1]
@@ -154,6 +155,16 @@ print("done")
     assert ran.stderr == (
         f"{tmp_path / 'run'} is not locked, as this system cannot; start no other run in it\n"
     )
+
+
+def test_without_fork_several_processes_are_refused(monkeypatch):
+    """As on Windows."""
+    monkeypatch.delattr(spawn.os, "fork")
+    refused = pytest.raises(UsageError, match="need a system that can fork")
+    with refused, spawn.together(spawn.Given(processes=2)):
+        raise AssertionError("it computes alone")
+    with spawn.together(spawn.Given()):
+        pass
 
 
 def test_where_there_is_fcntl_a_directory_is_locked():
