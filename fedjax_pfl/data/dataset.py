@@ -6,6 +6,10 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 
+_MOST_OUTPUTS = 10_000_000
+# Beyond so many, and so many for each label that occurs, labels are taken for codes, not classes.
+_FEW_OUTPUTS, _SPARSE = 1000, 10
+
 
 class Dataset(NamedTuple):
     """Labelled examples, not yet given to anybody. NumPy; images as they are stored."""
@@ -44,21 +48,22 @@ def arrays(
     Args:
       x, x_test: [examples, ...]; images have channels last. uint8 is scaled to [0, 1] unless
         `scale` is given; any other type becomes float32.
-      y, y_test: integer classes [examples], or real targets [examples, targets].
+      y, y_test: integer classes [examples], or real targets [examples, targets]; real numbers
+        [examples] are one target.
       outputs: number of classes; None: the largest label plus one.
       owners, owners_test: whom each example belongs to, integers from 0 (partition `natural`).
       owner_classes: bool [owners, outputs], where owners differ in the classes that they can have.
     """
-    x, y = np.asarray(x), np.asarray(y)
+    x, y = np.asarray(x), _targets(y)
     if y.ndim not in (1, 2) or (y.ndim == 1) != np.issubdtype(y.dtype, np.integer):
         raise UsageError(
             f"{name}: y is {y.dtype} {list(y.shape)}; use integer classes [examples] or real "
             "targets [examples, targets]"
         )
-    if outputs is None:
-        outputs = y.shape[1] if y.ndim == 2 else int(max(y.max(initial=-1), 0)) + 1
     if (x_test is None) != (y_test is None):
         raise UsageError(f"{name}: give both x_test and y_test, or neither")
+    y_test = None if y_test is None else _targets(y_test)
+    outputs = _outputs(name, y, outputs)
     x_train, y_train = _checked(f"{name} (train)", x, y, x, y, outputs)
     if x_test is not None and y_test is not None:
         x_test, y_test = _checked(f"{name} (test)", x_test, y_test, x, y, outputs)
@@ -81,6 +86,32 @@ def arrays(
         name, x_train, y_train, x_test, y_test, outputs, scale, shift,
         None if coarse is None else np.asarray(coarse), owners, owners_test, owner_classes,
     )  # fmt: skip
+
+
+def _targets(y: np.ndarray) -> np.ndarray:
+    """Real numbers [examples] as one target each, [examples, 1]; all else as it is."""
+    y = np.asarray(y)
+    return y[:, None] if y.ndim == 1 and np.issubdtype(y.dtype, np.floating) else y
+
+
+def _outputs(name: str, y: np.ndarray, given: int | None) -> int:
+    """As many as are given, or as the labels or targets need; each is a column of the model."""
+    if given is not None:
+        if not isinstance(given, int | np.integer) or not 1 <= given <= _MOST_OUTPUTS:
+            raise UsageError(
+                f"{name}: outputs is {given!r}; use a whole number from 1 to {_MOST_OUTPUTS:,}"
+            )
+        return int(given)
+    if y.ndim == 2:
+        return y.shape[1]
+    outputs = int(max(y.max(initial=-1), 0)) + 1
+    if outputs > _FEW_OUTPUTS and outputs > _SPARSE * (different := len(np.unique(y))):
+        raise UsageError(
+            f"{name}: the largest of {different} different labels is {outputs - 1:,}, and a model "
+            f"has an output for each class from 0 to it; number the labels from 0 (y = "
+            f"numpy.unique(y, return_inverse=True)[1]), or say outputs={outputs} if that is meant"
+        )
+    return outputs
 
 
 def _checked(

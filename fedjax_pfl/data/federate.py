@@ -83,6 +83,7 @@ def federate(
         return Pool(available, clients, dataset.coarse, held_out)
 
     ours = np.flatnonzero(part == _TRAIN)
+    _check_enough(dataset.name, partition, clients, split, len(ours))
     if partition == "natural":
         assert owner is not None
         client_of = partitions.natural(owner[ours], clients, counting, **settings)
@@ -92,7 +93,8 @@ def federate(
         try:
             counts = partitions.PARTITIONS[partition](pool(ours), counting, **settings)
         except UsageError as error:  # whoever named no partition has one too
-            raise UsageError(f"partition {partition}: {error}") from None
+            named = "" if str(error).startswith("partition ") else f"partition {partition}: "
+            raise UsageError(f"{named}{error}") from None
         client = np.full(len(labels), -1, np.int32)
         client[ours] = apportion.deal(labels[ours], counts, dealing)
         for p in (_VALIDATION, _TEST) if split == "official" else ():
@@ -192,6 +194,17 @@ def _check(
         )
 
 
+def _check_enough(name: str, partition: str, clients: int, split: str, examples: int) -> None:
+    """Before anything is made for each client: there must be examples for so many."""
+    each = 2 if split == "pooled" else 1
+    if partition != "natural" and clients * each > examples:  # there owners are counted
+        parts = "two each, one to train on and one to test on" if each == 2 else "one each"
+        raise UsageError(
+            f"clients is {clients:,}, and {name} has {examples:,} examples to give them, {parts}: "
+            f"use at most {examples // each:,} clients"
+        )
+
+
 def _check_fractions(
     split: str, test: float, validation: float, validation_examples: int | None
 ) -> None:
@@ -269,8 +282,9 @@ def _split_clients(
     for i, rows in enumerate(_rows(client, clients)):
         if len(rows) < 2:
             raise UsageError(
-                f"client {i} gets {len(rows)} examples and needs two, one to train on and one to "
-                "test on: use fewer clients or a more even partition"
+                f"client {i} gets {len(rows) or 'no'} example{'s' * (len(rows) != 1)} and needs "
+                "two, one to train on and one to test on: use fewer clients or a more even "
+                "partition"
             )
         tests = min(max(1, round(test * len(rows))), len(rows) - 1)
         validations = min(round(validation * len(rows)), len(rows) - tests - 1)

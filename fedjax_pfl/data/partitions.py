@@ -75,7 +75,12 @@ def classes(
             advice = f"the largest `examples` that fits is {slot * per_client}"
         else:
             most = apportion.largest(lambda n: ok(per_client, n), pool.clients)
-            advice = f"not even one of each does; use at most {most} clients"
+            held = int((pool.available > 0).sum())
+            advice = (
+                f"not even one of each does; use at most {most} clients"
+                if most
+                else f"only {held} classes have examples; use at most that for per_client"
+            )
         raise UsageError(
             f"{pool.clients} clients x {per_client} classes x {examples} examples do not fit into "
             f"{pool.total:,} examples of {pool.classes} classes: {advice}"
@@ -106,11 +111,12 @@ def listed(
         counts[i, list(own)] = examples // len(own) + (np.arange(len(own)) < examples % len(own))
     wanted = counts.sum(0)
     c = int(np.argmax(wanted - pool.available))
+    most = int(examples * pool.available[c] / max(wanted[c], 1))
     need(
         wanted[c] <= pool.available[c],
         f"class {c} has {pool.available[c]:,} examples, and examples={examples} per client needs "
-        f"{wanted[c]:,} of it: the largest that fits is about "
-        f"{int(examples * pool.available[c] / max(wanted[c], 1)):,}",
+        f"{wanted[c]:,} of it: "
+        + (f"the largest that fits is about {most:,}" if most else "use fewer clients"),
     )
     return counts
 
@@ -210,7 +216,11 @@ def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.n
     need(
         1 <= number <= pool.total,
         f"{pool.clients} clients x {per_client} shards cannot be cut from {pool.total:,} examples: "
-        f"use per_client from 1 to {pool.total // pool.clients}",
+        + (
+            f"use per_client from 1 to {pool.total // pool.clients}"
+            if pool.clients <= pool.total
+            else f"use at most {pool.total} clients"
+        ),
     )
     edges = np.arange(number + 1, dtype=np.int64) * pool.total // number
     ends = np.cumsum(pool.available)

@@ -258,6 +258,15 @@ def test_impossible_settings_are_one_line(name, wrong, message):
     assert "\n" not in str(error.value)
 
 
+def test_no_advice_is_a_number_that_cannot_be():
+    with pytest.raises(UsageError, match=r"use at most 1797 clients$"):
+        partitions.shards(Pool(DIGITS, 3000), rng())
+    with pytest.raises(UsageError, match="only 2 classes have examples; use at most that for per"):
+        partitions.classes(Pool(np.array([9, 0, 9]), 2), rng(), per_client=3, examples=3)
+    with pytest.raises(UsageError, match=r"use fewer clients$"):
+        partitions.listed(Pool(DIGITS, 5000), rng(), examples=2)
+
+
 def test_settings_are_read_from_signatures():
     assert partitions.partition_settings("classes") == {"per_client": 4, "examples": 600}
     assert partitions.partition_settings("natural") == {"minimum": 2}

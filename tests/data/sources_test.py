@@ -50,7 +50,20 @@ def test_arrays_choose_types_and_scales():
     assert len(plain.x_test) == 1
 
 
+def test_real_numbers_are_one_target():
+    one = arrays(X, np.array([0.5, 1, 2, 3]), X, np.array([2.5, 1, 2, 3], np.float16))
+    assert one.y_train.shape == one.y_test.shape == (4, 1)
+    assert (one.y_train.dtype, one.outputs) == (np.float32, 1)
+    assert one.y_test[0, 0] == 2.5
+
+
+def test_classes_that_do_not_occur_are_allowed_where_they_are_few_or_meant():
+    assert arrays(X, np.array([0, 999, 1, 1])).outputs == 1000
+    assert arrays(X, np.array([0, 5000, 1, 1]), outputs=5001).outputs == 5001
+
+
 X, Y = np.zeros((4, 3)), np.array([0, 1, 1, 0])
+CODES = np.array([1, 2 * 10**9, 1, 1])
 HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
 
 
@@ -60,7 +73,12 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: arrays(X, Y[:3]), "x has 4 examples and y 3"),
         (lambda: arrays(X[:0], Y[:0]), "x has 0 examples"),
         (lambda: arrays(X[:, 0], Y), r"x is \[4\] and y \[4\]"),
-        (lambda: arrays(X, Y.astype(float)), "use integer classes"),
+        (lambda: arrays(X, Y.astype(bool)), "use integer classes"),
+        (lambda: arrays(X, Y, outputs=10**9), "outputs is 1000000000; use a whole number from 1"),
+        (lambda: arrays(X, Y, outputs=2.0), "outputs is 2.0; use a whole number from 1"),
+        (lambda: arrays(X, CODES), "2 different labels is 2,000,000,000, .* number the labels"),
+        (lambda: arrays(X, CODES % 10**6 + 10**6), "labels is 1,000,001, .* outputs=1000002 if"),
+        (lambda: arrays(X, X[:, 0], X, Y), "train and test alike"),
         (lambda: arrays(X, Y[:, None]), "use integer classes"),
         (lambda: arrays(X, Y - 1), "2 labels are not classes from 0 to 0, the first is -1"),
         (lambda: arrays(X, Y, outputs=1), "2 labels are not classes from 0 to 0"),
