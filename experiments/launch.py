@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from experiments.spawn import Given, together
-from fedjax_pfl.config import configuration, listing
+from fedjax_pfl.config import configuration, listing, selection
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import multiprocess
 from fedjax_pfl.runs import interrupt, runner
@@ -41,6 +41,8 @@ def launch(name: str) -> None:
         with in_one_line():
             settings = config.value.copy_and_resolve_references()
         replace_length(settings, sys.argv[1:])
+        changes = config_flags.get_override_values(flags.FLAGS["config"])
+        selection.check_given(selection.nested(changes), [settings])
         if DATA_DIR.value is not None:
             settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])
@@ -271,11 +273,16 @@ def in_one_line() -> Iterator[None]:
             f"there is no flag --{error.flagname}; there are {', '.join([*ours, '--config.KEY'])}"
         ) from None
     except flags.IllegalFlagValueError as error:
-        raise UsageError(_illegal(str(error))) from None
+        text = str(error)
+        raise UsageError(_last(text) if "Traceback" in text else _illegal(text)) from None
     except Exception as error:  # a config file is code and can raise anything
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        line = lines[-1].removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ")
-        raise UsageError(line) from None
+        raise UsageError(_last(str(error)) or type(error).__name__) from None
+
+
+def _last(text: str) -> str:
+    """What a traceback says at its end; of our own errors without their type."""
+    line = (text.strip().splitlines() or [""])[-1]
+    return line.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ")
 
 
 _WANTED = {  # by a word of what absl says

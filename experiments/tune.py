@@ -30,6 +30,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags, config_path
 
 from experiments import launch
+from fedjax_pfl.config import selection
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.tuning import search, trials
 
@@ -92,6 +93,7 @@ def main(argv: Sequence[str]) -> None:
     source = config_flags.get_config_filename(chosen["config"])
     changes = config_flags.get_override_values(chosen["config"])
     each = configured(source, base, changes, methods)
+    selection.check_given(selection.nested(changes), list(each.values()))
     made = search.plan(each, chosen.grid, chosen.rounds, chosen.budget, chosen.budget_seed,
                 as_preset=not set(trials.LENGTH) & set(changes))  # fmt: skip
     seeds = chosen.seeds or base.seeds

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.config import configuration, custom
+from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core.algorithm import Algorithm
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
@@ -52,6 +52,8 @@ def tune(
     for method in search.known(methods or [base.algorithm], words):
         each[method] = base.copy_and_resolve_references()
         each[method].algorithm = method
+    selection.check_given(given, list(each.values()), words)
+    selection.check_owners(dataset, each.values())
     texts = [_text(key, values) for key, values in grid.items()]
     made = search.plan(each, texts, rounds, budget, budget_seed, words)
     seeds, out = seeds or base.seeds, Path(out)

@@ -1,0 +1,76 @@
+"""Settings of what is not selected: they would count for nothing, and are refused."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from fedjax_pfl.config.configuration import OURS, Words, default, groups, phases
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data.dataset import Dataset
+
+
+def check_given(
+    given: Mapping[str, Any], configs: Sequence[ConfigDict], words: Words = OURS
+) -> None:
+    """UsageError for a setting that was given and that none of the configurations can read.
+
+    Only what differs from its default is refused. A preset may bring settings of what is not
+    selected: it is not asked for them, what somebody gives beside it is.
+
+    Args:
+      given: what somebody has written, nested as in Python.
+      configs: what it has led to: one, or one for each method that is tuned.
+    """
+    each = [one for config in configs for one in phases(config, words)]
+    _check(given, [g for one in each for g in groups(one, words)], "", words)
+    for config in configs:
+        for number, one in enumerate(phases(config, words)):
+            listed = config.phases[number] if config.phases else {}
+            _check(listed, groups(one, words), f"phases[{number}].", words)
+        for number, changes in enumerate(config.groups):
+            own = [groups(one, words)[number] for one in phases(config, words)]
+            _check(changes, own, f"groups[{number}].", words)
+
+
+def _check(
+    given: Mapping[str, Any], readers: Sequence[ConfigDict], where: str, words: Words
+) -> None:
+    usual = default(words)
+    for name, values in given.items():
+        kinds = [kind for kind, table in words._asdict().items() if name in table]
+        if not kinds or not isinstance(values, Mapping):
+            continue
+        (kind,) = kinds
+        chosen = dict.fromkeys(one[kind] for one in readers)
+        for key, value in values.items():
+            if name not in chosen and _plain(value) != _plain(usual[name][key]):
+                raise UsageError(
+                    f"{where}{name}.{key} counts with {kind}={name} only, and {kind} is "
+                    f"{' or '.join(chosen)}; set {where}{kind} to {name}, or leave "
+                    f"{where}{name}.{key} out"
+                )
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple | list) else value
+
+
+def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None:
+    """UsageError where somebody's examples have owners whom no partition asks for."""
+    partitions = dict.fromkeys(one.partition for one in configs)
+    if dataset is not None and dataset.owner_train is not None and "natural" not in partitions:
+        raise UsageError(
+            f"the owners of {dataset.name} count with partition=natural only, and partition is "
+            f"{' or '.join(partitions)}; set partition to natural, or leave owners out"
+        )
+
+
+def nested(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted names as groups; items of lists (phases[0].x) are left out."""
+    found: dict[str, Any] = {}
+    for path, value in paths.items():
+        group, _, last = path.rpartition(".")
+        if "[" not in path:
+            (found.setdefault(group, {}) if group else found)[last] = value
+    return found
