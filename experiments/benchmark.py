@@ -66,7 +66,6 @@ def measured(
     *,
     repeats: int,
     limit: float,
-    measure: bool = False,
     few: work.Work | None = None,
 ) -> dict[str, Any]:
     """One item by us and by all who can do it.
@@ -76,9 +75,9 @@ def measured(
       commands: by rival, how it is started and where its checkout is.
     """
     busy, others = round(os.getloadavg()[0], 1), [work.others()]
-    mine = work.ours(item, measure=measure)
+    mine = work.ours(item)
     mine.run()
-    reference = work.ours(few, measure=measure) if few else None
+    reference = work.ours(few) if few else None
     if reference:
         reference.run()
     children: dict[str, Child] = {}
@@ -237,7 +236,6 @@ def main(argv: Sequence[str]) -> None:
             able = {key: how for key, how in commands.items() if name in everyone[key].items}
             items[name] = measured(
                 name, work.WORKS[name], able, repeats=given.repeats, limit=given.limit,
-                measure=given.measure,
                 few=work.WORKS[FEW] if name in MANY else None,
             )  # fmt: skip
             items[name] |= now
@@ -304,7 +302,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("repeats", 9, "How often we and each rival take turns.", lower_bound=3)
     flags.DEFINE_float("limit", 600.0, "Seconds that an answer of a rival may take.", 1.0)
     flags.DEFINE_bool("torch", True, "Run the PyTorch loop.")
-    flags.DEFINE_bool("measure", False, "Choose our plan by --config.measure's trials.")
     flags.DEFINE_string("out", None, "Write the measurements to this JSON file.")
     flags.DEFINE_bool("add", False, "Keep the other items that --out has.")
     flags.DEFINE_string("picture", None, "Draw time per client step to this PNG.")

@@ -17,7 +17,8 @@ from experiments import tune as tune
 from experiments.papers.pfedla import presets as pfedla
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
-from fedjax_pfl.config import configuration, listing
+from fedjax_pfl.config import listing
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, State, Trained, Visit, everything
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.report import comparison, comparison_page
@@ -118,7 +119,7 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
 def test_settings_that_may_differ_in_a_resumption():
     page = (documents.DOCS / "robustness.md").read_text()
     said = page[page.index("do not change results may differ:") :].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", said)) == configuration.NEUTRAL_KEYS
+    assert set(re.findall(r"`(\w+)`", said)) == set(having("resumable"))
 
 
 def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):

@@ -91,7 +91,7 @@ class Ours(NamedTuple):
     plan: str
 
 
-def configured(work: Work, *, measure: bool = False) -> ConfigDict:
+def configured(work: Work) -> ConfigDict:
     """An item of work as settings of ours."""
     return configuration.complete(
         {
@@ -114,15 +114,14 @@ def configured(work: Work, *, measure: bool = False) -> ConfigDict:
             "learning_rate": work.rate,
             "rounds": work.rounds,
             "eval_every": work.rounds,
-            "measure": measure,
             **work.settings,
         }
     )
 
 
-def ours(work: Work, *, measure: bool = False) -> Ours:
+def ours(work: Work) -> Ours:
     """Compile an item of work."""
-    built = build(configured(work, measure=measure))
+    built = build(configured(work))
     (phase,) = built.phases
     rounds = phase.rounds
     key, arrays = rounds.place((phase.points, built.data))

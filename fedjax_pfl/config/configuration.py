@@ -1,8 +1,8 @@
 """The one vocabulary of settings, their defaults, and what is wrong with a configuration.
 
-Those of every run are in general.py. An algorithm's, a partition's, a model's and a dataset's own
-settings are the keyword arguments of its factory, whose docstring says under `Args:` what they
-mean; they appear in a sub-config of its name.
+Those of every run are rows in settings.py. An algorithm's, a partition's, a model's and a
+dataset's own settings are the keyword arguments of its factory, whose docstring says under `Args:`
+what they mean; they appear in a sub-config of its name.
 """
 
 import dataclasses
@@ -11,15 +11,14 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, networks
-from fedjax_pfl.config.settings import GENERAL
+from fedjax_pfl.config.settings import ROWS, having
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.networks.lowerings.conv import lowering
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     name: getattr(algorithms, name) for name in algorithms.__all__
@@ -40,43 +39,6 @@ class Words(NamedTuple):
 
 OURS = Words()  # what is part of the library; own.py adds what a caller brings for one run
 _GIVEN = {"outputs", "conv", "parent", "name", "data_dir"}  # set elsewhere than in a sub-config
-
-# Settings of one phase; the others hold for all of a run.
-PHASE_KEYS = frozenset(
-    {
-        "algorithm",
-        "model",
-        "rounds",
-        "participants",
-        "clients_per_round",
-        "local_epochs",
-        "local_steps",
-        "batch_size",
-        "drop_last",
-        "learning_rate",
-        "learning_rate_drops",
-        "momentum",
-        "keep_momentum",
-        "weight_decay",
-        "clip_norm",
-        "keep_head",
-    }
-)
-PARTICIPANTS = ("active", "held_out")
-# What may differ between a run and its resumption: where data lie, how work is laid out, what else
-# is written.
-NEUTRAL_KEYS = frozenset(
-    {
-        "data_dir",
-        "checkpoint_every",
-        "chunk",
-        "conv",
-        "devices",
-        "measure",
-        "memory_gb",
-        "tensorboard",
-    }
-)
 
 
 def settings(factory: Callable[..., Any]) -> dict[str, Any]:
@@ -114,10 +76,9 @@ def _inner(hint: Any) -> type:
 def default(words: Words = OURS) -> ConfigDict:
     """Every setting with its default: FedAvg on the embedded digits."""
     config = ConfigDict()
-    for group in GENERAL.values():
-        for name, (usual, _) in group.items():
-            unset = isinstance(usual, type)
-            config[name] = config_dict.placeholder(usual) if unset else usual
+    for name, row in ROWS.items():
+        unset = isinstance(row.default, type)
+        config[name] = config_dict.placeholder(row.default) if unset else row.default
     for table in words:
         for name, factory in table.items():
             if own := settings(factory):
@@ -129,6 +90,8 @@ def default(words: Words = OURS) -> ConfigDict:
 def nearest(word: str, words: Any, whole: str = "{}") -> str:
     """A hint at the word that was probably meant, as papers write it (LG-FedAvg) or not.
 
+    Where none is near, all of them; the three nearest where there are too many to read.
+
     Args:
       whole: of which it is a part, such as "pfedla.{}".
     """
@@ -136,7 +99,16 @@ def nearest(word: str, words: Any, whole: str = "{}") -> str:
     close = difflib.get_close_matches(word.lower(), small, 1, 0.5)
     if close:
         return f"; did you mean {whole.replace('{}', small[close[0]])}?"
-    return f"; there are {', '.join(sorted(words))}"
+    if len(small) <= _FEW_WORDS:
+        return f"; there are {', '.join(sorted(words))}"
+    first, second, third = (
+        whole.replace("{}", small[one])
+        for one in difflib.get_close_matches(word.lower(), small, 3, 0.0)
+    )
+    return f"; the nearest of {len(small)} are {first}, {second} and {third}"
+
+
+_FEW_WORDS = 25
 
 
 def complete(given: Mapping[str, Any], words: Words = OURS) -> ConfigDict:
@@ -185,8 +157,9 @@ def phases(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
         if not isinstance(changes, Mapping):
             raise UsageError(f"phases[{number}] must be a group of settings, such as rounds=10")
         for key in changes:
-            if key not in PHASE_KEYS and key not in {**words.algorithm, **words.model}:
-                raise UsageError(f"a phase cannot change {key}{nearest(key, PHASE_KEYS)}")
+            can = having("per_phase")
+            if key not in can and key not in {**words.algorithm, **words.model}:
+                raise UsageError(f"a phase cannot change {key}{nearest(key, can)}")
         override(one, changes, f"phases[{number}].")
         resolved.append(one)
     return resolved
@@ -218,76 +191,91 @@ def resolved(config: ConfigDict, words: Words = OURS) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in optional}
 
 
-_AT_LEAST = {  # smallest value that makes sense
-    "clients": 1, "rounds": 1, "eval_every": 1, "batch_size": 1, "clients_per_round": 1,
-    "local_epochs": 1, "local_steps": 1, "checkpoint_every": 1, "chunk": 1, "devices": 1,
-    "validation_examples": 1, "held_out": 0, "seed": 0, "seeds": 1, "partition_seed": 0,
-    "momentum": 0.0, "weight_decay": 0.0,
-    "upload_bits": 2, "dropout": 0.0, "test_fraction": 0.0, "validation_fraction": 0.0,
-}  # fmt: skip
-_AT_MOST = {"upload_bits": 16, "seeds": 1000}
 _LARGEST = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
-_POSITIVE = (
-    "memory_gb",
-    "learning_rate",
-    "clip_norm",
-    "max_update_norm",
-    "fraction",
-    "upload_top_k",
-)
-_BELOW_ONE = ("momentum", "dropout", "test_fraction", "validation_fraction")
 
 
-def check(config: ConfigDict, words: Words = OURS) -> None:
-    """Raise UsageError for the first setting that cannot be."""
+@dataclasses.dataclass(frozen=True)
+class PhaseSpecification:
+    """The settings of a part of a run, which have been found to be possible."""
+
+    settings: ConfigDict
+    groups: tuple[ConfigDict, ...]  # of each architecture; one where none are listed
+
+
+@dataclasses.dataclass(frozen=True)
+class Specification:
+    """The settings of a run, which have been found to be possible, and of each of its phases."""
+
+    settings: ConfigDict
+    phases: tuple[PhaseSpecification, ...]
+    words: Words
+
+
+def specify(config: ConfigDict, words: Words = OURS) -> Specification:
+    """What a run is to be, from its settings, or UsageError for the first that cannot be.
+
+    What builds from a specification checks no setting again.
+    """
     like = default(words)
-    lowering(config.conv)
+    each = []
     for number, one in enumerate(phases(config, words)):
         where = f"phases[{number}]." if len(config.phases) else ""
         _check_types(one, like, where)
         for kind, table in words._asdict().items():
             if one[kind] not in table:
                 raise UsageError(f"there is no {kind} {one[kind]!r}{nearest(one[kind], table)}")
-        for key, value in one.items():
-            if value is not None and key in _AT_LEAST and value < _AT_LEAST[key]:
-                raise UsageError(f"{where}{key} is {value}; it must be at least {_AT_LEAST[key]}")
-            if value is not None and key in _AT_MOST and value > _AT_MOST[key]:
-                raise UsageError(f"{where}{key} is {value}; it must be at most {_AT_MOST[key]}")
-            if value is not None and key in _POSITIVE and value <= 0:
-                raise UsageError(f"{where}{key} is {value}; it must be above 0")
-            if key in _BELOW_ONE and value >= 1:
-                raise UsageError(f"{where}{key} is {value}; it must be below 1")
-        if one.local_epochs is not None and one.local_steps is not None:
-            raise UsageError(f"{where}local_epochs and local_steps are both set; choose one")
-        if one.validate_after and not one.evaluate_after:
-            raise UsageError(f"{where}validate_after needs evaluate_after; set both or neither")
-        if not all(isinstance(d, (int, float)) and 0 < d < 1 for d in one.learning_rate_drops):
-            raise UsageError(f"{where}learning_rate_drops must be shares between 0 and 1")
-        for i, group in enumerate(groups(one, words)):
+        _check_rows(one, where)
+        made = groups(one, words)
+        for i, group in enumerate(made):
             _check_types(group, like, f"groups[{i}]." if one.groups else where)
-        active = config.clients - config.held_out
-        if active < 1:
-            raise UsageError(f"held_out is {config.held_out} of {config.clients} clients; "
-                             "at least one must take part")  # fmt: skip
-        if one.participants not in PARTICIPANTS:
-            hint = nearest(one.participants, PARTICIPANTS)
-            raise UsageError(f"{where}participants is {one.participants!r}{hint}")
-        if one.participants == "held_out" and not config.held_out:
-            raise UsageError(f"{where}participants is held_out, and held_out is 0; "
-                             "hold some clients out")  # fmt: skip
-        there = active if one.participants == "active" else config.held_out
-        if one.clients_per_round is not None and one.clients_per_round > there:
-            raise UsageError(
-                f"{where}clients_per_round is {one.clients_per_round}, and there are {there} "
-                f"clients; choose 1 to {there}"
-            )
-    if (whole := sum(one.rounds for one in phases(config, words))) > _LARGEST:
+        _check_together(one, where)
+        each.append(PhaseSpecification(_frozen(one), tuple(map(_frozen, made))))
+    if (whole := sum(one.settings.rounds for one in each)) > _LARGEST:
         raise UsageError(f"all phases have {whole} rounds; together at most {_LARGEST} can be")
-    if config.fraction > 1:
-        raise UsageError(f"fraction is {config.fraction}; it must be at most 1")
-    if config.upload_top_k is not None and config.upload_top_k > 1:
-        raise UsageError(f"upload_top_k is {config.upload_top_k}; it is a share, at most 1")
-    if config.test_fraction + config.validation_fraction >= 1:
+    return Specification(_frozen(config), tuple(each), words)
+
+
+def _frozen(config: ConfigDict) -> ConfigDict:
+    """Without the lists of phases and groups, which a specification has in their place."""
+    plain = config.copy_and_resolve_references()
+    plain.update(phases=(), groups=())
+    return FrozenConfigDict(plain)
+
+
+def _check_rows(one: ConfigDict, where: str) -> None:
+    """Each setting by what its row says."""
+    for name, row in ROWS.items():
+        value = one[name]
+        if wanted := row.wrong(value):
+            raise UsageError(f"{where}{name} is {value}; it must be {wanted}")
+        if row.choices and value not in row.choices:
+            raise UsageError(f"{where}{name} is {value!r}{nearest(value, row.choices)}")
+
+
+def _check_together(one: ConfigDict, where: str) -> None:
+    """What settings ask for together; those of the whole run are the same in each phase."""
+    if one.local_epochs is not None and one.local_steps is not None:
+        raise UsageError(f"{where}local_epochs and local_steps are both set; choose one")
+    if one.validate_after and not one.evaluate_after:
+        raise UsageError(f"{where}validate_after needs evaluate_after; set both or neither")
+    if not all(isinstance(d, (int, float)) and 0 < d < 1 for d in one.learning_rate_drops):
+        raise UsageError(f"{where}learning_rate_drops must be shares between 0 and 1")
+    active = one.clients - one.held_out
+    if active < 1:
+        raise UsageError(
+            f"held_out is {one.held_out} of {one.clients} clients; at least one must take part"
+        )
+    if one.participants == "held_out" and not one.held_out:
+        raise UsageError(
+            f"{where}participants is held_out, and held_out is 0; hold some clients out"
+        )
+    there = active if one.participants == "active" else one.held_out
+    if one.clients_per_round is not None and one.clients_per_round > there:
+        raise UsageError(
+            f"{where}clients_per_round is {one.clients_per_round}, and there are {there} "
+            f"clients; choose 1 to {there}"
+        )
+    if one.test_fraction + one.validation_fraction >= 1:
         raise UsageError("test_fraction and validation_fraction leave nothing to train on")
 
 
@@ -317,7 +305,7 @@ def differences(
     A setting that there was not yet when the old run began is at its default there.
     """
     found, known = [], default().to_dict() if known is None else known
-    for key in sorted({*old, *new} - NEUTRAL_KEYS):
+    for key in sorted({*old, *new} - {*having("resumable")}):
         usual = known.get(key)
         usual = list(usual) if isinstance(usual, tuple) else usual
         there, here = old.get(key, usual), new.get(key)
@@ -325,5 +313,40 @@ def differences(
             inner = usual if isinstance(usual, Mapping) else {}
             found += [f"{key}.{line}" for line in differences(there, here, inner)]
         elif there != here:
-            found.append(f"{key} ({there!r} there, {here!r} here)")
+            parts = _differing_lengths(there or (), here or ()) if key == "phases" else []
+            found += parts or [f"{key} ({there!r} there, {here!r} here)"]
     return found
+
+
+def _differing_lengths(old: Sequence[Any], new: Sequence[Any]) -> list[str]:
+    """The phases whose rounds differ, where nothing else of them does."""
+    if list(map(_without_length, old)) != list(map(_without_length, new)):
+        return []
+    each = enumerate(
+        (one.get("rounds"), other.get("rounds")) for one, other in zip(old, new, strict=True)
+    )
+    return [f"phases[{i}].rounds ({a} there, {b} here)" for i, (a, b) in each if a != b]
+
+
+def longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether all that a resumption keeps is the same, but for more rounds at the end."""
+    before, after = _lengths(old), _lengths(new)
+    return (
+        len(before) == len(after)
+        and before[:-1] == after[:-1]
+        and before[-1] < after[-1]
+        and not differences(_without_lengths(old), _without_lengths(new))
+    )
+
+
+def _lengths(plain: Mapping[str, Any]) -> list[int]:
+    """The rounds of each phase of a resolved configuration."""
+    return [one.get("rounds", plain["rounds"]) for one in plain.get("phases") or [{}]]
+
+
+def _without_lengths(plain: Mapping[str, Any]) -> dict[str, Any]:
+    return {**plain, "rounds": 1, "phases": [_without_length(p) for p in plain.get("phases") or ()]}
+
+
+def _without_length(phase: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in phase.items() if key != "rounds"}

@@ -47,10 +47,11 @@ def _settings() -> Iterator[str]:
         yield f"  {title}"
         for name, one in group.items():
             yield from _row(name, defaults[name], one.meaning, wide, after)
-    differ = ("Can differ between phases", configuration.PHASE_KEYS)
-    change = ("Can be changed when a run goes on", configuration.NEUTRAL_KEYS)
-    for said, keys in (differ, change):
-        yield from wrapped(f"  {said}: {', '.join(name for name in names if name in keys)}.", 2)
+    for said, fact in (
+        ("Can differ between phases", "per_phase"),
+        ("Can be changed when a run goes on", "resumable"),
+    ):
+        yield from wrapped(f"  {said}: {', '.join(settings.having(fact))}.", 2)
 
 
 def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:

@@ -1,128 +1,291 @@
-"""The settings of every run, whatever its method: their defaults, and what they mean."""
+"""The settings of every run, whatever its method: one row says all that is known of each."""
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
 
-class Setting(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Setting:
     """A setting of every run."""
 
     default: Any  # or its type, where it is unset
     meaning: str
+    _: dataclasses.KW_ONLY
+    low: float | None = None  # the least that it can be
+    high: float | None = None
+    above: float | None = None  # what it must be above
+    below: float | None = None
+    choices: tuple[str, ...] = ()
+    per_phase: bool = False  # a phase can change it; the others hold for all of a run
+    resumable: bool = False  # it may differ when a run goes on: it changes no result
+    per_process: bool = False  # it may differ between the processes of one run
+    sweepable: bool = False  # points of one program can differ in it
+    tunable: bool = False  # it can be in a grid: the others are the problem, or the budget
+    budget: bool = False  # how much a run may cost, which is the same for all that are tuned
+    visits: bool = False  # it says how often clients train in a run
+    defines_data: bool = False  # it says which examples a client has
+
+    def wrong(self, value: Any) -> str:
+        """What a value must be and is not, in words; nothing where it can be."""
+        if value is None:
+            return ""
+        if self.low is not None and value < self.low:
+            return f"at least {self.low}"
+        if self.high is not None and value > self.high:
+            return f"at most {self.high}"
+        if self.above is not None and value <= self.above:
+            return f"above {self.above}"
+        if self.below is not None and value >= self.below:
+            return f"below {self.below}"
+        return ""
 
 
 GENERAL: dict[str, dict[str, Setting]] = {
     "What is trained": {
-        "algorithm": Setting("fedavg", "the method; its own settings lie under its name"),
-        "model": Setting("small", "the network, likewise"),
-        "keep_head": Setting(False, "the last layer stays with each client, whatever the method"),
+        "algorithm": Setting(
+            "fedavg", "the method; its own settings lie under its name", per_phase=True
+        ),
+        "model": Setting("small", "the network, likewise", per_phase=True),
+        "keep_head": Setting(
+            False,
+            "the last layer stays with each client, whatever the method",
+            per_phase=True,
+            tunable=True,
+        ),
         "groups": Setting(
             (), "settings of networks, as many as there are architectures; clients in turn"
         ),
         "phases": Setting(
-            (), "settings that change in each part of a run; a part begins with what the one "
-            "before has trained"
+            (),
+            "settings that change in each part of a run; a part begins with what the one "
+            "before has trained",
         ),
     },
     "Data": {
-        "dataset": Setting("digits", "the examples; their own settings lie under their name"),
-        "data_dir": Setting(str, "the folder of prepared tfds datasets; unset: TFDS_DATA_DIR"),
-        "fraction": Setting(1.0, "share of the dataset that is used at all, drawn at random"),
-        "partition": Setting("classes", "who holds what; its own settings lie under its name"),
-        "partition_seed": Setting(0, "of all that is random in who holds what, apart from `seed`"),
-        "split": Setting(
-            "pooled", "where test examples come from: a part of each client's own (pooled), the "
-            "dataset's own test set (official), or one part for all clients (shared)"
+        "dataset": Setting(
+            "digits", "the examples; their own settings lie under their name", defines_data=True
         ),
-        "test_fraction": Setting(0.3, "share of examples for testing; official: not read"),
+        "data_dir": Setting(
+            str,
+            "the folder of prepared tfds datasets; unset: TFDS_DATA_DIR",
+            resumable=True,
+            per_process=True,
+        ),
+        "fraction": Setting(
+            1.0,
+            "share of the dataset that is used at all, drawn at random",
+            above=0,
+            high=1,
+            defines_data=True,
+        ),
+        "partition": Setting(
+            "classes", "who holds what; its own settings lie under its name", defines_data=True
+        ),
+        "partition_seed": Setting(
+            0,
+            "of all that is random in who holds what, apart from `seed`",
+            low=0,
+            defines_data=True,
+        ),
+        "split": Setting(
+            "pooled",
+            "where test examples come from: a part of each client's own (pooled), the "
+            "dataset's own test set (official), or one part for all clients (shared)",
+            choices=("pooled", "official", "shared"),
+            defines_data=True,
+        ),
+        "test_fraction": Setting(
+            0.3,
+            "share of examples for testing; official: not read",
+            low=0,
+            below=1,
+            defines_data=True,
+        ),
         "validation_fraction": Setting(
-            0.0, "share for validation, by which a run's best round is chosen; 0: there is none"
+            0.0,
+            "share for validation, by which a run's best round is chosen; 0: there is none",
+            low=0,
+            below=1,
+            defines_data=True,
         ),
         "validation_examples": Setting(
-            int, "so many in place of the share, where split is official or shared"
+            int,
+            "so many in place of the share, where split is official or shared",
+            low=1,
+            defines_data=True,
         ),
-        "permute_labels": Setting(False, "give every client a random numbering of the classes"),
-        "augment": Setting(
-            False, "random crops, flips, colours and gray in training; images only"
+        "permute_labels": Setting(
+            False, "give every client a random numbering of the classes", defines_data=True
         ),
+        "augment": Setting(False, "random crops, flips, colours and gray in training; images only"),
     },
     "Clients and rounds": {
-        "clients": Setting(10, "how many the examples are given to"),
-        "held_out": Setting(0, "so many of them, the last, are evaluated and do not train"),
-        "participants": Setting("active", "who trains: active; in a later phase held_out"),
-        "clients_per_round": Setting(int, "how many are drawn for a round; unset: all"),
-        "rounds": Setting(50, "how often clients are drawn, train and upload"),
+        "clients": Setting(10, "how many the examples are given to", low=1, defines_data=True),
+        "held_out": Setting(
+            0, "so many of them, the last, are evaluated and do not train", low=0, defines_data=True
+        ),
+        "participants": Setting(
+            "active",
+            "who trains: active; in a later phase held_out",
+            choices=("active", "held_out"),
+            per_phase=True,
+        ),
+        "clients_per_round": Setting(
+            int, "how many are drawn for a round; unset: all", low=1, per_phase=True, visits=True
+        ),
+        "rounds": Setting(
+            50,
+            "how often clients are drawn, train and upload",
+            low=1,
+            per_phase=True,
+            budget=True,
+            visits=True,
+        ),
         "dropout": Setting(
-            0.0, "chance that a client which has downloaded and trained is not heard of again"
+            0.0,
+            "chance that a client which has downloaded and trained is not heard of again",
+            low=0,
+            below=1,
         ),
     },
     "Local training": {
         "local_epochs": Setting(
-            int, "passes over a client's own examples in a round; unset, as local_steps is: 1"
+            int,
+            "passes over a client's own examples in a round; unset, as local_steps is: 1",
+            low=1,
+            per_phase=True,
+            tunable=True,
         ),
-        "local_steps": Setting(int, "batches in a round instead, as many for every client"),
-        "batch_size": Setting(32, "examples of a gradient step"),
+        "local_steps": Setting(
+            int,
+            "batches in a round instead, as many for every client",
+            low=1,
+            per_phase=True,
+            tunable=True,
+        ),
+        "batch_size": Setting(
+            32, "examples of a gradient step", low=1, per_phase=True, tunable=True
+        ),
         "drop_last": Setting(
-            False, "leave out the short batch at the end of an epoch, unless it is the only one: "
-            "with BatchNorm, which normalises by what is in a batch, one or two can cost accuracy"
+            False,
+            "leave out the short batch at the end of an epoch, unless it is the only one: "
+            "with BatchNorm, which normalises by what is in a batch, one or two can cost accuracy",
+            per_phase=True,
+            tunable=True,
         ),
-        "learning_rate": Setting(0.01, "of the clients' SGD"),
+        "learning_rate": Setting(
+            0.01, "of the clients' SGD", above=0, per_phase=True, sweepable=True, tunable=True
+        ),
         "learning_rate_drops": Setting(
-            (), "shares of the rounds after each of which the rate falls to a tenth: .5,.75"
+            (),
+            "shares of the rounds after each of which the rate falls to a tenth: .5,.75",
+            per_phase=True,
         ),
-        "momentum": Setting(0.0, "of the clients' SGD"),
-        "keep_momentum": Setting(False, "it stays with a client; else each round begins at 0"),
-        "weight_decay": Setting(0.0, "added to the gradient, as a multiple of the parameters"),
-        "clip_norm": Setting(float, "largest norm of a gradient; unset: any"),
+        "momentum": Setting(
+            0.0, "of the clients' SGD", low=0, below=1, per_phase=True, sweepable=True, tunable=True
+        ),
+        "keep_momentum": Setting(
+            False,
+            "it stays with a client; else each round begins at 0",
+            per_phase=True,
+            tunable=True,
+        ),
+        "weight_decay": Setting(
+            0.0,
+            "added to the gradient, as a multiple of the parameters",
+            low=0,
+            per_phase=True,
+            sweepable=True,
+            tunable=True,
+        ),
+        "clip_norm": Setting(
+            float,
+            "largest norm of a gradient; unset: any",
+            above=0,
+            per_phase=True,
+            sweepable=True,
+            tunable=True,
+        ),
     },
     "What travels": {
-        "upload_bits": Setting(int, "of each number that is uploaded, 2 to 16; unset: all 32"),
+        "upload_bits": Setting(
+            int, "of each number that is uploaded, 2 to 16; unset: all 32", low=2, high=16
+        ),
         "upload_top_k": Setting(
-            float, "share of an upload's numbers that is sent, the largest changes; unset: all"
+            float,
+            "share of an upload's numbers that is sent, the largest changes; unset: all",
+            above=0,
+            high=1,
         ),
         "max_update_norm": Setting(
-            float, "largest norm of what an upload changes: a larger one is rejected, as one that "
-            "is not finite always is; unset: any"
+            float,
+            "largest norm of what an upload changes: a larger one is rejected, as one that "
+            "is not finite always is; unset: any",
+            above=0,
         ),
         "count_initial_download": Setting(True, "whether round 1's download is counted in bytes"),
     },
     "Evaluation": {
-        "eval_every": Setting(5, "rounds between evaluations; a last round has one anyway"),
+        "eval_every": Setting(5, "rounds between evaluations; a last round has one anyway", low=1),
         "evaluate_after": Setting(
             True, "score each client's model after one more local training too, not only before"
         ),
         "validate_after": Setting(
             False, "choose a run's best round by the model after that training, not before it"
         ),
-        "tensorboard": Setting(False, "write an event file for TensorBoard too"),
+        "tensorboard": Setting(False, "write an event file for TensorBoard too", resumable=True),
     },
     "Several runs": {
         "seed": Setting(
-            0, "of all that is random in training: the first model, who is drawn, batches"
+            0,
+            "of all that is random in training: the first model, who is drawn, batches",
+            low=0,
+            budget=True,
         ),
-        "seeds": Setting(1, "so many seeds, from `seed` on, as one program"),
+        "seeds": Setting(
+            1, "so many seeds, from `seed` on, as one program", low=1, high=1000, budget=True
+        ),
         "sweep": Setting(
-            "", "values of real-valued settings, all combinations as one program: "
-            "learning_rate=.1,.01; pfedla.rate=1,2"
+            "",
+            "values of real-valued settings, all combinations as one program: "
+            "learning_rate=.1,.01; pfedla.rate=1,2",
         ),
     },
     "Memory and speed": {
-        "checkpoint_every": Setting(int, "rounds between checkpoints; unset: by the clock"),
+        "checkpoint_every": Setting(
+            int, "rounds between checkpoints; unset: by the clock", low=1, resumable=True
+        ),
         "chunk": Setting(
-            int, "clients that are computed together on a device; unset: 1 on a CPU, else all"
+            int,
+            "clients that are computed together on a device; unset: 1 on a CPU, else all",
+            low=1,
+            resumable=True,
         ),
         "devices": Setting(
             int,
             "number of devices that clients are spread over; unset: all, on a CPU at most as many "
             "as clients in a round",
+            low=1,
+            resumable=True,
         ),
         "memory_gb": Setting(
-            float, "GB of a device: chunk is chosen to fit, and a run that cannot is refused"
+            float,
+            "GB of a device: chunk is chosen to fit, and a run that cannot is refused",
+            above=0,
+            resumable=True,
         ),
         "conv": Setting(
-            "auto", "how convolutions are computed: auto, patches, rows, blocks, winograd or xla"
-        ),
-        "measure": Setting(
-            False, "try which conv and chunk are fastest here, once for each kind of work"
+            "auto",
+            "how convolutions are computed: auto, patches, rows, blocks, winograd or xla",
+            choices=("auto", "patches", "rows", "blocks", "winograd", "xla"),
+            resumable=True,
         ),
     },
-}  # fmt: skip
+}
+
+ROWS = {name: row for group in GENERAL.values() for name, row in group.items()}
+
+
+def having(fact: str) -> tuple[str, ...]:
+    """The names of the settings of whose rows something is true, in their order."""
+    return tuple(name for name, row in ROWS.items() if getattr(row, fact))

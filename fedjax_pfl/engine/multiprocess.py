@@ -15,6 +15,7 @@ import numpy as np
 from jax._src.distributed import global_state  # its store of keys and values has no public name
 from jax.experimental import multihost_utils
 
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 
 PyTree = Any
@@ -25,7 +26,6 @@ class AgreedError(UsageError):
 
 
 _PATIENCE = 2**31 - 1  # milliseconds; one that dies in the meantime is noticed by its heartbeat
-_MAY_DIFFER = ("data_dir",)
 _questions = itertools.count()
 
 
@@ -110,7 +110,7 @@ def check_settings(settings: Mapping[str, Any]) -> None:
     def compare(each: list[Any]) -> str:
         first = dict(_flat(each[0]))
         for i, other in enumerate(dict(_flat(settings)) for settings in each):
-            for key in sorted({*first, *other} - set(_MAY_DIFFER)):
+            for key in sorted({*first, *other} - {*having("per_process")}):
                 one, two = (values.get(key, "nothing") for values in (first, other))
                 if one != two and (one == one or two == two):  # NaN is named by a later check
                     return f"{key} is {one!r} in process 0 and {two!r} in process {i}"

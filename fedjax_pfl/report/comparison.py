@@ -10,18 +10,12 @@ import numpy as np
 from scipy.stats import wilcoxon
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report.figures import Curve, Record, number, score_name
 from fedjax_pfl.report.page import flat
-
-# The settings that say which examples a client has, besides those of its dataset and partition.
-DATA = (
-    "dataset", "fraction", "partition", "partition_seed", "split", "test_fraction",
-    "validation_fraction", "validation_examples", "permute_labels", "clients", "held_out",
-)  # fmt: skip
-_KINDS = ("algorithm", "dataset", "partition", "model")
 
 
 class Run(NamedTuple):
@@ -135,7 +129,7 @@ def common(config: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any
         key: {**known[key], **value} if isinstance(known.get(key), Mapping) else value
         for key, value in {**plain, **config}.items()
     }
-    return {k: v for k, v in whole.items() if k not in configuration.NEUTRAL_KEYS | {"seed"}}
+    return {k: v for k, v in whole.items() if k not in {*having("resumable"), "seed"}}
 
 
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -146,7 +140,7 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         for key, value in one.items():
             seen.setdefault(key, set()).add(value)
     differ = [key for key in seen if len(seen[key]) > 1]
-    kinds = [key for key in _KINDS if key in differ]
+    kinds = [key for key in configuration.Words._fields if key in differ]
     others = sorted(set(differ) - set(kinds), key=lambda key: ("." in key, key))
     return [
         ", ".join(
@@ -229,7 +223,7 @@ def paired(row: Row, first: Row, stage: str) -> Paired | str:
 def problem(config: Mapping[str, Any]) -> list[Any]:
     """What says which examples each client has."""
     own = [config.get(str(config.get(kind))) for kind in ("dataset", "partition")]
-    return [*(config.get(key) for key in DATA), *own]
+    return [*(config.get(key) for key in having("defines_data")), *own]
 
 
 def _scores(row: Row, stage: str) -> dict[tuple[int, str, str], float]:

@@ -14,7 +14,7 @@ from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task, classification, regression
 from fedjax_pfl.data.augment import on_normalised
-from fedjax_pfl.engine import execution_plan, memory_estimate, multiprocess, sweep
+from fedjax_pfl.engine import memory_estimate, multiprocess, sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.rounds import Rounds
 from fedjax_pfl.runs import points
@@ -51,9 +51,8 @@ def build(
       configs: one; or the points of a sweep, for a program that computes them all.
       plans: one for each phase, where a run goes on that had them.
     """
-    for one in configs:
-        configuration.check(one, words)
-    config = configs[0]
+    specified = [configuration.specify(one, words) for one in configs]
+    config = specified[0].settings
     own = lambda name: config.get(name, ConfigDict()).to_dict()
     dataset = data.load(
         config.dataset,
@@ -75,7 +74,7 @@ def build(
         validation_examples=config.validation_examples,
         permute_labels=config.permute_labels,
         held_out=config.held_out,
-        groups=max(1, len(config.groups)),
+        groups=len(specified[0].phases[0].groups),
     )
     task = classification() if np.issubdtype(arrays.y.dtype, np.integer) else regression()
     if config.augment:
@@ -83,14 +82,16 @@ def build(
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
     phases, states, begin = list[Phase](), list[Any](), 0
-    each = [configuration.phases(one, words) for one in configs]
-    mesh = _mesh(config.devices, max(one.clients_per_round or one.clients for one in each[0]))
+    each = [one.phases for one in specified]
+    cohorts = (one.settings.clients_per_round or config.clients for one in each[0])
+    mesh = _mesh(config.devices, max(cohorts))
     unread = points.differing(configs)
-    for number, alike in enumerate(zip(*each, strict=True)):
+    for number, same in enumerate(zip(*each, strict=True)):
+        alike = [one.settings for one in same]
         names = points.names(alike, words.algorithm)
         unread -= set(names)
         among = _taking_part(alike[0], federation)
-        work = Work(alike, names, words, task, arrays, among, begin, mesh)
+        work = Work(alike, same[0].groups, names, words, task, arrays, among, begin, mesh)
         work.algorithms(alike[0].conv)  # which checks the numbers of every point
         recorded = plans[number] if plans and number < len(plans) else None
         # Whether each can start from the one before, and has room, is known before hours are spent.
@@ -98,10 +99,6 @@ def build(
         phases, states, begin = [*phases, phase], [*states, state], phase.end
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
-    if config.measure:
-        if multiprocess.count() > 1:
-            raise UsageError("measure is for one process; set chunk and conv for several")
-        phases = list(map(_measured, phases, states))
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
     said = tuple(dict.fromkeys(line for line in remarks if line))
     return Built(tuple(phases), arrays, federation, task, said)
@@ -123,46 +120,6 @@ def _short_batches(phase: Phase, state: Any) -> str:
         f"an epoch of {hurt} of {len(counts)} clients ends with a batch of {_FEW} examples or "
         "fewer, which can cost accuracy with BatchNorm; drop_last leaves it out"
     )
-
-
-def _measured(phase: Phase, state: Any) -> Phase:
-    """The phase by the plan that is fastest here, of those that its settings leave open."""
-    if phase.plan.measured:
-        return phase
-    work, one = phase.work, phase.config
-    each = configuration.groups(one, work.words)
-    # All that says how long a client takes, and how much memory.
-    kind = execution_plan.work(
-        {
-            "algorithm": [one.algorithm, one.get(one.algorithm, ConfigDict()).to_dict()],
-            "models": [[g.model, g.get(g.model, ConfigDict()).to_dict()] for g in each],
-            "examples": [*work.arrays.x.shape, *work.arrays.train.rows.shape],
-            "batch_size": one.batch_size,
-            "cohort": work.cohort,
-            "points": len(work.alike),
-            "devices": work.devices,
-            "open": [one.conv, one.chunk, one.memory_gb],
-        }
-    )
-    found = execution_plan.kept(execution_plan.folder(), kind)
-    if found is None:
-        has_conv = any(hasattr(work.words.model[g.model], "conv") for g in each)
-        short, most = work.short(), one.memory_gb
-
-        def seconds(tried: Plan) -> float | None:
-            if most is not None and _needed(work, work.rounds(tried), state) > most:
-                return None
-            return execution_plan.timed(short.rounds(tried), phase.points, work.arrays)
-
-        found = execution_plan.fastest(
-            phase.plan,
-            [one.chunk] if one.chunk else execution_plan.chunks(-(-work.cohort // work.devices)),
-            execution_plan.LOWERINGS if has_conv and one.conv == "auto" else [one.conv],
-            seconds,
-        )
-        if found.measured:
-            execution_plan.keep(execution_plan.folder(), kind, found)
-    return Phase(work, found, work.rounds(found))
 
 
 def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
@@ -199,7 +156,6 @@ def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, A
     if recorded:
         conv = recorded.conv if one.conv == "auto" else one.conv
         chosen = Plan(conv, one.chunk or recorded.chunk)
-        chosen = chosen._replace(measured=recorded == chosen._replace(measured=True))
     rounds = work.rounds(chosen)
     try:
         state = _traced(work, rounds, before)
@@ -228,12 +184,28 @@ def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, A
 
 def _traced(work: Work, rounds: Rounds, before: Any) -> Any:
     """The state's shapes; of a sweep all is traced, where what cannot be swept shows."""
-    key, number = jax.eval_shape(work.points), jax.ShapeDtypeStruct((), jnp.int32)
-    state = jax.eval_shape(rounds.init, key, before)
+    state = jax.eval_shape(rounds.init, jax.eval_shape(work.points), before)
     if work.swept:
-        jax.eval_shape(rounds.run, key, state, work.arrays, number, number)
-        jax.eval_shape(rounds.evaluate, key, state, work.arrays, number)
+        _trace(work, rounds, state)
     return state
+
+
+def _trace(work: Work, rounds: Rounds, state: Any) -> None:
+    """Go through a round and an evaluation, without compiling them."""
+    key, number = jax.eval_shape(work.points), jax.ShapeDtypeStruct((), jnp.int32)
+    jax.eval_shape(rounds.run, key, state, work.arrays, number, number)
+    jax.eval_shape(rounds.evaluate, key, state, work.arrays, number)
+
+
+def fixed_length(built: Built) -> str:
+    """Why the last phase cannot be made longer; nothing where its rounds do not depend on that."""
+    last, state = built.phases[-1], None
+    if last.config.learning_rate_drops:
+        return "learning_rate_drops are shares of all rounds"
+    for phase in built.phases:
+        state = jax.eval_shape(phase.rounds.init, jax.eval_shape(phase.work.points), state)
+    _trace(last.work, last.rounds, state)
+    return f"{last.config.algorithm} has a schedule over all rounds" if last.work.asked else ""
 
 
 def _needed(work: Work, rounds: Rounds, state: Any) -> float:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.config import configuration, custom
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, PyTree, Visit
 from fedjax_pfl.core.errors import UsageError
@@ -74,7 +75,7 @@ def restored(
     folder = directory / "checkpoints"
     if not (folder / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
-    here = {k: v for k, v in config.items() if k not in configuration.NEUTRAL_KEYS}
+    here = {k: v for k, v in config.items() if k not in having("resumable")}
     here["data_dir"] = data_dir or config.get("data_dir")
     words, here = custom.added(here, dataset, algorithm)
     settings = configuration.complete(here, words)

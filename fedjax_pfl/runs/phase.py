@@ -19,7 +19,7 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.engine import execution_plan, sweep
+from fedjax_pfl.engine import sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.rounds import Rounds, compiled, plain_rounds
 from fedjax_pfl.runs import points
@@ -30,6 +30,7 @@ class Work:
     """What a phase's rounds are made from, but for their plan."""
 
     alike: Sequence[ConfigDict]  # the phase in each point of a sweep
+    groups: Sequence[ConfigDict]  # the first point's, for each group of architectures
     swept: Sequence[str]  # the names of settings that differ between points of the sweep
     words: configuration.Words
     task: Task
@@ -37,6 +38,8 @@ class Work:
     federation: Federation
     begin: int
     mesh: Mesh | None
+    # Whatever has asked for the number of rounds, as a schedule over all of them does.
+    asked: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def cohort(self) -> int:
@@ -87,14 +90,6 @@ class Work:
             return compiled(plain(self.algorithms(plan.conv)[0]), self.mesh)
         make = lambda values: plain(_algorithm(self, plan.conv, values))
         return sweep.make_rounds(make, self._values, self.mesh, at_once(len(self.alike)))
-
-    def short(self) -> "Work":
-        """With little local training, for trying how fast it is."""
-        changed = [one.copy_and_resolve_references() for one in self.alike]
-        for one in changed:
-            one.local_epochs = None
-            one.local_steps = min(execution_plan.STEPS, one.local_steps or execution_plan.STEPS)
-        return dataclasses.replace(self, alike=changed)
 
 
 class Phase(NamedTuple):
@@ -170,12 +165,12 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         begin=work.begin,
         rounds=one.rounds,
     )
+    training = _noting(training, functools.partial(work.asked.add, one.algorithm))
     own = {
         name: settings.get(f"{one.algorithm}.{name}", setting)
         for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
     }
-    each = configuration.groups(one, words)
-    models = tuple(_model(words.model[g.model], g, federation, conv) for g in each)
+    models = tuple(_model(words.model[g.model], g, federation, conv) for g in work.groups)
     # To its own algorithm a group is all there is: nobody else's model is ever stored there.
     within = lambda g: federation._replace(active=federation.active & (federation.groups == g))
     if len(models) == 1:
@@ -196,6 +191,18 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         bits, top_k = one.upload_bits, one.upload_top_k
         around += [transforms.compression(federation, few, bits=bits, top_k=top_k)]
     return transforms.chain(algorithm, *around)
+
+
+def _noting(training: local_training.Training, note: Callable[[], None]) -> Any:
+    """The same training, which tells when an algorithm asks for the number of rounds."""
+
+    class Noting(type(training)):  # type: ignore[misc]
+        @property
+        def rounds(self) -> int:
+            note()
+            return training.rounds
+
+    return Noting(*training)
 
 
 def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> Any:

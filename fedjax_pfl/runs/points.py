@@ -8,27 +8,36 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.sweep import Apart
 
-# Besides the real-valued settings of the algorithm itself.
-REAL_VALUED = ("learning_rate", "momentum", "weight_decay", "clip_norm")
 _MOST = 1000  # points
 
 
-def expand(config: ConfigDict) -> dict[str, ConfigDict]:
+def expand(
+    config: ConfigDict, words: configuration.Words = configuration.OURS
+) -> dict[str, ConfigDict]:
     """The points that `seeds` and `sweep` ask for, each the configuration of a run of its own.
 
     Returns:
       By name, for a folder; one without a name where one is all.
     """
+    if config.seeds == 1 and config.sweep == "":
+        return {"": config}
+    configuration.specify(config, words)
     grid = _parsed(config.sweep)
     if config.seeds == 1 and not grid:
         return {"": config}
     for name in grid:
         if name not in dict(_leaves(config)) and not isinstance(config.get(name), ConfigDict):
-            can = [*REAL_VALUED, *(one for one, _ in _real(config))]
+            can = [*having("sweepable"), *(one for one, _ in _real(config))]
             raise UsageError(f"sweep: there is no setting {name}{configuration.nearest(name, can)}")
+        if (kind := _type(config, name)) is not float:
+            raise UsageError(
+                f"sweep: {name} is of type {kind.__name__}, and only real-valued settings can "
+                f"differ in one program ({_what_can(config.algorithm)}); run its values one by one"
+            )
     count = config.seeds * math.prod(map(len, grid.values()))
     if count > _MOST:
         raise UsageError(f"seeds and sweep ask for {count} runs; at most {_MOST} can be together")
@@ -51,6 +60,16 @@ def _real(config: ConfigDict) -> Iterator[tuple[str, float]]:
         for name, value in config.get(method, {}).items():
             if isinstance(value, float):
                 yield f"{method}.{name}", value
+
+
+def _what_can(algorithm: str) -> str:
+    return f"seed, {', '.join(having('sweepable'))} and real-valued settings of {algorithm}"
+
+
+def _type(config: ConfigDict, name: str) -> type:
+    group, _, last = name.rpartition(".")
+    level = config[group] if group else config
+    return ConfigDict if isinstance(level.get(last), ConfigDict) else level.get_type(last)
 
 
 def _parsed(text: str) -> dict[str, list[float]]:
@@ -88,14 +107,14 @@ def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str
     for name in sorted(differing(configs)):
         group, _, _ = name.rpartition(".")
         each = values(configs, [name])[name]
-        own = group == algorithm or name in REAL_VALUED
+        own = group == algorithm or name in having("sweepable")
         if own and all(isinstance(value, float) for value in each):
             found.append(name)
         elif own or group not in algorithms:  # another phase may be another's
             raise Apart(
                 [name],
-                f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); seed, "
-                f"{', '.join(REAL_VALUED)} and real-valued settings of {algorithm} can",
+                f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); "
+                f"{_what_can(algorithm)} can",
             )
     return found
 

@@ -26,8 +26,14 @@ Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds,
 
 
 @contextlib.contextmanager
-def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
-    """The directory as this run's own, for so long, or UsageError where it is another's."""
+def claimed(
+    directory: Path, config: Mapping[str, Any], fixed_length: Callable[[], str] = str
+) -> Iterator[Path]:
+    """The directory as this run's own, for so long, or UsageError where it is another's.
+
+    Args:
+      fixed_length: why a run that has begun cannot be made longer; nothing where it can.
+    """
     try:
         if directory.is_file():
             raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
@@ -38,7 +44,7 @@ def claimed(directory: Path, config: Mapping[str, Any]) -> Iterator[Path]:
     try:
         _lock(directory, held)
         try:
-            _claim(directory, directory / "config.json", config)
+            _claim(directory, directory / "config.json", config, fixed_length)
         except OSError as error:
             raise _unusable(directory, error) from None
         yield directory
@@ -113,7 +119,9 @@ def _lock(directory: Path, held: int | None) -> None:
         print(line, file=sys.stderr)
 
 
-def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> None:
+def _claim(
+    directory: Path, known: Path, config: Mapping[str, Any], fixed_length: Callable[[], str]
+) -> None:
     if known.exists():
         try:
             there = dict(json.loads(known.read_text()))
@@ -121,13 +129,19 @@ def _claim(directory: Path, known: Path, config: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"{known} is damaged; bring it back from a copy or choose another workdir"
             ) from None
-        if different := configuration.differences(there, config):
+        longer = configuration.longer(there, config)
+        why = fixed_length() if longer else ""
+        different = configuration.differences(there, config)
+        if different and (why or not longer):
             raise UsageError(
-                f"{directory} holds a run with other settings: {'; '.join(different)}; "
-                "choose another workdir"
+                f"{directory} holds a run with other settings: {'; '.join(different)}"
+                f"{why and f'; it cannot be made longer, because {why}'}; choose another workdir"
             )
         if not os.access(directory, os.W_OK):
             raise UsageError(f"{directory} cannot be written; choose another workdir")
+        if longer:  # it is not finished any more
+            (directory / "report.html").unlink(missing_ok=True)
+            write_json(known, config)
         return
     # A run that was killed before anything else leaves the first file half written.
     if {p.name for p in directory.iterdir()} - {_part(known).name}:

@@ -278,7 +278,9 @@ def restored(
     """
     store.check(step)
     facts = store.facts(step)
-    if different := configuration.differences(facts.pop("config"), config):
+    there = facts.pop("config")
+    different = configuration.differences(there, config)
+    if different and not configuration.longer(there, config):  # as its directory has been made
         raise UsageError(
             f"{store.folder} holds a checkpoint of a run with other settings: "
             f"{'; '.join(different)}; bring its own ones back from a copy, or delete that folder "

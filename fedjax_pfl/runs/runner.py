@@ -1,6 +1,7 @@
 """The host's loop around compiled rounds: run, evaluate, save, resume, report."""
 
 import contextlib
+import functools
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from fedjax_pfl import data
-from fedjax_pfl.config import configuration, custom
+from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
@@ -23,7 +24,7 @@ from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import checkpoints, points, run_directory
-from fedjax_pfl.runs.build import Built, build
+from fedjax_pfl.runs.build import Built, build, fixed_length
 from fedjax_pfl.runs.interrupt import Stop, Stopped
 from fedjax_pfl.runs.phase import Phase, boundary
 from fedjax_pfl.runs.run_state import (
@@ -105,10 +106,12 @@ def run_all(
     words, given = custom.added(given, dataset, algorithm)
     settings = configuration.complete(given, words)
     multiprocess.check_settings(settings.to_dict())
-    configuration.check(settings, words)
+    if not isinstance(config, ConfigDict):  # which holds all settings, whoever gave them
+        selection.check_given(given, [settings], words)
+    selection.check_owners(dataset, [settings])
     if settings.tensorboard:
         tensorboard.check()
-    return run_points(points.expand(settings), workdir, stop, words=words, tell=tell)
+    return run_points(points.expand(settings, words), workdir, stop, words=words, tell=tell)
 
 
 def run_points(
@@ -136,11 +139,13 @@ def run_points(
         tell(execution_plan.describe(phase.plan, phase.work.cohort, phase.work.devices))
     for member in members:
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
-    stop = stop or Stop()
+    stop, fixed = stop or Stop(), functools.cache(functools.partial(fixed_length, built))
     with contextlib.ExitStack() as kept:
         for member in members if workdir is not None and multiprocess.lead() else []:
             directory = Path(workdir, member.name)  # type: ignore[arg-type]
-            member.directory = kept.enter_context(run_directory.claimed(directory, member.config))
+            member.directory = kept.enter_context(
+                run_directory.claimed(directory, member.config, fixed)
+            )
             with member.writing():
                 run_directory.write_plans(directory, [phase.plan for phase in built.phases])
                 member.store = checkpoints.open_store(directory / "checkpoints")

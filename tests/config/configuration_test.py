@@ -12,9 +12,11 @@ import pytest
 
 import fedjax_pfl
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import partition_settings, source_settings
-from fedjax_pfl.runs import build
+from fedjax_pfl.data import SPLITS, partition_settings, source_settings
+from fedjax_pfl.networks.lowerings.conv import lowering
+from fedjax_pfl.runs import build, runner
 
 TINY = {
     "dataset": "synthetic",
@@ -46,7 +48,7 @@ def own_settings(kind, name):
 
 def checked(changes):
     made = configuration.complete({**TINY, **changes})
-    configuration.check(made)
+    configuration.specify(made)
     return made
 
 
@@ -91,15 +93,76 @@ def test_names_are_unique_across_kinds_and_settings():
     assert not plain & set(names)
 
 
-def test_phase_and_neutral_keys_are_settings():
-    known = set(configuration.default())
-    assert known >= configuration.PHASE_KEYS
-    assert known >= configuration.NEUTRAL_KEYS
-    assert not configuration.PHASE_KEYS & configuration.NEUTRAL_KEYS
+def test_the_facts_of_a_row_agree_with_each_other():
+    for name, row in ROWS.items():
+        assert not (row.per_phase and row.resumable), name
+        assert not row.per_process or row.resumable, name
+        assert not row.sweepable or (row.tunable and not row.defines_data), name
+        assert not row.sweepable or float in (type(row.default), row.default), name
+        assert not (row.tunable and (row.budget or row.visits)), name
+        assert not row.choices or row.default in row.choices, name
+        unset = isinstance(row.default, type)
+        assert unset or not isinstance(row.default, int | float) or row.wrong(row.default) == ""
+    assert ROWS["split"].choices == SPLITS
+    for name in ROWS["conv"].choices:
+        lowering(name)
+    with pytest.raises(UsageError, match="is not a lowering") as error:
+        lowering("another")
+    assert set(ROWS["conv"].choices) == set(str(error.value).partition("from ")[2].split(", "))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "wanted"),
+    [
+        ("upload_bits", (1, 2, 16, 17), ("at least 2", "", "", "at most 16")),
+        ("fraction", (0.0, 0.1, 1.0, 1.5), ("above 0", "", "", "at most 1")),
+        ("dropout", (-0.1, 0.0, 0.9, 1.0), ("at least 0", "", "", "below 1")),
+        ("clip_norm", (None, 0.0, 1e9), ("", "above 0", "")),
+    ],
+)
+def test_a_row_says_what_a_value_must_be(name, values, wanted):
+    assert tuple(ROWS[name].wrong(value) for value in values) == wanted
+
+
+def test_no_list_of_settings_is_written_by_hand():
+    """But in the rows: what is said of settings in general follows from them."""
+    folder = Path(fedjax_pfl.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            items = getattr(node, "elts", ())
+            if isinstance(node, ast.Dict) and all(isinstance(v, ast.Constant) for v in node.values):
+                items = node.keys
+            words = {one.value for one in items if isinstance(one, ast.Constant)}
+            named = {word for word in words if isinstance(word, str) and word in ROWS}
+            if path.name != "settings.py":
+                assert len(named) <= 2, (path, node.lineno, sorted(named))
+
+
+def test_a_specification_is_frozen():
+    made = configuration.specify(configuration.complete({**TINY, "groups": [{}, {}]}))
+    one = made.phases[0]
+    for change in (
+        lambda: setattr(made, "phases", ()),
+        lambda: setattr(made.settings, "rounds", 3),
+        lambda: setattr(one.settings.mlp, "hidden", (3,)),
+        lambda: setattr(one.groups[1], "model", "small"),
+    ):
+        with pytest.raises((AttributeError, TypeError)):
+            change()
+    assert (made.settings.rounds, len(one.groups)) == (2, 2)
+
+
+def test_a_run_is_validated_once(monkeypatch):
+    found, specify = [], configuration.specify
+    monkeypatch.setattr(configuration, "specify", lambda *a: found.append(a) or specify(*a))
+    monkeypatch.setattr(runner, "_execute", lambda built, members, stop: {"": built})
+    made = runner.run({**TINY, "phases": [{}, {"rounds": 3}]})
+    assert len(found) == 1
+    assert [phase.config.rounds for phase in made.phases] == [2, 3]
 
 
 def test_the_defaults_are_a_configuration():
-    configuration.check(configuration.default())
+    configuration.specify(configuration.default())
 
 
 def test_complete_changes_what_is_given_and_no_more():
@@ -137,7 +200,7 @@ def test_complete_changes_what_is_given_and_no_more():
         ({"partition": "clases"}, ["did you mean classes?"]),
         ({"model": "lenett"}, ["did you mean lenet?"]),
         ({"dataset": "cifar"}, ["did you mean cifar10"]),
-        ({"conv": "blobs"}, ["'blobs'", "patches"]),
+        ({"conv": "blobs"}, ["'blobs'", "did you mean blocks?"]),
     ],
 )
 def test_unknown_words_get_the_nearest_one(changes, words):
@@ -240,7 +303,7 @@ def test_values_that_cannot_be(changes, words):
             },
             ["500 clients x 4 classes x 600 examples", "1,797 examples", "at most 449 clients"],
         ),
-        ({"clients": 50}, ["client", "examples", "fewer clients"]),  # 60 examples
+        ({"clients": 50}, ["clients is 50", "60 examples", "at most 30 clients"]),
         (
             {"partition": "dirichlet", "dirichlet": {"alpha": 0.1, "minimum": 1}, "clients": 9},
             ["client", "fewer clients", "more even partition"],
@@ -340,5 +403,5 @@ def test_messages_of_the_library_name_no_flag():
         strings = (n.value for n in ast.walk(ast.parse(path.read_text()))
                    if isinstance(n, ast.Constant) and isinstance(n.value, str))  # fmt: skip
         flagged = [text for text in strings if re.search(r"--[a-z]+[.=]|--(workdir|config)", text)]
-        if path.name != "listing.py":  # which is what commands show
+        if path.name != "listing.py" and path.parent.name != "tuning":  # what commands show
             assert flagged == [], path

@@ -208,7 +208,7 @@ def test_a_factory_that_takes_any_setting():
 def test_code_without_a_source_is_known_by_what_it_does():
     """The order of a set is another one in each process, and no part of the code."""
     code = """
-from fedjax_pfl.config import custom as own
+from fedjax_pfl.config import custom
 space = {}
 exec("def typed(*given):\\n    return given in {'a', 'b', 'c', 'd'}", space)
 print(custom._compiled(space["typed"].__code__))

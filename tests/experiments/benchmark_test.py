@@ -227,7 +227,7 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     }  # fmt: skip
     path.write_text(json.dumps(old))
     given = Given(
-        work=["lenet-10"], list=False, repeats=3, limit=1.0, torch=False, measure=False,
+        work=["lenet-10"], list=False, repeats=3, limit=1.0, torch=False,
         out=str(path), add=True, picture=str(tmp_path / "out.png"), note="new",
     )  # fmt: skip
     monkeypatch.setattr(benchmark.flags, "FLAGS", given)

@@ -23,7 +23,7 @@ from fedjax_pfl.config.configuration import ALGORITHMS
 )
 def test_fedmn_on_each_dataset(preset, partition, clients, model, layout):
     made = fedmn.get_config(preset)
-    configuration.check(made)
+    configuration.specify(made)
     assert (made.algorithm, made.partition, made.clients) == ("fedmn", partition, clients)
     assert (made.model, made.fedmn.layout) == (model, layout)
     phases = configuration.phases(made)
@@ -38,7 +38,7 @@ def test_methods_have_the_testbeds_settings():
     for name in fedmn.RATES:
         for column, dataset in enumerate(fedmn.TESTBED):
             made = fedmn.get_config(f"{dataset}-{name}")
-            configuration.check(made)
+            configuration.specify(made)
             assert (made.algorithm, made.phases, made.rounds) == (name, (), 200)
             assert made.learning_rate == fedmn.RATES[name][column]
             assert (made.batch_size, made.local_epochs) == (128, 1)

@@ -13,9 +13,7 @@ from fedjax_pfl.algorithms.factorized_fl import MATCHING
 from fedjax_pfl.algorithms.fedfomo import REFERENCES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
 from fedjax_pfl.config import configuration, listing
-from fedjax_pfl.config.settings import GENERAL
-from fedjax_pfl.data.federate import SPLITS
-from fedjax_pfl.engine import execution_plan
+from fedjax_pfl.config.settings import GENERAL, ROWS, having
 from fedjax_pfl.networks.factorized import LAYOUTS
 from fedjax_pfl.networks.layer_weights import NORMALISE
 from tests.experiments.launch_test import message
@@ -145,17 +143,9 @@ def test_every_general_setting_has_its_default_and_its_meaning():
         assert re.match(r"[a-zA-Z]+[ ,:]", meaning), name
 
 
-@pytest.mark.parametrize(
-    ("name", "choices"),
-    [
-        ("split", SPLITS),
-        ("conv", execution_plan.LOWERINGS),
-        ("participants", configuration.PARTICIPANTS),
-    ],
-)
-def test_a_meaning_names_all_choices(name, choices):
-    (meaning,) = (group[name].meaning for group in GENERAL.values() if name in group)
-    assert set(choices) <= set(re.findall(r"\w+", meaning))
+@pytest.mark.parametrize("name", having("choices"))
+def test_a_meaning_names_all_choices(name):
+    assert set(ROWS[name].choices) <= set(re.findall(r"\w+", ROWS[name].meaning))
 
 
 def test_presets_of_every_system():

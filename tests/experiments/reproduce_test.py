@@ -90,8 +90,8 @@ def test_every_cell_is_a_configuration_at_both_scales(name):
             table.settings(cell.row, cell.column, *given)
             for given in ((own, None), ("digits", table.quick.rounds))
         )
-        configuration.check(full)
-        configuration.check(quick)
+        configuration.specify(full)
+        configuration.specify(quick)
         assert (full.dataset, quick.dataset) == (own, "digits")
         assert quick.clients <= 12
         table.measures(cell.column)

@@ -194,7 +194,7 @@ def test_contradicting_groups_see_the_same_classes_under_other_numbers():
 )
 def test_presets_of_factorized_fl(preset, wanted, own):
     made = factorized_presets.get_config(preset)
-    configuration.check(made)
+    configuration.specify(made)
     assert {key: made[key] for key in wanted} == wanted
     assert {key: made.factorized_fl[key] for key in own} == own
     assert made.resnet9.width == (16 if "w16" in preset else 64)

@@ -20,6 +20,7 @@ from experiments import export as exporting
 from experiments import launch
 from fedjax_pfl import algorithms, networks
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.data import client_data, take
 from fedjax_pfl.engine import ledger
 from fedjax_pfl.runs import export, runner
@@ -234,7 +235,7 @@ def test_a_run_is_restored_by_reading_alone(finished, tmp_path, capsys):
     line = capsys.readouterr().err
     assert "alpha.npz is damaged (" in line
     assert line.endswith("); it is left out\n")
-    neutral = configuration.NEUTRAL_KEYS
+    neutral = {*having("resumable")}
     kept = lambda config: {key: value for key, value in config.items() if key not in neutral}
     assert kept(again.config) == kept(result.config)
     assert (again.metrics, again.clients, again.ledger, again.observations) == (

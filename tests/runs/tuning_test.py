@@ -364,7 +364,7 @@ def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys
     means = {(row["method"], row["chosen"]): row["validation_mean"] for row in rows}
     assert means["slowed", "1"] == means["fedavg", "1"] > means["slowed", "0"]
     words, given = added(found["slowed"], None, slowed)
-    configuration.check(configuration.complete(given, words), words)
+    configuration.specify(configuration.complete(given, words), words)
     # A second time, all runs are known.
     monkeypatch.setattr(runner, "run_points", forbidden)
     assert tune_slowed(tmp_path, grid) == found

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.figures import number, score_name
@@ -143,7 +144,7 @@ def given(config: ConfigDict, words: configuration.Words = configuration.OURS) -
     """What differs from the defaults in the settings that are used; not what suits a machine."""
     plain = configuration.resolved(config, words)
     usual = configuration.default(words).to_dict()
-    kept = {key: v for key, v in plain.items() if key not in configuration.NEUTRAL_KEYS}
+    kept = {key: v for key, v in plain.items() if key not in having("resumable")}
     return _different(kept, usual)
 
 
@@ -186,8 +187,8 @@ python -m experiments.baseline --config=THIS_FILE.py:METHOD
 
 {header}
 
-from fedjax_pfl import config as configuration
-from fedjax_pfl.errors import UsageError
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
 
 {settings}
 

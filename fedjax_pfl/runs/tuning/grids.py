@@ -10,8 +10,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.runs.points import REAL_VALUED
 
 Grid = dict[
     str, tuple[Any, ...]
@@ -20,11 +20,7 @@ Point = dict[str, Any]  # a value of each
 
 # What can be tuned besides a method's own settings: all else is the problem, the budget, or how
 # things are computed and measured, and is the same for all.
-TRAINING = (
-    *REAL_VALUED, "keep_momentum", "batch_size", "drop_last", "local_epochs", "local_steps",
-    "keep_head",
-)  # fmt: skip
-_BUDGET = ("rounds", "seed", "seeds")
+TRAINING = having("tunable")
 _EXAMPLE = '"learning_rate=.1,.01; pfedla.rate=.05,.5"'
 _MOST = 1000  # points of a method
 _WORDS = {"true": True, "false": False}
@@ -78,7 +74,7 @@ def _place(
         return None, last
     if group not in there:
         top = key.partition(".")[0]
-        if top in _BUDGET:
+        if top in having("budget"):
             raise UsageError(
                 f"{key} cannot be tuned: it is a part of the budget; set it outside the grid"
             )

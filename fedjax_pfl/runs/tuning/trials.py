@@ -11,17 +11,18 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
 from fedjax_pfl.config.configuration import OURS, Words
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import sweep
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.run_index import Known
-from fedjax_pfl.runs import interrupt, points, run_state, runner
+from fedjax_pfl.runs import interrupt, run_state, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.runs.tuning.grids import Point, apply, word
 
 # What says how many client visits a run has; on the command line it is for all methods alike.
-LENGTH = ("rounds", "clients_per_round")
+LENGTH = having("visits")
 
 
 class Trial(NamedTuple):
@@ -151,7 +152,7 @@ def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
                 "with --config.KEY=VALUE"
             )
         for point in trial.points:
-            configuration.check(apply(trial.config, point), words)
+            configuration.specify(apply(trial.config, point), words)
 
 
 def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]]:
@@ -218,7 +219,7 @@ def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
     """Those that can share a program as far as is seen at once, and that can go on together."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        shared = lambda name: name in points.REAL_VALUED or name.startswith(f"{job.method}.")  # noqa: B023
+        shared = lambda name: name in having("sweepable") or name.startswith(f"{job.method}.")  # noqa: B023
         apart = {
             name: value
             for name, value in job.point.items()
