@@ -4,12 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test lint demo docs wheel clean
+.PHONY: help setup test test-all lint demo docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   make $(VENV) and install the project with its development tools"
-	@echo "make test    run the tests; ARGS are given to pytest, as in ARGS='-x tests/report_test.py'"
+	@echo "make test    run the tests but for the slow ones, which say why they are;"
+	@echo "             ARGS are given to pytest, as in ARGS='-x tests/report'"
+	@echo "make test-all  run all of them"
 	@echo "make lint    check style, format and types"
 	@echo "make demo    train on the embedded digits; print the results and where the report is"
 	@echo "make docs    build the documents into site/; warnings are errors"
@@ -27,8 +29,12 @@ $(STAMP): setup.cfg pyproject.toml
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
+# Compiled programs are kept in .cache/, so that a second call takes about half as long.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow" $(ARGS)
+
+test-all: setup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
 lint: setup
 	$(BIN)/ruff check .

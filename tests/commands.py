@@ -2,13 +2,16 @@
 
 import contextlib
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from fedjax_pfl.runs import checkpoints
 
@@ -86,6 +89,48 @@ class Command:
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Ended(NamedTuple):
+    """What a command has left: its status, what it said, and the files where it was started."""
+
+    status: int | None
+    out: str
+    err: str
+    files: list[Path]
+
+
+class Forked:
+    """A command forked from a process that has imported all that it needs, which takes seconds.
+
+    It is given what `python -m MODULE` is; that this starts at all, a real one has to show.
+    """
+
+    def __init__(self, module: str, *arguments: str, place: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.commands", "experiments.launch"])
+        self._place = place / "started"
+        self._place.mkdir()
+        self._process = context.Process(
+            target=_command, args=(module, arguments, self._place), daemon=True
+        )
+        self._process.start()
+
+    def ended(self, seconds: float = LIMIT) -> Ended:
+        self._process.join(seconds)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        out, err = ((self._place.parent / name).read_text() for name in ("out", "err"))
+        return Ended(self._process.exitcode, out, err, sorted(self._place.iterdir()))
+
+
+def _command(module: str, arguments: list[str], place: Path) -> None:
+    os.chdir(place)
+    for number, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(place.parent / name, os.O_CREAT | os.O_WRONLY), number)
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def metrics(directory: Path) -> list[dict]:

@@ -39,6 +39,14 @@ jax.config.update("jax_default_matmul_precision", "highest")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# By CPU seconds, longest first; all other files take less than ten each.
+LONG = (
+    "contract_test", "notebooks_test", "sweep_test", "stress_test", "multiprocess_test",
+    "resume_test", "export_test", "tuning_test", "runner_test", "checkpoints_test",
+)  # fmt: skip
+ALONE = ("notebooks_test",)  # whose tests have nothing in common
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Let nothing but programs last from one session to the next, and not too many of them."""
     if "PYTEST_XDIST_WORKER" in os.environ or not CACHE.is_dir():
@@ -55,12 +63,16 @@ def mesh() -> jax.sharding.Mesh:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In several processes, a file's tests stay together, and an algorithm's in the contract's:
-    what one of them has compiled serves the others.
+    what one of them has compiled serves the others. What takes long begins first.
     """
     for item in items:
         algorithm = getattr(item, "callspec", None) and item.callspec.params.get("name")
         group = f"{item.path.stem}-{algorithm}" if item.path.stem == "contract_test" else item.path
+        if slow := item.get_closest_marker("slow"):
+            assert slow.args, f"{item.nodeid} does not say why it is slow"
+            group = item.nodeid if item.path.stem in ALONE else group
         item.add_marker(pytest.mark.xdist_group(str(group)))
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

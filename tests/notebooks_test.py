@@ -23,7 +23,13 @@ rounds, seeds, model, after = 2, 1, "mlp", False
 }
 
 
-@pytest.mark.parametrize("name", notebooks.NAMES)
+SLOW = pytest.mark.slow("its programs are large, and first_run shows that notebooks run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[SLOW] * (name != "first_run")) for name in notebooks.NAMES],
+)
 def test_runs_from_top_to_bottom(name, tmp_path, tmp_path_factory):
     program = f"from tests import notebooks; notebooks.run({name!r}, {SMALL[name]!r})"
     quick = {

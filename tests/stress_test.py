@@ -16,6 +16,8 @@ from tests.stress.long import long
 from tests.stress.rot import rot
 from tests.stress.same import distance
 
+SLOW = pytest.mark.slow("many processes; the rules themselves are tested where they are kept")
+
 
 @pytest.fixture(autouse=True, scope="module")
 def programs() -> Iterator[None]:
@@ -33,10 +35,12 @@ def test_a_kill():
     assert_nothing_lost(kills(1, config={**CONFIG, "rounds": 8}), 1)
 
 
+@SLOW
 def test_a_disk():
     assert_nothing_lost(disk(1), 1)
 
 
+@SLOW
 def test_missing_clients_and_bad_uploads():
     """The contract suite tries the first for every algorithm."""
     assert_nothing_lost(missing(6, ("fedper",)), 1)
@@ -44,14 +48,17 @@ def test_missing_clients_and_bad_uploads():
         assert_nothing_lost([row], 1)
 
 
+@SLOW
 def test_damaged_checkpoints():
     assert_nothing_lost(rot(12), 12)
 
 
+@SLOW
 def test_damaged_datasets():
     assert_nothing_lost(data(6), 6)
 
 
+@SLOW
 def test_a_run_that_is_not_long():
     rows = long(24, 2)
     assert rows[0].tried == 1  # so short, its times and memory say nothing

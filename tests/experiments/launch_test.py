@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import jax
@@ -19,6 +18,7 @@ from experiments.papers.factorized_fl import presets as factorized_fl
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
+from tests.commands import Forked
 
 ROOT = Path(__file__).parents[2]
 FILE = "experiments/configs/baseline.py"
@@ -362,28 +362,13 @@ _WRONG = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """(exit status, stdout, stderr, files) of each of the commands."""
+    """What each of the commands has left."""
     commands = {name: arguments for name, (arguments, _) in _WRONG.items()} | {"help": ["--help"]}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    started = {}
-    for name, arguments in commands.items():
-        place = tmp_path_factory.mktemp("launch")
-        command = [sys.executable, "-m", "experiments.baseline", *arguments]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        started[name] = place, subprocess.Popen(command, cwd=place, env=environment, **pipes)
-    guard = threading.Timer(120, lambda: [p.kill() for _, p in started.values()])
-    guard.start()
-    try:
-        outputs = {name: process.communicate() for name, (_, process) in started.items()}
-    finally:
-        guard.cancel()
-        for _, process in started.values():
-            process.kill()
-            process.wait()
-    return {
-        name: (process.returncode, *outputs[name], list(place.iterdir()))
-        for name, (place, process) in started.items()
+    started = {
+        name: Forked("experiments.baseline", *given, place=tmp_path_factory.mktemp("launch"))
+        for name, given in commands.items()
     }
+    return {name: command.ended() for name, command in started.items()}
 
 
 @pytest.mark.parametrize("name", _WRONG)
@@ -395,6 +380,21 @@ def test_a_wrong_command_ends_with_one_line(name, ended):
     assert err.count("\n") == 1
     assert _WRONG[name][1] in err
     assert files == []
+
+
+def test_a_real_process_says_the_same(ended, tmp_path):
+    """Of one of them; the others are forked."""
+    arguments, _ = _WRONG["bad value"]
+    told = subprocess.run(
+        [sys.executable, "-m", "experiments.baseline", *arguments],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (told.returncode, told.stdout, told.stderr) == ended["bad value"][:3]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_help_names_the_presets_and_the_flags(ended):
