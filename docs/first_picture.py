@@ -1,6 +1,6 @@
 """The README's picture: a run's report beside the benchmark. python docs/first_picture.py REPORT
 
-REPORT is a report.html, as `make demo` writes it; a browser, chromium, is needed to show it.
+REPORT is a report.html, here of the README's FedAvg; a browser, chromium, has to be there.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ QUIET = "--disable-background-networking --disable-component-update --disable-sy
 def screenshot(report: Path, file: Path) -> Image.Image:
     """The top of a report, as wide as its columns need."""
     flags = f"--headless --no-sandbox --no-first-run --hide-scrollbars {QUIET}".split()
-    size = ["--window-size=1100,970", f"--screenshot={file}"]
+    size = ["--window-size=1100,940", f"--screenshot={file}"]
     subprocess.run(
         ["chromium", *flags, *size, report.resolve().as_uri()],
         check=True, timeout=120, stderr=subprocess.DEVNULL,
