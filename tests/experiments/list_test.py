@@ -114,8 +114,8 @@ def test_a_method_is_listed_by_its_name_in_papers_too():
         assert plain(name) in plain(found[name]), name
 
 
-def test_the_readme_says_what_every_method_is_called():
-    lines = (launch.CONFIGS.parents[1] / "README.md").read_text().splitlines()
+def test_the_docs_say_what_every_method_is_called():
+    lines = (launch.CONFIGS.parents[1] / "docs/index.md").read_text().splitlines()
     at = lines.index("| Method | `algorithm` | What it does |")
     rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[at + 2 :]))
     named = re.findall(r"`(\w+)`", " ".join(row.split("|")[2] for row in rows))
