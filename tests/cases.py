@@ -165,6 +165,8 @@ CASES = {
     ),
     "fedavg": Case({}, _moved, lambda model: (model, model)),
     "fedavgm": Case({"beta": 0.5}, _moved, lambda model: (model, model)),
+    "ditto": Case({}, _moved, lambda model: (model, model)),
+    "apfl": Case({}, _moved, lambda model: (model, model)),
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
     "pfedla": Case({"k": 1, "rate": 0.5}, _moved, lambda model: ({172, 268, 224}, 332)),
     "fedbn": Case({}, _two_parts({"norm1"}), lambda model: _both(model // 4 - _NORM)),
@@ -207,9 +209,13 @@ CASES = {
 }
 FACTORIES: dict[str, Callable[..., Algorithm]] = {
     **{name: getattr(algorithms, name) for name in algorithms.__all__},
-    "fedavgm": documents.module("your_method.md").fedavgm,  # as a reader writes it
+    # As a reader writes them.
+    "fedavgm": documents.module("your_method.md").fedavgm,
+    "ditto": documents.module("your_method.md", 2).ditto,
+    "apfl": documents.module("your_method.md", 3).apfl,
 }
 NAMES = sorted(FACTORIES)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def training(**changes: Any) -> local_training.Training:
@@ -227,7 +233,7 @@ def training(**changes: Any) -> local_training.Training:
 
 
 def make(
-    name: str, federation: Federation, own: Mapping[str, Any] = MappingProxyType({}), **changes: Any
+    name: str, federation: Federation, own: Mapping[str, Any] = NOTHING, **changes: Any
 ) -> Algorithm:
     """An algorithm on the tiny network, with these settings of its own and of its training."""
     case = CASES[name]

@@ -21,9 +21,9 @@ def lines(code: str) -> int:
 
 
 @cache
-def module(page: str) -> ModuleType:
-    """The first block as a module that can be imported under its first function's name."""
-    code = blocks(page)[0]
+def module(page: str, number: int = 0) -> ModuleType:
+    """A block as a module that can be imported under its first function's name."""
+    code = blocks(page)[number]
     name = re.findall(r"^def (\w+)", code, re.M)[0]
     made = ModuleType(name)
     exec(compile(code, f"{page}:{name}.py", "exec"), made.__dict__)

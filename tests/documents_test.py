@@ -19,12 +19,14 @@ from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
 from fedjax_pfl.config import listing
 from fedjax_pfl.config.settings import having
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, State, Trained, Visit, everything
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.report import comparison, comparison_page
 from fedjax_pfl.runs.tuning import grids, search, show, trials
 from fedjax_pfl.runs.tuning.choice import Tried
 from tests import cases, documents, tiny
+from tests.algorithms import linear
 
 KEY = jax.random.key(3)
 
@@ -72,7 +74,7 @@ def test_lines_of_code_are_counted():
 
 
 def test_your_method_is_short():
-    file, comparing = documents.blocks("your_method.md")
+    file, comparing, *_ = documents.blocks("your_method.md")
     assert len(file.splitlines()) < 100
     assert documents.lines(comparing) < 20
 
@@ -185,6 +187,42 @@ def test_moments_do_not_travel():
     state = made.init(KEY)
     payload = made.send(State(state.server, (), ()), Visit(0, None, 0, KEY))
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
+
+
+# Ditto and APFL.
+
+
+def one_step(factory, clients):
+    """One step at rate .1 on f(w) = ½ (w − 3)², from the w = 1 that came down."""
+    data, federation = linear.federated([[[1.0]]], [[3.0]])
+    training = local_training.sgd(learning_rate=0.1, steps=1, batch_size=1)
+    made = factory(linear.Linear(), linear.TASK, training, federation)
+    visit = Visit(0, linear.client(data, 0), jnp.int32(0), KEY)
+    done = jax.jit(made.train)(linear.variables([1.0]), clients, visit)
+    return tuple(linear.weights(one)[0] for one in (done.upload, done.variables))
+
+
+def test_a_step_of_ditto_by_hand():
+    """From v = 2: ∇f = −1, and .5 · (2 − 1) pulls back; w moves as FedAvg's does."""
+    made = documents.module("your_method.md", 2)
+    client = made.Client((), linear.variables([2.0]), ())
+    np.testing.assert_allclose(one_step(made.ditto, client), [1.2, 2.05], rtol=1e-6)
+
+
+def test_a_step_of_apfl_by_hand():
+    """From v = 2 the mixture is 1.5; v moves by .1 · .5 · 1.5 to 2.075, the mixture to 1.6375."""
+    made = documents.module("your_method.md", 3)
+    client = made.Client(linear.variables([2.0])["params"], ())
+    np.testing.assert_allclose(one_step(made.apfl, client), [1.2, 1.6375], rtol=1e-6)
+
+
+def test_the_methods_on_the_page_are_short():
+    """Lines of code, without the imports."""
+    most = {"ditto": 38, "apfl": 36, "fedavgm": 38}
+    for number in (0, 2, 3):
+        code = documents.blocks("your_method.md")[number]
+        name = re.findall(r"^def (\w+)", code, re.M)[0]
+        assert documents.lines(code[code.index("class" if number else "def") :]) <= most[name]
 
 
 # What the functions of a method are given.

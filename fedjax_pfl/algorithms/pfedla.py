@@ -108,6 +108,8 @@ def pfedla(
     layers = max(number.values()) + 1
     _check(k, granularity, normalise, step, rate, layers, federation)
     layer_of = trees.map_layers(lambda name, leaf: number[name], variables["params"])
+    from_input = [number[name] for name in model.layers if name in number] if k else range(layers)
+    places = jnp.asarray(list(dict.fromkeys(from_input)))
     sgd = common.trainer(model, task, training)
     network = LayerWeights(n, layers, embedding, hidden, depth, normalise)
 
@@ -118,10 +120,13 @@ def pfedla(
         return alpha(raw, i, allowed, normalise)
 
     def retained(psi: PyTree, i: Any) -> jax.Array:
-        """Bool [L]: the k layers with the largest weight on the client's own."""
-        own = weights(psi, i)[:, i]
+        """Bool [L]: the k layers with the largest weight on the client's own.
+
+        Of equal ones the earlier in the model, which is not the order of the parameter tree.
+        """
+        own = weights(psi, i)[places, i]
         rank = jnp.argsort(jnp.argsort(-own, stable=True))
-        return rank < k
+        return jnp.zeros(layers, bool).at[places].set(rank < k)
 
     def served(psi: PyTree, theta: PyTree, i: Any, kept: jax.Array) -> PyTree:
         """θ̄_i: mixed, but for the retained layers."""

@@ -18,6 +18,7 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
+from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine import sweep
 from fedjax_pfl.engine.execution_plan import Plan
@@ -184,6 +185,9 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
     # One example on the device tells the shapes as well as all of them.
     few = jax.device_put(work.arrays._replace(x=work.arrays.x[:1], y=work.arrays.y[:1]))
+    swept = any(isinstance(value, sweep.Swept) for value in settings.values())
+    if one.algorithm not in configuration.OURS.algorithm and not swept:
+        check_shapes(one.algorithm, algorithm, federation, few)
     around: list[transforms.Transform] = []
     if one.keep_head:
         around += [transforms.private_layers(models[0], federation, few, {models[0].head})]

@@ -19,6 +19,7 @@ from fedjax_pfl.core.task import classification, regression
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.layer_weights import alpha
+from fedjax_pfl.networks.mlp import MLP
 from tests import cases, tiny
 
 KEY = jax.random.key(3)
@@ -174,6 +175,25 @@ def test_the_largest_own_weights_are_retained():
         )
         chosen = set(np.flatnonzero(payload["retained"]))
         assert chosen == set(np.argsort(-weights[i, :, i])[:2])
+
+
+@pytest.mark.parametrize(
+    ("model", "first"),
+    [
+        (MLP(tiny.CLASSES, (2,) * 9), ["fc1", "fc2", "fc3"]),  # and not fc1, fc10, fc2
+        (tiny.Net(), ["fc1", "norm1"]),  # and not fc1, fc2
+    ],
+)
+def test_of_equal_weights_the_earlier_layers_are_retained(model, first):
+    """As in rounds 1 and 2 of every run, before hypernetworks tell clients apart."""
+    federation, training = tiny.federated()[1], cases.training()
+    made = algorithms.pfedla(model, cases.TASK, training, federation, k=len(first))
+    state = made.init(KEY)
+    equal = jax.tree.map(jnp.zeros_like, state.rows.psi)
+    state = state._replace(rows=state.rows._replace(psi=equal))
+    kept = made.send(state, Visit(jnp.int32(2), None, jnp.int32(0), KEY))["retained"]
+    names = np.array(list(trees.bytes_per_layer(state.rows.theta)))
+    assert sorted(names[np.asarray(kept)]) == sorted(first)
 
 
 def test_model_granularity_has_one_weight_per_client():

@@ -1,0 +1,124 @@
+"""Mistakes in a method of one's own, each with one line that says what is wanted."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.core.algorithm import State, Trained
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.groups import by_group
+from fedjax_pfl.core.shape_check import check_shapes
+from tests import cases, tiny
+
+DATA, FEDERATION = tiny.federated()
+TRAINING = cases.training(keep_momentum=True)
+BASE = algorithms.fedavg(tiny.Net(), cases.TASK, TRAINING, FEDERATION)
+
+
+def line(**changes):
+    with pytest.raises(UsageError) as caught:
+        check_shapes("mine", BASE._replace(**changes), FEDERATION, DATA)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def train(change):
+    return lambda payload, client, visit: change(BASE.train(payload, client, visit))
+
+
+def test_what_is_right_passes():
+    check_shapes("mine", BASE, FEDERATION, DATA)
+    check_shapes("mine", by_group((BASE, BASE)), FEDERATION, DATA)
+    for name in ("pfedla", "fedmn", "pfedhn", "clustered_fl", "factorized_fl", "fedfomo"):
+        check_shapes(name, cases.make(name, FEDERATION), FEDERATION, DATA)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"train": train(lambda done: tuple(done)[:3])},
+            "mine: train returns a tuple of 3; it must return "
+            "Trained(upload, variables, client, metrics)",
+        ),
+        (
+            {"train": train(lambda done: done._replace(client=()))},
+            "mine: train returns nothing for client/",
+        ),
+        (
+            {
+                "train": train(
+                    lambda done: done._replace(
+                        client=jax.tree.map(lambda leaf: leaf[:1], done.client)
+                    )
+                )
+            },
+            "shapes and dtypes must stay",
+        ),
+        (
+            {"train": train(lambda done: done._replace(metrics={"cost": done.metrics["loss"]}))},
+            "mine: train returns the metrics {cost}; they must be a dict of scalars with loss",
+        ),
+        (
+            {"train": train(lambda done: done._replace(metrics={"loss": jnp.zeros(3)}))},
+            "float32[3] for the metric loss; it must be a scalar",
+        ),
+        (
+            {"receive": lambda state, cohort: BASE.receive(state, cohort)[0]},
+            "mine: receive returns a dict; it must return a tuple (server, rows)",
+        ),
+        (
+            {"receive": lambda state, cohort: (cohort.uploads, state.rows)},
+            "mine: receive returns float32[2, 8] for server/",
+        ),
+        (
+            {
+                "receive": lambda state, cohort: (
+                    jax.tree.map(lambda leaf: leaf > 0, state.server),
+                    state.rows,
+                )
+            },
+            "mine: receive returns bool[8] for server/",
+        ),
+        (
+            {"receive": lambda state, cohort: (state.server, ("more",) and (jnp.zeros(6),))},
+            "mine: receive returns float32[6] for rows/0, where init made nothing",
+        ),
+        (
+            {"init": lambda key, start=None: tuple(BASE.init(key))},
+            "mine: init returns a tuple of 3; it must return State(server, rows, clients)",
+        ),
+        (
+            {"init": lambda key, start=None: State(BASE.init(key).server, jnp.zeros(5), ())},
+            "mine: init returns float32[5] for rows; its first axis must be the 6 clients",
+        ),
+        (
+            {"send": lambda server, rows, i, t, key: server},
+            "mine: send takes (server, rows, i, t, key); it must take (state, visit)",
+        ),
+        (
+            {"predict": lambda variables, x: jnp.zeros(2)},
+            "mine: predict returns an array float32[2] for 2 examples; it must return [2, 3]",
+        ),
+        (
+            {"traffic": lambda payload, upload: {"w": 4}},
+            "mine: traffic returns a dict; it must return Traffic(down, up)",
+        ),
+        (
+            {"observe": lambda state: jnp.zeros(3)},
+            "mine: observe returns an array float32[3]; it must return a dict of arrays by name",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line(changes, said):
+    assert said in line(**changes)
+
+
+def test_what_a_function_raises_is_shown_with_its_name():
+    broken = BASE._replace(send=lambda state, visit: state.rows[visit.i])
+    with pytest.raises(Exception, match="__index__") as caught:
+        check_shapes("mine", broken, FEDERATION, DATA)
+    assert not isinstance(caught.value, UsageError)
+    assert caught.value.__notes__[-1] == "raised in send of mine"
+    assert Trained._fields == ("upload", "variables", "client", "metrics")

@@ -1,0 +1,279 @@
+"""The rules that every method keeps, each a function of a `Subject`: run them on any algorithm.
+
+A subject's rules share four programs: `init`, `run`, one client's visit and `receive`. What differs
+between them (data, keys, the round, how many rounds) is traced.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, State, Trained, Visit
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
+from fedjax_pfl.core.shape_check import check_shapes
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.engine import ledger
+from fedjax_pfl.engine.rounds import Log, Rounds, make_rounds
+from fedjax_pfl.runs import checkpoints
+from tests import cases, tiny
+
+KEY = jax.random.key(7)
+ROUNDS = 6
+BEGUN = 2  # rounds before the one that is looked at, so that no two clients are alike any more
+# Five of six clients in chunks of three, of which one place stays empty, and some drop out.
+HOW = {"cohort": 5, "calls": ROUNDS, "chunk": 3, "dropout": 0.3}
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+@dataclass(eq=False)
+class Subject:
+    """A method on the tiny federation, and what its rules share."""
+
+    name: str
+    case: cases.Case
+    make: Callable[..., Algorithm]  # (federation, its own settings={}) -> Algorithm
+    task: Task = cases.TASK
+
+    @cached_property
+    def algorithm(self) -> Algorithm:
+        return self.make(FEDERATION)
+
+    @cached_property
+    def traces(self) -> list[int]:
+        """One for each time that `train` was traced in `rounds`."""
+        return []
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        def train(payload: Any, client: Any, visit: Visit) -> Trained:
+            self.traces.append(1)
+            return self.algorithm.train(payload, client, visit)
+
+        counted = self.algorithm._replace(train=train)
+        return make_rounds(counted, self.task, FEDERATION, **HOW)
+
+    def run(self, n: int, t: int = 0, state: Any = None, data: Any = None) -> tuple[State, Log]:
+        """State and log, as NumPy, after n more rounds."""
+        state = self.rounds.init(KEY) if state is None else self.rounds.place(state)
+        data = DATA if data is None else data
+        state, (log,) = self.rounds.run(KEY, state, data, jnp.int32(t), jnp.int32(n))
+        return jax.device_get(state), jax.device_get(log)
+
+    @cached_property
+    def first(self) -> State:
+        return jax.device_get(self.rounds.init(KEY))
+
+    @cached_property
+    def begun(self) -> State:
+        """After two rounds."""
+        return self.run(BEGUN)[0]
+
+    @cached_property
+    def last(self) -> tuple[State, Log]:
+        return self.run(ROUNDS)
+
+    @cached_property
+    def visit(self) -> Callable[..., Any]:
+        """`send` and `train` for one client, compiled once for all of them."""
+
+        def work(state: State, data: Any, i: jax.Array, t: jax.Array) -> Any:
+            seen = state._replace(clients=())
+            send = Visit(i, None, t, stage_key(KEY, SEND, t, i))
+            train = Visit(i, client_data(data, i), t, stage_key(KEY, TRAIN, t, i))
+            payload = self.algorithm.send(seen, send)
+            done = self.algorithm.train(payload, trees.row(state.clients, i), train)
+            return payload, done.upload, done.client
+
+        return jax.jit(work)
+
+    @cached_property
+    def receive(self) -> Callable[..., Any]:
+        return jax.jit(self.algorithm.receive)
+
+    @cached_property
+    def met(self) -> Any:
+        """Payloads, uploads and clients of a third round of all, one after the other.
+
+        Of data with nine more rows of padding for every client than `run` has.
+        """
+        one = [self.visit(self.begun, WIDE, jnp.int32(i), jnp.int32(BEGUN)) for i in EVERYBODY]
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
+
+    def cohort(self, here: np.ndarray) -> Cohort:
+        """A seat for each client, of which some are empty."""
+        payloads, uploads, _ = self.met
+        safe = jnp.where(here, EVERYBODY, tiny.CLIENTS)
+        t = jnp.int32(BEGUN)
+        cohort = tiny.cohort(tiny.TRAIN, safe, jnp.asarray(here), payloads, uploads, t)
+        return cohort._replace(uploads=cohort.present(uploads))
+
+    def looped(self, here: np.ndarray) -> State:
+        """The third round as a plain loop over those that arrived."""
+        cohort, clients = self.cohort(here), jax.tree.map(jnp.asarray, self.begun.clients)
+        server, rows = self.receive(self.begun._replace(clients=()), cohort)
+        return State(server, rows, trees.put(clients, cohort.ids, self.met[2]))
+
+
+DATA, FEDERATION = tiny.federated()
+WIDE = tiny.federated(extra=9)[0]
+EVERYBODY = np.arange(tiny.CLIENTS)
+
+
+def arrived(log: Log, r: int = 0) -> np.ndarray:
+    """bool [N]: whose upload counted in a round of the log."""
+    here = (log.present & ~log.dropped & ~log.rejected)[r]
+    return np.isin(EVERYBODY, log.ids[r][here])
+
+
+def subject(name: str) -> Subject:
+    def make(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
+        return cases.make(name, federation, own)
+
+    return Subject(name, cases.CASES[name], make)
+
+
+def shapes_are_right(one: Subject) -> None:
+    check_shapes(one.name, one.algorithm, FEDERATION, DATA)
+
+
+def the_interesting_branch_fires(one: Subject) -> None:
+    assert one.case.fired(one.first, one.last[0])
+
+
+def equals_a_plain_loop(one: Subject) -> None:
+    """In which each client has more padding, and the cohort one more seat, which is empty."""
+    got, log = one.run(1, BEGUN, one.begun)
+    chex.assert_trees_all_close(got, one.looped(arrived(log)), **CLOSE)
+
+
+def values_of_padding_are_not_read(one: Subject) -> None:
+    refilled, _ = one.run(1, data=tiny.federated(filler=11)[0])
+    chex.assert_trees_all_equal(one.run(1)[0], refilled)
+
+
+def test_examples_are_not_seen(one: Subject) -> None:
+    rows = [DATA.test.rows[i, : tiny.TEST[i]] for i in EVERYBODY]
+    others = DATA._replace(x=DATA.x.at[jnp.concatenate(rows)].add(3.0))
+    chex.assert_trees_all_equal(one.run(1)[0], one.run(1, data=others)[0])
+
+
+test_examples_are_not_seen.__test__ = False  # type: ignore[attr-defined]
+
+
+def calls_do_not_matter_and_compile_once(one: Subject) -> None:
+    """All rounds in one call, and in three calls of other lengths, bit for bit."""
+    whole, _ = one.last
+    before, state = len(one.traces), None
+    for t, n in ((0, 1), (1, 2), (3, 3)):
+        state, _ = one.run(n, t, state)
+    chex.assert_trees_all_equal(whole, state)
+    assert len(one.traces) == before > 0
+
+
+def a_checkpoint_holds_all_of_the_state(one: Subject) -> None:
+    """Two rounds, saved and restored, and four more equal six rounds, bit for bit."""
+    with TemporaryDirectory() as folder:
+        store = checkpoints.open_store(Path(folder))
+        store.save(BEGUN, {"state": one.rounds.place(one.begun)}, {})
+        template = jax.eval_shape(one.rounds.init, KEY)
+        restored = store.restore(BEGUN, {"state": template})["state"]
+    chex.assert_trees_all_equal(restored, one.begun)
+    again, _ = one.run(ROUNDS - BEGUN, BEGUN, restored)
+    chex.assert_trees_all_equal(one.last[0], again)
+
+
+def absent_clients_are_untouched(one: Subject) -> None:
+    state, gone = one.first, 0
+    for t in range(ROUNDS):
+        before = state
+        state, log = one.run(1, t, before)
+        here = arrived(log)
+        gone += int(log.dropped.sum())
+        first = 2 if one.case.rows_of_absent_move else 1
+        parts = (jax.tree.leaves(whole[first:]) for whole in (before, state))
+        for old, new in zip(*parts, strict=True):
+            np.testing.assert_array_equal(old[~here], new[~here])
+        if not here.any():
+            chex.assert_trees_all_equal(before, state)
+    assert gone > 0
+
+
+def empty_seats_may_hold_anything(one: Subject) -> None:
+    """What lies where a client did not arrive is not specified: the first seat is such a one."""
+    here = np.array([False, True, True, False, True, True])
+    clean = one.cohort(here)
+
+    def rubbish(leaf: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jnp.ones_like(leaf)
+        return 50 * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape)
+
+    def filled(tree: Any) -> Any:
+        return trees.where(clean.arrived, tree, jax.tree.map(rubbish, tree))
+
+    dirty = clean._replace(payloads=filled(clean.payloads), uploads=filled(clean.uploads))
+    seen = one.begun._replace(clients=())
+    chex.assert_trees_all_equal(one.receive(seen, clean), one.receive(seen, dirty))
+
+
+def nobody_answers(one: Subject) -> None:
+    """All uploads are bad: the state stays as it was, bit for bit."""
+    state, log = one.run(ROUNDS, data=DATA._replace(x=DATA.x * jnp.nan))
+    assert (log.rejected | log.dropped).all()
+    chex.assert_trees_all_equal(one.first, state)
+
+
+def a_bad_upload_changes_nothing_for_the_others(one: Subject) -> None:
+    """One client computes NaN: the round ends as if it had not answered."""
+    _, clean = one.run(1, BEGUN, one.begun)
+    bad = int(np.flatnonzero(arrived(clean))[-1])
+    own = DATA.train.rows[bad, : DATA.train.size[bad]]
+    poisoned = DATA._replace(x=DATA.x.at[own].set(jnp.nan))
+    got, log = one.run(1, BEGUN, one.begun, poisoned)
+    np.testing.assert_array_equal(log.rejected[0], log.ids[0] == bad)
+    others = arrived(clean) & (bad != EVERYBODY)
+    chex.assert_trees_all_close(got, one.looped(others), **CLOSE)
+
+
+def every_byte_is_counted(one: Subject) -> None:
+    _, log = one.last
+    book = ledger.add(ledger.empty(tiny.CLIENTS), (log,), ROUNDS)
+    zero = np.zeros(log.ids.shape, int)
+    down, up = (sum(bill.values(), zero) for bill in (log.down, log.up))
+    may = one.case.bytes_per_visit(cases.model_bytes())
+    may_down, may_up = (allowed if isinstance(allowed, set) else {allowed} for allowed in may)
+    dropped = log.dropped
+    assert 0 < dropped.sum() < dropped.size
+    assert set(down.ravel().tolist()) <= may_down
+    assert set(up[~dropped].tolist()) <= may_up
+    assert not up[dropped].any()
+    assert (book.total_down, book.total_up) == (down.sum(), up.sum())
+    assert (sum(book.client_down), sum(book.client_up)) == (book.total_down, book.total_up)
+    free = ledger.add(ledger.empty(tiny.CLIENTS), (log,), ROUNDS, free_rounds=1)
+    assert free.total_down == down[1:].sum()
+
+
+RULES = (
+    shapes_are_right,
+    the_interesting_branch_fires,
+    equals_a_plain_loop,
+    values_of_padding_are_not_read,
+    test_examples_are_not_seen,
+    calls_do_not_matter_and_compile_once,
+    a_checkpoint_holds_all_of_the_state,
+    absent_clients_are_untouched,
+    empty_seats_may_hold_anything,
+    nobody_answers,
+    a_bad_upload_changes_nothing_for_the_others,
+    every_byte_is_counted,
+)
