@@ -48,10 +48,9 @@ ALONE = ("notebooks_test",)  # whose tests have nothing in common
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Let nothing but programs last from one session to the next, and not too many of them."""
+    """Begin the cache anew where it has become large."""
     if "PYTEST_XDIST_WORKER" in os.environ or not CACHE.is_dir():
         return
-    (CACHE / "plans.json").unlink(missing_ok=True)  # measurements are beside the programs
     if sum(path.stat().st_size for path in CACHE.iterdir()) > LARGEST:
         shutil.rmtree(CACHE)
 
