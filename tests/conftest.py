@@ -41,7 +41,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # By CPU seconds, longest first; all other files take less than ten each.
 LONG = (
-    "contract_test", "notebooks_test", "sweep_test", "stress_test", "multiprocess_test",
+    "contract_test", "planted_test", "notebooks_test", "sweep_test", "stress_test", "multiprocess_test",
     "resume_test", "export_test", "tuning_test", "runner_test", "checkpoints_test",
 )  # fmt: skip
 ALONE = ("notebooks_test",)  # whose tests have nothing in common
