@@ -39,10 +39,10 @@ jax.config.update("jax_default_matmul_precision", "highest")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# By CPU seconds, longest first; all other files take less than ten each.
+# About longest first; most other files take less than ten CPU seconds each.
 LONG = (
-    "contract_test", "planted_test", "notebooks_test", "sweep_test", "stress_test", "multiprocess_test",
-    "resume_test", "export_test", "tuning_test", "runner_test", "checkpoints_test",
+    "contract_test", "planted_test", "notebooks_test", "sweep_test", "stress_test",
+    "multiprocess_test", "resume_test", "export_test", "tuning_test", "runner_test", "checkpoints_test",
 )  # fmt: skip
 ALONE = ("notebooks_test",)  # whose tests have nothing in common
 
