@@ -214,7 +214,7 @@ def test_a_score_that_is_no_number_ends_no_other_run():
         ({"sweep": "learning_rate"}, "'learning_rate', which is no NAME=NUMBER,NUMBER"),
         ({"sweep": "learning_rate=1;learning_rate=2"}, "sweep has learning_rate twice"),
         ({"sweep": "learning_rate=fast"}, "which is no NAME=NUMBER,NUMBER"),
-        ({"sweep": "clients=3,4"}, "clients is 3.0; it must be of type int"),
+        ({"sweep": "clients=3,4"}, "sweep: clients is of type int, and only real-valued settings"),
         ({"sweep": "test_fraction=.1,.2"}, "test_fraction cannot differ in one program"),
         ({"sweep": "learning_rate=.1,-1"}, "learning_rate is -1.0; it must be above 0"),
         ({"sweep": "momentum=0,.9"}, "momentum is 0 or 0.9, which makes different programs"),
