@@ -42,7 +42,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # About longest first; most other files take less than ten CPU seconds each.
 LONG = (
     "contract_test", "planted_test", "notebooks_test", "sweep_test", "stress_test",
-    "multiprocess_test", "resume_test", "export_test", "tuning_test", "runner_test", "checkpoints_test",
+    "multiprocess_test", "resume_test", "export_test", "tuning_test", "runner_test",
+    "checkpoints_test",
 )  # fmt: skip
 ALONE = ("notebooks_test",)  # whose tests have nothing in common
 
