@@ -7,8 +7,7 @@ python -m experiments.compare RUN RUN ... --out=FOLDER     and writes them in al
 
 Each RUN is a run directory, or the folder of a sweep with all its runs. Runs that differ in their
 seed only are one row. The test is Wilcoxon's signed-rank test, two-sided, of each row against the
-first, over clients x seeds; p is not corrected for the number of rows, nor for a client's several
-seeds being no independent samples.
+first: a pair is a client, with its mean over seeds. p is not corrected for the number of rows.
 """
 
 from collections.abc import Sequence

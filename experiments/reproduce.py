@@ -31,8 +31,8 @@ from fedjax_pfl import data
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.metrics import mean_std
-from fedjax_pfl.report import comparison, text_tables
-from fedjax_pfl.report import page as report
+from fedjax_pfl.report import html_page as report
+from fedjax_pfl.report import run_reader, text_tables
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import interrupt, runner
 
@@ -71,7 +71,7 @@ class Place(NamedTuple):
     """A cell and the runs of it that there are, by seed."""
 
     plan: Plan
-    runs: Mapping[int, comparison.Run]
+    runs: Mapping[int, run_reader.Run]
 
 
 def listing() -> str:
@@ -162,12 +162,12 @@ def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
 def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
     """What there is already."""
     known = Known(folder)
-    found: dict[int, dict[int, comparison.Run]] = {id(one): {} for one in plan}
+    found: dict[int, dict[int, run_reader.Run]] = {id(one): {} for one in plan}
     for one, config in jobs(plan, seeds):
         path = known.find(config)[1]
         if path is not None:
             try:
-                found[id(one)][config.seed] = comparison.read(path)
+                found[id(one)][config.seed] = run_reader.read(path)
             except UsageError:
                 continue  # no evaluation yet
     return [Place(one, found[id(one)]) for one in plan]

@@ -9,12 +9,20 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Cohort, Federation
 from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.core.task import Task, regression
 from fedjax_pfl.networks.normalisation import batch_norm
 
 CLIENTS, FEATURES, HIDDEN, CLASSES = 6, 5, 8, 3
 TRAIN = np.array([12, 7, 9, 12, 1, 10])  # ragged, one of them a single example
 VALIDATION = np.array([4, 3, 4, 2, 4, 4])
 TEST = np.array([5, 6, 4, 6, 3, 6])
+
+
+HALF_SQUARES = Task(
+    lambda outputs, y, classes: 0.5 * jnp.sum(jnp.square(outputs - y), -1),
+    regression().metrics,
+    has_classes=False,
+)  # whose gradient by the outputs is outputs − y, which is what is worked out by hand
 
 
 class Net(nn.Module):

@@ -3,7 +3,8 @@
 import json
 import os
 import platform
-from collections.abc import Callable, Collection, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,20 @@ from fedjax_pfl import data
 from fedjax_pfl.config.configuration import nearest
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.metrics import mean_std as mean_std
+from fedjax_pfl.report import text_tables
+from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs import runner
 
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
-DATASET = flags.DEFINE_string("dataset", "mnist", "Dataset.")
+DATASET = flags.DEFINE_string("dataset", "digits", "Dataset; digits is embedded.")
 ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2)
 CLIENTS = flags.DEFINE_integer("clients", 10, "Clients.", lower_bound=1)
 METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], SET_HELP)
 
+_COLUMNS = 5  # of a table that is printed
+_LISTED = 4  # numbers in a cell
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
@@ -116,11 +121,54 @@ def main(studies: Mapping[str, Study], about: str, argv: Sequence[str], paper: s
     (out / f"{stem}.json").write_text(json.dumps(facts, indent=2) + "\n")
     if figure is not None:
         figure.savefig(out / f"{stem}.png", dpi=110, bbox_inches="tight")
-    print(json.dumps(numbers, indent=2))
+    print(text_tables.text(shown(numbers)))
     print(f"\n{out / stem}.json" + ("" if figure is None else f", {stem}.png"))
+
+
+def shown(numbers: Mapping[str, Any]) -> list[Table]:
+    """A study's numbers as tables: those that have the same names are one table's rows."""
+    tables: dict[tuple[str, ...], list[list[str]]] = {}
+    for path, cells in _rows(numbers, ()):
+        wide = len(cells) <= _COLUMNS
+        if wide:
+            row = [" / ".join(path) or "all", *cells.values()]
+            tables.setdefault(tuple(cells), []).append(row)
+        else:
+            one = [[" / ".join((*path, name)), cell] for name, cell in cells.items()]
+            tables.setdefault(("value",), []).extend(one)
+    return [Table("", list(heads), rows) for heads, rows in tables.items()]
+
+
+def _rows(
+    numbers: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
+    """Each group's own numbers, then those of the groups in it."""
+    groups = {name: v for name, v in numbers.items() if isinstance(v, Mapping) and "mean" not in v}
+    own = {str(name): _cell(value) for name, value in numbers.items() if name not in groups}
+    if own:
+        yield path, own
+    for name, group in groups.items():
+        yield from _rows(group, (*path, str(name)))
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        mean, std = value["mean"], value.get("std")
+        return f"{mean:.4g}" if std is None else f"{mean:.4g} ± {std:.2g}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        if len(value) > _LISTED or any(isinstance(one, list | tuple | Mapping) for one in value):
+            return f"{len(value)} values, in the file"
+        return ", ".join(map(_cell, value))
+    return "–" if value is None else str(value)
 
 
 def launch(studies: Mapping[str, Study], about: str | None, paper: str) -> None:
     """The command line of a module of studies, and its docstring; the paper they are of."""
     prepare_devices()
+    ours = (OUT, DATASET, ROUNDS, CLIENTS, METHODS, SEEDS, SET, DATA_DIR)
+    own = flags.FLAGS.flags_by_module_dict().get(f"experiments.papers.{paper}.studies", [])
+    for flag in [*(flags.FLAGS[one.name] for one in ours), *own]:  # what --help shows
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     command(lambda argv: main(studies, about or "", argv, paper))

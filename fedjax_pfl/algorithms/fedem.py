@@ -72,7 +72,7 @@ def fedem(
     """
     if components < 1:
         raise UsageError(f"fedem.components is {components}; it must be at least 1")
-    if task.name != "accuracy":
+    if not task.has_classes:
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     step = training.optimizer
     each = optax.GradientTransformation(jax.vmap(step.init), jax.vmap(step.update))

@@ -233,6 +233,12 @@ GENERAL: dict[str, dict[str, Setting]] = {
         "validate_after": Setting(
             False, "choose a run's best round by the model after that training, not before it"
         ),
+        "reference": Setting(
+            False,
+            "run Local and FedAvg on the same work too, and let the report say whether the "
+            "method helped",
+            resumable=True,
+        ),
         "tensorboard": Setting(False, "write an event file for TensorBoard too", resumable=True),
     },
     "Several runs": {

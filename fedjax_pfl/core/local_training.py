@@ -38,7 +38,7 @@ class Training(NamedTuple):
 class Scores(NamedTuple):
     """Sums over a client's examples."""
 
-    score: jax.Array
+    metrics: dict[str, PyTree]  # states, by the metric's name
     loss: jax.Array
     examples: jax.Array
 
@@ -237,20 +237,26 @@ def evaluate(
     task: Task,
     batch_size: int = 128,
 ) -> Scores:
-    """Sum score and loss over a client's examples in `split`."""
-    zero = jnp.zeros((), jnp.float32)
-    if split.rows.shape[0] == 0:
-        return Scores(zero, zero, jnp.zeros((), jnp.int32))
+    """Sum metrics and loss over a client's examples in `split`."""
 
-    def one(batch: Batch) -> tuple[jax.Array, jax.Array]:
+    def one(batch: Batch) -> tuple[dict[str, PyTree], jax.Array]:
         outputs = predict(variables, batch.x)
-        score = task.score(outputs, batch.y, data.classes)
-        loss = task.loss(outputs, batch.y, data.classes)
-        add = lambda values: jnp.sum(jnp.where(batch.mask, values, 0.0))
-        return add(score), add(loss)
+        mask = batch.mask
 
-    score, loss = total(one, data, split, batch_size)
-    return Scores(score, loss, split.size)
+        def add(values: jax.Array) -> jax.Array:
+            real = mask.reshape(mask.shape + (1,) * (values.ndim - 1))
+            return jnp.sum(jnp.where(real, values, 0.0), 0)
+
+        each = {m.name: m.update(outputs, batch.y, data.classes) for m in task.metrics}
+        return jax.tree.map(add, each), add(task.loss(outputs, batch.y, data.classes))
+
+    if split.rows.shape[0] == 0:
+        empty = Split(jnp.zeros((1,), split.rows.dtype), split.size)
+        shapes = jax.eval_shape(lambda: total(one, data, empty, 1))
+        metrics, loss = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return Scores(metrics, loss, jnp.zeros((), jnp.int32))
+    metrics, loss = total(one, data, split, batch_size)
+    return Scores(metrics, loss, split.size)
 
 
 def total(

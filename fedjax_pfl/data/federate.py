@@ -48,7 +48,7 @@ def federate(
       seed: decides all that is random here, apart from the seed of training.
       split: where test examples come from.
         pooled: train and test are pooled and partitioned; each client's own examples are then
-          split at random, at least one for training and one for testing.
+          split at random, at least one for training and, of two or more, one for testing.
         official: the source's own test set; a random part of its training set validates. The rest
           is partitioned, and clients hold the same shares of each class in every split.
         shared: pooled; a random part of the pool is everybody's test set (and another their
@@ -279,14 +279,10 @@ def _split_clients(
 ) -> np.ndarray:
     """Split each client's examples at random: a part for each example."""
     part = np.full(len(client), _TRAIN)
-    for i, rows in enumerate(_rows(client, clients)):
-        if len(rows) < 2:
-            raise UsageError(
-                f"client {i} gets {len(rows) or 'no'} example{'s' * (len(rows) != 1)} and needs "
-                "two, one to train on and one to test on: use fewer clients or a more even "
-                "partition"
-            )
-        tests = min(max(1, round(test * len(rows))), len(rows) - 1)
+    for rows in _rows(client, clients):
+        if not len(rows):
+            continue
+        tests = min(max(1, round(test * len(rows))), len(rows) - 1)  # of one example none
         validations = min(round(validation * len(rows)), len(rows) - tests - 1)
         order = rng.permutation(rows)
         part[order[:tests]] = _TEST
@@ -311,9 +307,10 @@ def _stack(rows: list[np.ndarray]) -> Split:
 
 
 def _no_empty_client(tables: list[Split], split: str) -> None:
+    """One without test examples trains all the same; somebody must have some."""
     for part, purpose in ((_TRAIN, "train"), (_TEST, "test")):
         empty = np.flatnonzero(np.asarray(tables[part].size) == 0)
-        if len(empty):
+        if len(empty) and (part == _TRAIN or len(empty) == len(tables[part].size)):
             others = f" and {len(empty) - 1} others" if len(empty) > 1 else ""
             hint = " or split=pooled" if split == "official" and part == _TEST else ""
             raise UsageError(

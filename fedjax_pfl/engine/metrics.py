@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.local_training import Scores
+from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.rounds import Evaluation, Log
 
@@ -17,37 +19,60 @@ def _number(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def per_client(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
-    """Each client's mean score and mean loss; NaN where it has no examples."""
+def per_client(scores: Scores, task: Task) -> dict[str, np.ndarray]:
+    """Each client's metrics and `loss`; NaN where it has no examples, or where it is not finite.
+
+    A client's evaluation is finite or it is not: a loss of NaN says that the model predicts
+    nothing, whatever class an arg max then finds.
+    """
     examples = np.asarray(scores.examples, np.float64)
     counted = np.where(examples > 0, examples, np.nan)
-    return np.asarray(scores.score, np.float64) / counted, np.asarray(scores.loss) / counted
+    found = {
+        metric.name: metric.finish(
+            jax.tree.map(lambda x: np.asarray(x, np.float64), scores.metrics[metric.name]), counted
+        )
+        for metric in task.metrics
+    }
+    found["loss"] = np.asarray(scores.loss) / counted
+    finite = np.all([np.isfinite(values) for values in found.values()], 0)
+    return {name: np.where(finite, values, np.nan) for name, values in found.items()}
 
 
-def summary(scores: Scores, active: np.ndarray, name: str) -> dict[str, float | None] | None:
+def not_finite(scores: Scores, active: np.ndarray, task: Task) -> list[int]:
+    """The active clients that have examples and no finite evaluation on them."""
+    chosen = np.asarray(active) & (np.asarray(scores.examples) > 0)
+    return np.flatnonzero(chosen & np.isnan(per_client(scores, task)["loss"])).tolist()
+
+
+def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | None:
     """Over the active clients that have examples: mean, weighted by examples, std, worst tenth.
 
     Args:
       scores: sums over each client's examples, [N].
-      name: of the score.
     Returns:
-      None where nobody has examples. The worst tenth is the mean over the ceil(n/10) lowest.
+      None where nobody has examples. `clients` says over how many the means are; the others have
+      no examples, or are counted under `not_finite`. The worst tenth is the mean over the
+      ceil(n/10) that are worst.
     """
     chosen = np.asarray(active) & (np.asarray(scores.examples) > 0)
     if not chosen.any():
         return None
-    score, loss = (values[chosen] for values in per_client(scores))
-    examples = np.asarray(scores.examples, np.float64)[chosen]
-    worst = np.sort(score)[: math.ceil(len(score) / 10)]
-    with np.errstate(invalid="ignore"):  # infinite scores have no deviation
-        deviation = score.std()
-    return {
-        f"{name}_mean": _number(score.mean()),
-        f"{name}_weighted": _number((score * examples).sum() / examples.sum()),
-        f"{name}_std": _number(deviation),
-        f"{name}_worst10": _number(worst.mean()),
-        "loss": _number(loss.mean()),
-    }
+    each = per_client(scores, task)
+    kept = chosen & np.isfinite(each["loss"])
+    examples = np.asarray(scores.examples, np.float64)[kept]
+    found: dict[str, Any] = {}
+    for metric in task.metrics:
+        values = each[metric.name][kept]
+        in_order = np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
+        for word, number in (
+            ("mean", values.mean),
+            ("weighted", lambda v=values: (v * examples).sum() / examples.sum()),
+            ("std", values.std),
+            ("worst10", in_order[: math.ceil(len(values) / 10)].mean),
+        ):
+            found[f"{metric.name}_{word}"] = _number(number()) if len(values) else None
+    found["loss"] = _number(each["loss"][kept].mean()) if kept.any() else None
+    return found | {"clients": len(examples), "not_finite": int(chosen.sum()) - len(examples)}
 
 
 def mean_std(values: Sequence[float]) -> dict[str, Any]:
@@ -56,13 +81,14 @@ def mean_std(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "std": spread, "seeds": len(values)}
 
 
-def client_scores(scores: Evaluation, name: str) -> tuple[dict[str, Any], ...]:
-    """One row per client: its score and loss, before and after."""
+def client_scores(scores: Evaluation, task: Task) -> tuple[dict[str, Any], ...]:
+    """One row per client: its metrics and loss, before and after."""
     columns: dict[str, np.ndarray] = {"test_examples": np.asarray(scores.before.examples)}
+    empty = np.full(len(columns["test_examples"]), np.nan)
     for word, part in (("before", scores.before), ("after", scores.after)):
-        empty = np.full(len(columns["test_examples"]), np.nan)
-        score, loss = (empty, empty) if part is None else per_client(part)
-        columns |= {f"{word}_{name}": score, f"{word}_loss": loss}
+        names = [metric.name for metric in task.metrics] + ["loss"]
+        each = dict.fromkeys(names, empty) if part is None else per_client(part, task)
+        columns |= {f"{word}_{name}": values for name, values in each.items()}
     clients = range(len(columns["test_examples"]))
     return tuple(
         {
@@ -77,10 +103,10 @@ def with_best(
     rows: Sequence[Mapping[str, Any]],
     earlier: Sequence[Mapping[str, Any]],
     better: bool,
-    name: str,
+    task: Task,
 ) -> tuple[dict[str, Any], ...]:
-    """Rows that also have the scores of the best evaluation: this one, or as earlier rows have."""
-    words = [f"{word}_{name}" for word in ("before", "after")]
+    """Rows that also have the metrics of the best evaluation: this one, or as earlier rows have."""
+    words = [f"{word}_{metric.name}" for metric in task.metrics for word in ("before", "after")]
     if better:
         best = [{f"best_{word}": row[word] for word in words} for row in rows]
     else:

@@ -1,6 +1,5 @@
 """Several runs side by side: which of them are one row, means over seeds, and paired tests."""
 
-import csv
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,22 +13,11 @@ from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.engine.metrics import mean_std
-from fedjax_pfl.report.figures import Curve, Record, number, score_name
-from fedjax_pfl.report.page import flat
-
-
-class Run(NamedTuple):
-    """What a run directory holds, finished or not."""
-
-    directory: Path
-    config: Mapping[str, Any]
-    metrics: Sequence[Record]
-    clients: Sequence[Mapping[str, str]]  # none before the end
-    finished: bool
-
-    @property
-    def seed(self) -> int:
-        return int(self.config.get("seed", 0))
+from fedjax_pfl.report import run_reader
+from fedjax_pfl.report.figures import Curve
+from fedjax_pfl.report.html_page import flat
+from fedjax_pfl.report.numbers import metric_of, number
+from fedjax_pfl.report.run_reader import Run
 
 
 class Row(NamedTuple):
@@ -52,49 +40,34 @@ class Summary(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """A row against another, client by client and seed by seed."""
+    """A row against another, client by client, each with its mean over seeds."""
 
     difference: float  # mean, this row less the other
     p: float  # two-sided Wilcoxon signed-rank test; 1 where nothing differs
-    pairs: int
+    pairs: int  # clients
 
 
 def read(directory: Path) -> Run:
-    """One run directory, or UsageError where it is none or has nothing to show yet."""
-    missing = [n for n in ("config.json", "metrics.jsonl") if not (directory / n).is_file()]
-    if missing:
-        raise UsageError(f"{directory} is not a run directory: it lacks {' and '.join(missing)}")
-    finished = (directory / "report.html").is_file()
-    lines = [x for x in (directory / "metrics.jsonl").read_text().split("\n") if x.strip()]
-    try:
-        config = dict(json.loads((directory / "config.json").read_text()))
-        metrics = [json.loads(line) for line in lines[:-1]]
-    except (TypeError, ValueError):
-        raise UsageError(f"{directory} is damaged: its files are not JSON") from None
-    try:
-        metrics += [json.loads(line) for line in lines[-1:]]
-    except ValueError:
-        if finished:
-            raise UsageError(f"{directory} is damaged: metrics.jsonl is not JSON") from None
-        # A run that is going on may be half-way through its last line.
-    if not metrics or not metrics[-1].get("before"):
-        raise UsageError(f"{directory} has nothing to compare: no evaluation on test examples")
-    clients = []
-    if finished and (directory / "clients.csv").is_file():
-        with (directory / "clients.csv").open(newline="") as file:
-            clients = list(csv.DictReader(file))
-    return Run(directory, config, metrics, clients, finished)
+    """One run directory, or UsageError where it is none or has nothing to compare yet."""
+    return check(run_reader.read(directory))
+
+
+def check(run: Run) -> Run:
+    """The same run, or UsageError where it has nothing to compare."""
+    if not run.metrics[-1].get("before"):
+        raise UsageError(f"{run.directory} has nothing to compare: no evaluation on test examples")
+    return run
 
 
 def group(runs: Sequence[Run]) -> list[Row]:
     """Runs as rows, in the order in which the rows first appear; the same run twice is an error."""
-    names = {score_name(run.metrics): run.directory for run in reversed(runs)}
+    names = {metric_of(run.metrics).name: run.directory for run in reversed(runs)}
     if len(names) > 1:
         (one, here), (other, there) = list(names.items())[:2]
         raise UsageError(
             f"{there} is scored by {other} and {here} by {one}; compare runs with one score"
         )
-    known = known_settings()
+    known = run_reader.known_settings()
     configs: dict[str, dict[str, Any]] = {}
     members: dict[str, dict[int, Run]] = {}
     for run in runs:
@@ -112,11 +85,6 @@ def group(runs: Sequence[Run]) -> list[Row]:
         Row(label, configs[key], [members[key][seed] for seed in sorted(members[key])])
         for label, key in zip(labels(list(configs.values())), configs, strict=True)
     ]
-
-
-def known_settings() -> dict[str, Any]:
-    """All settings at their defaults, as a run directory would have them."""
-    return json.loads(json.dumps(configuration.default().to_dict()))
 
 
 def common(config: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,7 +130,7 @@ def unfinished(row: Row) -> str:
 def summary(row: Row) -> Summary:
     """Means over the seeds of a row, of the last evaluation of each."""
     lasts = [run.metrics[-1] for run in row.runs]
-    name = score_name(lasts)
+    name = metric_of(lasts).name
     over = lambda stage, key: mean_std([number(last[stage].get(f"{name}_{key}")) for last in lasts])
     megabytes = lambda key: float(np.mean([number(last.get(key)) for last in lasts])) / 1e6
     rounds = [last["round"] for last in lasts]
@@ -188,7 +156,7 @@ def curve(row: Row) -> Curve:
     """Score before local training and bytes at the rounds that all seeds have: means over seeds."""
     by_round = [{line["round"]: line for line in run.metrics} for run in row.runs]
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
-    name = score_name(row.runs[0].metrics)
+    name = metric_of(row.runs[0].metrics).name
     over = lambda value: [float(np.mean([value(lines[r]) for lines in by_round])) for r in rounds]
     return Curve(
         rounds,
@@ -198,11 +166,31 @@ def curve(row: Row) -> Curve:
 
 
 def paired(row: Row, first: Row, stage: str) -> Paired | str:
-    """Row against first over clients x seeds, or why they cannot be paired.
+    """Row against first, client by client, or why they cannot be paired.
 
-    Paired are the clients over which a run's mean is taken, so that the mean difference is the
-    difference of the rows' means.
+    A client's scores under several seeds come from the same examples and are no independent
+    samples, so that a pair is a client with the mean of its differences over the seeds. Paired are
+    the clients over which a run's mean is taken, so that the mean difference is the difference of
+    the rows' means.
     """
+    difference = _differences(row, first, stage)
+    if isinstance(difference, str):
+        return difference
+    p = float(wilcoxon(difference).pvalue) if difference.any() else 1.0
+    return Paired(float(difference.mean()), p, len(difference))
+
+
+def better_clients(row: Row, first: Row, stage: str) -> int:
+    """For how many of the clients that are paired the row is better than the first."""
+    difference = _differences(row, first, stage)
+    if isinstance(difference, str):
+        return 0
+    higher = metric_of(row.runs[0].metrics).higher_is_better
+    return int(np.sum(difference > 0 if higher else difference < 0))
+
+
+def _differences(row: Row, first: Row, stage: str) -> np.ndarray | str:
+    """Of each client, its mean over seeds; or why there are none."""
     if unfinished(row) or unfinished(first):
         return "unfinished"
     if [run.seed for run in row.runs] != [run.seed for run in first.runs]:
@@ -212,12 +200,14 @@ def paired(row: Row, first: Row, stage: str) -> Paired | str:
     ours, theirs = _scores(row, stage), _scores(first, stage)
     if ours.keys() != theirs.keys() or not ours:
         return "other clients"
+    by_client: dict[tuple[int, int], list[float]] = {}
+    for key in ours:
+        by_client.setdefault(key[1:], []).append(ours[key] - theirs[key])
+    if {len(each) for each in by_client.values()} != {len(row.runs)}:
+        return "other clients"
     # To twelve digits: 0.9 - 0.8 and 0.3 - 0.2 are a tie, which binary fractions would break.
-    difference = np.round([ours[key] - theirs[key] for key in ours], 12)
-    if np.isnan(difference).any():
-        return "scores missing"
-    p = float(wilcoxon(difference).pvalue) if difference.any() else 1.0
-    return Paired(float(difference.mean()), p, len(difference))
+    difference = np.round([np.mean(each) for each in by_client.values()], 12)
+    return "scores missing" if np.isnan(difference).any() else difference
 
 
 def problem(config: Mapping[str, Any]) -> list[Any]:
@@ -226,14 +216,14 @@ def problem(config: Mapping[str, Any]) -> list[Any]:
     return [*(config.get(key) for key in having("defines_data")), *own]
 
 
-def _scores(row: Row, stage: str) -> dict[tuple[int, str, str], float]:
+def _scores(row: Row, stage: str) -> dict[tuple[int, int, int], float]:
     """By seed, client and its number of test examples."""
-    name = score_name(row.runs[0].metrics)
+    name = metric_of(row.runs[0].metrics).name
     last = (row.config.get("phases") or [{}])[-1]
     wanted = last.get("participants", row.config.get("participants")) != "held_out"
     return {
         (run.seed, client["client"], client["test_examples"]): number(client.get(f"{stage}_{name}"))
         for run in row.runs
         for client in run.clients
-        if (client["active"] == "1") is wanted and int(client["test_examples"]) > 0
+        if bool(client.get("active")) is wanted and (client.get("test_examples") or 0) > 0
     }

@@ -10,35 +10,35 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import Metric
 from fedjax_pfl.report import comparison, figures, text_tables
-from fedjax_pfl.report import page as report
+from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.comparison import Paired, Row
-from fedjax_pfl.report.figures import score_name, show_score
+from fedjax_pfl.report.numbers import in_unit, metric_of, show_score, word
 from fedjax_pfl.report.text_tables import Table
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
     """The results, and the tests against the first row where there is another."""
-    name = score_name(rows[0].runs[0].metrics)
-    unit = " in per cent" if name == "accuracy" else ""
+    metric = metric_of(rows[0].runs[0].metrics)
     results = Table(
-        f"{_word(name)}{unit} before and after local training at the last evaluation, and of the "
-        "worst tenth of the clients before it: mean ± sample standard deviation over seeds. "
-        "Megabytes are those of all clients, mean over seeds.",
+        f"{word(metric)}{in_unit(metric)} before and after local training at the last evaluation, "
+        "and of the worst tenth of the clients before it: mean ± sample standard deviation over "
+        "seeds. Megabytes are those of all clients, mean over seeds.",
         ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"],
-        [[_label(row), *_results(row, name)] for row in rows],
+        [[_label(row), *_results(row, metric)] for row in rows],
     )
     vital = _vital(rows)
     if len(rows) < 2:
         return [results, *vital]
-    points = " in points" if name == "accuracy" else ""
+    points = " in points" if metric.unit == "%" else ""
     return [
         results,
         Table(
             f"Mean difference{points} to {_label(rows[0])}, and p of Wilcoxon's signed-rank test "
-            "over pairs of clients x seeds, before and after local training.",
-            ["before", "p", "after", "p", "pairs"],
-            [[_label(row), *_tests(row, rows[0], name)] for row in rows[1:]],
+            "over clients, each with its mean over seeds, before and after local training.",
+            ["before", "p", "after", "p", "clients"],
+            [[_label(row), *_tests(row, rows[0], metric)] for row in rows[1:]],
         ),
         *vital,
     ]
@@ -65,20 +65,16 @@ def _vital(rows: Sequence[Row]) -> list[Table]:
     ]
 
 
-def _word(name: str) -> str:
-    return name.replace("_", " ").capitalize()
-
-
 def _label(row: Row) -> str:
     note = comparison.unfinished(row)
     return f"{row.label} ({note})" if note else row.label
 
 
-def _results(row: Row, name: str) -> list[str]:
+def _results(row: Row, metric: Metric) -> list[str]:
     found = comparison.summary(row)
     low, high = found.rounds
     return [
-        *(_spread(value, name) for value in (found.before, found.after, found.worst10)),
+        *(_spread(value, metric) for value in (found.before, found.after, found.worst10)),
         _megabytes(found.megabytes_down),
         _megabytes(found.megabytes_up),
         f"{low}" if low == high else f"{low}–{high}",
@@ -86,10 +82,10 @@ def _results(row: Row, name: str) -> list[str]:
     ]
 
 
-def _spread(value: Mapping[str, Any] | None, name: str) -> str:
+def _spread(value: Mapping[str, Any] | None, metric: Metric) -> str:
     if value is None:
         return "–"
-    show = lambda x: show_score(name, x).removesuffix(" %")
+    show = lambda x: show_score(metric, x).removesuffix(" %")
     mean, std = value["mean"], value["std"]
     return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
 
@@ -100,12 +96,12 @@ def _megabytes(value: float) -> str:
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 
 
-def _tests(row: Row, first: Row, name: str) -> list[str]:
+def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
     both = [comparison.paired(row, first, stage) for stage in figures.STAGES]
     cells = []
     for stage, found in zip(figures.STAGES, both, strict=True):
         if isinstance(found, Paired):
-            difference = f"{100 * found.difference:+.2f}" if name == "accuracy" else ""
+            difference = f"{100 * found.difference:+.2f}" if metric.unit == "%" else ""
             p = f"{found.p:.4f}" if found.p >= 1e-4 else f"{found.p:.1e}"
             cells += [difference or f"{found.difference:+.4g}", p]
         else:
@@ -135,16 +131,16 @@ def latex(rows: Sequence[Row]) -> str:
 def as_csv(rows: Sequence[Row]) -> str:
     """One line per row, numbers in full: scores as recorded (an accuracy of 1 is all), bytes/1e6.
 
-    `pairs` says why a row is not paired with the first.
+    `paired_clients` says why a row is not paired with the first.
     """
-    name = score_name(rows[0].runs[0].metrics)
+    metric = metric_of(rows[0].runs[0].metrics)
     written: list[dict[str, Any]] = []
     for row in rows:
         found = comparison.summary(row)
         line: dict[str, Any] = {"label": row.label, "unfinished": comparison.unfinished(row)}
-        for word in ("before", "after", "worst10"):
-            value = getattr(found, word) or {}
-            line |= {f"{name}_{word}_{key}": value.get(key) for key in ("mean", "std")}
+        for stage in ("before", "after", "worst10"):
+            value = getattr(found, stage) or {}
+            line |= {f"{metric.name}_{stage}_{key}": value.get(key) for key in ("mean", "std")}
         line |= {"megabytes_down": found.megabytes_down, "megabytes_up": found.megabytes_up}
         line |= {"rounds": found.rounds[0], "most_rounds": found.rounds[1], "seeds": len(row.runs)}
         tests = {s: comparison.paired(row, rows[0], s) for s in figures.STAGES}
@@ -153,7 +149,7 @@ def as_csv(rows: Sequence[Row]) -> str:
             line |= {f"difference_{stage}": both and both.difference, f"p_{stage}": both and both.p}
         test = tests["before"]
         pairs = test.pairs if isinstance(test, Paired) else f"not paired: {test}"
-        line |= {"pairs": None if row is rows[0] else pairs}
+        line |= {"paired_clients": None if row is rows[0] else pairs}
         written.append(line | {f"observed_{k}": v for k, v in comparison.vital(row).items()})
     buffer = io.StringIO()
     heads = list(dict.fromkeys(key for line in written for key in line))
@@ -177,18 +173,17 @@ def write(rows: Sequence[Row], out: Path) -> Path:
         out.mkdir(parents=True, exist_ok=True)
         for render, suffix in FORMATS.values():
             (out / f"compare.{suffix}").write_text(render(rows) + "\n", encoding="utf-8")
-        name = score_name(rows[0].runs[0].metrics)
-        picture = figures.curves({_label(row): comparison.curve(row) for row in rows}, name)
-        image = report.png(picture.figure)
-        (out / "compare.png").write_bytes(image)
+        metric = metric_of(rows[0].runs[0].metrics)
+        picture = figures.curves({_label(row): comparison.curve(row) for row in rows}, metric)
+        (out / "compare.png").write_bytes(report.png(picture.figure))
         part = out / "compare.html.part"
-        part.write_text(_page(rows, picture, image), encoding="utf-8")
+        part.write_text(_page(rows, picture), encoding="utf-8")
         return part.replace(out / "compare.html")
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror})") from None
 
 
-def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
+def _page(rows: Sequence[Row], picture: figures.Picture) -> str:
     each = [dict(report.flat(row.config)) for row in rows]
     shared = [(k, v) for k, v in each[0].items() if all(one.get(k) == v for one in each)]
     datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)
@@ -214,7 +209,7 @@ def _page(rows: Sequence[Row], picture: figures.Picture, image: bytes) -> str:
     body = f"""{sections}
 <section>
 <h2>Curves</h2>
-{report.figure_block(picture, image)}
+{report.figure_block(picture, "curves")}
 </section>
 <section>
 <h2>Runs</h2>

@@ -16,7 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-Record = Mapping[str, Any]  # one line of metrics.jsonl
+from fedjax_pfl.core.task import Metric
+from fedjax_pfl.report.numbers import human_bytes, metric_of, number, show_score, spoken, word
+from fedjax_pfl.report.run_reader import Record
 
 STAGES = {"before": "before local training", "after": "after local training"}
 _COLOUR = {"before": "#0072B2", "after": "#D55E00", "down": "#0072B2", "up": "#E69F00"}
@@ -25,6 +27,7 @@ _MARKER = {"before": "o", "after": "s"}
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS, DASHES = "osD^v", ("-", "--", "-.", ":")
 INK = "#333333"
+_OTHER = "#666666"
 _WIDTH = 7.2  # inches
 _MOST_BARS = 60  # clients: beyond, bars are too thin to read and the figure becomes a scatter
 _MOST_LAYERS = 20  # the smallest layers beyond are drawn as one bar
@@ -47,58 +50,32 @@ class Curve(NamedTuple):
     score: Sequence[float]
 
 
-def human_bytes(n: float | None) -> str:
-    """A number of bytes to three digits in decimal units: 1 kB is 1,000 bytes."""
-    if n is None or not math.isfinite(n):
-        return "–"
-    value = float(n)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(value) < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.3f}".rstrip("0").rstrip(".") + " PB"
-
-
-def number(value: Any) -> float:
-    """A recorded value as a float: NaN where it is missing or was not finite."""
-    missing = value is None or value == "" or not math.isfinite(float(value))
-    return math.nan if missing else float(value)
-
-
-def score_name(metrics: Sequence[Record]) -> str:
-    """What the task calls its score, read from the key that ends in `_mean`."""
-    return next(key.removesuffix("_mean") for key in metrics[-1]["before"] if key.endswith("_mean"))
-
-
-def show_score(name: str, value: float) -> str:
-    """An accuracy as a percentage, any other score as a number."""
-    if math.isnan(value):
-        return "–"
-    return f"{100 * value:.2f} %" if name == "accuracy" else f"{value:.4g}"
-
-
 def draw(
     metrics: Sequence[Record],
-    clients: Sequence[Mapping[str, str]],
+    clients: Sequence[Mapping[str, Any]],
     traffic: Mapping[str, Any],
+    beside: Mapping[str, Curve] = {},
 ) -> dict[str, Picture]:
-    """All figures that these numbers have something to show in, by file name, in reading order."""
-    name = score_name(metrics)
+    """All figures that these numbers have something to show in, by file name, in reading order.
+
+    beside: curves of other methods on the same work, by their names.
+    """
+    metric = metric_of(metrics)
     drawn = {
-        "score_rounds": _over_rounds(metrics, name),
-        "score_bytes": _over_bytes(metrics, name),
+        "score_rounds": _over_rounds(metrics, metric, beside),
+        "score_bytes": _over_bytes(metrics, metric, beside),
         "train_loss": _train_loss(metrics),
-        "clients": _per_client(clients, name),
+        "clients": _per_client(clients, metric),
         "traffic": _traffic(traffic),
     }
     return {key: picture for key, picture in drawn.items() if picture is not None}
 
 
-def _over_rounds(metrics: Sequence[Record], name: str) -> Picture:
-    figure, axes = _canvas(f"{_word(name)} over rounds")
+def _over_rounds(metrics: Sequence[Record], metric: Metric, beside: Mapping[str, Curve]) -> Picture:
+    figure, axes = _canvas(f"{word(metric)} over rounds")
     rounds = [record["round"] for record in metrics]
     for stage in _stages(metrics):
-        mean, std, worst = (_series(metrics, stage, f"{name}_{k}") for k in _SPREAD)
+        mean, std, worst = (_series(metrics, stage, f"{metric.name}_{k}") for k in _SPREAD)
         # Side by side where there is but one evaluation, as the whiskers would hide each other.
         at = rounds if len(rounds) > 1 else [rounds[0] + (0.1 if stage == "after" else -0.1)]
         _line(axes, at, mean, stage, f"{stage}: mean ± std")
@@ -112,6 +89,7 @@ def _over_rounds(metrics: Sequence[Record], name: str) -> Picture:
             # A band and a dashed line need two points; one evaluation gets whiskers and a dash.
             axes.errorbar(at, mean, std, color=colour, capsize=5, alpha=0.6)
             axes.plot(at, worst, "_", color=colour, markersize=14, label=f"{stage}: worst 10 %")
+    _others(axes, {label: (curve.rounds, curve.score) for label, curve in beside.items()})
     for record, following in itertools.pairwise(metrics):
         if record.get("phase") != following.get("phase"):
             axes.axvline(record["round"], color=INK, linewidth=0.8, linestyle=":")
@@ -119,10 +97,10 @@ def _over_rounds(metrics: Sequence[Record], name: str) -> Picture:
     if best is not None and len(rounds) > 1:
         axes.axvline(best, color="#009E73", linewidth=1.2, linestyle="-.", label="best round")
     _round_axis(axes, metrics)
-    score_axis(axes, name)
+    score_axis(axes, metric)
     _legend(axes)
     caption = (
-        f"{_word(name)} on the clients' test examples: the mean over clients, one standard "
+        f"{word(metric)} on the clients' test examples: the mean over clients, one standard "
         "deviation over clients on either side, and the mean of the worst tenth of the clients."
     )
     phases = len({record.get("phase") for record in metrics}) > 1
@@ -131,31 +109,34 @@ def _over_rounds(metrics: Sequence[Record], name: str) -> Picture:
         caption += f" Round {best} was best on the validation examples{where}."
     if phases:
         caption += " A dotted line is drawn where a phase ended."
-    return Picture(figure, caption, f"{_word(name)} over rounds. {_ends(metrics, name)}")
+    return Picture(figure, caption, f"{word(metric)} over rounds. {_ends(metrics, metric)}")
 
 
-def _over_bytes(metrics: Sequence[Record], name: str) -> Picture | None:
+def _over_bytes(
+    metrics: Sequence[Record], metric: Metric, beside: Mapping[str, Curve]
+) -> Picture | None:
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):
         return None
-    figure, axes = _canvas(f"{_word(name)} over bytes moved")
+    figure, axes = _canvas(f"{word(metric)} over bytes moved")
     for stage in _stages(metrics):
-        _line(axes, moved, _series(metrics, stage, f"{name}_mean"), stage, f"{stage}: mean")
+        _line(axes, moved, _series(metrics, stage, f"{metric.name}_mean"), stage, f"{stage}: mean")
+    _others(axes, {label: (curve.moved, curve.score) for label, curve in beside.items()})
     _bytes_axis(axes)
     axes.set_xlabel("bytes moved, down and up, all clients")
-    score_axis(axes, name)
+    score_axis(axes, metric)
     _legend(axes)
-    caption = f"Mean {name.replace('_', ' ')} over clients against all bytes moved up to then."
-    alt = f"{_word(name)} over bytes moved. {_ends(metrics, name)}"
+    caption = f"Mean {spoken(metric)} over clients against all bytes moved up to then."
+    alt = f"{word(metric)} over bytes moved. {_ends(metrics, metric)}"
     return Picture(figure, caption, f"{alt} {human_bytes(moved[-1])} were moved.")
 
 
-def curves(rows: Mapping[str, Curve], name: str) -> Picture:
+def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
     """Several configurations in one figure: the score over rounds, and over bytes if any moved."""
     moved = any(value > 0 for curve in rows.values() for value in curve.moved)
     wrapped = [textwrap.fill(label, 60).replace("$", r"\$") for label in rows]
     height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
-    figure = sheet(f"{_word(name)} before local training", _WIDTH * (1.5 if moved else 1), height)
+    figure = sheet(f"{word(metric)} before local training", _WIDTH * (1.5 if moved else 1), height)
     panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
     styles = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
     for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
@@ -168,7 +149,7 @@ def curves(rows: Mapping[str, Curve], name: str) -> Picture:
     for axes in map(dressed, panels):
         axes.label_outer()
     _round_axis(panels[0], [{"round": r} for r in sorted({r for c in rows.values() for r in c[0]})])
-    score_axis(panels[0], name)
+    score_axis(panels[0], metric)
     if moved:
         _bytes_axis(panels[1])
         panels[1].set_xlabel("bytes moved, down and up, all clients")
@@ -176,8 +157,8 @@ def curves(rows: Mapping[str, Curve], name: str) -> Picture:
         *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2 if moved else 1,
         frameon=False, fontsize=9, labelcolor=INK, handlelength=3,
     )  # fmt: skip
-    caption = f"Mean {name.replace('_', ' ')} over clients, before local training; mean over seeds."
-    ends = [f"{label}: {show_score(name, curve.score[-1])}." for label, curve in rows.items()]
+    caption = f"Mean {spoken(metric)} over clients, before local training; mean over seeds."
+    ends = [f"{label}: {show_score(metric, curve.score[-1])}." for label, curve in rows.items()]
     return Picture(figure, caption, f"{caption} At last, {' '.join(ends)}")
 
 
@@ -193,26 +174,28 @@ def _train_loss(metrics: Sequence[Record]) -> Picture | None:
     return Picture(figure, "Loss during local training.", alt)
 
 
-def _per_client(clients: Sequence[Mapping[str, str]], name: str) -> Picture | None:
-    rows = [row for row in clients if not math.isnan(number(row.get(f"before_{name}")))]
+def _per_client(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture | None:
+    rows = [row for row in clients if not math.isnan(number(row.get(f"before_{metric.name}")))]
     if not rows:
         return None
-    rows = sorted(rows, key=lambda row: number(row[f"before_{name}"]))
-    before, after = ([number(row.get(f"{stage}_{name}")) for row in rows] for stage in STAGES)
-    active = [str(row.get("active")).lower() in ("1", "true") for row in rows]
-    figure, axes = _canvas(f"{_word(name)} of each client")
+    rows = sorted(rows, key=lambda row: number(row[f"before_{metric.name}"]))
+    before, after = (
+        [number(row.get(f"{stage}_{metric.name}")) for row in rows] for stage in STAGES
+    )
+    active = [bool(row.get("active", True)) for row in rows]
+    figure, axes = _canvas(f"{word(metric)} of each client")
     if len(rows) <= _MOST_BARS:
-        _client_bars(axes, [row["client"] for row in rows], before, after, active)
+        _client_bars(axes, [str(row["client"]) for row in rows], before, after, active)
         order = "Clients are sorted by the score as served."
     else:
         _client_points(axes, [number(row["train_examples"]) for row in rows], before, after, active)
         order = "Each client is drawn at its number of training examples."
-    score_axis(axes, name)
+    score_axis(axes, metric)
     _legend(axes)
-    caption = f"Final {name.replace('_', ' ')} of each client on its own test examples. {order}"
+    caption = f"Final {spoken(metric)} of each client on its own test examples. {order}"
     alt = (
-        f"{_word(name)} of {len(rows)} clients before local training, from "
-        f"{show_score(name, before[0])} to {show_score(name, before[-1])}."
+        f"{word(metric)} of {len(rows)} clients before local training, from "
+        f"{show_score(metric, before[0])} to {show_score(metric, before[-1])}."
     )
     return Picture(figure, caption, alt)
 
@@ -330,6 +313,15 @@ def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label:
     axes.plot(x, y, color=_COLOUR[stage], marker=marker, markersize=5, linewidth=1.8, label=label)
 
 
+def _others(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """Thin gray lines of other methods; where nothing moved, one at the height of the last."""
+    for (label, (x, y)), dash in zip(lines.items(), itertools.cycle(("--", ":"))):
+        if len(x) > 1 and max(x) > min(x):
+            axes.plot(x, y, color=_OTHER, linestyle=dash, linewidth=1.4, label=label)
+        else:
+            axes.axhline(y[-1], color=_OTHER, linestyle=dash, linewidth=1.4, label=label)
+
+
 def _legend(axes: Axes) -> None:
     """Above the axes, where it hides nothing: "before" in the first column, then "after"."""
     order = ("before", "after")
@@ -352,10 +344,10 @@ def _round_axis(axes: Axes, metrics: Sequence[Record]) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=_STEPS))
 
 
-def score_axis(axes: Axes, name: str) -> None:
-    """The y axis of a score: per cent of an accuracy, and a point of it never large."""
-    axes.set_ylabel(name.replace("_", " "))
-    if name == "accuracy":
+def score_axis(axes: Axes, metric: Metric) -> None:
+    """The y axis of a score: per cent of a share, and a point of it never large."""
+    axes.set_ylabel(spoken(metric))
+    if metric.unit == "%":
         low, high = axes.get_ylim()
         wider = max(0.1 - (high - low), 0) / 2  # a difference of a point should not look large
         axes.set_ylim(max(low - wider, 0), min(high + wider, 1.02))
@@ -377,18 +369,15 @@ def _series(metrics: Sequence[Record], stage: str, key: str) -> list[float]:
     return [number((record.get(stage) or {}).get(key)) for record in metrics]
 
 
-def _ends(metrics: Sequence[Record], name: str) -> str:
+def _ends(metrics: Sequence[Record], metric: Metric) -> str:
     ends = [
-        f"{_word(STAGES[stage])} the mean is {show_score(name, values[0])} at round "
-        f"{metrics[0]['round']} and {show_score(name, values[-1])} at round {metrics[-1]['round']}."
+        f"{STAGES[stage].capitalize()} the mean is {show_score(metric, values[0])} at round "
+        f"{metrics[0]['round']} and {show_score(metric, values[-1])} at round "
+        f"{metrics[-1]['round']}."
         for stage in _stages(metrics)
-        for values in [_series(metrics, stage, f"{name}_mean")]
+        for values in [_series(metrics, stage, f"{metric.name}_mean")]
     ]
     return " ".join(ends)
-
-
-def _word(name: str) -> str:
-    return name.replace("_", " ").capitalize()
 
 
 def _plain(value: float) -> str:

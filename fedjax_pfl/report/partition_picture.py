@@ -11,6 +11,7 @@ from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.data.federate import portions
 
+_RANGES = 20  # of a target's values
 _BUBBLES = 30  # up to so many clients and classes are drawn as bubbles
 _COLOURS = {"train": "#2f6690", "validation": "#81c3d7", "test": "#f2a65a"}
 _NOVEL = "#b23a48"
@@ -21,7 +22,8 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     """Training examples by client and class; beside them, how many each client has for what.
 
     Few clients are drawn as bubbles whose area is the number, many as a heat map. Classes are as
-    stored, before a client's label map; the names of novel clients are red.
+    stored, before a client's label map; the names of novel clients are red. A regression has no
+    classes: its targets' histogram stands in their place.
     """
     y = np.asarray(data.y)
     stored = int(y.max()) + 1 if y.ndim == 1 else 1
@@ -30,6 +32,11 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     elif data.label_map is not None:
         stored = np.shape(data.label_map)[1]
     held = portions(data, stored)
+    what, counts, edges = "class", held.train, None
+    if y.ndim > 1:
+        what = "target" if y.shape[1] == 1 else f"the first of {y.shape[1]} targets"
+        counts, edges = _histogram(data, y[:, 0])
+        stored = counts.shape[1]
     few = federation.clients <= _BUBBLES and stored <= _BUBBLES
     height = np.clip(1.6 + 0.3 * federation.clients, 3.2, 9.0)
     figure = Figure(figsize=(float(np.clip(4.6 + 0.26 * stored, 6.6, 11.0)), float(height)))
@@ -37,12 +44,15 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     grid, side = figure.subplots(1, 2, sharey=True, width_ratios=(2.4, 1))
 
     if few:
-        _bubbles(grid, held.train)
+        _bubbles(grid, counts, what)
     else:
-        _heat(figure, grid, held.train)
-    grid.set_xlabel("class")
+        _heat(figure, grid, counts, what)
+    grid.set_xlabel(what)
     grid.set_ylabel("client")
-    if stored <= 20:
+    if edges is not None:
+        at = np.linspace(0, len(edges) - 1, 6).round().astype(int)
+        grid.set_xticks(at - 0.5, [f"{edges[i]:.3g}" for i in at])
+    elif stored <= 20:
         grid.set_xticks(range(stored))
     else:
         grid.xaxis.set_major_locator(MaxNLocator(20, integer=True))
@@ -70,23 +80,38 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
         axes.tick_params(labelsize=8)
     side.tick_params(axis="y", left=False, labelleft=False)
     _mark_novel(grid, side, federation)
-    what = "training examples of each class, and all of its examples by what they are for"
+    kind = "each class" if edges is None else f"each range of {what}"
+    what = f"training examples of {kind}, and all of its examples by what they are for"
     held_out = "" if np.all(federation.active) else "; clients that are held out are red"
     figure.set_label(f"Of each client: {what}{held_out}.")
     return figure
 
 
-def _bubbles(axes: Axes, counts: np.ndarray) -> None:
+def _per(what: str) -> str:
+    return "class" if what == "class" else "range"
+
+
+def _histogram(data: FederatedData, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int [N, ranges]: each client's training examples by a target's value; the ranges' ends."""
+    rows, sizes = np.asarray(data.train.rows), np.asarray(data.train.size)
+    edges = np.histogram_bin_edges(target, _RANGES)
+    each = [
+        np.histogram(target[row[:size]], edges)[0] for row, size in zip(rows, sizes, strict=True)
+    ]
+    return np.stack(each), edges
+
+
+def _bubbles(axes: Axes, counts: np.ndarray, what: str) -> None:
     clients, classes = np.nonzero(counts)
     number = counts[clients, classes]
     axes.grid(color="0.92", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.scatter(classes, clients, s=150 * number / counts.max(), color=_COLOURS["train"])
     axes.set_xlim(-0.7, counts.shape[1] - 0.3)
-    axes.set_title(f"training examples per class (largest: {number.max()})", fontsize=10)
+    axes.set_title(f"training examples per {_per(what)} (largest: {number.max()})", fontsize=10)
 
 
-def _heat(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
+def _heat(figure: Figure, axes: Axes, counts: np.ndarray, what: str) -> None:
     # The square root shows small holdings beside large ones; white is none at all.
     image = axes.imshow(
         np.ma.masked_equal(counts, 0),
@@ -98,7 +123,7 @@ def _heat(figure: Figure, axes: Axes, counts: np.ndarray) -> None:
     bar = figure.colorbar(image, ax=axes, location="left", fraction=0.04, pad=0.02, aspect=40)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
-    axes.set_title("training examples per class", fontsize=10)
+    axes.set_title(f"training examples per {_per(what)}", fontsize=10)
 
 
 def _mark_novel(grid: Axes, side: Axes, federation: Federation) -> None:

@@ -8,19 +8,20 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
-from fedjax_pfl.report import comparison
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import comparison, run_reader
 
 
 class Known:
     """The runs in a folder, by their settings and seed."""
 
     def __init__(self, folder: Path) -> None:
-        self._defaults = comparison.known_settings()
+        self._defaults = run_reader.known_settings()
         self.runs: dict[str, Path] = {}
         for path in sorted(folder.rglob("config.json")):
             try:
-                config = dict(json.loads(path.read_text()))
-            except (OSError, TypeError, ValueError):
+                config = run_reader.read_config(path.parent)
+            except UsageError:
                 continue  # damaged, or being written
             there = self.runs.get(key := self.key(config))
             if there is None or not (there / "report.html").is_file():

@@ -1,5 +1,6 @@
 """Tables as text for a terminal, as Markdown and as LaTeX."""
 
+import html
 import re
 import textwrap
 from collections.abc import Sequence
@@ -41,11 +42,12 @@ def text(tables: Sequence[Table]) -> str:
 
 def markdown(tables: Sequence[Table]) -> str:
     """A paragraph and a table each."""
-    line = lambda cells: "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+    plain = lambda text: html.escape(text, quote=False)  # Markdown lets HTML through
+    line = lambda cells: "| " + " | ".join(plain(c).replace("|", r"\|") for c in cells) + " |"
     return "\n\n".join(
         "\n".join(
             [
-                table.caption,
+                plain(table.caption),
                 "",
                 line(["", *table.heads]),
                 line(["---", *("---:" for _ in table.heads)]),

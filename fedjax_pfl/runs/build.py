@@ -1,5 +1,6 @@
 """From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
 
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -96,12 +97,24 @@ def build(
         recorded = plans[number] if plans and number < len(plans) else None
         # Whether each can start from the one before, and has room, is known before hours are spent.
         phase, state = _with_room(work, recorded, states[-1] if states else None)
+        _check_observed(phase, state)
         phases, states, begin = [*phases, phase], [*states, state], phase.end
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
     said = tuple(dict.fromkeys(line for line in remarks if line))
     return Built(tuple(phases), arrays, federation, task, said)
+
+
+def _check_observed(phase: Phase, state: Any) -> None:
+    """UsageError where an observation has a name that is no name of a file."""
+    algorithm, one = phase.algorithm, sweep.alone(state) if len(phase.work.alike) > 1 else state
+    for name in jax.eval_shape(algorithm.observe, one):
+        if not re.fullmatch("[A-Za-z0-9_]+", name):
+            raise UsageError(
+                f"{phase.config.algorithm}: observe gives {name!r}, which is to be the name of a "
+                "file; use letters, digits and _"
+            )
 
 
 def _short_batches(phase: Phase, state: Any) -> str:

@@ -28,6 +28,7 @@ from fedjax_pfl.engine import metrics
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard
 from fedjax_pfl.networks.modular import Modular, Routed
+from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.run_state import restored as from_checkpoint
@@ -59,16 +60,16 @@ def restored(
       dataset, algorithm: as they were given to `run`, if they were.
     """
     directory = Path(directory)
-    try:
-        config: dict[str, Any] = dict(_tuples(json.loads((directory / "config.json").read_text())))
-        phases: tuple[dict[str, Any], ...] = config["phases"] or ({},)
-        last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
-    except (OSError, TypeError, ValueError, KeyError, AttributeError):
+    if not (directory / "config.json").is_file():
         inside = sorted(directory.glob("*/config.json"))
         hint = f"; there are {len(inside)} in it, such as {inside[0].parent}" if inside else ""
-        raise UsageError(
-            f"{directory} is not a run directory: it has no config.json{hint}"
-        ) from None
+        raise UsageError(f"{directory} is not a run directory: it has no config.json{hint}")
+    config: dict[str, Any] = _tuples(run_reader.read_config(directory))
+    try:
+        phases: tuple[dict[str, Any], ...] = config["phases"] or ({},)
+        last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
+    except (TypeError, KeyError):
+        raise UsageError(f"{directory / 'config.json'} is damaged: it has no rounds") from None
     if not (directory / "report.html").is_file():
         raise UsageError(f"{directory} has not finished; give its command again, which ends it")
     _brought(directory, config, phases, dataset, algorithm)
@@ -203,7 +204,7 @@ def about(path: str | Path) -> dict[str, Any]:
     try:
         with safe_open(path, framework="numpy") as file:
             facts = json.loads((file.metadata() or {}).get(_KEY, "{}"))
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path} cannot be read: {line}") from None
     if not isinstance(facts, dict) or facts.get("format") != _FORMAT:

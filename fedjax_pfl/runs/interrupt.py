@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: a first one lets what is being computed be saved, a second one ends at once.
 
-A command uses this; whoever calls the library from Python or a notebook keeps what Python does.
+Commands listen to both; a call from Python or a notebook ends at Ctrl-C as a command does, with a
+KeyboardInterrupt that says where it stands.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 from fedjax_pfl.engine import multiprocess
 
@@ -18,21 +20,27 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ECHO = 1.0  # seconds in which, among several processes, a second signal is still the first one
 
 
-class Stopped(Exception):
+class Stopped(KeyboardInterrupt):
     """The run was asked to stop, and everything up to `round` is saved."""
 
-    def __init__(self, round: int, code: int) -> None:
-        super().__init__(f"stopped at round {round}; the same command goes on from there")
+    def __init__(self, round: int, code: int, what: str = "command") -> None:
+        super().__init__(f"stopped at round {round}; the same {what} goes on from there")
         self.round, self.code = round, code
 
 
 class Stop:
-    """Whether to stop; nobody asks, unless `on_signals` listens."""
+    """Whether to stop; nobody asks, unless `on_signals` or `on_keyboard` listens."""
 
-    def __init__(self) -> None:
+    def __init__(self, call: str = "command") -> None:
         self.asked = 0  # with which exit status
+        self.call = call  # what is given again to go on
         self._busy = threading.Lock()
         self._when = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being done that is done to its end."""
+        return self._busy.locked()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -80,3 +88,32 @@ def on_signals() -> Iterator[Stop]:
         write.close()
         listener.join()
         read.close()
+
+
+@contextlib.contextmanager
+def on_keyboard(saves: bool) -> Iterator[Stop]:
+    """Ctrl-C in a call from Python: what is being computed is saved first, and no second time.
+
+    Where Python does not turn Ctrl-C into a KeyboardInterrupt itself, or in another thread, nobody
+    listens.
+
+    Args:
+      saves: whether the run has a directory; without one it ends at once.
+    """
+    stop = Stop("call")
+    here = threading.current_thread() is threading.main_thread()
+    if not saves or not here or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield stop
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if stop.asked or not stop.busy:
+            raise KeyboardInterrupt("stopped; the same call goes on from what is saved")
+        stop.asked = 128 + number
+        _say("stopping when these rounds are saved; once more ends at once")
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

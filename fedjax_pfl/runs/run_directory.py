@@ -2,11 +2,14 @@
 
 import contextlib
 import csv
+import datetime
 import errno
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.execution_plan import Plan, machine
 from fedjax_pfl.engine.ledger import Ledger
+from fedjax_pfl.report import run_reader
 
 try:
     import fcntl
@@ -123,12 +127,7 @@ def _claim(
     directory: Path, known: Path, config: Mapping[str, Any], fixed_length: Callable[[], str]
 ) -> None:
     if known.exists():
-        try:
-            there = dict(json.loads(known.read_text()))
-        except (TypeError, ValueError):
-            raise UsageError(
-                f"{known} is damaged; bring it back from a copy or choose another workdir"
-            ) from None
+        there = run_reader.read_config(directory)
         longer = configuration.longer(there, config)
         why = fixed_length() if longer else ""
         different = configuration.differences(there, config)
@@ -217,6 +216,32 @@ def read_observations(directory: Path, until: int, *, only_read: bool = False) -
     return seen
 
 
+def write_made(directory: Path) -> None:
+    """made.json: the command, the versions and the date, of when the run began."""
+    path = directory / run_reader.MADE
+    if path.exists():
+        return
+    packages = ("fedjax_pfl", "jax", "flax", "optax", "numpy")
+    versions = []
+    for package in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{package} {metadata.version(package)}")
+    began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    python = ".".join(map(str, sys.version_info[:3]))
+    content = {"began": began, "command": _command(), "versions": ", ".join(versions)}
+    write_json(path, content | {"python": python})
+
+
+def _command() -> str:
+    """As it can be given again, without the places of this machine's programs."""
+    words = sys.orig_argv[1:]
+    if "ipykernel_launcher" in " ".join(words):
+        return "fedjax_pfl.run in a notebook"
+    if words and Path(words[0]).is_absolute():  # a script that was installed
+        return shlex.join([Path(words[0]).name, *words[1:]])
+    return shlex.join(["python", *words])
+
+
 def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
     """plan.json: how each phase's work is laid out, and on what machine."""
     content = {"machine": machine(), "phases": [plan._asdict() for plan in plans]}
@@ -232,12 +257,16 @@ def read_plans(directory: Path) -> list[Plan] | None:
         return None
 
 
-def write_traffic(directory: Path, ledger: Ledger) -> None:
-    """traffic.json: bytes by layer and direction."""
-    content = {
+def traffic(ledger: Ledger) -> dict[str, Any]:
+    """Bytes by layer and direction, as traffic.json has them."""
+    return {
         "down": ledger.down,
         "up": ledger.up,
         "total_down": ledger.total_down,
         "total_up": ledger.total_up,
     }
-    write_json(directory / "traffic.json", content)
+
+
+def write_traffic(directory: Path, ledger: Ledger) -> None:
+    """traffic.json."""
+    write_json(directory / "traffic.json", traffic(ledger))

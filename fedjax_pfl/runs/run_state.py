@@ -18,8 +18,10 @@ from ml_collections import ConfigDict
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.task import Metric
 from fedjax_pfl.engine import ledger, metrics, multiprocess, sweep, vital_signs
 from fedjax_pfl.engine.ledger import Ledger
+from fedjax_pfl.engine.rounds import Evaluation
 from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import Built
@@ -56,6 +58,7 @@ class Member:
     seen: run_directory.Observations = dataclasses.field(default_factory=dict)
     resumed_at: int | None = None
     last_checkpoint_seconds: float = 0.0  # what it took here, which is what the next one may take
+    named: set[int] = dataclasses.field(default_factory=set)  # clients once said not to be finite
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """For what is written to its directory."""
@@ -114,7 +117,11 @@ def keep(member: Member, observed: Mapping[str, np.ndarray], line: dict[str, Any
 
 
 def measured(
-    built: Built, member: Member, scores: Any, state: State, shown: Mapping[str, np.ndarray]
+    built: Built,
+    member: Member,
+    scores: Evaluation,
+    state: State,
+    shown: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
     """The line of one evaluation; where it is the phase's best by validation, its state is kept.
 
@@ -122,10 +129,11 @@ def measured(
     """
     at = member.at
     active = built.phases[at.phase].federation.active
-    validation = metrics.summary(scores.validation, active, built.task.name)
-    score = validation[f"{built.task.name}_mean"] if validation else None
-    better = score is not None and (at.best_score is None or score > at.best_score)
-    if better:
+    before = metrics.summary(scores.before, active, built.task)
+    validation = metrics.summary(scores.validation, active, built.task)
+    better = _better(built.task.metrics[0], before, validation, at.best_score)
+    if better and validation:
+        score = validation[f"{built.task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)
         member.best = jax.tree.map(np.array, jax.device_get(state))
     line = {
@@ -136,8 +144,8 @@ def measured(
         "compile_seconds": round(at.compile_seconds, 3),
         "checkpoint_seconds": round(at.checkpoint_seconds, 3),
         **metrics.means(at.pending),
-        "before": metrics.summary(scores.before, active, built.task.name),
-        "after": scores.after and metrics.summary(scores.after, active, built.task.name),
+        "before": before,
+        "after": scores.after and metrics.summary(scores.after, active, built.task),
         "validation": validation,
         "bytes_down": at.ledger.total_down,
         "bytes_up": at.ledger.total_up,
@@ -146,9 +154,9 @@ def measured(
         "best_round": at.best_round,
         **_signs(built, member, shown),
     }
-    rows = metrics.client_scores(scores, built.task.name)
+    rows = metrics.client_scores(scores, built.task)
     known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
-    rows = metrics.with_best(rows, known, better, built.task.name)
+    rows = metrics.with_best(rows, known, better, built.task)
     member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
 
@@ -172,6 +180,19 @@ def news(member: Member) -> list[str]:
     said = [line.get("remarks", []) for line in member.at.metrics[-2:]]
     before = said[0] if len(said) > 1 else []
     return [remark for remark in said[-1] if remark not in before]
+
+
+def _better(
+    metric: Metric,
+    before: Mapping[str, Any] | None,
+    validation: Mapping[str, Any] | None,
+    best: float | None,
+) -> bool:
+    """Whether an evaluation is the best so far; one of which a part is not finite never is."""
+    score = None if validation is None else validation[f"{metric.name}_mean"]
+    if score is None or any(part and part["not_finite"] for part in (before, validation)):
+        return False
+    return best is None or (score > best if metric.higher_is_better else score < best)
 
 
 def start(built: Built, member: Member) -> None:

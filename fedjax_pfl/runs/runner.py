@@ -22,10 +22,10 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
 from fedjax_pfl.engine.ledger import Ledger
-from fedjax_pfl.report import tensorboard
-from fedjax_pfl.runs import checkpoints, points, run_directory
+from fedjax_pfl.report import run_reader, tensorboard
+from fedjax_pfl.runs import checkpoints, points, progress, run_directory
 from fedjax_pfl.runs.build import Built, build, fixed_length
-from fedjax_pfl.runs.interrupt import Stop, Stopped
+from fedjax_pfl.runs.interrupt import Stop, Stopped, on_keyboard
 from fedjax_pfl.runs.phase import Phase, boundary
 from fedjax_pfl.runs.run_state import (
     Member,
@@ -56,6 +56,17 @@ class Result(NamedTuple):
     directory: Path | None
     observations: run_directory.Observations  # what the algorithm shows of its state
     resumed_at: int | None  # the round that a resumed run went on from
+
+
+def recorded(result: Result) -> run_reader.Run:
+    """A run's record, as its report and a comparison take it."""
+    if result.directory is None:
+        raise UsageError("the run was given no workdir, and has no record to show")
+    traffic = run_directory.traffic(result.ledger)
+    made = run_reader.read_made(result.directory)
+    return run_reader.Run(
+        result.directory, result.config, result.metrics, result.clients, traffic, made
+    )
 
 
 def run(
@@ -111,7 +122,45 @@ def run_all(
     selection.check_owners(dataset, [settings])
     if settings.tensorboard:
         tensorboard.check()
-    return run_points(points.expand(settings, words), workdir, stop, words=words, tell=tell)
+    each = points.expand(settings, words)
+    if settings.reference:
+        _check_reference(workdir)
+    results = run_points(each, workdir, stop, words=words, tell=tell)
+    for name, result in results.items() if settings.reference else ():
+        _add_references(result, each[name], stop, words)
+    return results
+
+
+def _check_reference(workdir: str | Path | None) -> None:
+    if workdir is None:
+        raise UsageError("reference is for a run with a workdir, in which its report is written")
+    if multiprocess.count() > 1:
+        raise UsageError("reference is for one process; run Local and FedAvg beside it yourself")
+
+
+def _add_references(
+    result: Result, settings: ConfigDict, stop: Stop | None, words: configuration.Words
+) -> None:
+    """Run Local and FedAvg on the same work where there is no run of it, and report again."""
+    from fedjax_pfl.report import references  # which draws, as the report does
+
+    assert result.directory is not None
+    there = references.find(recorded(result))
+    for method, name in references.METHODS.items():
+        if name not in there and method != settings.algorithm:
+            folder = result.directory / references.FOLDER / method
+            run_points({"": _reference(settings, method, words)}, folder, stop, words=words)
+    with run_directory.writing(result.directory):
+        write_report(result)
+
+
+def _reference(settings: ConfigDict, method: str, words: configuration.Words) -> ConfigDict:
+    """The same work by another method: one phase as the last one, with the rounds of all."""
+    each = configuration.phases(settings, words)
+    one = each[-1].copy_and_resolve_references()
+    one.update(algorithm=method, rounds=sum(phase.rounds for phase in each), reference=False)
+    one.update(keep_head=False, upload_bits=None, upload_top_k=None, sweep="", seeds=1)
+    return one
 
 
 def run_points(
@@ -139,14 +188,16 @@ def run_points(
         tell(execution_plan.describe(phase.plan, phase.work.cohort, phase.work.devices))
     for member in members:
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
-    stop, fixed = stop or Stop(), functools.cache(functools.partial(fixed_length, built))
+    fixed = functools.cache(functools.partial(fixed_length, built))
     with contextlib.ExitStack() as kept:
+        stop = stop or kept.enter_context(on_keyboard(saves=workdir is not None))
         for member in members if workdir is not None and multiprocess.lead() else []:
             directory = Path(workdir, member.name)  # type: ignore[arg-type]
             member.directory = kept.enter_context(
                 run_directory.claimed(directory, member.config, fixed)
             )
             with member.writing():
+                run_directory.write_made(directory)
                 run_directory.write_plans(directory, [phase.plan for phase in built.phases])
                 member.store = checkpoints.open_store(directory / "checkpoints")
         try:
@@ -193,24 +244,27 @@ def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, R
             member.seen,
             member.resumed_at,
         )
-        if member.directory and not (member.directory / "report.html").exists():
-            with member.writing():
-                _write_report(built, result, member.directory)
+        if not member.directory:
+            continue
+        with member.writing():
+            run_directory.write_clients(member.directory, result.clients)
+            run_directory.write_traffic(member.directory, result.ledger)
+            if not (member.directory / "report.html").exists():
+                write_report(result)
     multiprocess.agree("done")
     return results
 
 
-def _write_report(built: Built, result: Result, directory: Path) -> None:
+def write_report(result: Result) -> None:
+    """The page and the pictures of a run that has ended."""
     # What draws takes half a second to import, and only a run with a directory comes here.
     from fedjax_pfl.report import observations, page
     from fedjax_pfl.report.partition_picture import draw_partition
 
-    run_directory.write_clients(directory, result.clients)
-    run_directory.write_traffic(directory, result.ledger)
-    pictures = {"partition": draw_partition(built.data, built.federation)}
+    pictures = {"partition": draw_partition(result.data, result.federation)}
     pictures |= observations.draw(result.observations, list(result.ledger.down))
-    pictures |= observations.signs(built.phases[-1].config.algorithm, result.metrics)
-    page.write(directory, pictures)
+    pictures |= observations.signs(result.phases[-1].config.algorithm, result.metrics)
+    page.write(recorded(result), pictures)
 
 
 def _advance(
@@ -294,8 +348,7 @@ def _one_phase(
             ended = time.perf_counter()
             for i, member in enumerate(members):
                 logs = _part(all_logs, i, members)
-                for warning in metrics.rejections(logs, now, rounds) if multiprocess.lead() else ():
-                    bar.write(_named(member, warning), file=sys.stderr)
+                said = list(metrics.rejections(logs, now, rounds))
                 free = 1 if now == 0 and not one.count_initial_download else 0
                 member.at = member.at._replace(
                     round=until,
@@ -305,17 +358,21 @@ def _one_phase(
                     pending=metrics.gather(member.at.pending, logs, rounds),
                 )
                 if evaluated:
-                    mine = _part(state, i, members)
+                    mine, scores = _part(state, i, members), _part(all_scores, i, members)
                     shown = jax.device_get(observe[i](mine))
-                    line = measured(built, member, _part(all_scores, i, members), mine, shown)
-                    for remark in news(member) if multiprocess.lead() else ():
-                        bar.write(_named(member, f"round {until}: {remark}"), file=sys.stderr)
+                    line = measured(built, member, scores, mine, shown)
+                    said += [f"round {until}: {remark}" for remark in news(member)]
+                    said += progress.not_finite(built, member, scores)
                     keep(member, shown, line)
+                for one_line in said if multiprocess.lead() else ():
+                    bar.write(_named(member, one_line), file=sys.stderr)
             if evaluated:
-                score = f"{built.task.name}_mean"
-                lines = [member.at.metrics[-1]["before"] or {} for member in members]
-                means = [one[score] for one in lines if one.get(score) is not None]
-                bar.set_postfix({built.task.name: f"{np.mean(means):.4f}"} if means else {})
+                metric, lines = built.task.metrics[0], [member.at.metrics[-1] for member in members]
+                bar.set_postfix({metric.name: progress.score(metric, lines, "before")})
+                if multiprocess.lead() and not sys.stderr.isatty():
+                    told = progress.evaluation(metric, lines, built.phases[-1].end)
+                    bar.write(told, file=sys.stderr)
+                    sys.stderr.flush()
             bar.update(rounds)
             due = until == phase.end or _due(one, until - phase.begin, members)
             if until < built.phases[-1].end:
@@ -324,7 +381,7 @@ def _one_phase(
                 for i, member in enumerate(members):
                     save(member, _part(state, i, members))
         if stopping:
-            raise Stopped(until, stopping)
+            raise Stopped(until, stopping, stop.call)
     return state
 
 

@@ -14,7 +14,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import ResNet9
 from fedjax_pfl.networks.factorized import collect_mu
 from tests import cases, tiny
@@ -166,7 +165,7 @@ def test_novel_clients_weigh_nothing_for_others():
 
 def test_without_a_loss_mu_moves_by_the_sign():
     """dLoss/dμ = λ sign(μ), once cross-entropy is gone."""
-    silent = Task(lambda o, y, c: 0.0 * o.sum(-1), cases.TASK.score, "accuracy")
+    silent = cases.TASK._replace(loss=lambda o, y, c: 0.0 * o.sum(-1))
     training = local_training.sgd(learning_rate=0.5, batch_size=64, steps=1)
     made = make(silent, training, share="u", sparsity=0.01)
     data, _ = tiny.federated()

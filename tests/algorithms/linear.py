@@ -9,9 +9,9 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
-from fedjax_pfl.core.task import regression
+from tests.tiny import HALF_SQUARES
 
-TASK = regression()
+TASK = HALF_SQUARES
 KEY = jax.random.key(3)
 T = jnp.int32(0)
 

@@ -15,7 +15,7 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.randomness import INIT, stage_key
-from fedjax_pfl.core.task import classification, regression
+from fedjax_pfl.core.task import classification
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.layer_weights import alpha
@@ -233,10 +233,10 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
     rate, eta = 0.1, 0.3
     training = local_training.sgd(learning_rate=rate, batch_size=4, epochs=1)
     algorithm = algorithms.pfedla(
-        Linear(), regression(), training, federation,
+        Linear(), tiny.HALF_SQUARES, training, federation,
         rate=eta, embedding=4, hidden=5, depth=2, normalise=normalise, step=step,
     )  # fmt: skip
-    rounds = make_rounds(algorithm, regression(), federation, cohort=3)
+    rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=3)
     state = rounds.init(KEY)
     spread = lambda p: p + jnp.asarray(rng.normal(size=p.shape), jnp.float32)
     state = state._replace(rows=jax.tree.map(spread, state.rows))

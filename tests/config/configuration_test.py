@@ -304,10 +304,6 @@ def test_values_that_cannot_be(changes, words):
             ["500 clients x 4 classes x 600 examples", "1,797 examples", "at most 449 clients"],
         ),
         ({"clients": 50}, ["clients is 50", "60 examples", "at most 30 clients"]),
-        (
-            {"partition": "dirichlet", "dirichlet": {"alpha": 0.1, "minimum": 1}, "clients": 9},
-            ["client", "fewer clients", "more even partition"],
-        ),
         ({"split": "official"}, ["synthetic", "no test set", "split=pooled"]),
         ({"split": "poold"}, ["poold", "did you mean pooled?"]),
         ({"groups": [{}] * 4}, ["groups=4"]),

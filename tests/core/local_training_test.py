@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
-from fedjax_pfl.core.task import Task
+from fedjax_pfl.core.task import ACCURACY, Task
 
 KEY = jax.random.key(3)
 SIZES = np.array([0, 1, 3, 5, 8, 11])
@@ -225,8 +225,17 @@ def test_together_or_alone_in_a_wider_table(settings: dict[str, Any]):
 # Powers of two: a sum tells which examples are in it, and how often.
 POWERS = Task(
     lambda outputs, y, classes: jnp.exp2(outputs),
-    lambda outputs, y, classes: -jnp.exp2(outputs),
-    "power",
+    (
+        ACCURACY._replace(name="power", update=lambda outputs, y, classes: -jnp.exp2(outputs)),
+        # A state of more than one number, as a histogram is.
+        ACCURACY._replace(
+            name="both",
+            update=lambda outputs, y, classes: {
+                "of_two": jnp.stack([outputs * 0 + 1, jnp.exp2(outputs)], -1)
+            },
+        ),
+    ),
+    has_classes=False,
 )
 
 
@@ -244,11 +253,15 @@ def scored(data: FederatedData, batch_size: int) -> local_training.Scores:
 def test_evaluate_counts_each_example_once(batch_size: int):
     scores = scored(federated(), batch_size)
     np.testing.assert_array_equal(scores.loss, 2.0**SIZES - 1)
-    np.testing.assert_array_equal(scores.score, 1 - 2.0**SIZES)
+    np.testing.assert_array_equal(scores.metrics["power"], 1 - 2.0**SIZES)
+    wanted = np.stack([SIZES, 2.0**SIZES - 1], -1)
+    np.testing.assert_array_equal(scores.metrics["both"]["of_two"], wanted)
     np.testing.assert_array_equal(scores.examples, SIZES)
 
 
 def test_evaluate_an_empty_table():
     data = client_data(federated(), jnp.asarray(4))
-    scores = local_training.evaluate(lambda variables, x: x, (), data, data.validation, POWERS)
-    assert [leaf.tolist() for leaf in scores] == [0, 0, 0]
+    predict = lambda variables, x: x.astype(jnp.float32)
+    scores = local_training.evaluate(predict, (), data, data.validation, POWERS)
+    zeros = {"power": 0, "both": {"of_two": [0, 0]}}
+    assert jax.tree.map(lambda leaf: leaf.tolist(), scores) == (zeros, 0, 0)

@@ -1,11 +1,13 @@
 """Losses and scores, against numbers worked out by hand."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.task import classification, regression
+from fedjax_pfl.core.task import METRICS, classification, regression
 
 LN3 = np.log(3.0)
 
@@ -24,9 +26,14 @@ def test_cross_entropy():
     outputs = numbers([0, LN3], [0, LN3], [7, 7])
     loss = task.loss(outputs, labels(0, 1, 1), None)
     np.testing.assert_allclose(loss, np.log([4, 4 / 3, 2]), rtol=1e-6)
-    score = task.score(outputs, labels(0, 1, 0), None)
+    (metric,) = task.metrics
+    score = metric.update(outputs, labels(0, 1, 0), None)
     np.testing.assert_array_equal(score, [0, 1, 1])
-    assert (loss.dtype, score.dtype, task.name) == (jnp.float32, jnp.float32, "accuracy")
+    assert (loss.dtype, score.dtype, metric.name) == (jnp.float32, jnp.float32, "accuracy")
+    assert (metric.unit, metric.higher_is_better, task.has_classes) == ("%", True, True)
+    np.testing.assert_array_equal(
+        metric.finish(np.array([3.0, 1.0]), np.array([4, 8])), [0.75, 0.125]
+    )
 
 
 def test_large_outputs_and_half_precision():
@@ -40,8 +47,8 @@ def test_closed_classes_do_not_exist():
     """The largest output is closed: neither the arg max nor the normaliser sees it."""
     task, classes = classification(), jnp.asarray([False, True, True])
     outputs, y = numbers([50, 0, LN3], [50, 2, 1]), labels(2, 1)
-    np.testing.assert_array_equal(task.score(outputs, y, classes), [1, 1])
-    np.testing.assert_array_equal(task.score(outputs, y, None), [0, 0])
+    np.testing.assert_array_equal(task.metrics[0].update(outputs, y, classes), [1, 1])
+    np.testing.assert_array_equal(task.metrics[0].update(outputs, y, None), [0, 0])
     expected = [np.log(4 / 3), np.log1p(np.exp(-1))]
     np.testing.assert_allclose(task.loss(outputs, y, classes), expected, rtol=1e-6)
 
@@ -60,11 +67,25 @@ def test_gradients_with_closed_classes(classes):
 
 
 def test_regression():
-    """½(1² + 2²) and ½(3² + 4²)."""
+    """(1² + 2²)/2 and (3² + 4²)/2; the root is that of a client's mean, (2.5 + 12.5)/2."""
     task = regression()
     outputs, y = numbers([1, 2], [0, 0]), numbers([0, 0], [3, -4])
     np.testing.assert_array_equal(task.loss(outputs, y, None), [2.5, 12.5])
-    np.testing.assert_array_equal(task.score(outputs, y, None), [-2.5, -12.5])
-    assert task.name == "negative_loss"
     gradient = jax.grad(lambda z: jnp.sum(task.loss(z, y, None)))(outputs)
     np.testing.assert_array_equal(gradient, outputs - y)
+    error, root = task.metrics
+    assert [m.name for m in task.metrics] == ["squared_error", "rmse"]
+    assert not error.higher_is_better
+    assert not root.higher_is_better
+    assert not task.has_classes
+    for metric, wanted in ((error, 7.5), (root, 7.5**0.5)):
+        total = np.sum(np.asarray(metric.update(outputs, y, None), np.float64))
+        assert metric.finish(total, np.float64(2)) == wanted
+    one = (numbers([1], [3]), numbers([0], [0]))
+    np.testing.assert_array_equal(task.loss(*one, None), [1, 9])  # of one target, its square
+
+
+def test_metrics_are_found_by_the_name_that_files_have():
+    for task in (classification(), regression()):
+        assert [METRICS[metric.name] for metric in task.metrics] == list(task.metrics)
+    assert all(re.fullmatch("[A-Za-z0-9_]+", name) for name in METRICS)

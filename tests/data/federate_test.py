@@ -249,7 +249,7 @@ def test_novel_clients_and_groups():
         ({"clients": 1000}, "clients is 1,000, and digits has 1,797 .* use at most 898 clients$"),
         ({"clients": 10**9}, "clients is 1,000,000,000, .* use at most 898 clients$"),
         ({"clients": 10**9, "split": "shared"}, "one each: use at most 1,438 clients$"),
-        ({"settings": {"examples": 1}}, "client 0 gets 1 example and needs two"),
+        ({"settings": {"examples": 1}}, "client 0 and 9 others would have nothing to test on"),
         ({"partition": "pachinko"}, "^partition pachinko needs superclasses"),
         ({"held_out": 10}, "must leave one of 10 clients active"),
         ({"groups": 11}, "groups=11"),
@@ -269,10 +269,18 @@ def test_what_cannot_be_is_one_line(options, message):
     assert "\n" not in str(error.value)
 
 
-def test_clients_without_examples_are_named():
-    dataset = numbered(6, n_test=1, classes=1)
-    with pytest.raises(UsageError, match="client 0 and 1 others would have nothing to test on"):
-        federate(dataset, "iid", clients=3, split="official")
+def test_a_client_with_one_example_trains_on_it():
+    dataset = arrays(np.zeros((5, 1)), np.zeros(5, int), owners=np.array([1, 0, 0, 0, 0]))
+    _, federation, held = federate(dataset, "natural", clients=2, settings={"minimum": 1})
+    np.testing.assert_array_equal(federation.counts, [3, 1])
+    np.testing.assert_array_equal(held.test.sum(1), [1, 0])
+
+
+def test_clients_without_test_examples_train():
+    _, federation, held = federate(numbered(6, n_test=1, classes=1), "iid", clients=3,
+                                   split="official")  # fmt: skip
+    assert sorted(held.test.sum(1)) == [0, 0, 1]
+    np.testing.assert_array_equal(federation.counts, 2)
 
 
 def test_alphabets_cannot_share_a_test_set():

@@ -78,7 +78,7 @@ def test_groups_run_side_by_side():
     np.testing.assert_array_equal(scores.before.examples, tiny.TEST)
     np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
     wanted = [correct(state.server[g], data, i) for i, g in enumerate(GROUPS)]
-    np.testing.assert_array_equal(scores.before.score, wanted)
+    np.testing.assert_array_equal(scores.before.metrics["accuracy"], wanted)
 
 
 def test_the_model_that_is_validated():

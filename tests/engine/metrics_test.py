@@ -7,13 +7,16 @@ import pytest
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.local_training import Scores
+from fedjax_pfl.core.task import ACCURACY, Task, regression
 from fedjax_pfl.engine import ledger, metrics
 from fedjax_pfl.engine.rounds import Evaluation, Log
-from fedjax_pfl.runs import run_state
+from fedjax_pfl.runs import progress, run_state
+
+TASK = Task(None, (ACCURACY._replace(name="a"),), has_classes=True)
 
 
-def scores(score, loss, examples) -> Scores:
-    return Scores(np.float32(score), np.float32(loss), np.int32(examples))
+def scores(score, loss, examples, name="a") -> Scores:
+    return Scores({name: np.float32(score)}, np.float32(loss), np.int32(examples))
 
 
 def everyone(n: int) -> np.ndarray:
@@ -22,13 +25,15 @@ def everyone(n: int) -> np.ndarray:
 
 def test_by_client_and_by_example():
     """Accuracies 1.0 on 10 examples and 0 on 90: half of the clients, a tenth of the examples."""
-    got = metrics.summary(scores([10, 0], [5, 180], [10, 90]), everyone(2), "accuracy")
+    got = metrics.summary(scores([10, 0], [5, 180], [10, 90]), everyone(2), TASK)
     assert got == {
-        "accuracy_mean": 0.5,
-        "accuracy_weighted": 0.1,
-        "accuracy_std": 0.5,
-        "accuracy_worst10": 0.0,
+        "a_mean": 0.5,
+        "a_weighted": 0.1,
+        "a_std": 0.5,
+        "a_worst10": 0.0,
         "loss": 1.25,  # (0.5 + 2) / 2, by client
+        "clients": 2,
+        "not_finite": 0,
     }
 
 
@@ -36,7 +41,7 @@ def test_by_client_and_by_example():
 def test_worst_tenth(clients: int, worst: float):
     """Accuracies 0, .1, .2, ... in a shuffled order; ceil(n/10) of them: 1, 1, 2 and 3."""
     order = np.random.default_rng(0).permutation(clients)
-    got = metrics.summary(scores(order, order, [10] * clients), everyone(clients), "a")
+    got = metrics.summary(scores(order, order, [10] * clients), everyone(clients), TASK)
     assert got["a_worst10"] == pytest.approx(worst)
     assert got["a_mean"] == pytest.approx((clients - 1) / 20)
     assert got["a_std"] == pytest.approx(np.sqrt((clients**2 - 1) / 12) / 10)
@@ -45,21 +50,41 @@ def test_worst_tenth(clients: int, worst: float):
 def test_inactive_clients_and_those_without_examples_are_left_out():
     """Clients 1 (inactive) and 2 (no examples) would change every number."""
     active = np.array([True, False, True, True])
-    got = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, "a")
-    wanted = {"a_mean": 0.375, "a_weighted": 2 / 6, "a_std": 0.125, "a_worst10": 0.25, "loss": 1.5}
+    got = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, TASK)
+    wanted = {"a_mean": 0.375, "a_weighted": 2 / 6, "a_std": 0.125, "a_worst10": 0.25, "loss": 1.5,
+              "clients": 2, "not_finite": 0}  # fmt: skip
     assert got == pytest.approx(wanted)
-    assert metrics.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), "a") is None
+    assert metrics.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), TASK) is None
 
 
-def test_not_a_number_becomes_none():
-    got = metrics.summary(scores([1, 2], [np.nan, 1], [2, 2]), everyone(2), "a")
-    assert (got["loss"], got["a_mean"]) == (None, 0.75)
-    assert metrics.summary(scores([1], [np.inf], [2]), everyone(1), "a")["loss"] is None
+def test_a_client_whose_evaluation_is_not_finite_is_counted_and_left_out():
+    """A model of NaN is class 0 to an arg max: client 0 has .5 of its examples right by that."""
+    lost = scores([1, 2, 3], [np.nan, 1, 2], [2, 2, 4])
+    got = metrics.summary(lost, everyone(3), TASK)
+    assert (got["a_mean"], got["a_weighted"], got["loss"]) == (0.875, 5 / 6, 0.5)
+    assert (got["clients"], got["not_finite"]) == (2, 1)
+    assert metrics.not_finite(lost, everyone(3), TASK) == [0]
+    assert metrics.not_finite(lost, np.array([False, True, True]), TASK) == []
+    rows = metrics.client_scores(Evaluation(lost, lost, None), TASK)
+    assert (rows[0]["before_a"], rows[0]["before_loss"], rows[1]["before_a"]) == (None, None, 1.0)
+    none = metrics.summary(scores([1], [np.inf], [2]), everyone(1), TASK)
+    assert none == {**dict.fromkeys(["a_mean", "a_weighted", "a_std", "a_worst10", "loss"]),
+                    "clients": 0, "not_finite": 1}  # fmt: skip
+
+
+def test_where_less_is_better_the_worst_are_the_largest():
+    """Errors 1, 2, ..., 11 of a client each: the two worst are 10 and 11."""
+    error = scores(np.arange(1, 12), np.arange(1, 12), [1] * 11, "squared_error")
+    found = error._replace(metrics=error.metrics | {"rmse": error.metrics["squared_error"]})
+    got = metrics.summary(found, everyone(11), regression())
+    assert (got["squared_error_mean"], got["squared_error_worst10"]) == (6.0, 10.5)
+    assert got["rmse_mean"] == pytest.approx(np.sqrt(np.arange(1, 12)).mean())
+    assert next(iter(got)) == "squared_error_mean"  # by which readers know the first metric
 
 
 def test_client_scores():
     before = scores([3, 0], [6, 0], [4, 0])
-    rows = metrics.client_scores(Evaluation(before, before, scores([2, 0], [1, 0], [4, 0])), "a")
+    rows = metrics.client_scores(Evaluation(before, before, scores([2, 0], [1, 0], [4, 0])), TASK)
     nothing = {"before_a": None, "before_loss": None, "after_a": None, "after_loss": None}
     assert rows == (
         {
@@ -71,35 +96,78 @@ def test_client_scores():
         },
         {"test_examples": 0, **nothing},
     )
-    rows = metrics.client_scores(Evaluation(before, before, None), "a")
+    rows = metrics.client_scores(Evaluation(before, before, None), TASK)
     assert (rows[0]["before_a"], rows[0]["after_a"], rows[0]["after_loss"]) == (0.75, None, None)
 
 
 def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
     rows = lambda before, after: [{"before_a": before, "before_loss": 1.0, "after_a": after}]
     best = lambda found: [(row["best_before_a"], row["best_after_a"]) for row in found]
-    none = metrics.with_best(rows(0.5, None), (), False, "a")  # there are no validation examples
+    none = metrics.with_best(rows(0.5, None), (), False, TASK)  # there are no validation examples
     assert best(none) == [(None, None)]
-    first = metrics.with_best(rows(0.5, 0.6), none, True, "a")
-    second = metrics.with_best(rows(0.9, 0.8), first, False, "a")
+    first = metrics.with_best(rows(0.5, 0.6), none, True, TASK)
+    second = metrics.with_best(rows(0.9, 0.8), first, False, TASK)
     assert best(first) == best(second) == [(0.5, 0.6)]
     assert (second[0]["before_a"], second[0]["before_loss"]) == (0.9, 1.0)
-    assert best(metrics.with_best(rows(0.7, 0.8), second, True, "a")) == [(0.7, 0.8)]
+    assert best(metrics.with_best(rows(0.7, 0.8), second, True, TASK)) == [(0.7, 0.8)]
     saved_earlier = [{"before_a": 0.5}]  # by a version that did not know of them
-    assert best(metrics.with_best(rows(0.7, 0.8), saved_earlier, False, "a")) == [(None, None)]
+    assert best(metrics.with_best(rows(0.7, 0.8), saved_earlier, False, TASK)) == [(None, None)]
+
+
+def member_and_program(task=TASK):
+    phase = SimpleNamespace(
+        federation=SimpleNamespace(active=everyone(1)), config=SimpleNamespace(algorithm="fedavg")
+    )
+    built = SimpleNamespace(phases=[phase, phase], task=task)
+    return built, run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
 
 
 def test_a_phase_does_not_take_over_the_best_of_the_one_before():
     """Its first score is not a number, so that it has no best round yet."""
-    phase = SimpleNamespace(federation=SimpleNamespace(active=everyone(1)))
-    built = SimpleNamespace(phases=[phase, phase], task=SimpleNamespace(name="a"))
-    one = run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
+    built, one = member_and_program()
     good, unknown = (scores([value], [1.0], [4]) for value in (3, np.nan))
-    run_state.measured(built, one, Evaluation(good, good, None), {})
+    run_state.measured(built, one, Evaluation(good, good, None), {}, {})
     assert one.at.clients[0]["best_before_a"] == 0.75
     one.at = one.at._replace(phase=1, best_round=None, best_score=None)
-    run_state.measured(built, one, Evaluation(unknown, unknown, None), {})
+    run_state.measured(built, one, Evaluation(unknown, unknown, None), {}, {})
     assert (one.at.best_round, one.at.clients[0]["best_before_a"]) == (None, None)
+
+
+def best_round(task, values, losses, name):
+    built, one = member_and_program(task)
+    for t, (value, loss) in enumerate(zip(values, losses, strict=True), 1):
+        one.at = one.at._replace(round=t)
+        part = scores([value], [loss], [1], name)
+        if task is not TASK:
+            part = part._replace(metrics=part.metrics | {"rmse": part.metrics[name]})
+        run_state.measured(built, one, Evaluation(part, part, None), {}, {})
+    return one.at.best_round
+
+
+def test_the_best_round_is_the_best_and_finite():
+    assert best_round(TASK, [0.5, 0.9, 0.7], [1, 1, 1], "a") == 2
+    assert best_round(TASK, [0.5, 0.9, 0.7], [1, np.nan, 1], "a") == 3  # class 0, by chance
+    assert best_round(TASK, [0.5], [np.inf], "a") is None
+    assert best_round(regression(), [5, 2, 3], [5, 2, 3], "squared_error") == 2
+
+
+def test_a_round_in_which_one_client_is_not_finite_is_never_the_best():
+    """The mean over the others would be higher than before."""
+    phase = SimpleNamespace(
+        federation=SimpleNamespace(active=everyone(2)), config=SimpleNamespace(algorithm="fedavg")
+    )
+    built = SimpleNamespace(phases=[phase], task=TASK)
+    one = run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(2)))
+    whole, part = scores([2, 4], [1, 1], [4, 4]), scores([0, 4], [np.nan, 1], [4, 4])
+    for t, found in enumerate([whole, part], 1):
+        one.at = one.at._replace(round=t)
+        line = run_state.measured(built, one, Evaluation(found, found, None), {}, {})
+    assert line["validation"]["a_mean"] == 1.0
+    assert one.at.best_round == 1
+    said = list(progress.not_finite(built, one, Evaluation(part, part, None)))
+    (line,) = said
+    assert line.startswith("round 2: the evaluation of client 0 is not finite")
+    assert not list(progress.not_finite(built, one, Evaluation(part, part, None)))  # once
 
 
 def test_client_table():

@@ -16,7 +16,6 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.randomness import INIT, stage_key
-from fedjax_pfl.core.task import regression
 from fedjax_pfl.engine import ledger
 from fedjax_pfl.engine.rounds import Rounds, make_rounds
 from fedjax_pfl.networks.mlp import MLP
@@ -74,7 +73,7 @@ ACTIVE = ~np.isin(np.arange(9), NOVEL)
 def counted(chunk: int = 1) -> Rounds:
     federation = clients_of(9, ACTIVE)
     settings = {"cohort": COHORT, "calls": CALLS, "dropout": 0.25, "chunk": chunk}
-    return make_rounds(counting(9), regression(), federation, **settings)
+    return make_rounds(counting(9), tiny.HALF_SQUARES, federation, **settings)
 
 
 def drawn(chunk: int = 1, seed: int = 11, t: int = 0, n: int = CALLS) -> Any:
@@ -146,7 +145,7 @@ def test_chunks_within_devices():
 @pytest.mark.parametrize("cohort", [0, 8])
 def test_a_cohort_must_fit(cohort: int):
     with pytest.raises(UsageError, match=f"clients_per_round is {cohort}, and there are 7 active"):
-        make_rounds(counting(9), regression(), clients_of(9, ACTIVE), cohort=cohort)
+        make_rounds(counting(9), tiny.HALF_SQUARES, clients_of(9, ACTIVE), cohort=cohort)
 
 
 def test_seats_of_two_groups():
@@ -154,7 +153,7 @@ def test_seats_of_two_groups():
     groups, active = np.array([0, 1, 0, 1, 0, 1, 1]), np.arange(7) < 6
     rounds = make_rounds(
         by_group((counting(7), counting(7))),
-        regression(),
+        tiny.HALF_SQUARES,
         clients_of(7, active, groups),
         cohort=4,
         calls=200,
@@ -208,7 +207,7 @@ def linear() -> Algorithm:
     training = local_training.sgd(
         learning_rate=RATE, momentum=MOMENTUM, weight_decay=DECAY, batch_size=BATCH, epochs=EPOCHS
     )
-    return algorithms.fedavg(MLP(2, ()), regression(), training, targets()[1])
+    return algorithms.fedavg(MLP(2, ()), tiny.HALF_SQUARES, training, targets()[1])
 
 
 def oracle(data: Any, kernel: Any, bias: Any) -> list[tuple[Any, Any]]:
@@ -254,7 +253,7 @@ def limited() -> tuple[Rounds, float]:
     third, fourth = np.sort(lengths(oracle(data, **first_model()), **first_model()))[2:4]
     assert third < 0.98 * fourth
     limit = float(np.sqrt(third * fourth))
-    rounds = make_rounds(linear(), regression(), federation, cohort=6, max_update_norm=limit)
+    rounds = make_rounds(linear(), tiny.HALF_SQUARES, federation, cohort=6, max_update_norm=limit)
     return rounds, limit
 
 

@@ -13,7 +13,7 @@ from experiments.papers.tables import TABLES, cells_of
 from experiments.reproduce import Options
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import comparison
+from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.interrupt import Stopped
@@ -146,7 +146,7 @@ def test_measures_by_hand():
     clients = [{"client": f"{i}", "group": f"{i % 3}", "before_accuracy": f"{i / 10}",
                 "after_accuracy": f"{i / 10 + 0.05}", "best_before_accuracy": "" if i == 1 else 0.0}
                for i in range(10)]  # fmt: skip
-    run = comparison.Run(None, {}, metrics, clients, True)
+    run = run_reader.Run(None, {}, metrics, clients)
     ours = lambda name, column: [m(run) for m in TABLES[name].measures(column) if m]
     assert ours("pfedla/table1", "cifar10-n10") == [50, 100]
     assert ours("pfedla/table3", "cifar10-MiB") == [1.5e9 / 2**20]

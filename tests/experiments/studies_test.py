@@ -110,7 +110,7 @@ def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
     monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar10"))
     monkeypatch.setattr(pfedhn, "ROUNDS", SimpleNamespace(value=900))
     monkeypatch.setattr(pfedhn, "METHODS", SimpleNamespace(value=["pfedhn", "fedavg"]))
-    monkeypatch.setattr(pfedhn.common, "runs", runs)
+    monkeypatch.setattr(pfedhn.study, "runs", runs)
     found, _ = pfedhn.novel()
     train, fit = configuration.phases(seen["novel0.5-pfedhn"])
     assert (train.participants, train.pfedhn.frozen, train.rounds) == ("active", False, 900)
@@ -224,3 +224,25 @@ def test_the_curve_that_is_judged_is_that_of_the_number(table, cell, when, tmp_p
     options = Options(table, "full", (cell,), 1)
     there(tmp_path / "a", cell, 0, 0.6, options)
     assert f" {when} local training" in shown(options, tmp_path)
+
+
+def test_numbers_are_printed_as_tables():
+    spread = {"mean": 0.5, "std": 0.25, "seeds": 2}
+    numbers = {
+        "alpha": 1.25,
+        "long": list(range(9)),
+        "fedavg": {"before": spread, "after": {"mean": 1.0, "std": None, "seeds": 1}},
+        "local": {"before": spread, "after": None},
+    }
+    first, second = common.shown(numbers)
+    assert first.heads == ["alpha", "long"]
+    assert first.rows == [["all", "1.25", "9 values, in the file"]]
+    assert second.heads == ["before", "after"]
+    assert second.rows == [["fedavg", "0.5 ± 0.25", "1"], ["local", "0.5 ± 0.25", "–"]]
+    many = {f"n{i}": i for i in range(8)}
+    (table,) = common.shown({"group": many})
+    assert table.rows[3] == ["group / n3", "3"]
+
+
+def test_by_default_a_study_runs_on_what_is_embedded():
+    assert common.DATASET.default == "digits"

@@ -1,6 +1,5 @@
 """Reports of small made-up runs."""
 
-import csv
 import html
 import html.parser
 import json
@@ -10,8 +9,11 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import numbers as numbers_as_said
 from fedjax_pfl.report import page as report
+from fedjax_pfl.report import references, run_reader
+from fedjax_pfl.report.run_reader import Run
+from tests.report.comparison_test import settings
 
 CONFIG = {
     "algorithm": "fedavg",
@@ -55,22 +57,28 @@ def evaluation(t, before=0.5, after=0.75, score="accuracy", **other):
     } | other
 
 
-def run_directory(path, metrics, config=CONFIG, traffic=TRAFFIC, clients=4, score="accuracy"):
-    (path / "config.json").write_text(json.dumps(config))
-    (path / "traffic.json").write_text(json.dumps(traffic))
-    (path / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics))
+def a_run(path, metrics, config=CONFIG, traffic=TRAFFIC, clients=4, score="accuracy"):
+    """What a run hands over at its end."""
     after = metrics[-1]["after"]
-    with (path / "clients.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(
-            ["client", "active", "group", "train_examples", "test_examples"]
-            + [f"{stage}_{key}" for stage in ("before", "after") for key in (score, "loss")]
-            + ["bytes_down", "bytes_up", "dropped", "rejected"]
-        )
-        for i in range(clients):
-            scores = [0.5 + 0.1 * (i % 4), 0.4, *([0.9, 0.2] if after else ["", ""])]
-            rows.writerow([i, int(i > 0), 0, 10 * (i + 1), 5, *scores, 300, 200, 0, 0])
-    return path
+    rows = [
+        {
+            "client": i,
+            "active": int(i > 0),
+            "group": 0,
+            "train_examples": 10 * (i + 1),
+            "test_examples": 5,
+            f"before_{score}": 0.5 + 0.1 * (i % 4),
+            "before_loss": 0.4,
+            f"after_{score}": 0.9 if after else None,
+            "after_loss": 0.2 if after else None,
+            "bytes_down": 300,
+            "bytes_up": 200,
+            "dropped": 0,
+            "rejected": 0,
+        }
+        for i in range(clients)
+    ]
+    return Run(path, config, metrics, rows, traffic)
 
 
 def names(directory):
@@ -90,7 +98,7 @@ class Tags(html.parser.HTMLParser):
 @pytest.mark.parametrize("evaluations", [1, 2, 50])
 def test_writes_every_figure_and_a_self_contained_page(tmp_path, evaluations):
     metrics = [evaluation(t) for t in range(1, evaluations + 1)]
-    path = report.write(run_directory(tmp_path, metrics))
+    path = report.write(a_run(tmp_path, metrics))
     assert path == tmp_path / "report.html"
     assert names(tmp_path) == FIGURES
     for image in (tmp_path / "figures").glob("*.png"):
@@ -98,27 +106,34 @@ def test_writes_every_figure_and_a_self_contained_page(tmp_path, evaluations):
         assert image.stat().st_size > 5000
     page = path.read_text()
     tags = Tags(page).found
-    images = [attributes for tag, attributes in tags if tag == "img"]
-    assert len(images) == len(FIGURES)
-    assert all(i["src"].startswith("data:image/png;base64,") and i["alt"] for i in images)
-    assert not any({"href", "srcset", "action"} & attributes.keys() for _, attributes in tags)
-    assert not {tag for tag, _ in tags} & {"script", "link", "iframe"}
-    assert "http" not in re.sub(r'src="data:[^"]*"', "", page)
-    assert "url(" not in page
+    drawn = [attributes for tag, attributes in tags if tag == "svg"]
+    assert len(drawn) == len(FIGURES)
+    assert all(one["role"] == "img" and one["aria-label"] for one in drawn)
+    assert not any({"srcset", "action", "src"} & attributes.keys() for _, attributes in tags)
+    assert all(a.get("href", "#").startswith("#") for _, a in tags)  # within the page
+    assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "metadata", "img"}
+    assert "http" not in page
+    assert all(found == "#" for found in re.findall(r"url\((.)", page))
+    ids = [a["id"] for _, a in tags if "id" in a]
+    assert len(ids) == len(set(ids))
+    # Figures have the colours of the page, which change in the dark.
+    assert "var(--ink)" in page
+    figures = page[page.index("<svg") : page.rindex("</svg>")].lower()
+    assert not re.search("#(333333|000000|ffffff|0072b2)", figures)
     assert 'class="warning"' not in page
 
 
 def test_broad_pictures_have_a_row_of_their_own(tmp_path):
     extra = {name: Figure(figsize=(9, 3)) for name in ("many", "one")}
     extra["many"].subplots(1, 4)
-    page = report.write(run_directory(tmp_path, [evaluation(1)]), extra).read_text()
+    page = report.write(a_run(tmp_path, [evaluation(1)]), extra).read_text()
     (block,) = page.split('<figure class="broad">')[1:]
     assert "Many." in block.partition("</figure>")[0]
 
 
 def test_headline_has_last_and_best(tmp_path):
     metrics = [evaluation(5, 0.6, 0.8), evaluation(10, 0.55, 0.7, best_round=5)]
-    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    page = report.write(a_run(tmp_path, metrics)).read_text()
     for expected in ("55.00 %", "70.00 %", "best round 5: 60.00\xa0%", "best round 5: 80.00\xa0%"):
         assert expected in page
     for expected in ("20 kB", "12 kB down", "8 kB up", "15.0 s"):
@@ -133,9 +148,11 @@ def test_extra_figures_are_saved_and_embedded(tmp_path):
     labelled.add_subplot().plot([1, 2])
     labelled.set_label('Classes & "clients".')
     extra = {"partition": labelled, "two words/..": plain}
-    page = report.write(run_directory(tmp_path, [evaluation(1)]), extra).read_text()
+    page = report.write(a_run(tmp_path, [evaluation(1)]), extra).read_text()
     assert names(tmp_path) == FIGURES | {"partition", "two_words_.."}
-    assert 'Classes & "clients".' in {a["alt"] for tag, a in Tags(page).found if tag == "img"}
+    assert 'Classes & "clients".' in {
+        a["aria-label"] for tag, a in Tags(page).found if tag == "svg"
+    }
     assert "Classes &amp; &quot;clients&quot;." in page
     assert "Two words." in page
     assert page.count("<figure>") == len(FIGURES) + 2
@@ -143,7 +160,7 @@ def test_extra_figures_are_saved_and_embedded(tmp_path):
 
 def test_without_numbers_after_local_training(tmp_path):
     metrics = [evaluation(t, after=None) for t in (1, 2)]
-    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    page = report.write(a_run(tmp_path, metrics)).read_text()
     assert "before local training" in page
     assert "after local training" not in page
     assert "after" not in report.table(metrics)
@@ -152,7 +169,7 @@ def test_without_numbers_after_local_training(tmp_path):
 def test_a_score_that_is_not_an_accuracy(tmp_path):
     score = "negative_loss"
     metrics = [evaluation(t, -1.25, -1.0, score) for t in (1, 2)]
-    page = report.write(run_directory(tmp_path, metrics, score=score)).read_text()
+    page = report.write(a_run(tmp_path, metrics, score=score)).read_text()
     assert names(tmp_path) == FIGURES
     assert "Negative loss before local training" in page
     assert "-1.25" in page
@@ -161,14 +178,14 @@ def test_a_score_that_is_not_an_accuracy(tmp_path):
 
 
 def test_values_that_were_not_finite(tmp_path):
-    blank = dict.fromkeys(numbers(0.5))
+    blank = dict.fromkeys(numbers(0.5)) | {"clients": 0, "not_finite": 4}
     metrics = [evaluation(t, train_loss=None) for t in (1, 2, 3)]
     metrics[1]["after"] = blank
     metrics[2]["before"] = blank
     metrics[2]["best_round"] = None
-    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    page = report.write(a_run(tmp_path, metrics)).read_text()
     assert names(tmp_path) == FIGURES - {"train_loss"}
-    assert "not finite" in page
+    assert "Clients whose final evaluation is not finite: 4; means are over the 0 others." in page
     assert "There is no best round" in page
     assert not re.search(r"\b(nan|None)\b", re.sub(r'src="data:[^"]*"', "", page))
     text = report.table(metrics)
@@ -178,7 +195,7 @@ def test_values_that_were_not_finite(tmp_path):
 
 def test_clients_that_dropped_out_or_were_rejected_are_warned_about(tmp_path):
     metrics = [evaluation(1, dropped=3, rejected=1234)]
-    page = report.write(run_directory(tmp_path, metrics)).read_text()
+    page = report.write(a_run(tmp_path, metrics)).read_text()
     assert page.count('class="warning"') == 2
     assert "1,234" in page
 
@@ -186,7 +203,7 @@ def test_clients_that_dropped_out_or_were_rejected_are_warned_about(tmp_path):
 def test_a_method_without_traffic_has_no_traffic_figures(tmp_path):
     metrics = [evaluation(1, bytes_down=0, bytes_up=0)]
     nothing = {"down": {}, "up": {}, "total_down": 0, "total_up": 0}
-    report.write(run_directory(tmp_path, metrics, traffic=nothing))
+    report.write(a_run(tmp_path, metrics, traffic=nothing))
     assert names(tmp_path) == FIGURES - {"score_bytes", "traffic"}
 
 
@@ -194,7 +211,7 @@ def test_many_clients_and_layers(tmp_path):
     layers = {f"a/long/path/to/the/layer/number/{i}": 10**i for i in range(40)}
     traffic = {"down": layers, "up": layers}
     metrics = [evaluation(1), evaluation(2, phase=1)]
-    report.write(run_directory(tmp_path, metrics, traffic=traffic, clients=300))
+    report.write(a_run(tmp_path, metrics, traffic=traffic, clients=300))
     assert names(tmp_path) == FIGURES
 
 
@@ -202,25 +219,10 @@ def test_hostile_settings_are_escaped(tmp_path):
     hostile = '"><script>alert(1)</script>'
     config = CONFIG | {"dataset": hostile, hostile: hostile, "nested": {hostile: [hostile]}}
     traffic = {"down": {hostile: 1}, "up": {"$x_{$": 1}}
-    path = report.write(run_directory(tmp_path, [evaluation(1)], config, traffic))
+    path = report.write(a_run(tmp_path, [evaluation(1)], config, traffic))
     page = path.read_text()
     assert "<script" not in page
     assert html.escape(hostile) in page
-
-
-@pytest.mark.parametrize("lacking", ["config.json", "metrics.jsonl", "clients.csv", "traffic.json"])
-def test_an_unfinished_run_is_named(tmp_path, lacking):
-    run_directory(tmp_path, [evaluation(1)])
-    (tmp_path / lacking).unlink()
-    with pytest.raises(UsageError, match=lacking):
-        report.write(tmp_path)
-
-
-def test_a_run_without_evaluations_is_named(tmp_path):
-    run_directory(tmp_path, [evaluation(1)])
-    (tmp_path / "metrics.jsonl").write_text("\n")
-    with pytest.raises(UsageError, match="no evaluation"):
-        report.write(tmp_path)
 
 
 def test_table_to_the_letter():
@@ -240,7 +242,7 @@ def test_table_to_the_letter():
 def test_a_run_of_before_that_was_measured_says_no_time_of_evaluations(tmp_path):
     metrics = [evaluation(5) | {"evaluate_seconds": None}]
     assert "seconds  7.5, and 4.0 to compile" in report.table(metrics)
-    assert "to evaluate" not in report.write(run_directory(tmp_path, metrics)).read_text()
+    assert "to evaluate" not in report.write(a_run(tmp_path, metrics)).read_text()
 
 
 def test_table_fits_a_terminal():
@@ -266,4 +268,77 @@ def test_table_fits_a_terminal():
     ],
 )
 def test_human_bytes(n, expected):
-    assert report.human_bytes(n) == expected
+    assert numbers_as_said.human_bytes(n) == expected
+
+
+# Whether it helped, what was changed, where it comes from.
+
+
+def finished(path, config, before, clients):
+    """A run directory of four clients, as a run leaves it."""
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(json.dumps(config))
+    lines = [evaluation(t, before, before + 0.1) for t in (5, 10)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = ["client,active,test_examples,before_accuracy,after_accuracy"]
+    rows += [f"{i},1,5,{score},{score + 0.1}" for i, score in enumerate(clients)]
+    (path / "clients.csv").write_text("\n".join(rows) + "\n")
+    (path / "report.html").touch()
+    return path
+
+
+def work(method, **changes):
+    return settings(method, clients=4, rounds=10, **changes)
+
+
+def test_did_it_help_is_answered_by_runs_of_the_same_work_beside_it(tmp_path):
+    """Gains of .1, .2, .2 and .3 over FedAvg: four of four, p = 2/2^4; Local is .05 better."""
+    ours = [0.5, 0.6, 0.6, 0.7]
+    finished(tmp_path / "a", work("fedavg"), 0.4, [0.4, 0.4, 0.4, 0.4])
+    finished(tmp_path / "run" / "reference" / "local", work("local"), 0.65,
+             [score + 0.05 for score in ours])  # fmt: skip
+    finished(tmp_path / "other seed", work("local", seed=1), 0.1, ours)
+    finished(tmp_path / "other data", work("local", partition_seed=1), 0.1, ours)
+    finished(tmp_path / "other network", work("local", model="mlp"), 0.1, ours)
+    (finished(tmp_path / "going on", work("local"), 0.1, ours) / "report.html").unlink()
+    (finished(tmp_path / "damaged", work("local"), 0.1, ours) / "clients.csv").write_text("x")
+    finished(tmp_path / "run2", work("pfedla"), 0.6, ours).rename(tmp_path / "run" / "own")
+    run = run_reader.read(tmp_path / "run" / "own")._replace(directory=tmp_path / "run")
+    assert list(references.find(run)) == ["FedAvg", "Local"]
+    page = report.write(run).read_text()
+    said = html.unescape(page)
+    assert (
+        "As served it is 20.00 points better than FedAvg (60.00 % against 40.00 %; better for 4 "
+        "of 4 clients, p = 0.1250)."
+    ) in said
+    assert "it is 5.00 points worse than Local (60.00 % against 65.00 %; better for 0 of 4" in said
+    assert page.count(">FedAvg</text>") == page.count(">Local</text>") == 2  # of the two curves
+    assert "also differ" not in page
+    (tmp_path / "a" / "config.json").write_text(json.dumps(work("fedavg", learning_rate=0.5)))
+    assert "The two runs also differ in learning_rate." in report.write(run).read_text()
+
+
+def test_where_nothing_lies_beside_it_the_page_says_what_to_do(tmp_path):
+    run = run_reader.read(finished(tmp_path / "run", work("pfedla"), 0.6, [0.6] * 4))
+    assert "With the setting reference=true both are run" in report.write(run).read_text()
+    alone = run_reader.read(finished(tmp_path / "x" / "local", work("local"), 0.6, [0.6] * 4))
+    assert "Did it help" not in report.write(alone).read_text()
+
+
+def test_changed_settings_stand_apart_and_the_page_says_where_it_comes_from(tmp_path):
+    made = {"began": "2026-01-02 03:04 UTC", "command": "python -m experiments.x --a='<b>'"}
+    run = a_run(tmp_path, [evaluation(1)], work("fedavg", learning_rate=0.25))._replace(made=made)
+    page = report.write(run).read_text()
+    changed = page[page.index("Settings that were changed") : page.index("<details>")]
+    assert "<dt>learning_rate</dt><dd>0.25</dd>" in changed
+    assert "batch_size" not in changed
+    assert "<dt>batch_size</dt><dd>32</dd>" in page[page.index("<details>") :]
+    assert "2026-01-02 03:04 UTC" in page
+    assert "--a=&#x27;&lt;b&gt;&#x27;" in page
+
+
+def test_on_a_phone_each_number_has_its_name(tmp_path):
+    page = report.write(a_run(tmp_path, [evaluation(1)])).read_text()
+    cells = [a["data-head"] for tag, a in Tags(page).found if tag == "td" and a]
+    assert cells[:5] == ["mean", "weighted", "std", "worst 10 %", "loss"]
+    assert "td::before { content: attr(data-head)" in page

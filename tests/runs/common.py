@@ -4,12 +4,19 @@ Compiled rounds are kept between tests, so that each configuration compiles once
 """
 
 import json
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.runs import runner
+
+
+def but_evaluations(stderr):
+    """What was said besides a line for each evaluation."""
+    return [line for line in stderr.splitlines() if not re.match(r"round \d+ of \d+", line)]
+
 
 BASE = {
     "dataset": "synthetic",
@@ -34,6 +41,7 @@ BASE = {
 PHASES = {**BASE, "eval_every": 1, "phases": ({"rounds": 2}, {"algorithm": "local", "rounds": 2})}
 FILES = {
     "config.json",
+    "made.json",
     "plan.json",
     "metrics.jsonl",
     "clients.csv",

@@ -84,7 +84,7 @@ def in_the_run(result, state):
     phase, t = result.phases[-1], jnp.int32(result.metrics[-1]["round"])
     key, state, data, t = phase.rounds.place((phase.points, state, result.data, t))
     found = jax.device_get(phase.rounds.evaluate(key, state, data, t)).before
-    return np.stack([found.score, found.loss], -1) / found.examples[:, None]
+    return np.stack([found.metrics["accuracy"], found.loss], -1) / found.examples[:, None]
 
 
 def by_file(path, result):
@@ -92,7 +92,7 @@ def by_file(path, result):
     model, variables = export.load(path)
     own = examples_of(result, export.about(path)["client"])
     outputs = jax.jit(model.apply)(variables, own.x)
-    by = (cases.TASK.score, cases.TASK.loss)
+    by = (cases.TASK.metrics[0].update, cases.TASK.loss)
     return [np.mean(each(outputs, own.y, None)) for each in by], outputs
 
 
@@ -303,7 +303,7 @@ def test_bad_input_is_one_line(finished, tmp_path):
     (directory / "config.json").write_text(json.dumps(known | {"dataset": "hospitals"}))
     assert "with a dataset of your own, hospitals; from Python" in no(directory, out)
     (directory / "config.json").write_text("[")
-    assert "is not a run directory" in no(directory, out)
+    assert "is damaged (it is not JSON)" in no(directory, out)
 
 
 def test_no_best_round_without_validation_examples(finished, tmp_path):

@@ -12,7 +12,6 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, State, Traffic, Trained, Visit
 from fedjax_pfl.core.groups import by_group
-from fedjax_pfl.core.task import regression
 from fedjax_pfl.engine import ledger
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.mlp import MLP
@@ -215,12 +214,12 @@ def test_a_round_of_fedavg():
     """16 bits: as the plain round but for one level; kernel 10 · 16 + 32 bits, bias 2 · 16 + 32."""
     data, federation = tiny.federated()
     network = MLP(2, ())
-    plain = algorithms.fedavg(network, regression(), local_training.sgd(epochs=1), federation)
+    plain = algorithms.fedavg(network, tiny.HALF_SQUARES, local_training.sgd(epochs=1), federation)
     plain = plain._replace(train=step)
     packed = compression(federation, data, bits=16, top_k=None)(plain)
 
     def ran(algorithm: Algorithm) -> Any:
-        rounds = make_rounds(algorithm, regression(), federation, cohort=6)
+        rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=6)
         first = jax.device_get(rounds.init(KEY))
         state, logs = rounds.run(KEY, rounds.init(KEY), data, jnp.int32(0), jnp.int32(1))
         book = ledger.add(ledger.empty(6), jax.device_get(logs), 1)

@@ -88,7 +88,7 @@ def _one_seed(net: Any, seed: int, epochs: int) -> tuple[dict[str, list[float]],
     @jax.jit
     def score(variables: Any, own: ClientData) -> jax.Array:
         found = local_training.evaluate(net.apply, variables, own, own.validation, task)
-        return found.score / found.examples.astype(jnp.float32)
+        return found.metrics["accuracy"] / found.examples.astype(jnp.float32)
 
     key = jax.random.key(seed)
     start = net.init(key, people[0].x[:1])

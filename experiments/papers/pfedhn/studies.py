@@ -141,7 +141,7 @@ def _crossed(result: runner.Result) -> np.ndarray:
         variables = algorithm.personal(state._replace(clients=()), client, visit)
         test = Split(data.test.rows[i], data.test.size[i])
         scores = local_training.evaluate(algorithm.predict, variables, own, test, classification())
-        return scores.score / scores.examples
+        return scores.metrics["accuracy"] / scores.examples
 
     n = range(result.federation.clients)
     return np.array([[float(score(state, jnp.int32(i), jnp.int32(j))) for j in n] for i in n])

@@ -10,8 +10,8 @@ from ml_collections import ConfigDict
 from fedjax_pfl.config import configuration
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.engine.metrics import mean_std
-from fedjax_pfl.report import comparison
-from fedjax_pfl.report.figures import number, score_name
+from fedjax_pfl.report.numbers import metric_of, number
+from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.runs.tuning.grids import Point, word
 
 
@@ -20,7 +20,7 @@ class Tried(NamedTuple):
 
     point: Point
     config: ConfigDict  # of its first seed
-    runs: Mapping[int, comparison.Run]  # by seed
+    runs: Mapping[int, Run]  # by seed
     seeds: int  # that there are to be
 
     @property
@@ -28,14 +28,16 @@ class Tried(NamedTuple):
         return len(self.runs) == self.seeds
 
 
-def score(run: comparison.Run) -> float:
+def score(run: Run) -> float:
     """On validation examples, mean over clients, at the run's best round of its last phase.
 
     It is that of the model which a run keeps as its best. NaN where there is none.
     """
     best = run.metrics[-1].get("best_round")
     lines = [line for line in run.metrics if line["round"] == best and line.get("validation")]
-    return number(lines[0]["validation"][f"{score_name(run.metrics)}_mean"]) if lines else math.nan
+    return (
+        number(lines[0]["validation"][f"{metric_of(run.metrics).name}_mean"]) if lines else math.nan
+    )
 
 
 def spread(tried: Tried) -> dict[str, Any]:
@@ -43,8 +45,14 @@ def spread(tried: Tried) -> dict[str, Any]:
     return mean_std([score(run) for run in tried.runs.values()])
 
 
+def sign(tried: Tried) -> int:
+    """1 where a higher score is better, -1 where a lower one is."""
+    runs = list(tried.runs.values())
+    return 1 if not runs or metric_of(runs[0].metrics).higher_is_better else -1
+
+
 def ranked(tried: Sequence[Tried]) -> list[Tried]:
-    """From the highest mean score to the lowest; equal ones, and at last unfinished ones, as given.
+    """From the best mean score to the worst; equal ones, and at last unfinished ones, as given.
 
     A point with a run that has no finite score comes after all that have.
     """
@@ -54,7 +62,7 @@ def ranked(tried: Sequence[Tried]) -> list[Tried]:
             return True, 0.0
         # To twelve digits: .9 + .3 and .8 + .4 are equal, which binary fractions would deny.
         mean = round(spread(one)["mean"], 12)
-        return False, math.inf if math.isnan(mean) else -mean
+        return False, math.inf if math.isnan(mean) else -sign(one) * mean
 
     return sorted(tried, key=key)
 
@@ -71,7 +79,8 @@ def close(best: Tried, tried: Sequence[Tried]) -> list[Tried]:
     """Points over which the lead, seed by seed, is no larger in mean than its deviation."""
     found = []
     for one in tried:
-        lead = mean_std([score(run) - score(one.runs[seed]) for seed, run in best.runs.items()])
+        leads = [score(run) - score(one.runs[seed]) for seed, run in best.runs.items()]
+        lead = mean_std([sign(best) * each for each in leads])
         if one is not best and len(best.runs) > 1 and lead["mean"] <= lead["std"]:
             found.append(one)
     return found

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.config import configuration
 from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import page, text_tables
+from fedjax_pfl.report import html_page, text_tables
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, show, trials
 from fedjax_pfl.runs.tuning.show import Found
@@ -61,11 +61,11 @@ def preset(found: Found, said: Sequence[str], what: str) -> str | None:
     there = {method: one for method, one in best.items() if one is not None}
     if len(there) < len(best):
         return None
-    name = show.name_of(found)
-    unit = " %" if name == "accuracy" else ""
+    metric = show.metric_in(found)
+    unit = " %" if metric.unit == "%" else ""
     remarks = {}
     for method, one in there.items():
-        score = f"{show.shown(choice.spread(one), name)}{unit} on validation examples"
+        score = f"{show.shown(choice.spread(one), metric)}{unit} on validation examples"
         remarks[method] = f"{score}, the best of {len(found[method])}: {grids.label(one.point)}."
     return choice.preset(there, remarks, "\n".join([what, *said]))
 
@@ -85,7 +85,7 @@ def write(found: Found, said: Sequence[str], what: str, out: Path, ours: bool = 
         picture = show.draw(found)
         made = preset(found, said, what) if ours else None
         for name, content in (
-            ("tune.png", page.png(picture.figure) if picture else None),
+            ("tune.png", html_page.png(picture.figure) if picture else None),
             ("tuned.py", None if made is None else made.encode()),
         ):
             if content is None:  # what stands there is of another grid

@@ -13,10 +13,12 @@ from matplotlib.axes import Axes
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config.configuration import OURS, Words
+from fedjax_pfl.core.task import ACCURACY, Metric
 from fedjax_pfl.report import figures
-from fedjax_pfl.report import page as report
-from fedjax_pfl.report.comparison import Run
-from fedjax_pfl.report.figures import Picture, score_name, show_score
+from fedjax_pfl.report import html_page as report
+from fedjax_pfl.report.figures import Picture
+from fedjax_pfl.report.numbers import in_unit, metric_of, show_score, word
+from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs.tuning import choice, grids, trials
 from fedjax_pfl.runs.tuning.choice import Tried
@@ -24,51 +26,50 @@ from fedjax_pfl.runs.tuning.choice import Tried
 Found = Mapping[str, Sequence[Tried]]  # by method, points in grid order
 
 
-def name_of(found: Found) -> str:
-    """What the score is called; an accuracy where nothing has been scored."""
+def metric_in(found: Found) -> Metric:
+    """What points are chosen by; an accuracy where nothing has been scored."""
     runs = (run for tried in found.values() for one in tried for run in one.runs.values())
     first = next(runs, None)
-    return score_name(first.metrics) if first else "accuracy"
+    return metric_of(first.metrics) if first else ACCURACY
 
 
 def tables(found: Found) -> list[Table]:
     """One for each method: its points by score."""
-    name, made = name_of(found), []
+    metric, made = metric_in(found), []
     for method, tried in found.items():
         best = choice.chosen(tried)
         rows = [
-            [grids.label(one.point), *_cells(one, name), "chosen" if one is best else ""]
+            [grids.label(one.point), *_cells(one, metric), "chosen" if one is best else ""]
             for one in choice.ranked(tried)
         ]
         made.append(Table(method, ["validation", "best round", "seeds", "rounds", ""], rows))
     return made
 
 
-def _cells(one: Tried, name: str) -> list[str]:
+def _cells(one: Tried, metric: Metric) -> list[str]:
     if not one.runs:
         return ["not run", "", "", ""]
     spread, lasts = choice.spread(one), [run.metrics[-1] for run in one.runs.values()]
     best = ", ".join(f"{last.get('best_round') or '–'}" for last in lasts)
     rounds = ", ".join(f"{n}" for n in sorted({last["round"] for last in lasts}))
     seeds = f"{len(lasts)}" if one.complete else f"{len(lasts)} of {one.seeds}"
-    return [shown(spread, name), best, seeds, rounds]
+    return [shown(spread, metric), best, seeds, rounds]
 
 
-def shown(spread: Mapping[str, Any], name: str) -> str:
+def shown(spread: Mapping[str, Any], metric: Metric) -> str:
     """A mean and its deviation, without the sign of per cent."""
-    show = lambda value: show_score(name, value).removesuffix(" %")
+    show = lambda value: show_score(metric, value).removesuffix(" %")
     mean, std = spread["mean"], spread["std"]
     return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
 
 
 def head(found: Found, seeds: int, configs: Mapping[str, ConfigDict], words: Words = OURS) -> str:
     """What the score is and what every method was given."""
-    name = name_of(found)
-    unit = " in per cent" if name == "accuracy" else ""
+    metric = metric_in(found)
     points = _count((len(tried) for tried in found.values()), "point")
     looks = _count((trials.evaluations(one, words) for one in configs.values()), "evaluation")
     return (
-        f"{name.replace('_', ' ').capitalize()}{unit} on validation examples: mean over clients at "
+        f"{word(metric)}{in_unit(metric)} on validation examples: mean over clients at "
         "a run's best evaluation, then mean ± sample standard deviation over seeds. Each method "
         f"has {points}, {_count([seeds], 'seed')} and {looks} to be best in. Client visits of a "
         f"run: {work(configs, words)}."
@@ -166,10 +167,10 @@ def draw(found: Found) -> Picture | None:
     settings = [name for name, each in values.items() if len(each) > 1]
     if not settings:
         return None
-    name, across = name_of(found), min(3, len(settings))
+    metric, across = metric_in(found), min(3, len(settings))
     down = math.ceil(len(settings) / across)
     figure = figures.sheet(
-        f"{name.replace('_', ' ').capitalize()} on validation examples",
+        f"{word(metric)} on validation examples",
         (4.8, 7.2, 10.2)[across - 1], 0.9 + 3.1 * down,
     )  # fmt: skip
     panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
@@ -184,7 +185,7 @@ def draw(found: Found) -> Picture | None:
             axes.set_visible(False)
             continue
         _value_axis(figures.dressed(axes), setting, sorted(values[setting]))
-    figures.score_axis(panels[0], name)
+    figures.score_axis(panels[0], metric)
     for axes in panels[: len(settings)]:
         axes.set_ylabel(panels[0].get_ylabel() if axes.get_subplotspec().is_first_col() else "")
     figure.legend(list(lines.values()), list(lines), loc="outside lower left", ncols=5,
@@ -210,9 +211,10 @@ def _profile(
     if not found:
         return None
     at, (colour, marker) = sorted(found), style
+    best_of = max if choice.sign(tried[0]) > 0 else min
     every = [(value, mean) for value in at for mean in found[value]]
     axes.plot(*zip(*every, strict=True), ".", color=colour, markersize=5, alpha=0.4, clip_on=False)
-    (line,) = axes.plot(at, [max(found[value]) for value in at], color=colour, marker=marker,
+    (line,) = axes.plot(at, [best_of(found[value]) for value in at], color=colour, marker=marker,
                         markersize=5, linewidth=1.6, zorder=3, clip_on=False)  # fmt: skip
     if best is not None and setting in best.point and choice.numeric(best.point[setting]):
         axes.plot(best.point[setting], choice.spread(best)["mean"], "o", markersize=12,
@@ -248,7 +250,7 @@ def page(found: Found, said: Sequence[str], picture: Picture | None) -> str:
     text = "\n".join(f"<p>{html.escape(line)}</p>" for line in said)
     image = ""
     if picture:
-        block = report.figure_block(picture, report.png(picture.figure))
+        block = report.figure_block(picture, "settings")
         image = f"<section>\n<h2>Score by setting</h2>\n{block}\n</section>"
     facts = [f"{len(found)} methods", f"{sum(len(tried) for tried in found.values())} points"]
     return report.page(

@@ -14,7 +14,7 @@ from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import sweep
-from fedjax_pfl.report import comparison
+from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import interrupt, run_state, runner
 from fedjax_pfl.runs.build import build
@@ -171,7 +171,7 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[Tried]:
     for point, each in configs(trial, seeds):
         paths = {config.seed: known.find(config, trial.words)[1] for config in each}
         runs = {
-            seed: comparison.read(path)
+            seed: run_reader.read(path)
             for seed, path in paths.items()
             if path is not None and (path / "report.html").is_file()
         }

@@ -1,0 +1,216 @@
+"""A page that loads nothing: its frame, its blocks, and figures that follow dark mode."""
+
+import html
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from fedjax_pfl.report.figures import Picture
+
+# What a figure is drawn in on white paper, as what the page's style calls it.
+_COLOURS = {
+    "#333333": "--ink", "#000000": "--ink", "#262626": "--ink", "#999999": "--soft",
+    "#dddddd": "--faint", "#ebebeb": "--faint", "#0072b2": "--blue", "#d55e00": "--red",
+    "#2f6690": "--deep", "#b23a48": "--novel", "#009e73": "--green", "#666666": "--gray",
+    "#ffffff": "--paper",
+}  # fmt: skip
+
+
+def png(figure: Figure) -> bytes:
+    """A figure as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150, facecolor="white")
+    return buffer.getvalue()
+
+
+def svg(figure: Figure, name: str) -> str:
+    """A figure as an element of the page, in the page's colours.
+
+    name: by which its ids differ from those of other figures.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
+    text = re.sub(r'^<svg[^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', text)
+    text = text.replace("xlink:href", "href")
+    mark = re.sub(r"\W", "_", name)
+    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{mark}-", text)
+    for colour, variable in _COLOURS.items():
+        text = re.sub(rf"{colour}\b", f"var({variable})", text, flags=re.IGNORECASE)
+    return text.strip()
+
+
+def page(title: str, facts: Sequence[str], body: str) -> str:
+    """A whole page, which loads nothing: title and facts are text, body is HTML."""
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(title)}</title>
+<style>{_CSS}</style>
+</head>
+<body>
+<main>
+<header>
+<h1>{html.escape(title)}</h1>
+<p class="facts">{html.escape(" · ".join(facts))}</p>
+</header>
+{body}
+</main>
+</body>
+</html>
+"""
+
+
+def table_block(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table; a row's first cell is HTML and its head, all else is text."""
+    columns = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
+    body = "\n".join(
+        f'<tr><th scope="row">{head}</th>'
+        + "".join(
+            f'<td data-head="{html.escape(column)}">{html.escape(cell)}</td>'
+            for column, cell in zip(heads, cells, strict=True)
+        )
+        + "</tr>"
+        for head, *cells in rows
+    )
+    return f"""<div class="wide"><table>
+<caption>{html.escape(caption)}</caption>
+<thead><tr><td></td>{columns}</tr></thead>
+<tbody>
+{body}
+</tbody>
+</table></div>"""
+
+
+def settings_list(settings: Iterable[tuple[str, str]]) -> str:
+    """Settings and their values."""
+    inside = "\n".join(
+        f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
+        for key, value in settings
+    )
+    return f'<dl class="settings">\n{inside}\n</dl>'
+
+
+def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
+    """Settings and their values under a heading."""
+    return f"""<section>
+<h2>{html.escape(title)}</h2>
+{settings_list(settings)}
+</section>"""
+
+
+def figure_block(picture: Picture, name: str) -> str:
+    """A picture, embedded, with its caption; the name is that of no other picture on the page."""
+    width, height = picture.figure.get_size_inches()
+    # Panels in a row would be tiny beside another picture.
+    panels = len(picture.figure.axes) > 2 and width > 2 * height
+    broad = ' class="broad"' if panels else ""
+    drawn = svg(picture.figure, name)
+    drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(picture.alt)}"', 1)
+    caption = html.escape(picture.caption)
+    return f"<figure{broad}>{drawn}<figcaption>{caption}</figcaption></figure>"
+
+
+def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    """Settings as (dotted name, value), those of sub-configs after the plain ones."""
+    for key, value in sorted(config.items(), key=lambda item: (_is_group(item[1]), item[0])):
+        if _is_group(value):
+            yield from flat(value, f"{above}{key}.")
+        else:
+            plain = value if isinstance(value, str) else json.dumps(value)
+            yield f"{above}{key}", plain
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value)
+
+
+_CSS = """
+:root { --ink: #1f2328; --soft: #59636e; --paper: #ffffff; --card: #f6f8fa; --line: #d1d9e0;
+  --warn: #7d4e00; --warned: #fff8e0; --faint: #dddddd; --blue: #0072b2; --red: #d55e00;
+  --deep: #2f6690; --novel: #b23a48; --green: #00795a; --gray: #59636e; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8eb; --soft: #9aa4af; --paper: #15191e; --card: #20262d; --line: #3a424c;
+    --warn: #f2cc60; --warned: #33290f; --faint: #30373f; --blue: #4aa8de; --red: #f2894a;
+    --deep: #6fa8d0; --novel: #ee8a94; --green: #2fc79a; --gray: #aab3bd; }
+}
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--paper); color: var(--ink);
+  font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
+main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1rem 3rem; }
+h1 { font-size: 1.7rem; line-height: 1.2; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .6rem; }
+.facts { margin: .3rem 0 1.2rem; color: var(--soft); overflow-wrap: anywhere; }
+.warning { margin: .5rem 0; padding: .5rem .8rem; color: var(--warn); background: var(--warned);
+  border-left: 4px solid currentColor; }
+.cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .7rem;
+  margin: 1rem 0; }
+.cards div { display: grid; grid-row: span 2; grid-template-rows: subgrid; row-gap: 0;
+  align-content: start; background: var(--card); border: 1px solid var(--line);
+  border-radius: .5rem; padding: .7rem .9rem; }
+dt { color: var(--soft); }
+dd { margin: 0; }
+.cards dt, .cards span { display: block; font-size: .85rem; line-height: 1.35; color: var(--soft); }
+.cards strong { display: block; font-size: 1.5rem; line-height: 1.4;
+  font-variant-numeric: tabular-nums; }
+.wide { overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
+caption { text-align: left; color: var(--soft); font-size: .9rem; padding-bottom: .3rem;
+  position: sticky; left: 0; max-width: calc(100vw - 2rem); }
+th, td { padding: .35rem .6rem; text-align: right; border-bottom: 1px solid var(--line);
+  white-space: nowrap; }
+th:first-child { text-align: left; padding-left: 0; }
+th small, thead th { font-weight: normal; color: var(--soft); }
+.figures { display: grid; gap: 1.2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 27rem), 1fr)); }
+.figures h2 { grid-column: 1 / -1; margin-bottom: 0; }
+figure { margin: 0; }
+.broad { grid-column: 1 / -1; }
+figure svg { display: block; width: 100%; height: auto; padding: .5rem; color: var(--ink);
+  border: 1px solid var(--line); border-radius: .5rem; }
+figure svg text { fill: currentColor; }
+.answer { margin: 1rem 0; padding: .2rem .9rem; background: var(--card);
+  border: 1px solid var(--line); border-radius: .5rem; }
+.answer h2 { margin: .6rem 0 .2rem; }
+.origin p { margin: .2rem 0; font-size: .88rem; overflow-wrap: anywhere; }
+.answer p { margin: .4rem 0; }
+details summary { cursor: pointer; color: var(--soft); margin: 1rem 0 .4rem; }
+figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
+.settings { display: grid; gap: 0 2rem; margin: 0; font-size: .88rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 18rem), 1fr)); }
+.settings div { display: flex; justify-content: space-between; gap: 1rem; padding: .2rem 0;
+  border-bottom: 1px solid var(--line); break-inside: avoid; }
+.settings dd { text-align: right; overflow-wrap: anywhere; min-width: 4rem;
+  font-family: ui-monospace, monospace; }
+@media (max-width: 34rem) {
+  /* A row is a block: its head, and under it the numbers with their names. */
+  thead { display: none; }
+  tr { display: grid; grid-template-columns: repeat(auto-fill, minmax(5rem, 1fr));
+    padding: .4rem 0; border-bottom: 1px solid var(--line); }
+  th:first-child { grid-column: 1 / -1; white-space: normal; overflow-wrap: anywhere; }
+  th, td { display: block; padding: .1rem 0; border: 0; text-align: left; }
+  td { white-space: normal; overflow-wrap: anywhere; font-size: .9rem; }
+  td::before { content: attr(data-head); display: block; color: var(--soft); font-size: .75rem; }
+  .settings { grid-template-columns: 1fr; }
+}
+@media print {
+  :root { --ink: #000000; --soft: #444444; --paper: #ffffff; --card: #ffffff; --line: #bbbbbb;
+    --warn: #000000; --warned: #ffffff; --faint: #dddddd; --blue: #0072b2; --red: #d55e00;
+    --deep: #2f6690; --novel: #b23a48; --green: #00795a; --gray: #59636e; }
+  main { max-width: none; padding: 0; }
+  figure, .cards div, .warning { break-inside: avoid; }
+  h2 { break-after: avoid; }
+}
+"""

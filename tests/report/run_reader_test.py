@@ -1,0 +1,131 @@
+"""Files of a run directory, whole and damaged: every reader says one line."""
+
+import json
+
+import pytest
+
+from experiments import compare
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import comparison, comparison_page, run_reader
+from fedjax_pfl.report.run_index import Known
+from fedjax_pfl.runs import export
+from tests.report.comparison_test import made, settings
+
+DEEP = "[" * 1000 + "]" * 1000
+DAMAGE = {
+    "metrics.jsonl": [
+        "[1, 2]\n",
+        '"words"\n',
+        '{"round": "ten", "before": {"accuracy_mean": 0.5}}\n',
+        '{"round": 10, "before": {"accuracy_mean": "half"}}\n',
+        '{"round": 10, "before": [0.5]}\n',
+        '{"round": 10, "before": {"accuracy_mean": 0.5}, "bytes_down": "many"}\n',
+        '{"round": true, "before": {"accuracy_mean": 0.5}}\n',
+        f'{{"round": 10, "before": {{"accuracy_mean": 1{"0" * 400}}}}}\n',
+        f'{{"round": {DEEP}}}\n',
+        "{\n",
+    ],
+    "config.json": [
+        "[]",
+        "{",
+        '{"seed": "zero"}',
+        '{"seed": true}',
+        '{"phases": [1]}',
+        '{"algorithm": ["fedavg"]}',
+        '{"classes": 4}',
+        f'{{"clients": {DEEP}}}',
+        '{"a":' * 1000 + "1" + "}" * 1000,
+        '{"a":' * 100_000,
+    ],
+    "clients.csv": [
+        "",
+        "client,active\n",
+        "words\n1\n",
+        "client,active,test_examples,before_accuracy\n0,1,many,0.5\n",
+        "client,active,test_examples,before_accuracy\n0,1\n",
+        "client,active,test_examples,before_accuracy\n0,1,2,0.5,9,9\n",
+    ],
+    "traffic.json": ["[]", '{"down": 3}', '{"down": {"fc": "many"}}', '{"total_down": []}'],
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    return made(tmp_path / "run", [0.5, 0.6, 0.7], settings())
+
+
+@pytest.mark.parametrize(("name", "content"), [(n, c) for n, each in DAMAGE.items() for c in each])
+def test_what_no_run_writes_is_one_line(run, name, content):
+    (run / name).write_text(content)
+    with pytest.raises(UsageError) as error:
+        comparison.read(run)
+    line = str(error.value)
+    assert line.startswith(f"{run / name} is damaged (")
+    assert "\n" not in line
+    assert len(line) < len(str(run)) + 200
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("content", [b"\x00\xff\xfe\x80", b"\x89PNG\r\n\x1a\n" + bytes(range(256))])
+def test_bytes_of_another_kind_are_one_line(run, name, content):
+    (run / name).write_bytes(content)
+    with pytest.raises(UsageError, match="is damaged"):
+        comparison.read(run)
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_line(run):
+    (run / "traffic.json").unlink(missing_ok=True)
+    (run / "made.json").mkdir()
+    assert comparison.read(run).made == {}
+    (run / "config.json").unlink()
+    (run / "config.json").mkdir()
+    with pytest.raises(UsageError, match=r"lacks config\.json"):
+        comparison.read(run)
+
+
+@pytest.mark.parametrize("content", DAMAGE["config.json"])
+def test_other_readers_of_a_configuration(run, content):
+    (run / "config.json").write_text(content)
+    with pytest.raises(UsageError, match="is damaged"):
+        export.restored(run)
+    assert Known(run.parent).runs == {}  # passed over, as one that is being written
+
+
+def test_numbers_come_back_as_numbers(run):
+    found = run_reader.read(run)
+    assert found.clients[2] == {
+        "client": 0, "active": 1, "test_examples": 10, "before_accuracy": 0.5,
+        "after_accuracy": 0.55,
+    }  # fmt: skip
+    assert found.clients[1]["before_accuracy"] is None
+    assert (found.seed, found.finished, found.config["clients"]) == (0, True, 3)
+
+
+def test_a_run_that_goes_on_may_be_half_way_through_a_line(tmp_path):
+    path = made(tmp_path / "a", [0.5], settings(), finished=False)
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"round": 15, "bef')
+    assert [line["round"] for line in run_reader.read(path).metrics] == [5, 10]
+    lines = (path / "metrics.jsonl").read_text().split("\n")
+    (path / "metrics.jsonl").write_text("\n".join([lines[0], "{", lines[1]]))
+    with pytest.raises(UsageError, match="damaged"):
+        run_reader.read(path)
+
+
+def test_markdown_escapes_html(tmp_path):
+    hostile = '<img src=x onerror="alert(1)">'
+    paths = [
+        made(tmp_path / "a", [0.5], settings() | {"dataset": hostile}),
+        made(tmp_path / "b", [0.5], settings() | {"dataset": "digits"}),
+    ]
+    rows = comparison.group([comparison.read(path) for path in paths])
+    text = comparison_page.markdown(rows)
+    assert "<" not in text
+    assert "&lt;img" in text
+    assert json.dumps(hostile)[1:5] not in text
+
+
+def test_the_command_names_the_file(run):
+    (run / "metrics.jsonl").write_text("[]\n")
+    with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
+        compare.main(["compare", str(run)])
