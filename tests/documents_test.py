@@ -17,10 +17,12 @@ from experiments import tune as tune
 from experiments.papers.pfedla import presets as pfedla
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms import common
 from fedjax_pfl.config import listing
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, State, Trained, Visit, everything
+from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.report import comparison, comparison_page
 from fedjax_pfl.runs.tuning import grids, search, show, trials
@@ -187,6 +189,18 @@ def test_moments_do_not_travel():
     state = made.init(KEY)
     payload = made.send(State(state.server, (), ()), Visit(0, None, 0, KEY))
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
+
+
+def test_fedavg_on_the_page_of_the_idea_keeps_the_contract():
+    """It has the shapes of a method; ten lines but for the heads of its functions."""
+    (code,) = documents.blocks("idea.md")
+    (data, federation), training = tiny.federated(), cases.training(keep_momentum=False)
+    names = {"common": common, "State": State, "Trained": Trained, "Algorithm": Algorithm}
+    given = {"model": tiny.Net(), "task": cases.TASK, "training": training}
+    exec(code, names := {**names, **given, "federation": federation})
+    check_shapes("fedavg", names["fedavg"], federation, data)
+    statements = [line for line in code.splitlines() if line.strip() and "def " not in line]
+    assert len(statements) <= 10
 
 
 # Ditto and APFL.

@@ -102,10 +102,16 @@ def factorized_fl(
         raise UsageError("factorized_fl leaves the last layer whole, and this network has no other")
     n, last, active = federation.clients, net.factorized[-1], jnp.asarray(federation.active)
     counts = jnp.asarray(federation.counts, jnp.float32)
-    is_star = lambda layer, leaf: (layer, leaf) == (last, "v")
-    is_mixed = lambda layer, leaf: share == "all" or leaf == "u" or layer == net.head
-    travels = lambda layer, leaf: is_mixed(layer, leaf) or is_star(layer, leaf)
     sent = partial(prune, least=sparsity) if pruned == "travel" else lambda params: params
+
+    def is_star(layer: str, leaf: str) -> bool:
+        return (layer, leaf) == (last, "v")
+
+    def is_mixed(layer: str, leaf: str) -> bool:
+        return share == "all" or leaf == "u" or layer == net.head
+
+    def travels(layer: str, leaf: str) -> bool:
+        return is_mixed(layer, leaf) or is_star(layer, leaf)
 
     def signature(rows: PyTree, leaf: str = "v") -> jax.Array:
         layer = reduce(lambda part, word: part[word], last.split("/"), rows["params"])
@@ -132,10 +138,13 @@ def factorized_fl(
         fresh = State((), trees.repeat(uploaded, n), home)
         if start is None:
             return fresh
-        parts = lambda state: (state.rows, state.clients.own)
-        if not isinstance(start.clients, Client) or not trees.alike(parts(start), parts(fresh)):
-            raise UsageError("factorized_fl starts from factors of the same settings, and the "
-                             "earlier phase has none; put it first")  # fmt: skip
+        if not isinstance(start.clients, Client) or not trees.alike(
+            (start.rows, start.clients.own), (fresh.rows, fresh.clients.own)
+        ):
+            raise UsageError(
+                "factorized_fl starts from factors of the same settings, and the earlier phase has "
+                "none; put it first"
+            )
         return State((), start.rows, Client(start.clients.own, momentum))
 
     def send(state: State, visit: Visit) -> PyTree:

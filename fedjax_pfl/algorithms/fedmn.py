@@ -117,7 +117,9 @@ def fedmn(
 
     shapes = jax.eval_shape(draw, jax.random.key(0))
     bytes_of = trees.bytes_per_layer(trees.join(*shapes))
-    apart = lambda whole: trees.split(whole, trees.layers(shapes[0]))
+
+    def apart(whole: PyTree) -> tuple[PyTree, PyTree]:
+        return trees.split(whole, trees.layers(shapes[0]))
 
     def init(key: jax.Array, start: State | None = None) -> State:
         server = trees.join(*draw(key))

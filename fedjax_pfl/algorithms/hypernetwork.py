@@ -116,12 +116,17 @@ def generated(
 
     def local_optimizer(model: Any) -> optax.GradientTransformation:
         """What is generated is clipped by itself; what stays at home is not clipped."""
-        part = lambda layer, _: "home" if layer in at_home(model) else "generated"
+
+        def part(layer: str, _: Any) -> str:
+            return "home" if layer in at_home(model) else "generated"
+
         parts = {"generated": training.optimizer, "home": training.unclipped}
         return optax.partition(parts, lambda params: trees.map_layers(part, params))
 
     keeping = ("generated", "home") if training.keep else ("home",)
-    kept = lambda state: {part: state.inner_states[part] for part in keeping}
+
+    def kept(state: Any) -> dict[str, PyTree]:
+        return {part: state.inner_states[part] for part in keeping}
 
     def first(key: jax.Array) -> State:
         phi_key, v_key, model_key = jax.random.split(key, 3)
@@ -143,7 +148,10 @@ def generated(
             raise UsageError(f"{name}.frozen is for a phase after one that has trained φ")
         if start is None:
             return state
-        learned = lambda s: (s.server.phi, s.server.spectral, s.rows, [c.home for c in s.clients])
+
+        def learned(s: State) -> PyTree:
+            return s.server.phi, s.server.spectral, s.rows, [c.home for c in s.clients]
+
         if not isinstance(start.server, Server) or not trees.alike(learned(start), learned(state)):
             raise UsageError(
                 f"a phase of {name} can only start from one of the same method, network and "

@@ -17,79 +17,128 @@ Its gradient of v is dense: momentum and decay also move clients that were not s
 active. ω_i learns at the clients' rate, unclipped. BatchNorm's statistics stay with the clients.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from fedjax_pfl.algorithms.hypernetwork import Settings, generated
-from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.task import Task
 
 
-def _method(
-    name: str, says: str, at_home: Callable[[Any], Collection[str]], rate: float
-) -> Callable[..., Algorithm]:
-    """A factory of that name, whose clients keep what `at_home` names; `rate` is its default."""
-    default = rate
+def pfedhn(
+    models: Any,
+    task: Task,
+    training: Training,
+    federation: Federation,
+    *,
+    rate: float = 1e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-3,
+    clip_norm: float = 50.0,
+    embedding: int | None = None,
+    fixed: bool = False,
+    width: int = 100,
+    depth: int = 3,
+    spectral_norm: bool = False,
+    average: bool = False,
+    frozen: bool = False,
+) -> Algorithm:
+    """pFedHN: one hypernetwork generates the whole of every client's model.
 
-    def factory(
-        models: Any,
-        task: Task,
-        training: local_training.Training,
-        federation: Federation,
-        *,
-        rate: float = default,
-        momentum: float = 0.9,
-        weight_decay: float = 1e-3,
-        clip_norm: float = 50.0,
-        embedding: int | None = None,
-        fixed: bool = False,
-        width: int = 100,
-        depth: int = 3,
-        spectral_norm: bool = False,
-        average: bool = False,
-        frozen: bool = False,
-    ) -> Algorithm:
-        shares = _shares(name, federation) if fixed else None
-        chosen = Settings(rate, momentum, weight_decay, clip_norm, embedding, shares, width, depth,
-                          spectral_norm, average, frozen)  # fmt: skip
-        _check(name, chosen)
-        return generated(name, models, at_home, task, training, federation, chosen)
+    `models`: a network, or one for each group of clients: all from one hypernetwork.
 
-    factory.__name__ = factory.__qualname__ = name
-    factory.__doc__ = f"{says}\n\n{_SETTINGS}"
-    return factory
+    Args:
+      rate, momentum, weight_decay: of the server's SGD, on the hypernetwork and the embeddings.
+      clip_norm: largest norm of its gradient.
+      embedding: e, how many numbers a client's embedding v_i has; unset: 1 + N // 4.
+      fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
+      width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
+      depth: how many of those layers follow the first.
+      spectral_norm: divide each weight of the hypernetwork by its largest singular value.
+      average: take the mean over the clients of a round; else gradients are added, as if they came
+        in turn.
+      frozen: only embeddings learn: a later phase for clients that were held out.
+    """
+    shares = _shares("pfedhn", federation) if fixed else None
+    chosen = Settings(
+        rate,
+        momentum,
+        weight_decay,
+        clip_norm,
+        embedding,
+        shares,
+        width,
+        depth,
+        spectral_norm,
+        average,
+        frozen,
+    )
+    _check("pfedhn", chosen)
+    return generated("pfedhn", models, _nothing, task, training, federation, chosen)
 
 
-_SETTINGS = """`models`: a network, or one for each group of clients: all from one hypernetwork.
+def pfedhn_pc(
+    models: Any,
+    task: Task,
+    training: Training,
+    federation: Federation,
+    *,
+    rate: float = 5e-2,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-3,
+    clip_norm: float = 50.0,
+    embedding: int | None = None,
+    fixed: bool = False,
+    width: int = 100,
+    depth: int = 3,
+    spectral_norm: bool = False,
+    average: bool = False,
+    frozen: bool = False,
+) -> Algorithm:
+    """pFedHN-PC: pFedHN of all but the last layer, which stays with the client.
 
-Args:
-  rate, momentum, weight_decay: of the server's SGD, on the hypernetwork and the embeddings.
-  clip_norm: largest norm of its gradient.
-  embedding: e, how many numbers a client's embedding v_i has; unset: 1 + N // 4.
-  fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
-  width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
-  depth: how many of those layers follow the first.
-  spectral_norm: divide each weight of the hypernetwork by its largest singular value.
-  average: take the mean over the clients of a round; else gradients are added, as if they came in
-    turn.
-  frozen: only embeddings learn: a later phase for clients that were held out.
-"""
-pfedhn = _method(
-    "pfedhn",
-    "pFedHN: one hypernetwork generates the whole of every client's model.",
-    lambda _: (),
-    1e-2,
-)
-pfedhn_pc = _method(
-    "pfedhn_pc",
-    "pFedHN-PC: pFedHN of all but the last layer, which stays with the client.",
-    lambda m: (m.head,),
-    5e-2,
-)
+    `models`: a network, or one for each group of clients: all from one hypernetwork.
+
+    Args:
+      rate, momentum, weight_decay: of the server's SGD, on the hypernetwork and the embeddings.
+      clip_norm: largest norm of its gradient.
+      embedding: e, how many numbers a client's embedding v_i has; unset: 1 + N // 4.
+      fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
+      width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
+      depth: how many of those layers follow the first.
+      spectral_norm: divide each weight of the hypernetwork by its largest singular value.
+      average: take the mean over the clients of a round; else gradients are added, as if they came
+        in turn.
+      frozen: only embeddings learn: a later phase for clients that were held out.
+    """
+    shares = _shares("pfedhn_pc", federation) if fixed else None
+    chosen = Settings(
+        rate,
+        momentum,
+        weight_decay,
+        clip_norm,
+        embedding,
+        shares,
+        width,
+        depth,
+        spectral_norm,
+        average,
+        frozen,
+    )
+    _check("pfedhn_pc", chosen)
+    return generated("pfedhn_pc", models, _head, task, training, federation, chosen)
+
+
+def _nothing(model: Any) -> Collection[str]:
+    return ()
+
+
+def _head(model: Any) -> Collection[str]:
+    return (model.head,)
 
 
 def _shares(name: str, federation: Federation) -> np.ndarray:

@@ -37,5 +37,8 @@ def pfedpara(
     if not 0 <= gamma <= 1:
         raise UsageError(f"pfedpara.gamma is {gamma}; choose 0 to 1")
     net = Hadamard(model, federation.input_shape, gamma)
-    own = lambda layer, leaf: layer in net.factorized and leaf in PERSONAL
+
+    def own(layer: str, leaf: str) -> bool:
+        return layer in net.factorized and leaf in PERSONAL
+
     return partly_shared(net, task, training, federation, own)

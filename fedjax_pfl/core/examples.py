@@ -54,8 +54,13 @@ class Batch(NamedTuple):
 
 def client_data(data: FederatedData, i: Array) -> ClientData:
     """The data of client i."""
-    row = lambda table: None if table is None else table[i]
-    split = lambda whole: Split(whole.rows[i], whole.size[i])
+
+    def row(table: Array | None) -> Array | None:
+        return None if table is None else table[i]
+
+    def split(whole: Split) -> Split:
+        return Split(whole.rows[i], whole.size[i])
+
     return ClientData(
         data.x,
         data.y,
@@ -84,5 +89,8 @@ def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     y = data.y[jnp.where(mask, rows, 0)]
     if data.label_map is not None:
         y = data.label_map[y]
-    spread = lambda leaf: mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+
+    def spread(leaf: Array) -> Array:
+        return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+
     return Batch(jnp.where(spread(x), x, 0), jnp.where(spread(y), y, 0), mask)

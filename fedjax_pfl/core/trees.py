@@ -174,5 +174,8 @@ def change(payload: PyTree, upload: PyTree) -> PyTree:
 
 def map_layers(f: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:
     """f(layer name, leaf, leaves of the others) for every leaf."""
-    named = lambda path, *leaves: f(layer_name(path), *leaves)
+
+    def named(path: tuple[Any, ...], *leaves: Any) -> Any:
+        return f(layer_name(path), *leaves)
+
     return jax.tree_util.tree_map_with_path(named, tree, *others)
