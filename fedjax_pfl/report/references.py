@@ -78,7 +78,7 @@ def _near(directory: Path) -> Iterator[Path]:
 def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Settings of both in which they differ, but for the method and what it alone has."""
     one, other = dict(flat(ours)), dict(flat(theirs))
-    shared = [key for key in one if key in other and key not in ("algorithm", "seed", "phases")]
+    shared = [key for key in one if key in other and key not in ("algorithm", "phases")]
     return [key for key in shared if one[key] != other[key]]
 
 
