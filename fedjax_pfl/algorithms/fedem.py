@@ -81,7 +81,7 @@ def fedem(
     def init(key: jax.Array, start: State | None = None) -> State:
         draw = partial(common.initial, model, federation, start=None)
         server = jax.vmap(draw)(jax.random.split(key, components))
-        pi = jnp.full((federation.clients, components), 1 / components)
+        pi = jnp.full((federation.clients, components), 1 / components, jnp.float32)
         if start is not None:
             if not isinstance(start.clients, Client) or not trees.alike(
                 (server, pi), (start.server, start.clients.pi)

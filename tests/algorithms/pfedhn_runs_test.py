@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.runs import checkpoints, runner
 
 KEY = jax.random.key(5)
@@ -53,7 +54,8 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     np.testing.assert_array_equal((before.rows.v != after.rows.v).any(1)[4:], [True] * 2)
     # How far the bodies that are sent are from their mean.
     send = run.phases[1].algorithm.send
-    sent = [send(run.state.server, run.state.rows, jnp.int32(i), T, KEY) for i in range(6)]
+    seen = run.state._replace(clients=())
+    sent = [send(seen, Visit(jnp.int32(i), None, T, KEY)) for i in range(6)]
     flat = np.stack([np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)]) for one in sent])
     lengths = np.linalg.norm(flat - flat.mean(0), axis=1) / np.linalg.norm(flat.mean(0))
     np.testing.assert_allclose(run.observations["spread"][1][-1], lengths, rtol=1e-5)
@@ -72,7 +74,7 @@ def test_one_hypernetwork_for_three_sizes():
     sizes = [4 * w + w + w * 3 + 3 for w in (2, 3, 4)]
     algorithm, state = run.phases[0].algorithm, run.state
     for g, size in enumerate(sizes):
-        send = lambda s, g=g: algorithm.send[g](s.server, s.rows, g, T, KEY)
+        send = lambda s, g=g: algorithm.send[g](s, Visit(g, None, T, KEY))
         payload = jax.eval_shape(send, state)
         assert trees.size(payload) == size
         assert payload["params"]["fc1"]["kernel"].shape == (4, g + 2)

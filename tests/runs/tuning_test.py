@@ -118,7 +118,7 @@ def test_a_length_for_all_methods_alike_does_not_make_budgets_equal(hypernetwork
     line = message(search.plan, hypernetworks, ["learning_rate=.1"], None, None)
     assert line.startswith(
         "the methods' runs have different client visits (pfedhn 100, fedavg 500, lg_fedavg 500, "
-        "local 1000), and budgets are equal; leave config.rounds and config.clients_per_round to "
+        "local 1000), and budgets are equal; leave config.clients_per_round and config.rounds to "
         "the presets"
     )
 
