@@ -7,6 +7,7 @@ import pytest
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import memory_estimate, rounds
+from fedjax_pfl.engine.map_clients import map_clients
 from fedjax_pfl.runs import build, phase
 from tests import programs
 
@@ -112,7 +113,7 @@ def test_what_all_gathers_put_together_is_what_is_compiled(mesh):
 
     def looped(shared, items):
         def step(_, x):
-            products, (_, ones) = rounds.spread(work, x, items, jnp.ones(5, bool), 1, mesh)
+            products, (_, ones) = map_clients(work, x, items, jnp.ones(5, bool), 1, mesh)
             return x + products[0] * ones.sum().astype(jnp.float32)
 
         return jax.lax.fori_loop(0, 3, step, shared)
