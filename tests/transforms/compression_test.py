@@ -23,8 +23,8 @@ X = np.float32([1.0, -0.37, 0.0, 0.123, -1.0, 0.7, 0.005, -0.9])
 
 
 def encoded(x: np.ndarray, draws: int, bits: int | None, top_k: float | None) -> np.ndarray:
-    encode = jax.vmap(lambda key: encode(jnp.asarray(x), key, bits, top_k))
-    return np.float64(jax.jit(encode)(jax.random.split(KEY, draws)))
+    every = jax.vmap(lambda key: encode(jnp.asarray(x), key, bits, top_k))
+    return np.float64(jax.jit(every)(jax.random.split(KEY, draws)))
 
 
 # The encoder
