@@ -9,15 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.papers.pfedla import presets
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, without_fold
 from fedjax_pfl.core.randomness import INIT, stage_key
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.engine.rounds import make_rounds
-from fedjax_pfl.networks import LeNet
+from fedjax_pfl.networks import LeNet, layer_mixing
 from fedjax_pfl.networks.layer_weights import alpha
 from fedjax_pfl.networks.mlp import MLP
 from tests import cases, tiny
@@ -65,7 +66,7 @@ def test_a_dead_row_is_the_clients_own_and_has_no_nan():
 
 def test_first_weights():
     """relu/sum starts near uniform, with a relative spread of about a tenth; softmax at 1/N."""
-    rough = make(normalise="relu")
+    rough = make(normalise="relu", step="plain")
     a = rough.observe(rough.init(KEY))["alpha"]
     chex.assert_shape(a, (N, 3, N))
     np.testing.assert_allclose(a.sum(-1), 1, atol=1e-6)
@@ -154,7 +155,7 @@ def test_uniform_alpha_is_the_plain_mean():
 
 def test_retaining_every_layer_equals_local():
     data, federation = tiny.federated()
-    heur = make_rounds(make(k=3), cases.TASK, federation, cohort=N, calls=2)
+    heur = make_rounds(make(k=3, step="scaled"), cases.TASK, federation, cohort=N, calls=2)
     alone = make_rounds(make("local"), cases.TASK, federation, cohort=N, calls=2)
     kept, logs = heur.run(KEY, heur.init(KEY), data, 0, 2)
     own, _ = alone.run(KEY, alone.init(KEY), data, 0, 2)
@@ -166,7 +167,7 @@ def test_retaining_every_layer_equals_local():
 
 
 def test_the_largest_own_weights_are_retained():
-    algorithm = make(k=2, normalise="relu")
+    algorithm = make(k=2, normalise="relu", step="plain")
     state = scattered(algorithm)
     weights = np.asarray(algorithm.observe(state)["alpha"])
     for i in range(N):
@@ -221,7 +222,9 @@ class Linear(nn.Module):
         return nn.Dense(self.outputs, name="fc2")(nn.Dense(2, name="fc1")(x))
 
 
-@pytest.mark.parametrize(("normalise", "step"), [("relu", "plain"), ("softmax", "scaled")])
+@pytest.mark.parametrize(
+    ("normalise", "step"), [("relu", "plain"), ("softmax", "scaled"), ("softmax", "held_out")]
+)
 def test_a_whole_round_equals_numpy(normalise: str, step: str):
     """Three clients, a two-layer linear network, one full-batch step, three layers of ψ by hand."""
     rng = np.random.default_rng(5)
@@ -234,7 +237,7 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
     training = local_training.sgd(learning_rate=rate, batch_size=4, epochs=1)
     algorithm = algorithms.pfedla(
         Linear(), tiny.HALF_SQUARES, training, federation,
-        rate=eta, embedding=4, hidden=5, depth=2, normalise=normalise, step=step,
+        rate=eta, embedding=4, hidden=5, depth=2, normalise=normalise, step=step, folds=2,
     )  # fmt: skip
     rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=3)
     state = rounds.init(KEY)
@@ -262,48 +265,52 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
             name: {leaf: np.tensordot(weights[n], theta[name][leaf], 1) for leaf in theta[name]}
             for n, name in enumerate(names)
         }
-        # one step on half the squared error
-        xi, yi = x[rows[i]].astype(np.float64), y[rows[i]].astype(np.float64)
-        h = xi @ mixed["fc1"]["kernel"] + mixed["fc1"]["bias"]
-        error = (h @ mixed["fc2"]["kernel"] + mixed["fc2"]["bias"] - yi) / 4
-        back = error @ mixed["fc2"]["kernel"].T
-        delta = {
-            "fc1": {"kernel": -rate * xi.T @ back, "bias": -rate * back.sum(0)},
-            "fc2": {"kernel": -rate * h.T @ error, "bias": -rate * error.sum(0)},
-        }
+
+        def slope(mine, mixed=mixed):
+            """The gradient of half the mean squared error."""
+            xi, yi = x[mine].astype(np.float64), y[mine].astype(np.float64)
+            h = xi @ mixed["fc1"]["kernel"] + mixed["fc1"]["bias"]
+            error = (h @ mixed["fc2"]["kernel"] + mixed["fc2"]["bias"] - yi) / len(mine)
+            back = error @ mixed["fc2"]["kernel"].T
+            return {
+                "fc1": {"kernel": xi.T @ back, "bias": back.sum(0)},
+                "fc2": {"kernel": h.T @ error, "bias": error.sum(0)},
+            }
+
+        # one step; where a fold is held out in round 0, it is every second example from the first
+        held_out = step == "held_out"
+        delta = jax.tree.map(lambda g: -rate * g, slope(rows[i][1::2] if held_out else rows[i]))
+        followed = jax.tree.map(np.negative, slope(rows[i][::2])) if held_out else delta
         # ψ moves along Jᵀ Δθ
-        grad_a2 = np.zeros_like(a2)
-        new = {}
+        grad_a2, wanted = np.zeros_like(a2), 0.0
+        along = {}
         for n, name in enumerate(names):
             length = sum((leaf**2).sum() for leaf in delta[name].values())
             grad_alpha = np.array(
                 [
-                    sum((theta[name][leaf][j] * delta[name][leaf]).sum() for leaf in delta[name])
+                    sum((theta[name][leaf][j] * g).sum() for leaf, g in followed[name].items())
                     for j in range(3)
                 ]
             ) / (length if step == "scaled" else 1)
             grad_raw = grad_alpha - (grad_alpha * weights[n]).sum()
-            if normalise == "softmax":
+            if held_out:
+                grad_raw = grad_alpha - grad_alpha.mean()
+                wanted += ((eta * grad_raw) ** 2).sum()
+            elif normalise == "softmax":
                 grad_raw *= weights[n]
             else:
                 grad_raw *= (raw[n] > 0) / positive(raw[n]).sum()
-            head = one[f"head{n:03d}"]
-            new[f"head{n:03d}"] = {
-                "kernel": head["kernel"] + eta * np.outer(a2, grad_raw),
-                "bias": head["bias"] + eta * grad_raw,
-            }
-            grad_a2 += head["kernel"] @ grad_raw
+            along[f"head{n:03d}"] = {"kernel": np.outer(a2, grad_raw), "bias": grad_raw}
+            grad_a2 += one[f"head{n:03d}"]["kernel"] @ grad_raw
         grad_z2 = grad_a2 * (z2 > 0)
         grad_z1 = (one["hidden2"]["kernel"] @ grad_z2) * (z1 > 0)
-        new["hidden2"] = {
-            "kernel": one["hidden2"]["kernel"] + eta * np.outer(a1, grad_z2),
-            "bias": one["hidden2"]["bias"] + eta * grad_z2,
-        }
-        new["hidden1"] = {
-            "kernel": one["hidden1"]["kernel"] + eta * np.outer(v, grad_z1),
-            "bias": one["hidden1"]["bias"] + eta * grad_z1,
-        }
-        new["embedding"] = v + eta * one["hidden1"]["kernel"] @ grad_z1
+        along["hidden2"] = {"kernel": np.outer(a1, grad_z2), "bias": grad_z2}
+        along["hidden1"] = {"kernel": np.outer(v, grad_z1), "bias": grad_z1}
+        along["embedding"] = one["hidden1"]["kernel"] @ grad_z1
+        # held_out: of a length with which the raw weights move by η times the gain along it
+        squared = sum((leaf**2).sum() for leaf in jax.tree.leaves(along))
+        size = wanted / (eta * squared) if held_out else eta
+        new = jax.tree.map(lambda p, d, size=size: p + size * d, one, along)
         trained = jax.tree.map(np.add, mixed, delta)
         chex.assert_trees_all_close(
             as_float32(trained), jax.device_get(trees.row(got.rows.theta, i)), rtol=1e-5, atol=1e-6
@@ -316,7 +323,9 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
 def mebibytes(model: LeNet, shape: tuple[int, ...], stays: list[str]) -> float:
     """75 rounds of 10 clients, both directions, with the retained layers forced."""
     federation = Federation(np.full(10, 4), shape, 10, np.ones(10, bool), np.zeros(10, np.int32))
-    algorithm = algorithms.pfedla(model, classification(), cases.training(), federation)
+    algorithm = algorithms.pfedla(
+        model, classification(), cases.training(), federation, step="scaled"
+    )
     shapes = jax.eval_shape(algorithm.init, stage_key(KEY, INIT))
     names = list(trees.layers(shapes.rows.theta))
     payload = {"retained": jnp.array([name in stays for name in names])}
@@ -343,8 +352,10 @@ def test_bad_settings_are_one_line():
         ({"k": -1}, "choose 0"),
         ({"granularity": "leaf"}, "layer or model"),
         ({"normalise": "max"}, "relu or softmax"),
-        ({"step": "long"}, "plain or scaled"),
-        ({"rate": 0.0}, "above 0"),
+        ({"step": "long"}, "held_out or scaled or plain"),
+        ({"normalise": "relu"}, "use it with normalise=softmax"),
+        ({"folds": 1}, "at least 2"),
+        ({"rate": -0.1}, "at least 0"),
     ):
         with pytest.raises(UsageError, match=word):
             algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), federation, **own)
@@ -358,7 +369,7 @@ def test_bad_settings_are_one_line():
 
 def test_unsampled_stores_are_untouched_and_still_mixed():
     data, federation = tiny.federated()
-    algorithm = make(rate=0.5)
+    algorithm = make(rate=0.5, step="scaled")
     rounds = make_rounds(algorithm, cases.TASK, federation, cohort=2)
     first = jax.device_get(rounds.init(KEY))
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, 0, 1)
@@ -374,3 +385,78 @@ def test_unsampled_stores_are_untouched_and_still_mixed():
     )
     moved = jax.tree.map(lambda a, b: (a != b).any(), payload["params"], stale["params"])
     assert all(jax.tree.leaves(moved))
+
+
+def cut(data: FederatedData, t: int, folds: int) -> FederatedData:
+    """The federation's data without the fold that each client leaves out in round t."""
+    parts = [without_fold(client_data(data, i), t, folds)[0].train for i in range(N)]
+    return data._replace(train=jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))
+
+
+def test_a_fold_is_every_so_manieth_place_and_another_in_each_round():
+    rows = jnp.array([7, 3, 9, 4, 1, 0, 0], jnp.int32)  # five examples, then padding
+    data = ClientData(None, None, Split(rows, jnp.int32(5)), None, None, None, None, None)
+    for t, left, held in ((0, [3, 4], [7, 9, 1]), (1, [7, 9, 1], [3, 4]), (4, [3, 4], [7, 9, 1])):
+        fit, fold = without_fold(data, t, 2)
+        assert fit.train.rows[: fit.train.size].tolist() == left
+        assert fold.rows[: fold.size].tolist() == held
+    alone, none = without_fold(data._replace(train=Split(rows, jnp.int32(1))), 0, 2)
+    assert (alone.train.size, none.size) == (1, 0)
+    assert alone.train.rows[0] == 7
+
+
+def test_with_held_out_examples_the_limits_are_fedavg_and_local():
+    """At rate 0 the mean of all, weighed alike; with all layers retained what each had."""
+    data, federation = tiny.federated()
+    without = cut(data, 0, 3)
+    local = make_rounds(make("local"), cases.TASK, federation, cohort=N, calls=1)
+    alone, _ = local.run(KEY, local.init(KEY), without, 0, 1)
+    trained = alone.clients.variables["params"]
+    for own, wanted in (
+        ({"rate": 0.0}, lambda i: trees.weighted_mean(trained, jnp.ones(N))),
+        ({"rate": 5.0, "k": 3}, lambda i: trees.row(trained, i)),
+    ):
+        algorithm = make(folds=3, **own)
+        rounds = make_rounds(algorithm, cases.TASK, federation, cohort=N, calls=1)
+        state, _ = rounds.run(KEY, rounds.init(KEY), data, 0, 1)
+        for i in range(N):
+            visit = Visit(jnp.int32(i), None, jnp.int32(1), KEY)
+            got = algorithm.send(state._replace(clients=()), visit)["params"]
+            chex.assert_trees_all_close(got, wanted(i), rtol=1e-5, atol=1e-6)
+
+
+def test_gains_are_held_out_loss_to_first_order_and_sum_to_zero():
+    """Layer 0: θ = 1, 2, 4 and g = −3, so 3, 6, 12 less 7; layer 1 has two leaves."""
+    theta = {"a": jnp.array([[1.0], [2.0], [4.0]]), "b": jnp.array([[1.0, 0], [0, 1], [5, 5]]),
+             "c": jnp.array([[2.0], [0.0], [9.0]])}  # fmt: skip
+    gradient = {"a": jnp.array([-3.0]), "b": jnp.array([2.0, 1.0]), "c": jnp.array([-1.0])}
+    layer_of = {"a": 0, "b": 1, "c": 1}
+    everyone = jnp.ones(3, bool)
+    found = layer_mixing.gains(theta, gradient, layer_of, 2, everyone)
+    # Layer 1: −2 + 2 = 0, −1 + 0 = −1, −15 + 9 = −6; their mean is −7/3.
+    np.testing.assert_allclose(found, [[-4, -1, 5], [7 / 3, 4 / 3, -11 / 3]], rtol=1e-6)
+    found = layer_mixing.gains(theta, gradient, layer_of, 2, jnp.array([True, True, False]))
+    np.testing.assert_allclose(found, [[-1.5, 1.5, 0], [0.5, -0.5, 0]], rtol=1e-6)
+
+
+def test_a_step_moves_what_it_is_of_by_as_much_as_is_wanted():
+    """Of a linear map exactly: along w by w itself; nothing where nothing is wanted."""
+    matrix = jax.random.normal(KEY, (4, 6))
+    wanted = jnp.array([1.0, -2.0, 0.5, 0.0])
+    psi = jnp.ones(6)
+    moved = layer_mixing.moved(lambda p: matrix @ p, psi, wanted)
+    np.testing.assert_allclose(wanted @ (matrix @ (moved - psi)), wanted @ wanted, rtol=1e-5)
+    chex.assert_trees_all_equal(layer_mixing.moved(lambda p: matrix @ p, psi, 0 * wanted), psi)
+
+
+def test_held_out_gradients_are_billed():
+    bill = make().traffic({"retained": jnp.zeros(3, bool)}, {})
+    plain = make(step="scaled").traffic({"retained": jnp.zeros(3, bool)}, {})
+    assert bill.up == {name: 2 * size for name, size in plain.up.items()}
+    assert bill.down == plain.down
+
+
+def test_the_published_form_is_one_word():
+    config = presets.get_config("digits-published")
+    assert (config.pfedla.step, config.pfedla.rate) == ("scaled", 0.05)
+    assert presets.get_config("digits").pfedla.step == "held_out"

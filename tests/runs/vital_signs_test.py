@@ -15,7 +15,7 @@ from fedjax_pfl.report import page
 def run(tmp_path_factory, real_report):
     """A rate at which α is one-hot from the first round on; and what was said."""
     given = {
-        "algorithm": "pfedla", "pfedla": {"rate": 1e6}, "dataset": "synthetic",
+        "algorithm": "pfedla", "pfedla": {"step": "scaled", "rate": 1e6}, "dataset": "synthetic",
         "model": "mlp", "clients": 3, "rounds": 5, "eval_every": 1, "evaluate_after": False,
     }  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,6 @@
-"""The pFedLA paper's figures, and uploads that are compressed. Tables: experiments.reproduce.
+"""The pFedLA paper's figures in its own form, and uploads that are compressed.
+
+Tables: experiments.reproduce.
 
 python -m experiments.studies pfedla figure6 --dataset=mnist --seeds=3 --rounds=60
 
@@ -30,7 +32,7 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def _config(clients: int, **pfedla: Any) -> ConfigDict:
-    config = presets.get_config(f"{DATASET.value}-n{clients}")
+    config = presets.get_config(f"{DATASET.value}-n{clients}-published")
     config.pfedla.update(pfedla)
     return config
 

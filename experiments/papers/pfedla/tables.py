@@ -10,7 +10,8 @@ from experiments.papers.table import Published, Quick, Table, accuracy, after, m
 
 # What a row changes besides the algorithm.
 CHANGES: dict[str, dict[str, Any]] = {
-    "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1}},
+    "pfedla": {"pfedla": presets.PUBLISHED_FORM},
+    "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1, **presets.PUBLISHED_FORM}},
     # FedFomo weighs its peers on validation examples, a fifth of what others train on.
     "fedfomo": {"validation_fraction": 0.14},
     # The others' ten epochs, half for the head and half for the body.
@@ -31,7 +32,7 @@ def row(method: str, partition: str, dataset: str, clients: int) -> ConfigDict:
 
 def retained(k: int, dataset: str) -> ConfigDict:
     """The settings of one row of the third table."""
-    config = presets.get_config(f"{dataset}-n10")
+    config = presets.get_config(f"{dataset}-n10-published")
     config.pfedla.k = k
     return config
 
