@@ -17,6 +17,11 @@ _QUARTER = 4  # a mechanism may rest for less than this part of a run
 ONE_HOT = 0.99  # the largest weight from which on a row counts as one-hot
 UNIFORM = 0.999  # the share of all clients that as good as everybody is
 MOVED = 1e-3  # the least half of a row's summed changes that counts as moving
+# From which effective number of peers on, in parts of all, a mixture is as good as the plain mean.
+# Wider than for α: weights of 1/N ± a tenth are that.
+EVEN = 0.99
+ONE_MODEL = 0.02  # the least spread of generated models that makes them several
+ONE_ROUTE = 0.02  # the least deviation of π over clients that makes routes their own
 
 
 class Shown(NamedTuple):
@@ -25,6 +30,7 @@ class Shown(NamedTuple):
     now: Mapping[str, np.ndarray]
     before: Mapping[str, np.ndarray]  # at the evaluation before this one; empty at the first
     layers: Sequence[str]  # their names, as many as there are
+    first: Mapping[str, np.ndarray] = {}  # at the phase's first evaluation; empty at that one
 
     def names(self, count: int) -> list[str]:
         """Names of so many layers, numbered where those of the network are not as many."""
@@ -115,6 +121,86 @@ def _of_alpha(share: Callable[..., float], *, pairs: bool = False) -> Callable[[
     return value
 
 
+def bits(shares: np.ndarray) -> np.ndarray:
+    """Entropy of rows [..., M] that sum to 1."""
+    return np.log2(peers(shares))
+
+
+def gate_bits(pi: np.ndarray) -> float:
+    """Mean entropy of gates that are open with probability π."""
+    pi = np.asarray(pi, np.float64)
+    return float(np.mean(bits(np.stack([pi, 1 - pi], -1))))
+
+
+def routes(pi: np.ndarray) -> int:
+    """How many different sets of gates above one half there are among clients [N, E]."""
+    return len(np.unique(np.asarray(pi) > 0.5, axis=0))
+
+
+def travelled(now: np.ndarray, first: np.ndarray) -> float:
+    """How far embeddings [N, e] are from where they were, in lengths of that."""
+    first = np.asarray(first, np.float64)
+    return float(np.linalg.norm(now - first) / np.linalg.norm(first))
+
+
+def positive(now: np.ndarray, before: np.ndarray) -> float | None:
+    """The share of the sums of weights [N, N] that grew, of those that changed."""
+    change = np.asarray(now, np.float64) - before
+    return float(np.mean(change[change != 0] > 0)) if np.any(change != 0) else None
+
+
+def _now(name: str, share: Callable[[np.ndarray], Any]) -> Callable[[Shown], Value | None]:
+    """A number of one array."""
+    return lambda shown: None if name not in shown.now else float(share(shown.now[name]))
+
+
+def _visited(share: Callable[[np.ndarray], Any]) -> Callable[[Shown], Value | None]:
+    """A number of π, over clients that have trained: before that a row is 0."""
+
+    def value(shown: Shown) -> Value | None:
+        pi = np.asarray(shown.now.get("pi", ()), np.float64)
+        there = pi[np.any(pi > 0, -1)] if pi.ndim == 2 else pi
+        return float(share(there)) if len(there) else None
+
+    return value
+
+
+def _how_far(shown: Shown) -> Value | None:
+    if "embeddings" not in shown.first:
+        return None
+    return travelled(shown.now["embeddings"], shown.first["embeddings"])
+
+
+def _grew(shown: Shown) -> Value | None:
+    if "affinity" not in shown.now:
+        return None
+    now = shown.now["affinity"]
+    return positive(now, shown.before.get("affinity", np.zeros_like(now)))
+
+
+def _below(least: float) -> Callable[[Value, Shown], bool]:
+    return lambda value, shown: mean(value) < least
+
+
+def _one_body(method: str, help: str) -> dict[str, Sign]:
+    return {
+        "spread": Sign(
+            "how far generated models are from their mean, in lengths of it; the mean over clients",
+            _now("spread", np.mean),
+            _below(ONE_MODEL),
+            "the hypernetwork generates one model for all: what tells them apart is {value:.4f} of "
+            f"their length; see {help}",
+        ),
+        "moved": Sign(
+            "how far embeddings have moved since the first evaluation, in lengths of them then",
+            _how_far,
+            _below(MOVED),
+            "embeddings do not learn: they have moved by {value:.5f} of their length; see "
+            f"{method}.embedding_rate",
+        ),
+    }
+
+
 SIGNS: dict[str, dict[str, Sign]] = {
     "pfedla": {
         "peers": Sign(
@@ -135,6 +221,73 @@ SIGNS: dict[str, dict[str, Sign]] = {
         "moving": Sign(
             "the share of clients whose α has moved since the evaluation before",
             _of_alpha(moving, pairs=True),
+        ),
+    },
+    "pfedhn": _one_body("pfedhn", "pfedhn.normalize and pfedhn.rate"),
+    "pfedhn_pc": _one_body("pfedhn_pc", "pfedhn_pc.normalize and pfedhn_pc.rate"),
+    "fedmn": {
+        "routes": Sign(
+            "different routes in use, of those that have trained: sets of gates with π over ½",
+            _visited(routes),
+        ),
+        "gate_bits": Sign("entropy of a gate in bits; 1 is a coin", _visited(gate_bits)),
+        "deviation": Sign(
+            "deviation of π over clients, the mean over gates",
+            _visited(lambda pi: pi.std(0).mean()),
+            _below(ONE_ROUTE),
+            "all clients are routed alike: π deviates by {value:.4f} over them; see fedmn.embed "
+            "and fedmn.contrast",
+        ),
+    },
+    "factorized_fl": {
+        "peers": Sign(
+            "models mixed into what a client is served, in effect: the exponential of ω's entropy",
+            _now("weights", lambda omega: peers(omega).mean()),
+            lambda value, shown: mean(value) > EVEN * shown.now["weights"].shape[-1],
+            "every client is served the plain mean: ω mixes {value:.1f} models; see "
+            "factorized_fl.scale and factorized_fl.minimum",
+        ),
+        "candidates": Sign(
+            "the share of all models that a client mixes in, its own included",
+            _now("weights", lambda omega: np.mean(np.asarray(omega) > 0)),
+        ),
+        "alone": Sign(
+            "the share of clients that are served their own last factors, with ω over .99",
+            _now("weights", lambda omega: np.mean(np.diagonal(omega) > ONE_HOT)),
+            lambda value, shown: mean(value) == 1.0,
+            "every client trains alone: its own ω is over .99 in {value:.0%} of rows; see "
+            "factorized_fl.scale and factorized_fl.compare",
+        ),
+    },
+    "fedfomo": {
+        "positive": Sign(
+            "the share of the weights given to peers since the last evaluation that are positive",
+            _grew,
+            lambda value, shown: mean(value) == 0.0,
+            "no client gains from a peer: {value:.0%} of the weights are positive; see "
+            "fedfomo.reference",
+        ),
+    },
+    "clustered_fl": {
+        "clusters": Sign(
+            "clusters that clients are in",
+            _now("cluster", lambda cluster: len(np.unique(cluster))),
+            lambda value, shown: mean(value) == 1.0,
+            "clients have not been split and there is {value:.0f} cluster, which is FedAvg; see "
+            "clustered_fl.mean_below and clustered_fl.longest_above",
+        ),
+    },
+    "fedem": {
+        "share_bits": Sign(
+            "entropy of a client's shares π of the components, in bits, the mean over clients",
+            _now("pi", lambda pi: bits(pi).mean()),
+        ),
+        "deviation": Sign(
+            "deviation of π over clients, the mean over components",
+            _now("pi", lambda pi: np.asarray(pi, np.float64).std(0).mean()),
+            _below(MOVED),
+            "all clients weigh the components alike: π deviates by {value:.5f} over them; see "
+            "fedem.components",
         ),
     },
 }

@@ -170,7 +170,13 @@ def _signs(built: Built, member: Member, shown: Mapping[str, np.ndarray]) -> dic
     earlier = [line for line in at.metrics if line["phase"] == at.phase]
     last = earlier[-1]["round"] if earlier else None
     before = {name: each[-1] for name, (rounds, each) in member.seen.items() if rounds[-1] == last}
-    both = vital_signs.Shown(shown, before, list(at.ledger.down))
+    begun = earlier[0]["round"] if earlier else None
+    first = {
+        name: each[list(rounds).index(begun)]
+        for name, (rounds, each) in member.seen.items()
+        if begun in rounds
+    }
+    both = vital_signs.Shown(shown, before, list(at.ledger.down), first)
     rounds = phase.end - phase.begin
     return vital_signs.read(signs, both, earlier, at.round, rounds)._asdict()
 

@@ -95,6 +95,74 @@ def test_a_uniform_alpha_is_dead_too():
     assert vital_signs.read(PFEDLA, seen(nearly), [], 20, 40).dead == []
 
 
+def of(method, now, before=None, first=None, earlier=(), at=20):
+    """The signs of arrays by name, and their remarks after dead evaluations until round 10."""
+    arrays = lambda tree: {name: np.asarray(x, float) for name, x in (tree or {}).items()}
+    shown = Shown(arrays(now), arrays(before), (), arrays(first))
+    return vital_signs.read(SIGNS[method], shown, earlier, at, 40)
+
+
+@pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc"])
+def test_hypernetworks_say_how_far_apart_models_are_and_how_far_v_went(method):
+    v = np.array([[3.0, 0.0], [0.0, 4.0]])  # of length 5
+    now = {"spread": [0.1, 0.3], "embeddings": 1.1 * v}  # by .5
+    read = of(method, now, first={"embeddings": v})
+    assert read.observed == pytest.approx({"spread": 0.2, "moved": 0.1})
+    assert read.dead == []
+    assert "moved" not in of(method, now).observed
+    still = of(method, {"spread": [0.01, 0.02], "embeddings": v}, first={"embeddings": v},
+               earlier=lines(("spread", "moved")))  # fmt: skip
+    assert still.dead == ["spread", "moved"]
+    assert "is 0.0150 of their length" in still.remarks[0]
+    assert f"{method}.embedding_rate" in still.remarks[1]
+
+
+def test_fedmn_says_how_many_routes_there_are_and_how_decided_they_are():
+    # The third has not trained. Entropies of .5, .75 and .25: 1 and .8112781 bits.
+    now = {"pi": [[0.5, 0.75], [0.75, 0.25], [0.0, 0.0]]}
+    read = of("fedmn", now)
+    bits = 0.25 * np.log2(4) + 0.75 * np.log2(4 / 3)
+    assert read.observed == pytest.approx(
+        {"routes": 2, "gate_bits": (1 + 3 * bits) / 4, "deviation": (0.125 + 0.25) / 2}
+    )
+    assert read.dead == []
+    alike = of("fedmn", {"pi": [[0.7, 0.2], [0.71, 0.2]]}, earlier=lines(("deviation",)))
+    assert (alike.observed["routes"], alike.dead) == (1, ["deviation"])
+    assert "deviates by 0.0025" in alike.remarks[0]
+    assert of("fedmn", {"pi": np.zeros((2, 2))}) == ({}, [], [])
+
+
+def test_factorized_fl_says_how_many_are_mixed_and_who_is_alone():
+    read = of("factorized_fl", {"weights": [[0.5, 0.5, 0], [0, 1, 0], [0.25, 0.25, 0.5]]})
+    wanted = {"peers": (2 + 1 + 2**1.5) / 3, "candidates": 6 / 9, "alone": 1 / 3}
+    assert read.observed == pytest.approx(wanted)
+    assert read.dead == []
+    nearly = np.full((3, 3), 1 / 3) + 0.02 * (3 * np.eye(3) - 1)
+    for weights, name, word in ((nearly, "peers", "plain mean"), (np.eye(3), "alone", "100%")):
+        dead = of("factorized_fl", {"weights": weights}, earlier=lines((name,)))
+        assert dead.dead == [name]
+        assert word in dead.remarks[0]
+
+
+def test_fedfomo_says_what_share_of_weights_is_positive():
+    before = {"affinity": [[0, 1.0], [-2.0, 0]]}
+    read = of("fedfomo", {"affinity": [[0, 1.5], [-2.5, 0]]}, before)
+    assert (read.observed, read.dead) == ({"positive": 0.5}, [])
+    assert of("fedfomo", before).observed == {"positive": 0.5}  # the first: since the start
+    assert of("fedfomo", before, before).observed == {}  # nobody was weighed
+    still = of("fedfomo", {"affinity": [[0, 0], [-3, 0]]}, before, earlier=lines(("positive",)))
+    assert "fedfomo.reference" in still.remarks[0]
+
+
+def test_clustered_fl_and_fedem():
+    assert of("clustered_fl", {"cluster": [0, 2, 0, 1]}).observed == {"clusters": 3}
+    whole = of("clustered_fl", {"cluster": [0, 0]}, earlier=lines(("clusters",)))
+    assert "there is 1 cluster, which is FedAvg" in whole.remarks[0]
+    read = of("fedem", {"pi": [[0.5, 0.5], [1.0, 0.0]]})
+    assert read.observed == pytest.approx({"share_bits": 0.5, "deviation": 0.25})
+    assert of("fedem", {"pi": [[0.5, 0.5]] * 2}).dead == ["deviation"]
+
+
 def test_one_without_the_arrays_has_no_signs():
     read = vital_signs.read(PFEDLA, Shown({}, {}, ()), [], 1, 4)
     assert read == ({}, [], [])
