@@ -52,6 +52,11 @@ GENERAL: dict[str, dict[str, Setting]] = {
             per_phase=True,
             tunable=True,
         ),
+        "zero_head": Setting(
+            False,
+            "the last layer starts at zero, so that no order of labels is preferred",
+            per_phase=True,
+        ),
         "groups": Setting(
             (), "settings of networks, as many as there are architectures; clients in turn"
         ),

@@ -17,6 +17,7 @@ from fedjax_pfl.core import trees
 
 PyTree = Any
 LAYOUTS = ("kernel", "mixed", "oihw")
+STARTS = ("plain", "factors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,11 @@ class Reparametrised(abc.ABC):
 
     @abc.abstractmethod
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """First factors of a kernel."""
+        """First factors of a kernel, drawn."""
+
+    def first(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
+        """First factors of a kernel that the network itself would start with."""
+        return self.factors(key, kernel.shape)
 
     @abc.abstractmethod
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
@@ -59,7 +64,7 @@ class Reparametrised(abc.ABC):
             made = {word: cut(part, (*path, word)) for word, part in tree.items()}
             if (name := "/".join(path)) in self.factorized:
                 own = jax.random.fold_in(key, self.layers.index(name))
-                made |= self.factors(own, made.pop("kernel").shape)
+                made |= self.first(own, made.pop("kernel"))
             return made
 
         return {**variables, "params": cut(variables["params"])}
@@ -99,7 +104,12 @@ def xavier(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Factorized(Reparametrised):
-    """W = π(u vᵀ + μ), with u and v [·, rank] from Xavier's distribution and μ zero at first.
+    """W = π(u vᵀ + μ), with u and v [·, rank].
+
+    start says where from. plain: from the kernel W that the network itself would start with, u vᵀ
+    the best approximation of the unfolded W, with columns of u and v of one length, and μ what is
+    left, so that it computes the same. factors: u and v from Xavier's distribution and μ zero, as
+    published.
 
     A dense kernel [I, O] has u [I, rank] and v [O, rank]. For a convolution's [F, F, I, O]
       kernel  u [F·F, rank], v [I·O, rank]: of rank 1 and with μ = 0 all F×F kernels are multiples
@@ -113,6 +123,7 @@ class Factorized(Reparametrised):
     rank: int = 1
     layout: str = "kernel"
     bias: bool = True  # whether there is a μ
+    start: str = "plain"
 
     def _sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
         if len(shape) == 2:
@@ -125,6 +136,25 @@ class Factorized(Reparametrised):
         one, other = jax.random.split(key)
         made = {"u": xavier(one, (rows, self.rank)), "v": xavier(other, (columns, self.rank))}
         return made | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
+
+    def first(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
+        if self.start == "factors":
+            return self.factors(key, kernel.shape)
+        matrix = self._unfold(kernel)
+        u, scale, v = jnp.linalg.svd(matrix, full_matrices=False)
+        root = jnp.sqrt(scale[None, : self.rank])
+        made = {"u": u[:, : self.rank] * root, "v": v[: self.rank].T * root}
+        low = jnp.matmul(made["u"], made["v"].T, precision="highest")
+        return made | ({"mu": matrix - low} if self.bias else {})
+
+    def _unfold(self, kernel: jax.Array) -> jax.Array:
+        """The matrix that `kernel` folds."""
+        rows, columns = self._sides(kernel.shape)
+        if kernel.ndim == 4 and self.layout == "mixed":
+            kernel = kernel.transpose(2, 0, 3, 1)
+        if kernel.ndim == 4 and self.layout == "oihw":
+            kernel = kernel.transpose(3, 2, 0, 1)
+        return kernel.reshape(rows, columns)
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
         matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")

@@ -25,6 +25,8 @@ _KNOWN = {
     "affinity": ("Affinity of clients", "how useful a client has found each peer's model", "peer"),
     "u": ("Similarity of u", "cosines between clients' factors u of one layer", "client"),
     "v": ("Similarity of v", "cosines between clients' factors v of one layer", "client"),
+    "moved": ("Similarity of what has moved v", "cosines between what training at the clients has "
+              "moved v of one layer by", "client"),
     "weights": ("Weights of the mixture", "how much of whom a client is served", "from"),
     "zeros_in_mu": ("Zeros in μ", "the share of each client's μ that is pruned", ""),
     "pi": ("Shares and gates, π", "each client's probability of a block, or share of a component",

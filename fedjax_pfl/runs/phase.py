@@ -23,6 +23,7 @@ from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine import sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.rounds import Rounds, compiled, plain_rounds
+from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import points
 
 
@@ -215,6 +216,8 @@ def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> 
     if hasattr(factory, "conv"):
         own["conv"] = conv
     model = factory(outputs=federation.outputs, **own)
+    if one.zero_head:
+        model = ZeroHead(model)
     shape = federation.input_shape
     try:
         jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, *shape))))

@@ -14,6 +14,7 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.engine import rounds
 from fedjax_pfl.networks import ResNet9
 from fedjax_pfl.networks.factorized import collect_mu
 from tests import cases, tiny
@@ -27,6 +28,8 @@ EVERYONE = jnp.ones(N, bool)
 def make(task: Any = cases.TASK, training: Any = None, federation: Any = None, **own: Any) -> Any:
     training = training or cases.training(keep_momentum=False)
     federation = federation or tiny.federated()[1]
+    published = {"start": "factors", "compare": "v", "penalty": own.get("sparsity", 5e-4)}
+    own = published | own
     return algorithms.factorized_fl(tiny.Net(), task, training, federation, **own)
 
 
@@ -215,7 +218,7 @@ def test_the_papers_cost_of_fedavg():
     made = algorithms.factorized_fl(
         ResNet9(conv="xla"), cases.TASK, cases.training(), federation, share="u"
     )
-    rows = jax.eval_shape(made.init, KEY).rows
+    rows = {"params": jax.eval_shape(made.init, KEY).rows["params"]}
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
     bill = made.traffic(one, one)
     u, head = 4 * (7 * 9 + 25), 4 * 2570
@@ -243,6 +246,9 @@ def test_bad_settings_are_one_line():
         ({"matching": "random", "peers": N}, "choose 1 to 5"),
         ({"sparsity": -1.0}, "at least 0"),
         ({"rank": 0}, "at least 1"),
+        ({"penalty": -1.0}, "penalty is -1.0"),
+        ({"compare": "u"}, "moved, v"),
+        ({"start": "zero"}, "plain, factors"),
     ):
         with pytest.raises(UsageError, match=word):
             make(**own)
@@ -260,6 +266,54 @@ def test_a_later_phase_takes_factors_and_begins_its_momentum_anew():
         chex.assert_trees_all_equal(begun.rows, state.rows)
         chex.assert_trees_all_equal(begun.clients.own, state.clients.own)
         assert not any(leaf.any() for leaf in jax.tree.leaves(begun.clients.momentum))
+
+
+LIVE = {"start": "plain", "compare": "moved", "penalty": 0.0}
+
+
+@pytest.mark.parametrize("share", ["u", "all"])
+def test_what_training_has_moved_v_by_says_who_is_alike(share):
+    """d is the sum of what rounds have moved; ω is of its cosines, oneself as like as the best."""
+    made = make(share=share, tau=-1.0, scale=3.0, minimum=2, sparsity=0.0, **LIVE)
+    data, federation = tiny.federated()
+    engine = rounds.make_rounds(made, cases.TASK, federation, cohort=N, calls=1, after=False)
+    state = engine.init(KEY)
+    np.testing.assert_array_equal(state.rows["moved"], 0)
+    np.testing.assert_allclose(made.observe(state)["weights"], 1 / N, rtol=1e-6)
+    start = np.asarray(state.rows["params"]["fc1"]["v"])[..., 0]
+    d = np.zeros((N, tiny.HIDDEN))
+    for t in (0, 1):
+        served = np.asarray(sent(made, state)["fc1"]["v"])[..., 0]
+        state, _ = engine.run(KEY, state, data, jnp.int32(t), jnp.int32(1))
+        d += np.asarray(state.rows["params"]["fc1"]["v"])[..., 0] - served
+        np.testing.assert_allclose(state.rows["moved"], d, atol=1e-6)
+    if share == "u":  # v is not mixed
+        moved = np.asarray(state.rows["params"]["fc1"]["v"])[..., 0] - start
+        np.testing.assert_allclose(d, moved, atol=1e-6)
+    unit = d / np.linalg.norm(d, axis=1, keepdims=True)
+    sigma = unit @ unit.T
+    np.fill_diagonal(sigma, -1)
+    np.fill_diagonal(sigma, sigma.max(1))
+    omega = np.exp(3 * sigma) / np.exp(3 * sigma).sum(1, keepdims=True)
+    np.testing.assert_allclose(made.observe(state)["weights"], omega, atol=1e-5)
+    longer = state._replace(rows={**state.rows, "moved": 100 * state.rows["moved"]})
+    np.testing.assert_allclose(made.observe(longer)["weights"], omega, atol=1e-5)
+
+
+def test_two_lambdas():
+    """Without a penalty μ moves as the loss says, whatever is pruned."""
+    data, _ = tiny.federated()
+    ends = []
+    for penalty, sparsity in ((0.0, 0.0), (0.0, 0.5), (0.1, 0.5)):
+        made = make(share="u", sparsity=sparsity, **{**LIVE, "penalty": penalty})
+        state = made.init(KEY)
+        visit = Visit(0, client_data(data, 0), T, KEY)
+        done = made.train(made.send(state, visit), trees.row(state.clients, 0), visit)
+        ends.append(collect_mu(done.client.own)[0])
+        small = np.abs(collect_mu(done.variables)[0])
+        assert not ((small > 0) & (small < sparsity)).any()
+    np.testing.assert_array_equal(ends[0], ends[1])
+    assert np.abs(ends[2]).sum() < np.abs(ends[1]).sum()
 
 
 def test_pfedpara_shares_one_factor_and_keeps_the_other():

@@ -190,6 +190,14 @@ def test_contradicting_groups_see_the_same_classes_under_other_numbers():
         ("cifar10-permuted-noniid-alpha", {"permute_labels": True}, {"share": "u", "tau": 0.0}),
         ("cifar100-domains", {"rounds": 100, "keep_head": True}, {"tau": 0.95, "minimum": 4}),
         ("mnist-noniid-w16-fedavg", {"algorithm": "fedavg", "augment": False}, {}),
+        ("permuted-noniid", {"zero_head": True}, {"start": "plain", "penalty": 0.0}),
+        ("noniid", {"zero_head": False}, {"compare": "moved"}),
+        (
+            "domains-published-cifar100",
+            {"zero_head": False},
+            {"start": "factors", "compare": "v", "penalty": 5e-4, "scale": 20.0},
+        ),
+        ("permuted-noniid-fedavg", {"zero_head": False}, {}),
     ],
 )
 def test_presets_of_factorized_fl(preset, wanted, own):

@@ -78,7 +78,7 @@ def test_each_kernel_is_of_the_rank_where_there_is_no_bias():
     ranks = {}
     for layout in ("kernel", "oihw"):
         for rank in (1, 2):
-            net = Factorized(SMALL, SHAPE, rank, layout)
+            net = Factorized(SMALL, SHAPE, rank, layout, start="factors")
             params = net.plain(net.init(KEY, X)["params"])
             ranks[layout, rank] = np.linalg.matrix_rank(unfold(params["conv2"]["kernel"]))
             assert np.linalg.matrix_rank(params["fc1"]["kernel"]) == rank
@@ -87,7 +87,7 @@ def test_each_kernel_is_of_the_rank_where_there_is_no_bias():
 
 
 def test_it_computes_what_the_network_computes_with_these_kernels():
-    net = Factorized(SMALL, SHAPE)
+    net = Factorized(SMALL, SHAPE, start="factors")
     variables = net.init(KEY, X)
     plain = {"params": net.plain(variables["params"])}
     chex.assert_trees_all_equal(net.apply(variables, X), SMALL.apply(plain, X))
@@ -141,3 +141,20 @@ def test_gamma_goes_up_to_the_size_of_the_kernel():
     made = [Hadamard(SMALL, SHAPE).factors(key, shape) for key in jax.random.split(KEY, 20)]
     first = [np.einsum("fgrs,ir,os->fgio", m["t1"], m["y1"], m["x1"]) for m in made]
     np.testing.assert_allclose(np.var(first) * 9 * 64, 1, rtol=0.3)
+
+
+@pytest.mark.parametrize("layout", ["kernel", "mixed", "oihw"])
+def test_the_plain_start_computes_what_the_network_computes(layout):
+    """u vᵀ is the best of its rank, by the singular values; u and v have one length."""
+    for rank in (1, 2):
+        net = Factorized(SMALL, SHAPE, rank, layout)
+        made, plain = net.init(KEY, X), SMALL.init(KEY, X)
+        chex.assert_trees_all_close(net.apply(made, X), SMALL.apply(plain, X), atol=1e-6)
+        chex.assert_trees_all_close(net.plain(made["params"]), plain["params"], atol=1e-7)
+        for layer in net.factorized:
+            own = jax.tree.map(np.asarray, made["params"][layer])
+            scale = np.linalg.svd(own["u"] @ own["v"].T + own["mu"], compute_uv=False)
+            np.testing.assert_allclose(np.sum(own["mu"] ** 2), np.sum(scale[rank:] ** 2), rtol=1e-4)
+            for side in "uv":
+                lengths = np.sum(own[side] ** 2, 0)
+                np.testing.assert_allclose(lengths, scale[:rank], rtol=1e-4)

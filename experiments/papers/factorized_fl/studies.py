@@ -146,7 +146,7 @@ def sparsity() -> tuple[dict[str, Any], Figure]:
     axis = figure.subplots()
     found = {}
     for value in (5e-5, 5e-4, 5e-3, 5e-2):
-        results = runs(config(sparsity=value), f"sparsity-{value:g}")
+        results = runs(config(sparsity=value, penalty=value), f"sparsity-{value:g}")
         zeros = [np.mean(r.observations["zeros_in_mu"][1], 1) for r in results]
         rounds = results[0].observations["zeros_in_mu"][0]
         share = 100 * np.mean(zeros, 0)

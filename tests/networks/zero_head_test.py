@@ -1,0 +1,50 @@
+"""A last layer that starts at zero."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fedjax_pfl.networks import LeNet
+from fedjax_pfl.networks.factorized import Factorized
+from fedjax_pfl.networks.zero_head import ZeroHead
+
+KEY = jax.random.key(2)
+X = jax.random.normal(KEY, (6, 8, 8, 1))
+Y = jnp.array([0, 1, 2, 1, 0, 2])
+SMALL = LeNet(outputs=3, kernels=(2, 3), dense=(6,), kernel_size=3, padding="SAME")
+
+
+def test_only_the_head_is_zero():
+    net = ZeroHead(SMALL)
+    made, plain = net.init(KEY, X), SMALL.init(KEY, X)
+    assert (net.head, net.layers, net.outputs) == (SMALL.head, SMALL.layers, 3)
+    head = made["params"].pop("fc2")
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(head))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(plain["params"].pop("fc2")))
+    chex.assert_trees_all_equal(made, plain)
+
+
+def trained(net, y):
+    """The body after three steps on labels y."""
+
+    def loss(params):
+        outputs = net.apply({"params": params}, X)
+        return optax.softmax_cross_entropy_with_integer_labels(outputs, y).mean()
+
+    params = net.init(KEY, X)["params"]
+    for _ in range(3):
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, params, jax.grad(loss)(params))
+    return {name: layer for name, layer in params.items() if name != net.head}
+
+
+@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: Factorized(net, (8, 8, 1))])
+def test_the_order_of_labels_does_not_matter_to_the_layers_below(wrap):
+    other = jnp.array([2, 0, 1])[Y]
+    net = wrap(ZeroHead(SMALL))
+    chex.assert_trees_all_close(trained(net, Y), trained(net, other), atol=1e-6)
+    one, two = (trained(wrap(SMALL), y) for y in (Y, other))
+    apart = optax.tree.norm(jax.tree.map(jnp.subtract, one, two))
+    assert apart > 1e-2
