@@ -40,6 +40,8 @@ class Settings(NamedTuple):
     width: int
     depth: int
     spectral_norm: bool
+    normalize: bool
+    embedding_rate: float
     average: bool
     frozen: bool
 
@@ -92,7 +94,9 @@ def generated(
     bodies = tuple(apart(model, common.shapes(model, federation))[0] for model in nets)
     if not all(bodies):
         raise UsageError(f"{name} keeps the last layer at home, and this network has no other")
-    network = hypernet.Hypernetwork(bodies, chosen.width, chosen.depth, chosen.spectral_norm)
+    network = hypernet.Hypernetwork(
+        bodies, chosen.width, chosen.depth, chosen.spectral_norm, chosen.normalize
+    )
 
     def generate(phi: PyTree, spectral: PyTree, v: jax.Array) -> Any:
         """θ = h(v; φ), for each of the networks."""
@@ -106,8 +110,14 @@ def generated(
     def only_active(updates: Any, params: Any) -> Any:
         return {k: jnp.where(active, u, 0.0) if k == "v" else u for k, u in updates.items()}
 
+    def faster(updates: Any, params: Any) -> Any:
+        """Before the decay, which stays as slow as it is."""
+        times = chosen.embedding_rate
+        return {k: times * u if k == "v" else u for k, u in updates.items()}
+
     optimizer = optax.chain(
         optax.clip_by_global_norm(chosen.clip_norm),
+        optax.stateless(faster),
         optax.add_decayed_weights(chosen.weight_decay),
         optax.stateless(only_active),
         optax.trace(chosen.momentum),

@@ -44,6 +44,8 @@ def pfedhn(
     width: int = 100,
     depth: int = 3,
     spectral_norm: bool = False,
+    normalize: bool = False,
+    embedding_rate: float = 1.0,
     average: bool = False,
     frozen: bool = False,
 ) -> Algorithm:
@@ -59,6 +61,8 @@ def pfedhn(
       width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
       depth: how many of those layers follow the first.
       spectral_norm: divide each weight of the hypernetwork by its largest singular value.
+      normalize: bring what comes into each ReLU to mean 0 and deviation 1 over the layer.
+      embedding_rate: the embeddings' gradient counts so many times, after clipping.
       average: take the mean over the clients of a round; else gradients are added, as if they came
         in turn.
       frozen: only embeddings learn: a later phase for clients that were held out.
@@ -74,6 +78,8 @@ def pfedhn(
         width,
         depth,
         spectral_norm,
+        normalize,
+        embedding_rate,
         average,
         frozen,
     )
@@ -96,6 +102,8 @@ def pfedhn_pc(
     width: int = 100,
     depth: int = 3,
     spectral_norm: bool = False,
+    normalize: bool = False,
+    embedding_rate: float = 1.0,
     average: bool = False,
     frozen: bool = False,
 ) -> Algorithm:
@@ -111,6 +119,8 @@ def pfedhn_pc(
       width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
       depth: how many of those layers follow the first.
       spectral_norm: divide each weight of the hypernetwork by its largest singular value.
+      normalize: bring what comes into each ReLU to mean 0 and deviation 1 over the layer.
+      embedding_rate: the embeddings' gradient counts so many times, after clipping.
       average: take the mean over the clients of a round; else gradients are added, as if they came
         in turn.
       frozen: only embeddings learn: a later phase for clients that were held out.
@@ -126,6 +136,8 @@ def pfedhn_pc(
         width,
         depth,
         spectral_norm,
+        normalize,
+        embedding_rate,
         average,
         frozen,
     )
@@ -155,7 +167,7 @@ def _check(name: str, chosen: Settings) -> None:
             raise UsageError(
                 f"{name}.{setting} is {getattr(chosen, setting)}; it must be at least 0"
             )
-    for setting in ("rate", "clip_norm"):
+    for setting in ("rate", "clip_norm", "embedding_rate"):
         if getattr(chosen, setting) <= 0:
             raise UsageError(f"{name}.{setting} is {getattr(chosen, setting)}; it must be above 0")
     if chosen.momentum >= 1:

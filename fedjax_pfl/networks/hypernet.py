@@ -51,6 +51,8 @@ class Hypernetwork(nn.Module):
     """v [e] -> arrays like those of `target`: one linear head for each on a common MLP.
 
     The MLP is a linear layer and `depth` times ReLU and another one, without ReLU before the heads.
+    With `normalize` what comes into a ReLU has mean 0 and deviation 1 over its units first, so that
+    no update can leave a layer without a unit that is alive.
     Width 0 leaves heads without a bias alone: the linear hypernetwork θ = W v.
 
     target: a network's parameters, nested dicts, or their shapes; or a tuple of several networks'.
@@ -63,13 +65,15 @@ class Hypernetwork(nn.Module):
     width: int = 100
     depth: int = 3
     spectral_norm: bool = False
+    normalize: bool = False
 
     @nn.compact
     def __call__(self, v: jax.Array) -> PyTree:
         """The parameters of client v."""
         x = v
         for i in range(self.depth + 1 if self.width else 0):
-            x = nn.relu(x) if i else x
+            if i:
+                x = nn.relu(standardized(x) if self.normalize else x)
             x = Linear(self.width, True, self.spectral_norm, name=f"layer{i + 1}")(x)
 
         def head(path: Any, leaf: Any) -> jax.Array:
@@ -81,6 +85,12 @@ class Hypernetwork(nn.Module):
         thawed = lambda tree: unfreeze(tree) if isinstance(tree, FrozenDict) else tree
         plain = jax.tree.map(thawed, self.target, is_leaf=lambda tree: isinstance(tree, FrozenDict))
         return jax.tree_util.tree_map_with_path(head, plain)
+
+
+def standardized(x: jax.Array) -> jax.Array:
+    """With mean 0 and deviation 1 over the last axis."""
+    x = x - jnp.mean(x, -1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5)
 
 
 def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:

@@ -62,6 +62,29 @@ def test_by_numpy():
     np.testing.assert_allclose(network.apply(variables, v)["b"], wanted, rtol=1e-5, atol=1e-6)
 
 
+def test_normalised_by_numpy_and_no_bias_leaves_a_layer_dead():
+    """Mean 0 and deviation 1 before each ReLU; without, a bias of −100 leaves one model for all."""
+    target = {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
+    v = jnp.array([[-2.0, 1.0, 0.5], [0.3, -1.0, 2.0]])
+    apart = {}
+    for normalize in (False, True):
+        network = Hypernetwork(target, width=4, depth=2, normalize=normalize)
+        variables = network.init(KEY, v[0])
+        phi = variables["params"]
+        phi["layer2"]["bias"] -= 100.0
+        made = np.stack([network.apply(variables, one)["b"] for one in v])
+        apart[normalize] = np.abs(made[0] - made[1]).max()
+    assert apart[False] == 0
+    assert apart[True] > 1e-3
+    x = np.asarray(v[1], np.float64)
+    for i in (1, 2, 3):
+        x = x @ phi[f"layer{i}"]["kernel"] + phi[f"layer{i}"]["bias"]
+        if i < 3:
+            x = np.maximum((x - x.mean()) / np.sqrt(x.var() + 1e-5), 0)
+    wanted = (x @ phi["head_b"]["kernel"] + phi["head_b"]["bias"]).reshape(2, 3)
+    np.testing.assert_allclose(made[1], wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_layers_start_as_pytorchs():
     """U(±1/√fan_in), biases too: the largest of many draws is close under the bound."""
     target = {"b": jax.ShapeDtypeStruct((50, 40), jnp.float32)}

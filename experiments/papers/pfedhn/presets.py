@@ -4,7 +4,8 @@ python -m experiments.pfedhn --config=experiments/configs/pfedhn.py:cifar10-n50
 
 Presets are words joined with dashes: a dataset (digits, mnist, cifar10, cifar100, omniglot), a
 number of clients (n10, n50, n100), a method (pfedhn, pfedhn_pc, local, fedavg, fedper, lg_fedavg,
-per_fedavg, pfedme), clients in a round of a hypernetwork's method (k5: five, in a fifth of the
+per_fedavg, pfedme), normalized (a hypernetwork that normalises what comes into a ReLU, which is not
+in the paper), clients in a round of a hypernetwork's method (k5: five, in a fifth of the
 rounds, so that there are as many visits), steps100 (communication steps; in place of the paper's
 5,000, or of 500 on digits), or sizes (75 clients in three groups with 8, 16 and 32 kernels in the
 first layer).
@@ -70,6 +71,11 @@ def _steps(config: ConfigDict, match: re.Match[str]) -> None:
     config.rounds = int(match["s"])
 
 
+def _normalized(config: ConfigDict, match: re.Match[str]) -> None:
+    for name in HYPERNETWORKS:
+        config[name].normalize = True
+
+
 def _sizes(config: ConfigDict, match: re.Match[str]) -> None:
     config.groups = tuple({config.model: {"kernels": (k, 2 * k)}} for k in (8, 16, 32))
 
@@ -78,7 +84,8 @@ def get_config(preset: str = "") -> ConfigDict:
     """A cell of the paper's tables; pFedHN on the embedded digits where nothing is said."""
     config = configuration.default()
     config.update(algorithm="pfedhn", partition="shares", evaluate_after=False, rounds=0)
-    words = {r"k(?P<k>\d+)": _cohort, r"steps(?P<s>\d+)": _steps, "sizes": _sizes}
+    words = {r"k(?P<k>\d+)": _cohort, r"steps(?P<s>\d+)": _steps, "sizes": _sizes,
+             "normalized": _normalized}  # fmt: skip
     config = preset_words.apply(config, preset, words)
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round
