@@ -15,7 +15,7 @@ from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.engine import ledger
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.mlp import MLP
-from fedjax_pfl.transforms.compression import Client, compression, leaf_bytes
+from fedjax_pfl.transforms.compression import Client, compression, encode, leaf_bytes
 from tests import cases, tiny
 
 KEY = jax.random.key(5)
