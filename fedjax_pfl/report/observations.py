@@ -94,6 +94,8 @@ def signs(method: str, metrics: Sequence[Record]) -> dict[str, Figure]:
                 label=layer,
             )
         axes.set_title(name.replace("_", " "), fontsize=9, color=INK)
+        if all(0 <= number <= 1 for value in each for number in value.values()):
+            axes.set_ylim(-0.05, 1.05)  # a share; else noise would fill the panel
         if len(each[-1]) > 1:
             axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     panels[-1].set_xlabel("round")

@@ -80,3 +80,19 @@ def test_pictures_can_be_written():
         "embeddings": np.eye(4), "zeros_in_mu": np.zeros(40),
     }.items():  # fmt: skip
         assert page.png(only(name, values)).startswith(b"\x89PNG")
+
+
+def test_vital_signs_are_a_panel_each_and_shares_are_seen_whole():
+    peers = [{"conv": 4.0, "head": 3.0}, {"conv": 3.5, "head": 1.5}]
+    lines = [
+        {"round": 5, "observed": {"peers": peers[0], "one_hot": 0.0}},
+        {"round": 10, "observed": {"peers": peers[1], "one_hot": 0.1, "moving": 1.0}},
+    ]
+    (figure,) = observations.signs("pfedla", lines).values()
+    first, second, third = figure.axes
+    drawn = {line.get_label(): line.get_ydata().tolist() for line in first.lines}
+    assert drawn == {"conv": [4.0, 3.5], "head": [3.0, 1.5]}
+    assert second.lines[0].get_ydata().tolist() == [0.0, 0.1]
+    assert second.get_ylim() == (-0.05, 1.05)
+    assert third.lines[0].get_xdata().tolist() == [10]
+    assert observations.signs("fedavg", lines) == {}
