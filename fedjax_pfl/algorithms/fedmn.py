@@ -11,8 +11,14 @@ blocks, ψ the router and V_k the gates of client k:
 
 Deviations: the paper divides by Σ_k |D_k|, which shrinks a block that some client did not use.
 Where gates leave no path the likeliest one opens. The router takes one step an epoch, along the sum
-of the gradients at its gates; clipping, decay and momentum treat it apart. `contrast` is not in the
-paper: without it π hardly differs, and all clients get one route.
+of the gradients at its gates; clipping, decay and momentum treat it apart.
+
+As published π hardly differs over clients, and its mean over examples cannot see which label goes
+with which image. With embed="product", which is not in the paper either, h_ψ is linear in
+ρ (m_k − m̄)/√T, with m_k the mean of φx(x_i) ⊙ φy(y_i), each of length 1, m̄ and T mean and variance
+of m_k over clients, and ρ the part of T that drawing so few examples does not explain; weights of
+h_ψ start with deviation 4. φx and φy stay as they begin, so that they travel once and do not make
+routes swing. `contrast` is another form, to be set for each dataset.
 """
 
 from functools import partial
@@ -84,6 +90,7 @@ def fedmn(
     temperatures: tuple[float, float] = (1.0, 0.1),
     router_rate: float = 1.0,
     contrast: float | None = None,
+    embed: str = "concatenated",
 ) -> Algorithm:
     """Each client trains the blocks that its gates open, and the router that opened them.
 
@@ -101,11 +108,17 @@ def fedmn(
       temperatures: τ of the gates in the phase's first and last round.
       router_rate: the router's learning rate, as a multiple of the rest's.
       contrast: deviation over clients to which embeddings are brought; unset: as published.
+      embed: what the router makes of φx and φy: their product, or both side by side, concatenated.
     """
+    if embed not in routing.EMBEDS:
+        raise UsageError(f"fedmn.embed is {embed!r}; choose {', '.join(routing.EMBEDS)}")
+    product = embed == "product"
+    if product and contrast is not None:
+        raise UsageError("fedmn.contrast is for fedmn.embed=concatenated; leave it unset")
     _check(layout, gates, temperatures, dropout, contrast=contrast, router_rate=router_rate)
     n, paths, names = federation.outputs, routing.paths(layout), blocks(layout)
     network = Modular(model, n, layout, width, hidden, dropout)
-    router = routing.Router(model, paths, x_size, y_size, contrast)
+    router = routing.Router(model, paths, x_size, y_size, contrast, embed)
     logits = partial(routing.logits, router, outputs=n, size=training.batch_size)
     one_epoch = training._replace(epochs=training.epochs and 1, keep=True)
     epochs = training.epochs or 1  # steps, where they are counted instead, are one epoch
@@ -155,7 +168,10 @@ def fedmn(
         grads = routing.pull(router, psi, visit.data, n, training.batch_size, pulled)
         updates, trace = training.optimizer.update(grads, trace, psi["params"])
         rate = router_rate * training.rate(visit.t)
-        return {**psi, "params": local_training.descend(psi["params"], updates, rate)}, trace
+        new = local_training.descend(psi["params"], updates, rate)
+        if product:  # decay would move φx and φy too
+            new |= {name: psi["params"][name] for name in routing.EMBEDDINGS}
+        return {**psi, "params": new}, trace
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         data = visit.data
@@ -181,7 +197,7 @@ def fedmn(
             return Epochs(theta, psi, [trace, psi_trace], used, z, opened, loss)
 
         theta, psi = apart(payload)
-        if contrast is not None:
+        if product or contrast is not None:
             share = jnp.where(visit.t == training.begin, 1.0, 0.1)
             psi = routing.spread(router, psi, data, n, training.batch_size, share)
         new = [training.optimizer.init(one["params"]) for one in (theta, psi)]
@@ -192,7 +208,11 @@ def fedmn(
         stays = end.momentum if training.keep else [(), ()]
         active_blocks = jnp.sum(end.used).astype(jnp.float32)
         return Trained(
-            {**trees.join(end.theta, end.psi), "active": end.used},
+            {
+                **trees.join(end.theta, end.psi),
+                "active": end.used,
+                "first": ~jnp.any(client.pi > 0),
+            },
             trained,
             Client(jax.nn.sigmoid(end.z), end.opened, stays),
             {"loss": end.loss / epochs, "active_blocks": active_blocks},
@@ -213,10 +233,17 @@ def fedmn(
         return {**theta, "gates": routing.decide(logits(psi, visit.data), layout)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        """Active blocks, both ways: the gates are chosen before blocks are fetched."""
+        """Active blocks, both ways: the gates are chosen before blocks are fetched.
+
+        φx and φy that do not learn come with a client's first visit, and that is all.
+        """
         used = dict(zip(names, upload["active"], strict=True))
         bill = {name: jnp.where(used.get(name, True), b, 0) for name, b in bytes_of.items()}
-        return Traffic(bill, bill)
+        if not product:
+            return Traffic(bill, bill)
+        still = [name for name in bill if name.partition("/")[0] in routing.EMBEDDINGS]
+        down = bill | {name: jnp.where(upload["first"], bill[name], 0) for name in still}
+        return Traffic(down, bill | {name: jnp.zeros_like(bill[name]) for name in still})
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"pi": state.clients.pi, "gates": state.clients.gates}

@@ -20,6 +20,10 @@ from fedjax_pfl.networks import init
 
 PyTree = Any
 SPREAD = "router_spread"
+EMBEDDINGS = ("router_encoder", "router_labels")  # φx and φy
+EMBEDS = ("product", "concatenated")
+# Deviation over clients of a logit at first, where they differ clearly: π is then near 0 or 1.
+_DECIDED = 4.0
 Layout = tuple[int, ...]
 
 
@@ -29,6 +33,9 @@ class Router(nn.Module):
     φx is a network with `x_size` outputs, φy a linear map of the one-hot label (or the targets of a
     regression); side by side they are normalised to length 1 for each example. With a `contrast`
     what tells clients apart is then multiplied by that over its spread; see `Spread`.
+
+    With embed="product" φx(x) ⊙ φy(y) is normalised instead, whose mean says which labels go with
+    which images; φx and φy do not learn, and `Signature` brings means to one scale.
     """
 
     network: Any
@@ -36,17 +43,24 @@ class Router(nn.Module):
     x_size: int = 128
     y_size: int = 64
     contrast: float | None = None
+    embed: str = "concatenated"
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """[B, ...] and [B, C] -> [B, E]. BatchNorm goes by its running statistics."""
         seen = self.network.clone(outputs=self.x_size, parent=self, name="router_encoder")(x)
-        told = init.dense(y.shape[-1], self.y_size, "router_labels")(y)
-        joint = jnp.concatenate([seen, told], -1)
+        product = self.embed == "product"
+        size = self.x_size if product else self.y_size
+        told = init.dense(y.shape[-1], size, "router_labels")(y)
+        joint = jax.lax.stop_gradient(seen * told) if product else jnp.concatenate([seen, told], -1)
         joint /= jnp.sqrt(jnp.sum(jnp.square(joint), -1, keepdims=True) + 1e-12)
+        if (product or self.contrast is not None) and not self.is_initializing():
+            self.sow("seen", "joint", joint)
+        if product:
+            start, none = nn.initializers.normal(_DECIDED), nn.initializers.zeros
+            last = nn.Dense(self.gates, kernel_init=start, bias_init=none, name="router_gates")
+            return last(Signature(name=SPREAD)(joint))
         if self.contrast is not None:
-            if not self.is_initializing():
-                self.sow("seen", "joint", joint)
             joint = self.contrast * Spread(name=SPREAD)(joint)
         return init.dense(self.x_size + self.y_size, self.gates, "router_gates")(joint)
 
@@ -67,6 +81,26 @@ class Spread(nn.Module):
         return (x - mean[None]) / jnp.sqrt(variance + 1e-8)[None]
 
 
+class Signature(nn.Module):
+    """ρ (x − m̄) / √T: means over clients become of mean square ρ², whatever the data.
+
+    With m_k the mean over the examples of client k: m̄ is the mean over clients, T = mean |m_k|² −
+    |m̄|² their variance, S the mean over clients of what drawing n_k examples adds to it, (1 −
+    |m_k|²)/(n_k − 1) for x of length 1, and ρ = max(0, 1 − S/T): clients that differ by chance
+    only get 0, and are not routed apart. All three are running averages, as in `Spread`.
+    """
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[B, D] -> [B, D]"""
+        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1]).value
+        square = self.variable("batch_stats", "square", jnp.ones, ()).value
+        noise = self.variable("batch_stats", "noise", jnp.zeros, ()).value
+        total = jnp.maximum(square - jnp.sum(jnp.square(mean)), 1e-8)
+        clear = jnp.maximum(1 - noise / total, 0.0)
+        return clear / jnp.sqrt(total) * (x - mean[None])
+
+
 def logits(
     router: Router, variables: PyTree, data: ClientData, outputs: int, size: int
 ) -> jax.Array:
@@ -81,7 +115,7 @@ def logits(
 def spread(
     router: Router, variables: PyTree, data: ClientData, outputs: int, size: int, share: Any
 ) -> PyTree:
-    """The variables with that share of the averages in `Spread` from this client."""
+    """The variables with that share of the averages in `Spread`, or `Signature`, from here."""
 
     def one(batch: Batch) -> jax.Array:
         _, seen = router.apply(variables, batch.x, _targets(batch, outputs), mutable=["seen"])
@@ -91,6 +125,9 @@ def spread(
     count = jnp.maximum(data.train.size, 1).astype(jnp.float32)
     mean = local_training.total(one, data, data.train, size) / count
     own, kept = {"mean": mean, "square": jnp.square(mean)}, variables["batch_stats"]
+    if router.embed == "product":
+        square = jnp.sum(own["square"])
+        own |= {"square": square, "noise": (1 - square) / jnp.maximum(count - 1, 1)}
     moved = jax.tree.map(lambda a, b: a + share * (b - a), kept[SPREAD], own)
     return {**variables, "batch_stats": {**kept, SPREAD: moved}}
 

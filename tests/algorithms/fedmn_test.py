@@ -20,7 +20,8 @@ from tests import cases, tiny
 
 KEY = jax.random.key(3)
 LAYOUT = (2, 2, 2)
-SMALL = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.0}
+SMALL = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.0,
+         "embed": "concatenated"}  # fmt: skip
 NAMES = blocks(LAYOUT)
 RATE, CLIENT = 0.5, 3
 logit = jax.scipy.special.logit
@@ -294,6 +295,54 @@ def test_contrast_brings_clients_to_a_deviation_and_the_server_keeps_averages():
     assert np.abs(wanted).max() > 1
 
 
+def test_products_give_routes_that_only_their_gates_learn_and_travel_once():
+    """Averages as in NumPy; φx and φy stay bit for bit, and are billed with the first visit."""
+    training, data = TRAINING["hard"]._replace(rounds=5), tiny.federated()[0]
+    algorithm = make(training, embed="product")
+    state = jax.jit(algorithm.init)(KEY)
+    server, client = state.server, trees.row(state.clients, CLIENT)
+    own = client_data(data, CLIENT)
+    visit = Visit(CLIENT, own, jnp.int32(0), KEY)
+    train = jax.jit(algorithm.train)
+    done = train(server, client, visit)
+    # In the first round a client is the mean of all that it knows of, and has nothing to learn by.
+    later = client._replace(pi=jnp.full(10, 0.5))
+    learnt = train(server, later, visit._replace(t=jnp.int32(1)))
+    for name in router.EMBEDDINGS:
+        chex.assert_trees_all_equal(learnt.upload["params"][name], server["params"][name])
+    before, after = (tree["params"]["router_gates"]["kernel"] for tree in (server, learnt.upload))
+    assert before.shape[0] == 3  # of φx, whatever φy's size is
+    assert np.abs(after - before).max() > 0
+    rows = data.train.rows[CLIENT, : tiny.TRAIN[CLIENT]]
+    p, y = server["params"], jax.nn.one_hot(data.y[rows], 3)
+    x = tiny.Net(outputs=3).apply(
+        {
+            "params": p["router_encoder"],
+            "batch_stats": server["batch_stats"]["router_encoder"],
+        },
+        data.x[rows],
+    )
+    inner = jax.device_get(p["router_labels"])
+    joint = np.asarray(x) * (np.asarray(y) @ inner["kernel"] + inner["bias"])
+    joint /= np.linalg.norm(joint, axis=1, keepdims=True)
+    mean, n = joint.mean(0), len(joint)
+    noise = joint.var(0, ddof=1).sum() / n
+    wanted = {"mean": mean, "square": mean @ mean, "noise": noise}
+    got = done.upload["batch_stats"][router.SPREAD]
+    for name, value in wanted.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-6)
+    bills = {}
+    for first in (True, False):
+        bills[first] = algorithm.traffic(server, {**done.upload, "first": jnp.array(first)})
+    assert bool(done.upload["first"])
+    assert not bool(learnt.upload["first"])
+    embeddings = trees.bytes_per_layer({k: p[k] for k in router.EMBEDDINGS})
+    embeddings = sum(embeddings.values()) + 4 * 2 * tiny.HIDDEN  # and BatchNorm's statistics
+    down = {first: int(sum(bill.down.values())) for first, bill in bills.items()}
+    assert down[True] - down[False] == embeddings
+    assert int(sum(bills[True].up.values())) == down[False]
+
+
 def test_the_routers_rate_is_its_own():
     payload = plain("hard")[1].server
     own, steps = client_data(tiny.federated()[0], CLIENT), []
@@ -319,8 +368,9 @@ def test_sizes_of_the_testbed():
         (MobileNet(outputs=62), (32, 32, 3), LAYOUT, 2_236_682 - 1281 * 10),
     ):
         algorithm = algorithms.fedmn(
-            model, cases.TASK, cases.training(), shape(*image), layout=layout
-        )
+            model, cases.TASK, cases.training(), shape(*image), layout=layout,
+            embed="concatenated",
+        )  # fmt: skip
         server = jax.eval_shape(algorithm.init, KEY).server["params"]
         wide, count = (2049 if layout[0] == 3 else 1281), layout[0]
         wanted = (
@@ -339,6 +389,8 @@ def test_bad_settings_are_one_line():
         ({"temperatures": (1.0, 0.0)}, "above 0"),
         ({"dropout": 1.0}, "below 1"),
         ({"contrast": 0.0}, "contrast is 0.0; it must be above 0"),
+        ({"embed": "sum"}, "product, concatenated"),
+        ({"embed": "product", "contrast": 1.0}, "leave it unset"),
         ({"router_rate": -1.0}, "router_rate is -1.0; it must be above 0"),
     ):
         with pytest.raises(UsageError, match=word):

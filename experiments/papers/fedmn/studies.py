@@ -7,7 +7,7 @@ figure2   accuracy against the numbers moved (the paper's 20 rounds: --rounds=20
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
 conflict  two groups that see the same images and number their classes differently: FedMN as
-          published, and with a contrast, beside Local and FedAvg
+          published, with a contrast and with products, beside Local and FedAvg
 gates     entropy of the gates and active blocks over the rounds
 """
 
@@ -193,6 +193,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         "FedAvg": ("fedavg", {}),
         "FedMN, as published": ("fedmn", {}),
         "FedMN, contrast 30": ("fedmn", {"contrast": 30.0, "router_rate": 0.003}),
+        "FedMN, product": ("fedmn", {"embed": "product"}),
     }
     found: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.6), layout="constrained")
@@ -202,7 +203,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         config.update(algorithm=method, phases=(), dataset=dataset.name, partition="natural")
         config.update(clients=12, evaluate_after=False, batch_size=8, eval_every=5)
         config.fedmn.update(own)
-        word = "-".join([method, *(["contrast"] if own else [])])
+        word = "-".join([method, *list(own)[:1]])
         results = [
             run(config.copy_and_resolve_references(), f"conflict-{word}", seed, dataset=dataset)
             for seed in range(SEEDS.value)
