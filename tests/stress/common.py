@@ -6,6 +6,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import sys
@@ -219,7 +220,7 @@ def _work(
             tell("error", str(error))
         except BaseException:
             tell("error", traceback.format_exc())
-    tell("said", said.getvalue())
+    tell("said", re.sub(r"(?m)^round \d+ of \d+: .*\n", "", said.getvalue()))
 
 
 def _begin(fault: Fault, directory: Path) -> None:

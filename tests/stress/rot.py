@@ -11,6 +11,7 @@ to hold, and a fault that changes nothing of what is restored counts as harmless
 import argparse
 import contextlib
 import io
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -53,12 +54,13 @@ class Resumed:
     """What a directory's checkpoints are good for: the round, the states, and what is said."""
 
     def __init__(self, built: Built, directory: Path) -> None:
+        config = json.loads((directory.parent / "run" / "config.json").read_text())
         said = io.StringIO()
         self.round, self.digest, self.error = -1, "", None
         with contextlib.redirect_stderr(said):
             store = checkpoints.open_store(directory)
             start = Position(ledger=ledger.empty(built.federation.clients))
-            run = Member("", built.phases[0].config, {}, directory.parent, store, start)
+            run = Member("", built.phases[0].config, config, directory.parent, store, start)
             try:
                 (state,) = resume(built, [run]) or [None]
                 self.round, self.digest = run.at.round, digest(state, run.best, run.at.ledger)
