@@ -1,7 +1,6 @@
-"""The command line: presets, where a run goes, and errors in one line."""
+"""The command line: files and keys, where a run goes, and errors in one line."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,12 +8,9 @@ from pathlib import Path
 import jax
 import pytest
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from experiments import launch
-from experiments.configs import baseline
-from experiments.papers import preset_words
-from experiments.papers.factorized_fl import presets as factorized_fl
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
@@ -51,88 +47,6 @@ def test_values_on_the_command_line():
         assert line == f"--set={pair} is no KEY=VALUE of this configuration"
 
 
-# Presets.
-
-
-def test_a_preset_is_its_words():
-    made = baseline.get_config("fedavg-cifar10-classes4-n10")
-    assert (made.algorithm, made.dataset, made.partition) == ("fedavg", "cifar10", "classes")
-    assert (made.classes.per_client, made.classes.examples, made.clients) == (4, 600, 10)
-    assert made.model == "lenet"
-
-
-@pytest.mark.parametrize(
-    ("preset", "wanted"),
-    [
-        ("local", {"algorithm": "local", "dataset": "digits", "model": "small"}),
-        ("digits", {"algorithm": "fedavg", "learning_rate": 0.05}),
-        ("", {"algorithm": "fedavg", "dataset": "digits"}),
-        ("n100-iid", {"clients": 100, "partition": "iid"}),
-        ("dominant3", {"partition": "dominant", "dominant": {"dominant": 3}}),
-        ("dirichlet0.25", {"partition": "dirichlet", "dirichlet": {"alpha": 0.25}}),
-        ("mnist-local", {"dataset": "mnist", "model": "lenet", "learning_rate": 0.005}),
-        ("fashion_mnist-n3", {"dataset": "fashion_mnist", "clients": 3}),
-        ("synthetic", {"dataset": "synthetic", "model": "mlp"}),
-    ],
-)
-def test_words_change_what_they_name(preset, wanted):
-    made = baseline.get_config(preset)
-    for key, value in wanted.items():
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                assert made[key][name] == inner
-        else:
-            assert made[key] == value
-    configuration.specify(made)
-
-
-@pytest.mark.parametrize("dataset", preset_words.DATASETS)
-def test_a_dataset_brings_its_own_defaults_and_no_others(dataset):
-    """Not those of the digits, with which every preset begins."""
-    made, default = baseline.get_config(dataset), configuration.default()
-    assert made.dataset == dataset
-    for key in {key for own in preset_words.DATASETS.values() for key in own}:
-        assert made[key] == preset_words.DATASETS[dataset].get(key, default[key]), key
-
-
-def test_the_order_of_words_does_not_matter():
-    one, other = (baseline.get_config(p) for p in ("mnist-n7-local-iid", "iid-local-n7-mnist"))
-    assert one.to_dict() == other.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("preset", "nearest"),
-    [("fedagv", "fedavg"), ("cifar01", "cifar10"), ("clases7", "classes7"), ("iidd", "iid")],
-)
-def test_an_unknown_word_gets_the_nearest(preset, nearest):
-    line = message(baseline.get_config, f"local-{preset}-n3")
-    assert line == (
-        f"there is no preset 'local-{preset}-n3': {preset!r} is no word of one; "
-        f"did you mean local-{nearest}-n3?"
-    )
-
-
-def test_an_unknown_word_like_no_other_gets_three():
-    line = message(factorized_fl.get_config, "zzzz")
-    assert re.search(r"is no word of one; the nearest of \d\d are \w+, \w+ and \w+$", line)
-
-
-@pytest.mark.filterwarnings("ignore:the load_module")  # with which config files are read
-@pytest.mark.parametrize(
-    ("preset", "nearest"), [("fedavgg-digits", "fedavg-digits"), ("fedavg-digitz", "fedavg-digits")]
-)
-def test_a_preset_with_a_typo_on_the_command_line_is_one_message(preset, nearest):
-    def parse():
-        found = flags.FlagValues()
-        with launch.in_one_line():
-            config_flags.DEFINE_config_file("config", flag_values=found)
-            found(["command", f"--config={launch.CONFIGS / 'baseline.py'}:{preset}"])
-
-    line = message(parse)
-    assert line.startswith(f"there is no preset {preset!r}: ")
-    assert line.endswith(f"did you mean {nearest}?")
-
-
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
@@ -159,25 +73,6 @@ def test_a_file_that_is_not_there_gets_the_nearest(value, hint, tmp_path, monkey
 def test_a_file_that_is_there_passes():
     launch.check_file([f"--config={launch.CONFIGS / 'pfedla.py'}:zzzz", "--workdir=zzzz"], "fedmn")
     launch.check_file([], "fedmn")
-
-
-def test_every_word_of_the_documentation_is_a_preset():
-    """The words in brackets in the docstring, which is what --help shows."""
-    words = baseline.__doc__.replace("\n", " ").split("(")[1:]
-    words = [w.strip() for part in words for w in part.split(")")[0].split(",")]
-    assert {"fedavg", "digits", "classes4", "n10"} <= set(words)
-    for word in words:
-        if word != "...":
-            baseline.get_config(word)
-
-
-def test_a_systems_own_words_come_after_the_shared_ones():
-    def use(settings, match):
-        settings.seed = int(match["s"])
-
-    made = preset_words.apply(configuration.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
-    assert (made.seed, made.dataset) == (12, "mnist")
-    assert "own" in message(preset_words.apply, configuration.default(), "ownn", {"own": use})
 
 
 # Keys, directories, and errors of one line.

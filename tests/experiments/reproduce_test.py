@@ -1,170 +1,18 @@
-"""The papers' numbers, the settings of every cell, and the page that stands them beside ours."""
+"""The page that stands the papers' numbers beside ours, and the runs that are made for it."""
 
 import json
 
 import pytest
 
 from experiments import reproduce
-from experiments.papers import table as common
-from experiments.papers.factorized_fl import tables as factorized_fl
-from experiments.papers.pfedhn import tables as pfedhn
-from experiments.papers.pfedla import tables as pfedla
-from experiments.papers.tables import TABLES, cells_of
+from experiments.papers.tables import TABLES
 from experiments.reproduce import Options
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import runner
-from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.interrupt import Stopped
 from tests.experiments.launch_test import message
 from tests.report.comparison_test import made
-
-# Published numbers.
-
-
-def test_cells():
-    assert common.cell(None) == "-"
-    assert common.cell([59.44, 0.4]) == "59.44 ± 0.40"
-    assert common.cell({"mean": 1.0, "std": None, "seeds": 1}) == "1.00"
-    assert common.cell("not run") == "not run"
-
-
-def test_published_tables_are_whole():
-    """Ten rows; FedBN has no number where the network has no BatchNorm."""
-    published = pfedla.PUBLISHED
-    for table in ("table1", "table2"):
-        rows = published[table]["rows"]
-        assert len(rows) == 10
-        for method, cells in rows.items():
-            missing = {cell for cell, value in cells.items() if value is None}
-            without = {f"{d}-n{n}" for d in ("emnist", "fashion_mnist") for n in (10, 100)}
-            assert missing == (without if method == "fedbn" else set())
-    assert published["table1"]["rows"]["pfedla"]["cifar10-n10"] == [61.43, 0.56]
-    assert published["table2"]["rows"]["heurpfedla"]["cifar100-n100"] == [48.72, 1.75]
-
-
-def test_pfedhns_published_tables_are_whole():
-    """Eight rows and seven columns; each cell has a mean and a deviation."""
-    published = pfedhn.PUBLISHED
-    for table, rows, columns in (("table1", 8, 7), ("table2", 5, 6), ("table3", 4, 3)):
-        found = published[table]["rows"]
-        assert len(found) == rows
-        for cells in found.values():
-            assert len(cells) == columns
-            assert all(len(cell) == 2 for cell in cells.values())
-    assert published["table1"]["rows"]["pfedhn_pc"]["omniglot-n50"] == [81.89, 0.15]
-    assert published["table2"]["rows"]["pfedhn"]["cifar100-L"] == [50.66, 2.7]
-
-
-def test_factorized_fls_published_table_is_whole():
-    """The cell of another dataset is none."""
-    tables = factorized_fl.PUBLISHED["table1"]
-    assert {name: len(rows) for name, rows in tables.items()} == {
-        "cifar10": 9, "svhn_cropped": 9, "domains": 9
-    }  # fmt: skip
-    assert set(tables["cifar10"]) == set(factorized_fl.ROWS)
-    for rows in tables.values():
-        for cells in rows.values():
-            values = [v for name, v in cells.items() if name != "gigabytes"]
-            assert all(len(v) == 2 for v in values)
-    assert tables["cifar10"]["beta"]["permuted-noniid"] == [56.61, 1.1]
-    assert tables["domains"]["alpha"]["average"] == [64.49, 1.57]
-
-
-# The settings of cells.
-
-
-def everything(name):
-    """The first column in every row, and every column in the first row."""
-    cells = cells_of(TABLES[name])
-    return [c for c in cells if c.row == cells[0].row or c.column == cells[0].column]
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_every_cell_is_a_configuration_at_both_scales(name):
-    table = TABLES[name]
-    for cell in everything(name):
-        own = table.dataset(cell.column)
-        full, quick = (
-            table.settings(cell.row, cell.column, *given)
-            for given in ((own, None), ("digits", table.quick.rounds))
-        )
-        configuration.specify(full)
-        configuration.specify(quick)
-        assert (full.dataset, quick.dataset) == (own, "digits")
-        assert quick.clients <= 12
-        table.measures(cell.column)
-
-
-def settings(name, cell, **given):
-    row, column = cell.split("/")
-    table = TABLES[name]
-    return table.settings(row, column, table.dataset(column), given.get("rounds"))
-
-
-@pytest.mark.parametrize(
-    ("name", "cell", "wanted"),
-    [
-        ("pfedla/table1", "pfedla/cifar10-n10", {"rounds": 600, "clients_per_round": None}),
-        ("pfedla/table1", "fedavg/cifar10-n100", {"rounds": 2500, "clients_per_round": 10}),
-        ("pfedla/table1", "pfedme/cifar10-n10", {"local_epochs": None, "local_steps": 20}),
-        ("pfedla/table2", "heurpfedla/emnist-n10", {"dataset": "emnist_digits"}),
-        ("pfedla/table3", "k=2/cifar10-MiB", {"rounds": 75, "clients": 10}),
-        ("pfedhn/table1", "pfedhn/cifar100-n50", {"rounds": 5000, "clients_per_round": 1}),
-        ("pfedhn/table1", "local/cifar10-n10", {"rounds": 40}),
-        ("pfedhn/table2", "fedavg/cifar10-S", {"clients": 75, "clients_per_round": 15}),
-        ("pfedhn/table3", "pfedme/mnist-n100", {"model": "mlp", "local_steps": 20}),
-        ("fedmn/table2", "fedavg/cifar100", {"rounds": 200, "partition": "pachinko"}),
-        ("factorized_fl/table1", "beta/cifar10-permuted-iid", {"rounds": 50, "keep_head": True}),
-        ("factorized_fl/table1", "alpha/domains-food", {"rounds": 100, "clients": 20}),
-    ],
-)
-def test_full_has_the_published_settings(name, cell, wanted):
-    config = settings(name, cell)
-    assert {key: config[key] for key in wanted} == wanted
-
-
-def test_parts_of_the_published_settings():
-    assert settings("pfedla/table1", "pfedla/cifar100-n10").classes.per_client == 12
-    assert settings("pfedla/table2", "pfedla/cifar100-n10").dominant.dominant == 6
-    assert settings("pfedla/table3", "k=2/cifar10-MiB").pfedla.k == 2
-    assert settings("pfedla/table1", "heurpfedla/cifar10-n10").pfedla.k == 1
-    assert settings("factorized_fl/table1", "fedfomo/cifar10-iid").fedfomo.reference == "last"
-    assert settings("pfedhn/table4", "pfedhn/cifar10-n10").pfedhn.spectral_norm
-    fedrep = settings("pfedla/table1", "fedrep/cifar10-n10")
-    assert fedrep.local_epochs + fedrep.fedrep.head_epochs == 10
-    first, second = settings("fedmn/table2", "fedmn/cifar10", rounds=60).phases
-    assert (first["rounds"], second["rounds"]) == (20, 40)
-
-
-def test_measures_by_hand():
-    """A fifth of ten clients is a domain, and a third of them a size."""
-    metrics = [{"round": r, "best_round": 5, "bytes_down": 10**9, "bytes_up": 5 * 10**8,
-                "before": {"accuracy_mean": a}, "after": {"accuracy_mean": 1.0}}
-               for r, a in ((5, 0.75), (10, 0.5))]  # fmt: skip
-    clients = [{"client": f"{i}", "group": f"{i % 3}", "before_accuracy": f"{i / 10}",
-                "after_accuracy": f"{i / 10 + 0.05}", "best_before_accuracy": "" if i == 1 else 0.0}
-               for i in range(10)]  # fmt: skip
-    run = run_reader.Run(None, {}, metrics, clients)
-    ours = lambda name, column: [m(run) for m in TABLES[name].measures(column) if m]
-    assert ours("pfedla/table1", "cifar10-n10") == [50, 100]
-    assert ours("pfedla/table3", "cifar10-MiB") == [1.5e9 / 2**20]
-    assert ours("pfedhn/table1", "cifar10-n10") == [75, 50]
-    assert ours("pfedhn/table2", "cifar10-M") == pytest.approx([10 / 3, 40])  # 1, 4, 7
-    assert ours("factorized_fl/table1", "cifar10-iid") == [100, 50]
-    assert ours("factorized_fl/table1", "domains-food") == pytest.approx([30, 25])  # 2, 3
-    assert ours("factorized_fl/table1", "domains-GB") == [1.5]
-
-
-def test_quick_fits_the_digits(monkeypatch):
-    """Each table's first row, as far as compilation."""
-    monkeypatch.setenv("TFDS_DATA_DIR", "/nowhere")
-    for name, table in TABLES.items():
-        first = next(iter(table.cells))
-        (config, *_) = [p.config for p in reproduce.plans(table, Options(name, cells=(first,)))]
-        assert build(config).federation.clients <= 12
-
 
 # The page.
 

@@ -1,0 +1,124 @@
+"""A comparison as text, Markdown, LaTeX, CSV, and a page."""
+
+import csv
+import io
+import json
+import re
+
+import pytest
+from scipy.stats import wilcoxon
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import comparison, comparison_page
+from tests.report import comparison_test
+from tests.report.comparison_test import made, rows_of, settings
+
+pair = comparison_test.pair  # the fixture
+
+
+def test_text_to_the_letter(pair):
+    lines = comparison_page.text(pair).splitlines()
+    assert lines[3:6] == [
+        "              before         after    worst 10 %  MB down  MB up  rounds  seeds",
+        "fedavg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2",
+        "local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2",
+    ]
+    p = wilcoxon([0.2, 0.05, 0.05]).pvalue
+    assert lines[-2:] == [
+        "       before       p   after       p  clients",
+        f"local  +10.00  {p:.4f}  +10.00  {p:.4f}        3",
+    ]
+
+
+def test_text_fits_a_terminal(tmp_path):
+    score = "negative_squared_error"
+    for name, own in (("a", {}), ("b", {"phases": [{"rounds": 10**6}] * 9})):
+        for seed in (0, 1):
+            path = tmp_path / f"{name}{seed}"
+            made(path, [-1e30, -2e30], settings(seed=seed, **own), seed == 0, score, (1, 10**6))
+    rows = rows_of(*(tmp_path / name for name in ("a0", "a1", "b0", "b1")))
+    text = comparison_page.text(rows)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "seed 1" in text
+    assert "unfinished" in text
+
+
+def test_markdown_parsed_back(pair):
+    results, tests = comparison_page.tables(pair)
+    lines = [x for x in comparison_page.markdown(pair).splitlines() if x.startswith("|")]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+    assert cells[0] == ["", *results.heads]
+    assert cells[2:4] == results.rows
+    assert cells[4] == ["", *tests.heads]
+    assert cells[6:] == tests.rows
+
+
+def test_latex_parsed_back(pair):
+    pair = [pair[0], pair[1]._replace(label="a_b & 5 % <$x^2~{}\\>")]
+    text = comparison_page.latex(pair)
+    plain = text.replace(r"$\pm$", "±").replace("$+$", "+").replace("$-$", "-")
+    rows = [x.removesuffix(r" \\").split(" & ") for x in plain.splitlines() if x.endswith(r"\\")]
+    results, tests = comparison_page.tables(pair)
+    assert rows[1] == results.rows[0]
+    assert rows[4][1:] == tests.rows[0][1:]
+    escaped = r"a\_b \& 5 \% $<$\$x\textasciicircum{}2\textasciitilde{}\{\}\textbackslash{}$>$"
+    assert text.count(escaped) == 2
+    assert text.count(r"\begin{tabular}{lrrrrrrr}") == 1
+    assert len(re.findall(r"\\(begin|end)\{tabular\}", text)) == 4
+
+
+def test_csv_parsed_back(pair):
+    first, second = csv.DictReader(io.StringIO(comparison_page.as_csv(pair)))
+    summary, test = comparison.summary(pair[1]), comparison.paired(pair[1], pair[0], "after")
+    assert (first["label"], first["p_before"], first["paired_clients"]) == ("fedavg", "", "")
+    assert float(second["accuracy_before_std"]) == summary.before["std"]
+    assert float(second["accuracy_worst10_mean"]) == summary.worst10["mean"]
+    assert (float(second["difference_after"]), float(second["p_after"])) == test[:2]
+    assert (second["rounds"], second["seeds"], second["paired_clients"]) == ("10", "2", "3")
+    assert (float(second["megabytes_down"]), float(second["megabytes_up"])) == (20.0, 5.0)
+
+
+def test_files_and_a_self_contained_page(pair, tmp_path):
+    hostile = [pair[0], pair[1]._replace(label="<script> $x_{$")]
+    page = comparison_page.write(hostile, tmp_path / "new" / "out")
+    assert {p.name for p in page.parent.iterdir()} == {
+        f"compare.{suffix}" for suffix in ("txt", "md", "tex", "csv", "png", "html")
+    }
+    assert (page.parent / "compare.txt").read_text() == comparison_page.text(hostile) + "\n"
+    text = page.read_text()
+    assert text.count("<svg") == 1
+    bare = text
+    assert "http" not in bare
+    assert "<script" not in bare
+    assert ">65.00 ± 7.07</td>" in bare
+    assert "<dt>clients</dt><dd>3</dd>" in bare
+    assert "<dt>algorithm</dt>" not in bare  # in which they differ
+    assert f">{pair[1].runs[1].directory}</td>" in bare
+
+
+def test_a_folder_that_cannot_be_written(pair, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="cannot be written"):
+        comparison_page.write(pair, tmp_path / "file")
+
+
+def test_vital_signs_are_columns_where_a_method_has_them(tmp_path):
+    """Of the last evaluation; of layers the mean, and over seeds: (3 + 1 + 4 + 2) / 4."""
+    paths = []
+    for seed, peers in enumerate(({"conv": 3.0, "head": 1.0}, {"conv": 4.0, "head": 2.0})):
+        path = made(tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed))
+        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        lines[-1]["observed"] = {"peers": peers, "one_hot": 0.0}
+        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        paths.append(path)
+    paths.append(made(tmp_path / "fedavg", [0.4], settings(seed=0)))
+    rows = comparison.group([comparison.read(path) for path in paths])
+    table = comparison_page.tables(rows)[-1]
+    assert table.heads == ["peers", "one hot"]
+    ((label, *cells),) = table.rows
+    assert label.startswith("pfedla")
+    assert cells == ["2.5", "0"]
+    written = list(csv.DictReader(io.StringIO(comparison_page.as_csv(rows))))
+    assert [line["observed_peers"] for line in written] == ["2.5", ""]
+    assert "Vital signs" in comparison_page.write(rows, tmp_path / "out").read_text()
+    assert len(comparison_page.tables(rows[1:])) == 1
