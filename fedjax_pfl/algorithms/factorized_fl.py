@@ -52,7 +52,7 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.factorized import (
@@ -256,12 +256,11 @@ def factorized_fl(
 
 def _check(federation: Federation, minimum: int, peers: int, **least: Any) -> None:
     active = int(np.sum(federation.active))
-    if not 1 <= minimum <= active:
-        raise UsageError(
-            f"factorized_fl.minimum is {minimum}; it counts the client itself, choose 1 to {active}"
-        )
-    if not 1 <= peers < max(active, 2):
-        raise UsageError(f"factorized_fl.peers is {peers}; choose 1 to {active - 1}")
+    need(
+        1 <= minimum <= active,
+        f"factorized_fl.minimum is {minimum}; it counts the client itself, choose 1 to {active}",
+    )
+    most = max(active, 2) - 1
+    need(1 <= peers <= most, f"factorized_fl.peers is {peers}; choose 1 to {active - 1}")
     for name, (value, bound) in least.items():
-        if value < bound:
-            raise UsageError(f"factorized_fl.{name} is {value}; it must be at least {bound}")
+        need(value >= bound, f"factorized_fl.{name} is {value}; it must be at least {bound}")

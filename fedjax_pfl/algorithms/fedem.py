@@ -23,7 +23,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
 
@@ -70,8 +70,7 @@ def fedem(
     Args:
       components: M, how many models each client mixes; 1 is FedAvg.
     """
-    if components < 1:
-        raise UsageError(f"fedem.components is {components}; it must be at least 1")
+    need(components >= 1, f"fedem.components is {components}; it must be at least 1")
     if not task.has_classes:
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     step = training.optimizer

@@ -36,7 +36,7 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.task import Task
 
@@ -187,12 +187,13 @@ def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: fl
     others = int(np.sum(federation.active)) - 1
     if others < 1:
         raise UsageError("fedfomo mixes in peers; it needs at least one other active client")
-    if not 1 <= peers <= others:
-        raise UsageError(f"fedfomo.peers is {peers}; a client has {others}, choose 1 to {others}")
-    if not 0 <= epsilon <= 1:
-        raise UsageError(f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
-    if epsilon_decay < 0:
-        raise UsageError(f"fedfomo.epsilon_decay is {epsilon_decay}; it must be at least 0")
+    need(
+        1 <= peers <= others,
+        f"fedfomo.peers is {peers}; a client has {others}, choose 1 to {others}",
+    )
+    probability = (epsilon >= 0) & (epsilon <= 1)
+    need(probability, f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
+    need(epsilon_decay >= 0, f"fedfomo.epsilon_decay is {epsilon_decay}; it must be at least 0")
     known = federation.validation_counts
     counts = np.zeros(federation.clients) if known is None else known
     without = np.flatnonzero(counts == 0)

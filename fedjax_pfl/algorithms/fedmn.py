@@ -40,7 +40,7 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import router as routing
@@ -260,7 +260,6 @@ def _check(layout: Any, gates: str, temperatures: Any, dropout: float, **above: 
     if len(temperatures) != 2 or min(temperatures) <= 0:
         raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
     for name, value in above.items():
-        if value is not None and value <= 0:
-            raise UsageError(f"fedmn.{name} is {value}; it must be above 0")
-    if not 0 <= dropout < 1:
-        raise UsageError(f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")
+        need(value is None or value > 0, f"fedmn.{name} is {value}; it must be above 0")
+    share = (dropout >= 0) & (dropout < 1)
+    need(share, f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")

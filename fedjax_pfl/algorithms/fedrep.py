@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import need
 from fedjax_pfl.core.task import Task
 
 
@@ -45,8 +45,7 @@ def fedrep(
       head_steps: so many batches, each drawn afresh, in place of head_epochs.
     """
     for name, value in (("head_epochs", head_epochs), ("head_steps", head_steps)):
-        if value is not None and value < 1:
-            raise UsageError(f"fedrep.{name} is {value}; it must be at least 1")
+        need(value is None or value >= 1, f"fedrep.{name} is {value}; it must be at least 1")
     by_head = training._replace(
         epochs=head_epochs if head_steps is None else None, steps=head_steps
     )

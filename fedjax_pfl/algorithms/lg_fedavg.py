@@ -13,7 +13,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import need
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import norm_layers
 
@@ -35,10 +35,10 @@ def lg_fedavg(
     norms = norm_layers(common.shapes(model, federation))
     counted = [layer for layer in model.layers if layer not in norms]
     most = max(len(counted) - 1, 1)
-    if not 1 <= shared_layers <= most:
-        raise UsageError(
-            f"lg_fedavg.shared_layers is {shared_layers}, and the network has {len(counted)} "
-            f"layers besides BatchNorm; choose 1 to {most}"
-        )
+    need(
+        1 <= shared_layers <= most,
+        f"lg_fedavg.shared_layers is {shared_layers}, and the network has {len(counted)} "
+        f"layers besides BatchNorm; choose 1 to {most}",
+    )
     early = model.layers[: model.layers.index(counted[-shared_layers])]
     return partly_shared(model, task, training, federation, of_layers(early))

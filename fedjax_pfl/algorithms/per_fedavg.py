@@ -21,7 +21,7 @@ import optax
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
 
@@ -78,10 +78,8 @@ def per_fedavg(
     """
     if variant not in VARIANTS:
         raise UsageError(f"per_fedavg.variant is {variant!r}; there are {', '.join(VARIANTS)}")
-    if alpha < 0:
-        raise UsageError(f"per_fedavg.alpha is {alpha}; it must be at least 0")
-    if delta <= 0:
-        raise UsageError(f"per_fedavg.delta is {delta}; it must be above 0")
+    need(alpha >= 0, f"per_fedavg.alpha is {alpha}; it must be at least 0")
+    need(delta > 0, f"per_fedavg.delta is {delta}; it must be above 0")
 
     def adapted(variables: PyTree, data: ClientData, key: jax.Array) -> PyTree:
         params, rest = local_training.split_variables(variables)

@@ -24,7 +24,7 @@ import numpy as np
 
 from fedjax_pfl.algorithms.hypernetwork import Settings, generated
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.task import Task
 
@@ -163,17 +163,14 @@ def _shares(name: str, federation: Federation) -> np.ndarray:
 
 def _check(name: str, chosen: Settings) -> None:
     for setting in ("momentum", "weight_decay", "width", "depth"):
-        if getattr(chosen, setting) < 0:
-            raise UsageError(
-                f"{name}.{setting} is {getattr(chosen, setting)}; it must be at least 0"
-            )
+        value = getattr(chosen, setting)
+        need(value >= 0, f"{name}.{setting} is {value}; it must be at least 0")
     for setting in ("rate", "clip_norm", "embedding_rate"):
-        if getattr(chosen, setting) <= 0:
-            raise UsageError(f"{name}.{setting} is {getattr(chosen, setting)}; it must be above 0")
-    if chosen.momentum >= 1:
-        raise UsageError(f"{name}.momentum is {chosen.momentum}; it must be below 1")
-    if chosen.embedding is not None and chosen.embedding < 1:
-        raise UsageError(f"{name}.embedding is {chosen.embedding}; it must be at least 1")
+        value = getattr(chosen, setting)
+        need(value > 0, f"{name}.{setting} is {value}; it must be above 0")
+    need(chosen.momentum < 1, f"{name}.momentum is {chosen.momentum}; it must be below 1")
+    length = chosen.embedding
+    need(length is None or length >= 1, f"{name}.embedding is {length}; it must be at least 1")
     if chosen.fixed is not None and chosen.frozen:
         raise UsageError(f"{name}.fixed and {name}.frozen leave nothing to learn; choose one")
     if chosen.fixed is not None and chosen.embedding is not None:

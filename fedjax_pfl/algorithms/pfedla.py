@@ -47,7 +47,7 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.examples import without_fold
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.layer_mixing import gains, mix, moved, scaled
@@ -212,9 +212,9 @@ def _check(layers: int, of: Federation, k: int, folds: int, rate: float, **words
             raise UsageError(f"pfedla.{name} is {value!r}; choose {choices}")
     if words["step"] == "held_out" and words["normalise"] != "softmax":
         raise UsageError("pfedla.step=held_out moves a softmax; use it with normalise=softmax")
-    if not 0 <= k <= layers:
-        raise UsageError(f"pfedla.k is {k}; the network has {layers} layers, choose 0 to {layers}")
-    if folds < 2:
-        raise UsageError(f"pfedla.folds is {folds}; it must be at least 2")
-    if rate < 0:
-        raise UsageError(f"pfedla.rate is {rate}; it must be at least 0")
+    need(
+        0 <= k <= layers,
+        f"pfedla.k is {k}; the network has {layers} layers, choose 0 to {layers}",
+    )
+    need(folds >= 2, f"pfedla.folds is {folds}; it must be at least 2")
+    need(rate >= 0, f"pfedla.rate is {rate}; it must be at least 0")

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import need
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 
@@ -48,15 +48,13 @@ def pfedme(
       beta: β, how far the server goes to the new mean; 1 is all the way.
     """
     for name, value in (("penalty", penalty), ("inner_rate", inner_rate), ("beta", beta)):
-        if value <= 0:
-            raise UsageError(f"pfedme.{name} is {value}; it must be above 0")
-    if inner_steps < 1:
-        raise UsageError(f"pfedme.inner_steps is {inner_steps}; it must be at least 1")
-    if penalty * inner_rate >= 2:
-        raise UsageError(
-            f"pfedme.penalty times inner_rate is {penalty * inner_rate:g}, and inner steps diverge "
-            "from 2 on; use a smaller inner_rate"
-        )
+        need(value > 0, f"pfedme.{name} is {value}; it must be above 0")
+    need(inner_steps >= 1, f"pfedme.inner_steps is {inner_steps}; it must be at least 1")
+    need(
+        penalty * inner_rate < 2,
+        f"pfedme.penalty {penalty} times inner_rate {inner_rate} is not below 2, and inner steps "
+        "diverge from 2 on; use a smaller inner_rate",
+    )
 
     def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         params, rest = local_training.split_variables(payload)

@@ -13,7 +13,7 @@ from typing import Any
 from fedjax_pfl.algorithms.split_model import partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import need
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.factorized import Hadamard
 
@@ -34,8 +34,7 @@ def pfedpara(
       gamma: rank of the factors, from 0 (the least with which W can have full rank) to 1 (as many
         numbers as in W).
     """
-    if not 0 <= gamma <= 1:
-        raise UsageError(f"pfedpara.gamma is {gamma}; choose 0 to 1")
+    need((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")
     net = Hadamard(model, federation.input_shape, gamma)
 
     def own(layer: str, leaf: str) -> bool:

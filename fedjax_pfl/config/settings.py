@@ -20,6 +20,7 @@ class Setting:
     resumable: bool = False  # it may differ when a run goes on: it changes no result
     per_process: bool = False  # it may differ between the processes of one run
     sweepable: bool = False  # points of one program can differ in it
+    zero_apart: bool = False  # but 0 leaves it out of the program, and other numbers do not
     tunable: bool = False  # it can be in a grid: the others are the problem, or the budget
     budget: bool = False  # how much a run may cost, which is the same for all that are tuned
     visits: bool = False  # it says how often clients train in a run
@@ -187,7 +188,14 @@ GENERAL: dict[str, dict[str, Setting]] = {
             per_phase=True,
         ),
         "momentum": Setting(
-            0.0, "of the clients' SGD", low=0, below=1, per_phase=True, sweepable=True, tunable=True
+            0.0,
+            "of the clients' SGD",
+            low=0,
+            below=1,
+            per_phase=True,
+            sweepable=True,
+            zero_apart=True,
+            tunable=True,
         ),
         "keep_momentum": Setting(
             False,
@@ -201,6 +209,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             low=0,
             per_phase=True,
             sweepable=True,
+            zero_apart=True,
             tunable=True,
         ),
         "clip_norm": Setting(
@@ -258,8 +267,8 @@ GENERAL: dict[str, dict[str, Setting]] = {
         ),
         "sweep": Setting(
             "",
-            "values of real-valued settings, all combinations as one program: "
-            "learning_rate=.1,.01; pfedla.rate=1,2",
+            "values of real-valued settings, all combinations as one program, where they are "
+            "float32 and may round apart from a run of one: learning_rate=.1,.01; pfedla.rate=1,2",
         ),
     },
     "Memory and speed": {

@@ -62,6 +62,7 @@ def sgd(
 
     Args:
       learning_rate: a number, or a function of the round.
+      momentum, weight_decay: 0 leaves them out of the program; a traced number never does.
       clip_norm: largest global norm of a gradient; None: any.
       epochs: shuffled passes over all examples.
       steps: instead, so many batches, each drawn afresh without replacement.
@@ -72,9 +73,9 @@ def sgd(
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
     parts = [optax.identity()]
-    if weight_decay:
+    if _is_used(weight_decay):
         parts.append(optax.add_decayed_weights(weight_decay))
-    if momentum:
+    if _is_used(momentum):
         parts.append(optax.trace(momentum))
     unclipped = optax.chain(*parts)
     clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
@@ -91,6 +92,10 @@ def sgd(
         begin,
         rounds,
     )
+
+
+def _is_used(number: Any) -> bool:
+    return isinstance(number, jax.core.Tracer) or number != 0
 
 
 def constant(rate: Any) -> Callable[[jax.Array], Any]:

@@ -1,5 +1,6 @@
 """From a configuration to all that a run needs: data, algorithms and compiled rounds per phase."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -177,10 +178,12 @@ def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, A
             raise
         alone = Phase(work, chosen, rounds).of([0])  # where it may raise as well
         _traced(alone.work, alone.rounds, before and sweep.alone(before))
-        line = str(error).splitlines()[0]
+        names = _apart(work, chosen, before)
+        named = " or ".join(names)
         raise sweep.Apart(
-            [name for name in work.swept if name in line] or work.swept,
-            f"{' or '.join(work.swept)} cannot differ in one program ({line}); run them one by one",
+            names,
+            f"{named} cannot differ in one program ({named} shapes the program, or Python chooses "
+            "by its number what is computed); run its values one by one",
         ) from error
     while one.memory_gb is not None and (most := _needed(work, rounds, state)) > one.memory_gb:
         if chosen.chunk == 1 or one.chunk:
@@ -193,6 +196,18 @@ def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, A
         chosen = Plan(chosen.conv, chosen.chunk // 2)
         rounds = work.rounds(chosen)
     return Phase(work, chosen, rounds), state
+
+
+def _apart(work: Work, plan: Plan, before: Any) -> Sequence[str]:
+    """Of settings that cannot all be traced, those that cannot be by themselves either."""
+    found = []
+    for name in work.swept if len(work.swept) > 1 else ():
+        one = dataclasses.replace(work, swept=[name])
+        try:
+            _traced(one, one.rounds(plan), before)
+        except TypeError:
+            found.append(name)
+    return found or work.swept
 
 
 def _traced(work: Work, rounds: Rounds, before: Any) -> Any:

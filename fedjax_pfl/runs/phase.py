@@ -186,7 +186,7 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
     # One example on the device tells the shapes as well as all of them.
     few = jax.device_put(work.arrays._replace(x=work.arrays.x[:1], y=work.arrays.y[:1]))
-    swept = any(isinstance(value, sweep.Swept) for value in settings.values())
+    swept = any(isinstance(value, jax.core.Tracer) for value in settings.values())
     if one.algorithm not in configuration.OURS.algorithm and not swept:
         check_shapes(one.algorithm, algorithm, federation, few)
     around: list[transforms.Transform] = []

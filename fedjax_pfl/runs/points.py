@@ -109,6 +109,10 @@ def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str
         each = values(configs, [name])[name]
         own = group == algorithm or name in having("sweepable")
         if own and all(isinstance(value, float) for value in each):
+            if name in having("zero_apart") and 0 in each:
+                words = " or ".join(dict.fromkeys(f"{value:g}" for value in each))
+                line = f"{name} is {words}, which makes different programs; run them one by one"
+                raise Apart([name], line)
             found.append(name)
         elif own or group not in algorithms:  # another phase may be another's
             raise Apart(

@@ -1,18 +1,15 @@
 """Several seeds and settings in one program: each run is what it would be alone."""
 
-import operator
 import re
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from experiments import launch
 from fedjax_pfl import algorithms, arrays
 from fedjax_pfl.config import configuration
-from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.sweep import Swept
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.runs import build, checkpoints, phase, points, run_directory, runner
 from tests.runs.common import (
     BASE,
@@ -189,6 +186,43 @@ def test_a_method_of_ones_own_can_be_swept_in_a_phase():
         np.testing.assert_allclose(0.5 * a, b, rtol=1e-6)
 
 
+def _chooses(model, task, training, federation, *, rate: float = 1.0, share: float = 0.5):
+    """Its `share` is multiplied with only; of its `rate` it makes a choice in Python."""
+    need(share > 0, f"share is {share}")
+    need(share <= 1, f"share is {share}")
+    usual = algorithms.fedavg(model, task, training, federation)
+    less = lambda *rest: jax.tree.map(lambda a: share * a, usual.send(*rest))
+    return usual._replace(send=less) if rate > 0.5 else usual
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        ("_chooses.share=1,2", "share is 2.0"),
+        ("_chooses.rate=1,2", "_chooses.rate cannot differ in one program"),
+        ("_chooses.share=1,.5; _chooses.rate=1,2", "_chooses.rate cannot differ in one program"),
+    ],
+)
+def test_the_setting_that_makes_other_programs_is_named(sweep, message):
+    with pytest.raises(UsageError, match=f"^{message}") as caught:
+        runner.run_all({**BASE, "sweep": sweep}, algorithm=_chooses)
+    assert getattr(caught.value, "names", ("_chooses.rate",)) == ("_chooses.rate",)
+
+
+def test_numbers_are_float32_in_the_program_of_a_sweep():
+    """1 − β is taken before the program of a single run, and in that of a sweep: it rounds apart.
+
+    That is what may differ. In six rounds a parameter comes to differ by less than 1e-6 of itself.
+    """
+    base = {**BASE, "algorithm": "pfedme", "dropout": 0.0, "eval_every": 6}
+    together = runner.run_all({**base, "sweep": "pfedme.beta=.9,.99"})
+    for beta in (0.9, 0.99):
+        alone = runner.run({**base, "pfedme": {"beta": beta}}).state.server
+        server = together[f"pfedme.beta={beta},seed=0"].state.server
+        for a, b in zip(*map(jax.tree.leaves, (server, alone)), strict=True):
+            assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
+
+
 def test_a_score_that_is_no_number_ends_no_other_run():
     """A regression whose first step leaves a model that is finite and a loss that is not."""
     x = np.linspace(-1, 1, 60, dtype=np.float32)[:, None]
@@ -218,6 +252,7 @@ def test_a_score_that_is_no_number_ends_no_other_run():
         ({"sweep": "test_fraction=.1,.2"}, "test_fraction cannot differ in one program"),
         ({"sweep": "learning_rate=.1,-1"}, "learning_rate is -1.0; it must be above 0"),
         ({"sweep": "momentum=0,.9"}, "momentum is 0 or 0.9, which makes different programs"),
+        ({"sweep": "weight_decay=.1,0,.2"}, "weight_decay is 0.1 or 0 or 0.2, which makes diff"),
         ({"sweep": "fedprox.mu=1,2"}, "fedprox.mu is read by no phase"),
         ({"algorithm": "fedprox", "sweep": "fedprox.mu=1,-2"}, "fedprox.mu is -2"),
         ({"algorithm": "pfedpara", "sweep": "pfedpara.gamma=.1,.9"}, "pfedpara.gamma shapes the"),
@@ -237,38 +272,6 @@ def test_run_is_for_one(tmp_path):
     with pytest.raises(UsageError, match="run_all"):
         runner.run(SEEDS, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-class TestSwept:
-    """One setting, two points, the second of which is computed."""
-
-    rate = Swept("rate", (0.5, 2.0), jnp.int32(1))
-
-    @pytest.mark.parametrize("f", [operator.add, operator.sub, operator.mul, operator.truediv])
-    def test_arithmetic_is_that_of_the_point(self, f):
-        array = jnp.array([1.0, 3.0])
-        np.testing.assert_array_equal(f(self.rate, array), f(2.0, array))
-        np.testing.assert_array_equal(f(array, self.rate), f(array, 2.0))
-        assert (f(self.rate, 4).values, f(4, self.rate).values) == (
-            (f(0.5, 4), f(2.0, 4)),
-            (f(4, 0.5), f(4, 2.0)),
-        )
-        assert float(f(4, self.rate).now) == f(4, 2.0)
-        assert float(f(self.rate, self.rate).now) == f(2.0, 2.0)
-
-    def test_a_choice_is_made_where_all_agree(self):
-        assert self.rate > 0
-        assert not self.rate * 2 <= 1 - 0.5
-        assert self.rate
-        for choice in (lambda: self.rate > 1, lambda: self.rate == 2.0, lambda: not self.rate - 2):
-            with pytest.raises(UsageError, match="which makes different programs"):
-                choice()
-
-    def test_against_an_array_it_is_compared_in_the_program(self):
-        np.testing.assert_array_equal(jnp.array([1.0, 3.0]) < self.rate, [True, False])
-
-    def test_a_check_names_the_values(self):
-        assert f"{self.rate}" == "0.5 or 2"
 
 
 def test_names_of_points_can_be_folders():
