@@ -120,7 +120,7 @@ def test_steps_replace_epochs():
     config = configuration.complete({"local_epochs": 5})
     one = grids.apply(config, {"local_steps": 3, "learning_rate": 1.0, "pfedla.rate": 2.0})
     assert (one.local_epochs, one.local_steps, one.learning_rate) == (None, 3, 1.0)
-    assert (one.pfedla.rate, config.local_epochs, config.pfedla.rate) == (2.0, 5, 0.05)
+    assert (one.pfedla.rate, config.local_epochs, config.pfedla.rate) == (2.0, 5, 0.5)
 
 
 # The choice, from made-up runs.
