@@ -90,6 +90,9 @@ class Federation(NamedTuple):
     groups: np.ndarray  # int [N]: architecture group of each client, 0 where there is one only
     validation_counts: np.ndarray | None = None  # int [N], likewise; None: there are none
     class_counts: np.ndarray | None = None  # int [N, classes as stored]: `counts` by class
+    owners: tuple[str, ...] | None = (
+        None  # whose examples each client has, where somebody owns them
+    )
 
     @property
     def clients(self) -> int:

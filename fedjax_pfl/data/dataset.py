@@ -26,6 +26,7 @@ class Dataset(NamedTuple):
     owner_train: np.ndarray | None = None  # int [examples]: its writer or alphabet, from 0
     owner_test: np.ndarray | None = None
     owner_classes: np.ndarray | None = None  # bool [owners, outputs], where owners differ in these
+    owner_names: np.ndarray | None = None  # text [owners]; None: their numbers are their names
 
 
 def arrays(
@@ -51,8 +52,10 @@ def arrays(
       y, y_test: integer classes [examples], or real targets [examples, targets]; real numbers
         [examples] are one target.
       outputs: number of classes; None: the largest label plus one.
-      owners, owners_test: whom each example belongs to, integers from 0 (partition `natural`).
-      owner_classes: bool [owners, outputs], where owners differ in the classes that they can have.
+      owners, owners_test: whom each example belongs to, by name or by whole number (partition
+        `natural`).
+      owner_classes: bool [owners, outputs], where owners differ in the classes that they can have;
+        owners are in the order of their numbers or names.
     """
     x, y = np.asarray(x), _targets(y)
     if y.ndim not in (1, 2) or (y.ndim == 1) != np.issubdtype(y.dtype, np.integer):
@@ -78,6 +81,7 @@ def arrays(
         raise UsageError(f"{name}: coarse must number the superclass of each class from 0")
     owners = _owners(name, "owners", owners, len(x_train))
     owners_test = _owners(name, "owners_test", owners_test, 0 if x_test is None else len(x_test))
+    owners, owners_test, owner_names = _numbered(name, owners, owners_test)
     if owner_classes is not None and (
         owners is None or np.shape(owner_classes) != (int(owners.max()) + 1, outputs)
     ):
@@ -85,6 +89,7 @@ def arrays(
     return Dataset(
         name, x_train, y_train, x_test, y_test, outputs, scale, shift,
         None if coarse is None else np.asarray(coarse), owners, owners_test, owner_classes,
+        owner_names,
     )  # fmt: skip
 
 
@@ -146,16 +151,46 @@ def _checked(
     return x, y.astype(np.int32)
 
 
+_LONGEST = 80  # characters of an owner's name
+
+
 def _owners(name: str, what: str, owners: np.ndarray | None, examples: int) -> np.ndarray | None:
+    """Whole numbers from 0, or text."""
     if owners is None:
         return None
     owners = np.asarray(owners)
-    if owners.shape != (examples,) or owners.dtype.kind not in "iu" or np.any(owners < 0):
+    if owners.dtype.kind == "O" and all(isinstance(one, str) for one in owners.flat):
+        owners = owners.astype(str)
+    numbers = owners.dtype.kind in "iu" and not np.any(owners < 0)
+    if owners.shape != (examples,) or not (numbers or owners.dtype.kind == "U"):
         raise UsageError(
-            f"{name}: {what} is {owners.dtype} {list(owners.shape)}; use integers from 0 "
+            f"{name}: {what} is {owners.dtype} {list(owners.shape)}; use names, or integers from 0 "
             f"[{examples}]"
         )
-    return owners.astype(np.int32)
+    for one in () if numbers else np.unique(owners).tolist():
+        if not one.strip() or not one.isprintable() or len(one) > _LONGEST:
+            raise UsageError(
+                f"{name}: {what} has the name {one[:40]!r}; use 1 to {_LONGEST} characters that "
+                "can be printed"
+            )
+    return owners
+
+
+def _numbered(
+    name: str, owners: np.ndarray | None, owners_test: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+    """Owners numbered from 0 without gaps, and their names where these are no such numbers."""
+    if owners is None:
+        if owners_test is not None:
+            raise UsageError(f"{name}: owners_test is given without owners; give both")
+        return None, None, None
+    if owners_test is not None and (owners.dtype.kind == "U") != (owners_test.dtype.kind == "U"):
+        raise UsageError(f"{name}: owners and owners_test must both be names, or both be integers")
+    whole = owners if owners_test is None else np.concatenate([owners, owners_test])
+    names, numbers = np.unique(whole, return_inverse=True)
+    train, test = np.split(numbers.astype(np.int32), [len(owners)])
+    known = names.dtype.kind != "U" and np.array_equal(names, np.arange(len(names)))
+    return train, None if owners_test is None else test, None if known else names.astype(str)
 
 
 def standardise(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:

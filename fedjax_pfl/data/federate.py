@@ -120,10 +120,13 @@ def federate(
             tables[p] = _stack(held)
     _no_empty_client(tables, split)
 
-    classes = None
-    if partition == "natural" and dataset.owner_classes is not None:
-        chosen = np.argsort(client_of)[np.count_nonzero(client_of < 0) :]
-        classes = np.asarray(dataset.owner_classes)[chosen]
+    classes, owners = None, None
+    if partition == "natural":
+        chosen = np.argsort(client_of, kind="stable")[np.count_nonzero(client_of < 0) :]
+        names = chosen if dataset.owner_names is None else np.asarray(dataset.owner_names)[chosen]
+        owners = tuple(map(str, names))
+        if dataset.owner_classes is not None:
+            classes = np.asarray(dataset.owner_classes)[chosen]
     if partition == "domains":
         sizes = np.bincount(domain[domain >= 0])
         classes = np.arange(outputs) < sizes[of][:, None] if np.ptp(sizes) else None
@@ -140,6 +143,7 @@ def federate(
         groups=np.arange(clients, dtype=np.int32) % groups,
         validation_counts=np.array(tables[_VALIDATION].size),
         class_counts=content.train if y.ndim == 1 else None,
+        owners=owners,
     )
     return data, federation, content
 
@@ -196,12 +200,12 @@ def _check(
 
 def _check_enough(name: str, partition: str, clients: int, split: str, examples: int) -> None:
     """Before anything is made for each client: there must be examples for so many."""
-    each = 2 if split == "pooled" else 1
-    if partition != "natural" and clients * each > examples:  # there owners are counted
-        parts = "two each, one to train on and one to test on" if each == 2 else "one each"
+    most = examples - (split == "pooled")  # somebody has one more, to test on
+    if partition != "natural" and clients > most:  # there owners are counted
+        more = ", and one more to test on" if split == "pooled" else ""
         raise UsageError(
-            f"clients is {clients:,}, and {name} has {examples:,} examples to give them, {parts}: "
-            f"use at most {examples // each:,} clients"
+            f"clients is {clients:,}, and {name} has {examples:,} examples to give them, one each"
+            f"{more}: use at most {most:,} clients"
         )
 
 

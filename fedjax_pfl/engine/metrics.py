@@ -122,6 +122,7 @@ def client_table(
     return [
         {
             "client": i,
+            **({} if federation.owners is None else {"owner": federation.owners[i]}),
             "active": int(federation.active[i]),
             "group": int(federation.groups[i]),
             "train_examples": int(federation.counts[i]),

@@ -178,7 +178,7 @@ def append_metrics(directory: Path, line: dict[str, Any]) -> None:
 def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
     """clients.csv: a row per client."""
     part = directory / "clients.csv.part"
-    with open(part, "w", newline="") as file:
+    with open(part, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)

@@ -246,8 +246,8 @@ def test_novel_clients_and_groups():
             "partition classes: per_client=11 must lie between 1 and 10",
         ),
         ({"clients": 0}, "use at least 1"),
-        ({"clients": 1000}, "clients is 1,000, and digits has 1,797 .* use at most 898 clients$"),
-        ({"clients": 10**9}, "clients is 1,000,000,000, .* use at most 898 clients$"),
+        ({"clients": 1797}, "clients is 1,797, and digits has 1,797 .* use at most 1,796 clients$"),
+        ({"clients": 10**9}, "one more to test on: use at most 1,796 clients$"),
         ({"clients": 10**9, "split": "shared"}, "one each: use at most 1,438 clients$"),
         ({"settings": {"examples": 1}}, "client 0 and 9 others would have nothing to test on"),
         ({"partition": "pachinko"}, "^partition pachinko needs superclasses"),
@@ -274,6 +274,41 @@ def test_a_client_with_one_example_trains_on_it():
     _, federation, held = federate(dataset, "natural", clients=2, settings={"minimum": 1})
     np.testing.assert_array_equal(federation.counts, [3, 1])
     np.testing.assert_array_equal(held.test.sum(1), [1, 0])
+
+
+def test_five_clients_of_six_pooled_examples_train():
+    """All but one have a single example, which is not tested on."""
+    _, federation, held = federate(numbered(6, classes=1), "iid", clients=5)
+    np.testing.assert_array_equal(federation.counts, 1)
+    assert held.test.sum() == 1
+
+
+def test_owners_are_the_names_of_natural_clients():
+    x, y = np.zeros((6, 1)), np.zeros(6, int)
+    named = arrays(x, y, owners=["Cairo", "Bern", "Bern", "Aix", "Aix", "Cairo"])
+    _, federation, _ = federate(named, "natural", clients=3)
+    assert federation.owners == ("Aix", "Bern", "Cairo")
+    _, federation, _ = federate(named, "natural", clients=2, seed=1)
+    assert len(federation.owners) == 2
+    assert federation.owners == tuple(sorted(federation.owners))
+    numbered_ones = arrays(x, y, owners=[2, 1, 1, 0, 0, 2])
+    assert federate(numbered_ones, "natural", clients=3)[1].owners == ("0", "1", "2")
+    assert federate(DIGITS, "iid", clients=2)[1].owners is None
+
+
+def test_owners_with_large_numbers_stay_apart():
+    """None takes memory by its number, and none is cut to 32 bits."""
+    owners = np.array([0, 0, 2**32, 2**32, 7, 7])
+    dataset = arrays(np.zeros((6, 1)), np.zeros(6, int), owners=owners)
+    np.testing.assert_array_equal(dataset.owner_train, [0, 0, 2, 2, 1, 1])
+    assert federate(dataset, "natural", clients=3)[1].owners == ("0", "7", "4294967296")
+
+
+def test_owners_of_both_sets_are_numbered_together():
+    dataset = numbered(4, n_test=4, classes=1, owners=list("aabb"), owners_test=list("bbca"))
+    _, federation, held = federate(dataset, "natural", clients=2, split="official")
+    assert federation.owners == ("a", "b")
+    np.testing.assert_array_equal(held.test.sum(1), [1, 2])
 
 
 def test_clients_without_test_examples_train():

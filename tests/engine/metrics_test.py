@@ -179,6 +179,8 @@ def test_client_table():
         "bytes_down": 1, "bytes_up": 3, "visits": 5, "dropped": 7, "rejected": 9,
     }  # fmt: skip
     assert list(second.values()) == [1, 0, 1, 8, 2, 2, 4, 6, 8, 10]
+    named = federation._replace(owners=("Aix", "Bern"))
+    assert [row["owner"] for row in metrics.client_table(named, [{}, {}], book)] == ["Aix", "Bern"]
 
 
 def log(present, dropped, rejected, loss) -> Log:
