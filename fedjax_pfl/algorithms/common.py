@@ -5,7 +5,6 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, PyTree, State, Visit
@@ -24,7 +23,7 @@ def shapes(model: Any, federation: Federation) -> PyTree:
 
 
 def _draw(model: Any, federation: Federation, key: jax.Array) -> PyTree:
-    return dict(model.init(key, jnp.zeros((1, *federation.input_shape), jnp.float32)))
+    return dict(model.init(key, federation.examples()))
 
 
 def initial(model: Any, federation: Federation, key: jax.Array, start: State | None) -> PyTree:

@@ -125,7 +125,9 @@ def factorized_fl(
     ):  # fmt: skip
         if value not in words:
             raise UsageError(f"factorized_fl.{name} is {value!r}; choose {', '.join(words)}")
-    net = Factorized(model, federation.input_shape, rank, layout, bias, start)
+    dtype = np.dtype(federation.input_dtype).name
+    shape = federation.input_shape
+    net = Factorized(model, shape, rank, layout, bias, start, input_dtype=dtype)
     if not net.factorized:
         raise UsageError("factorized_fl leaves the last layer whole, and this network has no other")
     n, last, active = federation.clients, net.factorized[-1], jnp.asarray(federation.active)

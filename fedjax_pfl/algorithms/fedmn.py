@@ -125,7 +125,7 @@ def fedmn(
 
     def draw(key: jax.Array) -> tuple[PyTree, PyTree]:
         """New variables of the network, θ, and of the router, ψ; no layer has the same name."""
-        x, y = jnp.zeros((1, *federation.input_shape)), jnp.zeros((1, n))
+        x, y = federation.examples(), jnp.zeros((1, n))
         return dict(network.init(key, x)), dict(router.init(key, x, y))
 
     shapes = jax.eval_shape(draw, jax.random.key(0))

@@ -35,7 +35,8 @@ def pfedpara(
         numbers as in W).
     """
     need((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")
-    net = Hadamard(model, federation.input_shape, gamma)
+    dtype = np.dtype(federation.input_dtype).name
+    net = Hadamard(model, federation.input_shape, gamma, input_dtype=dtype)
 
     def own(layer: str, leaf: str) -> bool:
         return layer in net.factorized and leaf in PERSONAL

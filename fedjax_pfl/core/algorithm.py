@@ -93,10 +93,16 @@ class Federation(NamedTuple):
     owners: tuple[str, ...] | None = (
         None  # whose examples each client has, where somebody owns them
     )
+    input_dtype: Any = np.float32  # as `examples.take` gives them; int32 of tokens
+    each: tuple[int, ...] = ()  # (T,) where each of T positions has `outputs` of its own
 
     @property
     def clients(self) -> int:
         return len(self.counts)
+
+    def examples(self, n: int = 1) -> jax.Array:
+        """So many of zeros, to draw a network with."""
+        return jnp.zeros((n, *self.input_shape), self.input_dtype)
 
 
 class Traffic(NamedTuple):

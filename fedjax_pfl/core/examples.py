@@ -20,8 +20,8 @@ class Split(NamedTuple):
 class FederatedData(NamedTuple):
     """All clients' examples. A pytree: passed into compiled functions, never closed over."""
 
-    x: Array  # [examples, ...]
-    y: Array  # [examples] int32 classes, or [examples, targets] float32
+    x: Array  # [examples, ...]: uint8, float32, or int32, which stays as it is
+    y: Array  # [examples] int32 classes, [examples, ...] int32, or float32 targets, or bool
     train: Split
     validation: Split
     test: Split
@@ -108,4 +108,7 @@ def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     def spread(leaf: Array) -> Array:
         return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
 
-    return Batch(jnp.where(spread(x), x, 0), jnp.where(spread(y), y, 0), mask)
+    def real(leaf: Array) -> Array:
+        return jnp.where(spread(leaf), leaf, jnp.zeros_like(leaf))
+
+    return Batch(real(x), real(y), mask)

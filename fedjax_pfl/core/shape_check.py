@@ -195,13 +195,13 @@ def _check_metrics(name: str, metrics: Any) -> None:
 
 
 def _check_outputs(name: str, member: Algorithm, variables: PyTree, federation: Federation) -> None:
-    x = jax.ShapeDtypeStruct((_SEATS, *federation.input_shape), jnp.float32)
+    x = jax.eval_shape(lambda: federation.examples(_SEATS))
     outputs = _called(name, "predict", member.predict, variables, x)
-    wanted = (_SEATS, federation.outputs)
+    wanted = (_SEATS, *federation.each, federation.outputs)
     if getattr(outputs, "shape", None) != wanted:
         raise UsageError(
             f"{name}: predict returns {_what(outputs)} for {_SEATS} examples; it must return "
-            f"[{_SEATS}, {federation.outputs}], an output for each class or target"
+            f"{list(wanted)}, an output for each class or target"
         )
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import checks
 
 _MOST_OUTPUTS = 10_000_000
 # Beyond so many, and so many for each label that occurs, labels are taken for codes, not classes.
@@ -15,11 +16,11 @@ class Dataset(NamedTuple):
     """Labelled examples, not yet given to anybody. NumPy; images as they are stored."""
 
     name: str
-    x_train: np.ndarray  # [examples, ...]
-    y_train: np.ndarray  # int32 [examples], or float32 [examples, targets]
+    x_train: np.ndarray  # [examples, ...]: uint8, float32, or int32, which stays as it is
+    y_train: np.ndarray  # as `arrays` takes them: int32, float32 or bool
     x_test: np.ndarray | None  # None where the source has one pool only
     y_test: np.ndarray | None
-    outputs: int  # classes, or targets of a regression
+    outputs: int  # classes, also of each position; targets of a regression; or labels
     scale: np.ndarray | None = None  # an example becomes x * scale + shift, in float32
     shift: np.ndarray | None = None  # both None: used as it is stored
     coarse: np.ndarray | None = None  # int [outputs]: the superclass of each class
@@ -48,28 +49,33 @@ def arrays(
 
     Args:
       x, x_test: [examples, ...]; images have channels last. uint8 is scaled to [0, 1] unless
-        `scale` is given; any other type becomes float32.
-      y, y_test: integer classes [examples], or real targets [examples, targets]; real numbers
-        [examples] are one target.
-      outputs: number of classes; None: the largest label plus one.
+        `scale` is given; other integers stay integers, such as tokens; real numbers become float32.
+      y, y_test: what is learned, by its type: integer classes [examples]; integer classes of each
+        position [examples, positions], such as the next token, -1 where there is none; real targets
+        [examples, targets], or [examples] for one; true or false [examples, labels].
+      outputs: number of classes; None: the largest label, or token that is an input, plus one.
       owners, owners_test: whom each example belongs to, by name or by whole number (partition
         `natural`).
       owner_classes: bool [owners, outputs], where owners differ in the classes that they can have;
         owners are in the order of their numbers or names.
     """
     x, y = np.asarray(x), _targets(y)
-    if y.ndim not in (1, 2) or (y.ndim == 1) != np.issubdtype(y.dtype, np.integer):
+    whole, columns = y.dtype.kind in "iu", y.shape[1] if y.ndim == 2 else 0
+    if not (y.ndim == 1 and whole) and not (y.ndim == 2 and y.dtype.kind in "fiub") or (
+        whole and columns == 1
+    ):
         raise UsageError(
-            f"{name}: y is {y.dtype} {list(y.shape)}; use integer classes [examples] or real "
-            "targets [examples, targets]"
+            f"{name}: y is {y.dtype} {list(y.shape)}; use integer classes [examples], or of each "
+            "of several positions [examples, positions], real targets [examples, targets], or true "
+            "and false [examples, labels]"
         )
     if (x_test is None) != (y_test is None):
         raise UsageError(f"{name}: give both x_test and y_test, or neither")
     y_test = None if y_test is None else _targets(y_test)
-    outputs = _outputs(name, y, outputs)
-    x_train, y_train = _checked(f"{name} (train)", x, y, x, y, outputs)
+    outputs = _outputs(name, x, y, outputs)
+    x_train, y_train = _checked(f"{name} (train)", x, y, x, y, outputs, owners)
     if x_test is not None and y_test is not None:
-        x_test, y_test = _checked(f"{name} (test)", x_test, y_test, x, y, outputs)
+        x_test, y_test = _checked(f"{name} (test)", x_test, y_test, x, y, outputs, owners_test)
     if scale is None and shift is None and x_train.dtype == np.uint8:
         scale = 1 / 255
     if scale is not None or shift is not None:
@@ -99,7 +105,7 @@ def _targets(y: np.ndarray) -> np.ndarray:
     return y[:, None] if y.ndim == 1 and np.issubdtype(y.dtype, np.floating) else y
 
 
-def _outputs(name: str, y: np.ndarray, given: int | None) -> int:
+def _outputs(name: str, x: np.ndarray, y: np.ndarray, given: int | None) -> int:
     """As many as are given, or as the labels or targets need; each is a column of the model."""
     if given is not None:
         if not isinstance(given, int | np.integer) or not 1 <= given <= _MOST_OUTPUTS:
@@ -107,9 +113,10 @@ def _outputs(name: str, y: np.ndarray, given: int | None) -> int:
                 f"{name}: outputs is {given!r}; use a whole number from 1 to {_MOST_OUTPUTS:,}"
             )
         return int(given)
-    if y.ndim == 2:
+    if y.dtype.kind not in "iu":
         return y.shape[1]
-    outputs = int(max(y.max(initial=-1), 0)) + 1
+    tokens = y.ndim == 2 and x.dtype.kind in "iu"  # of one vocabulary
+    outputs = int(max(y.max(initial=-1), x.max(initial=0) if tokens else 0, 0)) + 1
     if outputs > _FEW_OUTPUTS and outputs > _SPARSE * (different := len(np.unique(y))):
         raise UsageError(
             f"{name}: the largest of {different} different labels is {outputs - 1:,}, and a model "
@@ -120,7 +127,13 @@ def _outputs(name: str, y: np.ndarray, given: int | None) -> int:
 
 
 def _checked(
-    what: str, x: np.ndarray, y: np.ndarray, like: np.ndarray, targets: np.ndarray, outputs: int
+    what: str,
+    x: np.ndarray,
+    y: np.ndarray,
+    like: np.ndarray,
+    targets: np.ndarray,
+    outputs: int,
+    owners: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     x, y = np.asarray(x), np.asarray(y)
     if not len(x) or len(x) != len(y):
@@ -132,23 +145,29 @@ def _checked(
         )
     if not (np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)):
         raise UsageError(f"{what}: x has type {x.dtype}; use numbers")
-    x = x if x.dtype == np.uint8 else x.astype(np.float32)
-    for label, values in (("x", x), ("y", y)):
-        bad = np.nonzero(~np.isfinite(values))[0] if values.dtype.kind == "f" else np.zeros(0, int)
-        if bad.size:
-            raise UsageError(
-                f"{what}: {label} has {bad.size} values that are not finite, the first in example "
-                f"{bad[0]}; remove or replace them"
-            )
-    if y.ndim == 2:
-        return x, y.astype(np.float32)
-    wrong = np.flatnonzero((y < 0) | (y >= outputs))
-    if len(wrong) or not np.issubdtype(y.dtype, np.integer):
+    if x.dtype != np.uint8:
+        x = _as_int32(what, x) if x.dtype.kind in "iu" else x.astype(np.float32)
+    if y.dtype.kind == "f":
+        y = y.astype(np.float32)
+    elif y.dtype.kind in "iu":
+        y = np.where((y < -1) | (y >= _MOST_OUTPUTS), -2, y).astype(np.int32)
+    if y.dtype.kind != targets.dtype.kind and "b" in y.dtype.kind + targets.dtype.kind:
+        raise UsageError(f"{what}: y is {y.dtype}, and elsewhere {targets.dtype}; use one of them")
+    if found := checks.problem(x, y, outputs):
+        where = found.example
+        whose = "" if owners is None or len(owners) != len(x) else f" (owner {owners[where]})"
+        raise UsageError(f"{what}: {found.said} in example {where}{whose}{found.place}{found.hint}")
+    return x, y
+
+
+def _as_int32(what: str, x: np.ndarray) -> np.ndarray:
+    most = np.iinfo(np.int32)
+    if x.size and not most.min <= int(x.min()) <= int(x.max()) <= most.max:
         raise UsageError(
-            f"{what}: {len(wrong)} labels are not classes from 0 to {outputs - 1}"
-            + (f", the first is {y[wrong[0]]} in example {wrong[0]}" if len(wrong) else "")
+            f"{what}: x has integers from {x.min():,} to {x.max():,}, beyond 32 bits; give real "
+            "numbers, or number them from 0"
         )
-    return x, y.astype(np.int32)
+    return x.astype(np.int32)
 
 
 _LONGEST = 80  # characters of an owner's name

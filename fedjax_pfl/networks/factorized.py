@@ -26,6 +26,7 @@ class Reparametrised(abc.ABC):
 
     model: Any
     input_shape: tuple[int, ...]
+    input_dtype: str = dataclasses.field(default="float32", kw_only=True)
 
     @abc.abstractmethod
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -92,7 +93,7 @@ class Reparametrised(abc.ABC):
 
     @cached_property
     def _plain(self) -> PyTree:
-        example = jnp.zeros((1, *self.input_shape), jnp.float32)
+        example = jnp.zeros((1, *self.input_shape), self.input_dtype)
         return jax.eval_shape(self.model.init, jax.random.key(0), example)["params"]
 
 

@@ -220,7 +220,7 @@ def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> 
         model = ZeroHead(model)
     shape = federation.input_shape
     try:
-        jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, *shape))))
+        jax.eval_shape(lambda: model.init(jax.random.key(0), federation.examples()))
     except Exception as error:  # flax raises whatever a layer without room raises
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{one.model} {own} does not suit examples {shape}: {line}") from error
