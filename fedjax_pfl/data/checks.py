@@ -28,9 +28,7 @@ def problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
     for field, values in (("x", x), ("y", y)):
         if values.dtype.kind == "f" and not (fine := np.isfinite(values)).all():
             first = _first(~fine)
-            number = np.unique(np.nonzero(~fine)[0]).size
-            several = f"{number} values" if values.ndim == 1 else f"{np.sum(~fine)} values"
-            said = f"{field} has {several} that are not finite, the first"
+            said = f"{field} has {np.sum(~fine)} values that are not finite, the first"
             return Problem(first[0], said, _column(first), "; remove or replace them")
     if y.dtype.kind not in "iu":
         return None

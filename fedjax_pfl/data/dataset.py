@@ -61,8 +61,10 @@ def arrays(
     """
     x, y = np.asarray(x), _targets(y)
     whole, columns = y.dtype.kind in "iu", y.shape[1] if y.ndim == 2 else 0
-    if not (y.ndim == 1 and whole) and not (y.ndim == 2 and y.dtype.kind in "fiub") or (
-        whole and columns == 1
+    if (
+        not (y.ndim == 1 and whole)
+        and not (y.ndim == 2 and y.dtype.kind in "fiub")
+        or (whole and columns == 1)
     ):
         raise UsageError(
             f"{name}: y is {y.dtype} {list(y.shape)}; use integer classes [examples], or of each "

@@ -10,7 +10,7 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.data import apportion, partitions
+from fedjax_pfl.data import apportion, checks, partitions
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.pool import Pool
 
@@ -73,6 +73,8 @@ def federate(
     cutting, counting, dealing, permuting = map(np.random.default_rng, streams)
 
     x, y, owner, tested = _pooled(dataset)
+    if y.ndim == 1 and (wrong := checks.problem(x[:1], y, dataset.outputs)):
+        raise UsageError(f"{dataset.name}: {wrong.said} in example {wrong.example}")
     labels = y if y.ndim == 1 else np.zeros(len(y), np.int32)
     stored = dataset.outputs if y.ndim == 1 else 1
     fractions = (test_fraction, validation_fraction, validation_examples)
@@ -144,7 +146,10 @@ def federate(
         validation_counts=np.array(tables[_VALIDATION].size),
         class_counts=content.train if y.ndim == 1 else None,
         owners=owners,
+        input_dtype=np.dtype(np.float32 if dataset.scale is not None else x.dtype),
+        each=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
     )
+    checks.check_federated(dataset.name, data, federation)
     return data, federation, content
 
 

@@ -1,0 +1,112 @@
+"""What is found in examples before anything is compiled: the client, the field, the column."""
+
+import re
+
+import numpy as np
+import pytest
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import arrays, federate
+from fedjax_pfl.data.dataset import Dataset
+
+X = np.arange(48, dtype=np.float32).reshape(12, 4)
+Y = np.arange(12) % 3
+TOKENS = np.arange(60).reshape(12, 5) % 7
+WHO = ["Bern", "Bern", "Cairo", "Cairo"] * 3
+
+
+def message(call):
+    with pytest.raises(UsageError) as error:
+        call()
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def spoilt(values, place, what):
+    made = np.array(values)
+    made[place] = what
+    return made
+
+
+def test_integers_stay_integers_and_say_what_is_learned_by_their_type():
+    tokens = arrays(TOKENS, np.roll(TOKENS, -1, 1))
+    assert (tokens.x_train.dtype, tokens.y_train.dtype, tokens.outputs) == ("int32", "int32", 7)
+    assert tokens.scale is None
+    # The vocabulary is that of inputs and labels together.
+    assert arrays(TOKENS + 3, np.roll(TOKENS, -1, 1)).outputs == 10
+    labels = arrays(X, TOKENS > 3)
+    assert (labels.x_train.dtype, labels.y_train.dtype, labels.outputs) == ("float32", "bool", 5)
+    one, *_ = federate(tokens, "iid", clients=3)
+    _, federation, _ = federate(tokens, "iid", clients=3)
+    assert (one.x.dtype, one.y.dtype) == ("int32", "int32")
+    assert (federation.input_dtype, federation.each, federation.outputs) == ("int32", (5,), 7)
+    assert federation.examples(2).dtype == "int32"
+    _, federation, _ = federate(labels, "iid", clients=3)
+    assert (federation.input_dtype, federation.each, federation.outputs) == ("float32", (), 5)
+    image = arrays(np.zeros((4, 2, 2, 1), np.uint8), np.arange(4) % 2)
+    assert federate(image, "iid", clients=2)[1].input_dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            lambda: arrays(spoilt(X, (5, 2), np.inf), Y, owners=WHO),
+            "arrays (train): x has 1 values that are not finite, the first in example 5 (owner "
+            "Bern), column 2; remove or replace them",
+        ),
+        (
+            lambda: arrays(TOKENS, spoilt(TOKENS, (6, 1), 70), outputs=7, owners=WHO),
+            "arrays (train): 1 labels are not classes from 0 to 6, nor -1, which is none, the "
+            "first is 70 in example 6 (owner Cairo), column 1",
+        ),
+        (
+            lambda: arrays(TOKENS + 2**31, Y),
+            "arrays (train): x has integers from 2,147,483,648 to 2,147,483,654, beyond 32 bits; "
+            "give real numbers, or number them from 0",
+        ),
+        (
+            lambda: arrays(X, TOKENS > 3, X, TOKENS),
+            "arrays (test): y is int32, and elsewhere bool; use one of them",
+        ),
+    ],
+)
+def test_what_is_wrong_with_arrays(call, line):
+    assert message(call) == line
+
+
+def plain(x, y, outputs=3):
+    """As a source may make it, past the checks of `arrays`."""
+    whose = np.repeat(np.arange(3, dtype=np.int32), 4)
+    names = np.array(["Amsterdam", "Bern", "Cairo"])
+    made = Dataset("mine", x, y, None, None, outputs, owner_train=whose)
+    return made._replace(owner_names=names)
+
+
+@pytest.mark.parametrize(
+    ("made", "line"),
+    [
+        (
+            plain(spoilt(X, (9, 1), np.nan), Y.astype(np.int32)),
+            r"mine: client 2 \(Cairo\): x has 1 values that are not finite, the first in one of "
+            r"its (training|test) examples, column 1; remove or replace them",
+        ),
+        (
+            plain(X, spoilt(TOKENS, (4, 3), -7).astype(np.int32), 7),
+            r"mine: client 1 \(Bern\): 1 labels are not classes from 0 to 6, nor -1, which is "
+            r"none, the first is -7 in one of its (training|test) examples, column 3",
+        ),
+        (
+            plain(X, spoilt(TOKENS, slice(0, 4), -1).astype(np.int32), 7),
+            r"mine: client 0 \(Amsterdam\): y is -1, no label, in all of its 3 training examples; "
+            "leave it out",
+        ),
+        (plain(X, (Y - 1).astype(np.int32)), "mine: 4 labels are not classes from 0 to 2, the "
+         "first is -1 in example 0"),
+        (plain(X.astype(np.float16), Y.astype(np.int32)), "mine: x is float16; it must be uint8, "
+         "int32, float32"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_what_a_source_makes(made, line):
+    said = message(lambda: federate(made, "natural", clients=3))
+    assert re.fullmatch(line, said), said
