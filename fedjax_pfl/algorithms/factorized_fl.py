@@ -125,8 +125,7 @@ def factorized_fl(
     ):  # fmt: skip
         if value not in words:
             raise UsageError(f"factorized_fl.{name} is {value!r}; choose {', '.join(words)}")
-    dtype = np.dtype(federation.input_dtype).name
-    shape = federation.input_shape
+    shape, dtype = federation.input_shape, federation.input_dtype
     net = Factorized(model, shape, rank, layout, bias, start, input_dtype=dtype)
     if not net.factorized:
         raise UsageError("factorized_fl leaves the last layer whole, and this network has no other")

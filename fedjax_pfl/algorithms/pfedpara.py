@@ -35,8 +35,7 @@ def pfedpara(
         numbers as in W).
     """
     need((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")
-    dtype = np.dtype(federation.input_dtype).name
-    net = Hadamard(model, federation.input_shape, gamma, input_dtype=dtype)
+    net = Hadamard(model, federation.input_shape, gamma, input_dtype=federation.input_dtype)
 
     def own(layer: str, leaf: str) -> bool:
         return layer in net.factorized and leaf in PERSONAL

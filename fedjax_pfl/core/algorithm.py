@@ -91,7 +91,7 @@ class Federation(NamedTuple):
     validation_counts: np.ndarray | None = None  # int [N], likewise; None: there are none
     class_counts: np.ndarray | None = None  # int [N, classes as stored]: `counts` by class
     owners: tuple[str, ...] | None = None  # whose examples each has, where somebody owns them
-    input_dtype: Any = np.float32  # as `examples.take` gives them; int32 of tokens
+    input_dtype: str = "float32"  # as `examples.take` gives them; int32 of tokens
     each: tuple[int, ...] = ()  # (T,) where each of T positions has `outputs` of its own
 
     @property

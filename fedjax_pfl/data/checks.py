@@ -12,7 +12,7 @@ _INPUTS, _LABELS = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
 
 
 class Problem(NamedTuple):
-    """The first of the values that cannot be, in words: `said`, then where, `place`, then `hint`."""
+    """The first of the values that cannot be, in words: what, where, and what to do."""
 
     example: int
     said: str

@@ -60,12 +60,9 @@ def arrays(
         owners are in the order of their numbers or names.
     """
     x, y = np.asarray(x), _targets(y)
-    whole, columns = y.dtype.kind in "iu", y.shape[1] if y.ndim == 2 else 0
-    if (
-        not (y.ndim == 1 and whole)
-        and not (y.ndim == 2 and y.dtype.kind in "fiub")
-        or (whole and columns == 1)
-    ):
+    classes = y.dtype.kind in "iu"
+    several = y.ndim == 2 and (y.shape[1] > 1 if classes else y.dtype.kind in "fb")
+    if not several and not (y.ndim == 1 and classes):
         raise UsageError(
             f"{name}: y is {y.dtype} {list(y.shape)}; use integer classes [examples], or of each "
             "of several positions [examples, positions], real targets [examples, targets], or true "

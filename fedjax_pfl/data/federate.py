@@ -146,7 +146,7 @@ def federate(
         validation_counts=np.array(tables[_VALIDATION].size),
         class_counts=content.train if y.ndim == 1 else None,
         owners=owners,
-        input_dtype=np.dtype(np.float32 if dataset.scale is not None else x.dtype),
+        input_dtype="float32" if dataset.scale is not None else x.dtype.name,
         each=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
     )
     checks.check_federated(dataset.name, data, federation)
