@@ -253,6 +253,12 @@ GENERAL: dict[str, dict[str, Setting]] = {
             "method helped",
             resumable=True,
         ),
+        "beside": Setting(
+            "",
+            "finished runs of the same work, directories separated by commas, with which the "
+            "report compares; those of Local and FedAvg are also found by themselves",
+            resumable=True,
+        ),
         "tensorboard": Setting(False, "write an event file for TensorBoard too", resumable=True),
     },
     "Several runs": {

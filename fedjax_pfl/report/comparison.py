@@ -189,6 +189,29 @@ def better_clients(row: Row, first: Row, stage: str) -> int:
     return int(np.sum(difference > 0 if higher else difference < 0))
 
 
+def extremes(
+    row: Row, first: Row, stage: str
+) -> tuple[tuple[str, float], tuple[str, float]] | None:
+    """The client that gains most and the one that loses most against the first, by their names.
+
+    Nothing where clients are nobody, or cannot be paired.
+    """
+    difference = _differences(row, first, stage)
+    names = {client["client"]: client.get("owner") for client in row.runs[0].clients}
+    if isinstance(difference, str) or not any(names.values()):
+        return None
+    higher = metric_of(row.runs[0].metrics).higher_is_better
+    each = list(zip(_paired_clients(row, stage), difference.tolist(), strict=True))
+    in_order = sorted(each, key=lambda one: one[1] if higher else -one[1])
+    worst, best = ((str(names[client]), value) for client, value in (in_order[0], in_order[-1]))
+    return best, worst
+
+
+def _paired_clients(row: Row, stage: str) -> list[int]:
+    """In the order of `_differences`."""
+    return list(dict.fromkeys(client for _, client, _ in _scores(row, stage)))
+
+
 def _differences(row: Row, first: Row, stage: str) -> np.ndarray | str:
     """Of each client, its mean over seeds; or why there are none."""
     if unfinished(row) or unfinished(first):

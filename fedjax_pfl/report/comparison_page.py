@@ -40,8 +40,28 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             ["before", "p", "after", "p", "clients"],
             [[_label(row), *_tests(row, rows[0], metric)] for row in rows[1:]],
         ),
+        *_extremes(rows, metric),
         *vital,
     ]
+
+
+def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
+    """Who gains and who loses most, where clients have names."""
+    found = [(row, comparison.extremes(row, rows[0], "before")) for row in rows[1:]]
+    cells = [
+        [_label(row), *(f"{name} {_difference(value, metric)}" for name, value in both)]
+        for row, both in found
+        if both
+    ]
+    caption = (
+        f"The client that gains most and the one that gains least against {_label(rows[0])}, "
+        "before local training, mean over seeds."
+    )
+    return [Table(caption, ["most", "least"], cells)] if cells else []
+
+
+def _difference(value: float, metric: Metric) -> str:
+    return f"{100 * value:+.2f}" if metric.unit == "%" else f"{value:+.4g}"
 
 
 def _vital(rows: Sequence[Row]) -> list[Table]:
@@ -101,9 +121,8 @@ def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
     cells = []
     for stage, found in zip(figures.STAGES, both, strict=True):
         if isinstance(found, Paired):
-            difference = f"{100 * found.difference:+.2f}" if metric.unit == "%" else ""
             p = f"{found.p:.4f}" if found.p >= 1e-4 else f"{found.p:.1e}"
-            cells += [difference or f"{found.difference:+.4g}", p]
+            cells += [_difference(found.difference, metric), p]
         else:
             cells += ["–", "not paired" if _evaluated(row, first, stage) else "–"]
     return [*cells, f"{both[0].pairs}" if isinstance(both[0], Paired) else both[0]]
@@ -190,7 +209,9 @@ def _page(rows: Sequence[Row], picture: figures.Picture) -> str:
     count = sum(len(row.runs) for row in rows)
     facts = [", ".join(datasets), f"{count} run" + "s" * (count > 1)]
     made = tables(rows)
-    titles = ["Results", *(["Paired tests"] if len(rows) > 1 else []), "Vital signs"]
+    titles = ["Results", *(["Paired tests"] if len(rows) > 1 else [])]
+    titles += ["Clients"] if _extremes(rows, metric_of(rows[0].runs[0].metrics)) else []
+    titles += ["Vital signs"]
     sections = "\n".join(
         f"<section>\n<h2>{title}</h2>\n"
         + report.table_block(

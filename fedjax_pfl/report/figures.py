@@ -30,6 +30,7 @@ INK = "#333333"
 _OTHER = "#666666"
 _WIDTH = 7.2  # inches
 _MOST_BARS = 60  # clients: beyond, bars are too thin to read and the figure becomes a scatter
+_WIDEST, _LONGEST = 70, 16  # characters of all names under an axis that lie flat, and of one
 _MOST_LAYERS = 20  # the smallest layers beyond are drawn as one bar
 _MOST_MARKERS = 40  # evaluations: beyond, markers hide the line
 
@@ -185,7 +186,7 @@ def _per_client(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture
     active = [bool(row.get("active", True)) for row in rows]
     figure, axes = _canvas(f"{word(metric)} of each client")
     if len(rows) <= _MOST_BARS:
-        _client_bars(axes, [str(row["client"]) for row in rows], before, after, active)
+        _client_bars(axes, [client_name(row) for row in rows], before, after, active)
         order = "Clients are sorted by the score as served."
     else:
         _client_points(axes, [number(row["train_examples"]) for row in rows], before, after, active)
@@ -198,6 +199,11 @@ def _per_client(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture
         f"{show_score(metric, before[0])} to {show_score(metric, before[-1])}."
     )
     return Picture(figure, caption, alt)
+
+
+def client_name(row: Mapping[str, Any]) -> str:
+    """Whose examples a client has, or its number."""
+    return str(row.get("owner") or row["client"])
 
 
 def _client_bars(
@@ -213,9 +219,10 @@ def _client_bars(
             range(len(after)), after, _MARKER["after"], color=_COLOUR["after"], label="after",
             markersize=5, markeredgecolor="white", markeredgewidth=0.6,
         )  # fmt: skip
-    crowded = len(names) > 30
+    crowded, wide = len(names) > 30, sum(map(len, names)) > _WIDEST
+    shown = [_shorten(name, _LONGEST) for name in names]
     axes.set_xticks(
-        range(len(names)), names, fontsize=7 if crowded else 9, rotation=90 if crowded else 0
+        range(len(names)), shown, fontsize=7 if crowded else 9, rotation=90 if wide else 0
     )
     axes.tick_params(axis="x", length=0)
     axes.set_xlim(-0.7, max(len(names), 4) - 0.3)  # a bar of a lonely client stays a bar
@@ -384,6 +391,7 @@ def _plain(value: float) -> str:
     return "not finite" if math.isnan(value) else f"{value:.4g}"
 
 
-def _shorten(name: str) -> str:
-    short = name if len(name) <= 28 else f"{name[:12]}…{name[-15:]}"
+def _shorten(name: str, longest: int = 28) -> str:
+    half = longest // 2
+    short = name if len(name) <= longest else f"{name[: half - 2]}…{name[half + 1 - longest :]}"
     return short.replace("$", r"\$")  # which would start a formula

@@ -37,6 +37,7 @@ from fedjax_pfl.report.numbers import (
 )
 from fedjax_pfl.report.run_reader import Record, Run, known_settings
 
+_MOST_CLIENTS = 50  # in a table
 _COLUMNS = {"mean": "mean", "weighted": "weighted", "std": "std", "worst10": "worst 10 %"}
 
 
@@ -154,6 +155,7 @@ def _page(run: Run, pictures: Mapping[str, Picture], others: Mapping[str, Run]) 
 {_headline(metrics)}
 {_answer(run, others)}
 {_results(metrics)}
+{_clients(run)}
 {_learned(config, metrics)}
 <section class="figures">
 <h2>Figures</h2>
@@ -278,6 +280,38 @@ def _results(metrics: Sequence[Record]) -> str:
 {tables}
 {note}
 </section>"""
+
+
+def _clients(run: Run) -> str:
+    """A row for each client, the worst first; folded away, as there can be many."""
+    metric = metric_of(run.metrics)
+    tested = [row for row in run.clients if row.get("test_examples")]
+    if not tested:
+        return ""
+    sign = 1 if metric.higher_is_better else -1
+    scored = lambda row: number(row.get(f"before_{metric.name}"))
+    # One that is not finite is worse than any.
+    in_order = sorted(tested, key=lambda r: (not math.isnan(scored(r)), sign * scored(r)))
+    show = lambda value: show_score(metric, number(value)).removesuffix(" %")
+    stages = _stages(run.metrics[-1])
+    rows = [
+        (
+            html.escape(figures.client_name(row)),
+            f"{row.get('train_examples') or 0:,}",
+            f"{row['test_examples']:,}",
+            *(show(row.get(f"{stage}_{metric.name}")) for stage in stages),
+        )
+        for row in in_order[:_MOST_CLIENTS]
+    ]
+    left = len(tested) - len(rows)
+    which = f"the {len(rows)} worst of {len(tested):,}" if left else f"all {len(rows)}"
+    heads = ("to train", "to test", *(stage for stage in stages))
+    caption = f"{word(metric)}{in_unit(metric)} of each client, the worst first"
+    caption += "; clients.csv has all of them." if left else "."
+    return f"""<details class="clients">
+<summary>Clients: {which}</summary>
+{table_block(caption, heads, rows)}
+</details>"""
 
 
 def _learned(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:

@@ -5,10 +5,11 @@ run is looked for beside a run, and in its folder `reference`, where the setting
 them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.report.comparison import Paired, Row
@@ -31,6 +32,44 @@ def work(config: Mapping[str, Any]) -> list[Any]:
     """What two runs have in common that are compared with each other."""
     network = [config.get("model"), config.get(str(config.get("model"))), config.get("groups")]
     return [*comparison.problem(config), config.get("seed"), network]
+
+
+def given(directories: str) -> list[Run]:
+    """Finished runs, whose directories are separated by commas; UsageError where one is none."""
+    found = []
+    for word in filter(None, map(str.strip, directories.split(","))):
+        run = comparison.read(Path(word))
+        if not run.finished:
+            raise UsageError(f"{word} holds a run that is not finished; give its command again")
+        found.append(run)
+    return found
+
+
+def check(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
+    """UsageError for a run that does the work of none of the configurations."""
+    known = run_reader.known_settings()
+    each = [comparison.common(one, known) | {"seed": one.get("seed")} for one in configs]
+    for run in runs:
+        theirs = comparison.common(run.config, known) | {"seed": run.config.get("seed")}
+        if any(work(ours) == work(theirs) for ours in each):
+            continue
+        ours = each[0]
+        decide = {*having("defines_data"), "dataset", "partition", "model", "groups", "seed"}
+        decide |= {str(ours.get(kind)) for kind in ("dataset", "partition", "model")}
+        apart = [k for k in different(ours, theirs) if k.split(".")[0] in decide]
+        raise UsageError(
+            f"{run.directory} is a run of other work, which differs in "
+            f"{', '.join(apart[:_NAMED])}; it cannot be set beside this one"
+        )
+
+
+def same_work(run: Run, others: Sequence[Run]) -> dict[str, Run]:
+    """Those that can be set beside a run, by the names of their methods."""
+    return {
+        METHODS.get(name := str(other.config.get("algorithm")), name): other
+        for other in others
+        if work(other.config) == work(run.config)
+    }
 
 
 def find(run: Run) -> dict[str, Run]:

@@ -115,10 +115,15 @@ def _json(path: Path) -> dict[str, Any]:
     return found
 
 
+def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as it comes back from a run directory: tuples are lists."""
+    return json.loads(json.dumps(config))
+
+
 @functools.cache
 def known_settings() -> Mapping[str, Any]:
     """All settings at their defaults, as a run directory would have them."""
-    return json.loads(json.dumps(configuration.default().to_dict()))
+    return as_read(configuration.default().to_dict())
 
 
 def _config(path: Path) -> dict[str, Any]:

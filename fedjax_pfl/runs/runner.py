@@ -23,7 +23,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.report import run_reader, tensorboard
-from fedjax_pfl.runs import checkpoints, points, progress, run_directory
+from fedjax_pfl.runs import beside, checkpoints, points, progress, run_directory
 from fedjax_pfl.runs.build import Built, build, fixed_length
 from fedjax_pfl.runs.interrupt import Stop, Stopped, on_keyboard
 from fedjax_pfl.runs.phase import Phase, boundary
@@ -123,44 +123,22 @@ def run_all(
     if settings.tensorboard:
         tensorboard.check()
     each = points.expand(settings, words)
-    if settings.reference:
-        _check_reference(workdir)
+    beside.check(settings, each.values(), workdir, words)
     results = run_points(each, workdir, stop, words=words, tell=tell)
-    for name, result in results.items() if settings.reference else ():
-        _add_references(result, each[name], stop, words)
+    for name, result in results.items() if settings.reference or settings.beside else ():
+        _answer(result, each[name], stop, words)
     return results
 
 
-def _check_reference(workdir: str | Path | None) -> None:
-    if workdir is None:
-        raise UsageError("reference is for a run with a workdir, in which its report is written")
-    if multiprocess.count() > 1:
-        raise UsageError("reference is for one process; run Local and FedAvg beside it yourself")
-
-
-def _add_references(
+def _answer(
     result: Result, settings: ConfigDict, stop: Stop | None, words: configuration.Words
 ) -> None:
-    """Run Local and FedAvg on the same work where there is no run of it, and report again."""
-    from fedjax_pfl.report import references  # which draws, as the report does
-
+    """Report again, with the runs that are given or asked for beside it."""
     assert result.directory is not None
-    there = references.find(recorded(result))
-    for method, name in references.METHODS.items():
-        if name not in there and method != settings.algorithm:
-            folder = result.directory / references.FOLDER / method
-            run_points({"": _reference(settings, method, words)}, folder, stop, words=words)
+    for folder, one in beside.missing(recorded(result), settings, words).items():
+        run_points({"": one}, folder, stop, words=words)
     with run_directory.writing(result.directory):
         write_report(result)
-
-
-def _reference(settings: ConfigDict, method: str, words: configuration.Words) -> ConfigDict:
-    """The same work by another method: one phase as the last one, with the rounds of all."""
-    each = configuration.phases(settings, words)
-    one = each[-1].copy_and_resolve_references()
-    one.update(algorithm=method, rounds=sum(phase.rounds for phase in each), reference=False)
-    one.update(keep_head=False, upload_bits=None, upload_top_k=None, sweep="", seeds=1)
-    return one
 
 
 def run_points(
@@ -264,7 +242,7 @@ def write_report(result: Result) -> None:
     pictures = {"partition": draw_partition(result.data, result.federation)}
     pictures |= observations.draw(result.observations, list(result.ledger.down))
     pictures |= observations.signs(result.phases[-1].config.algorithm, result.metrics)
-    page.write(recorded(result), pictures)
+    page.write(recorded(result), pictures, beside.given(recorded(result)))
 
 
 def _advance(

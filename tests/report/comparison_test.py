@@ -55,6 +55,14 @@ def made(path, scores, given, finished=True, score="accuracy", rounds=(5, 10), a
     return path
 
 
+def named(path, names):
+    """The same run directory with a name for each row of clients.csv."""
+    lines = (path / "clients.csv").read_text().splitlines()
+    rows = [f"{line},{name}" for line, name in zip(lines, ["owner", *names], strict=True)]
+    (path / "clients.csv").write_text("\n".join(rows) + "\n")
+    return path
+
+
 def rows_of(*paths):
     return comparison.group([comparison.read(path) for path in paths])
 
@@ -292,3 +300,22 @@ def test_without_arguments():
 
 def test_the_reports_flat_settings_are_what_labels_are_made_of():
     assert dict(report.flat({"a": {"b": (1, 2)}, "c": True})) == {"c": "true", "a.b": "[1, 2]"}
+
+
+def test_who_gains_and_who_loses_most_by_name(tmp_path):
+    """Differences .2, -.1 and 0 over FedAvg; a name goes with its row, not with its number."""
+    paths = [
+        named(made(tmp_path / a, scores, settings(a)), ["idle", "none", "Aix", "Bern", "7"])
+        for a, scores in (("fedavg", [0.5, 0.6, 0.7]), ("local", [0.7, 0.5, 0.7]))
+    ]
+    first, row = rows_of(*paths)
+    best, worst = comparison.extremes(row, first, "before")
+    assert best == ("Aix", pytest.approx(0.2))
+    assert worst == ("Bern", pytest.approx(-0.1))
+    assert "Aix +20.00" in comparison_page.text([first, row])
+    assert "Clients</h2>" in comparison_page.write([first, row], tmp_path / "out").read_text()
+    (tmp_path / "plain").mkdir()
+    plain = rows_of(
+        *(made(tmp_path / "plain" / a, [0.5], settings(a)) for a in ("local", "fedavg"))
+    )
+    assert comparison.extremes(plain[1], plain[0], "before") is None

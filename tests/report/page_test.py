@@ -337,6 +337,27 @@ def test_changed_settings_stand_apart_and_the_page_says_where_it_comes_from(tmp_
     assert "--a=&#x27;&lt;b&gt;&#x27;" in page
 
 
+def test_clients_go_by_the_names_of_their_owners(tmp_path):
+    row = {"active": 1, "train_examples": 5, "test_examples": 2, "before_accuracy": 0.5}
+    clients = [
+        {"client": 0, "owner": "Bern <b>", **row},
+        {"client": 1, "owner": "Aix", **row, "before_accuracy": 0.25},
+        {"client": 2, "owner": "Cairo", **row, "before_accuracy": None},
+        {"client": 3, "owner": "Delhi", **row, "test_examples": 0, "before_accuracy": None},
+    ]
+    run = a_run(tmp_path, [evaluation(1)])._replace(clients=clients)
+    page = report.write(run).read_text()
+    table = page[page.index('<details class="clients">') :]
+    table = table[: table.index("</details>")]
+    heads = re.findall(r'<th scope="row">(.*?)</th>', table)
+    assert heads == ["Cairo", "Aix", "Bern &lt;b&gt;"]  # one without a score is the worst
+    assert "Clients: all 3" in table
+    assert ">Aix</text>" in page  # below its bar
+    nobody = [{k: v for k, v in client.items() if k != "owner"} for client in clients * 20]
+    page = report.write(run._replace(clients=nobody)).read_text()
+    assert "Clients: the 50 worst of 60" in page
+
+
 def test_on_a_phone_each_number_has_its_name(tmp_path):
     page = report.write(a_run(tmp_path, [evaluation(1)])).read_text()
     cells = [a["data-head"] for tag, a in Tags(page).found if tag == "td" and a]

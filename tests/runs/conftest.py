@@ -19,7 +19,7 @@ def real_report():
             built[key] = made(*points, **how)
         return built[key]
 
-    def page(run, extra_figures):
+    def page(run, extra_figures, beside):
         directory = run.directory
         (directory / "figures").mkdir(exist_ok=True)
         (directory / "report.html").write_text("a page")

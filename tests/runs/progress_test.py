@@ -10,6 +10,7 @@ import fedjax_pfl
 from fedjax_pfl import algorithms
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import ACCURACY, SQUARED_ERROR
+from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
 from fedjax_pfl.runs import interrupt, progress, runner
 
@@ -125,7 +126,9 @@ def test_a_client_with_one_example_takes_part(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["before"] == before
 
 
-def test_references_are_run_beside_it_and_answer_whether_it_helped(tmp_path):
+def test_references_are_run_beside_it_and_answer_whether_it_helped(
+    tmp_path, monkeypatch, real_report
+):
     config = {**SHORT, "algorithm": "fedprox", "rounds": 2, "reference": True}
     with pytest.raises(UsageError, match="reference is for a run with a workdir"):
         fedjax_pfl.run(config)
@@ -144,3 +147,18 @@ def test_references_are_run_beside_it_and_answer_whether_it_helped(tmp_path):
     # With another run beside it that has the same work, none is run again.
     again = fedjax_pfl.run({**config, "algorithm": "fedper"}, tmp_path / "other")
     assert not (again.directory / "reference").exists()
+    # Or it is told which: the report of a run that has ended is written anew.
+    monkeypatch.setattr(report, "write", real_report)
+    path = result.directory / "reference" / "local"
+    told = {**config, "algorithm": "fedper", "reference": False, "beside": f" {path},"}
+    alone = fedjax_pfl.run({**told, "beside": ""}, tmp_path / "away" / "alone")
+    assert ">Local</text>" not in (alone.directory / "report.html").read_text()
+    alone = fedjax_pfl.run(told, tmp_path / "away" / "alone")
+    page = (alone.directory / "report.html").read_text()
+    assert ">Local</text>" in page
+    assert "As served it is" in page
+    with pytest.raises(UsageError, match="differs in seed; it cannot be set beside this one"):
+        fedjax_pfl.run({**told, "seed": 5}, tmp_path / "away" / "five")
+    with pytest.raises(UsageError, match="nowhere is not a run directory"):
+        fedjax_pfl.run({**told, "beside": "nowhere"}, tmp_path / "away" / "alone")
+    assert not (tmp_path / "away" / "five").exists()

@@ -206,7 +206,7 @@ def _work(
         tell("resumed", lines[-1]["round"] if lines else 0)
         write(directory, lines)
 
-    page = lambda run, figures: (run.directory / "report.html").write_text("page")
+    page = lambda run, figures, beside: (run.directory / "report.html").write_text("page")
     with (
         mock.patch.object(run_directory, "write_metrics", resumed),
         mock.patch.object(report, "write", page),

@@ -1,0 +1,72 @@
+"""Runs of the same work that the report sets beside a run: those that are given, or asked for."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import multiprocess
+from fedjax_pfl.report import run_reader
+
+# What draws takes half a second to import, and only some runs come here: references is imported
+# where it is used.
+
+
+def check(
+    settings: ConfigDict,
+    each: Iterable[ConfigDict],
+    workdir: str | Path | None,
+    words: configuration.Words,
+) -> None:
+    """UsageError where `reference` or `beside` asks for what cannot be.
+
+    Args:
+      each: the configurations of the runs that `settings` lead to.
+    """
+    asked = "beside" if settings.beside else "reference"
+    if not (settings.reference or settings.beside):
+        return
+    if workdir is None:
+        raise UsageError(f"{asked} is for a run with a workdir, in which its report is written")
+    if multiprocess.count() > 1:
+        raise UsageError(f"{asked} is for one process; compare with experiments.compare afterwards")
+    if settings.beside:
+        from fedjax_pfl.report import references
+
+        resolved = [run_reader.as_read(configuration.resolved(one, words)) for one in each]
+        references.check(resolved, references.given(settings.beside))
+
+
+def given(run: run_reader.Run) -> dict[str, run_reader.Run]:
+    """The runs that its setting `beside` names, as far as they are of the same work."""
+    if not (named := run.config.get("beside")):
+        return {}
+    from fedjax_pfl.report import references
+
+    return references.same_work(run, references.given(named))
+
+
+def missing(
+    run: run_reader.Run, settings: ConfigDict, words: configuration.Words
+) -> dict[Path, ConfigDict]:
+    """Runs of Local and FedAvg that `reference` asks for and that are not there, by directory."""
+    from fedjax_pfl.report import references
+
+    there = {**references.find(run), **given(run)}
+    return {
+        run.directory / references.FOLDER / method: _reference(settings, method, words)
+        for method, name in references.METHODS.items()
+        if settings.reference and name not in there and method != settings.algorithm
+    }
+
+
+def _reference(settings: ConfigDict, method: str, words: configuration.Words) -> ConfigDict:
+    """The same work by another method: one phase as the last one, with the rounds of all."""
+    each = configuration.phases(settings, words)
+    one = each[-1].copy_and_resolve_references()
+    one.update(algorithm=method, rounds=sum(phase.rounds for phase in each))
+    one.update(reference=False, beside="", sweep="", seeds=1)
+    one.update(keep_head=False, upload_bits=None, upload_top_k=None)
+    return one
