@@ -220,7 +220,7 @@ def _client_bars(
             markersize=5, markeredgecolor="white", markeredgewidth=0.6,
         )  # fmt: skip
     crowded, wide = len(names) > 30, sum(map(len, names)) > _WIDEST
-    shown = [_shorten(name, _LONGEST) for name in names]
+    shown = [shorten(name, _LONGEST) for name in names]
     axes.set_xticks(
         range(len(names)), shown, fontsize=7 if crowded else 9, rotation=90 if wide else 0
     )
@@ -268,7 +268,7 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
             hatch="///" if direction == "up" else None, edgecolor="white", linewidth=0,
         )  # fmt: skip
         axes.bar_label(bars, [human_bytes(v) for v in values], padding=4, fontsize=8, color=INK)
-    axes.set_yticks(range(len(bill)), [_shorten(name) for name in bill])
+    axes.set_yticks(range(len(bill)), [shorten(name) for name in bill])
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(bill) - 0.4, -0.6)
     axes.margins(x=0.16)
@@ -391,7 +391,8 @@ def _plain(value: float) -> str:
     return "not finite" if math.isnan(value) else f"{value:.4g}"
 
 
-def _shorten(name: str, longest: int = 28) -> str:
+def shorten(name: str, longest: int = 28) -> str:
+    """A name as a figure can show it."""
     half = longest // 2
     short = name if len(name) <= longest else f"{name[: half - 2]}…{name[half + 1 - longest :]}"
     return short.replace("$", r"\$")  # which would start a formula

@@ -204,6 +204,9 @@ figcaption { color: var(--soft); font-size: .9rem; margin-top: .4rem; }
   td { white-space: normal; overflow-wrap: anywhere; font-size: .9rem; }
   td::before { content: attr(data-head); display: block; color: var(--soft); font-size: .75rem; }
   .settings { grid-template-columns: 1fr; }
+  figure { overflow-x: auto; } /* or its text would be too small to read */
+  figure svg { min-width: 30rem; }
+  figcaption { position: sticky; left: 0; }
 }
 @media print {
   :root { --ink: #000000; --soft: #444444; --paper: #ffffff; --card: #ffffff; --line: #bbbbbb;

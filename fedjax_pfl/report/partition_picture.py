@@ -10,6 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.data.federate import portions
+from fedjax_pfl.report.figures import shorten
 
 _RANGES = 20  # of a target's values
 _BUBBLES = 30  # up to so many clients and classes are drawn as bubbles
@@ -57,7 +58,8 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     else:
         grid.xaxis.set_major_locator(MaxNLocator(20, integer=True))
     if federation.clients <= _BUBBLES:
-        grid.set_yticks(range(federation.clients))
+        names = federation.owners or map(str, range(federation.clients))
+        grid.set_yticks(range(federation.clients), [shorten(name, 16) for name in names])
     else:
         grid.yaxis.set_major_locator(MaxNLocator(10, integer=True))
     grid.set_ylim(federation.clients - 0.5, -0.5)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedjax_pfl.config.configuration import Words
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, run_reader
@@ -54,8 +55,9 @@ def check(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
         if any(work(ours) == work(theirs) for ours in each):
             continue
         ours = each[0]
-        decide = {*having("defines_data"), "dataset", "partition", "model", "groups", "seed"}
-        decide |= {str(ours.get(kind)) for kind in ("dataset", "partition", "model")}
+        kinds = [kind for kind in Words._fields if kind != "algorithm"]
+        decide = {*having("defines_data"), *kinds, "groups", "seed"}
+        decide |= {str(ours.get(kind)) for kind in kinds}
         apart = [k for k in different(ours, theirs) if k.split(".")[0] in decide]
         raise UsageError(
             f"{run.directory} is a run of other work, which differs in "
