@@ -21,7 +21,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import at_least
 from fedjax_pfl.core.task import Task
 
 
@@ -83,7 +83,7 @@ def clustered_fl(
       longest_above: ε₂; and only where its longest update is longer than this.
       max_clusters: when there are so many, nothing splits any more; 1 is FedAvg.
     """
-    need(max_clusters >= 1, f"clustered_fl.max_clusters is {max_clusters}; it must be at least 1")
+    at_least("clustered_fl.max_clusters", max_clusters, 1)
     base = fedavg(model, task, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:

@@ -32,15 +32,16 @@ round start over; pruned="evaluation" bills as published, and they travel. Clien
 sampled are mixed as they last uploaded; random and worst peers are weighed by ω as well.
 """
 
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.matching import candidates, cosine
+from fedjax_pfl.algorithms.matching import RULES, Signatures, candidates
+from fedjax_pfl.algorithms.pruning import bytes_used, prune, share_pruned, with_l1
+from fedjax_pfl.algorithms.split_model import Client
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -52,28 +53,9 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError, need
-from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.errors import at_least, need, one_of
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.networks.factorized import (
-    LAYOUTS,
-    STARTS,
-    Factorized,
-    bytes_used,
-    collect_mu,
-    on_mu,
-    prune,
-)
-
-COMPARED = ("moved", "v")
-MATCHING = ("similar", "random", "worst", "none")
-
-
-class Client(NamedTuple):
-    """What stays with a client."""
-
-    own: PyTree
-    momentum: PyTree
+from fedjax_pfl.networks.factorized import LAYOUTS, STARTS, Factorized
 
 
 def factorized_fl(
@@ -115,25 +97,26 @@ def factorized_fl(
       bias: whether there is a μ.
       start: from the plain network's kernels (plain), or u and v drawn and μ zero (factors).
     """
-    others = peers if matching in ("random", "worst") else 1
-    _check(federation, minimum, others, sparsity=(sparsity, 0), penalty=(penalty, 0),
-           rank=(rank, 1))  # fmt: skip
-    for name, value, words in (
-        ("share", share, ("all", "u")), ("pruned", pruned, ("travel", "evaluation")),
-        ("matching", matching, MATCHING), ("layout", layout, LAYOUTS),
-        ("compare", compare, COMPARED), ("start", start, STARTS),
-    ):  # fmt: skip
-        if value not in words:
-            raise UsageError(f"factorized_fl.{name} is {value!r}; choose {', '.join(words)}")
+    one_of("factorized_fl.share", share, ("all", "u"))
+    one_of("factorized_fl.matching", matching, RULES)
+    one_of("factorized_fl.compare", compare, ("moved", "v"))
+    one_of("factorized_fl.pruned", pruned, ("travel", "evaluation"))
+    one_of("factorized_fl.layout", layout, LAYOUTS)
+    one_of("factorized_fl.start", start, STARTS)
+    at_least("factorized_fl.penalty", penalty, 0)
+    at_least("factorized_fl.sparsity", sparsity, 0)
+    at_least("factorized_fl.rank", rank, 1)
+    members, control = int(np.sum(federation.active)), matching in ("random", "worst")
+    choices = f"it counts the client itself, choose 1 to {members}"
+    need(1 <= minimum <= members, f"factorized_fl.minimum is {minimum}; {choices}")
+    fits = not control or 1 <= peers < max(members, 2)
+    need(fits, f"factorized_fl.peers is {peers}; choose 1 to {members - 1}")
     shape, dtype = federation.input_shape, federation.input_dtype
     net = Factorized(model, shape, rank, layout, bias, start, input_dtype=dtype)
-    if not net.factorized:
-        raise UsageError("factorized_fl leaves the last layer whole, and this network has no other")
+    need(net.factorized, "factorized_fl leaves the last layer whole, and this network has no other")
     n, last, active = federation.clients, net.factorized[-1], jnp.asarray(federation.active)
     counts = jnp.asarray(federation.counts, jnp.float32)
-    sent = partial(prune, least=sparsity) if pruned == "travel" else lambda params: params
-
-    following = compare == "moved" and matching != "none"
+    signatures = Signatures(last, compare == "moved" and matching != "none")
 
     def is_star(layer: str, leaf: str) -> bool:
         return (layer, leaf) == (last, "v")
@@ -144,28 +127,17 @@ def factorized_fl(
     def travels(layer: str, leaf: str) -> bool:
         return is_mixed(layer, leaf) or is_star(layer, leaf)
 
-    def signature(tree: PyTree, leaf: str = "v") -> jax.Array:
-        """[K, D] of K models, by default their v*."""
-        layer = reduce(lambda part, word: part[word], last.split("/"), tree["params"])
-        return layer[leaf].reshape(layer[leaf].shape[0], -1)
-
-    def likeness(rows: PyTree, i: Any) -> jax.Array:
-        """σ [N]; by what has moved, client i is as like itself as its best peer is."""
-        if not following:
-            return cosine(signature(rows), i)
-        sigma = cosine(rows["moved"], i)
-        best = jnp.max(jnp.where(active.at[i].set(False), sigma, -jnp.inf))
-        return sigma.at[i].set(jnp.where(jnp.isfinite(best), best, 1.0))
+    def sent(params: PyTree) -> PyTree:
+        return prune(params, sparsity) if pruned == "travel" else params
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
         """ω of client i: [N]; a novel client weighs something for itself only."""
         allowed = active.at[i].set(True)
         if matching == "none":
             return jnp.where(allowed, counts, 0.0) / jnp.sum(jnp.where(allowed, counts, 0.0))
-        sigma = likeness(rows, i)
-        if matching == "similar":
-            chosen = candidates(sigma, minimum, sigma >= tau, allowed, i)
-        else:
+        sigma = signatures.likeness(rows, i, active.at[i].set(False))
+        chosen = candidates(sigma, minimum, sigma >= tau, allowed, i)
+        if control:
             order = -sigma if matching == "worst" else jax.random.uniform(key, sigma.shape)
             chosen = candidates(order, peers + 1, jnp.zeros_like(allowed), allowed, i)
         return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
@@ -173,22 +145,15 @@ def factorized_fl(
     def init(key: jax.Array, start: State | None = None) -> State:
         params, rest = local_training.split_variables(common.initial(net, federation, key, None))
         uploaded, own = trees.divide({"params": params}, travels)
+        rows = signatures.first(trees.repeat(uploaded, n))
         momentum = common.kept(training, params, federation)
-        home = Client(trees.repeat({**own, **rest}, n), momentum)
-        rows = trees.repeat(uploaded, n)
-        if following:
-            rows["moved"] = jnp.zeros_like(signature(rows))
-        fresh = State((), rows, home)
+        stays = Client(trees.repeat({**own, **rest}, n), momentum)
         if start is None:
-            return fresh
-        if not isinstance(start.clients, Client) or not trees.alike(
-            (start.rows, start.clients.own), (fresh.rows, fresh.clients.own)
-        ):
-            raise UsageError(
-                "factorized_fl starts from factors of the same settings, and the earlier phase has "
-                "none; put it first"
-            )
-        return State((), start.rows, Client(start.clients.own, momentum))
+            return State((), rows, stays)
+        kept = start.clients.own if isinstance(start.clients, Client) else None
+        same = trees.alike((start.rows, kept), (rows, stays.own))
+        need(same, "factorized_fl starts from its own factors, of the same settings; put it first")
+        return State((), start.rows, Client(kept, momentum))
 
     def send(state: State, visit: Visit) -> PyTree:
         omega = weights(state.rows, visit.i, visit.key)
@@ -199,20 +164,11 @@ def factorized_fl(
         own = trees.divide(trees.row(stored, visit.i), is_star)[0]
         return trees.join(trees.divide(mixed, is_mixed)[0], own)
 
-    def with_l1(data: ClientData) -> local_training.Gradient:
-        """The gradient of loss + λ ‖μ‖₁; the loss that it reports is without the second."""
-        plain = local_training.gradient(net, task, data)
-
-        def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
-            result, grads = plain(params, rest, batch, key)
-            return result, on_mu(lambda g, mu: g + penalty * jnp.sign(mu), grads, params)
-
-        return gradient
-
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         params, rest = local_training.split_variables(trees.join(payload, client.own))
+        gradient = with_l1(local_training.gradient(net, task, visit.data), penalty)
         params, rest, momentum, metrics = local_training.fit(
-            training, with_l1(visit.data), params, rest, client.momentum, visit
+            training, gradient, params, rest, client.momentum, visit
         )
         trained = {"params": prune(params, sparsity), **rest}
         upload, _ = trees.divide({"params": sent(params)}, travels)
@@ -220,12 +176,7 @@ def factorized_fl(
         return Trained(upload, trained, Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
-        rows = dict(cohort.uploads)
-        if following:
-            step = signature(cohort.uploads) - signature(cohort.payloads)
-            before = state.rows["moved"].at[cohort.ids].get(mode="fill", fill_value=0.0)
-            rows["moved"] = before + step
-        return state.server, cohort.put(state.rows, rows)
+        return state.server, cohort.put(state.rows, signatures.after(state.rows, cohort))
 
     def personal(state: State, client: Client, visit: Visit) -> PyTree:
         variables = trees.join(send(state, visit), client.own)
@@ -237,31 +188,12 @@ def factorized_fl(
         return Traffic(*(bytes_used(prune(tree, sparsity)) for tree in (down, upload)))
 
     def observe(state: State) -> dict[str, jax.Array]:
-        every, found, key = jnp.arange(n), {}, jax.random.key(0)
-        for leaf in ("u", "v"):
-            found[leaf] = jax.vmap(partial(cosine, signature(state.rows, leaf)))(every)
-        if following:
-            found["moved"] = jax.vmap(partial(cosine, state.rows["moved"]))(every)
+        found = signatures.observed(state.rows)
         if matching != "random":  # each round draws its own
+            every, key = jnp.arange(n), jax.random.key(0)
             found["weights"] = jax.vmap(weights, (None, 0, None))(state.rows, every, key)
         if bias:
-            mu = [
-                leaf.reshape(n, -1)
-                for leaf in collect_mu((state.rows["params"], state.clients.own))
-            ]
-            found["zeros_in_mu"] = jnp.mean(jnp.abs(jnp.concatenate(mu, 1)) < sparsity, 1)
+            found["zeros_in_mu"] = share_pruned((state.rows["params"], state.clients.own), sparsity)
         return found
 
     return Algorithm(init, send, train, receive, personal, net.apply, traffic, observe)
-
-
-def _check(federation: Federation, minimum: int, peers: int, **least: Any) -> None:
-    active = int(np.sum(federation.active))
-    need(
-        1 <= minimum <= active,
-        f"factorized_fl.minimum is {minimum}; it counts the client itself, choose 1 to {active}",
-    )
-    most = max(active, 2) - 1
-    need(1 <= peers <= most, f"factorized_fl.peers is {peers}; choose 1 to {active - 1}")
-    for name, (value, bound) in least.items():
-        need(value >= bound, f"factorized_fl.{name} is {value}; it must be at least {bound}")

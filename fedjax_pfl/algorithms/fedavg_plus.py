@@ -13,7 +13,7 @@ from typing import Any
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.local_training import Training, constant
 from fedjax_pfl.core.task import Task
 
@@ -33,8 +33,8 @@ def fedavg_plus(
       rate: of the tuning, in all rounds; unset: that of training in the same round.
       epochs: passes of the tuning over the client's training examples.
     """
-    need(rate is None or rate > 0, f"fedavg_plus.rate is {rate}; it must be above 0")
-    need(epochs >= 1, f"fedavg_plus.epochs is {epochs}; it must be at least 1")
+    above("fedavg_plus.rate", rate, 0)
+    at_least("fedavg_plus.epochs", epochs, 1)
     tuning = training._replace(
         rate=training.rate if rate is None else constant(rate),
         epochs=epochs,

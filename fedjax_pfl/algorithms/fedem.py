@@ -23,7 +23,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import UsageError, need
+from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
 
@@ -70,7 +70,7 @@ def fedem(
     Args:
       components: M, how many models each client mixes; 1 is FedAvg.
     """
-    need(components >= 1, f"fedem.components is {components}; it must be at least 1")
+    at_least("fedem.components", components, 1)
     if not task.has_classes:
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     step = training.optimizer
@@ -117,8 +117,11 @@ def fedem(
             q = responsibilities(losses(payload, batch, data), client.pi)
 
             def one(params: PyTree, rest: PyTree, q: jax.Array, key: jax.Array) -> Any:
-                by_q = task._replace(loss=lambda *a: task.loss(*a) * q)
-                return local_training.gradient(model, by_q, data)(params, rest, batch, key)
+                def by_q(outputs: jax.Array, y: jax.Array, classes: Any) -> jax.Array:
+                    return task.loss(outputs, y, classes) * q
+
+                gradient = local_training.gradient(model, task._replace(loss=by_q), data)
+                return gradient(params, rest, batch, key)
 
             keys = jax.random.split(key, components)
             (loss, rest), grads = jax.vmap(one)(params, rest, q, keys)

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.matching import leading
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -36,7 +37,7 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError, need
+from fedjax_pfl.core.errors import UsageError, at_least, need, one_of
 from fedjax_pfl.core.examples import ClientData
 from fedjax_pfl.core.task import Task
 
@@ -55,24 +56,6 @@ class Client(NamedTuple):
 
     start: PyTree  # what its last local training began with; empty where that is no reference
     momentum: PyTree
-
-
-def choose(
-    affinity: jax.Array, free: jax.Array, peers: int, epsilon: jax.Array, key: jax.Array
-) -> jax.Array:
-    """int32 [peers]: different clients out of `free`, by affinity or, with probability ε, any.
-
-    Equal affinities, as all are in the first round, are ordered at random.
-    """
-
-    def place(free: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        explore_key, order_key = jax.random.split(key)
-        best = jnp.max(jnp.where(free, affinity, -jnp.inf))
-        open_to = free & (jax.random.bernoulli(explore_key, epsilon) | (affinity == best))
-        chosen = jnp.argmax(jnp.where(open_to, jax.random.uniform(order_key, free.shape), -1.0))
-        return free.at[chosen].set(False), chosen
-
-    return jax.lax.scan(place, free, jax.random.split(key, peers))[1]
 
 
 def mixture(reference: PyTree, models: PyTree, weights: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -106,8 +89,7 @@ def fedfomo(
       epsilon_decay: how far that chance falls in each round.
       reference: θ_prev, what the last local training began with (start) or ended with (last).
     """
-    if reference not in REFERENCES:
-        raise UsageError(f"fedfomo.reference is {reference!r}; there are {', '.join(REFERENCES)}")
+    one_of("fedfomo.reference", reference, REFERENCES)
     _check(federation, peers, epsilon, epsilon_decay)
     active = jnp.asarray(federation.active)
     sgd = common.trainer(model, task, training)
@@ -137,7 +119,7 @@ def fedfomo(
         return jnp.where(told, gain / jnp.where(told, distance, 1.0), 0.0)
 
     def fetch(rows: Rows, i: Any, epsilon: jax.Array, key: jax.Array) -> tuple[PyTree, jax.Array]:
-        ids = choose(rows.affinity[i], active.at[i].set(False), peers, epsilon, key)
+        ids = leading(rows.affinity[i], active.at[i].set(False), peers, epsilon, key)
         return trees.row(rows.models, ids), ids
 
     def init(key: jax.Array, start: State | None = None) -> State:
@@ -193,7 +175,7 @@ def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: fl
     )
     probability = (epsilon >= 0) & (epsilon <= 1)
     need(probability, f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
-    need(epsilon_decay >= 0, f"fedfomo.epsilon_decay is {epsilon_decay}; it must be at least 0")
+    at_least("fedfomo.epsilon_decay", epsilon_decay, 0)
     known = federation.validation_counts
     counts = np.zeros(federation.clients) if known is None else known
     without = np.flatnonzero(counts == 0)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.routed_training import trainer
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -40,30 +41,10 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError, need
-from fedjax_pfl.core.examples import Batch
+from fedjax_pfl.core.errors import UsageError, above, need, one_of
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import router as routing
-from fedjax_pfl.networks.modular import (
-    Modular,
-    Routed,
-    WithLogits,
-    blocks,
-    keep_inactive,
-    pretrained,
-)
-
-
-class Epochs(NamedTuple):
-    """What a local epoch hands to the next."""
-
-    theta: PyTree
-    psi: PyTree
-    momentum: list[PyTree]  # of both
-    used: jax.Array  # bool [B]: blocks that were active in any epoch so far
-    z: jax.Array  # [E] the logits of this epoch
-    opened: jax.Array  # [E] and the gates sampled from them
-    loss: jax.Array  # the sum
+from fedjax_pfl.networks.modular import Modular, Routed, blocks, pretrained
 
 
 class Client(NamedTuple):
@@ -110,18 +91,21 @@ def fedmn(
       contrast: deviation over clients to which embeddings are brought; unset: as published.
       embed: what the router makes of φx and φy: their product, or both side by side, concatenated.
     """
-    if embed not in routing.EMBEDS:
-        raise UsageError(f"fedmn.embed is {embed!r}; choose {', '.join(routing.EMBEDS)}")
-    product = embed == "product"
-    if product and contrast is not None:
-        raise UsageError("fedmn.contrast is for fedmn.embed=concatenated; leave it unset")
-    _check(layout, gates, temperatures, dropout, contrast=contrast, router_rate=router_rate)
+    _check(layout, gates, temperatures, dropout, embed, contrast)
+    above("fedmn.router_rate", router_rate, 0)
     n, paths, names = federation.outputs, routing.paths(layout), blocks(layout)
     network = Modular(model, n, layout, width, hidden, dropout)
     router = routing.Router(model, paths, x_size, y_size, contrast, embed)
     logits = partial(routing.logits, router, outputs=n, size=training.batch_size)
-    one_epoch = training._replace(epochs=training.epochs and 1, keep=True)
-    epochs = training.epochs or 1  # steps, where they are counted instead, are one epoch
+    local_epochs = trainer(
+        network,
+        router,
+        task,
+        training,
+        hard=gates == "hard",
+        temperatures=temperatures,
+        router_rate=router_rate,
+    )
 
     def draw(key: jax.Array) -> tuple[PyTree, PyTree]:
         """New variables of the network, θ, and of the router, ψ; no layer has the same name."""
@@ -145,74 +129,19 @@ def fedmn(
         momentum = [common.kept(training, one["params"], federation) for one in apart(server)]
         return State(server, (), Client(closed, closed, momentum))
 
-    def network_epoch(
-        theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, visit: Visit
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array]:
-        """SGD at fixed gates: θ, its momentum, the loss, and Σ of the gradients at the logits z."""
-        whole = local_training.gradient(WithLogits(network, sample), task, visit.data)
-
-        def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
-            rest, pulled = carried
-            (loss, rest), grads = whole({**params, "logits": z}, rest, batch, key)
-            return (loss, (rest, pulled + grads.pop("logits"))), grads
-
-        params, rest = local_training.split_variables(theta)
-        params, (rest, pulled), trace, metrics = local_training.fit(
-            one_epoch, gradient, params, (rest, jnp.zeros(paths)), trace, visit
-        )
-        return {"params": params, **rest}, trace, metrics["loss"], pulled
-
-    def router_step(
-        psi: PyTree, trace: PyTree, pulled: jax.Array, visit: Visit
-    ) -> tuple[PyTree, PyTree]:
-        grads = routing.pull(router, psi, visit.data, n, training.batch_size, pulled)
-        updates, trace = training.optimizer.update(grads, trace, psi["params"])
-        rate = router_rate * training.rate(visit.t)
-        new = local_training.descend(psi["params"], updates, rate)
-        if product:  # decay would move φx and φy too
-            new |= {name: psi["params"][name] for name in routing.EMBEDDINGS}
-        return {**psi, "params": new}, trace
-
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        data = visit.data
-        tau = routing.temperature(visit.t - training.begin, training.rounds, *temperatures)
-
-        def epoch(e: Any, now: Epochs) -> Epochs:
-            noise_key, fit_key = jax.random.split(jax.random.fold_in(visit.key, e))
-            noise = jax.random.logistic(noise_key, (paths,))
-            sample = partial(
-                routing.sample, noise=noise, tau=tau, layout=layout, hard=gates == "hard"
-            )
-            trace, psi_trace = now.momentum
-            z = logits(now.psi, data)
-            opened = sample(z)
-            active = routing.active(opened, layout)
-            new, moved, more, pulled = network_epoch(
-                now.theta, trace, z, sample, visit._replace(key=fit_key)
-            )
-            # Decay and momentum would move the other blocks too, which are not even here.
-            theta, trace = keep_inactive(active, names, (new, moved), (now.theta, trace))
-            psi, psi_trace = router_step(now.psi, psi_trace, pulled, visit)
-            used, loss = now.used | active, now.loss + more
-            return Epochs(theta, psi, [trace, psi_trace], used, z, opened, loss)
-
         theta, psi = apart(payload)
-        if product or contrast is not None:
-            share = jnp.where(visit.t == training.begin, 1.0, 0.1)
-            psi = routing.spread(router, psi, data, n, training.batch_size, share)
+        share = jnp.where(visit.t == training.begin, 1.0, 0.1)
+        psi = routing.spread(router, psi, visit.data, n, training.batch_size, share)
         new = [training.optimizer.init(one["params"]) for one in (theta, psi)]
-        momentum, none = client.momentum if training.keep else new, jnp.zeros(len(names), bool)
-        start = Epochs(theta, psi, momentum, none, client.pi, client.gates, jnp.zeros(()))
-        end = jax.lax.fori_loop(0, epochs, epoch, start)
-        trained = {**end.theta, "gates": routing.decide(logits(end.psi, data), layout)}
+        momentum = client.momentum if training.keep else new
+        end, epochs = local_epochs(theta, psi, momentum, visit)
+        trained = {**end.theta, "gates": routing.decide(logits(end.psi, visit.data), layout)}
+        extra = {"active": end.used, "first": ~jnp.any(client.pi > 0)}
         stays = end.momentum if training.keep else [(), ()]
         active_blocks = jnp.sum(end.used).astype(jnp.float32)
         return Trained(
-            {
-                **trees.join(end.theta, end.psi),
-                "active": end.used,
-                "first": ~jnp.any(client.pi > 0),
-            },
+            {**trees.join(end.theta, end.psi), **extra},
             trained,
             Client(jax.nn.sigmoid(end.z), end.opened, stays),
             {"loss": end.loss / epochs, "active_blocks": active_blocks},
@@ -239,9 +168,7 @@ def fedmn(
         """
         used = dict(zip(names, upload["active"], strict=True))
         bill = {name: jnp.where(used.get(name, True), b, 0) for name, b in bytes_of.items()}
-        if not product:
-            return Traffic(bill, bill)
-        still = [name for name in bill if name.partition("/")[0] in routing.EMBEDDINGS]
+        still = [name for name in bill if name.partition("/")[0] in routing.frozen(router)]
         down = bill | {name: jnp.where(upload["first"], bill[name], 0) for name in still}
         return Traffic(down, bill | {name: jnp.zeros_like(bill[name]) for name in still})
 
@@ -252,14 +179,17 @@ def fedmn(
     return Algorithm(init, send, train, receive, personal, Routed(network).apply, traffic, observe)
 
 
-def _check(layout: Any, gates: str, temperatures: Any, dropout: float, **above: Any) -> None:
+def _check(
+    layout: Any, gates: str, temperatures: Any, dropout: float, embed: str, contrast: Any
+) -> None:
     if len(layout) < 2 or min(layout) < 1:
         raise UsageError(f"fedmn.layout is {layout}; give two layers or more, each with a block")
-    if gates not in ("hard", "soft"):
-        raise UsageError(f"fedmn.gates is {gates!r}; choose hard or soft")
+    one_of("fedmn.gates", gates, ("hard", "soft"))
     if len(temperatures) != 2 or min(temperatures) <= 0:
         raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
-    for name, value in above.items():
-        need(value is None or value > 0, f"fedmn.{name} is {value}; it must be above 0")
     share = (dropout >= 0) & (dropout < 1)
     need(share, f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")
+    one_of("fedmn.embed", embed, routing.EMBEDS)
+    above("fedmn.contrast", contrast, 0)
+    if embed == "product" and contrast is not None:
+        raise UsageError("fedmn.contrast is for fedmn.embed=concatenated; leave it unset")

@@ -15,7 +15,7 @@ import jax
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Trained, Visit
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import at_least
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 
@@ -33,7 +33,7 @@ def fedprox(
     Args:
       mu: μ, how firmly clients are held near the global model; 0 is FedAvg.
     """
-    need(mu >= 0, f"fedprox.mu is {mu}; it must be at least 0")
+    at_least("fedprox.mu", mu, 0)
 
     def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         w, rest = local_training.split_variables(payload)

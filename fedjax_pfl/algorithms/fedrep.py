@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import at_least
 from fedjax_pfl.core.task import Task
 
 
@@ -44,8 +44,8 @@ def fedrep(
         `local_epochs`.
       head_steps: so many batches, each drawn afresh, in place of head_epochs.
     """
-    for name, value in (("head_epochs", head_epochs), ("head_steps", head_steps)):
-        need(value is None or value >= 1, f"fedrep.{name} is {value}; it must be at least 1")
+    at_least("fedrep.head_epochs", head_epochs, 1)
+    at_least("fedrep.head_steps", head_steps, 1)
     by_head = training._replace(
         epochs=head_epochs if head_steps is None else None, steps=head_steps
     )

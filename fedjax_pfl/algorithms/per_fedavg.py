@@ -21,7 +21,7 @@ import optax
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import UsageError, need
+from fedjax_pfl.core.errors import above, at_least, one_of
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.task import Task
 
@@ -76,10 +76,9 @@ def per_fedavg(
       delta: δ, half the width of hf's difference, in lengths of g; much smaller ones show float32's
         rounding.
     """
-    if variant not in VARIANTS:
-        raise UsageError(f"per_fedavg.variant is {variant!r}; there are {', '.join(VARIANTS)}")
-    need(alpha >= 0, f"per_fedavg.alpha is {alpha}; it must be at least 0")
-    need(delta > 0, f"per_fedavg.delta is {delta}; it must be above 0")
+    one_of("per_fedavg.variant", variant, VARIANTS)
+    at_least("per_fedavg.alpha", alpha, 0)
+    above("per_fedavg.delta", delta, 0)
 
     def adapted(variables: PyTree, data: ClientData, key: jax.Array) -> PyTree:
         params, rest = local_training.split_variables(variables)

@@ -34,8 +34,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.layer_mixing import gains, largest, mix, moved, rows_of, scaled
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -47,17 +49,12 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError, need
+from fedjax_pfl.core.errors import UsageError, at_least, need, one_of
 from fedjax_pfl.core.examples import without_fold
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.networks.layer_mixing import gains, mix, moved, scaled
 from fedjax_pfl.networks.layer_weights import NORMALISE, LayerWeights, alpha
 
-CHOICES = {
-    "granularity": ("layer", "model"),
-    "normalise": NORMALISE,
-    "step": ("held_out", "scaled", "plain"),
-}
+STEPS = ("held_out", "scaled", "plain")
 
 
 class Rows(NamedTuple):
@@ -104,19 +101,16 @@ def pfedla(
       hidden: outputs of each of its hidden layers.
       depth: how many of those there are.
     """
-    n = federation.clients
-    variables = jax.eval_shape(lambda: common.initial(model, federation, jax.random.key(0), None))
-    bytes_of = trees.bytes_per_layer(variables["params"])
-    number = {name: j if granularity == "layer" else 0 for j, name in enumerate(bytes_of)}
-    layers = max(number.values()) + 1
-    words = {"granularity": granularity, "normalise": normalise, "step": step}
-    _check(layers, federation, k, folds, rate, **words)
-    held_out = step == "held_out"
-    layer_of = trees.map_layers(lambda name, leaf: number[name], variables["params"])
-    from_input = [number[name] for name in model.layers if name in number] if k else range(layers)
-    places = jnp.asarray(list(dict.fromkeys(from_input)))
+    n, held_out = federation.clients, step == "held_out"
+    shapes = common.shapes(model, federation)["params"]
+    bytes_of = trees.bytes_per_layer(shapes)
+    layers = rows_of(shapes, model.layers if k else (), granularity == "model")
+    _check(federation, layers.number, k, step, normalise)
+    one_of("pfedla.granularity", granularity, ("layer", "model"))
+    at_least("pfedla.folds", folds, 2)
+    at_least("pfedla.rate", rate, 0)
     sgd = common.trainer(model, task, training)
-    network = LayerWeights(n, layers, embedding, hidden, depth, normalise)
+    network = LayerWeights(n, layers.number, embedding, hidden, depth, normalise)
 
     def raw(psi: PyTree) -> jax.Array:
         return jnp.asarray(network.apply({"params": psi}))
@@ -130,24 +124,18 @@ def pfedla(
         return alpha(raw(psi), i, allowed(i), normalise)
 
     def retained(psi: PyTree, i: Any) -> jax.Array:
-        """Bool [L]: the k layers with the largest weight on the client's own.
-
-        Of equal ones the earlier in the model, which is not the order of the parameter tree.
-        """
-        own = weights(psi, i)[places, i]
-        rank = jnp.argsort(jnp.argsort(-own, stable=True))
-        return jnp.zeros(layers, bool).at[places].set(rank < k)
+        """Bool [L]: the k layers with the largest weight on the client's own."""
+        return largest(weights(psi, i)[:, i], k, layers)
 
     def served(psi: PyTree, theta: PyTree, i: Any, kept: jax.Array) -> PyTree:
         """θ̄_i: mixed, but for the retained layers."""
-        own = jax.nn.one_hot(i, n)
-        return mix(theta, jnp.where(kept[:, None], own, weights(psi, i)), layer_of)
+        return mix(theta, jnp.where(kept[:, None], jax.nn.one_hot(i, n), weights(psi, i)), layers)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         first = common.initial(model, federation, key, start)
         params, rest = local_training.split_variables(first)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
-        psi = jax.vmap(lambda one: network.init(one)["params"])(keys)
+        psi = jax.vmap(network.init)(keys)["params"]
         stays = Client(trees.repeat(rest, n), common.kept(training, params, federation))
         return State((), Rows(trees.repeat(params, n), psi), stays)
 
@@ -173,14 +161,14 @@ def pfedla(
         def learn(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
             psi = trees.row(rows.psi, i)
             if held_out:
-                gain = gains(rows.theta, upload["gradient"], layer_of, layers, allowed(i))
+                gain = gains(rows.theta, upload["gradient"], layers, allowed(i))
                 return moved(raw, psi, jnp.where(payload["retained"][:, None], 0.0, rate * gain))
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
             if step == "scaled":
-                delta = scaled(delta, layer_of, layers)
+                delta = scaled(delta, layers)
             mixed = partial(served, theta=rows.theta, i=i, kept=payload["retained"])
             (direction,) = jax.vjp(mixed, psi)[1](delta)
-            return jax.tree.map(lambda p, d: p + rate * d, psi, direction)
+            return optax.tree.add_scale(psi, rate, direction)
 
         psi = jax.vmap(learn)(cohort.ids, cohort.payloads, cohort.uploads)
         theta = cohort.put(rows.theta, cohort.uploads["params"])
@@ -191,7 +179,7 @@ def pfedla(
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         stays = payload["retained"]
-        down = {name: jnp.where(stays[number[name]], 0, b) for name, b in bytes_of.items()}
+        down = {name: jnp.where(stays[layers.row[name]], 0, b) for name, b in bytes_of.items()}
         # The gradient weighs what the model does.
         return Traffic(down, {name: (1 + held_out) * b for name, b in bytes_of.items()})
 
@@ -201,20 +189,11 @@ def pfedla(
     return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
 
 
-def _check(layers: int, of: Federation, k: int, folds: int, rate: float, **words: str) -> None:
-    if of.clients < 2:
-        raise UsageError("pfedla mixes models of several clients; clients must be at least 2")
-    if of.groups.any():
-        raise UsageError("pfedla mixes models of one architecture; use it without groups")
-    for name, value in words.items():
-        if value not in CHOICES[name]:
-            choices = " or ".join(CHOICES[name])
-            raise UsageError(f"pfedla.{name} is {value!r}; choose {choices}")
-    if words["step"] == "held_out" and words["normalise"] != "softmax":
+def _check(federation: Federation, layers: int, k: int, step: str, normalise: str) -> None:
+    need(federation.clients >= 2, "pfedla mixes models of clients; clients must be at least 2")
+    need(not federation.groups.any(), "pfedla mixes models of one network; use it without groups")
+    one_of("pfedla.normalise", normalise, NORMALISE)
+    one_of("pfedla.step", step, STEPS)
+    if step == "held_out" and normalise != "softmax":
         raise UsageError("pfedla.step=held_out moves a softmax; use it with normalise=softmax")
-    need(
-        0 <= k <= layers,
-        f"pfedla.k is {k}; the network has {layers} layers, choose 0 to {layers}",
-    )
-    need(folds >= 2, f"pfedla.folds is {folds}; it must be at least 2")
-    need(rate >= 0, f"pfedla.rate is {rate}; it must be at least 0")
+    need(0 <= k <= layers, f"pfedla.k is {k}; choose 0 to {layers} of the {layers} layers")

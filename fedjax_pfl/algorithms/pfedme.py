@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import above, at_least, need
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 
@@ -47,9 +47,10 @@ def pfedme(
       inner_rate: η_p, the rate of those steps; `learning_rate` is η.
       beta: β, how far the server goes to the new mean; 1 is all the way.
     """
-    for name, value in (("penalty", penalty), ("inner_rate", inner_rate), ("beta", beta)):
-        need(value > 0, f"pfedme.{name} is {value}; it must be above 0")
-    need(inner_steps >= 1, f"pfedme.inner_steps is {inner_steps}; it must be at least 1")
+    above("pfedme.penalty", penalty, 0)
+    above("pfedme.inner_rate", inner_rate, 0)
+    above("pfedme.beta", beta, 0)
+    at_least("pfedme.inner_steps", inner_steps, 1)
     need(
         penalty * inner_rate < 2,
         f"pfedme.penalty {penalty} times inner_rate {inner_rate} is not below 2, and inner steps "

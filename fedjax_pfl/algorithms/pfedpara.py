@@ -1,8 +1,8 @@
 """pFedPara: kernels as W1 ⊙ (W2 + 1), of which W1 is FedAvg's and W2 the client's own.
 
 Hyeon-Woo, Ye-Bin and Oh, FedPara: Low-rank Hadamard Product for Communication-Efficient Federated
-Learning, 2022. Wi has the factors xi and yi, and ti in a convolution (`nets/factorized.py`); those
-of W1 travel, and so does all that is not factorised: the head, biases, BatchNorm.
+Learning, 2022. Wi has the factors xi and yi, and ti in a convolution (`Hadamard`); those of W1
+travel, and so does all that is not factorised: the head, biases, BatchNorm.
 
 Deviations: factors start normal with the variance that gives W that of its fan-in. The mean is
 weighted by examples, as in FedAvg.

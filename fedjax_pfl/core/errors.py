@@ -1,5 +1,6 @@
 """The one kind of error that is the user's to mend."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,3 +18,19 @@ def need(condition: Any, line: str) -> None:
     """
     if not isinstance(condition, jax.core.Tracer) and not condition:
         raise UsageError(line)
+
+
+def at_least(name: str, value: Any, bound: float) -> None:
+    """Raise UsageError where a setting is below its bound; None is unset, and passes."""
+    need(value is None or value >= bound, f"{name} is {value}; it must be at least {bound}")
+
+
+def above(name: str, value: Any, bound: float) -> None:
+    """Raise UsageError where a setting is not above its bound; None is unset, and passes."""
+    need(value is None or value > bound, f"{name} is {value}; it must be above {bound}")
+
+
+def one_of(name: str, value: Any, words: Sequence[str]) -> None:
+    """Raise UsageError where a setting is none of these words."""
+    *first, last = words
+    need(value in words, f"{name} is {value!r}; choose {', '.join(first)} or {last}")

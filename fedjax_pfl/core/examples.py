@@ -82,10 +82,12 @@ def without_fold(data: ClientData, t: Array, folds: int) -> tuple[ClientData, Sp
     rows, size = data.train
     place = jnp.arange(rows.shape[0])
     held = (place % folds == t % folds) & (place < size) & (size > 1)
-    first = lambda chosen: Split(rows[jnp.argsort(~chosen, stable=True)], jnp.sum(chosen))
-    fold = first(held)
-    most = -(-rows.shape[0] // folds)
-    return data._replace(train=first(~held & (place < size))), fold._replace(rows=fold.rows[:most])
+
+    def part(chosen: Array) -> Split:
+        return Split(rows[jnp.argsort(~chosen, stable=True)], jnp.sum(chosen))
+
+    fold, most = part(held), -(-rows.shape[0] // folds)
+    return data._replace(train=part(~held & (place < size))), fold._replace(rows=fold.rows[:most])
 
 
 def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:

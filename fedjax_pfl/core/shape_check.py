@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import jax
@@ -78,9 +79,7 @@ def check_shapes(
         served = _called(name, "personal", member.personal, seen, client, visit)
         for variables in (served, trained.variables):
             _check_outputs(name, member, variables, federation)
-        bill = jax.eval_shape(
-            lambda *a, m=member: _leafless(m.traffic(*a)), payload, trained.upload
-        )
+        bill = jax.eval_shape(partial(_bill, member), payload, trained.upload)
         _of_type(name, "traffic", bill, Traffic)
         cohorts.append(_cohort(payload, trained.upload))
     after = _called(name, "receive", whole.receive, seen, tuple(cohorts))
@@ -91,9 +90,9 @@ def check_shapes(
     _of_type(name, "observe", _called(name, "observe", whole.observe, state), dict)
 
 
-def _leafless(bill: Any) -> Any:
-    """A bill whose amounts may be Python integers."""
-    return jax.tree.map(jnp.asarray, bill)
+def _bill(member: Algorithm, payload: PyTree, upload: PyTree) -> Any:
+    """Its amounts may be Python integers, which have no shape."""
+    return jax.tree.map(jnp.asarray, member.traffic(payload, upload))
 
 
 def _called(name: str, function: str, f: Callable[..., Any], *arguments: Any) -> Any:

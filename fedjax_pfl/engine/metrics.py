@@ -64,13 +64,13 @@ def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | 
     for metric in task.metrics:
         values = each[metric.name][kept]
         in_order = np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
-        for word, number in (
-            ("mean", values.mean),
-            ("weighted", lambda v=values: (v * examples).sum() / examples.sum()),
-            ("std", values.std),
-            ("worst10", in_order[: math.ceil(len(values) / 10)].mean),
-        ):
-            found[f"{metric.name}_{word}"] = _number(number()) if len(values) else None
+        numbers: dict[str, float | None] = dict.fromkeys(("mean", "weighted", "std", "worst10"))
+        if len(values):
+            numbers["mean"] = _number(values.mean())
+            numbers["weighted"] = _number((values * examples).sum() / examples.sum())
+            numbers["std"] = _number(values.std())
+            numbers["worst10"] = _number(in_order[: math.ceil(len(values) / 10)].mean())
+        found |= {f"{metric.name}_{word}": number for word, number in numbers.items()}
     found["loss"] = _number(each["loss"][kept].mean()) if kept.any() else None
     return found | {"clients": len(examples), "not_finite": int(chosen.sum()) - len(examples)}
 
@@ -154,8 +154,7 @@ def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
 def means(pending: Pending) -> dict[str, float | None]:
     """The mean training metrics since the last evaluation, over all visits."""
     sums, count = pending
-    return {f"train_{name}": _number(total / count) if count else None
-            for name, total in sums.items()}  # fmt: skip
+    return {f"train_{name}": _number(x / count) if count else None for name, x in sums.items()}
 
 
 def rejections(logs: Sequence[Log], first: int, rounds: int) -> Iterator[str]:

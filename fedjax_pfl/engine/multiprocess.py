@@ -39,23 +39,28 @@ def lead() -> bool:
     return global_state.process_id == 0
 
 
-def agree(mine: Any, decide: Callable[[list[Any]], Any] = lambda each: each[0]) -> Any:
+def _the_first(each: list[Any]) -> Any:
+    return each[0]
+
+
+def agree(mine: Any, decide: Callable[[list[Any]], Any] = _the_first) -> Any:
     """What process 0 decides on plain data of each; nobody goes on before all have come here."""
     if count() == 1:
         return decide([mine])
     store, number = global_state.client, next(_questions)
     assert store is not None
-    question = lambda n: f"fedjax_pfl/{n}"
-    store.key_value_set(f"{question(number)}/{global_state.process_id}", json.dumps(mine))
-    there = lambda name: json.loads(
-        store.blocking_key_value_get(f"{question(number)}/{name}", _PATIENCE)
-    )
+    question = f"fedjax_pfl/{number}"
+    store.key_value_set(f"{question}/{global_state.process_id}", json.dumps(mine))
+
+    def said(name: Any) -> Any:
+        return json.loads(store.blocking_key_value_get(f"{question}/{name}", _PATIENCE))
+
     if not lead():
-        return there("answer")
-    answer = decide([there(i) for i in range(count())])
-    store.key_value_set(f"{question(number)}/answer", json.dumps(answer))
+        return said("answer")
+    answer = decide([said(i) for i in range(count())])
+    store.key_value_set(f"{question}/answer", json.dumps(answer))
     if number:  # whoever has come here has the answer before this one
-        store.key_value_delete(question(number - 1))
+        store.key_value_delete(f"fedjax_pfl/{number - 1}")
     return answer
 
 
@@ -96,8 +101,8 @@ def devices(most: int | None) -> Sequence[jax.Device]:
     own, left = divmod(most, count())
     if left:
         raise UsageError(f"devices is {most}, and there are {count()} processes; take a multiple")
-    of = lambda i: [d for d in found if d.process_index == i][:own]
-    chosen = found[:most] if count() == 1 else [d for i in range(count()) for d in of(i)]
+    by_process = [[d for d in found if d.process_index == i] for i in range(count())]
+    chosen = [d for devices in by_process for d in devices[:own]]
     if len(chosen) < most:
         where = "this machine shows" if count() == 1 else f"the {count()} processes show"
         raise UsageError(f"devices is {most}, and {where} {len(found)}")
@@ -128,7 +133,10 @@ def check_examples(examples: PyTree) -> None:
     for leaf in jax.tree.leaves(examples):
         array = np.asarray(leaf)
         seen.update(f"{array.dtype}{array.shape}".encode() + array.tobytes())
-    others = lambda each: [i for i, digest in enumerate(each) if digest != each[0]]
+
+    def others(digests: list[str]) -> list[int]:
+        return [i for i, digest in enumerate(digests) if digest != digests[0]]
+
     if wrong := agree(seen.hexdigest(), others):
         raise AgreedError(
             f"process {wrong[0]} has other examples than process 0; give all of them the same files"

@@ -151,7 +151,11 @@ def positive(now: np.ndarray, before: np.ndarray) -> float | None:
 
 def _now(name: str, share: Callable[[np.ndarray], Any]) -> Callable[[Shown], Value | None]:
     """A number of one array."""
-    return lambda shown: None if name not in shown.now else float(share(shown.now[name]))
+
+    def value(shown: Shown) -> Value | None:
+        return None if name not in shown.now else float(share(shown.now[name]))
+
+    return value
 
 
 def _visited(share: Callable[[np.ndarray], Any]) -> Callable[[Shown], Value | None]:
@@ -179,7 +183,10 @@ def _grew(shown: Shown) -> Value | None:
 
 
 def _below(least: float) -> Callable[[Value, Shown], bool]:
-    return lambda value, shown: mean(value) < least
+    def is_below(value: Value, shown: Shown) -> bool:
+        return mean(value) < least
+
+    return is_below
 
 
 def _one_body(method: str, help: str) -> dict[str, Sign]:

@@ -65,9 +65,14 @@ class DropoutCNN(nn.Module):
         def conv(x: jax.Array, outputs: int, name: str) -> jax.Array:
             start = init.uniform(9 * x.shape[-1])
             layer = nn.Conv(
-                outputs, (3, 3), padding="VALID", kernel_init=glorot, bias_init=start, name=name,
+                outputs,
+                (3, 3),
+                padding="VALID",
+                kernel_init=glorot,
+                bias_init=start,
                 conv_general_dilated=lowering(self.conv),
-            )  # fmt: skip
+                name=name,
+            )
             return layer(x)
 
         def dense(x: jax.Array, outputs: int, name: str) -> jax.Array:

@@ -219,32 +219,3 @@ class Hadamard(Reparametrised):
             return jnp.einsum("fgrs,ir,os->fgio", factors[f"t{i}"], y, x, precision="highest")
 
         return low(1) * (low(2) + 1)
-
-
-def on_mu(f: Any, tree: PyTree, *others: PyTree) -> PyTree:
-    """f on every μ and what belongs to it in the other trees; the rest of `tree` stays."""
-
-    def one(path: tuple[Any, ...], leaf: Any, *more: Any) -> Any:
-        return f(leaf, *more) if path[-1] == jax.tree_util.DictKey("mu") else leaf
-
-    return jax.tree_util.tree_map_with_path(one, tree, *others)
-
-
-def collect_mu(tree: PyTree) -> list[jax.Array]:
-    """Every μ in a tree."""
-    found: list[jax.Array] = []
-    on_mu(found.append, tree)
-    return found
-
-
-def prune(tree: PyTree, least: float) -> PyTree:
-    """Entries of every μ that are smaller become zero."""
-    return on_mu(lambda mu: jnp.where(jnp.abs(mu) < least, 0.0, mu), tree)
-
-
-def bytes_used(tree: PyTree) -> dict[str, Any]:
-    """Bytes per layer: of μ only what is not zero, of everything else all."""
-    nothing = jax.tree.map(lambda leaf: 0, tree)
-    unused = on_mu(lambda _, mu: mu.dtype.itemsize * jnp.sum(mu == 0), nothing, tree)
-    less = {name: sum(amounts) for name, amounts in trees.layers(unused).items()}
-    return {name: amount - less[name] for name, amount in trees.bytes_per_layer(tree).items()}

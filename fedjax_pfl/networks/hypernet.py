@@ -81,10 +81,14 @@ class Hypernetwork(nn.Module):
             made = Linear(math.prod(leaf.shape), self.width > 0, self.spectral_norm, name=name)(x)
             return made.reshape(leaf.shape).astype(leaf.dtype)
 
-        # Flax freezes the dicts of a module's fields; what is generated shall be plain again.
-        thawed = lambda tree: unfreeze(tree) if isinstance(tree, FrozenDict) else tree
-        plain = jax.tree.map(thawed, self.target, is_leaf=lambda tree: isinstance(tree, FrozenDict))
-        return jax.tree_util.tree_map_with_path(head, plain)
+        return jax.tree_util.tree_map_with_path(head, _thawed(self.target))
+
+
+def _thawed(tree: PyTree) -> PyTree:
+    """With plain dicts; Flax freezes those of a module's fields."""
+    if isinstance(tree, tuple):
+        return tuple(map(_thawed, tree))
+    return unfreeze(tree) if isinstance(tree, FrozenDict) else tree
 
 
 def standardized(x: jax.Array) -> jax.Array:
@@ -95,10 +99,13 @@ def standardized(x: jax.Array) -> jax.Array:
 
 def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
     """`steps` power iterations of v [inputs] towards a kernel's largest left singular vector."""
-    product = lambda a, b: jnp.dot(a, b, precision="highest")
-    unit = lambda x: x / jnp.maximum(jnp.linalg.norm(x), 1e-12)
+
+    def unit(x: jax.Array) -> jax.Array:
+        return x / jnp.maximum(jnp.linalg.norm(x), 1e-12)
+
     for _ in range(steps):
-        v = unit(product(kernel, unit(product(v, kernel))))
+        right = unit(jnp.dot(v, kernel, precision="highest"))
+        v = unit(jnp.dot(kernel, right, precision="highest"))
     return v
 
 
@@ -115,8 +122,14 @@ def spread(generate: Callable[[jax.Array], PyTree], v: jax.Array) -> jax.Array:
 
     0 says that all are alike: the last ReLUs of the hypernetwork are dead. One is held at a time.
     """
-    add = lambda total, one: jax.tree.map(lambda a, b: a + b / len(v), total, generate(one))
+
+    def add(total: PyTree, one: jax.Array) -> tuple[PyTree, None]:
+        return jax.tree.map(lambda a, b: a + b / len(v), total, generate(one)), None
+
     nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(generate, v[0]))
-    mean, _ = jax.lax.scan(lambda total, one: (add(total, one), None), nothing, v)
-    norm = optax.tree.norm
-    return jax.lax.map(lambda one: norm(optax.tree.sub(generate(one), mean)) / norm(mean), v)
+    mean, _ = jax.lax.scan(add, nothing, v)
+
+    def distance(one: jax.Array) -> jax.Array:
+        return optax.tree.norm(optax.tree.sub(generate(one), mean)) / optax.tree.norm(mean)
+
+    return jax.lax.map(distance, v)

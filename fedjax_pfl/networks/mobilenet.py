@@ -87,8 +87,9 @@ class MobileNet(nn.Module):
         if self.norm not in ("batch", "group"):
             raise UsageError(f"mobilenet.norm is {self.norm!r}; choose batch or group")
 
-        def conv(x: jax.Array, outputs: int, name: str, size: int = 1, stride: int = 1,
-                 groups: int = 1) -> jax.Array:  # fmt: skip
+        def conv(
+            x: jax.Array, outputs: int, name: str, size: int = 1, stride: int = 1, groups: int = 1
+        ) -> jax.Array:
             layer = nn.Conv(
                 outputs,
                 (size, size),

@@ -52,9 +52,15 @@ class ResNet9(nn.Module):
             # Written out, because SAME would pad a stride of two on one side only.
             around = (((size // 2,) * 2,) * 2) if padding == "SAME" else padding
             layer = init.conv(
-                x.shape[-1], kernels, (size, size), f"conv{i}",
-                strides=(stride, stride), padding=around, bias=False, lowered=self.conv,
-            )  # fmt: skip
+                x.shape[-1],
+                kernels,
+                (size, size),
+                f"conv{i}",
+                strides=(stride, stride),
+                padding=around,
+                bias=False,
+                lowered=self.conv,
+            )
             return nn.relu(batch_norm(layer(x), train, mask, f"norm{i}"))
 
         w = self.width

@@ -101,6 +101,11 @@ class Signature(nn.Module):
         return clear / jnp.sqrt(total) * (x - mean[None])
 
 
+def frozen(router: Router) -> tuple[str, ...]:
+    """The modules of a router that do not learn: whose mean is to be comparable stays put."""
+    return EMBEDDINGS if router.embed == "product" else ()
+
+
 def logits(
     router: Router, variables: PyTree, data: ClientData, outputs: int, size: int
 ) -> jax.Array:
@@ -115,7 +120,12 @@ def logits(
 def spread(
     router: Router, variables: PyTree, data: ClientData, outputs: int, size: int, share: Any
 ) -> PyTree:
-    """The variables with that share of the averages in `Spread`, or `Signature`, from here."""
+    """The variables with that share of the averages in `Spread`, or `Signature`, from here.
+
+    A router that has neither stays as it is.
+    """
+    if SPREAD not in variables.get("batch_stats", {}):
+        return variables
 
     def one(batch: Batch) -> jax.Array:
         _, seen = router.apply(variables, batch.x, _targets(batch, outputs), mutable=["seen"])

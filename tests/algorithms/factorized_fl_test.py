@@ -10,13 +10,13 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.matching import candidates, cosine
+from fedjax_pfl.algorithms.pruning import collect_mu
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.engine import rounds
 from fedjax_pfl.networks import ResNet9
-from fedjax_pfl.networks.factorized import collect_mu
 from tests import cases, tiny
 from tests.algorithms.served import after_rounds
 
@@ -238,17 +238,17 @@ def test_batch_statistics_stay_at_home():
 
 def test_bad_settings_are_one_line():
     for own, word in (
-        ({"share": "v"}, "all, u"),
-        ({"matching": "best"}, "similar, random, worst, none"),
-        ({"layout": "io"}, "kernel, mixed, oihw"),
+        ({"share": "v"}, "all or u"),
+        ({"matching": "best"}, "similar, random, worst or none"),
+        ({"layout": "io"}, "kernel, mixed or oihw"),
         ({"minimum": 0}, "choose 1 to 6"),
         ({"minimum": N + 1}, "choose 1 to 6"),
         ({"matching": "random", "peers": N}, "choose 1 to 5"),
         ({"sparsity": -1.0}, "at least 0"),
         ({"rank": 0}, "at least 1"),
         ({"penalty": -1.0}, "penalty is -1.0"),
-        ({"compare": "u"}, "moved, v"),
-        ({"start": "zero"}, "plain, factors"),
+        ({"compare": "u"}, "moved or v"),
+        ({"start": "zero"}, "plain or factors"),
     ):
         with pytest.raises(UsageError, match=word):
             make(**own)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.fedfomo import Client, choose, mixture
+from fedjax_pfl.algorithms.fedfomo import Client, mixture
+from fedjax_pfl.algorithms.matching import leading
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
@@ -132,7 +133,7 @@ OPEN = jnp.array([True, False, True, True, True, True])
 
 def picked(epsilon, affinity=AFFINITY, peers=2):
     keys = jax.random.split(KEY, 500)
-    draw = jax.jit(jax.vmap(lambda key: choose(affinity, OPEN, peers, jnp.float32(epsilon), key)))
+    draw = jax.jit(jax.vmap(lambda key: leading(affinity, OPEN, peers, jnp.float32(epsilon), key)))
     return np.asarray(draw(keys))
 
 

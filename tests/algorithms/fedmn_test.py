@@ -389,7 +389,7 @@ def test_bad_settings_are_one_line():
         ({"temperatures": (1.0, 0.0)}, "above 0"),
         ({"dropout": 1.0}, "below 1"),
         ({"contrast": 0.0}, "contrast is 0.0; it must be above 0"),
-        ({"embed": "sum"}, "product, concatenated"),
+        ({"embed": "sum"}, "product or concatenated"),
         ({"embed": "product", "contrast": 1.0}, "leave it unset"),
         ({"router_rate": -1.0}, "router_rate is -1.0; it must be above 0"),
     ):

@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.papers.pfedla import presets
+from fedjax_pfl.algorithms import layer_mixing
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data, without_fold
 from fedjax_pfl.engine.rounds import make_rounds
-from fedjax_pfl.networks import layer_mixing
 from tests import cases, tiny
 from tests.algorithms.pfedla_test import KEY, N, make
 
@@ -58,12 +58,12 @@ def test_gains_are_held_out_loss_to_first_order_and_sum_to_zero():
     theta = {"a": jnp.array([[1.0], [2.0], [4.0]]), "b": jnp.array([[1.0, 0], [0, 1], [5, 5]]),
              "c": jnp.array([[2.0], [0.0], [9.0]])}  # fmt: skip
     gradient = {"a": jnp.array([-3.0]), "b": jnp.array([2.0, 1.0]), "c": jnp.array([-1.0])}
-    layer_of = {"a": 0, "b": 1, "c": 1}
+    layers = layer_mixing.Layers({}, {"a": 0, "b": 1, "c": 1}, 2, (0, 1))
     everyone = jnp.ones(3, bool)
-    found = layer_mixing.gains(theta, gradient, layer_of, 2, everyone)
+    found = layer_mixing.gains(theta, gradient, layers, everyone)
     # Layer 1: −2 + 2 = 0, −1 + 0 = −1, −15 + 9 = −6; their mean is −7/3.
     np.testing.assert_allclose(found, [[-4, -1, 5], [7 / 3, 4 / 3, -11 / 3]], rtol=1e-6)
-    found = layer_mixing.gains(theta, gradient, layer_of, 2, jnp.array([True, True, False]))
+    found = layer_mixing.gains(theta, gradient, layers, jnp.array([True, True, False]))
     np.testing.assert_allclose(found, [[-1.5, 1.5, 0], [0.5, -0.5, 0]], rtol=1e-6)
 
 

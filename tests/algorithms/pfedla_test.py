@@ -351,7 +351,7 @@ def test_bad_settings_are_one_line():
         ({"k": -1}, "choose 0"),
         ({"granularity": "leaf"}, "layer or model"),
         ({"normalise": "max"}, "relu or softmax"),
-        ({"step": "long"}, "held_out or scaled or plain"),
+        ({"step": "long"}, "held_out, scaled or plain"),
         ({"normalise": "relu"}, "use it with normalise=softmax"),
         ({"folds": 1}, "at least 2"),
         ({"rate": -0.1}, "at least 0"),

@@ -9,8 +9,8 @@ from experiments import launch
 from experiments import list as command
 from experiments.launch import description
 from fedjax_pfl import algorithms, data, networks
-from fedjax_pfl.algorithms.factorized_fl import MATCHING
 from fedjax_pfl.algorithms.fedfomo import REFERENCES
+from fedjax_pfl.algorithms.matching import RULES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
 from fedjax_pfl.config import configuration, listing
 from fedjax_pfl.config.settings import GENERAL, ROWS, having
@@ -90,7 +90,7 @@ def test_meanings_are_read_from_docstrings():
 @pytest.mark.parametrize(
     ("method", "name", "choices"),
     [
-        ("factorized_fl", "matching", MATCHING),
+        ("factorized_fl", "matching", RULES),
         ("factorized_fl", "layout", LAYOUTS),
         ("factorized_fl", "share", ("all", "u")),
         ("factorized_fl", "pruned", ("travel", "evaluation")),

@@ -32,8 +32,8 @@ from experiments.papers.factorized_fl import presets as presets
 from experiments.papers.factorized_fl.tables import ROWS
 from experiments.papers.study import CLIENTS, DATASET, mean_std
 from experiments.papers.table import accuracy, after, moved, plateau
+from fedjax_pfl.algorithms.pruning import collect_mu
 from fedjax_pfl.core import trees
-from fedjax_pfl.networks.factorized import collect_mu
 from fedjax_pfl.runs import runner
 
 SETTING = flags.DEFINE_string("setting", "permuted-noniid", "Words of a preset.")

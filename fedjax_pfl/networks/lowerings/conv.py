@@ -51,34 +51,36 @@ def lowering(name: str) -> Convolution:
     return lax.conv_general_dilated if name == "xla" else partial(_convolve, name)
 
 
+class _Options(NamedTuple):
+    """What else `jax.lax.conv_general_dilated` takes, in its order."""
+
+    lhs_dilation: Sequence[int] | None = None
+    rhs_dilation: Sequence[int] | None = None
+    dimension_numbers: Any = None
+    feature_group_count: int = 1
+    batch_group_count: int = 1
+    precision: Any = None
+    preferred_element_type: Any = None
+
+
 def _convolve(
     name: str,
     lhs: jax.Array,
     rhs: jax.Array,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
-    feature_group_count: int = 1,
-    batch_group_count: int = 1,
-    precision: Any = None,
-    preferred_element_type: Any = None,
+    *more: Any,
+    **named: Any,
 ) -> jax.Array:
-    depthwise = feature_group_count == lhs.shape[-1] == rhs.shape[-1] > 1
-    unsupported = _unsupported(
-        lhs, rhs, dimension_numbers, lhs_dilation, rhs_dilation,
-        1 if depthwise else feature_group_count, batch_group_count, preferred_element_type,
-    )  # fmt: skip
+    options = _Options(*more, **named)
+    depthwise = options.feature_group_count == lhs.shape[-1] == rhs.shape[-1] > 1
+    unsupported = _unsupported(lhs, rhs, options, depthwise)
     if name == "auto" and not unsupported and depthwise:
         name = "depthwise"
     elif name == "auto" and not unsupported:
         name = _auto(rhs.shape, tuple(window_strides))
     if name in ("auto", "xla"):
-        return lax.conv_general_dilated(
-            lhs, rhs, window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers,
-            feature_group_count, batch_group_count, precision, preferred_element_type,
-        )  # fmt: skip
+        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, *options)
     if unsupported:
         raise UsageError(f"conv = {name!r} does not do {unsupported}: use conv = 'xla' or 'auto'")
     sh, sw = window_strides
@@ -90,29 +92,23 @@ def _convolve(
         raise UsageError(f"a kernel of {rhs.shape[:2]} does not fit an image of {x.shape[1:3]}")
     if depthwise:
         return _depthwise(x, rhs, (sh, sw))
-    return _LOWERINGS[name](x, rhs, _How((sh, sw), precision))
+    return _LOWERINGS[name](x, rhs, _How((sh, sw), options.precision))
 
 
-def _unsupported(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: Any,
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
-    feature_group_count: int,
-    batch_group_count: int,
-    preferred_element_type: Any,
-) -> str:
+def _unsupported(lhs: jax.Array, rhs: jax.Array, options: _Options, depthwise: bool) -> str:
     """What keeps a convolution from being lowered to a product here, in words; else nothing."""
     if lhs.ndim != 4:
         return f"{lhs.ndim - 2} spatial dimensions"
-    if tuple(lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)) != _LAYOUT:
+    if (
+        tuple(lax.conv_dimension_numbers(lhs.shape, rhs.shape, options.dimension_numbers))
+        != _LAYOUT
+    ):
         return "other layouts than NHWC and HWIO"
-    if feature_group_count != 1 or batch_group_count != 1:
+    if options.batch_group_count != 1 or (options.feature_group_count != 1 and not depthwise):
         return "groups"
-    if any(d != 1 for d in (*(lhs_dilation or ()), *(rhs_dilation or ()))):
+    if any(d != 1 for d in (*(options.lhs_dilation or ()), *(options.rhs_dilation or ()))):
         return "dilation"
-    return "preferred_element_type" if preferred_element_type is not None else ""
+    return "preferred_element_type" if options.preferred_element_type is not None else ""
 
 
 def _auto(kernel: tuple[int, ...], strides: tuple[int, ...]) -> str:
@@ -328,8 +324,11 @@ def _winograd(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
 
 
 _LOWERINGS: dict[str, Convolution] = {
-    "blocks": _blocks, "patches": _patches, "rows": _rows, "winograd": _winograd
-}  # fmt: skip
+    "blocks": _blocks,
+    "patches": _patches,
+    "rows": _rows,
+    "winograd": _winograd,
+}
 
 
 # Pooling.

@@ -57,13 +57,19 @@ def strided(x: jax.Array, k: jax.Array, strides: tuple[int, int], precision: Any
     return convolution(x, k, precision)
 
 
+def _times(weight: float, part: jax.Array) -> jax.Array:
+    """Without a product where none is needed."""
+    if weight == 1:
+        return part
+    return -part if weight == -1 else float(weight) * part
+
+
 def _combine(matrix: np.ndarray, parts: Sequence[jax.Array]) -> list[jax.Array]:
     """Each row's weighted sum of the parts."""
     sums = []
     for row in matrix:
-        terms = [p if w == 1 else -p if w == -1 else float(w) * p
-                 for w, p in zip(row, parts, strict=True) if w]  # fmt: skip
-        sums.append(sum(terms[1:], terms[0]))
+        first, *others = (_times(w, p) for w, p in zip(row, parts, strict=True) if w)
+        sums.append(sum(others, first))
     return sums
 
 

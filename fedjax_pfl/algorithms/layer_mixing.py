@@ -1,0 +1,81 @@
+"""Several clients' models mixed layer by layer, and how the weights of the layers should move."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedjax_pfl.core import trees
+
+PyTree = Any
+
+
+class Layers(NamedTuple):
+    """The layers of a model as the L rows of its weights."""
+
+    row: dict[str, int]  # of each layer, by its name
+    of_leaf: PyTree  # in the place of each parameter, the row of its layer
+    number: int  # L
+    from_input: tuple[int, ...]  # the rows, from the model's input to its output
+
+
+def rows_of(params: PyTree, order: Sequence[str], whole: bool) -> Layers:
+    """One row for each layer, or one for the whole model; `order` has layers from the input on.
+
+    Where no order is given it is that of the parameter tree.
+    """
+    row = {name: 0 if whole else j for j, name in enumerate(trees.layers(params))}
+    of_leaf = trees.map_layers(lambda name, _: row[name], params)
+    from_input = dict.fromkeys(row[name] for name in order or row if name in row)
+    return Layers(row, of_leaf, max(row.values()) + 1, tuple(from_input))
+
+
+def largest(values: jax.Array, k: int, layers: Layers) -> jax.Array:
+    """bool [L]: the k layers with the largest values; of equal ones those nearer to the input."""
+    places = jnp.asarray(layers.from_input)
+    rank = jnp.argsort(jnp.argsort(-values[places], stable=True))
+    return jnp.zeros(layers.number, bool).at[places].set(rank < k)
+
+
+def mix(theta: PyTree, weights: jax.Array, layers: Layers) -> PyTree:
+    """θ̄^l = Σ_j α^{l,j} θ_j^l: stacked parameters [N, ...], weights [L, N]."""
+
+    def mixed(leaf: jax.Array, row: int) -> jax.Array:
+        return jnp.tensordot(weights[row], leaf, 1, precision="highest")
+
+    return jax.tree.map(mixed, theta, layers.of_leaf)
+
+
+def scaled(delta: PyTree, layers: Layers) -> PyTree:
+    """Δ^l / ‖Δ^l‖², zero where Δ^l is."""
+    squares = jnp.zeros(layers.number)
+    for leaf, row in zip(*map(jax.tree.leaves, (delta, layers.of_leaf)), strict=True):
+        squares = squares.at[row].add(jnp.sum(leaf**2))
+    factor = jnp.where(squares > 0, 1 / jnp.where(squares > 0, squares, 1.0), 0.0)
+    return jax.tree.map(lambda leaf, row: leaf * factor[row], delta, layers.of_leaf)
+
+
+def gains(theta: PyTree, gradient: PyTree, layers: Layers, allowed: jax.Array) -> jax.Array:
+    """−⟨θ_j^l, g^l⟩ less its mean over the clients that are allowed: [L, N], zero for the others.
+
+    To first order, by how much of a loss with the gradient g it pays to take layer l from client j.
+    """
+    found = jnp.zeros((layers.number, len(allowed)))
+    leaves = zip(*map(jax.tree.leaves, (theta, gradient, layers.of_leaf)), strict=True)
+    for stored, g, row in leaves:
+        flat = stored.reshape(len(allowed), -1)
+        found = found.at[row].add(-jnp.matmul(flat, g.reshape(-1), precision="highest"))
+    share = allowed.astype(jnp.float32) / jnp.sum(allowed).astype(jnp.float32)
+    mean = jnp.matmul(found, share, precision="highest")
+    return jnp.where(allowed[None], found - mean[:, None], 0.0)
+
+
+def moved(raw: Callable[[PyTree], jax.Array], psi: PyTree, wanted: jax.Array) -> PyTree:
+    """ψ + Jᵀw ‖w‖² / ‖Jᵀw‖² with J = ∂raw/∂ψ: along w, to first order, raw moves by w itself."""
+    _, back = jax.vjp(raw, psi)
+    (direction,) = back(wanted)
+    length = optax.tree.norm(direction, squared=True)
+    factor = jnp.where(length > 0, jnp.sum(wanted**2) / jnp.where(length > 0, length, 1.0), 0.0)
+    return optax.tree.add_scale(psi, factor, direction)
