@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test test-all lint demo docs wheel clean
+.PHONY: help setup test test-all test-newest lint demo docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -12,6 +12,8 @@ help:
 	@echo "make test    run the tests but for the slow ones, which say why they are;"
 	@echo "             ARGS are given to pytest, as in ARGS='-x tests/report'"
 	@echo "make test-all  run all of them"
+	@echo "make test-newest  as make test, with the newest Python (to 3.13) and JAX that there are,"
+	@echo "             in .venv-newest"
 	@echo "make lint    check style, format and types"
 	@echo "make demo    train on the embedded digits; print the results and where the report is"
 	@echo "make docs    build the documents into site/; warnings are errors"
@@ -36,6 +38,9 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder $(ARGS)
 
+test-newest: setup
+	.ci/newest -n 2 --dist loadgroup --no-loadscope-reorder -m "not slow" $(ARGS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -57,5 +62,5 @@ wheel: setup
 	.ci/wheel
 
 clean:
-	rm -rf build dist site *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv-newest build dist site *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

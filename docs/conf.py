@@ -44,7 +44,10 @@ API = {
     ],
     "Methods": sorted({factory.__module__ for factory in configuration.ALGORITHMS.values()}),
     "Data": [
-        "fedjax_pfl.data.dataset", "fedjax_pfl.data.sources", "fedjax_pfl.data.partitions",
+        "fedjax_pfl.data.dataset", "fedjax_pfl.data.sources", "fedjax_pfl.data.embedded",
+        "fedjax_pfl.data.columns", "fedjax_pfl.data.tables", "fedjax_pfl.data.table_sources",
+        "fedjax_pfl.data.text", "fedjax_pfl.data.windows", "fedjax_pfl.data.leaf",
+        "fedjax_pfl.data.image_folder", "fedjax_pfl.data.tfds_images", "fedjax_pfl.data.partitions",
         "fedjax_pfl.data.federate", "fedjax_pfl.core.examples", "fedjax_pfl.data.augment",
     ],
     "Networks": [

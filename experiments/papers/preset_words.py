@@ -24,7 +24,15 @@ DATASETS: dict[str, dict[str, Any]] = {
     "cifar100": {"model": "lenet"},
     "omniglot": {"model": "lenet"},
     "femnist": {"model": "cnn"},
-}
+    "iris": {"model": "mlp", "learning_rate": 0.05, "partition": "dirichlet", "clients": 5},
+    "wine": {"model": "mlp", "learning_rate": 0.05, "partition": "dirichlet", "clients": 5},
+    "breast_cancer": {"model": "mlp", "learning_rate": 0.05, "partition": "dirichlet"},
+    "diabetes": {"model": "mlp", "learning_rate": 0.02, "partition": "iid"},
+    "sensors": {
+        "model": "mlp", "learning_rate": 0.05, "partition": "natural", "clients": 12,
+        "split": "official",
+    },
+}  # fmt: skip
 
 
 def _partition(name: str, **own: str) -> Callable[[ConfigDict, re.Match[str]], None]:

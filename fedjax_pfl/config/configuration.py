@@ -73,6 +73,11 @@ def _inner(hint: Any) -> type:
     return next(t for t in typing.get_args(hint) if t is not type(None))
 
 
+def chosen(config: Mapping[str, Any], kind: str) -> str:
+    """The word that a setting chooses by: of a dataset's name, what stands before its path."""
+    return data.kind(config[kind]) if kind == "dataset" else config[kind]
+
+
 def default(words: Words = OURS) -> ConfigDict:
     """Every setting with its default: FedAvg on the embedded digits."""
     config = ConfigDict()
@@ -186,7 +191,7 @@ def resolved(config: ConfigDict, words: Words = OURS) -> dict[str, Any]:
     """As plain data, with the sub-configs of what is used and no others."""
     plain = config.copy_and_resolve_references().to_dict()
     each = [g for one in phases(config, words) for g in groups(one, words)]
-    used = {g[kind] for g in each for kind in words._fields}
+    used = {chosen(g, kind) for g in each for kind in words._fields}
     optional = {name for table in words for name in table} - used
     return {key: value for key, value in plain.items() if key not in optional}
 
@@ -222,8 +227,8 @@ def specify(config: ConfigDict, words: Words = OURS) -> Specification:
         where = f"phases[{number}]." if len(config.phases) else ""
         _check_types(one, like, where)
         for kind, table in words._asdict().items():
-            if one[kind] not in table:
-                raise UsageError(f"there is no {kind} {one[kind]!r}{nearest(one[kind], table)}")
+            if (word := chosen(one, kind)) not in table:
+                raise UsageError(f"there is no {kind} {word!r}{nearest(word, table)}")
         _check_rows(one, where)
         made = groups(one, words)
         for i, group in enumerate(made):

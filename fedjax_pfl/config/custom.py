@@ -68,7 +68,8 @@ def digest(dataset: Dataset) -> str:
     for field in dataset._fields[1:]:
         value = getattr(dataset, field)
         if value is not None:
-            array = np.ascontiguousarray(value)
+            records = isinstance(value, tuple | Mapping)
+            array = np.ascontiguousarray(repr(value) if records else value)
             found.update(f"{field}{array.dtype}{array.shape}".encode())
             found.update(array.tobytes())
     return found.hexdigest()[:16]

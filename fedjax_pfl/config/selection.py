@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config.configuration import OURS, Words, default, groups, phases
+from fedjax_pfl.config.configuration import OURS, Words, chosen, default, groups, phases
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
 
@@ -42,12 +42,12 @@ def _check(
         if not kinds or not isinstance(values, Mapping):
             continue
         (kind,) = kinds
-        chosen = dict.fromkeys(one[kind] for one in readers)
+        found = dict.fromkeys(chosen(one, kind) for one in readers)
         for key, value in values.items():
-            if name not in chosen and _plain(value) != _plain(usual[name][key]):
+            if name not in found and _plain(value) != _plain(usual[name][key]):
                 raise UsageError(
                     f"{where}{name}.{key} counts with {kind}={name} only, and {kind} is "
-                    f"{' or '.join(chosen)}; set {where}{kind} to {name}, or leave "
+                    f"{' or '.join(found)}; set {where}{kind} to {name}, or leave "
                     f"{where}{name}.{key} out"
                 )
 

@@ -5,7 +5,7 @@ Hyper-parameters are closed over by the factory that builds the algorithm; whate
 the engine maps it over the cohort.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +93,9 @@ class Federation(NamedTuple):
     owners: tuple[str, ...] | None = None  # whose examples each has, where somebody owns them
     input_dtype: str = "float32"  # as `examples.take` gives them; int32 of tokens
     each: tuple[int, ...] = ()  # (T,) where each of T positions has `outputs` of its own
+
+    # What the numbers of examples stand for (columns, classes, characters), as plain data
+    about: Mapping[str, Any] | None = None
 
     @property
     def clients(self) -> int:

@@ -1,11 +1,12 @@
 """Sources of examples, their partition over clients, and the arrays that training reads."""
 
 from fedjax_pfl.core.examples import Batch, ClientData, FederatedData, Split, client_data, take
-from fedjax_pfl.data.dataset import Dataset, arrays
-from fedjax_pfl.data.federate import SPLITS, Portions, federate, portions
+from fedjax_pfl.data.dataset import Dataset, arrays, digest
+from fedjax_pfl.data.federate import Portions, federate, portions
 from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
 from fedjax_pfl.data.pool import Pool
-from fedjax_pfl.data.sources import SOURCES, load, need, source_settings
+from fedjax_pfl.data.request import SPLITS
+from fedjax_pfl.data.sources import SOURCES, kind, load, need, source_settings
 
 __all__ = [
     "PARTITIONS",
@@ -20,7 +21,9 @@ __all__ = [
     "Split",
     "arrays",
     "client_data",
+    "digest",
     "federate",
+    "kind",
     "load",
     "need",
     "partition_settings",

@@ -1,6 +1,10 @@
 """Labelled examples before they are given to anybody, and the checks on anyone's arrays."""
 
-from typing import NamedTuple
+import difflib
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,12 +16,25 @@ _MOST_OUTPUTS = 10_000_000
 _FEW_OUTPUTS, _SPARSE = 1000, 10
 
 
+DataDir = str | os.PathLike[str] | None
+Keep = Callable[[int], np.ndarray | None]  # of so many, which are read; None: all
+PADDING = -1  # the label of a position that is not there
+
+
+class Normalise(NamedTuple):
+    """What is brought to mean 0 and deviation 1 as soon as it is known who trains on what."""
+
+    by: str  # federation: over all training examples; client: over each client's own
+    features: np.ndarray  # bool [last axis of x]: which; the others stay as they are
+    targets: bool  # those of a regression too, always over all training examples
+
+
 class Dataset(NamedTuple):
     """Labelled examples, not yet given to anybody. NumPy; images as they are stored."""
 
     name: str
     x_train: np.ndarray  # [examples, ...]: uint8, float32, or int32, which stays as it is
-    y_train: np.ndarray  # as `arrays` takes them: int32, float32 or bool
+    y_train: np.ndarray  # as `arrays` takes them: int32 (PADDING: no label), float32 or bool
     x_test: np.ndarray | None  # None where the source has one pool only
     y_test: np.ndarray | None
     outputs: int  # classes, also of each position; targets of a regression; or labels
@@ -28,6 +45,10 @@ class Dataset(NamedTuple):
     owner_test: np.ndarray | None = None
     owner_classes: np.ndarray | None = None  # bool [owners, outputs], where owners differ in these
     owner_names: np.ndarray | None = None  # text [owners]; None: their numbers are their names
+    normalise: Normalise | None = None
+    overlapping: bool = False  # examples of one owner share parts, so that no split may part them
+    # What its numbers stand for, as plain data: columns, classes, characters
+    about: Mapping[str, Any] | None = None
 
 
 def arrays(
@@ -215,3 +236,52 @@ def standardise(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[np.nda
     """Scale and shift that standardise uint8 pixels, from constants for pixels in [0, 1]."""
     m, s = np.array(mean), np.array(std)
     return (1 / (255 * s)).astype(np.float32), (-m / s).astype(np.float32)
+
+
+def owned(
+    name: str, train: np.ndarray, test: np.ndarray | None
+) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
+    """Owners as they are called, numbered from 0, with their names where these are no numbers."""
+    length = 0 if test is None else len(test)
+    checked = _owners(name, "owner", train, len(train)), _owners(name, "owner", test, length)
+    return _numbered(name, *checked)
+
+
+def kept(dataset: Dataset, keep: Keep) -> Dataset:
+    """A part of the examples; where they have owners, of the owners, with all of theirs."""
+    whole, changes = dataset._asdict(), dict[str, Any]()
+    if dataset.owner_train is not None:
+        ids = np.unique(dataset.owner_train)
+        if (rows := keep(len(ids))) is None:
+            return dataset
+        ours = ids[rows]
+        for part in ("train", "test"):
+            if (owner := whole[f"owner_{part}"]) is not None:
+                mine = np.isin(owner, ours)
+                changes |= {f"{key}_{part}": whole[f"{key}_{part}"][mine] for key in "xy"}
+                changes[f"owner_{part}"] = np.searchsorted(ours, owner[mine]).astype(np.int32)
+        if dataset.owner_names is not None:
+            changes["owner_names"] = dataset.owner_names[ours]
+        return dataset._replace(**changes)
+    for part in ("train", "test"):
+        x = whole[f"x_{part}"]
+        if x is not None and (rows := keep(len(x))) is not None:
+            changes |= {f"{key}_{part}": whole[f"{key}_{part}"][rows] for key in "xy"}
+    return dataset._replace(**changes)
+
+
+def digest(arrays: Iterable[np.ndarray]) -> str:
+    """Of arrays, in their order."""
+    found = hashlib.sha256()
+    for array in map(np.ascontiguousarray, arrays):
+        found.update(f"{array.dtype}{array.shape}".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()[:16]
+
+
+def nearest_first(word: str, words: Iterable[str], most: int = 12) -> str:
+    """All words that there are, those that look most like this one before the others."""
+    alike = lambda one: difflib.SequenceMatcher(None, word.lower(), one.lower()).ratio()
+    near = sorted(words, key=alike, reverse=True)
+    more = f" and {len(near) - most} more" if len(near) > most else ""
+    return ", ".join(near[:most]) + more

@@ -1,6 +1,5 @@
 """From a dataset and a partition to a federation: who holds what, and what is tested on."""
 
-import difflib
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,11 +9,11 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.data import apportion, checks, partitions
+from fedjax_pfl.data import apportion, checks, partitions, request
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.normalise import Normalised, normalised
 from fedjax_pfl.data.pool import Pool
 
-SPLITS = ("pooled", "official", "shared")
 _TRAIN, _VALIDATION, _TEST = 0, 1, 2  # what an example is for
 
 
@@ -64,11 +63,11 @@ def federate(
       The arrays (examples that nobody holds are left out), the description, and who holds how many
       examples of which class.
     """
-    _check(dataset, partition, clients, split, held_out, groups)
+    request.check(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
         raise UsageError(f"{dataset.name} has no classes whose labels could be permuted")
-    _check_fractions(split, test_fraction, validation_fraction, validation_examples)
-    settings = _settings(partition, settings)
+    request.check_fractions(split, test_fraction, validation_fraction, validation_examples)
+    settings = request.completed(partition, settings)
     streams = np.random.SeedSequence([seed, 0xDA7A]).spawn(4)
     cutting, counting, dealing, permuting = map(np.random.default_rng, streams)
 
@@ -85,7 +84,7 @@ def federate(
         return Pool(available, clients, dataset.coarse, held_out)
 
     ours = np.flatnonzero(part == _TRAIN)
-    _check_enough(dataset.name, partition, clients, split, len(ours))
+    request.check_enough(dataset.name, partition, clients, split, len(ours))
     if partition == "natural":
         assert owner is not None
         client_of = partitions.natural(owner[ours], clients, counting, **settings)
@@ -113,6 +112,8 @@ def federate(
         domain, rank = _domains(pool(ours), settings)
         of = partitions.domain_of(clients, int(domain.max()) + 1)
         label_map, outputs = np.tile(rank, (clients, 1)), int(rank.max()) + 1
+    trained_on, active = part == _TRAIN, np.arange(clients) < clients - held_out
+    normal = normalised(dataset, x, y, client, trained_on, active)
     if split == "shared":
         for p in (_VALIDATION, _TEST):
             rows = np.flatnonzero(part == p)
@@ -135,19 +136,20 @@ def federate(
     if permute_labels:
         label_map = _permuted(label_map, classes, clients, outputs, permuting)
 
-    data = _compact(x, y, tables, dataset, label_map, classes)
+    data = _compact(normal, tables, label_map, classes)
     content = portions(data, stored)
     federation = Federation(
         counts=np.array(tables[_TRAIN].size),
         input_shape=tuple(x.shape[1:]),
         outputs=outputs,
-        active=np.arange(clients) < clients - held_out,
+        active=active,
         groups=np.arange(clients, dtype=np.int32) % groups,
         validation_counts=np.array(tables[_VALIDATION].size),
         class_counts=content.train if y.ndim == 1 else None,
         owners=owners,
-        input_dtype="float32" if dataset.scale is not None else x.dtype.name,
+        input_dtype="float32" if normal.scale is not None else x.dtype.name,
         each=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
+        about=_about(dataset, normal),
     )
     checks.check_federated(dataset.name, data, federation)
     return data, federation, content
@@ -166,77 +168,6 @@ def portions(data: FederatedData, stored_classes: int) -> Portions:
         return flat.reshape(len(index), stored_classes)
 
     return Portions(count(data.train), count(data.validation), count(data.test))
-
-
-def _check(
-    dataset: Dataset, partition: str, clients: int, split: str, held_out: int, groups: int
-) -> None:
-    for what, word, known in (
-        ("partition", partition, tuple(partitions.PARTITIONS)),
-        ("split", split, SPLITS),
-    ):
-        if word not in known:
-            near = difflib.get_close_matches(word, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"no {what} named {word}: {hint}there are {', '.join(known)}")
-    if clients < 1:
-        raise UsageError(f"clients={clients}: use at least 1")
-    if not 0 <= held_out < clients:
-        raise UsageError(f"held_out={held_out} must leave one of {clients} clients active")
-    if not 1 <= groups <= clients - held_out:
-        raise UsageError(f"groups={groups} must lie between 1 and the number of active clients")
-    if split == "official" and dataset.x_test is None:
-        raise UsageError(f"{dataset.name} has no test set of its own: use split=pooled or shared")
-    if dataset.y_train.ndim > 1 and partition not in ("iid", "natural"):
-        raise UsageError(f"{dataset.name} has no classes: use partition=iid or natural")
-    if partition == "natural" and (
-        dataset.owner_train is None or (dataset.x_test is not None and dataset.owner_test is None)
-    ):
-        raise UsageError(
-            f"{dataset.name} has no owners, which partition natural needs: use femnist, omniglot, "
-            "or give `owners` (and `owners_test`) to `arrays`"
-        )
-    if partition == "natural" and split == "shared" and dataset.owner_classes is not None:
-        raise UsageError(
-            f"the owners of {dataset.name} have classes of their own and cannot share a test set: "
-            "use split=pooled"
-        )
-
-
-def _check_enough(name: str, partition: str, clients: int, split: str, examples: int) -> None:
-    """Before anything is made for each client: there must be examples for so many."""
-    most = examples - (split == "pooled")  # somebody has one more, to test on
-    if partition != "natural" and clients > most:  # there owners are counted
-        more = ", and one more to test on" if split == "pooled" else ""
-        raise UsageError(
-            f"clients is {clients:,}, and {name} has {examples:,} examples to give them, one each"
-            f"{more}: use at most {most:,} clients"
-        )
-
-
-def _check_fractions(
-    split: str, test: float, validation: float, validation_examples: int | None
-) -> None:
-    if split == "pooled" and validation_examples is not None:
-        raise UsageError("validation_examples is for split=official or shared: use the fraction")
-    test = 0.0 if split == "official" else test
-    if not (0 <= validation < 1 and 0 <= test < 1 and test + validation < 1):
-        raise UsageError(
-            f"test_fraction={test}, validation_fraction={validation}: use numbers from 0 that "
-            "leave something to train on"
-        )
-    if split == "shared" and test == 0:
-        raise UsageError("test_fraction=0 leaves nothing to test on: use more with split=shared")
-
-
-def _settings(partition: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    known = partitions.partition_settings(partition)
-    for key in given or {}:
-        if key not in known:
-            raise UsageError(
-                f"partition {partition} has no setting {key}: it takes {', '.join(known)}"
-            )
-    return {**known, **(given or {})}
 
 
 def _pooled(
@@ -328,6 +259,14 @@ def _no_empty_client(tables: list[Split], split: str) -> None:
             )
 
 
+def _about(dataset: Dataset, normal: Normalised) -> dict[str, Any] | None:
+    """What the numbers of examples stand for, and what a normalised target was."""
+    if normal.target is None:
+        return None if dataset.about is None else dict(dataset.about)
+    mean, deviation = normal.target
+    return {**(dataset.about or {}), "target_mean": mean, "target_deviation": deviation}
+
+
 def _domains(pool: Pool, settings: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """int [C] each: the domain of a class (-1 for none), and its number within the domain."""
     domain = np.full(pool.classes, -1)
@@ -354,14 +293,11 @@ def _permuted(
 
 
 def _compact(
-    x: Any,
-    y: Any,
-    tables: list[Split],
-    dataset: Dataset,
-    label_map: Any,
-    classes: Any,
+    normal: Normalised, tables: list[Split], label_map: Any, classes: Any
 ) -> FederatedData:
     """The arrays without the examples that nobody holds; index tables follow."""
+    x: Any = normal.x
+    y: Any = normal.y
     index = [np.asarray(table.rows) for table in tables]
     real = [
         np.arange(i.shape[1]) < np.asarray(table.size)[:, None]
@@ -383,7 +319,7 @@ def _compact(
         shape = np.shape(constant)
         return np.reshape(constant, (1,) * (x.ndim - len(shape)) + shape)
 
-    scale, shift = ranked(dataset.scale), ranked(dataset.shift)
+    scale, shift = ranked(normal.scale), ranked(normal.shift)
     return FederatedData(
         x[used], y[used], train, validation, test, scale, shift, label_map, classes
     )

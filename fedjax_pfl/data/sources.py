@@ -1,35 +1,30 @@
-"""Datasets by name: embedded digits, made-up ones, and those that tfds prepares."""
+"""Datasets by name: those that come along, those that tfds prepares, and your own files."""
 
 import difflib
 import inspect
-import math
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import prepared
-from fedjax_pfl.data.dataset import Dataset, standardise
+from fedjax_pfl.data import embedded, image_folder, leaf, prepared, table_sources, text, tfds_images
+from fedjax_pfl.data.dataset import DataDir, Dataset
 
-DataDir = str | os.PathLike[str] | None
-
-
-# Mean and standard deviation per channel of the training images, pixels in [0, 1], as commonly
-# published. Omniglot's were measured on the two small background sets, shrunk as they are here.
-_NORMAL: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
-    "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    "mnist": ((0.1307,), (0.3081,)),
-    "fashion_mnist": ((0.2860,), (0.3530,)),
-    "emnist": ((0.1736,), (0.3317,)),
-    "emnist_digits": ((0.1733,), (0.3317,)),
-    "emnist_letters": ((0.1722,), (0.3309,)),
-    "svhn_cropped": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
-    "omniglot": ((0.9195,), (0.2334,)),
+Source = Callable[..., Dataset]
+SOURCES: dict[str, Source] = {
+    **embedded.SOURCES,
+    **tfds_images.SOURCES,
+    **table_sources.SOURCES,
+    "images": image_folder.images,
+    "leaf": leaf.leaf,
+    "text": text.text,
 }
+
+
+def kind(name: str) -> str:
+    """The source that a dataset's name begins with: csv of csv:FILE."""
+    return name.partition(":")[0]
 
 
 def load(
@@ -38,30 +33,37 @@ def load(
     *,
     fraction: float = 1.0,
     fraction_seed: int = 0,
-    sources: Mapping[str, Callable[..., Dataset]] | None = None,
+    sources: Mapping[str, Source] | None = None,
     **settings: Any,
 ) -> Dataset:
     """A dataset by name.
 
     Args:
-      name: one of `sources`, which are `SOURCES` where none are given.
+      name: one of `sources`, which are `SOURCES` where none are given; with a colon and a path
+        where the source reads files.
       data_dir: where tfds keeps prepared datasets; None: TFDS_DATA_DIR, or its own default.
       fraction: keep a random part of the examples, of train and test alike; where examples have
         owners, of the owners, with all of their examples.
-      settings: what else the source takes (`synthetic` does).
+      settings: what else the source takes.
     """
     sources = sources or SOURCES
-    if name not in sources:
-        near = difflib.get_close_matches(name, sources, 1)
+    word, _, path = name.partition(":")
+    if word not in sources:
+        near = difflib.get_close_matches(word, sources, 1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UsageError(f"no dataset named {name}: {hint}there are {', '.join(sources)}")
     if not 0 < fraction <= 1:
         raise UsageError(f"fraction={fraction} must lie above 0 and at most at 1")
-    known = source_settings(name, sources)
+    known = source_settings(word, sources)
     for key in settings:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise UsageError(f"dataset {name} has no setting {key}: {takes}")
+            raise UsageError(f"dataset {word} has no setting {key}: {takes}")
+    reads = "path" in inspect.signature(sources[word]).parameters
+    if reads and not path:
+        raise UsageError(f"dataset {word} reads what you name: write {word}:PATH")
+    if path and not reads:
+        raise UsageError(f"dataset {word} reads no {path!r}: leave the colon and the path out")
     rng = np.random.default_rng([fraction_seed, 0xF7AC])
 
     def keep(examples: int) -> np.ndarray | None:
@@ -69,7 +71,8 @@ def load(
             return None
         return np.sort(rng.choice(examples, _part(fraction, examples), replace=False))
 
-    return sources[name](data_dir, keep, **settings)
+    where = {"path": path} if reads else {}
+    return sources[word](data_dir, keep, **where, **settings)
 
 
 def _part(fraction: float, number: int) -> int:
@@ -77,264 +80,13 @@ def _part(fraction: float, number: int) -> int:
     return max(1, int(fraction * number + 1e-9))
 
 
-Keep = Callable[[int], np.ndarray | None]
-
-
-def digits(data_dir: DataDir, keep: Keep) -> Dataset:
-    """scikit-learn's 1,797 real handwritten digits, 8x8x1; one pool. Standardised."""
-    del data_dir
-    from sklearn.datasets import load_digits
-
-    whole = load_digits()
-    x, y = whole.images.astype(np.uint8)[..., None], whole.target.astype(np.int32)
-    rows = keep(len(x))
-    if rows is not None:
-        x, y = x[rows], y[rows]
-    # Mean and standard deviation over all pixels, which run from 0 to 16.
-    scale, shift = standardise((4.8842 / 255,), (6.0168 / 255,))
-    return Dataset("digits", x, y, None, None, 10, scale, shift)
-
-
-def synthetic(
-    data_dir: DataDir,
-    keep: Keep,
-    *,
-    shape: tuple[int, ...] = (8, 8, 1),
-    classes: int = 10,
-    examples: int = 1000,
-    test_examples: int = 200,
-    noise: float = 1.0,
-    seed: int = 0,
-) -> Dataset:
-    """Gaussian examples around one random centre per class, float32; classes equally often.
-
-    Args:
-      shape: of an example.
-      classes: how many there are.
-      examples: of all classes together.
-      test_examples: of an official test set besides; 0: there is none.
-      noise: standard deviation around the centres, which are themselves standard normal.
-      seed: of all that is drawn.
-    """
-    del data_dir
-    if not (
-        classes >= 1 and examples >= classes and test_examples >= 0 and min(shape, default=0) >= 1
-    ):
-        raise UsageError(
-            f"synthetic: shape={tuple(shape)}, classes={classes}, examples={examples}, "
-            f"test_examples={test_examples}: use positive numbers, at least one in shape, and "
-            "examples >= classes"
-        )
-    if seed < 0 or not 0 <= noise <= 1e6:
-        raise UsageError(f"synthetic: seed={seed}, noise={noise}: use 0 or more, noise up to 1e6")
-    if (values := (examples + test_examples) * math.prod(shape)) > 2**33:
-        raise UsageError(
-            f"synthetic: {values:,} values are more than 2**33; use fewer examples or a smaller "
-            "shape"
-        )
-    rng = np.random.default_rng(seed)
-    centres = rng.standard_normal((classes, *shape), np.float32)
-
-    def sample(number: int) -> tuple[np.ndarray, np.ndarray]:
-        y = rng.permutation(np.arange(number, dtype=np.int32) % classes)
-        x = centres[y] + np.float32(noise) * rng.standard_normal((number, *shape), np.float32)
-        rows = keep(number) if number else None
-        return (x, y) if rows is None else (x[rows], y[rows])
-
-    x, y = sample(examples)
-    x_test, y_test = sample(test_examples) if test_examples else (None, None)
-    return Dataset("synthetic", x, y, x_test, y_test, classes)
-
-
-def _folder(name: str) -> str:
-    """Where tfds keeps a dataset; those of EMNIST are configurations of one."""
-    return {"emnist": "emnist/byclass"}.get(name, name.replace("emnist_", "emnist/"))
-
-
 def need(name: str, data_dir: DataDir = None) -> None:
-    """Raise UsageError, which says how to get it, where a known dataset is not at hand."""
-    if name not in ("digits", "synthetic"):
-        prepared.find(_folder(name), data_dir)
+    """Raise UsageError, which says how to get it, where a dataset of tfds is not at hand."""
+    if name in tfds_images.SOURCES:
+        prepared.find(tfds_images.folder(name), data_dir)
 
 
-def _images(
-    name: str,
-    outputs: int,
-    convert: Callable[[np.ndarray], np.ndarray] = lambda images: images,
-    first: int = 0,
-) -> Callable[[DataDir, Keep], Dataset]:
-    """A source that reads features image and label of the splits train and test.
-
-    first: the label that the dataset gives its first class.
-    """
-
-    def source(data_dir: DataDir, keep: Keep) -> Dataset:
-        path = prepared.find(_folder(name), data_dir)
-        sizes = _sizes(path, "train", "test")
-        features = ("image", "label", "coarse_label") if name == "cifar100" else ("image", "label")
-        train, test = (
-            prepared.read(path, split, features, rows=keep(sizes[split]), convert=convert)
-            for split in ("train", "test")
-        )
-        labels = [part["label"].astype(np.int32) - first for part in (train, test)]
-        _in_range(path, outputs, *labels)
-        _alike(path, len(_NORMAL[name][0]), train["image"], test["image"])
-        coarse = _coarse(train, outputs) if name == "cifar100" else None
-        return Dataset(
-            name, train["image"], labels[0], test["image"], labels[1], outputs,
-            *standardise(*_NORMAL[name]), coarse,
-        )  # fmt: skip
-
-    source.__doc__ = (
-        f"{outputs} classes of images, {_folder(name)} in tfds, with an official test set."
-    )
-    return source
-
-
-def _sizes(path: Path, *splits: str) -> dict[str, int]:
-    sizes = prepared.splits(path)
-    for split in splits:
-        if not sizes.get(split):
-            raise UsageError(f"{path} has no examples of split {split}: prepare it again")
-    return sizes
-
-
-def _in_range(path: Path, outputs: int, *labels: np.ndarray) -> None:
-    for part in labels:
-        if part.min() < 0 or part.max() >= outputs:
-            raise UsageError(
-                f"{path}: labels run from {part.min()} to {part.max()}, not from 0 to "
-                f"{outputs - 1}: it is another dataset than its name says"
-            )
-
-
-def _alike(path: Path, channels: int, train: np.ndarray, test: np.ndarray) -> None:
-    shapes = [part.shape[1:] for part in (train, test)]
-    if shapes[0] != shapes[1] or shapes[0][-1] != channels:
-        raise UsageError(
-            f"{path}: images are {shapes[0]} in train and {shapes[1]} in test, not alike with "
-            f"{channels} channels: it is another dataset than its name says"
-        )
-
-
-def _coarse(part: dict[str, np.ndarray], outputs: int) -> np.ndarray:
-    coarse = np.full(outputs, -1, np.int32)
-    coarse[part["label"]] = part["coarse_label"]
-    if (coarse < 0).any():
-        raise UsageError(
-            f"cifar100: {(coarse < 0).sum()} classes have no training example, so that their "
-            "superclass is unknown: use a larger fraction"
-        )
-    return coarse
-
-
-def _upright(images: np.ndarray) -> np.ndarray:
-    """EMNIST is stored with rows and columns exchanged."""
-    return images.swapaxes(1, 2)
-
-
-def shrink(images: np.ndarray, side: int = 28) -> np.ndarray:
-    """Shrink square pictures by area: each new pixel is the mean of the area that it covers.
-
-    Args:
-      images: uint8 [n, size, size, channels]; only the first channel is used.
-
-    Returns:
-      uint8 [n, side, side, 1].
-    """
-    size = images.shape[1]
-    edges = np.arange(side + 1) * size / side
-    covered = np.clip(edges[:, None], np.arange(size), np.arange(1, size + 1))
-    weights = (np.diff(covered, axis=0) * side / size).astype(np.float32)
-    small = weights @ images[..., 0].astype(np.float32) @ weights.T
-    return np.rint(small).astype(np.uint8)[..., None]
-
-
-def omniglot(data_dir: DataDir, keep: Keep) -> Dataset:
-    """Handwritten characters of up to 50 alphabets, which own them; one pool, 28x28x1.
-
-    Reads the splits train and test, else small1 and small2. A label is the number of a character in
-    its alphabet; `owner_classes` opens as many outputs as the owner's alphabet has characters.
-    Deviations: 105x105 drawings are shrunk by area. Alphabets that both small sets have are read
-      once. Papers that do not say how they shrink cannot be followed to the pixel.
-    """
-    path = prepared.find("omniglot", data_dir)
-    there = prepared.splits(path)
-    splits = ("train", "test") if "train" in there else ("small1", "small2")
-    _sizes(path, *splits)
-    features = ("image", "label", "alphabet")
-    parts = [prepared.read(path, split, features, convert=shrink) for split in splits]
-    new = ~np.isin(parts[1]["alphabet"], parts[0]["alphabet"])
-    parts[1] = {key: values[new] for key, values in parts[1].items()}
-    whole = {key: np.concatenate([part[key] for part in parts]) for key in features}
-
-    alphabets = np.unique(whole["alphabet"])
-    kept = keep(len(alphabets))
-    alphabets = alphabets if kept is None else alphabets[kept]
-    ours = np.isin(whole["alphabet"], alphabets)
-    owner = np.searchsorted(alphabets, whole["alphabet"][ours]).astype(np.int32)
-    label = np.zeros(len(owner), np.int32)
-    letters = np.zeros(len(alphabets), np.int64)
-    for a in range(len(alphabets)):
-        characters, label[owner == a] = np.unique(
-            whole["label"][ours][owner == a], return_inverse=True
-        )
-        letters[a] = len(characters)
-    return Dataset(
-        "omniglot", whole["image"][ours], label, None, None, int(letters.max()),
-        *standardise(*_NORMAL["omniglot"]), owner_train=owner,
-        owner_classes=np.arange(letters.max()) < letters[:, None],
-    )  # fmt: skip
-
-
-def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
-    """Handwritten characters by writer, 62 classes.
-
-    tfds builds no FEMNIST without TensorFlow Federated. This reads a folder `femnist` in its
-    array_record format with the splits train and test (each writer in both, as in LEAF) and the
-    features image (28x28x1), label and writer (a number or a name). Standardised by what was read.
-    """
-    path = prepared.find("femnist", data_dir)
-    _sizes(path, "train", "test")
-    features = ("image", "label", "writer")
-    train, test = (prepared.read(path, split, features) for split in ("train", "test"))
-    writers = np.unique(np.concatenate([train["writer"], test["writer"]]))
-    kept = keep(len(writers))
-    writers = writers if kept is None else writers[kept]
-    for part in (train, test):
-        ours = np.isin(part["writer"], writers)
-        part.update({key: values[ours] for key, values in part.items()})
-        part["writer"] = np.searchsorted(writers, part["writer"]).astype(np.int32)
-        part["label"] = part["label"].astype(np.int32)
-    _in_range(path, 62, train["label"], test["label"])
-    _alike(path, 1, train["image"], test["image"])
-    pixels = train["image"]
-    constants = (float(pixels.mean()) / 255,), (max(float(pixels.std()), 1.0) / 255,)
-    return Dataset(
-        "femnist", pixels, train["label"], test["image"], test["label"], 62,
-        *standardise(*constants), owner_train=train["writer"], owner_test=test["writer"],
-    )  # fmt: skip
-
-
-SOURCES: dict[str, Callable[..., Dataset]] = {
-    "digits": digits,
-    "synthetic": synthetic,
-    "cifar10": _images("cifar10", 10),
-    "cifar100": _images("cifar100", 100),
-    "mnist": _images("mnist", 10),
-    "fashion_mnist": _images("fashion_mnist", 10),
-    "emnist": _images("emnist", 62, _upright),
-    "emnist_digits": _images("emnist_digits", 10, _upright),
-    "emnist_letters": _images("emnist_letters", 26, _upright, first=1),
-    "svhn_cropped": _images("svhn_cropped", 10),
-    "omniglot": omniglot,
-    "femnist": femnist,
-}
-
-
-def source_settings(
-    name: str, sources: Mapping[str, Callable[..., Dataset]] | None = None
-) -> dict[str, Any]:
+def source_settings(name: str, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:
     """The settings that only this source takes, and their defaults, as its signature has them."""
     parameters = inspect.signature((sources or SOURCES)[name]).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -235,7 +235,7 @@ def _differences(row: Row, first: Row, stage: str) -> np.ndarray | str:
 
 def problem(config: Mapping[str, Any]) -> list[Any]:
     """What says which examples each client has."""
-    own = [config.get(str(config.get(kind))) for kind in ("dataset", "partition")]
+    own = [config.get(str(config.get(kind)).partition(":")[0]) for kind in ("dataset", "partition")]
     return [*(config.get(key) for key in having("defines_data")), *own]
 
 

@@ -62,7 +62,7 @@ def build(
         fraction=config.fraction,
         fraction_seed=config.partition_seed,
         sources=words.dataset,
-        **own(config.dataset),
+        **own(data.kind(config.dataset)),
     )
     arrays, federation, _ = data.federate(
         dataset,
@@ -86,7 +86,7 @@ def build(
     phases, states, begin = list[Phase](), list[Any](), 0
     each = [one.phases for one in specified]
     cohorts = (one.settings.clients_per_round or config.clients for one in each[0])
-    mesh = _mesh(config.devices, max(cohorts))
+    mesh = _mesh(config.devices, max(cohorts), several=len(configs) > 1)
     unread = points.differing(configs)
     for number, same in enumerate(zip(*each, strict=True)):
         alike = [one.settings for one in same]
@@ -103,8 +103,20 @@ def build(
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
+    remarks += [_left_out(config, dataset, federation)]
     said = tuple(dict.fromkeys(line for line in remarks if line))
     return Built(tuple(phases), arrays, federation, task, said)
+
+
+def described(built: Built) -> dict[str, Any]:
+    """What the numbers of examples stand for, and where files were read a digest of what they held.
+
+    It has no entry for examples that a configuration alone says everything of.
+    """
+    facts = dict(built.federation.about or {})
+    if ":" in built.phases[0].config.dataset:
+        facts["digest"] = data.digest(map(np.asarray, jax.tree.leaves(built.data)))
+    return facts
 
 
 def _check_observed(phase: Phase, state: Any) -> None:
@@ -136,6 +148,21 @@ def _short_batches(phase: Phase, state: Any) -> str:
     )
 
 
+def _left_out(one: ConfigDict, dataset: data.Dataset, federation: Federation) -> str:
+    """A line where examples have owners who are not all of the clients."""
+    if dataset.owner_train is None:
+        return ""
+    owners = len(np.unique(dataset.owner_train))
+    if one.partition != "natural":
+        return (
+            f"{dataset.name} has {owners} owners, and partition={one.partition} deals their "
+            "examples to anyone; with partition=natural each client is one of them"
+        )
+    if federation.clients < owners:
+        return f"{federation.clients} of the {owners} owners of {dataset.name} are clients"
+    return ""
+
+
 def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
     """The federation of a phase: with `held_out` the novel clients are the active ones."""
     if one.participants == "active":
@@ -143,8 +170,11 @@ def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
     return federation._replace(active=~federation.active)
 
 
-def _mesh(devices: int | None, cohort: int) -> jax.sharding.Mesh | None:
+def _mesh(devices: int | None, cohort: int, *, several: bool) -> jax.sharding.Mesh | None:
     """All devices; of a CPU unless told not more than clients in a round.
+
+    several: runs are computed by one program, which JAX 0.11 cannot compile for several devices of
+      a CPU: XLA ends the process. 0.10 and 0.12 can.
 
     A core whose device has no client to train would wait; without one it helps with the products of
     the others, which takes .6 of the time where there is one client on two cores.
@@ -152,6 +182,14 @@ def _mesh(devices: int | None, cohort: int) -> jax.sharding.Mesh | None:
     chosen = multiprocess.devices(devices)
     if devices is None and multiprocess.count() == 1 and chosen[0].platform == "cpu":
         chosen = chosen[:cohort]
+    on_cpus = chosen[0].platform == "cpu" and len(chosen) > 1
+    if several and on_cpus and jax.__version_info__[:2] == (0, 11):
+        if devices is not None or multiprocess.count() > 1:
+            raise UsageError(
+                f"JAX {jax.__version__} cannot compile several runs as one program over "
+                f"{len(chosen)} CPU devices; use devices=1, run them one by one, or take JAX 0.12"
+            )
+        chosen = chosen[:1]
     if len(chosen) == 1:
         return None
     axis = (jax.sharding.AxisType.Auto,)

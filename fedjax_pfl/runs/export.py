@@ -109,8 +109,9 @@ def restored(
 def _brought(directory: Path, config: Any, phases: Any, dataset: Any, algorithm: Any) -> None:
     """UsageError where a run had something that is not ours and is not given."""
     used = {p.get("algorithm", config["algorithm"]) for p in phases} | {config["algorithm"]}
+    source = {configuration.chosen(config, "dataset")}
     for given, word, kind, names, ours in (
-        (dataset, "dataset", "dataset", {config["dataset"]}, configuration.DATASETS),
+        (dataset, "dataset", "dataset", source, configuration.DATASETS),
         (algorithm, "method", "algorithm", used, configuration.ALGORITHMS),
     ):
         if given is None and (own := sorted(names - set(ours))):

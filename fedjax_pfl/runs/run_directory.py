@@ -242,6 +242,26 @@ def _command() -> str:
     return shlex.join(["python", *words])
 
 
+def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
+    """data.json: what the numbers of examples stand for, and a digest of what files held.
+
+    UsageError where the run began with files that held something else.
+    """
+    if not facts:
+        return
+    path = directory / "data.json"
+    try:
+        there = json.loads(path.read_text())["digest"]
+    except (OSError, ValueError, TypeError, KeyError):
+        there = facts.get("digest")
+    if there != facts.get("digest"):
+        raise UsageError(
+            f"{directory} was begun with other examples: the files that it reads have changed "
+            "since; put them back, or choose another workdir"
+        )
+    write_json(path, facts)
+
+
 def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
     """plan.json: how each phase's work is laid out, and on what machine."""
     content = {"machine": machine(), "phases": [plan._asdict() for plan in plans]}

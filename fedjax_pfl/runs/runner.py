@@ -24,7 +24,7 @@ from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.report import run_reader, tensorboard
 from fedjax_pfl.runs import beside, checkpoints, points, progress, run_directory
-from fedjax_pfl.runs.build import Built, build, fixed_length
+from fedjax_pfl.runs.build import Built, build, described, fixed_length
 from fedjax_pfl.runs.interrupt import Stop, Stopped, on_keyboard
 from fedjax_pfl.runs.phase import Phase, boundary
 from fedjax_pfl.runs.run_state import (
@@ -167,6 +167,7 @@ def run_points(
     for member in members:
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
     fixed = functools.cache(functools.partial(fixed_length, built))
+    facts = described(built)
     with contextlib.ExitStack() as kept:
         stop = stop or kept.enter_context(on_keyboard(saves=workdir is not None))
         for member in members if workdir is not None and multiprocess.lead() else []:
@@ -176,6 +177,7 @@ def run_points(
             )
             with member.writing():
                 run_directory.write_made(directory)
+                run_directory.write_examples(directory, facts)
                 run_directory.write_plans(directory, [phase.plan for phase in built.phases])
                 member.store = checkpoints.open_store(directory / "checkpoints")
         try:

@@ -7,7 +7,7 @@ from PIL import Image
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import load, prepared
-from fedjax_pfl.data.sources import shrink
+from fedjax_pfl.data.tfds_images import shrink
 from tests.data.folders import png, write
 
 REAL = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")

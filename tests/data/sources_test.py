@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import SOURCES, arrays, load, source_settings
+from fedjax_pfl.data import arrays, load, source_settings
 
 
 def test_digits_are_real_and_standardised():
@@ -103,6 +103,9 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: load("digit"), "did you mean digits"),
         (lambda: load("digits", fraction=0.0), "fraction=0.0"),
         (lambda: load("digits", noise=1), "it takes none"),
+        (lambda: load("csv"), "write csv:PATH"),
+        (lambda: load("digits:here"), "dataset digits reads no 'here'"),
+        (lambda: load("cvs:here"), "did you mean csv"),
         (lambda: load("synthetic", nois=1), "it takes shape, classes"),
         (lambda: load("synthetic", examples=3), "use positive numbers"),
         (lambda: load("synthetic", shape=()), r"shape=\(\).*at least one in shape"),
@@ -119,4 +122,5 @@ def test_what_cannot_be_is_one_line(call, message):
 
 def test_source_settings_are_read_from_signatures():
     assert source_settings("synthetic")["shape"] == (8, 8, 1)
-    assert all(source_settings(name) == {} for name in SOURCES if name != "synthetic")
+    assert source_settings("cifar10") == source_settings("digits") == {}
+    assert source_settings("csv") == {**source_settings("parquet"), "test": ""}  # no path

@@ -1,0 +1,197 @@
+"""Text, LEAF's files, windows over time, and pictures in folders."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import federate, load
+
+PLAY = """First Citizen:
+abcab
+
+All:
+ba
+
+First Citizen:
+c
+"""
+
+
+def test_speakers_are_clients_and_labels_the_next_characters(tmp_path):
+    (tmp_path / "play.txt").write_text(PLAY)
+    one = load(f"text:{tmp_path / 'play.txt'}", length=4)
+    # 0 is none; the others \n a b c from 1. "abcab\nc" is cut into abca and b\n, shifted by one.
+    assert one.about["tokens"] == ["", "\n", "a", "b", "c"]
+    assert one.owner_names.tolist() == ["All", "First Citizen"]
+    np.testing.assert_array_equal(one.x_train, [[3, 0, 0, 0], [2, 3, 4, 2], [3, 1, 0, 0]])
+    np.testing.assert_array_equal(one.y_train, [[2, -1, -1, -1], [3, 4, 2, 3], [1, 4, -1, -1]])
+    np.testing.assert_array_equal(one.owner_train, [0, 1, 1])
+    assert (one.x_train.dtype, one.y_train.dtype, one.outputs) == (np.int32, np.int32, 5)
+
+
+def test_files_of_a_folder_are_clients_where_nobody_speaks(tmp_path):
+    for name, content in (("a.txt", "xyz"), ("b.txt", "zz")):
+        (tmp_path / name).write_text(content)
+    one = load(f"text:{tmp_path}", owner="file", length=8)
+    assert [name.split("/")[-1] for name in one.owner_names] == ["a.txt", "b.txt"]
+    assert one.y_train[:, :3].tolist() == [[2, 3, -1], [3, -1, -1]]
+    with pytest.raises(UsageError, match=r"no speech: .* set text\.owner to file"):
+        load(f"text:{tmp_path}")
+
+
+def test_speeches_come_along_and_stay_whole_numbers_when_dealt():
+    one = load("speeches")
+    assert (len(one.owner_names), one.x_train.shape[1], one.x_train.dtype) == (12, 64, np.int32)
+    data, federation, portions = federate(one, "natural", clients=12)
+    assert (data.x.dtype, data.y.dtype, data.y.shape[1]) == (np.int32, np.int32, 64)
+    assert federation.owners[0] == "CORIOLANUS"
+    assert federation.outputs == len(federation.about["tokens"]) == 61
+    assert portions.train.shape == (12, 1)
+    half = load("speeches", fraction=0.5)
+    assert len(half.owner_names) == 6  # owners with all of theirs
+
+
+def leaf_folder(root, train, test):
+    for part, users in (("train", train), ("test", test)):
+        (root / part).mkdir(parents=True)
+        for i, (user, (x, y)) in enumerate(users.items()):  # a file for each user
+            own = {
+                "users": [user],
+                "num_samples": [len(x)],
+                "user_data": {user: {"x": x, "y": y}},
+            }
+            (root / part / f"all_data_{i}.json").write_text(json.dumps(own))
+    return f"leaf:{root}"
+
+
+def test_leafs_pictures_users_and_split_are_kept(tmp_path):
+    black, white = [0.0] * 784, [1.0] * 784
+    train = {"f1": ([black, white], [3, 61]), "f0": ([white], [0])}
+    one = load(leaf_folder(tmp_path, train, {"f0": ([black], [1]), "f1": ([white], [3])}))
+    assert (one.x_train.shape, one.x_train.dtype, one.outputs) == ((3, 28, 28, 1), np.float32, 62)
+    assert one.x_train[:, 0, 0, 0].tolist() == [0, 1, 1]
+    assert one.owner_names[one.owner_train].tolist() == ["f1", "f1", "f0"]
+    data, federation, _ = federate(
+        one, "natural", clients=2, split="official", settings={"minimum": 1}
+    )
+    assert federation.owners == ("f0", "f1")
+    assert (data.train.size.tolist(), data.test.size.tolist()) == ([1, 2], [1, 1])
+    assert data.y[data.test.rows[0, 0]] == 1
+
+
+def test_leafs_characters_and_tweets_are_whole_numbers(tmp_path):
+    plays = leaf_folder(
+        tmp_path / "plays", {"R": (["ab", "ba"], ["c", "a"])}, {"R": (["bc"], ["a"])}
+    )
+    one = load(plays)
+    assert one.x_train.tolist() == [[1, 2], [2, 1]]
+    assert (one.y_train.tolist(), one.y_test.tolist()) == ([[-1, 3], [-1, 1]], [[-1, 1]])
+    assert one.outputs == 4
+    each = load(f"leaf:{tmp_path / 'plays'}", every_position=True)
+    assert each.y_train.tolist() == [[2, 3], [1, 1]]
+    tweet = lambda words: ["1", "Mon", "NO_QUERY", "me", words]
+    said = {"me": ([tweet("Good good day!"), tweet("bad day")], [1, 0])}
+    two = load(
+        leaf_folder(tmp_path / "tweets", said, {"me": ([tweet("day of rest")], [1])}),
+        length=3,
+        words=4,
+    )
+    assert two.about["tokens"] == ["", "?", "day", "good"]  # the most frequent of training
+    assert two.x_train.tolist() == [[3, 3, 2], [1, 2, 0]]
+    assert (two.x_test.tolist(), two.outputs) == ([[2, 1, 1]], 2)
+    assert two.y_train.tolist() == [[-1, -1, 1], [-1, 0, -1]]  # where a tweet's last word stands
+
+
+def test_windows_lie_in_one_owners_training_or_test_rows(tmp_path):
+    rows = "".join(f"{who},{10 * w + t},{t}.5\n" for t in range(10) for w, who in enumerate("ab"))
+    (tmp_path / "s.csv").write_text(f"who,v,next\n{rows}")
+    path = f"windows:{tmp_path / 's.csv'}"
+    one = load(path, owner="who", label="next", length=3, stride=2, horizon=1, test_share=0.4)
+    # Of ten rows six train: windows from 0 and 2, whose labels stand one row behind them.
+    assert one.x_train[..., 0].tolist() == [[0, 1, 2], [2, 3, 4], [10, 11, 12], [12, 13, 14]]
+    assert one.y_train[:, 0].tolist() == [3.5, 5.5, 3.5, 5.5]
+    assert one.x_test[..., 0].tolist() == [[6, 7, 8], [16, 17, 18]]
+    assert one.y_test[:, 0].tolist() == [9.5, 9.5]
+    assert (one.owner_train.tolist(), one.owner_test.tolist()) == ([0, 0, 1, 1], [0, 1])
+    assert one.overlapping
+    with pytest.raises(UsageError, match=r"overlap.* use split=official"):
+        federate(one, "natural", clients=2)
+    data, _, _ = federate(one, "natural", clients=2, split="official")
+    x = data.x[data.train.rows[:, :2]] * data.scale + data.shift
+    np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-6)
+    with pytest.raises(UsageError, match="no owner has rows for a window of 30"):
+        load(path, owner="who", label="next", length=30)
+    with pytest.raises(UsageError, match="use 1 or more"):
+        load(path, stride=0)
+
+
+def test_sensors_can_be_told_apart():
+    one = load("sensors")
+    assert (one.x_train.shape[1:], one.outputs, len(one.owner_names)) == ((32, 3), 3, 12)
+    assert np.bincount(one.y_train).min() > 50
+    moved = one.x_train.std(1)[:, 0]  # resting, the first channel is noise
+    assert np.median(moved[one.y_train == 0]) < 0.5 < np.median(moved[one.y_train == 2])
+
+
+def folder_of_pictures(root, *paths):
+    for value, path in enumerate(paths):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((4, 6, 3), 40 * value, np.uint8)).save(root / path)
+    return f"images:{root}"
+
+
+def test_folders_are_classes_and_owners(tmp_path):
+    one = load(folder_of_pictures(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.jpg"), size=2)
+    assert (one.x_train.shape, one.y_train.tolist()) == ((3, 2, 2, 3), [0, 1, 1])
+    assert one.x_train[1, 0, 0].tolist() == [40, 40, 40]
+    assert one.about == {"classes": ["cat", "dog"]}
+    paths = ("train/bo/cat/1.png", "train/al/cat/1.png", "test/al/dog/1.png")
+    two = load(folder_of_pictures(tmp_path / "b", *paths), size=2, colour="gray", owner="folder")
+    assert two.x_test.shape == (1, 2, 2, 1)
+    assert two.owner_names[two.owner_train].tolist() == ["al", "bo"]
+    listed = tmp_path / "owners.csv"
+    listed.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\n")
+    three = load(f"images:{tmp_path / 'a'}", owner=str(listed))
+    assert three.owner_names[three.owner_train].tolist() == ["bo", "al", "bo"]
+
+
+def test_tables_of_scikit_learn_and_what_they_are():
+    wine, diabetes = load("wine"), load("diabetes")
+    assert (wine.x_train.shape, wine.outputs) == ((178, 13), 3)
+    assert (diabetes.x_train.shape, diabetes.y_train.dtype) == ((442, 10), np.float32)
+    assert diabetes.y_train[:3, 0].tolist() == [151, 75, 141]
+    assert diabetes.normalise.targets
+    assert not load("diabetes", normalise="none").normalise
+    data, federation, _ = federate(diabetes, "iid", clients=4)
+    assert 140 < federation.about["target_mean"] < 165
+    assert abs(data.y.mean()) < 0.1
+
+
+def leaf_of(root, x, y):
+    """One user's, tested on the same."""
+    return load(leaf_folder(root / "leaf", {"u": (x, y)}, {"u": (x, y)}))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda root: load(f"leaf:{root}"), r"no \*.json in its folder train"),
+        (lambda root: load(f"images:{root}"), "has no pictures CLASS/FILE"),
+        (lambda root: load(f"images:{root}", colour="red"), "colour is 'red'; it must be rgb or"),
+        (lambda root: load(f"text:{root}"), r"no file that ends with \.txt"),
+        (lambda root: load(f"text:{root}", owner="me"), "owner is 'me'; it must be speaker or"),
+        (lambda root: load("speeches", length=0), "length=0; use 1 or more"),
+        (lambda root: load("sensors", rows=9), "at least ten times as many rows"),
+        (lambda root: leaf_of(root, [[1], [1, 2]], [0, 1]), "not equally many numbers"),
+        (lambda root: leaf_of(root, [[1]], [0, 1]), "is not LEAF's: user u has 1 x and 2 y"),
+        (lambda root: leaf_of(root, [[1]], ["a"]), "labels are not whole numbers"),
+        (lambda root: leaf_of(root, ["ab"], [1]), "labels are not one character each"),
+    ],
+)
+def test_what_cannot_be_is_one_line(tmp_path, call, message):
+    with pytest.raises(UsageError, match=message) as error:
+        call(tmp_path)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,265 @@
+import io
+import json
+import sys
+import types
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import federate, load, take
+
+HOUSES = """town,rooms,age,kind,price
+Bern,3,10.5,flat,100.5
+Bern,4,20.5,house,200.5
+Cairo,5,30.5,flat,300.5
+Cairo,7,40.5,house,401
+Delhi,2,0.5,flat,90
+"""
+
+
+@pytest.fixture
+def houses(tmp_path):
+    return written(tmp_path / "houses.csv", HOUSES)
+
+
+def written(path, content):
+    path.write_text(content)
+    return f"csv:{path}"
+
+
+def test_a_csv_becomes_numbers_categories_a_target_and_owners(houses):
+    one = load(houses, owner="town", label="price")
+    # kind is one column for each of its texts, in the order of the alphabet
+    np.testing.assert_array_equal(
+        one.x_train,
+        [[3, 10.5, 1, 0], [4, 20.5, 0, 1], [5, 30.5, 1, 0], [7, 40.5, 0, 1], [2, 0.5, 1, 0]],
+    )
+    np.testing.assert_array_equal(one.y_train, [[100.5], [200.5], [300.5], [401], [90]])
+    assert (one.x_train.dtype, one.y_train.dtype, one.outputs) == (np.float32, np.float32, 1)
+    np.testing.assert_array_equal(one.owner_train, [0, 0, 1, 1, 2])
+    assert one.owner_names.tolist() == ["Bern", "Cairo", "Delhi"]
+    assert one.about == {
+        "label": "price", "input": ["rooms", "age", "kind=flat", "kind=house"],
+        "categories": {"kind": ["flat", "house"]},
+    }  # fmt: skip
+    np.testing.assert_array_equal(one.normalise.features, [True, True, False, False])
+
+
+def test_text_and_whole_numbers_are_classes_unless_they_are_said_to_be_numbers(houses):
+    by_text = load(houses, label="kind", input="rooms")
+    assert (by_text.y_train.tolist(), by_text.outputs) == ([0, 1, 0, 1, 0], 2)
+    assert by_text.about["classes"] == ["flat", "house"]
+    by_number = load(houses, label="rooms", input="age, kind", categories="index")
+    assert by_number.y_train.tolist() == [1, 2, 3, 4, 0]
+    assert by_number.x_train[:, 1].tolist() == [0, 1, 0, 1, 0]
+    assert load(houses, label="rooms", label_kind="number").y_train.shape == (5, 1)
+    only = load(houses, label="price", input="kind,town", categories="index")
+    assert only.x_train.dtype == np.int32  # nothing but categories
+
+
+def test_a_file_of_test_examples_shares_the_vocabulary(houses, tmp_path):
+    more = tmp_path / "more.csv"
+    more.write_text("price;kind;age;rooms;town\n1;barn;2;3;Oslo\n")
+    both = load(houses, label="price", test=str(more), owner="town")
+    assert both.about["categories"]["kind"] == ["barn", "flat", "house"]
+    np.testing.assert_array_equal(both.x_test, [[3, 2, 1, 0, 0]])
+    assert both.owner_names[both.owner_test[0]] == "Oslo"
+
+
+def test_numbers_are_normalised_by_training_examples_alone(houses, tmp_path):
+    rows = "".join(f"{'ab'[i % 2]},{i},{7},{10 * i}\n" for i in range(40))
+    path = written(tmp_path / "line.csv", f"who,x,same,y\n{rows}")
+    whole = load(path, owner="who", label="y", label_kind="number")
+    data, federation, _ = federate(whole, "natural", clients=2, held_out=1, test_fraction=0.5)
+    used = data.train.rows[0, : data.train.size[0]]  # of the only client that takes part
+    x = data.x[used, 0].astype(np.float64)
+    np.testing.assert_allclose(
+        x * data.scale[0, 0] + data.shift[0, 0], (x - x.mean()) / x.std(), atol=1e-6
+    )
+    np.testing.assert_allclose(x.mean() * data.scale[0, 0] + data.shift[0, 0], 0, atol=1e-6)
+    assert (data.scale[0, 1], data.shift[0, 1]) == (1, -7)  # its deviation is 0
+    np.testing.assert_allclose(data.y[used].mean(), 0, atol=1e-6)
+    np.testing.assert_allclose(
+        data.y[:, 0] * federation.about["target_deviation"] + federation.about["target_mean"],
+        10 * data.x[:, 0], rtol=1e-5,
+    )  # fmt: skip
+
+
+def test_each_clients_own_numbers_normalise_it_where_asked(tmp_path):
+    rows = "".join(f"{'ab'[i % 2]},{i + 1000 * (i % 2)},{i % 3}\n" for i in range(40))
+    whole = load(
+        written(tmp_path / "two.csv", f"who,x,y\n{rows}"),
+        owner="who",
+        label="y",
+        normalise="client",
+    )
+    data, _, _ = federate(whole, "natural", clients=2, test_fraction=0.5)
+    assert data.scale is None
+    for i in range(2):
+        own = data.x[data.train.rows[i, : data.train.size[i]]]
+        np.testing.assert_allclose([own.mean(), own.std()], [0, 1], atol=1e-6)
+        tested = data.x[data.test.rows[i, : data.test.size[i]]]
+        assert abs(tested.mean()) < 2  # of raw numbers, 1,000 apart, it would not be
+    with pytest.raises(UsageError, match="split=pooled"):
+        federate(whole, "natural", clients=2, split="shared")
+
+
+def picture(value, ending="PNG"):
+    file = io.BytesIO()
+    Image.fromarray(np.full((3, 2, 3), value, np.uint8)).save(file, ending)
+    return {"bytes": file.getvalue(), "path": None}
+
+
+TOLD = {"info": {"features": {"label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}}}
+
+
+def arrow():
+    """As the package datasets keeps pictures, classes and lists."""
+    columns = {
+        "image": [picture(10 * i) for i in range(4)],
+        "label": [0, 1, 1, 0],
+        "who": ["b", "a", "b", "a"],
+        "ids": [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 1, 2]],
+    }
+    return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps(TOLD)})
+
+
+def saved(folder, table):
+    """A folder as save_to_disk writes it."""
+    folder.mkdir(parents=True)
+    with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    files = [{"filename": "data-00000-of-00001.arrow"}]
+    (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    return folder
+
+
+def test_a_saved_hugging_face_dataset_is_read_without_the_package(tmp_path):
+    saved(tmp_path / "both" / "train", arrow())
+    saved(tmp_path / "both" / "test", arrow().slice(2))
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    both = load(f"hf:{tmp_path / 'both'}", input="image", owner="who")
+    assert (both.x_train.shape, both.x_train.dtype) == ((4, 3, 2, 3), np.uint8)
+    assert both.x_train[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
+    assert both.x_test[:, 2, 1, 2].tolist() == [20, 30]
+    assert both.about["classes"] == ["cat", "dog"]
+    assert both.owner_names[both.owner_train].tolist() == ["b", "a", "b", "a"]
+    batch = take(
+        federate(both, "natural", clients=2, split="official")[0], np.array([3]), np.array([True])
+    )
+    np.testing.assert_allclose(batch.x, 30 / 255, rtol=1e-6)
+    one = load(f"hf:{saved(tmp_path / 'one', arrow())}", input="ids")
+    assert (one.x_train.dtype, one.x_test) == (np.int32, None)
+    assert "datasets" not in sys.modules
+
+
+def test_parquet_files_of_a_folder_are_train_and_test(tmp_path):
+    table = arrow().drop_columns("image")
+    parquet.write_table(table, tmp_path / "train-0.parquet")
+    parquet.write_table(table, tmp_path / "train-1.parquet")
+    parquet.write_table(table.slice(1), tmp_path / "test-0.parquet")
+    whole = load(f"parquet:{tmp_path}", input="ids", owner="who")
+    assert (len(whole.x_train), len(whole.x_test)) == (8, 3)
+    table = table.append_column("next", [[[2, 3, -1], [5, 6, 7], [8, 9, 9], [1, 2, 3]]])
+    parquet.write_table(table, tmp_path / "test-0.parquet")
+    file = load(f"parquet:{tmp_path / 'test-0.parquet'}", input="ids", label="next")
+    assert (file.y_train.shape, file.y_train.dtype, file.outputs) == ((4, 3), np.int32, 10)
+    assert len(load(f"hf:{tmp_path}", input="ids").x_test) == 4  # as the hub keeps them
+
+
+def test_a_name_is_downloaded_by_the_package(monkeypatch):
+    asked = []
+
+    class Part:
+        def with_format(self, kind):
+            assert kind == "arrow"
+            return self
+
+        def __getitem__(self, rows):
+            assert rows == slice(None)
+            return arrow()
+
+    def load_dataset(*words):
+        asked.append(words)
+        return {"train": Part(), "test": Part()}
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    one = load("hf:somebody/cats#small", input="ids")
+    assert asked == [("somebody/cats", "small")]
+    assert (len(one.x_train), len(one.x_test), one.outputs) == (4, 4, 2)
+    with pytest.raises(UsageError, match="no split tests; it has train, test; did you mean test"):
+        load("hf:somebody/cats", test="tests")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"install it \(pip install 'fedjax_pfl\[hf\]'\)"):
+        load("hf:somebody/cats")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"label": "prize"}, "no column 'prize', which csv.label names; there are price, "),
+        ({"label": "price", "owner": "twon"}, "no column 'twon', which csv.owner .* are town, "),
+        ({"label": "price", "input": "rooms,agee"}, "no column 'agee', which csv.input .* are age"),
+        ({"label": "price", "input": "price"}, "'price' is to go in and to be predicted"),
+        ({"label": "price", "label_kind": "real"}, "label_kind is 'real'; it must be auto or"),
+        ({"label": "price", "categories": "hot"}, "categories is 'hot'; it must be onehot or"),
+        ({"label": "price", "normalise": "all"}, "normalise is 'all'; it must be federation or"),
+        ({"label": "kind", "label_kind": "number"}, "'kind' is text"),
+    ],
+)
+def test_what_is_asked_of_columns_in_one_line(houses, settings, message):
+    with pytest.raises(UsageError, match=message) as error:
+        load(houses, **settings)
+    assert "\n" not in str(error.value)
+
+
+PRICES = "".join(f"1,{i}\n" for i in range(200))
+NAMES = "".join(f"n{i},1\n" for i in range(1001))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "has the columns none and 0 rows"),
+        ("a,b\n", "has the columns a, b and 0 rows"),
+        ("a,a\n1,2\n", "must name each column differently"),
+        ("a,label\n1,2,3\n", "row 1 below the first line has 3 cells, and there are 2 columns"),
+        ("a,label\n1,2\n,3\n1,2\n", "'a' has 1 cells that are no numbers, the first '' in row 2"),
+        ("a,label\n1,2\nnan,3\n", "'a' is not finite in 1 rows, the first is row 2"),
+        ("a,label\n1,x\n2,\n", "'label' has empty cells"),
+        ("a\n1\n", "there are a$"),
+        ("label\n1\n", "something must go in"),
+        (f"a,label\n{PRICES}", "200 different whole numbers"),
+        (f"a,label\n{NAMES}", "1,001 different texts"),
+    ],
+)
+def test_what_a_file_must_be_in_one_line(tmp_path, content, message):
+    with pytest.raises(UsageError, match=message) as error:
+        load(written(tmp_path / "bad.csv", content))
+    assert "\n" not in str(error.value)
+
+
+def test_files_that_are_not_there_or_cannot_be_read(tmp_path, houses):
+    with pytest.raises(UsageError, match=r"no such file or folder; did you mean .*houses\.csv"):
+        load(houses.replace("houses", "hoses"))
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 and nothing else")
+    with pytest.raises(UsageError, match="cannot be read"):
+        load(f"parquet:{tmp_path / 'bad.parquet'}")
+    with pytest.raises(UsageError, match=r"holds no file that ends with \.parquet"):
+        load(f"hf:{tmp_path / 'empty'}")
+    (saved(tmp_path / "x", arrow()) / "state.json").write_text("[]")
+    with pytest.raises(UsageError, match="cannot be read as a saved dataset"):
+        load(f"hf:{tmp_path / 'x'}")
+    missing = pa.table({"label": [1, None], "a": [1, 2]})
+    parquet.write_table(missing, tmp_path / "missing.parquet")
+    with pytest.raises(UsageError, match="'label' has 1 missing values, the first in row 2"):
+        load(f"parquet:{tmp_path / 'missing.parquet'}")
+    ragged = pa.table({"label": [1, 2], "a": [[1], [1, 2]]})
+    parquet.write_table(ragged, tmp_path / "ragged.parquet")
+    with pytest.raises(UsageError, match="'a' has lists of 1 to 2 values; make them equally long"):
+        load(f"parquet:{tmp_path / 'ragged.parquet'}")
