@@ -84,7 +84,7 @@ def restored(
     store = checkpoints.open_store(folder, only_read=True)
     resolved = json.loads(json.dumps(configuration.resolved(settings, words)))
     try:
-        at, state, best = from_checkpoint(store, templates(built), last, resolved)
+        at, state, best = from_checkpoint(built, store, templates(built), last, resolved)
     except checkpoints.DamagedError as error:
         raise UsageError(
             f"{directory}: the checkpoint of round {last} is damaged: {error}; give the run's "

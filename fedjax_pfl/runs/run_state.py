@@ -24,7 +24,7 @@ from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.rounds import Evaluation
 from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import checkpoints, run_directory
-from fedjax_pfl.runs.build import Built
+from fedjax_pfl.runs.build import Built, fixed_length
 
 
 class Position(NamedTuple):
@@ -253,7 +253,7 @@ def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
         for member in members:
             try:
                 assert member.store is not None
-                found.append(restored(member.store, shapes, step, member.config))
+                found.append(restored(built, member.store, shapes, step, member.config))
             except checkpoints.DamagedError as error:
                 damaged.append((step, member, str(error)))
                 break
@@ -297,7 +297,11 @@ def templates(built: Built) -> list[PyTree]:
 
 
 def restored(
-    store: checkpoints.Store, templates: Sequence[PyTree], step: int, config: Mapping[str, Any]
+    built: Built,
+    store: checkpoints.Store,
+    templates: Sequence[PyTree],
+    step: int,
+    config: Mapping[str, Any],
 ) -> tuple[Position, State, State | None]:
     """Where a run stood, its state, and its best one by validation; or DamagedError.
 
@@ -307,11 +311,13 @@ def restored(
     facts = store.facts(step)
     there = facts.pop("config")
     different = configuration.differences(there, config)
-    if different and not configuration.longer(there, config):  # as its directory has been made
+    longer = configuration.longer(there, config)  # as its directory may have been made
+    why = fixed_length(built) if different and longer else ""
+    if different and (why or not longer):
         raise UsageError(
             f"{store.folder} holds a checkpoint of a run with other settings: "
-            f"{'; '.join(different)}; bring its own ones back from a copy, or delete that folder "
-            "to start again"
+            f"{'; '.join(different)}{why and f'; it cannot be gone on from, because {why}'}; bring "
+            "its own ones back from a copy, or delete that folder to start again"
         )
     at = _position(facts)
     wanted = {"state": templates[at.phase]}

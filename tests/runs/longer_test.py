@@ -1,6 +1,7 @@
 """A run that is made longer in its directory, and what cannot be."""
 
 import json
+import shutil
 
 import pytest
 
@@ -53,6 +54,22 @@ def test_drops_of_the_rate_are_shares_of_the_length(tmp_path):
     runner.run({**SHORT, **drops}, tmp_path)
     line = refused({**BASE, **drops}, tmp_path)
     assert "rounds (4 there, 6 here); it cannot be made longer, because learning_rate_drops" in line
+
+
+def test_a_copied_checkpoint_of_a_shorter_run_whose_rate_drops_is_refused(tmp_path):
+    """Its rate has dropped earlier; without drops the same copy is gone on from."""
+    for name, own in (("drops", {"learning_rate_drops": (0.5,)}), ("even", {})):
+        short, long = tmp_path / name / "short", tmp_path / name / "long"
+        runner.run({**SHORT, **own}, short)
+        runner.run({**BASE, **own}, long)
+        (long / "report.html").unlink()
+        shutil.rmtree(long / "checkpoints")
+        shutil.copytree(short / "checkpoints", long / "checkpoints")
+        if own:
+            line = refused({**BASE, **own}, long)
+            assert "rounds (4 there, 6 here); it cannot be gone on from, because learn" in line
+        else:
+            assert_same_bits(runner.run(BASE, long).state, undisturbed(BASE).state)
 
 
 def falling(model, task, training, federation):
