@@ -156,10 +156,22 @@ def speed(name: str) -> str:
     return f"{text_tables.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
 
 
+def stress() -> str:
+    """What was done to runs, and what became of them."""
+    whole = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
+    rows = [
+        [kind, str(tried), str(survived), str(lost), part["date"], note]
+        for part in whole.values()
+        for kind, tried, survived, lost, note in part["rows"]
+    ]
+    heads = ["tried", "survived", "lost", "measured", "note"]
+    return text_tables.markdown([text_tables.Table("", heads, rows)])
+
+
 MARKS: dict[str, Callable[..., str]] = {
     "docstring": docstring, "settings": settings, "presets": presets, "published": published,
     "beside": beside, "facts": facts, "figures": figures, "listing": kind, "tables": tables,
-    "speed": speed,
+    "speed": speed, "stress": stress,
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A small pass of each of the long tries in tests/stress."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.stress import __main__ as stress
+from tests.stress import attacks, common
 from tests.stress.cohort import missing, spoilt
 from tests.stress.common import CONFIG, Row, scratch, table
 from tests.stress.data import data
@@ -89,13 +91,39 @@ def test_the_one_table_has_every_try(monkeypatch):
     for name in functions:
         monkeypatch.setattr(stress, name, noted(name))
     rows = stress.everything()
-    assert {row.kind for row in rows} == functions == set(asked)
+    assert set(rows) == functions == set(asked)
+    assert [rows[name][0].kind for name in rows] == list(rows)
     assert asked == {
         "kills": (100, 0), "each": (1, 0), "rot": (100, 0), "disk": (24, 0), "data": (100, 0),
         "missing": (50,), "spoilt": (), "same": (), "processes": (12, 0), "long": (2000, 20),
+        "attacks": (1.0, 0),
     }  # fmt: skip
+    assert set(stress.everything(only=["rot", "same"])) == {"rot", "same"}
     stress.everything(0.01)
     assert asked["processes"] == (4, 0)  # one of each kind
+
+
+def test_what_is_measured_anew_takes_the_place_of_what_was(monkeypatch, tmp_path):
+    monkeypatch.setattr(common, "MEASURED", tmp_path / "measured.json")
+    stress.keep({"rot": [Row("a", 1, 1, 0)], "kills": [Row("b", 1, 1, 0)]})
+    stress.keep({"rot": [Row("c", 2, 2, 0)]})
+    there = json.loads((tmp_path / "measured.json").read_text())
+    assert list(there) == ["kills", "rot"]
+    assert there["rot"]["rows"] == [["c", 2, 2, 0, ""]]
+
+
+def test_the_page_shows_every_try_and_nothing_lost():
+    there = json.loads(common.MEASURED.read_text())
+    assert list(there) == list(stress.parts())
+    for part in there.values():
+        for row in (Row(*each) for each in part["rows"]):
+            assert row.tried == row.survived > 0 == row.lost
+
+
+def test_some_attacks():
+    """One of each; the command tries them all."""
+    for row in [*attacks.directory(share=0.01), *attacks.names()]:
+        assert row.lost == 0, table([row])
 
 
 def test_the_table_is_markdown():

@@ -92,7 +92,7 @@ def default(words: Words = OURS) -> ConfigDict:
     return config
 
 
-def nearest(word: str, words: Any, whole: str = "{}") -> str:
+def nearest(word: Any, words: Any, whole: str = "{}") -> str:
     """A hint at the word that was probably meant, as papers write it (LG-FedAvg) or not.
 
     Where none is near, all of them; the three nearest where there are too many to read.
@@ -101,14 +101,14 @@ def nearest(word: str, words: Any, whole: str = "{}") -> str:
       whole: of which it is a part, such as "pfedla.{}".
     """
     small = {str(known).lower(): known for known in words}
-    close = difflib.get_close_matches(word.lower(), small, 1, 0.5)
+    word = str(word).lower()  # which somebody may give as a number
+    close = difflib.get_close_matches(word, small, 1, 0.5)
     if close:
         return f"; did you mean {whole.replace('{}', small[close[0]])}?"
     if len(small) <= _FEW_WORDS:
         return f"; there are {', '.join(sorted(words))}"
     first, second, third = (
-        whole.replace("{}", small[one])
-        for one in difflib.get_close_matches(word.lower(), small, 3, 0.0)
+        whole.replace("{}", small[one]) for one in difflib.get_close_matches(word, small, 3, 0.0)
     )
     return f"; the nearest of {len(small)} are {first}, {second} and {third}"
 

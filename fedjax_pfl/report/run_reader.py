@@ -128,6 +128,8 @@ def known_settings() -> Mapping[str, Any]:
 
 def _config(path: Path) -> dict[str, Any]:
     found = _json(path)
+    if "rounds" not in found:
+        raise _Odd("it has no rounds")
     for key, value in found.items():
         usual = known_settings().get(key)
         if usual is None or value is None:

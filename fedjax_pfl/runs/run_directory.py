@@ -43,6 +43,8 @@ def claimed(
             raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
         directory.mkdir(parents=True, exist_ok=True)
         held = None if fcntl is None else os.open(directory, os.O_RDONLY)
+    except ValueError:  # a zero byte
+        raise UsageError(f"{str(directory)!r} cannot name a directory; choose another") from None
     except OSError as error:
         raise _unusable(directory, error) from None
     try:
@@ -273,7 +275,7 @@ def read_plans(directory: Path) -> list[Plan] | None:
     try:
         found = json.loads((directory / "plan.json").read_text())
         return [Plan(**plan) for plan in found["phases"]] if found["machine"] == machine() else None
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

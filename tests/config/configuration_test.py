@@ -239,3 +239,9 @@ def test_building_compiles_nothing(caplog):
         built({"phases": [{}, {"algorithm": "local"}], "learning_rate_drops": (0.5,)})
     assert not [r for r in caplog.records if "XLA compilation of jit(run" in r.getMessage()]
     assert not [r for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
+
+
+def test_a_setting_whose_name_is_no_text_is_one_line():
+    with pytest.raises(UsageError, match="there is no setting 1; the nearest of") as error:
+        configuration.complete({1: 2})
+    assert "\n" not in str(error.value)

@@ -53,6 +53,7 @@ def test_directories_that_hold_something_else_are_refused(tmp_path):
     assert "is not empty" in refused(BASE, foreign)
     assert "is not empty" in refused(BASE, foreign / "thesis.tex")
     assert "cannot be used" in refused(BASE, foreign / "thesis.tex" / "below")
+    assert "cannot name a directory" in refused(BASE, tmp_path / "a\0b")
     for text in ("{", "[1]", "null", '"x"', "\udcff"):
         (foreign / "config.json").write_bytes(text.encode(errors="surrogateescape"))
         assert "is damaged" in refused(BASE, foreign)

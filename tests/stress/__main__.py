@@ -1,9 +1,18 @@
-"""All tries, one table: python -m tests.stress            (about an hour on two cores)
-python -m tests.stress --share=0.1  with so much of each
+"""All tries, one table, which docs/robustness.md shows.
+
+python -m tests.stress                  all of them (about an hour on two cores)
+python -m tests.stress --only=rot,disk  some of them; the others' rows stay as they were measured
+python -m tests.stress --share=0.1      with so much of each; nothing is written
 """
 
 import argparse
+import datetime
+import json
+import sys
+from collections.abc import Callable, Collection
 
+from tests.stress import common
+from tests.stress.attacks import attacks
 from tests.stress.cohort import missing, spoilt
 from tests.stress.common import Row, finish, progress, scratch
 from tests.stress.data import data
@@ -15,33 +24,62 @@ from tests.stress.rot import rot
 from tests.stress.same import same
 
 
-def everything(share: float = 1.0, seed: int = 0) -> list[Row]:
-    """Rows of all tries: 100 kills, 12 of one of two processes, 100 damaged checkpoints and
-    datasets, 24 disks, 2000 rounds, and for every algorithm a kill, 50 rounds with clients missing
-    and three kinds of bad upload."""
-    part = lambda whole: max(1, round(share * whole))
-    rows: list[Row] = []
+def parts(share: float = 1.0, seed: int = 0) -> dict[str, Callable[[], list[Row]]]:
+    """All tries by name: 100 kills, 12 of one of two processes, 100 damaged checkpoints and
+    datasets, each damage of each file, 24 disks, 2000 rounds, and for every algorithm a kill, 50
+    rounds with clients missing and three kinds of bad upload."""
+
+    def part(whole: int) -> int:
+        return max(1, round(share * whole))
+
+    return {
+        "kills": lambda: kills(part(100), seed),
+        "each": lambda: each(1, seed),
+        "rot": lambda: rot(part(100), seed),
+        "attacks": lambda: attacks(share, seed),
+        "disk": lambda: disk(part(24), seed),
+        "data": lambda: data(part(100), seed),
+        "missing": lambda: missing(max(4, part(50))),
+        "spoilt": spoilt,
+        "same": same,
+        "processes": lambda: processes(max(len(VICTIMS), part(12)), seed),
+        "long": lambda: long(max(200, part(2000)), 20),
+    }
+
+
+def everything(
+    share: float = 1.0, seed: int = 0, only: Collection[str] = ()
+) -> dict[str, list[Row]]:
+    """Rows of all tries, or of some, by name."""
+    rows = {}
     with scratch():  # what is compiled for one serves the others
-        for tried in (
-            lambda: kills(part(100), seed),
-            lambda: each(1, seed),
-            lambda: rot(part(100), seed),
-            lambda: disk(part(24), seed),
-            lambda: data(part(100), seed),
-            lambda: missing(max(4, part(50))),
-            spoilt,
-            same,
-            lambda: processes(max(len(VICTIMS), part(12)), seed),
-            lambda: long(max(200, part(2000)), 20),
-        ):
-            rows += tried()
-            progress("")
+        for name, tried in parts(share, seed).items():
+            if name in only or not only:
+                rows[name] = tried()
+                progress("")
     return rows
+
+
+def keep(rows: dict[str, list[Row]]) -> None:
+    """Write what was measured today where the page reads it, beside what was measured before."""
+    whole = json.loads(common.MEASURED.read_text()) if common.MEASURED.exists() else {}
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    whole |= {name: {"date": today, "rows": some} for name, some in rows.items()}
+    ordered = {name: whole[name] for name in parts() if name in whole}
+    common.MEASURED.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--share", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="some of: " + ", ".join(parts()))
     given = parser.parse_args()
-    finish(everything(given.share, given.seed))
+    chosen = [name for name in given.only.split(",") if name]
+    if unknown := set(chosen) - set(parts()):
+        sys.exit(f"there are no tries called {', '.join(sorted(unknown))}")
+    found = everything(given.share, given.seed, chosen)
+    if given.share == 1:
+        keep(found)
+        print("python docs/written.py puts the table into docs/robustness.md")
+    finish([row for rows in found.values() for row in rows])

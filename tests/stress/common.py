@@ -47,6 +47,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
+MEASURED = Path(__file__).parent / "measured.json"  # rows of `python -m tests.stress`
+
+
 class Row(NamedTuple):
     """A kind of fault: how often it was tried, and what became of the runs."""
 
