@@ -56,6 +56,12 @@ def test_runs_from_top_to_bottom(name, tmp_path, tmp_path_factory):
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
+def test_what_notebooks_write_is_not_tracked():
+    """Jupyter runs them in their folder; the first test says that they write to `runs` alone."""
+    ignored = (notebooks.FOLDER.parent / ".gitignore").read_text().splitlines()
+    assert {"/runs/", "/notebooks/runs/", ".ipynb_checkpoints/"} <= set(ignored)
+
+
 @pytest.mark.parametrize("name", notebooks.NAMES)
 def test_the_file_is_clean(name):
     path = notebooks.FOLDER / f"{name}.ipynb"
