@@ -23,7 +23,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.report import comparison, comparison_page, page, references, run_reader
 from fedjax_pfl.report.run_index import Known
-from fedjax_pfl.runs import export, runner
+from fedjax_pfl.runs import export, run_directory, runner
 from tests.stress.common import Row, copied, digest, finish, one_line, progress, scratch, untimed
 
 CONFIG: dict[str, Any] = {
@@ -105,8 +105,10 @@ def damaged(kind: str, path: Path, rng: np.random.Generator) -> None:
     if kind in TEXTS:
         path.write_bytes(TEXTS[kind](path.read_bytes(), rng))
         return
-    other = path.parent / ("traffic.json" if path.name == "config.json" else "config.json")
-    content = other.read_bytes()
+    content = b""
+    if kind == "another file's content":
+        other = "traffic.json" if path.name == "config.json" else "config.json"
+        content = (path.parent / other).read_bytes()
     path.unlink()
     if kind == "a folder in its place":
         path.mkdir()
@@ -171,7 +173,8 @@ def _commands(program: Program, there: Path, beside: Path) -> dict[str, Callable
 
     def reported() -> bool:
         run = run_reader.read(there)
-        with mock.patch.object(references, "_near", return_value=[beside]):
+        near = mock.patch.object(references, "_near", return_value=[beside])
+        with near, run_directory.writing(there):  # as a run does
             return page.write(run).is_file()
 
     def exported() -> bool:
