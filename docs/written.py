@@ -28,7 +28,7 @@ TRAINING = (
     "partition", "model", "clients", "clients_per_round", "rounds", "local_epochs", "local_steps",
     "batch_size", "drop_last", "learning_rate", "momentum", "weight_decay", "clip_norm", "split",
     "test_fraction", "validation_fraction", "validation_examples", "augment",
-    "keep_momentum", "keep_head",
+    "keep_optimizer", "keep_head",
 )  # fmt: skip
 
 

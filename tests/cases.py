@@ -234,7 +234,7 @@ def training(**changes: Any) -> local_training.Training:
         "clip_norm": 5.0,
         "batch_size": 4,
         "epochs": 2,
-        "keep_momentum": True,
+        "keep_optimizer": True,
     }
     return local_training.sgd(**{**settings, **changes})
 

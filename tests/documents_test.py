@@ -108,7 +108,7 @@ def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):
 def test_fedavg_on_the_page_of_the_idea_keeps_the_contract():
     """It has the shapes of a method; ten lines but for the heads of its functions."""
     (code,) = documents.blocks("idea.md")
-    (data, federation), training = tiny.federated(), cases.training(keep_momentum=False)
+    (data, federation), training = tiny.federated(), cases.training(keep_optimizer=False)
     names = {"common": common, "State": State, "Trained": Trained, "Algorithm": Algorithm}
     given = {"model": tiny.Net(), "task": cases.TASK, "training": training}
     exec(code, names := {**names, **given, "federation": federation})

@@ -18,7 +18,9 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.config.settings import ROWS, having
+from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
     name: getattr(algorithms, name) for name in algorithms.__all__
@@ -35,6 +37,8 @@ class Words(NamedTuple):
     dataset: Mapping[str, Callable[..., Any]] = DATASETS
     partition: Mapping[str, Callable[..., Any]] = PARTITIONS
     model: Mapping[str, Callable[..., Any]] = MODELS
+    optimizer: Mapping[str, Callable[..., Any]] = optimizers.OPTIMIZERS
+    server_optimizer: Mapping[str, Callable[..., Any]] = SERVER_OPTIMIZERS
 
 
 OURS = Words()  # what is part of the library; own.py adds what a caller brings for one run
@@ -82,7 +86,7 @@ def default(words: Words = OURS) -> ConfigDict:
     """Every setting with its default: FedAvg on the embedded digits."""
     config = ConfigDict()
     for name, row in ROWS.items():
-        unset = isinstance(row.default, type)
+        unset = row.usual is None
         config[name] = config_dict.placeholder(row.default) if unset else row.default
     for table in words:
         for name, factory in table.items():

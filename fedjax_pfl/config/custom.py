@@ -6,12 +6,14 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
+import optax
 
 from fedjax_pfl.config import configuration
 from fedjax_pfl.config.configuration import OURS, Words
+from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.algorithm import Algorithm
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
@@ -19,8 +21,22 @@ from fedjax_pfl.data.dataset import Dataset
 Factory = Callable[..., Algorithm]
 
 
+class Brought(TypedDict, total=False):
+    """What a caller can bring, by the argument of `fedjax_pfl.run` that it is."""
+
+    dataset: Dataset | None
+    algorithm: Factory | None
+    optimizer: optax.GradientTransformation | None
+    server_optimizer: optax.GradientTransformation | None
+
+
 def added(
-    given: Mapping[str, Any], dataset: Dataset | None, algorithm: Factory | None
+    given: Mapping[str, Any],
+    *,
+    dataset: Dataset | None = None,
+    algorithm: Factory | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    server_optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Words, dict[str, Any]]:
     """The library's words and these, and the configuration with their names."""
     if not isinstance(given, Mapping):
@@ -48,7 +64,62 @@ def added(
         _check_factory(name, algorithm)
         given.setdefault("algorithm", name)
         words = words._replace(algorithm={**words.algorithm, name: _versioned(name, algorithm)})
+    for kind, brought in (("optimizer", optimizer), ("server_optimizer", server_optimizer)):
+        if brought is not None:
+            name, make = _optimizer(kind, brought)
+            if given.setdefault(kind, name) != name:
+                raise UsageError(
+                    f"the configuration says {kind}={given[kind]!r}, and the optimiser given is "
+                    f"{name!r}: it is another"
+                )
+            words = words._replace(**{kind: {**getattr(words, kind), name: make}})
     return words, given
+
+
+def _optimizer(kind: str, brought: Any) -> tuple[str, Callable[..., Any]]:
+    """A caller's optimiser by a name that says what it is made of."""
+    if not isinstance(brought, optax.GradientTransformation):
+        raise UsageError(
+            f"{kind}= brings what optax makes, such as optax.adamw(1e-3), not {brought!r}; ours go "
+            f"by their names in the settings, as {{{kind!r}: 'adam'}}"
+        )
+    optimizers.check(f"{kind}=", brought, _SOME)
+    whole = optimizers.with_rate if kind == "optimizer" else optimizers.promoting
+
+    def made(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
+        return whole(brought)
+
+    return f"own-{hashlib.sha256(_inside(brought).encode()).hexdigest()[:16]}", made
+
+
+# Parameters of no network, with which is seen what an optimiser needs.
+_SOME = {"layer": {"kernel": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.float32)}}
+
+
+def _inside(value: Any) -> str:
+    """What a value is made of, functions with all that they close over."""
+    if isinstance(value, functools.partial):
+        return _inside((value.func, value.args, value.keywords))
+    if inspect.isfunction(value):
+        closed = [_inside(_content(cell)) for cell in value.__closure__ or ()]
+        usual = _inside((value.__defaults__, value.__kwdefaults__))
+        return f"{value.__module__}.{value.__qualname__}{_compiled(value.__code__)}{closed}{usual}"
+    if isinstance(value, Mapping):
+        return f"{[(repr(key), _inside(one)) for key, one in value.items()]}"
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__}{[_inside(one) for one in value]}"
+    if hasattr(value, "dtype") and hasattr(value, "tobytes"):
+        return f"{value.dtype}{np.asarray(value).tobytes()!r}"
+    if isinstance(value, bool | int | float | str | None):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"  # whose address tells nothing
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 def _free(kind: str, name: str, how: str) -> str:

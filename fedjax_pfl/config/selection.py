@@ -6,6 +6,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config.configuration import OURS, Words, chosen, default, groups, phases
+from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
 
@@ -38,6 +39,8 @@ def _check(
 ) -> None:
     usual = default(words)
     for name, values in given.items():
+        if name in ROWS:
+            _check_counts(name, values, readers, where)
         kinds = [kind for kind, table in words._asdict().items() if name in table]
         if not kinds or not isinstance(values, Mapping):
             continue
@@ -50,6 +53,18 @@ def _check(
                     f"{' or '.join(found)}; set {where}{kind} to {name}, or leave "
                     f"{where}{name}.{key} out"
                 )
+
+
+def _check_counts(name: str, value: Any, readers: Sequence[ConfigDict], where: str) -> None:
+    row = ROWS[name]
+    if _plain(value) == _plain(row.usual) or any(row.counts(one.get) for one in readers):
+        return
+    other, choices = row.counts_with or ("", ())
+    now = " or ".join(dict.fromkeys(str(one[other]) for one in readers))
+    raise UsageError(
+        f"{where}{name} counts with {other}={' or '.join(choices)} only, and {other} is {now}; "
+        f"change {where}{other}, or leave {where}{name} out"
+    )
 
 
 def _plain(value: Any) -> Any:

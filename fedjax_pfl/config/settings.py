@@ -1,45 +1,13 @@
-"""The settings of every run, whatever its method: one row says all that is known of each."""
+"""The settings of every run, whatever its method: one row says all that is known of each.
 
-import dataclasses
-from typing import Any
+Those of a transform are rows of its own file.
+"""
 
+from fedjax_pfl import transforms
+from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
+from fedjax_pfl.core.setting import Setting
 
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A setting of every run."""
-
-    default: Any  # or its type, where it is unset
-    meaning: str
-    _: dataclasses.KW_ONLY
-    low: float | None = None  # the least that it can be
-    high: float | None = None
-    above: float | None = None  # what it must be above
-    below: float | None = None
-    choices: tuple[str, ...] = ()
-    per_phase: bool = False  # a phase can change it; the others hold for all of a run
-    resumable: bool = False  # it may differ when a run goes on: it changes no result
-    per_process: bool = False  # it may differ between the processes of one run
-    sweepable: bool = False  # points of one program can differ in it
-    zero_apart: bool = False  # but 0 leaves it out of the program, and other numbers do not
-    tunable: bool = False  # it can be in a grid: the others are the problem, or the budget
-    budget: bool = False  # how much a run may cost, which is the same for all that are tuned
-    visits: bool = False  # it says how often clients train in a run
-    defines_data: bool = False  # it says which examples a client has
-
-    def wrong(self, value: Any) -> str:
-        """What a value must be and is not, in words; nothing where it can be."""
-        if value is None:
-            return ""
-        if self.low is not None and value < self.low:
-            return f"at least {self.low}"
-        if self.high is not None and value > self.high:
-            return f"at most {self.high}"
-        if self.above is not None and value <= self.above:
-            return f"above {self.above}"
-        if self.below is not None and value >= self.below:
-            return f"below {self.below}"
-        return ""
-
+_OURS = tuple(OPTIMIZERS)  # which a rate is given to; a caller's own has one inside
 
 GENERAL: dict[str, dict[str, Setting]] = {
     "What is trained": {
@@ -47,12 +15,6 @@ GENERAL: dict[str, dict[str, Setting]] = {
             "fedavg", "the method; its own settings lie under its name", per_phase=True
         ),
         "model": Setting("small", "the network, likewise", per_phase=True),
-        "keep_head": Setting(
-            False,
-            "the last layer stays with each client, whatever the method",
-            per_phase=True,
-            tunable=True,
-        ),
         "zero_head": Setting(
             False,
             "the last layer starts at zero, so that no order of labels is preferred",
@@ -179,38 +141,121 @@ GENERAL: dict[str, dict[str, Setting]] = {
             per_phase=True,
             tunable=True,
         ),
+        "optimizer": Setting(
+            "sgd",
+            "what makes clients' steps of gradients: sgd, adam, adamw, adagrad or rmsprop",
+            per_phase=True,
+            tunable=True,
+        ),
         "learning_rate": Setting(
-            0.01, "of the clients' SGD", above=0, per_phase=True, sweepable=True, tunable=True
+            0.01,
+            "of the clients' optimiser",
+            above=0,
+            per_phase=True,
+            sweepable=True,
+            tunable=True,
+            counts_with=("optimizer", _OURS),
+        ),
+        "learning_rate_schedule": Setting(
+            "constant",
+            "what it is multiplied by, as in optax.schedules: constant, linear, cosine_decay, "
+            "exponential_decay, warmup_constant or warmup_cosine_decay",
+            choices=("constant", *SCHEDULES),
+            per_phase=True,
+            tunable=True,
+            counts_with=("optimizer", _OURS),
+        ),
+        "schedule_over": Setting(
+            "rounds",
+            "what that runs over: the rounds of a phase, or the steps of a client's visit",
+            choices=("rounds", "steps"),
+            per_phase=True,
+            tunable=True,
+            counts_with=("learning_rate_schedule", tuple(SCHEDULES)),
+        ),
+        "schedule_end": Setting(
+            0.01,
+            "share of learning_rate at its end and, where there is a warm-up, at its beginning",
+            low=0,
+            high=1,
+            per_phase=True,
+            tunable=True,
+            counts_with=("learning_rate_schedule", tuple(SCHEDULES)),
+        ),
+        "schedule_warmup": Setting(
+            0.1,
+            "share of it in which the rate rises to learning_rate",
+            low=0,
+            below=1,
+            per_phase=True,
+            tunable=True,
+            counts_with=("learning_rate_schedule", ("warmup_constant", "warmup_cosine_decay")),
         ),
         "learning_rate_drops": Setting(
             (),
             "shares of the rounds after each of which the rate falls to a tenth: .5,.75",
             per_phase=True,
+            counts_with=("optimizer", _OURS),
         ),
         "momentum": Setting(
             0.0,
-            "of the clients' SGD",
+            "of the clients' sgd or rmsprop",
             low=0,
             below=1,
             per_phase=True,
             sweepable=True,
             zero_apart=True,
             tunable=True,
+            counts_with=("optimizer", ("sgd", "rmsprop")),
         ),
-        "keep_momentum": Setting(
+        "b1": Setting(
+            0.9,
+            "share of the first moment that adam and adamw keep in a step",
+            low=0,
+            below=1,
+            per_phase=True,
+            tunable=True,
+            counts_with=("optimizer", ("adam", "adamw")),
+        ),
+        "b2": Setting(
+            float,
+            "share of the second moment that is kept; unset: .999, with rmsprop .9",
+            low=0,
+            below=1,
+            per_phase=True,
+            tunable=True,
+            counts_with=("optimizer", ("adam", "adamw", "rmsprop")),
+        ),
+        "eps": Setting(
+            float,
+            "what is added to the second moment or its root, as optax does; unset: as optax does",
+            above=0,
+            per_phase=True,
+            tunable=True,
+            counts_with=("optimizer", ("adam", "adamw", "adagrad", "rmsprop")),
+        ),
+        "keep_optimizer": Setting(
             False,
-            "it stays with a client; else each round begins at 0",
+            "momentum and moments stay with a client; else each round begins anew",
             per_phase=True,
             tunable=True,
         ),
         "weight_decay": Setting(
             0.0,
-            "added to the gradient, as a multiple of the parameters",
+            "so many times the parameters, added to the gradient by sgd, and by adamw to its step",
             low=0,
             per_phase=True,
             sweepable=True,
             zero_apart=True,
             tunable=True,
+            counts_with=("optimizer", ("sgd", "adamw")),
+        ),
+        "decay_vectors": Setting(
+            True,
+            "whether vectors decay too: biases, and scale and shift of a normalisation",
+            per_phase=True,
+            tunable=True,
+            counts_with=("optimizer", ("sgd", "adamw")),
         ),
         "clip_norm": Setting(
             float,
@@ -221,16 +266,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             tunable=True,
         ),
     },
-    "What travels": {
-        "upload_bits": Setting(
-            int, "of each number that is uploaded, 2 to 16; unset: all 32", low=2, high=16
-        ),
-        "upload_top_k": Setting(
-            float,
-            "share of an upload's numbers that is sent, the largest changes; unset: all",
-            above=0,
-            high=1,
-        ),
+    "Uploads and the server": {
         "max_update_norm": Setting(
             float,
             "largest norm of what an upload changes: a larger one is rejected, as one that "
@@ -309,6 +345,8 @@ GENERAL: dict[str, dict[str, Setting]] = {
     },
 }
 
+for selectable in transforms.REGISTRY:
+    GENERAL[selectable.title] |= selectable.settings
 ROWS = {name: row for group in GENERAL.values() for name, row in group.items()}
 
 

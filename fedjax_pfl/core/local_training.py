@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
@@ -34,6 +35,7 @@ class Training(NamedTuple):
     keep: bool  # the optimiser's state stays with the client from round to round
     begin: int  # the phase's first round
     rounds: int  # and its length: what a schedule of an algorithm runs over
+    within: Callable[[Any, Any], Any] | None = None  # (step, steps) -> factor of the rate
 
 
 class Scores(NamedTuple):
@@ -44,58 +46,59 @@ class Scores(NamedTuple):
     examples: jax.Array
 
 
-def sgd(
+def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **how: Any) -> Training:
+    """SGD in PyTorch's order: clip the gradient, add the decay, then momentum, then the rate.
+
+    Args:
+      momentum, weight_decay: 0 leaves them out of the program; a traced number never does.
+      how: as for `training_by`.
+    """
+    return training_by(optimizers.sgd(momentum, weight_decay), **how)
+
+
+def training_by(
+    optimizer: optax.GradientTransformation,
     *,
     learning_rate: Any = 0.01,
-    momentum: float = 0.0,
-    weight_decay: float = 0.0,
+    within: Callable[[Any, Any], Any] | None = None,
     clip_norm: float | None = None,
     batch_size: int = 32,
     epochs: int | None = None,
     steps: int | None = None,
     drop_last: bool = False,
-    keep_momentum: bool = False,
+    keep_optimizer: bool = False,
     begin: int = 0,
     rounds: int = 1,
 ) -> Training:
-    """SGD in PyTorch's order: clip the gradient, add the decay, then momentum, then the rate.
+    """Training by an optimiser as in `core.optimizers`, without the rate.
 
     Args:
       learning_rate: a number, or a function of the round.
-      momentum, weight_decay: 0 leaves them out of the program; a traced number never does.
+      within: (step, steps) -> a factor of the rate at a client's step; None: 1.
       clip_norm: largest global norm of a gradient; None: any.
       epochs: shuffled passes over all examples.
       steps: instead, so many batches, each drawn afresh without replacement.
       drop_last: a pass ends before its last short batch, unless it has no other.
-      keep_momentum: the client keeps its momentum between rounds.
+      keep_optimizer: the client keeps the optimiser's state between rounds.
       begin, rounds: the phase that this is for, where an algorithm has a schedule of its own.
     """
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
-    parts = [optax.identity()]
-    if _is_used(weight_decay):
-        parts.append(optax.add_decayed_weights(weight_decay))
-    if _is_used(momentum):
-        parts.append(optax.trace(momentum))
-    unclipped = optax.chain(*parts)
-    clip = [] if clip_norm is None else [optax.clip_by_global_norm(clip_norm)]
+    clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
     rate = learning_rate if callable(learning_rate) else constant(learning_rate)
     return Training(
-        optax.chain(*clip, *parts),
-        unclipped,
+        optax.chain(clip, optimizer),
+        optimizer,
         rate,
         batch_size,
         epochs,
         steps,
         drop_last,
-        keep_momentum,
+        keep_optimizer,
         begin,
         rounds,
+        within,
     )
-
-
-def _is_used(number: Any) -> bool:
-    return isinstance(number, jax.core.Tracer) or number != 0
 
 
 def constant(rate: Any) -> Callable[[jax.Array], Any]:
@@ -223,7 +226,8 @@ def fit(
         noise = jax.random.fold_in(noise_key, s)
         (loss, rest), grads = gradient(now.params, now.rest, batch, noise)
         updates, moments = training.optimizer.update(grads, now.moments, now.params)
-        params = descend(now.params, updates, rate)
+        factor = 1.0 if training.within is None else training.within(s, steps)
+        params = descend(now.params, updates, rate * factor)
         examples = jnp.sum(mask).astype(jnp.float32)
         return _Fit(params, rest, moments, now.loss + loss * examples, now.examples + examples)
 

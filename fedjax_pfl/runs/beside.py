@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from fedjax_pfl import transforms
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import multiprocess
@@ -68,5 +69,5 @@ def _reference(settings: ConfigDict, method: str, words: configuration.Words) ->
     one = each[-1].copy_and_resolve_references()
     one.update(algorithm=method, rounds=sum(phase.rounds for phase in each))
     one.update(reference=False, beside="", sweep="", seeds=1)
-    one.update(keep_head=False, upload_bits=None, upload_top_k=None)
+    one.update({name: row.usual for name, row in transforms.SETTINGS.items()})
     return one

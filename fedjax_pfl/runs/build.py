@@ -268,6 +268,8 @@ def fixed_length(built: Built) -> str:
     last, state = built.phases[-1], None
     if last.config.learning_rate_drops:
         return "learning_rate_drops are shares of all rounds"
+    if last.config.learning_rate_schedule != "constant" and last.config.schedule_over == "rounds":
+        return "learning_rate_schedule is over all rounds"
     for phase in built.phases:
         state = jax.eval_shape(phase.rounds.init, jax.eval_shape(phase.work.points), state)
     _trace(last.work, last.rounds, state)

@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from fedjax_pfl.core.algorithm import Algorithm, PyTree, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import enter, members
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
-from fedjax_pfl.data import Dataset, client_data
+from fedjax_pfl.data import client_data
 from fedjax_pfl.engine import metrics
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard
@@ -50,14 +50,13 @@ def restored(
     directory: str | Path,
     *,
     data_dir: str | None = None,
-    dataset: Dataset | None = None,
-    algorithm: Callable[..., Algorithm] | None = None,
+    **brought: Unpack[custom.Brought],
 ) -> runner.Result:
     """What a finished run was left with, from its last checkpoint. Nothing is trained or written.
 
     Args:
       data_dir: where prepared datasets are, if not where the run's configuration says.
-      dataset, algorithm: as they were given to `run`, if they were.
+      brought: what was given to `run`: dataset, algorithm, optimizer, server_optimizer.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
@@ -72,13 +71,13 @@ def restored(
         raise UsageError(f"{directory / 'config.json'} is damaged: it has no rounds") from None
     if not (directory / "report.html").is_file():
         raise UsageError(f"{directory} has not finished; give its command again, which ends it")
-    _brought(directory, config, phases, dataset, algorithm)
+    _check_brought(directory, config, phases, brought)
     folder = directory / "checkpoints"
     if not (folder / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
     here = {k: v for k, v in config.items() if k not in having("resumable")}
     here["data_dir"] = data_dir or config.get("data_dir")
-    words, here = custom.added(here, dataset, algorithm)
+    words, here = custom.added(here, **brought)
     settings = configuration.complete(here, words)
     built = build(settings, words=words, plans=run_directory.read_plans(directory))
     store = checkpoints.open_store(folder, only_read=True)
@@ -106,17 +105,20 @@ def restored(
     )
 
 
-def _brought(directory: Path, config: Any, phases: Any, dataset: Any, algorithm: Any) -> None:
+# In messages; others go by the name of their setting.
+_CALLED = {"algorithm": "a method", "optimizer": "an optimiser"}
+
+
+def _check_brought(directory: Path, config: Any, phases: Any, brought: Any) -> None:
     """UsageError where a run had something that is not ours and is not given."""
-    used = {p.get("algorithm", config["algorithm"]) for p in phases} | {config["algorithm"]}
-    source = {configuration.chosen(config, "dataset")}
-    for given, word, kind, names, ours in (
-        (dataset, "dataset", "dataset", source, configuration.DATASETS),
-        (algorithm, "method", "algorithm", used, configuration.ALGORITHMS),
-    ):
-        if given is None and (own := sorted(names - set(ours))):
+    for kind, ours in configuration.OURS._asdict().items():
+        # A run from before there was such a setting has none.
+        usual = configuration.chosen(config, kind) if kind in config else None
+        names = {str(name) for name in (usual, *(p.get(kind, usual) for p in phases)) if name}
+        if brought.get(kind) is None and (own := sorted(names - set(ours))):
+            called = _CALLED.get(kind, f"a {kind}")
             raise UsageError(
-                f"{directory} was run with a {word} of your own, {own[0]}; from Python, "
+                f"{directory} was run with {called} of your own, {own[0]}; from Python, "
                 f"fedjax_pfl.runs.export.restored(..., {kind}=...) takes it"
             )
 

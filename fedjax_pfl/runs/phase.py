@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl import data, transforms
 from fedjax_pfl.config import configuration
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
@@ -151,19 +151,17 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     one, words, task, federation = work.alike[0], work.words, work.task, work.federation
     factory = words.algorithm[one.algorithm]
     value = lambda name: settings.get(name, one.get(name))
-    ends = [work.begin + round(share * one.rounds) for share in one.learning_rate_drops]
-    drops = np.asarray(ends, np.int32)
-    rate = value("learning_rate")
-    training = local_training.sgd(
-        learning_rate=lambda t: rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32),
-        momentum=value("momentum"),
-        weight_decay=value("weight_decay"),
+    rate, within = _rate(work, one, value)
+    training = local_training.training_by(
+        words.optimizer[one.optimizer](value),
+        learning_rate=rate,
+        within=within,
         clip_norm=value("clip_norm"),
         batch_size=one.batch_size,
         epochs=None if one.local_steps else one.local_epochs or 1,
         steps=one.local_steps,
         drop_last=one.drop_last,
-        keep_momentum=one.keep_momentum,
+        keep_optimizer=one.keep_optimizer,
         begin=work.begin,
         rounds=one.rounds,
     )
@@ -189,13 +187,30 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     swept = any(isinstance(value, jax.core.Tracer) for value in settings.values())
     if one.algorithm not in configuration.OURS.algorithm and not swept:
         check_shapes(one.algorithm, algorithm, federation, few)
-    around: list[transforms.Transform] = []
-    if one.keep_head:
-        around += [transforms.private_layers(models[0], federation, few, {models[0].head})]
-    if one.upload_bits is not None or one.upload_top_k is not None:
-        bits, top_k = one.upload_bits, one.upload_top_k
-        around += [transforms.compression(federation, few, bits=bits, top_k=top_k)]
-    return transforms.chain(algorithm, *around)
+    around = transforms.Around(models[0], federation, few, words._asdict())
+    return transforms.chain(algorithm, *transforms.asked_for(value, around))
+
+
+def _rate(
+    work: Work, one: ConfigDict, value_of: Callable[[str], Any]
+) -> tuple[Callable[[jax.Array], Any], Any]:
+    """The learning rate of a round, and what multiplies it within a visit, or None."""
+    if one.optimizer not in optimizers.OPTIMIZERS:  # which has a rate inside
+        return local_training.constant(1.0), None
+    ends = [work.begin + round(share * one.rounds) for share in one.learning_rate_drops]
+    drops = np.asarray(ends, np.int32)
+    rate, factor = value_of("learning_rate"), None
+    if one.learning_rate_schedule != "constant":
+        factor = optimizers.schedule(
+            one.learning_rate_schedule, one.schedule_end, one.schedule_warmup
+        )
+    over_rounds = factor if one.schedule_over == "rounds" else None
+
+    def rate_of(t: jax.Array) -> Any:
+        now = rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32)
+        return over_rounds(t - work.begin, one.rounds) * now if over_rounds else now
+
+    return rate_of, None if over_rounds else factor
 
 
 def _noting(training: local_training.Training, note: Callable[[], None]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import having
+from fedjax_pfl.config.settings import ROWS, having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.sweep import Apart
 
@@ -107,6 +107,8 @@ def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str
     for name in sorted(differing(configs)):
         group, _, _ = name.rpartition(".")
         each = values(configs, [name])[name]
+        if name in ROWS and not ROWS[name].counts(configs[0].get):
+            continue
         own = group == algorithm or name in having("sweepable")
         if own and all(isinstance(value, float) for value in each):
             if name in having("zero_apart") and 0 in each:

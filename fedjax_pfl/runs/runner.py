@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from fedjax_pfl import data
 from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
 from fedjax_pfl.engine.ledger import Ledger
@@ -73,9 +73,7 @@ def run(
     config: ConfigDict | Mapping[str, Any],
     workdir: str | Path | None = None,
     stop: Stop | None = None,
-    *,
-    dataset: data.Dataset | None = None,
-    algorithm: Callable[..., Algorithm] | None = None,
+    **brought: Unpack[custom.Brought],
 ) -> Result:
     """Train and evaluate what a configuration says; go on where the directory already has a part.
 
@@ -88,11 +86,14 @@ def run(
       algorithm: your own factory, NAME(model, task, training, federation, *, its settings) ->
         Algorithm. The configuration may call it by its name, in a phase too, and holds its
         settings under that name; it is the run's algorithm where none is given.
+      optimizer: your own for the clients, a whole one with its learning rate, such as
+        optax.adamw(1e-3); it must need gradients and parameters only.
+      server_optimizer: your own for the server, likewise, in place of going to the mean at once.
     """
     known = isinstance(config, Mapping | ConfigDict)  # anything else, run_all refuses
     if known and (config.get("seeds", 1) > 1 or config.get("sweep")):
         raise UsageError("seeds and sweep ask for several runs; run_all gives their results")
-    return run_all(config, workdir, stop, dataset=dataset, algorithm=algorithm)[""]
+    return run_all(config, workdir, stop, **brought)[""]
 
 
 def run_all(
@@ -100,26 +101,26 @@ def run_all(
     workdir: str | Path | None = None,
     stop: Stop | None = None,
     *,
-    dataset: data.Dataset | None = None,
-    algorithm: Callable[..., Algorithm] | None = None,
     tell: Callable[[str], None] = lambda line: None,
+    **brought: Unpack[custom.Brought],
 ) -> dict[str, Result]:
     """As `run`, for all the runs that `seeds` and `sweep` ask for, in one compiled program.
 
     Args:
       tell: is given a line on each phase's plan, before anything is compiled.
+      brought: your own, as for `run`.
 
     Returns:
       The results by the names of the runs, such as "learning_rate=0.1,seed=3", which are those of
       their directories in `workdir`; one without a name where there is one run.
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else config
-    words, given = custom.added(given, dataset, algorithm)
+    words, given = custom.added(given, **brought)
     settings = configuration.complete(given, words)
     multiprocess.check_settings(settings.to_dict())
     if not isinstance(config, ConfigDict):  # which holds all settings, whoever gave them
         selection.check_given(given, [settings], words)
-    selection.check_owners(dataset, [settings])
+    selection.check_owners(brought.get("dataset"), [settings])
     if settings.tensorboard:
         tensorboard.check()
     each = points.expand(settings, words)

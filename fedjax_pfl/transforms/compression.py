@@ -7,6 +7,7 @@ What is compressed is the change of each array against the one that came down un
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ from fedjax_pfl.core.algorithm import (
     Visit,
 )
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.transforms.wrapping import Transform, keeping
+from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.transforms.wrapping import Around, Selectable, Transform, keeping
 
 _ROUNDING = 1 << 30  # apart from the small numbers that training splits its key by
 _SCALE_BITS = _INDEX_BITS = _FLOAT_BITS = 32
@@ -118,6 +120,30 @@ def compression(
         return trees.repeat(zeros, federation.clients)
 
     return partial(keeping, record=Client, first=first, wrap=wrap)
+
+
+def _asked_for(value_of: Callable[[str], Any], around: Around) -> Transform | None:
+    bits, top_k = value_of("upload_bits"), value_of("upload_top_k")
+    if bits is None and top_k is None:
+        return None
+    return compression(around.federation, around.data, bits=bits, top_k=top_k)
+
+
+COMPRESSION = Selectable(
+    "Uploads and the server",
+    {
+        "upload_bits": Setting(
+            int, "of each number that is uploaded, 2 to 16; unset: all 32", low=2, high=16
+        ),
+        "upload_top_k": Setting(
+            float,
+            "share of an upload's numbers that is sent, the largest changes; unset: all",
+            above=0,
+            high=1,
+        ),
+    },
+    _asked_for,
+)
 
 
 def _exact(leaf: Any) -> bool:

@@ -6,7 +6,7 @@ mixes what all have alike. They do not travel and are not billed. What a method 
 the client, such as FedFomo's last start, gets the client's own layers too.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +28,8 @@ from fedjax_pfl.core.algorithm import (
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import has_groups
-from fedjax_pfl.transforms.wrapping import Transform, keeping
+from fedjax_pfl.core.setting import Setting
+from fedjax_pfl.transforms.wrapping import Around, Selectable, Transform, keeping
 
 
 class Client(NamedTuple):
@@ -109,6 +110,26 @@ def private_layers(
         return keeping(algorithm, Client, first, wrap)
 
     return transform
+
+
+def _asked_for(value_of: Callable[[str], Any], around: Around) -> Transform | None:
+    if not value_of("keep_head"):
+        return None
+    return private_layers(around.model, around.federation, around.data, {around.model.head})
+
+
+KEEP_HEAD = Selectable(
+    "What is trained",
+    {
+        "keep_head": Setting(
+            False,
+            "the last layer stays with each client, whatever the method",
+            per_phase=True,
+            tunable=True,
+        )
+    },
+    _asked_for,
+)
 
 
 def _shares(algorithm: Algorithm, own: PyTree, data: FederatedData) -> bool:

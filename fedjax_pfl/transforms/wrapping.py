@@ -1,21 +1,61 @@
 """What transforms have in common: an algorithm in, an algorithm out, and something more to keep."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
-from fedjax_pfl.core.groups import alone, grouped, has_groups, members
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
+from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.core.groups import alone, enter, grouped, has_groups, leave, members
+from fedjax_pfl.core.setting import Setting
 
 Transform = Callable[[Algorithm], Algorithm]
 
 
+class Around(NamedTuple):
+    """What there is around a phase's algorithm, for transforms that settings ask for."""
+
+    model: Any  # of the first group of architectures
+    federation: Federation
+    data: FederatedData  # of which only the shapes matter
+    words: Mapping[str, Mapping[str, Any]]  # what names mean, by the setting that has such a name
+
+
+class Selectable(NamedTuple):
+    """A transform that settings can ask for."""
+
+    title: str  # of the settings among which its own are listed
+    settings: Mapping[str, Setting]
+    make: Callable[[Callable[[str], Any], Around], Transform | None]  # None: they do not ask
+
+
 def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
-    """The algorithm with the transforms around it, the first one innermost."""
+    """The algorithm with the transforms around it, the first one innermost.
+
+    What transforms of an earlier phase have kept beside the method's state is not for the method:
+    each transform takes its own off, and here the rest goes. Their records begin with `method`.
+    """
+    inner = algorithm
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        if start is None:
+            return inner.init(key)
+        clients = tuple(map(_bare, enter(inner, start).clients))
+        bare = State(_bare(start.server), start.rows, clients)
+        return inner.init(key, leave(inner, bare))
+
+    algorithm = inner._replace(init=init)
     for transform in transforms:
         algorithm = transform(algorithm)
     return algorithm
+
+
+def _bare(part: PyTree) -> PyTree:
+    """A part of a method's state, without the records of transforms around it."""
+    while getattr(part, "_fields", ("",))[0] == "method":
+        part = part.method
+    return part
 
 
 def keeping(

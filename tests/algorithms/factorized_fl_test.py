@@ -26,7 +26,7 @@ EVERYONE = jnp.ones(N, bool)
 
 
 def make(task: Any = cases.TASK, training: Any = None, federation: Any = None, **own: Any) -> Any:
-    training = training or cases.training(keep_momentum=False)
+    training = training or cases.training(keep_optimizer=False)
     federation = federation or tiny.federated()[1]
     published = {"start": "factors", "compare": "v", "penalty": own.get("sparsity", 5e-4)}
     own = published | own
@@ -259,7 +259,7 @@ def test_bad_settings_are_one_line():
 
 
 def test_a_later_phase_takes_factors_and_begins_its_momentum_anew():
-    kept = make(training=cases.training(keep_momentum=True))
+    kept = make(training=cases.training(keep_optimizer=True))
     state, _ = after_rounds(kept, 1)
     for made in (kept, make()):
         begun = made.init(KEY, state)

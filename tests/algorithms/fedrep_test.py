@@ -72,7 +72,7 @@ def test_two_rounds_by_hand():
         "weight_decay": DECAY,
         "batch_size": 16,
         "epochs": 2,
-        "keep_momentum": True,
+        "keep_optimizer": True,
     }
     made = make(local_training.sgd(**settings), head_epochs=3)
     data, state = tiny.federated()[0], made.init(KEY)

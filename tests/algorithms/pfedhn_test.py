@@ -24,7 +24,7 @@ T = jnp.int32(0)
 
 
 def make(name: str = "pfedhn", known: bool = True, **own: Any) -> Any:
-    training, federation = cases.training(keep_momentum=False), tiny.federated()[1]
+    training, federation = cases.training(keep_optimizer=False), tiny.federated()[1]
     if known:
         federation = federation._replace(class_counts=np.eye(6, 3, dtype=int))
     return getattr(algorithms, name)(

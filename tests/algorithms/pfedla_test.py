@@ -27,7 +27,7 @@ N = tiny.CLIENTS
 
 
 def make(name: str = "pfedla", changes: dict[str, Any] | None = None, **own: Any) -> Algorithm:
-    training = cases.training(**(changes or {"keep_momentum": False}))
+    training = cases.training(**(changes or {"keep_optimizer": False}))
     factory = getattr(algorithms, name)
     return factory(tiny.Net(), cases.TASK, training, tiny.federated()[1], **own)
 

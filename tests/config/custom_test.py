@@ -61,7 +61,7 @@ def test_the_configuration_names_both_and_holds_their_settings(tmp_path):
 
 def test_the_library_is_as_it_was():
     before = configuration.default().to_dict()
-    words, _ = custom.added({}, examples(), mine_too)
+    words, _ = custom.added({}, dataset=examples(), algorithm=mine_too)
     assert set(words.dataset) - set(configuration.DATASETS) == {"mine"}
     assert configuration.default().to_dict() == before
     assert "mine_too" not in configuration.ALGORITHMS
@@ -74,7 +74,9 @@ def mine_too(model, task, training, federation):
 def test_a_method_of_ones_own_in_a_phase_and_beside_ours():
     phases = ({"rounds": 2}, {"algorithm": "mine", "mine": {"share": 0.1}, "rounds": 3})
     words, given = custom.added(
-        {**SETTINGS, "algorithm": "fedavg", "phases": phases}, examples("examples"), mine
+        {**SETTINGS, "algorithm": "fedavg", "phases": phases},
+        dataset=examples("examples"),
+        algorithm=mine,
     )
     built = build(configuration.complete(given, words), words=words)
     assert [phase.config.algorithm for phase in built.phases] == ["fedavg", "mine"]
@@ -101,7 +103,7 @@ def versions():
 
 def test_a_directory_of_another_version_of_a_method_is_refused():
     def resolved(factory):
-        words, given = custom.added({**SETTINGS}, examples("examples"), factory)
+        words, given = custom.added({**SETTINGS}, dataset=examples("examples"), algorithm=factory)
         config = configuration.complete(given, words)
         return configuration.resolved(config, words), words, config
 
@@ -201,7 +203,7 @@ def test_a_factory_that_takes_any_setting():
     def loose(model, task, training, federation, **more):
         return mine(model, task, training, federation, **more)
 
-    words, _ = custom.added({}, None, loose)
+    words, _ = custom.added({}, algorithm=loose)
     assert list(configuration.settings(words.algorithm["loose"])) == ["digest"]
 
 

@@ -49,7 +49,7 @@ def test_unknown_words_get_the_nearest_one(changes, words):
         ({"learning_rate": "fast"}, ["learning_rate is 'fast'", "float"]),
         ({"learning_rate": True}, ["learning_rate is True", "float"]),
         ({"momentum": None}, ["momentum is None", "float"]),
-        ({"keep_momentum": "yes"}, ["keep_momentum is 'yes'", "bool"]),
+        ({"keep_optimizer": "yes"}, ["keep_optimizer is 'yes'", "bool"]),
         ({"algorithm": None}, ["algorithm"]),
         ({"clients_per_round": 1.5}, ["clients_per_round is 1.5", "int"]),
         ({"synthetic": 3}, ["synthetic is a group of settings", "{'synthetic': {NAME: VALUE}}"]),
@@ -103,6 +103,12 @@ def test_values_of_the_wrong_type(changes, words):
         ({"upload_bits": 1}, ["upload_bits is 1", "at least 2"]),
         ({"upload_bits": 17}, ["upload_bits is 17", "at most 16"]),
         ({"upload_top_k": 1.5}, ["upload_top_k is 1.5", "at most 1"]),
+        ({"optimizer": "adamm"}, ["no optimizer 'adamm'", "did you mean adam?"]),
+        ({"server_optimizer": "adamm"}, ["no server_optimizer 'adamm'", "did you mean adam?"]),
+        ({"server_momentum": 1.0}, ["server_momentum is 1.0", "below 1"]),
+        ({"b1": 1.0}, ["b1 is 1.0", "below 1"]),
+        ({"learning_rate_schedule": "cosine"}, ["'cosine'", "did you mean cosine_decay?"]),
+        ({"schedule_end": 1.5}, ["schedule_end is 1.5", "at most 1"]),
         ({"fraction": 1.5}, ["fraction is 1.5", "at most 1"]),
         ({"fraction": 0.0}, ["fraction is 0.0", "above 0"]),
         ({"test_fraction": 0.6, "validation_fraction": 0.4}, ["nothing to train on"]),
@@ -146,6 +152,15 @@ def test_values_that_cannot_be(changes, words):
             ["phase", "global model of the same network"],
         ),
         ({"phases": [{"algorithm": "local"}, {}]}, ["phase", "global model"]),
+        ({"upload_noise": 0.5}, ["upload_noise is 0.5 times upload_clip_norm, which is unset"]),
+        (
+            {"learning_rate_schedule": "exponential_decay", "schedule_end": 0.0},
+            ["schedule_end is 0", "never comes"],
+        ),
+        (
+            {"algorithm": "local", "server_optimizer": "adam"},
+            ["server_optimizer is for methods", "leave it off"],
+        ),
     ],
 )
 def test_what_only_building_shows(changes, words):

@@ -37,6 +37,19 @@ def checked(given):
             {"groups": [{"model": "mlp"}, {"mlp": {"hidden": (3,)}}]},
             "groups[1].mlp.hidden counts with model=mlp only, and model is small",
         ),
+        (
+            {"optimizer": "adam", "weight_decay": 0.1},
+            "weight_decay counts with optimizer=sgd or adamw only, and optimizer is adam; change "
+            "optimizer, or leave weight_decay out",
+        ),
+        ({"b1": 0.5}, "b1 counts with optimizer=adam or adamw only, and optimizer is sgd"),
+        (
+            {"optimizer": "adamw", "phases": [{}, {"momentum": 0.5}]},
+            "phases[1].momentum counts with optimizer=sgd or rmsprop only, and optimizer is adamw",
+        ),
+        ({"schedule_end": 0.5}, "counts with learning_rate_schedule=linear or cosine_decay or"),
+        ({"server_b2": 0.5}, "counts with server_optimizer=adam or yogi only, and"),
+        ({"server_learning_rate": 0.5}, "and server_optimizer is mean; change server_optimizer"),
     ],
 )
 def test_what_cannot_count_is_refused(given, line):
@@ -56,6 +69,9 @@ def test_what_cannot_count_is_refused(given, line):
         {"phases": [{"rounds": 2}, {"algorithm": "fedprox", "fedprox": {"mu": 0.7}}]},
         {"groups": [{}, {"model": "mlp", "mlp": {"hidden": (3,)}}]},
         {"mlp": {"hidden": (3,)}, "groups": [{}, {"model": "mlp"}]},
+        {"optimizer": "adamw", "weight_decay": 0.1, "b1": 0.5},
+        {"weight_decay": 0.1, "b1": 0.5, "phases": [{}, {"optimizer": "adam"}]},
+        {"server_optimizer": "yogi", "server_b2": 0.5},
     ],
 )
 def test_what_some_part_reads_passes(given):

@@ -85,7 +85,7 @@ def test_three_steps_by_hand():
 
 @pytest.mark.parametrize(("keep", "wanted"), [(True, KEPT), (False, MADE_ANEW)])
 def test_momentum_between_rounds(keep: bool, wanted: list[float]):
-    got = trace(3, 1, keep_momentum=keep, **SETTINGS)
+    got = trace(3, 1, keep_optimizer=keep, **SETTINGS)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-7)
 
 
@@ -120,7 +120,7 @@ def start(size: int) -> Any:
 
 @cache
 def visitor(mapped: bool, **settings: Any) -> Any:
-    training = local_training.sgd(learning_rate=1.0, momentum=0.5, keep_momentum=True, **settings)
+    training = local_training.sgd(learning_rate=1.0, momentum=0.5, keep_optimizer=True, **settings)
 
     def visit(data: FederatedData, i: jax.Array) -> Any:
         params, rest = start(training.batch_size)

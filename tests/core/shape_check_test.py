@@ -12,7 +12,7 @@ from fedjax_pfl.core.shape_check import check_shapes
 from tests import cases, tiny
 
 DATA, FEDERATION = tiny.federated()
-TRAINING = cases.training(keep_momentum=True)
+TRAINING = cases.training(keep_optimizer=True)
 BASE = algorithms.fedavg(tiny.Net(), cases.TASK, TRAINING, FEDERATION)
 
 

@@ -23,7 +23,7 @@ GROUPS = np.array([0, 1, 0, 1, 0, 1])
 
 
 def narrow_and_wide(federation: Federation, name: str = "fedavg") -> tuple[Algorithm, ...]:
-    training = local_training.sgd(momentum=0.9, epochs=1, keep_momentum=True)
+    training = local_training.sgd(momentum=0.9, epochs=1, keep_optimizer=True)
     factory = getattr(algorithms, name)
     return tuple(
         factory(MLP(tiny.CLASSES, (width,)), classification(), training, federation)

@@ -42,7 +42,7 @@ def test_methods_have_the_testbeds_settings():
             assert (made.algorithm, made.phases, made.rounds) == (name, (), 200)
             assert made.learning_rate == fedmn.RATES[name][column]
             assert (made.batch_size, made.local_epochs) == (128, 1)
-            assert (made.momentum, made.weight_decay, made.keep_momentum) == (0.9, 5e-4, True)
+            assert (made.momentum, made.weight_decay, made.keep_optimizer) == (0.9, 5e-4, True)
             assert made.learning_rate_drops == (0.5, 0.75)
     assert fedmn.get_config("cifar10-fedprox").fedprox.mu == 1.0
     assert fedmn.get_config("femnist-pfedme").pfedme.penalty == 10.0

@@ -34,7 +34,7 @@ BASE = {
     "batch_size": 8,
     "learning_rate": 0.1,
     "momentum": 0.9,
-    "keep_momentum": True,
+    "keep_optimizer": True,
     "dropout": 0.4,
     "devices": 2,
 }

@@ -86,7 +86,7 @@ def test_a_schedule_of_ones_own_is_seen_where_it_is_read(tmp_path):
 
 @pytest.mark.parametrize(("method", "fixed"), [("fedmn", True), ("fedavg", False)])
 def test_which_methods_have_a_schedule(method, fixed):
-    given = {**BASE, "algorithm": method, "momentum": 0.0, "keep_momentum": False}
+    given = {**BASE, "algorithm": method, "momentum": 0.0, "keep_optimizer": False}
     small = {"layout": (2, 2), "width": 4, "hidden": 4, "x_size": 3, "y_size": 2}
     made = build.build(configuration.complete({**given, "fedmn": small}))
     assert bool(build.fixed_length(made)) is fixed

@@ -215,7 +215,7 @@ def test_the_learning_rate_drops_at_its_rounds():
     changes = {
         "local_epochs": None,
         "local_steps": 1,
-        "keep_momentum": False,
+        "keep_optimizer": False,
         "phases": ({"rounds": 2}, {"rounds": 4, "learning_rate_drops": (0.5, 0.75)}),
     }
     phase, data = (made := _built_for(changes)).phases[1], made.data

@@ -363,7 +363,7 @@ def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys
     rows = list(csv.DictReader((tmp_path / "tune.csv").read_text().splitlines()))
     means = {(row["method"], row["chosen"]): row["validation_mean"] for row in rows}
     assert means["slowed", "1"] == means["fedavg", "1"] > means["slowed", "0"]
-    words, given = added(found["slowed"], None, slowed)
+    words, given = added(found["slowed"], algorithm=slowed)
     configuration.specify(configuration.complete(given, words), words)
     # A second time, all runs are known.
     monkeypatch.setattr(runner, "run_points", forbidden)

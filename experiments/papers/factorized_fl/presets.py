@@ -66,7 +66,7 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     small = config.dataset == "digits"
     config.update(split="shared", test_fraction=0.1, validation_fraction=0.1)
     config.update(local_epochs=5, batch_size=256, learning_rate=1e-3, momentum=0.9)
-    config.update(weight_decay=1e-6, keep_momentum=True, rounds=50, eval_every=5)
+    config.update(weight_decay=1e-6, keep_optimizer=True, rounds=50, eval_every=5)
     config.validate_after = True  # a mixed model meets its own BatchNorm's statistics only there
     config.augment = not small and config.dataset != "mnist"
     config.model = "small" if small else "resnet9"

@@ -74,7 +74,7 @@ def get_config(preset: str = "") -> ConfigDict:
         config.update(phases=(), rounds=150)
     if config.algorithm in RATES and config.dataset in TESTBED:
         column = TESTBED.index(config.dataset)
-        config.update(rounds=200, learning_rate_drops=(0.5, 0.75), keep_momentum=True)
+        config.update(rounds=200, learning_rate_drops=(0.5, 0.75), keep_optimizer=True)
         config.learning_rate = RATES[config.algorithm][column]
         config.fedprox.mu, config.pfedme.penalty = MU[column], PENALTY[column]
     return config

@@ -58,7 +58,7 @@ def figure2() -> tuple[dict[str, Any], Figure]:
                 # Both as FedMN trains, so that the network is all that differs.
                 like = _config()
                 config.update(learning_rate=like.learning_rate, learning_rate_drops=())
-                config.update(phases=(), model="mlp", keep_momentum=False, evaluate_after=False)
+                config.update(phases=(), model="mlp", keep_optimizer=False, evaluate_after=False)
                 config.mlp.hidden = () if layout else (256,) * (blocks - 1)
                 if layout:
                     config.fedmn.update(layout=layout, width=256, hidden=256)

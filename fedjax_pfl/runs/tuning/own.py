@@ -1,13 +1,11 @@
 """The command from Python, for a method or examples of your own."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from fedjax_pfl.config import configuration, custom, selection
-from fedjax_pfl.core.algorithm import Algorithm
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.runs.tuning import choice, grids, search, trials
 
 
@@ -22,8 +20,7 @@ def tune(
     budget: int | None = None,
     budget_seed: int = 0,
     together: int | None = None,
-    dataset: Dataset | None = None,
-    algorithm: Callable[..., Algorithm] | None = None,
+    **brought: Unpack[custom.Brought],
 ) -> dict[str, dict[str, Any]]:
     """What the command `tune` does, by the arguments that it has for flags.
 
@@ -31,8 +28,8 @@ def tune(
       config: settings that all methods have, as for `fedjax_pfl.run`.
       grid: values by setting, such as {"learning_rate": [0.1, 0.01], "fedavgm.beta": [0.5, 0.9]}.
       methods: to tune; none: that of the configuration.
-      dataset, algorithm: your own, as for `fedjax_pfl.run`; commands know neither, so that there is
-        no tuned.py of them.
+      brought: your own dataset, algorithm and so on, as for `fedjax_pfl.run`; commands know none
+        of them, so that there is no tuned.py.
 
     Returns:
       The settings that were chosen, by method, to be given to `fedjax_pfl.run` with another seed.
@@ -44,7 +41,7 @@ def tune(
             raise UsageError(f"{name} is {count}; it must be at least {smallest}")
     if isinstance(methods, str):
         raise UsageError(f"methods is {methods!r}; give a list of names")
-    words, given = custom.added(config, dataset, algorithm)
+    words, given = custom.added(config, **brought)
     base = configuration.complete(given, words)
     if base.sweep:
         raise UsageError("what is tried is said by the grid here; leave sweep out")
@@ -53,7 +50,7 @@ def tune(
         each[method] = base.copy_and_resolve_references()
         each[method].algorithm = method
     selection.check_given(given, list(each.values()), words)
-    selection.check_owners(dataset, each.values())
+    selection.check_owners(brought.get("dataset"), each.values())
     texts = [_text(key, values) for key, values in grid.items()]
     made = search.plan(each, texts, rounds, budget, budget_seed, words)
     seeds, out = seeds or base.seeds, Path(out)

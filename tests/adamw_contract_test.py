@@ -1,0 +1,77 @@
+"""The contract with AdamW at the clients, who keep its state, and a schedule over their steps."""
+
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fedjax_pfl.config.settings import ROWS
+from fedjax_pfl.core import local_training, optimizers, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.engine import sweep
+from fedjax_pfl.engine.rounds import plain_rounds
+from tests import cases, rules, tiny
+from tests.contract_test import STRUCTURES
+
+# What differs between methods is where they keep the optimiser's state, and how many there are.
+CHECKED = STRUCTURES if os.environ.get("CI") else ("fedavg",)
+# An eps as small as the default would show the rounding of gradients that are next to nothing.
+SETTINGS = {**{name: row.usual for name, row in ROWS.items()}, "weight_decay": 0.01, "eps": 1e-2}
+RULES = (
+    rules.shapes_are_right,
+    rules.equals_a_plain_loop,
+    rules.values_of_padding_are_not_read,
+    rules.calls_do_not_matter_and_compile_once,
+    rules.a_checkpoint_holds_all_of_the_state,
+    rules.absent_clients_are_untouched,
+    rules.nobody_answers,
+)
+
+
+def make(name: str, federation: Federation, own: Mapping[str, Any], rate: Any = 0.01) -> Algorithm:
+    training = local_training.training_by(
+        optimizers.OPTIMIZERS["adamw"](SETTINGS.__getitem__),
+        learning_rate=rate,
+        within=optimizers.schedule("linear", 0.5, 0.0),
+        clip_norm=5.0,
+        batch_size=4,
+        epochs=2,
+        keep_optimizer=True,
+    )
+    settings = {**cases.CASES[name].settings, **own}
+    return cases.FACTORIES[name](tiny.Net(), cases.TASK, training, federation, **settings)
+
+
+@cache
+def subject(name: str) -> rules.Subject:
+    def made(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
+        return make(name, federation, own)
+
+    return rules.Subject(name, cases.CASES[name], made)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("name", CHECKED)
+def test_rule(name: str, rule: Any):
+    rule(subject(name))
+
+
+def test_a_rate_that_is_swept():
+    """The second of two points is the run with its rate; the first is another."""
+    one, points = subject("fedavg"), sweep.Points(jnp.stack([rules.KEY] * 2), jnp.arange(2))
+
+    def plain(now: Mapping[str, Any]) -> Any:
+        made = make("fedavg", rules.FEDERATION, {}, now["rate"])
+        return plain_rounds(made, cases.TASK, rules.FEDERATION, **rules.HOW)
+
+    rounds = sweep.make_rounds(plain, {"rate": (0.005, 0.01)}, None, width=1)
+    states, _ = rounds.run(points, rounds.init(points), rules.DATA, jnp.int32(0), jnp.int32(1))
+    wanted, _ = one.run(1)
+    chex.assert_trees_all_close(trees.row(states, 1), wanted, **rules.CLOSE)
+    first, second = (jax.tree.leaves(trees.row(states, i).server) for i in (0, 1))
+    assert all((a != b).any() for a, b in zip(first, second, strict=True))
