@@ -1,0 +1,47 @@
+"""Runs on files that are named in the configuration."""
+
+import json
+
+import pytest
+
+from fedjax_pfl.config import configuration, selection
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs import build, run_directory
+
+
+def table(tmp_path, more=""):
+    path = tmp_path / "t.csv"
+    path.write_text(f"who,x,y\na,1,1.5\na,2,2.5\nb,3,3.5\nb,4,4.5\nc,5,5.5\nc,6,6.5\n{more}")
+    given = {"owner": "who", "label": "y"}
+    small = {"model": "mlp", "mlp": {"hidden": (2,)}, "partition": "natural", "clients": 2}
+    return {"dataset": f"csv:{path}", "csv": given, **small}
+
+
+def test_a_name_with_a_path_has_the_settings_of_its_source(tmp_path):
+    config = configuration.complete(table(tmp_path))
+    assert configuration.resolved(config)["csv"]["owner"] == "who"
+    selection.check_given(table(tmp_path), [config])
+    with pytest.raises(UsageError, match=r"csv\.owner counts with dataset=csv only"):
+        selection.check_given(table(tmp_path), [configuration.complete({})])
+    with pytest.raises(UsageError, match="there is no dataset 'cvs'; did you mean csv"):
+        configuration.specify(configuration.complete({"dataset": "cvs:t"}))
+
+
+def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_path):
+    one = build.build(configuration.complete(table(tmp_path)))
+    assert one.remarks == (f"2 of the 3 owners of csv:{tmp_path}/t.csv are clients",)
+    facts = build.described(one)
+    assert (facts["label"], facts["input"]) == ("y", ["x"])
+    run_directory.write_examples(tmp_path, facts)
+    run_directory.write_examples(tmp_path, facts)
+    assert json.loads((tmp_path / "data.json").read_text()) == facts
+    other = build.described(build.build(configuration.complete(table(tmp_path, "a,9,9.5\n"))))
+    with pytest.raises(UsageError, match="begun with other examples") as error:
+        run_directory.write_examples(tmp_path, other)
+    assert "\n" not in str(error.value)
+
+
+def test_owners_who_are_not_the_clients_are_remarked_on(tmp_path):
+    one = build.build(configuration.complete({**table(tmp_path), "partition": "iid"}))
+    assert one.remarks[0].startswith(f"csv:{tmp_path}/t.csv has 3 owners, and partition=iid deals")
+    assert build.described(build.build(configuration.complete({}))) == {}
