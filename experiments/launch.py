@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from experiments.spawn import Given, together
-from fedjax_pfl.config import configuration, listing, selection
+from fedjax_pfl.config import configuration, custom, listing, selection
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import multiprocess
 from fedjax_pfl.runs import interrupt, runner
@@ -42,7 +42,9 @@ def launch(name: str) -> None:
             settings = config.value.copy_and_resolve_references()
         replace_length(settings, sys.argv[1:])
         changes = config_flags.get_override_values(flags.FLAGS["config"])
-        selection.check_given(selection.nested(changes), [settings])
+        words, whole = custom.added(settings.to_dict())
+        complete = configuration.complete(whole, words)
+        selection.check_given(selection.nested(changes), [complete], words)
         if DATA_DIR.value is not None:
             settings.data_dir = DATA_DIR.value
         workdir = _WORKDIR.value or default_workdir(name, sys.argv[1:])

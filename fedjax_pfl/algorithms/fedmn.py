@@ -91,6 +91,7 @@ def fedmn(
       contrast: deviation over clients to which embeddings are brought; unset: as published.
       embed: what the router makes of φx and φy: their product, or both side by side, concatenated.
     """
+    routing.need_blocks(model, federation)
     _check(layout, gates, temperatures, dropout, embed, contrast)
     above("fedmn.router_rate", router_rate, 0)
     n, paths, names = federation.outputs, routing.paths(layout), blocks(layout)

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.config.settings import ROWS, having
-from fedjax_pfl.core import optimizers
+from fedjax_pfl.core import optimizers, task
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
@@ -28,6 +28,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
 PARTITIONS: dict[str, Callable[..., Any]] = data.PARTITIONS
 MODELS: dict[str, Callable[..., Any]] = dict(networks.MODELS)
 DATASETS: dict[str, Callable[..., Any]] = dict(data.SOURCES)
+TASKS: dict[str, Callable[..., Any]] = {"auto": task.suited, **task.TASKS}
 
 
 class Words(NamedTuple):
@@ -39,6 +40,7 @@ class Words(NamedTuple):
     model: Mapping[str, Callable[..., Any]] = MODELS
     optimizer: Mapping[str, Callable[..., Any]] = optimizers.OPTIMIZERS
     server_optimizer: Mapping[str, Callable[..., Any]] = SERVER_OPTIMIZERS
+    task: Mapping[str, Callable[..., Any]] = TASKS
 
 
 OURS = Words()  # what is part of the library; own.py adds what a caller brings for one run

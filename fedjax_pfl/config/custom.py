@@ -1,7 +1,8 @@
-"""What a caller brings for one run: examples that no source reads, a method that is not ours."""
+"""What a caller brings for one run: examples, a method, a network, a task that are not ours."""
 
 import functools
 import hashlib
+import importlib
 import inspect
 import types
 import typing
@@ -13,12 +14,14 @@ import optax
 
 from fedjax_pfl.config import configuration
 from fedjax_pfl.config.configuration import OURS, Words
+from fedjax_pfl.config.own_networks import name_of, own_network
 from fedjax_pfl.core import optimizers
-from fedjax_pfl.core.algorithm import Algorithm
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
 
-Factory = Callable[..., Algorithm]
+Factory = Callable[..., Any]
+_USUAL = {"algorithm": "fedavg", "task": "classification"}
+_TAKES = {"algorithm": ("model", "task", "training", "federation"), "task": ("outputs",)}
 
 
 class Brought(TypedDict, total=False):
@@ -26,6 +29,8 @@ class Brought(TypedDict, total=False):
 
     dataset: Dataset | None
     algorithm: Factory | None
+    model: Any
+    task: Factory | None
     optimizer: optax.GradientTransformation | None
     server_optimizer: optax.GradientTransformation | None
 
@@ -35,10 +40,15 @@ def added(
     *,
     dataset: Dataset | None = None,
     algorithm: Factory | None = None,
+    model: Any = None,
+    task: Factory | None = None,
     optimizer: optax.GradientTransformation | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Words, dict[str, Any]]:
-    """The library's words and these, and the configuration with their names."""
+    """The library's words and these, and the configuration with their names.
+
+    All but the examples may be named in the configuration instead, as MODULE:NAME.
+    """
     if not isinstance(given, Mapping):
         raise UsageError(
             f"settings are a mapping, such as {{'algorithm': 'fedavg'}}, not {given!r}"
@@ -54,16 +64,29 @@ def added(
                 f"{name!r} are given too; leave one of them out"
             )
         words = words._replace(dataset={**words.dataset, name: _source(dataset)})
-    if algorithm is not None:
-        if not callable(algorithm):
+    for kind, one in (("algorithm", algorithm), ("model", model), ("task", task)):
+        said = given.get(kind)
+        if isinstance(said, str) and ":" in said:
+            if one is not None:
+                raise UsageError(f"{kind} is {said!r}, and {kind}= is given too; leave one out")
+            one = _imported(kind, said)
+            given.pop(kind)
+        if one is None:
+            continue
+        if kind != "model" and not callable(one):
             raise UsageError(
-                f"algorithm= brings a function, not {algorithm!r}; ours go by their names in the "
-                "settings, as {'algorithm': 'fedavg'}"
+                f"{kind}= brings a function, not {one!r}; ours go by their names in the settings, "
+                f"as {{{kind!r}: {_USUAL[kind]!r}}}"
             )
-        name = _free("algorithm", getattr(algorithm, "__name__", ""), "another function name")
-        _check_factory(name, algorithm)
-        given.setdefault("algorithm", name)
-        words = words._replace(algorithm={**words.algorithm, name: _versioned(name, algorithm)})
+        name = _free(kind, name_of(one), "another name of the function or class")
+        content = _source_digest(one)
+        if kind == "model":
+            factory = own_network(name, one, content)
+        else:
+            _check_factory(name, one, _TAKES[kind])
+            factory = _versioned(name, one, content)
+        given.setdefault(kind, name)
+        words = words._replace(**{kind: {**getattr(words, kind), name: factory}})
     for kind, brought in (("optimizer", optimizer), ("server_optimizer", server_optimizer)):
         if brought is not None:
             name, make = _optimizer(kind, brought)
@@ -74,6 +97,16 @@ def added(
                 )
             words = words._replace(**{kind: {**getattr(words, kind), name: make}})
     return words, given
+
+
+def _imported(kind: str, said: str) -> Any:
+    """What MODULE:NAME names."""
+    module, _, name = said.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, ValueError, AttributeError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{kind} is {said!r}, MODULE:NAME, and cannot be had: {line}") from None
 
 
 def _optimizer(kind: str, brought: Any) -> tuple[str, Callable[..., Any]]:
@@ -163,17 +196,22 @@ def _source(dataset: Dataset) -> Callable[..., Dataset]:
     return source
 
 
-def _versioned(name: str, factory: Factory) -> Factory:
-    """The factory with one more setting, `digest`: in a configuration it says which code it is."""
+def _source_digest(brought: Any) -> str:
+    """A digest of the code of a function or a class, or of a module's class and its fields."""
+    one = brought if hasattr(brought, "__name__") else type(brought)
     try:
-        text = inspect.getsource(factory)
+        text = inspect.getsource(one)
     except (OSError, TypeError):  # typed in, or no function
-        code = getattr(factory, "__code__", None)
+        code = getattr(one, "__code__", None)
         text = "" if code is None else _compiled(code)
-    content = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _versioned(name: str, factory: Factory, content: str) -> Factory:
+    """The factory with one more setting, `digest`: in a configuration it says which code it is."""
 
     @functools.wraps(factory)
-    def known(*arguments: Any, digest: str = content, **settings: Any) -> Algorithm:
+    def known(*arguments: Any, digest: str = content, **settings: Any) -> Any:
         if digest != content:
             raise UsageError(
                 f"{name}.digest is {digest}, and that of the function given is {content}: its "
@@ -183,10 +221,14 @@ def _versioned(name: str, factory: Factory) -> Factory:
 
     signature = inspect.signature(factory)
     more = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
-    ordered = sorted([*signature.parameters.values(), more], key=lambda one: one.kind)
+    ordered = sorted([*signature.parameters.values(), more], key=_kind)
     known.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
     known.__annotations__ = {**typing.get_type_hints(factory), "digest": str}
     return known
+
+
+def _kind(parameter: inspect.Parameter) -> int:
+    return parameter.kind
 
 
 def _compiled(code: types.CodeType) -> str:
@@ -201,15 +243,15 @@ def _constant(value: Any) -> str:
     return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
-def _check_factory(name: str, factory: Factory) -> None:
+def _check_factory(name: str, factory: Factory, takes: tuple[str, ...]) -> None:
     """Raise UsageError where a configuration could not hold its settings."""
     parameters = inspect.signature(factory).parameters
     try:
-        inspect.signature(factory).bind(None, None, None, None)
+        inspect.signature(factory).bind(*takes)
     except TypeError:
         raise UsageError(
-            f"{name} must take (model, task, training, federation), and settings of its own by "
-            "keyword, each with a default"
+            f"{name} must take ({', '.join(takes)}), and settings of its own by keyword, each "
+            "with a default"
         ) from None
     if "digest" in parameters:
         raise UsageError(f"{name} has a setting digest, which stands for its code; rename it")

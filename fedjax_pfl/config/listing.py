@@ -1,4 +1,4 @@
-"""What there is to choose from as text: settings, methods, datasets, partitions, networks."""
+"""What there is to choose from as text: settings, methods, datasets, partitions, and so on."""
 
 import inspect
 import sys
@@ -16,6 +16,7 @@ TABLES: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "datasets": ("dataset", configuration.DATASETS),
     "partitions": ("partition", configuration.PARTITIONS),
     "models": ("model", configuration.MODELS),
+    "tasks": ("task", configuration.TASKS),
 }
 KINDS = ("settings", *TABLES)
 

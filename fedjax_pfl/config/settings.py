@@ -15,6 +15,12 @@ GENERAL: dict[str, dict[str, Setting]] = {
             "fedavg", "the method; its own settings lie under its name", per_phase=True
         ),
         "model": Setting("small", "the network, likewise", per_phase=True),
+        "task": Setting("auto", "what is learned; auto: by the type of the labels"),
+        "metrics": Setting(
+            "",
+            "scores, of which the first chooses the best round: accuracy,macro_f1; unset: the "
+            "task's own",
+        ),
         "zero_head": Setting(
             False,
             "the last layer starts at zero, so that no order of labels is preferred",

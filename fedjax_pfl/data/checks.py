@@ -26,14 +26,15 @@ def problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
     Labels [examples] are classes from 0 to `outputs` - 1; those of positions may be -1, for none.
     """
     for field, values in (("x", x), ("y", y)):
-        if values.dtype.kind == "f" and not (fine := np.isfinite(values)).all():
-            first = _first(~fine)
-            said = f"{field} has {np.sum(~fine)} values that are not finite, the first"
+        wrong = ~np.isfinite(values) if values.dtype.kind == "f" else np.zeros(0, bool)
+        if wrong.any():
+            first = _first(wrong)
+            said = f"{field} has {np.sum(wrong)} values that are not finite, the first"
             return Problem(first[0], said, _column(first), "; remove or replace them")
     if y.dtype.kind not in "iu":
         return None
     least = 0 if y.ndim == 1 else -1
-    wrong = (y < least) | (y >= outputs)
+    wrong = np.asarray((y < least) | (y >= outputs))
     if not wrong.any():
         return None
     first = _first(wrong)
@@ -62,13 +63,10 @@ def check_federated(name: str, data: FederatedData, federation: Federation) -> N
             raise UsageError(f"{name}: {field} is {values.dtype}; it must be {', '.join(known)}")
     labels = federation.outputs if data.label_map is None else data.label_map.shape[1]
     if found := problem(x, y, labels):
-        client, part = _holder(data, found.example)
-        raise UsageError(
-            f"{name}: client {_called(federation, client)}: {found.said} in one of its {part} "
-            f"examples{found.place}{found.hint}"
-        )
+        whose = holder(data, federation, found.example)
+        raise UsageError(f"{name}: {whose}: {found.said}{found.place}{found.hint}")
     if y.ndim > 1 and y.dtype.kind == "i":
-        labelled = (y >= 0).any(1)
+        labelled = np.asarray((y >= 0).any(1))
         for i in range(federation.clients):
             own = np.asarray(data.train.rows[i])[: int(data.train.size[i])]
             if not labelled[own].any():
@@ -78,8 +76,8 @@ def check_federated(name: str, data: FederatedData, federation: Federation) -> N
                 )
 
 
-def _holder(data: FederatedData, row: int) -> tuple[int, str]:
-    """A client that has an example, and what it has it for."""
+def holder(data: FederatedData, federation: Federation, row: int) -> str:
+    """One of the examples of a client, in words."""
     parts: dict[str, Split] = {
         "training": data.train, "validation": data.validation, "test": data.test
     }  # fmt: skip
@@ -87,7 +85,8 @@ def _holder(data: FederatedData, row: int) -> tuple[int, str]:
         rows, size = np.asarray(split.rows), np.asarray(split.size)
         held = (rows == row) & (np.arange(rows.shape[1]) < size[:, None])
         if held.any():
-            return int(np.argmax(held.any(1))), part
+            client = int(np.argmax(held.any(1)))
+            return f"one of the {part} examples of client {_called(federation, client)}"
     raise ValueError(f"nobody holds example {row}")  # federate leaves such out
 
 

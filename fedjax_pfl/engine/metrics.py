@@ -9,6 +9,7 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.local_training import Scores
+from fedjax_pfl.core.scores import METRICS
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.rounds import Evaluation, Log
@@ -23,7 +24,8 @@ def per_client(scores: Scores, task: Task) -> dict[str, np.ndarray]:
     """Each client's metrics and `loss`; NaN where it has no examples, or where it is not finite.
 
     A client's evaluation is finite or it is not: a loss of NaN says that the model predicts
-    nothing, whatever class an arg max then finds.
+    nothing, whatever class an arg max then finds. Of one that is, a metric is NaN alone where the
+    client's examples do not define it.
     """
     examples = np.asarray(scores.examples, np.float64)
     counted = np.where(examples > 0, examples, np.nan)
@@ -34,8 +36,11 @@ def per_client(scores: Scores, task: Task) -> dict[str, np.ndarray]:
         for metric in task.metrics
     }
     found["loss"] = np.asarray(scores.loss) / counted
-    finite = np.all([np.isfinite(values) for values in found.values()], 0)
-    return {name: np.where(finite, values, np.nan) for name, values in found.items()}
+    finite = np.isfinite(found["loss"])
+    return {
+        name: np.where(finite & np.isfinite(values), values, np.nan)
+        for name, values in found.items()
+    }
 
 
 def not_finite(scores: Scores, active: np.ndarray, task: Task) -> list[int]:
@@ -44,15 +49,19 @@ def not_finite(scores: Scores, active: np.ndarray, task: Task) -> list[int]:
     return np.flatnonzero(chosen & np.isnan(per_client(scores, task)["loss"])).tolist()
 
 
+_SPREAD = ("mean", "weighted", "std", "variance", "worst10")
+
+
 def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | None:
-    """Over the active clients that have examples: mean, weighted by examples, std, worst tenth.
+    """Over active clients that have examples: mean, weighted by examples, spread, worst tenth.
 
     Args:
       scores: sums over each client's examples, [N].
     Returns:
       None where nobody has examples. `clients` says over how many the means are; the others have
       no examples, or are counted under `not_finite`. The worst tenth is the mean over the
-      ceil(n/10) that are worst.
+      ceil(n/10) that are worst. A metric's numbers leave out clients whose examples do not define
+      it.
     """
     chosen = np.asarray(active) & (np.asarray(scores.examples) > 0)
     if not chosen.any():
@@ -62,17 +71,29 @@ def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | 
     examples = np.asarray(scores.examples, np.float64)[kept]
     found: dict[str, Any] = {}
     for metric in task.metrics:
-        values = each[metric.name][kept]
+        there = np.isfinite(each[metric.name][kept])
+        values, weights = each[metric.name][kept][there], examples[there]
         in_order = np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
-        numbers: dict[str, float | None] = dict.fromkeys(("mean", "weighted", "std", "worst10"))
+        numbers: dict[str, float | None] = dict.fromkeys(_SPREAD)
         if len(values):
             numbers["mean"] = _number(values.mean())
-            numbers["weighted"] = _number((values * examples).sum() / examples.sum())
+            numbers["weighted"] = _number((values * weights).sum() / weights.sum())
             numbers["std"] = _number(values.std())
+            numbers["variance"] = _number(values.var())
             numbers["worst10"] = _number(in_order[: math.ceil(len(values) / 10)].mean())
         found |= {f"{metric.name}_{word}": number for word, number in numbers.items()}
     found["loss"] = _number(each["loss"][kept].mean()) if kept.any() else None
     return found | {"clients": len(examples), "not_finite": int(chosen.sum()) - len(examples)}
+
+
+def own(task: Task) -> dict[str, Any]:
+    """What a report has to know of metrics that are not ours; nothing where all are."""
+    said = {
+        metric.name: {"unit": metric.unit, "higher_is_better": metric.higher_is_better}
+        for metric in task.metrics
+        if metric.name not in METRICS
+    }
+    return {"own_metrics": said} if said else {}
 
 
 def mean_std(values: Sequence[float]) -> dict[str, Any]:

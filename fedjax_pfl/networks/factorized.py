@@ -27,6 +27,7 @@ class Reparametrised(abc.ABC):
     model: Any
     input_shape: tuple[int, ...]
     input_dtype: str = dataclasses.field(default="float32", kw_only=True)
+    sizes = (2, 3, 4)  # axes of kernels that have factors; of others, the network's own stay
 
     @abc.abstractmethod
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -51,8 +52,10 @@ class Reparametrised(abc.ABC):
     @cached_property
     def factorized(self) -> tuple[str, ...]:
         """The layers that have factors, from the input to the output."""
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._plain)]
-        found = {trees.layer_name(p) for p in paths if p[-1] == jax.tree_util.DictKey("kernel")}
+        leaves = jax.tree_util.tree_leaves_with_path(self._plain)
+        kernel = jax.tree_util.DictKey("kernel")
+        found = {trees.layer_name(p) for p, leaf in leaves
+                 if p[-1] == kernel and leaf.ndim in self.sizes}  # fmt: skip
         return tuple(name for name in self.layers if name in found and name != self.head)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
@@ -129,7 +132,7 @@ class Factorized(Reparametrised):
     def _sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
         if len(shape) == 2:
             return shape[0], shape[1]
-        f, g, inputs, outputs = shape
+        f, g, inputs, outputs = _window(shape)
         return (inputs * f, outputs * g) if self.layout == "mixed" else (f * g, inputs * outputs)
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -151,9 +154,11 @@ class Factorized(Reparametrised):
     def _unfold(self, kernel: jax.Array) -> jax.Array:
         """The matrix that `kernel` folds."""
         rows, columns = self._sides(kernel.shape)
-        if kernel.ndim == 4 and self.layout == "mixed":
+        if kernel.ndim > 2:
+            kernel = kernel.reshape(_window(kernel.shape))
+        if kernel.ndim > 2 and self.layout == "mixed":
             kernel = kernel.transpose(2, 0, 3, 1)
-        if kernel.ndim == 4 and self.layout == "oihw":
+        if kernel.ndim > 2 and self.layout == "oihw":
             kernel = kernel.transpose(3, 2, 0, 1)
         return kernel.reshape(rows, columns)
 
@@ -161,14 +166,18 @@ class Factorized(Reparametrised):
         matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")
         if self.bias:
             matrix += factors["mu"]
-        if len(shape) == 2:
-            return matrix
-        f, g, inputs, outputs = shape
-        if self.layout == "mixed":
-            return matrix.reshape(inputs, f, outputs, g).transpose(1, 3, 0, 2)
-        if self.layout == "oihw":
-            return matrix.reshape(outputs, inputs, f, g).transpose(2, 3, 1, 0)
+        if len(shape) > 2:
+            f, g, inputs, outputs = _window(shape)
+            if self.layout == "mixed":
+                matrix = matrix.reshape(inputs, f, outputs, g).transpose(1, 3, 0, 2)
+            if self.layout == "oihw":
+                matrix = matrix.reshape(outputs, inputs, f, g).transpose(2, 3, 1, 0)
         return matrix.reshape(shape)
+
+
+def _window(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[F, I, O] as [F, 1, I, O]."""
+    return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,6 +225,6 @@ class Hadamard(Reparametrised):
             x, y = factors[f"x{i}"], factors[f"y{i}"]
             if len(shape) == 2:
                 return jnp.matmul(y, x.T, precision="highest")
-            return jnp.einsum("fgrs,ir,os->fgio", factors[f"t{i}"], y, x, precision="highest")
+            return jnp.einsum("...rs,ir,os->...io", factors[f"t{i}"], y, x, precision="highest")
 
         return low(1) * (low(2) + 1)

@@ -15,8 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks import init
+from fedjax_pfl.networks.own import Own
 
 PyTree = Any
 SPREAD = "router_spread"
@@ -25,6 +28,17 @@ EMBEDS = ("product", "concatenated")
 # Deviation over clients of a logit at first, where they differ clearly: π is then near 0 or 1.
 _DECIDED = 4.0
 Layout = tuple[int, ...]
+
+
+def need_blocks(model: Any, federation: Federation) -> None:
+    """UsageError where encoders cannot be copies of the network, or examples have no one label."""
+    own = isinstance(getattr(model, "model", model), Own)  # also with a head of zeros
+    if own or federation.each:
+        what = f"{model.name}, a network of your own" if own else "tokens"
+        raise UsageError(
+            f"fedmn routes examples with one label through blocks of our networks, not {what}; use "
+            "another method"
+        )
 
 
 class Router(nn.Module):
@@ -175,7 +189,7 @@ def _share(
 def _targets(batch: Batch, outputs: int) -> jax.Array:
     """[B, C]"""
     classes = jnp.issubdtype(batch.y.dtype, jnp.integer)
-    return jax.nn.one_hot(batch.y, outputs) if classes else batch.y
+    return jax.nn.one_hot(batch.y, outputs) if classes else batch.y.astype(jnp.float32)
 
 
 def paths(layout: Layout) -> int:

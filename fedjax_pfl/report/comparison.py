@@ -212,6 +212,20 @@ def _paired_clients(row: Row, stage: str) -> list[int]:
     return list(dict.fromkeys(client for _, client, _ in _scores(row, stage)))
 
 
+def better_than_alone(row: Row, rows: Sequence[Row]) -> float | None:
+    """The share of clients whom the method serves better than a run of Local on the same examples.
+
+    None where there is no such run among the rows, or the row is it.
+    """
+    for other in rows:
+        alone = other.config.get("algorithm") == "local" and not other.config.get("phases")
+        if alone and other is not row:
+            pairs = _differences(row, other, "before")
+            if not isinstance(pairs, str):
+                return better_clients(row, other, "before") / len(pairs)
+    return None
+
+
 def _differences(row: Row, first: Row, stage: str) -> np.ndarray | str:
     """Of each client, its mean over seeds; or why there are none."""
     if unfinished(row) or unfinished(first):

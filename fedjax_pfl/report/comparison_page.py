@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import Metric
+from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report import comparison, figures, text_tables
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.comparison import Paired, Row
@@ -21,12 +21,23 @@ from fedjax_pfl.report.text_tables import Table
 def tables(rows: Sequence[Row]) -> list[Table]:
     """The results, and the tests against the first row where there is another."""
     metric = metric_of(rows[0].runs[0].metrics)
+    alone = [comparison.better_than_alone(row, rows) for row in rows]
+    fair = any(share is not None for share in alone)
+    said = (
+        " Better than alone: the share of clients that a method serves better than Local does."
+        if fair
+        else ""
+    )
     results = Table(
         f"{word(metric)}{in_unit(metric)} before and after local training at the last evaluation, "
         "and of the worst tenth of the clients before it: mean ± sample standard deviation over "
-        "seeds. Megabytes are those of all clients, mean over seeds.",
-        ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"],
-        [[_label(row), *_results(row, metric)] for row in rows],
+        f"seeds. Megabytes are those of all clients, mean over seeds.{said}",
+        ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"]
+        + ["better than alone"] * fair,
+        [
+            [_label(row), *_results(row, metric), *[_share(one)] * fair]
+            for row, one in zip(rows, alone, strict=True)
+        ],
     )
     vital = _vital(rows)
     if len(rows) < 2:
@@ -110,6 +121,10 @@ def _spread(value: Mapping[str, Any] | None, metric: Metric) -> str:
     return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
 
 
+def _share(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
 def _megabytes(value: float) -> str:
     if math.isnan(value):
         return "–"
@@ -160,6 +175,7 @@ def as_csv(rows: Sequence[Row]) -> str:
         for stage in ("before", "after", "worst10"):
             value = getattr(found, stage) or {}
             line |= {f"{metric.name}_{stage}_{key}": value.get(key) for key in ("mean", "std")}
+        line |= {"better_than_alone": comparison.better_than_alone(row, rows)}
         line |= {"megabytes_down": found.megabytes_down, "megabytes_up": found.megabytes_up}
         line |= {"rounds": found.rounds[0], "most_rounds": found.rounds[1], "seeds": len(row.runs)}
         tests = {s: comparison.paired(row, rows[0], s) for s in figures.STAGES}

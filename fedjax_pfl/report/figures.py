@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from fedjax_pfl.core.task import Metric
+from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report.numbers import human_bytes, metric_of, number, show_score, spoken, word
 from fedjax_pfl.report.run_reader import Record
 

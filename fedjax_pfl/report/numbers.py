@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedjax_pfl.core.task import ACCURACY, METRICS, Metric
+from fedjax_pfl.core.scores import ACCURACY, METRICS, Metric
 from fedjax_pfl.report.run_reader import Record
 
 
@@ -35,9 +35,14 @@ def metrics_of(metrics: Sequence[Record]) -> list[Metric]:
     """All metrics of a run, from the keys that end in `_mean`."""
     scores: Record = next(filter(None, (line.get("before") for line in reversed(metrics))), {})
     names = [key.removesuffix("_mean") for key in scores if key.endswith("_mean")]
-    return [METRICS.get(name) or ACCURACY._replace(name=name, unit="") for name in names] or [
-        ACCURACY
-    ]
+    own: Record = next(filter(None, (line.get("own_metrics") for line in metrics)), {})
+    return [METRICS.get(name) or _own(name, own.get(name, {})) for name in names] or [ACCURACY]
+
+
+def _own(name: str, said: Record) -> Metric:
+    """What a run says of a metric of a task that is not ours."""
+    higher, unit = bool(said.get("higher_is_better", True)), str(said.get("unit", ""))
+    return ACCURACY._replace(name=name, unit=unit, higher_is_better=higher)
 
 
 def word(metric: Metric) -> str:

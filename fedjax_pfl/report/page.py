@@ -12,7 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from fedjax_pfl.core.task import Metric
+from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.report import comparison, figures, references
 from fedjax_pfl.report.figures import Picture

@@ -172,6 +172,9 @@ def _problem(line: Any) -> str:
         elif key == "observed":
             if not isinstance(value, dict) or not all(map(_are_numbers, value.values())):
                 return "observed is no group of numbers by name"
+        elif key == "own_metrics":
+            if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
+                return "own_metrics is no group of metrics by name"
         elif key in ("dead", "remarks"):
             if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
                 return f"{key} is no list of texts"

@@ -14,7 +14,7 @@ from fedjax_pfl import data
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import Task, classification, regression
+from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suited
 from fedjax_pfl.data.augment import on_normalised
 from fedjax_pfl.engine import memory_estimate, multiprocess, sweep
 from fedjax_pfl.engine.execution_plan import Plan
@@ -78,7 +78,7 @@ def build(
         held_out=config.held_out,
         groups=len(specified[0].phases[0].groups),
     )
-    task = classification() if np.issubdtype(arrays.y.dtype, np.integer) else regression()
+    task = _task(config, words, arrays.y, federation)
     if config.augment:
         if arrays.scale is None or len(federation.input_shape) != 3:
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
@@ -117,6 +117,22 @@ def described(built: Built) -> dict[str, Any]:
     if ":" in built.phases[0].config.dataset:
         facts["digest"] = data.digest(map(np.asarray, jax.tree.leaves(built.data)))
     return facts
+
+
+def _task(config: ConfigDict, words: configuration.Words, y: Any, federation: Federation) -> Task:
+    """What is learned, with the metrics that are named; looked at by shapes if it is not ours."""
+    outputs = federation.outputs
+    name = suited(y) if config.task == "auto" else config.task
+    check_labels(name, y)
+    task = words.task[name](outputs, **config.get(name, ConfigDict()).to_dict())
+    if not isinstance(task, Task):
+        raise UsageError(f"{name} returns no Task, but {type(task).__name__}")
+    names = [one.strip() for one in config.metrics.split(",") if one.strip()]
+    task = judged_by(task, name, names)
+    if name not in configuration.TASKS:
+        seen = jax.ShapeDtypeStruct((2, *federation.each, outputs), jnp.float32)
+        check_task(name, task, seen, jax.ShapeDtypeStruct((2, *y.shape[1:]), y.dtype))
+    return task
 
 
 def _check_observed(phase: Phase, state: Any) -> None:

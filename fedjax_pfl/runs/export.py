@@ -28,6 +28,7 @@ from fedjax_pfl.engine import metrics
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard
 from fedjax_pfl.networks.modular import Modular, Routed
+from fedjax_pfl.networks.own import Own
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner
 from fedjax_pfl.runs.build import build
@@ -56,7 +57,7 @@ def restored(
 
     Args:
       data_dir: where prepared datasets are, if not where the run's configuration says.
-      brought: what was given to `run`: dataset, algorithm, optimizer, server_optimizer.
+      brought: what was given to `run`: dataset, algorithm, model and so on.
     """
     directory = Path(directory)
     if not (directory / "config.json").is_file():
@@ -106,7 +107,7 @@ def restored(
 
 
 # In messages; others go by the name of their setting.
-_CALLED = {"algorithm": "a method", "optimizer": "an optimiser"}
+_CALLED = {"algorithm": "a method", "model": "a network", "optimizer": "an optimiser"}
 
 
 def _check_brought(directory: Path, config: Any, phases: Any, brought: Any) -> None:
@@ -154,6 +155,8 @@ def write(
             "round": t,
             "seed": result.config["seed"],
             "input_shape": list(result.federation.input_shape),
+            "input_dtype": result.federation.input_dtype,
+            "each": list(result.federation.each),
             "outputs": result.federation.outputs,
             "scale": number(one.scale),
             "shift": number(one.shift),
@@ -215,10 +218,13 @@ def about(path: str | Path) -> dict[str, Any]:
     return facts
 
 
-def load(path: str | Path) -> tuple[Any, PyTree]:
+def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
     """A client's (model, variables): model.apply(variables, x) are its predictions.
 
     x is [B, ...], as `about` says; of classes, the outputs are logits.
+
+    Args:
+      model: your own network, as it was given to `run`, if it was.
     """
     facts = about(path)
     variables: dict[str, Any] = {}
@@ -229,15 +235,17 @@ def load(path: str | Path) -> tuple[Any, PyTree]:
             place = place.setdefault(word, {})
         place[last] = jnp.asarray(leaf)
     try:
-        model = _built(_tuples(facts["model"]))
-        x = jax.ShapeDtypeStruct((1, *facts["input_shape"]), jnp.float32)
-        shape = jax.eval_shape(model.apply, variables, x).shape
+        net = _built(_tuples(facts["model"]), facts, model)
+        x = jax.ShapeDtypeStruct((1, *facts["input_shape"]), facts["input_dtype"])
+        shape = jax.eval_shape(net.apply, variables, x).shape
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     except Exception as error:  # flax raises whatever a missing or wrong array raises
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path}: its network and its arrays do not fit: {line}") from None
-    if shape != (1, facts["outputs"]):
+    if shape != (1, *facts["each"], facts["outputs"]):
         raise UsageError(f"{path}: its network has outputs {shape[1:]}, not {facts['outputs']}")
-    return model, variables
+    return net, variables
 
 
 def check(folder: Path) -> None:
@@ -284,6 +292,8 @@ def _described(member: Algorithm, result: runner.Result) -> dict[str, Any]:
 
 
 def _plain(net: Any) -> dict[str, Any]:
+    if isinstance(net, Own):
+        return {"kind": "own", "name": net.name, **json.loads(json.dumps(dict(net.settings)))}
     kinds = {made: name for name, made in NETWORKS.items()}
     if type(net) not in kinds:
         raise UsageError(f"{type(net).__name__} is a network of your own, which no file can hold")
@@ -293,10 +303,25 @@ def _plain(net: Any) -> dict[str, Any]:
     return {"kind": kinds[type(net)], **json.loads(json.dumps(inner))}
 
 
-def _built(plain: dict[str, Any]) -> Any:
-    """A network from what `_plain` made of it; only those of ours."""
-
-    made = {k: _built(v) if isinstance(v, dict) else v for k, v in plain.items() if k != "kind"}
+def _built(plain: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
+    """A network from what `_plain` made of it: one of ours, or the one that is given."""
+    if plain["kind"] == "own":
+        name, settings = plain["name"], {k: plain[k] for k in plain if k not in ("kind", "name")}
+        if model is None:
+            raise UsageError(
+                f"it is of a network of your own, {name}; load(path, model={name}) takes it"
+            )
+        words, given = custom.added({}, model=model)
+        if given["model"] != name:
+            raise UsageError(f"it is of the network {name}, and {given['model']} is given")
+        net = words.model[name](outputs=facts["outputs"], **settings)
+        shape, dtype = tuple(facts["input_shape"]), facts["input_dtype"]
+        return dataclasses.replace(net, input_shape=shape, input_dtype=dtype)
+    made = {
+        key: _built(value, facts, model) if isinstance(value, dict) else value
+        for key, value in plain.items()
+        if key != "kind"
+    }
     return NETWORKS[plain["kind"]](**made)
 
 

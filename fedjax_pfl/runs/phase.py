@@ -20,9 +20,11 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.core.task import Task
+from fedjax_pfl.data.checks import holder
 from fedjax_pfl.engine import sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.rounds import Rounds, compiled, plain_rounds
+from fedjax_pfl.networks.own import Own, check, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import points
 
@@ -170,7 +172,7 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         name: settings.get(f"{one.algorithm}.{name}", setting)
         for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
     }
-    models = tuple(_model(words.model[g.model], g, federation, conv) for g in work.groups)
+    models = tuple(_model(work, g, conv) for g in work.groups)
     # To its own algorithm a group is all there is: nobody else's model is ever stored there.
     within = lambda g: federation._replace(active=federation.active & (federation.groups == g))
     if len(models) == 1:
@@ -225,21 +227,40 @@ def _noting(training: local_training.Training, note: Callable[[], None]) -> Any:
     return Noting(*training)
 
 
-def _model(factory: Any, one: ConfigDict, federation: Federation, conv: str) -> Any:
-    """The network of a phase or group, if it can be built for these examples."""
+def _model(work: Work, one: ConfigDict, conv: str) -> Any:
+    """The network of a phase or group, if it can be built for these examples and this task."""
+    factory, federation = work.words.model[one.model], work.federation
     own = one.get(one.model, ConfigDict()).to_dict()
+    told = {key: value for key, value in own.items() if key != "digest"}
     if hasattr(factory, "conv"):
         own["conv"] = conv
-    model = factory(outputs=federation.outputs, **own)
-    if one.zero_head:
-        model = ZeroHead(model)
-    shape = federation.input_shape
+    shape, dtype = federation.input_shape, federation.input_dtype
     try:
-        jax.eval_shape(lambda: model.init(jax.random.key(0), federation.examples()))
+        model = factory(outputs=federation.outputs, **own)
+        if isinstance(model, Own):
+            model = dataclasses.replace(model, input_shape=shape, input_dtype=dtype)
+        outputs = check(one.model, model, jax.eval_shape(lambda: federation.examples(2)))
+    except UsageError:
+        raise
     except Exception as error:  # flax raises whatever a layer without room raises
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{one.model} {own} does not suit examples {shape}: {line}") from error
-    return model
+        raise UsageError(f"{one.model} {told} does not suit examples {shape}: {line}") from error
+    wanted = (2, *federation.each, federation.outputs)
+    if getattr(outputs, "shape", None) != wanted:
+        of = "each position and class" if federation.each else "each class, label or target"
+        raise UsageError(
+            f"{one.model} gives {list(getattr(outputs, 'shape', []))} for 2 examples, and their "
+            f"task needs {list(wanted)}, an output for {of}"
+        )
+    if dtype == "int32" and (found := check_tokens(one.model, model, work.arrays.x)):
+        place, rows = found
+        row, column = divmod(place, int(np.prod(shape)))
+        raise UsageError(
+            f"{work.alike[0].dataset}: {holder(work.arrays, federation, row)} has the token "
+            f"{work.arrays.x.flat[place]} in column {column} of x, and {one.model} embeds those "
+            f"from 0 to {rows - 1}; give it a larger vocabulary"
+        )
+    return ZeroHead(model) if one.zero_head else model
 
 
 def at_once(count: int) -> int:

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core.task import Metric
+from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.engine import metrics
 from fedjax_pfl.engine.rounds import Evaluation
 from fedjax_pfl.report.numbers import human_bytes, number, show_score, spoken

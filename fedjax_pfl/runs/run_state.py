@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import Metric
+from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.engine import ledger, metrics, multiprocess, sweep, vital_signs
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.rounds import Evaluation
@@ -152,6 +152,7 @@ def measured(
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
+        **metrics.own(built.task),
         **_signs(built, member, shown),
     }
     rows = metrics.client_scores(scores, built.task)

@@ -86,6 +86,10 @@ def run(
       algorithm: your own factory, NAME(model, task, training, federation, *, its settings) ->
         Algorithm. The configuration may call it by its name, in a phase too, and holds its
         settings under that name; it is the run's algorithm where none is given.
+      model: your own network, likewise: a linen module or its class, an NNX module's class, or a
+        function that makes one, NAME(*, outputs, rngs, its settings), of which it takes what it
+        needs. Its BatchNorm is given the mask of a batch, its Dropout random numbers.
+      task: your own, likewise: NAME(outputs, *, its settings) -> Task.
       optimizer: your own for the clients, a whole one with its learning rate, such as
         optax.adamw(1e-3); it must need gradients and parameters only.
       server_optimizer: your own for the server, likewise, in place of going to the mean at once.

@@ -12,7 +12,8 @@ import pytest
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
-from fedjax_pfl.core.task import ACCURACY, Task
+from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.core.task import Task
 
 KEY = jax.random.key(3)
 SIZES = np.array([0, 1, 3, 5, 8, 11])

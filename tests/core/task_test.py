@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.task import METRICS, classification, regression
+from fedjax_pfl.core.scores import METRICS
+from fedjax_pfl.core.task import classification, regression
 
 LN3 = np.log(3.0)
 

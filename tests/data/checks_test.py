@@ -88,13 +88,13 @@ def plain(x, y, outputs=3):
     [
         (
             plain(spoilt(X, (9, 1), np.nan), Y.astype(np.int32)),
-            r"mine: client 2 \(Cairo\): x has 1 values that are not finite, the first in one of "
-            r"its (training|test) examples, column 1; remove or replace them",
+            r"mine: one of the (training|test) examples of client 2 \(Cairo\): x has 1 values that "
+            r"are not finite, the first, column 1; remove or replace them",
         ),
         (
             plain(X, spoilt(TOKENS, (4, 3), -7).astype(np.int32), 7),
-            r"mine: client 1 \(Bern\): 1 labels are not classes from 0 to 6, nor -1, which is "
-            r"none, the first is -7 in one of its (training|test) examples, column 3",
+            r"mine: one of the (training|test) examples of client 1 \(Bern\): 1 labels are not "
+            r"classes from 0 to 6, nor -1, which is none, the first is -7, column 3",
         ),
         (
             plain(X, spoilt(TOKENS, slice(0, 4), -1).astype(np.int32), 7),

@@ -7,7 +7,8 @@ import pytest
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.local_training import Scores
-from fedjax_pfl.core.task import ACCURACY, Task, regression
+from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.core.task import Task, regression
 from fedjax_pfl.engine import ledger, metrics
 from fedjax_pfl.engine.rounds import Evaluation, Log
 from fedjax_pfl.runs import progress, run_state

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config.configuration import OURS, Words
-from fedjax_pfl.core.task import ACCURACY, Metric
+from fedjax_pfl.core.scores import ACCURACY, Metric
 from fedjax_pfl.report import figures
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.figures import Picture

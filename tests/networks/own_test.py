@@ -1,0 +1,258 @@
+"""Networks of your own, linen and NNX: layers, masks, random numbers, and what is refused."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks import LSTM, Transformer
+from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, Hadamard
+from fedjax_pfl.networks.own import Linen, Nnx, check, check_tokens
+from fedjax_pfl.networks.tracing import layers_in_order
+
+KEY = jax.random.key(0)
+X = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
+
+
+class Plain(nn.Module):
+    """Parameters in another order than that of their names; a flag by another name."""
+
+    outputs: int = 3
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        x = nn.Dense(8, name="z")(x)
+        x = nn.BatchNorm(use_running_average=deterministic, name="middle")(x)
+        x = nn.Dropout(0.5, deterministic=deterministic)(nn.relu(x))
+        return nn.Dense(self.outputs, name="a")(x)
+
+
+class Modern(nnx.Module):
+    def __init__(self, *, rngs):
+        self.z = nnx.Linear(5, 8, rngs=rngs)
+        self.middle = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.a = nnx.List([nnx.Linear(8, 8, rngs=rngs), nnx.Linear(8, 3, rngs=rngs)])
+
+    def __call__(self, x):
+        x = self.dropout(nnx.relu(self.middle(self.z(x))))
+        return self.a[1](self.a[0](x))
+
+
+LINEN = Linen("Plain", {}, Plain(), (5,))
+NNX = Nnx("Modern", {}, lambda rngs: Modern(rngs=rngs), (5,))
+
+
+def test_layers_are_in_the_order_of_calls():
+    assert (LINEN.layers, LINEN.head) == (("z", "middle", "a"), "a")
+    assert (NNX.layers, NNX.head) == (("z", "middle", "a/0", "a/1"), "a/1")
+    for net in (LINEN, NNX):
+        variables = net.init(KEY, X[:1])
+        assert set(trees.layers(variables)) == set(net.layers)
+        assert set(variables) == {"params", "batch_stats"}
+        assert check("net", net, X[:2]).shape == (2, 3)
+    # As ours say it of themselves.
+    for net, x in ((LSTM(7, 3, (4, 5)), (2, 6)), (Transformer(7, 8, 2, 2), (2, 6))):
+        tokens = jnp.zeros(x, jnp.int32)
+        shapes = jax.eval_shape(net.init, KEY, tokens)
+        assert layers_in_order(net.apply, shapes, tokens) == net.layers
+
+
+@pytest.mark.parametrize("net", [LINEN, NNX])
+def test_batch_norm_sees_the_examples_and_no_padding(net):
+    variables = net.init(KEY, X[:1])
+
+    def step(x, mask):
+        how = {"train": True, "mask": mask, "rngs": {"dropout": KEY}, "mutable": ["batch_stats"]}
+        return net.apply(variables, x, **how)
+
+    _, wanted = step(X[:4], jnp.ones(4, bool))
+    padded = np.concatenate([X[:4], np.full((3, 5), 50, np.float32)])
+    _, got = step(padded, jnp.arange(7) < 4)
+    mean = got["batch_stats"]["middle"]["mean"]
+    assert (np.abs(mean) > 1e-4).all()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, wanted)
+    # Another sample of the population without the mask, or with none at all.
+    _, other = step(padded, jnp.ones(7, bool))
+    assert np.abs(other["batch_stats"]["middle"]["mean"] - mean).max() > 0.1
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(X, jnp.zeros(7, bool))))
+
+
+def test_outputs_of_padded_batches():
+    """Without dropout, in training: bit for bit the same model, to rounding."""
+    net = Linen("net", {}, nn.Sequential([nn.Dense(4), nn.BatchNorm(False), nn.Dense(2)]), (5,))
+    variables = net.init(KEY, X[:1])
+    assert net.layers == ("layers_0", "layers_1", "layers_2")
+
+    def outputs(x, mask):
+        how = {"train": True, "mask": mask, "rngs": {"dropout": KEY}, "mutable": ["batch_stats"]}
+        return net.apply(variables, x, **how)[0]
+
+    wanted = outputs(X[:4], jnp.ones(4, bool))
+    got = outputs(np.concatenate([X[:4], 9 * X[4:]]), jnp.arange(7) < 4)
+    np.testing.assert_allclose(got[:4], wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("net", [LINEN, NNX])
+def test_dropout_draws_by_the_key_and_in_training_only(net):
+    variables = net.init(KEY, X[:1])
+
+    def outputs(seed):
+        how = {"train": True, "mask": jnp.ones(7, bool), "mutable": ["batch_stats"]}
+        return net.apply(variables, X, rngs={"dropout": jax.random.key(seed)}, **how)[0]
+
+    np.testing.assert_array_equal(outputs(1), outputs(1))
+    assert (outputs(1) != outputs(2)).any()
+    np.testing.assert_array_equal(net.apply(variables, X), net.apply(variables, X))
+    kept = net.apply(variables, X, mutable=["batch_stats"])[1]["batch_stats"]
+    jax.tree.map(np.testing.assert_array_equal, kept, variables["batch_stats"])
+
+
+class Tokens(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Embed(7, 4)(x) + nn.Embed(20, 4)(jnp.arange(x.shape[1]))[None]
+        return nn.Dense(7)(x)
+
+
+class ModernTokens(nnx.Module):
+    def __init__(self, *, rngs):
+        self.embed = nnx.Embed(7, 4, rngs=rngs)
+        self.out = nnx.Linear(4, 7, rngs=rngs)
+
+    def __call__(self, x):
+        return self.out(self.embed(x))
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Linen("Tokens", {}, Tokens(), (5,), "int32"),
+        Nnx("ModernTokens", {}, lambda rngs: ModernTokens(rngs=rngs), (5,), "int32"),
+        LSTM(7, 3, (4,)),
+        Transformer(7, 8, 1, 2),
+    ],
+)
+def test_tokens_beyond_the_vocabulary(net):
+    x = np.arange(10, dtype=np.int32).reshape(2, 5) % 7
+    assert check_tokens("net", net, x) is None
+    x[1, 2] = 7
+    assert check_tokens("net", net, x) == (7, 7)
+    x[0, 3] = -1
+    assert check_tokens("net", net, x) == (3, 7)
+
+
+class AlwaysDrops(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(x))
+
+
+class Caches(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        self.variable("cache", "last", lambda: jnp.zeros(3))
+        return nn.Dense(3)(x)
+
+
+class Folds(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=False):
+        x = nn.BatchNorm(not train)(x.reshape(-1, 1))
+        return nn.Dense(3)(x.reshape(-1, 5))
+
+
+class WithHead(nn.Module):
+    head = "nowhere"
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(x)
+
+
+class ModernDrops(nnx.Module):
+    def __init__(self, *, rngs):
+        self.out, self.dropout = nnx.Linear(5, 3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.out(x), deterministic=False)
+
+
+class ModernCaches(nnx.Module):
+    def __init__(self, *, rngs):
+        self.out, self.last = nnx.Linear(5, 3, rngs=rngs), nnx.Cache(jnp.zeros(3))
+
+    def __call__(self, x):
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "line"),
+    [
+        (Linen("Net", {}, AlwaysDrops(), (5,)), "Net draws random numbers when it is evaluated"),
+        (Linen("Net", {}, Caches(), (5,)), "Net keeps cache beside its parameters"),
+        (Linen("Net", {}, Folds(), (5,)), r"BatchNorm of Net sees \[10, 1\], whose first axis is"),
+        (Nnx("Net", {}, lambda rngs: ModernDrops(rngs=rngs), (5,)), "Net draws random numbers"),
+        (Nnx("Net", {}, lambda rngs: ModernCaches(rngs=rngs), (5,)), "Net has last, which is a Ca"),
+    ],
+)
+def test_what_cannot_be_trained(net, line):
+    with pytest.raises(UsageError, match=line):
+        check("Net", net, X[:2])
+
+
+def test_layers_and_head_can_be_named():
+    named = type("Named", (Plain,), {"layers": ("a", "z", "middle"), "head": "z"})
+    net = Linen("Named", {}, named(), (5,))
+    assert (net.layers, net.head) == (("a", "z", "middle"), "z")
+    with pytest.raises(UsageError, match=r"Net.head is 'nowhere'; its layers are Dense_0"):
+        _ = Linen("Net", {}, WithHead(), (5,)).head
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_of_one_dimension_have_factors(layout):
+    """A window [F, I, O] is [F, 1, I, O]."""
+    module = nn.Sequential([nn.Conv(4, (3,)), lambda x: x.sum(1), nn.Dense(2)])
+    plain = Linen("conv", {}, module, (6, 3))
+    net = Factorized(plain, (6, 3), 2, layout)
+    assert net.factorized == ("layers_0",)
+    x = np.random.default_rng(1).normal(size=(2, 6, 3)).astype(np.float32)
+    variables = net.init(KEY, x)
+    wanted = plain.apply(plain.init(KEY, x), x)
+    np.testing.assert_allclose(net.apply(variables, x), wanted, atol=1e-5)
+    hadamard = Hadamard(plain, (6, 3))
+    assert hadamard.apply(hadamard.init(KEY, x), x).shape == (2, 2)
+
+
+def test_lstm_by_hand():
+    """Two steps of one layer, in NumPy."""
+    net = LSTM(outputs=4, embedding=3, hidden=(2,))
+    x = np.array([[1, 3]], np.int32)
+    params = jax.tree.map(np.asarray, net.init(KEY, x)["params"])
+    w, b = params["lstm1"]["kernel"], params["lstm1"]["bias"]
+    h, c, wanted = np.zeros(2), np.zeros(2), []
+    sigmoid = lambda z: 1 / (1 + np.exp(-z))
+    for token in x[0]:
+        z = np.concatenate([params["embed"]["embedding"][token], h]) @ w + b
+        i, f, g, o = z.reshape(4, 2)
+        c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+        h = sigmoid(o) * np.tanh(c)
+        wanted.append(h @ params["fc1"]["kernel"] + params["fc1"]["bias"])
+    np.testing.assert_allclose(net.apply({"params": params}, x)[0], wanted, atol=1e-6)
+
+
+def test_a_position_does_not_see_later_ones():
+    net = Transformer(outputs=9, width=8, blocks=2, heads=2)
+    x = np.array([[1, 2, 3, 4, 5]], np.int32)
+    variables = net.init(KEY, x)
+    one = net.apply(variables, x)
+    x[0, 3] = 8
+    other = net.apply(variables, x)
+    np.testing.assert_array_equal(one[:, :3], other[:, :3])
+    assert (np.abs(one - other)[0, 3:].max(-1) > 1e-3).all()
+    x[0, 1] = 7  # and it sees earlier ones
+    assert (np.abs(net.apply(variables, x) - other)[0, 1:].max(-1) > 1e-4).all()
