@@ -73,6 +73,7 @@ NAVIGATION = """
 Start here <self>
 idea
 your_data
+your_model
 your_method
 models
 notebooks

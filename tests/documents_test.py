@@ -49,6 +49,22 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     compile(other, "pandas", "exec")
 
 
+def test_your_network_and_task(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for code in documents.blocks("your_model.md"):
+        assert documents.lines(code) <= 22
+        names = {"__name__": "__main__"}
+        exec(code, names)
+        last = names["result"].metrics[-1]["before"]
+        # A head that is drawn is right one time in four, and under quantile half of targets lie.
+        assert last.get("accuracy_mean", last.get("covered_mean")) > 0.6
+    linen, accuracy, covered = capsys.readouterr().out.splitlines()
+    assert len(re.findall(r"\d+", linen)) == 5
+    assert abs(float(covered) - 0.8) < 0.12
+    assert list(names["result"].metrics[-1]["own_metrics"]) == ["pinball", "covered"]
+    assert float(accuracy) > 0.6
+
+
 def test_models_as_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = documents.blocks("models.md")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -18,7 +18,7 @@ import numpy as np
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, State, Trained, Visit
-from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.core.task import Task
@@ -35,18 +35,37 @@ HOW = {"cohort": 5, "calls": ROUNDS, "chunk": 3, "dropout": 0.3}
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
+class World(NamedTuple):
+    """A federation of the tiny size."""
+
+    data: FederatedData
+    federation: Federation
+    wide: FederatedData  # with nine more rows of padding for every client
+    refilled: FederatedData  # with other values in the padding
+
+
+def world(federated: Callable[..., tuple[FederatedData, Federation]]) -> World:
+    """What `federated` makes, as `tiny.federated` does."""
+    return World(*federated(), federated(extra=9)[0], federated(filler=11)[0])
+
+
+TINY = world(tiny.federated)
+DATA, FEDERATION, WIDE, _ = TINY
+
+
 @dataclass(eq=False)
 class Subject:
-    """A method on the tiny federation, and what its rules share."""
+    """A method on a tiny federation, and what its rules share."""
 
     name: str
     case: cases.Case
     make: Callable[..., Algorithm]  # (federation, its own settings={}) -> Algorithm
     task: Task = cases.TASK
+    world: World = TINY
 
     @cached_property
     def algorithm(self) -> Algorithm:
-        return self.make(FEDERATION)
+        return self.make(self.world.federation)
 
     @cached_property
     def traces(self) -> list[int]:
@@ -60,12 +79,12 @@ class Subject:
             return self.algorithm.train(payload, client, visit)
 
         counted = self.algorithm._replace(train=train)
-        return make_rounds(counted, self.task, FEDERATION, **HOW)
+        return make_rounds(counted, self.task, self.world.federation, **HOW)
 
     def run(self, n: int, t: int = 0, state: Any = None, data: Any = None) -> tuple[State, Log]:
         """State and log, as NumPy, after n more rounds."""
         state = self.rounds.init(KEY) if state is None else self.rounds.place(state)
-        data = DATA if data is None else data
+        data = self.world.data if data is None else data
         state, (log,) = self.rounds.run(KEY, state, data, jnp.int32(t), jnp.int32(n))
         return jax.device_get(state), jax.device_get(log)
 
@@ -106,7 +125,10 @@ class Subject:
 
         Of data with nine more rows of padding for every client than `run` has.
         """
-        one = [self.visit(self.begun, WIDE, jnp.int32(i), jnp.int32(BEGUN)) for i in EVERYBODY]
+        one = [
+            self.visit(self.begun, self.world.wide, jnp.int32(i), jnp.int32(BEGUN))
+            for i in EVERYBODY
+        ]
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
 
     def cohort(self, here: np.ndarray) -> Cohort:
@@ -124,8 +146,6 @@ class Subject:
         return State(server, rows, trees.put(clients, cohort.ids, self.met[2]))
 
 
-DATA, FEDERATION = tiny.federated()
-WIDE = tiny.federated(extra=9)[0]
 EVERYBODY = np.arange(tiny.CLIENTS)
 
 
@@ -143,7 +163,7 @@ def subject(name: str) -> Subject:
 
 
 def shapes_are_right(one: Subject) -> None:
-    check_shapes(one.name, one.algorithm, FEDERATION, DATA)
+    check_shapes(one.name, one.algorithm, one.world.federation, one.world.data)
 
 
 def the_interesting_branch_fires(one: Subject) -> None:
@@ -157,7 +177,7 @@ def equals_a_plain_loop(one: Subject) -> None:
 
 
 def values_of_padding_are_not_read(one: Subject) -> None:
-    refilled, _ = one.run(1, data=tiny.federated(filler=11)[0])
+    refilled, _ = one.run(1, data=one.world.refilled)
     chex.assert_trees_all_equal(one.run(1)[0], refilled)
 
 

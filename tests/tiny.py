@@ -83,3 +83,21 @@ def cohort(counts: Any, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: 
     """As the engine makes it; `ids` are out of range where a client did not arrive."""
     weights = jnp.asarray(counts, jnp.float32).at[ids].get(mode="fill", fill_value=0.0)
     return Cohort(ids, arrived, jnp.where(arrived, weights, 0.0), payloads, uploads, t)
+
+
+LENGTH, TOKENS = 6, 5
+
+
+def tokens(*, extra: int = 0, filler: int = 0) -> tuple[FederatedData, Federation]:
+    """Tokens [B, T] that go on by one, or back by one, and of each the next; some have none."""
+    data, federation = federated(extra=extra, filler=filler)
+    rng = np.random.default_rng(4)
+    n = data.x.shape[0]
+    step = rng.choice([1, -1], (n, 1))
+    x = (rng.integers(0, TOKENS, (n, 1)) + step * np.arange(LENGTH + 1)) % TOKENS
+    lengths = rng.integers(2, LENGTH + 1, (n, 1))
+    y = np.where(np.arange(LENGTH) < lengths, x[:, 1:], -1)
+    made = data._replace(x=jnp.asarray(x[:, :-1], jnp.int32), y=jnp.asarray(y, jnp.int32))
+    return made, federation._replace(
+        input_shape=(LENGTH,), outputs=TOKENS, input_dtype="int32", each=(LENGTH,)
+    )

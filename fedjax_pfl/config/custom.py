@@ -4,6 +4,7 @@ import functools
 import hashlib
 import importlib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -202,8 +203,13 @@ def _source_digest(brought: Any) -> str:
     try:
         text = inspect.getsource(one)
     except (OSError, TypeError):  # typed in, or no function
-        code = getattr(one, "__code__", None)
-        text = "" if code is None else _compiled(code)
+        parts = [one, *vars(one).values()] if inspect.isclass(one) else [one]
+        codes = [
+            getattr(inspect.unwrap(part), "__code__", None) for part in parts if callable(part)
+        ]
+        text = "".join(_compiled(code) for code in codes if code is not None)
+    if one is not brought:  # what a module was made with, but for where functions lie
+        text += re.sub(" at 0x[0-9a-f]+", "", repr(brought))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

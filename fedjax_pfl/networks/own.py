@@ -7,7 +7,6 @@ are those of its calls, unless it has `layers`, a tuple of names, or `head`, a n
 """
 
 import abc
-import contextlib
 import dataclasses
 import inspect
 from collections.abc import Mapping
@@ -20,10 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from flax.core import meta, unfreeze
+from jax.lax import conv_general_dilated as plain_convolution
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import tracing
+from fedjax_pfl.networks.lowerings.conv import lowering
 
 PyTree = Any
 _TRAIN = ("train", "training", "is_training")
@@ -39,6 +40,7 @@ class Own(abc.ABC):
     made: Any  # a linen module; or, of NNX, what makes one of random numbers
     input_shape: tuple[int, ...] = ()
     input_dtype: str = "float32"
+    conv: str = "auto"  # how its convolutions are computed, where they say nothing themselves
 
     @abc.abstractmethod
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
@@ -128,16 +130,17 @@ class Linen(Own):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
-        def with_mask(call: Any, arguments: Any, more: Any, context: Any) -> Any:
-            norm = isinstance(context.module, nn.BatchNorm) and context.method_name == "__call__"
-            if norm and more.get("mask") is None:
+        def ours(call: Any, arguments: Any, more: Any, context: Any) -> Any:
+            layer, called = context.module, context.method_name == "__call__"
+            if called and isinstance(layer, nn.BatchNorm) and train and more.get("mask") is None:
                 more = {**more, "mask": _spread(self.name, mask, arguments[0])}
+            if called and isinstance(layer, nn.Conv) and layer.conv_general_dilated is None:
+                object.__setattr__(layer, "conv_general_dilated", lowering(self.conv))
             return call(*arguments, **more)
 
         # Whatever else it asks for by name is drawn from `params`, as Flax has it.
         keys = rngs and {**rngs, "params": jax.random.fold_in(rngs["dropout"], 2)}
-        masked = mask is not None and train
-        with nn.intercept_methods(with_mask) if masked else contextlib.nullcontext():
+        with nn.intercept_methods(ours):
             return self.made.apply(variables, x, rngs=keys, mutable=mutable, **self._how(train))
 
 
@@ -212,8 +215,11 @@ class Nnx(Own):
             begun += [(path, value)] if kind is None else []
         module = nnx.merge(structure, nnx.from_flat_state(state))
         module.train() if train else module.eval()
-        if train and mask is not None:
-            _give_mask(self.name, module, mask)
+        for _, layer in nnx.iter_modules(module):
+            if isinstance(layer, nnx.Conv) and layer.conv_general_dilated is plain_convolution:
+                layer.conv_general_dilated = lowering(self.conv)
+            if isinstance(layer, nnx.BatchNorm) and train and mask is not None:
+                _give_mask(self.name, layer, mask)
         outputs = module(x, **self._how(train))
         if not train:
             after = dict(nnx.to_flat_state(nnx.state(module, nnx.RngState)))
@@ -225,19 +231,14 @@ class Nnx(Own):
         return outputs, {kind: changed[kind] for kind in mutable}
 
 
-def _give_mask(name: str, module: nnx.Module, mask: jax.Array) -> None:
-    """Let each BatchNorm of a module, which is thrown away after its call, know the mask."""
-    for _, norm in nnx.iter_modules(module):
-        if isinstance(norm, nnx.BatchNorm):
-            plain = type(norm)
+def _give_mask(name: str, norm: nnx.BatchNorm, mask: jax.Array) -> None:
+    """Let a BatchNorm, which is thrown away after the call that it is made for, know the mask."""
+    plain = type(norm)
 
-            def call(
-                self: Any, x: Any, *more: Any, mask: Any = mask, plain: Any = plain, **how: Any
-            ) -> Any:
-                return plain.__call__(self, x, *more, mask=_spread(name, mask, x), **how)
+    def call(self: Any, x: Any, *more: Any, **how: Any) -> Any:
+        return plain.__call__(self, x, *more, **{**how, "mask": _spread(name, mask, x)})
 
-            masked = type(plain.__name__, (plain,), {"__call__": call})
-            object.__setattr__(norm, "__class__", masked)
+    object.__setattr__(norm, "__class__", type(plain.__name__, (plain,), {"__call__": call}))
 
 
 def _spread(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:

@@ -238,7 +238,7 @@ def _model(work: Work, one: ConfigDict, conv: str) -> Any:
     try:
         model = factory(outputs=federation.outputs, **own)
         if isinstance(model, Own):
-            model = dataclasses.replace(model, input_shape=shape, input_dtype=dtype)
+            model = dataclasses.replace(model, input_shape=shape, input_dtype=dtype, conv=conv)
         outputs = check(one.model, model, jax.eval_shape(lambda: federation.examples(2)))
     except UsageError:
         raise

@@ -1,0 +1,114 @@
+"""The rules of the contract for networks of your own, and for tokens, in methods that differ.
+
+The networks are as Flax has them: they know of no mask, and nobody has said what their layers are.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from fedjax_pfl.core import task
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.networks import LSTM, Transformer
+from fedjax_pfl.networks.own import Linen, Nnx
+from tests import cases, rules, tiny
+
+
+class Plain(nn.Module):
+    """BatchNorm and dropout as they come; E[x²] − E[x]² of few examples would cancel."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = nn.BatchNorm(not train, momentum=0.9, use_fast_variance=False)(
+            nn.Dense(tiny.HIDDEN, use_bias=False)(x)
+        )
+        return nn.Dense(tiny.CLASSES)(nn.Dropout(0.2, deterministic=not train)(nn.relu(x)))
+
+
+class Modern(nnx.Module):
+    """Likewise."""
+
+    def __init__(self, *, rngs: nnx.Rngs):
+        self.first = nnx.Linear(tiny.FEATURES, tiny.HIDDEN, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(tiny.HIDDEN, momentum=0.9, use_fast_variance=False, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.Linear(tiny.HIDDEN, tiny.CLASSES, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(self.dropout(nnx.relu(self.norm(self.first(x)))))
+
+
+def modern(rngs: nnx.Rngs) -> Modern:
+    return Modern(rngs=rngs)
+
+
+NETWORKS = {
+    "linen": Linen("Plain", {}, Plain(), (tiny.FEATURES,)),
+    "nnx": Nnx("Modern", {}, modern, (tiny.FEATURES,)),
+    "lstm": LSTM(tiny.TOKENS, 3, (4,)),
+    "transformer": Transformer(tiny.TOKENS, 4, 1, 2, 0.1),
+}
+RULES = (
+    rules.shapes_are_right,
+    rules.equals_a_plain_loop,
+    rules.values_of_padding_are_not_read,
+    rules.calls_do_not_matter_and_compile_once,
+    rules.a_checkpoint_holds_all_of_the_state,
+    rules.absent_clients_are_untouched,
+)
+LONG = pytest.mark.slow("each of them compiles programs of its own")
+SUBJECTS = [
+    ("linen", "factorized_fl"),
+    ("nnx", "pfedhn"),
+    ("lstm", "fedper"),
+    *(
+        pytest.param(network, name, marks=LONG)
+        for network, name in (
+            ("linen", "fedavg"), ("linen", "fedper"), ("linen", "pfedla"), ("linen", "pfedhn"),
+            ("linen", "fedbn"), ("nnx", "fedavg"), ("nnx", "fedper"), ("nnx", "pfedla"),
+            ("nnx", "factorized_fl"), ("lstm", "fedavg"), ("lstm", "pfedla"),
+            ("lstm", "factorized_fl"), ("transformer", "fedavg"), ("transformer", "pfedhn"),
+        )
+    ),
+]  # fmt: skip
+
+
+@cache
+def subject(network: str, name: str) -> rules.Subject:
+    tokens = network in ("lstm", "transformer")
+
+    def make(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
+        case = cases.CASES[name]
+        training = cases.training(**{**(case.training or {}), "learning_rate": 0.03})
+        settings = {**case.settings, **own}
+        learned = task.tokens() if tokens else cases.TASK
+        return cases.FACTORIES[name](NETWORKS[network], learned, training, federation, **settings)
+
+    learned = task.tokens() if tokens else cases.TASK
+    place = rules.world(tiny.tokens) if tokens else rules.TINY
+    return rules.Subject(name, cases.CASES[name], make, learned, place)
+
+
+@pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])
+@pytest.mark.parametrize(("network", "name"), SUBJECTS)
+def test_rule(network: str, name: str, rule: str):
+    getattr(rules, rule)(subject(network, name))
+
+
+@pytest.mark.parametrize(("network", "name"), SUBJECTS)
+def test_something_is_learned(network: str, name: str):
+    """Six rounds move the loss down: the gradient goes through all of it."""
+    one = subject(network, name)
+    end = jnp.int32(rules.ROUNDS)
+    first, last = (
+        jax.device_get(one.rounds.evaluate(rules.KEY, one.rounds.place(state), one.world.data, end))
+        for state in (one.first, one.last[0])
+    )
+    before, after = (float(scores.before.loss.sum()) for scores in (first, last))
+    assert after < before
