@@ -286,6 +286,11 @@ def check(name: str, model: Any, x: Any) -> Any:
     except Exception as error:
         if "RngError" in type(error).__name__:
             raise UsageError(_draws(name)) from None
+        if "ModifyScope" in type(error).__name__:
+            raise UsageError(
+                f"{name} changes its batch_stats when it is evaluated; let its __call__ take train, "
+                "and give BatchNorm use_running_average=not train"
+            ) from None
         raise
     trained, rest = jax.eval_shape(train, variables, x, mask, key)
     if getattr(trained, "shape", None) != getattr(evaluated, "shape", None):

@@ -240,9 +240,9 @@ def _model(work: Work, one: ConfigDict, conv: str) -> Any:
         if isinstance(model, Own):
             model = dataclasses.replace(model, input_shape=shape, input_dtype=dtype, conv=conv)
         outputs = check(one.model, model, jax.eval_shape(lambda: federation.examples(2)))
-    except UsageError:
-        raise
     except Exception as error:  # flax raises whatever a layer without room raises
+        if isinstance(error, UsageError) and one.model not in configuration.MODELS:
+            raise
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{one.model} {told} does not suit examples {shape}: {line}") from error
     wanted = (2, *federation.each, federation.outputs)

@@ -32,6 +32,7 @@ KINDS = {
     "dataset": configuration.DATASETS,
     "partition": configuration.PARTITIONS,
     "model": configuration.MODELS,
+    "task": configuration.TASKS,
 }
 FACTORIES = [(kind, name) for kind, table in KINDS.items() for name in table]
 

@@ -121,7 +121,8 @@ def test_a_function_without_source_has_a_digest_too():
     for share in (1, 2):
         scope = {}
         exec(f"def typed(model, task, training, federation): return [model, {share}]", scope)
-        versioned = custom._versioned("typed", scope["typed"])
+        typed = scope["typed"]
+        versioned = custom._versioned("typed", typed, custom._content(typed))
         made.add(configuration.settings(versioned)["digest"])
     assert len(made) == 2
 

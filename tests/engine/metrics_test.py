@@ -8,7 +8,7 @@ import pytest
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.scores import ACCURACY
-from fedjax_pfl.core.task import Task, regression
+from fedjax_pfl.core.task import Task, classification, judged_by, regression
 from fedjax_pfl.engine import ledger, metrics
 from fedjax_pfl.engine.rounds import Evaluation, Log
 from fedjax_pfl.runs import progress, run_state
@@ -31,6 +31,7 @@ def test_by_client_and_by_example():
         "a_mean": 0.5,
         "a_weighted": 0.1,
         "a_std": 0.5,
+        "a_variance": 0.25,
         "a_worst10": 0.0,
         "loss": 1.25,  # (0.5 + 2) / 2, by client
         "clients": 2,
@@ -52,8 +53,8 @@ def test_inactive_clients_and_those_without_examples_are_left_out():
     """Clients 1 (inactive) and 2 (no examples) would change every number."""
     active = np.array([True, False, True, True])
     got = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, TASK)
-    wanted = {"a_mean": 0.375, "a_weighted": 2 / 6, "a_std": 0.125, "a_worst10": 0.25, "loss": 1.5,
-              "clients": 2, "not_finite": 0}  # fmt: skip
+    wanted = {"a_mean": 0.375, "a_weighted": 2 / 6, "a_std": 0.125, "a_variance": 1 / 64,
+              "a_worst10": 0.25, "loss": 1.5, "clients": 2, "not_finite": 0}  # fmt: skip
     assert got == pytest.approx(wanted)
     assert metrics.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), TASK) is None
 
@@ -69,8 +70,8 @@ def test_a_client_whose_evaluation_is_not_finite_is_counted_and_left_out():
     rows = metrics.client_scores(Evaluation(lost, lost, None), TASK)
     assert (rows[0]["before_a"], rows[0]["before_loss"], rows[1]["before_a"]) == (None, None, 1.0)
     none = metrics.summary(scores([1], [np.inf], [2]), everyone(1), TASK)
-    assert none == {**dict.fromkeys(["a_mean", "a_weighted", "a_std", "a_worst10", "loss"]),
-                    "clients": 0, "not_finite": 1}  # fmt: skip
+    names = ["a_mean", "a_weighted", "a_std", "a_variance", "a_worst10", "loss"]
+    assert none == {**dict.fromkeys(names), "clients": 0, "not_finite": 1}
 
 
 def test_where_less_is_better_the_worst_are_the_largest():
@@ -215,3 +216,22 @@ def test_a_line_for_each_rejected_upload():
     assert line.startswith("round 12: the update of client 0 was rejected")
     assert len(list(metrics.rejections(LOGS, 0, 3))) == 2
     assert list(metrics.rejections(LOGS, 0, 1)) == []
+
+
+def test_a_metric_that_a_client_does_not_define_is_left_out_alone():
+    """Client 1 has one class only: no AUROC, and an accuracy that counts."""
+    task = judged_by(classification(2), "classification", ["accuracy", "auroc"])
+    histogram = np.zeros((3, 2, 4))
+    histogram[0] = [[2, 0, 0, 0], [0, 2, 0, 0]]  # all in order: 1
+    histogram[1, 1] = 4
+    histogram[2] = [[0, 2, 0, 0], [2, 0, 0, 0]]  # none: 0
+    found = Scores({"accuracy": np.array([4, 2, 0.0]), "auroc": histogram}, np.ones(3),
+                   np.array([4, 4, 4]))  # fmt: skip
+    got = metrics.summary(found, everyone(3), task)
+    assert (got["accuracy_mean"], got["auroc_mean"], got["auroc_weighted"]) == (0.5, 0.5, 0.5)
+    assert (got["auroc_worst10"], got["clients"], got["not_finite"]) == (0, 3, 0)
+    rows = metrics.client_scores(Evaluation(found, found, None), task)
+    assert [row["before_auroc"] for row in rows] == [1, None, 0]
+    assert metrics.own(task) == {}
+    mine = task._replace(metrics=(ACCURACY._replace(name="mine", higher_is_better=False),))
+    assert metrics.own(mine) == {"own_metrics": {"mine": {"unit": "%", "higher_is_better": False}}}

@@ -14,6 +14,7 @@ from fedjax_pfl.algorithms.matching import RULES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
 from fedjax_pfl.config import configuration, listing
 from fedjax_pfl.config.settings import GENERAL, ROWS, having
+from fedjax_pfl.core import task
 from fedjax_pfl.networks.factorized import LAYOUTS
 from fedjax_pfl.networks.layer_weights import NORMALISE
 from tests.experiments.launch_test import message
@@ -23,6 +24,7 @@ EXPORTED = {
     "datasets": data.SOURCES,
     "partitions": data.PARTITIONS,
     "models": networks.MODELS,
+    "tasks": {"auto": task.suited, **task.TASKS},
 }
 
 

@@ -55,8 +55,8 @@ def test_the_files_agree_with_each_other_and_the_result(finished):
         assert set(line) == wanted
         for stage in ("before", "after", "validation"):
             assert set(line[stage]) == {
-                "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_worst10", "loss",
-                "clients", "not_finite",
+                "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_variance",
+                "accuracy_worst10", "loss", "clients", "not_finite",
             }  # fmt: skip
 
     last, traffic = lines[-1], json.loads((directory / "traffic.json").read_text())
