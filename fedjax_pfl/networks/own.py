@@ -288,7 +288,7 @@ def check(name: str, model: Any, x: Any) -> Any:
             raise UsageError(_draws(name)) from None
         if "ModifyScope" in type(error).__name__:
             raise UsageError(
-                f"{name} changes its batch_stats when it is evaluated; let its __call__ take train, "
+                f"{name} changes batch_stats when it is evaluated; let its __call__ take train, "
                 "and give BatchNorm use_running_average=not train"
             ) from None
         raise

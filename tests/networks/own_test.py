@@ -203,7 +203,7 @@ class ModernCaches(nnx.Module):
         (Linen("Net", {}, Caches(), (5,)), "Net keeps cache beside its parameters"),
         (
             Linen("Net", {}, nn.Sequential([nn.Dense(4), nn.BatchNorm(False)]), (5,)),
-            "Net changes its batch_stats when it is evaluated; let its __call__ take train",
+            "Net changes batch_stats when it is evaluated; let its __call__ take train",
         ),
         (Linen("Net", {}, Folds(), (5,)), r"BatchNorm of Net sees \[10, 1\], whose first axis is"),
         (Nnx("Net", {}, lambda rngs: ModernDrops(rngs=rngs), (5,)), "Net draws random numbers"),
