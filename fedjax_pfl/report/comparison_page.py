@@ -24,7 +24,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     alone = [comparison.better_than_alone(row, rows) for row in rows]
     fair = any(share is not None for share in alone)
     said = (
-        " Better than alone: the share of clients that a method serves better than Local does."
+        " > alone: the share of clients that a method serves better than Local does."
         if fair
         else ""
     )
@@ -33,7 +33,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         "and of the worst tenth of the clients before it: mean ± sample standard deviation over "
         f"seeds. Megabytes are those of all clients, mean over seeds.{said}",
         ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"]
-        + ["better than alone"] * fair,
+        + ["> alone"] * fair,
         [
             [_label(row), *_results(row, metric), *[_share(one)] * fair]
             for row, one in zip(rows, alone, strict=True)

@@ -18,10 +18,14 @@ pair = comparison_test.pair  # the fixture
 
 def test_text_to_the_letter(pair):
     lines = comparison_page.text(pair).splitlines()
-    assert lines[3:6] == [
-        "              before         after    worst 10 %  MB down  MB up  rounds  seeds",
-        "fedavg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2",
-        "local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2",
+    alone = "  > alone", "      0 %", "        –"
+    assert lines[4:7] == [
+        "              before         after    worst 10 %  MB down  MB up  rounds  seeds"
+        + alone[0],
+        "fedavg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2"
+        + alone[1],
+        "local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2"
+        + alone[2],
     ]
     p = wilcoxon([0.2, 0.05, 0.05]).pvalue
     assert lines[-2:] == [

@@ -319,3 +319,16 @@ def test_who_gains_and_who_loses_most_by_name(tmp_path):
         *(made(tmp_path / "plain" / a, [0.5], settings(a)) for a in ("local", "fedavg"))
     )
     assert comparison.extremes(plain[1], plain[0], "before") is None
+
+
+def test_better_than_alone(pair):
+    """Each of three clients is better by itself; a row that wins has them all."""
+    fedavg, local = pair
+    assert comparison.better_than_alone(fedavg, pair) == 0
+    assert comparison.better_than_alone(local, pair) is None
+    assert comparison.better_than_alone(fedavg, [fedavg]) is None
+    swapped = [
+        fedavg._replace(config={**fedavg.config, "algorithm": "local"}),
+        local._replace(config={**local.config, "algorithm": "fedavg"}),
+    ]
+    assert comparison.better_than_alone(swapped[1], swapped) == 1
