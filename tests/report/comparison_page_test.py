@@ -19,7 +19,7 @@ pair = comparison_test.pair  # the fixture
 def test_text_to_the_letter(pair):
     lines = comparison_page.text(pair).splitlines()
     alone = "  > alone", "      0 %", "        –"
-    assert lines[4:7] == [
+    assert lines[3:6] == [
         "              before         after    worst 10 %  MB down  MB up  rounds  seeds"
         + alone[0],
         "fedavg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2"
