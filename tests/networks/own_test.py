@@ -92,7 +92,7 @@ def test_outputs_of_padded_batches():
     """In training, without dropout."""
     net = Linen("Normed", {}, Normed(), (5,))
     variables = net.init(KEY, X[:1])
-    assert net.layers == ("Dense_0", "BatchNorm_0", "Dense_1")
+    assert net.layers == ("Dense_1", "BatchNorm_0", "Dense_0")  # by call, not by name
 
     def outputs(x, mask):
         how = {"train": True, "mask": mask, "rngs": {"dropout": KEY}, "mutable": ["batch_stats"]}
