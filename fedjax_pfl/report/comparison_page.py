@@ -24,7 +24,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     alone = [comparison.better_than_alone(row, rows) for row in rows]
     fair = any(share is not None for share in alone)
     said = (
-        " > alone: the share of clients that a method serves better than Local does."
+        " gain %: the share of clients that a method serves better than Local does."
         if fair
         else ""
     )
@@ -33,7 +33,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         "and of the worst tenth of the clients before it: mean ± sample standard deviation over "
         f"seeds. Megabytes are those of all clients, mean over seeds.{said}",
         ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"]
-        + ["> alone"] * fair,
+        + ["gain %"] * fair,
         [
             [_label(row), *_results(row, metric), *[_share(one)] * fair]
             for row, one in zip(rows, alone, strict=True)
@@ -122,7 +122,7 @@ def _spread(value: Mapping[str, Any] | None, metric: Metric) -> str:
 
 
 def _share(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.0f} %"
+    return "–" if value is None else f"{100 * value:.0f}"
 
 
 def _megabytes(value: float) -> str:

@@ -18,7 +18,7 @@ pair = comparison_test.pair  # the fixture
 
 def test_text_to_the_letter(pair):
     lines = comparison_page.text(pair).splitlines()
-    alone = "  > alone", "      0 %", "        –"
+    alone = "  gain %", "       0", "       –"
     assert lines[3:6] == [
         "              before         after    worst 10 %  MB down  MB up  rounds  seeds"
         + alone[0],
