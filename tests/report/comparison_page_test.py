@@ -67,7 +67,7 @@ def test_latex_parsed_back(pair):
     assert rows[4][1:] == tests.rows[0][1:]
     escaped = r"a\_b \& 5 \% $<$\$x\textasciicircum{}2\textasciitilde{}\{\}\textbackslash{}$>$"
     assert text.count(escaped) == 2
-    assert text.count(r"\begin{tabular}{lrrrrrrr}") == 1
+    assert text.count(r"\begin{tabular}{lrrrrrrrr}") == 1
     assert len(re.findall(r"\\(begin|end)\{tabular\}", text)) == 4
 
 
