@@ -24,9 +24,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     alone = [comparison.better_than_alone(row, rows) for row in rows]
     fair = any(share is not None for share in alone)
     said = (
-        " gain %: the share of clients that a method serves better than Local does."
-        if fair
-        else ""
+        " gain %: the share of clients that a method serves better than Local does." if fair else ""
     )
     results = Table(
         f"{word(metric)}{in_unit(metric)} before and after local training at the last evaluation, "

@@ -122,7 +122,7 @@ def test_a_function_without_source_has_a_digest_too():
         scope = {}
         exec(f"def typed(model, task, training, federation): return [model, {share}]", scope)
         typed = scope["typed"]
-        versioned = custom._versioned("typed", typed, custom._content(typed))
+        versioned = custom._versioned("typed", typed, custom._source_digest(typed))
         made.add(configuration.settings(versioned)["digest"])
     assert len(made) == 2
 

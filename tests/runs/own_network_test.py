@@ -62,7 +62,7 @@ def logistic(outputs, *, weight: float = 1.0):
 
 def written(settings, **brought):
     """Settings as a run directory has them, of a run that is not run."""
-    words, given = custom.added({**SETTINGS, **settings}, examples(), **brought)
+    words, given = custom.added({**SETTINGS, **settings}, dataset=examples(), **brought)
     config = configuration.complete(given, words)
     build(config, words=words)
     return configuration.resolved(config, words)

@@ -61,6 +61,7 @@ class _Options(NamedTuple):
     batch_group_count: int = 1
     precision: Any = None
     preferred_element_type: Any = None
+    out_sharding: Any = None
 
 
 def _convolve(
@@ -80,7 +81,7 @@ def _convolve(
     elif name == "auto" and not unsupported:
         name = _auto(rhs.shape, tuple(window_strides))
     if name in ("auto", "xla"):
-        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, *options)
+        return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **options._asdict())
     if unsupported:
         raise UsageError(f"conv = {name!r} does not do {unsupported}: use conv = 'xla' or 'auto'")
     sh, sw = window_strides
