@@ -159,7 +159,8 @@ def test_what_every_method_predicts_with_can_be_written_down(name):
         network, cases.TASK, cases.training(), federation, **case.settings
     )
     net = made.predict.__self__
-    again = export._built(export._tuples(json.loads(json.dumps(export._plain(net)))))
+    plain = json.loads(json.dumps(export._plain(net)))
+    again = export._built(export._tuples(plain), {}, None)
     assert (type(again), again) == (type(net), net)
 
 
