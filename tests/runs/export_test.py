@@ -136,6 +136,7 @@ def test_names_and_facts_of_one_file(tmp_path):
     assert facts == {
         "format": 1, "algorithm": "fedavg", "dataset": "digits", "client": 1, "round": 1,
         "seed": 0, "input_shape": [8, 8, 1], "outputs": 10, "classes": None,
+        "input_dtype": "float32", "each": [],
         "model": {"kind": "mlp", "outputs": 10, "hidden": [5]},
         "scale": np.asarray(result.data.scale).tolist(),
         "shift": np.asarray(result.data.shift).tolist(),
