@@ -22,8 +22,10 @@ def screenshot(report: Path, file: Path) -> Image.Image:
     size = ["--window-size=1100,940", f"--screenshot={file}"]
     subprocess.run(
         ["chromium", *flags, *size, report.resolve().as_uri()],
-        check=True, timeout=120, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        check=True,
+        timeout=120,
+        stderr=subprocess.DEVNULL,
+    )
     return Image.open(file).convert("RGB")
 
 

@@ -169,10 +169,18 @@ def stress() -> str:
 
 
 MARKS: dict[str, Callable[..., str]] = {
-    "docstring": docstring, "settings": settings, "presets": presets, "published": published,
-    "beside": beside, "facts": facts, "figures": figures, "listing": kind, "tables": tables,
-    "speed": speed, "stress": stress,
-}  # fmt: skip
+    "docstring": docstring,
+    "settings": settings,
+    "presets": presets,
+    "published": published,
+    "beside": beside,
+    "facts": facts,
+    "figures": figures,
+    "listing": kind,
+    "tables": tables,
+    "speed": speed,
+    "stress": stress,
+}
 
 
 if __name__ == "__main__":

@@ -235,9 +235,13 @@ def main(argv: Sequence[str]) -> None:
             everyone = {"torch": rivals.TORCH, **rivals.RIVALS}
             able = {key: how for key, how in commands.items() if name in everyone[key].items}
             items[name] = measured(
-                name, work.WORKS[name], able, repeats=given.repeats, limit=given.limit,
+                name,
+                work.WORKS[name],
+                able,
+                repeats=given.repeats,
+                limit=given.limit,
                 few=work.WORKS[FEW] if name in MANY else None,
-            )  # fmt: skip
+            )
             items[name] |= now
             for key, where in commits.items():
                 if key in items[name]["who"]:
@@ -267,9 +271,14 @@ def conditions(whole: Mapping[str, Any]) -> str:
 
 def _differences(with_what: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Notes; versions and commits where items were measured with several."""
-    each = {name: {"note": part["note"], "commit": f"commit {part['commit']}", **{
-        package: f"{package} {version}" for package, version in part["versions"].items()
-    }} for name, part in with_what.items()}  # fmt: skip
+    each = {
+        name: {
+            "note": part["note"],
+            "commit": f"commit {part['commit']}",
+            **{package: f"{package} {version}" for package, version in part["versions"].items()},
+        }
+        for name, part in with_what.items()
+    }
     said = []
     for key in dict.fromkeys(key for part in each.values() for key in part):
         groups: dict[str, list[str]] = {}

@@ -14,9 +14,20 @@ from fedjax_pfl.config.configuration import nearest
 from fedjax_pfl.core.errors import UsageError
 
 COMMANDS = (
-    "pfedla", "pfedhn", "fedmn", "factorized_fl", "baseline", "compare", "export", "list", "tune",
-    "reproduce", "studies", "scaling", "benchmark",
-)  # fmt: skip
+    "pfedla",
+    "pfedhn",
+    "fedmn",
+    "factorized_fl",
+    "baseline",
+    "compare",
+    "export",
+    "list",
+    "tune",
+    "reproduce",
+    "studies",
+    "scaling",
+    "benchmark",
+)
 
 
 def described() -> str:

@@ -99,9 +99,11 @@ def _side_by_side(workdir: Path, names: Sequence[str]) -> None:
 def _define_processes() -> None:
     """Here, because other commands compute in one process."""
     flags.DEFINE_integer(
-        "processes", 1, "Processes that compute this run; on one machine this starts them all.",
+        "processes",
+        1,
+        "Processes that compute this run; on one machine this starts them all.",
         lower_bound=1,
-    )  # fmt: skip
+    )
     flags.DEFINE_integer(
         "process", None, "Which of them this is, where each machine starts its own.", lower_bound=0
     )

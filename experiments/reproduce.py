@@ -15,7 +15,6 @@ known by its settings, whatever its name and whichever command made it.
 import fnmatch
 import hashlib
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +28,7 @@ from experiments.papers.table import plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
 from fedjax_pfl import data
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.listing import wrapped
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import html_page as report
@@ -81,8 +81,7 @@ def listing() -> str:
     for name, table in TABLES.items():
         said = f"{table.about}; columns {', '.join(table.columns)}"
         first = f"  {name}".ljust(width)
-        lines += textwrap.wrap(said, 100, initial_indent=first, subsequent_indent=" " * width,
-                               break_on_hyphens=False)  # fmt: skip
+        lines += wrapped(first + said, width)
     return "\n".join(lines)
 
 
@@ -96,9 +95,10 @@ def plans(table: Table, options: Options) -> list[Plan]:
         if quick and not options.cells and cell.column not in table.quick.columns:
             made.append(Plan(cell, like, None, LEFT_OUT))
             continue
-        config = _quick(table, cell, options) if quick else (
-            table.settings(cell.row, cell.column, own, options.rounds)
-        )  # fmt: skip
+        if quick:
+            config = _quick(table, cell, options)
+        else:
+            config = table.settings(cell.row, cell.column, own, options.rounds)
         config.data_dir = options.data_dir
         launch.change(config, options.changes)
         if remark := table.impossible(config):
@@ -113,18 +113,21 @@ def plans(table: Table, options: Options) -> list[Plan]:
 def _chosen(table: Table, options: Options) -> list[Cell]:
     """A row alone is, in quick, a row in the columns that quick runs."""
     every, patterns = cells_of(table), options.cells
-    whole = lambda cell: options.scale == "full" or cell.column in table.quick.columns
+    whole = table.columns if options.scale == "full" else table.quick.columns
     names = [
-        (cell.column, f"{cell.row}/{cell.column}", *([cell.row] if whole(cell) else []))
+        (cell.column, f"{cell.row}/{cell.column}", *([cell.row] if cell.column in whole else []))
         for cell in every
     ]
-    fits = lambda own, pattern: any(fnmatch.fnmatchcase(name, pattern) for name in own)
     for pattern in patterns:
-        if not any(fits(own, pattern) for own in names):
-            known = [word for own in names for word in own] + [cell.row for cell in every]
-            raise UsageError(f"no cell is {pattern!r}{configuration.nearest(pattern, known)}")
-    kept = [any(fits(own, pattern) for pattern in patterns) for own in names]
+        if not any(_fits(of_cell, pattern) for of_cell in names):
+            words = [word for of_cell in names for word in of_cell] + [cell.row for cell in every]
+            raise UsageError(f"no cell is {pattern!r}{configuration.nearest(pattern, words)}")
+    kept = [any(_fits(of_cell, pattern) for pattern in patterns) for of_cell in names]
     return [cell for cell, keep in zip(every, kept, strict=True) if keep or not patterns]
+
+
+def _fits(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def _quick(table: Table, cell: Cell, options: Options) -> ConfigDict:
@@ -200,8 +203,9 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
                 failed[key] = " ".join(str(error).split())
                 print(f"  {failed[key]}", file=sys.stderr)
     why = {cell: message for key, message in failed.items() for cell in cells[key]}
-    cannot = lambda one: one._replace(remark=FAILED, message=why[id(one)])
-    return [cannot(one) if id(one) in why else one for one in plan]
+    return [
+        one._replace(remark=FAILED, message=why[id(one)]) if id(one) in why else one for one in plan
+    ]
 
 
 def _label(cell: Cell) -> str:
@@ -259,7 +263,6 @@ def _unfinished(place: Place) -> str:
 def differences(plan: Sequence[Plan]) -> list[str]:
     """In which settings the runs differ from the published ones, each with all its values."""
     seen: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    word = lambda value: "unset" if value == "null" else value
     for one in plan:
         if one.config is None:
             continue
@@ -270,12 +273,16 @@ def differences(plan: Sequence[Plan]) -> list[str]:
         for key in there.keys() & here.keys() - {"data_dir", "seed", "eval_every"}:
             if there[key] != here[key]:
                 ours, theirs = seen.setdefault(key, ({}, {}))
-                ours[word(here[key])] = theirs[word(there[key])] = None
+                ours[_in_words(here[key])] = theirs[_in_words(there[key])] = None
     ordered = sorted(seen.items(), key=lambda item: ("." in item[0], item[0]))
     return [
         f"{key} {' or '.join(ours)} in place of {' or '.join(theirs)}"
         for key, (ours, theirs) in ordered
     ]
+
+
+def _in_words(value: str) -> str:
+    return "unset" if value == "null" else value
 
 
 def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator[str]:
@@ -289,8 +296,10 @@ def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator
     if not all(_same_data(table, one) for one in ran):
         yield "There is no gap where other data stand in for a column's own."
     if left := dict.fromkeys(one.cell.column for one in plan if one.remark == LEFT_OUT):
-        yield (f"Left out: {', '.join(left)}. --cells=... runs some of them, --scale=full all of "
-               "them, with the published settings.")  # fmt: skip
+        yield (
+            f"Left out: {', '.join(left)}. --cells=... runs some of them, --scale=full all of "
+            "them, with the published settings."
+        )
     without = [place.plan for place in places if place.plan.message and not place.runs]
     for message in dict.fromkeys(one.message for one in without):
         cells = [_label(one.cell) for one in without if one.message == message]
@@ -311,8 +320,8 @@ def page(options: Options, table: Table, places: Sequence[Place], form: str) -> 
     body = tables(table, places)
     if form == "markdown":
         return "\n\n".join([*head, text_tables.markdown(body), *tail])
-    wrap = lambda part: textwrap.fill(part, text_tables.WIDTH, break_on_hyphens=False)
-    return "\n\n".join([*map(wrap, head), text_tables.text(body), *map(wrap, tail)])
+    said, more = map(text_tables.filled, head), map(text_tables.filled, tail)
+    return "\n\n".join([*said, text_tables.text(body), *more])
 
 
 def write(options: Options, table: Table, places: Sequence[Place]) -> None:
@@ -367,14 +376,9 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
     chosen = flags.FLAGS
-    sys.exit(
-        reproduce(
-            Options(
-                chosen.table, chosen.scale, chosen.cells, chosen.seeds, chosen.rounds,
-                Path(chosen.out), chosen.data_dir, chosen.set, chosen.only_show, chosen.format,
-            )
-        )
-    )  # fmt: skip
+    named = set(Options._fields) - {"out", "changes"}
+    alike: dict[str, Any] = {name: chosen[name].value for name in named}
+    sys.exit(reproduce(Options(**alike, out=Path(chosen.out), changes=chosen.set)))
 
 
 if __name__ == "__main__":

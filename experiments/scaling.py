@@ -71,28 +71,36 @@ def _made(method: str, clients: int, model: str) -> tuple[Algorithm, Federation]
     norm = {"batch_norm": True} if method == "fedbn" and hasattr(factory, "batch_norm") else {}
     training = local_training.sgd(epochs=1, batch_size=_EXAMPLES)
     made = configuration.ALGORITHMS[method](
-        factory(outputs=10, **norm), task.classification(), training, federation,
+        factory(outputs=10, **norm),
+        task.classification(),
+        training,
+        federation,
         **(own.to_dict() if own else {}),
-    )  # fmt: skip
+    )
     return made, federation
 
 
+def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
 def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]:
-    """Bytes for each client of a cohort, and for each client that is evaluated, which all-gathers
-    bring from its device to the others."""
+    """Bytes that all-gathers bring from each client's device to the others.
+
+    Of a client of a cohort, and of one that is evaluated.
+    """
     made, federation = _made(method, clients, model)
     mesh = jax.make_mesh(
         (1,), ("clients",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
     )
     rounds = make_rounds(made, task.classification(), federation, cohort=4, mesh=mesh)
-    array = lambda *shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype)
-    split = Split(array(clients, _EXAMPLES), array(clients))
-    images = array(_EXAMPLES, 32, 32, 3, dtype=jnp.float32)
-    data = FederatedData(images, array(_EXAMPLES), split, split, split)
+    split = Split(_array(clients, _EXAMPLES), _array(clients))
+    images = _array(_EXAMPLES, 32, 32, 3, dtype=jnp.float32)
+    data = FederatedData(images, _array(_EXAMPLES), split, split, split)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(rounds.init, key)
-    round_ = memory_estimate.gathered(rounds.run, key, state, data, array(), array())
-    evaluation = memory_estimate.gathered(rounds.evaluate, key, state, data, array())
+    round_ = memory_estimate.gathered(rounds.run, key, state, data, _array(), _array())
+    evaluation = memory_estimate.gathered(rounds.evaluate, key, state, data, _array())
     return round_ // 4, evaluation // clients
 
 

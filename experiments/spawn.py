@@ -301,7 +301,10 @@ def _asked(end: End) -> End:
 
 def verdict(ends: Sequence[End], given: Given, address: str) -> tuple[str, int]:
     """The line that is said about their ends, and the exit status."""
-    of = lambda end: "" if end.number is None else f" {end.number} of {given.processes}"
+
+    def of(end: End) -> str:
+        return "" if end.number is None else f" {end.number} of {given.processes}"
+
     go_on = "so this run ends; the same command goes on from what is saved"
     by_number = sorted(map(_asked, ends), key=lambda end: end.number or 0)
     lead = by_number[0]

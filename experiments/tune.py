@@ -94,29 +94,49 @@ def main(argv: Sequence[str]) -> None:
     changes = config_flags.get_override_values(chosen["config"])
     each = configured(source, base, changes, methods)
     selection.check_given(selection.nested(changes), list(each.values()))
-    made = search.plan(each, chosen.grid, chosen.rounds, chosen.budget, chosen.budget_seed,
-                as_preset=not set(trials.LENGTH) & set(changes))  # fmt: skip
+    made = search.plan(
+        each,
+        chosen.grid,
+        chosen.rounds,
+        chosen.budget,
+        chosen.budget_seed,
+        as_preset=not set(trials.LENGTH) & set(changes),
+    )
     seeds = chosen.seeds or base.seeds
     sys.exit(
         search.tune(
-            made, seeds=seeds, out=Path(chosen.out), texts=chosen.grid, budget=chosen.budget,
-            together=chosen.together, only_show=chosen.only_show, form=chosen.format,
+            made,
+            seeds=seeds,
+            out=Path(chosen.out),
+            texts=chosen.grid,
+            budget=chosen.budget,
+            together=chosen.together,
+            only_show=chosen.only_show,
+            form=chosen.format,
         )
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":
     # Here, because other commands have flags of these names too.
     flags.DEFINE_list("methods", [], "Methods to tune. Default: that of the configuration.")
     flags.DEFINE_multi_string("grid", [], "KEY=VALUE,VALUE; METHOD.KEY=VALUE,VALUE")
-    flags.DEFINE_integer("budget", None, "Points of each method, drawn from its grid. Default: "
-                         "all, and as many of each.", lower_bound=1)  # fmt: skip
+    flags.DEFINE_integer(
+        "budget",
+        None,
+        "Points of each method, drawn from its grid. Default: all, and as many of each.",
+        lower_bound=1,
+    )
     flags.DEFINE_integer("budget_seed", 0, "Of the draw.", lower_bound=0)
     flags.DEFINE_integer(
         "seeds", None, "From config.seed on. Default: config.seeds.", lower_bound=1
     )
-    flags.DEFINE_integer("rounds", None, "Of the first method's runs, with all phases; the others' "
-                         "are shortened in proportion.", lower_bound=1)  # fmt: skip
+    flags.DEFINE_integer(
+        "rounds",
+        None,
+        "Of the first method's runs, with all phases; the others' are shortened in proportion.",
+        lower_bound=1,
+    )
     flags.DEFINE_integer("together", None, "Most runs in one program. Default: all.", lower_bound=1)
     flags.DEFINE_string("out", "runs/tune", "Folder of the runs, tables and tuned.py.")
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")

@@ -92,7 +92,7 @@ def _generated(own: set[str]) -> Callable[[State, State], bool]:
     """Everything moved: φ, v, their momentum, and what stays at home, which is what it should."""
 
     def fired(first: State, last: State) -> bool:
-        home = last.clients.home
+        home = last.clients.own
         return set(trees.layers(home)) == own and _moved(first, last)
 
     return fired

@@ -16,9 +16,18 @@ from typing import Any
 import child
 
 _NEEDS = (
-    "numpy", "torch", "torchvision", "hydra", "omegaconf", "ray", "pandas", "pynvml", "rich",
-    "sklearn", "matplotlib",
-)  # fmt: skip
+    "numpy",
+    "torch",
+    "torchvision",
+    "hydra",
+    "omegaconf",
+    "ray",
+    "pandas",
+    "pynvml",
+    "rich",
+    "sklearn",
+    "matplotlib",
+)
 _SERVERS = {"fedavg": "FedAvgServer", "pfedla": "pFedLAServer"}
 
 
@@ -73,10 +82,16 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     config.method, config.dataset.name, config.model.name = method, "cifar10", "benchmark"
     config.optimizer.lr = spec["rate"]
     config.common.update(
-        join_ratio=spec["cohort"] / clients, global_epoch=1, local_epoch=spec["epochs"],
-        batch_size=spec["batch"], client_side_evaluation=False, save_log=False, verbose_gap=10**9,
-        save_learning_curve_plot=False, save_metrics=False,
-    )  # fmt: skip
+        join_ratio=spec["cohort"] / clients,
+        global_epoch=1,
+        local_epoch=spec["epochs"],
+        batch_size=spec["batch"],
+        client_side_evaluation=False,
+        save_log=False,
+        verbose_gap=10**9,
+        save_learning_curve_plot=False,
+        save_metrics=False,
+    )
     for place in (config.common.test.client, config.common.test.server):
         place.update(interval=-1, train=False, val=False, test=False)
     kind = getattr(importlib.import_module(f"src.server.{method}"), _SERVERS[method])

@@ -71,12 +71,28 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], float]]:
     def steps(number: int) -> float:
         # The defaults of their command line.
         trainer.train(
-            data_name="cifar10", data_path="", classes_per_node=2, num_nodes=spec["clients"],
-            steps=number, inner_steps=spec["local_steps"], optim="sgd", lr=1e-2, inner_lr=5e-3,
-            embed_lr=None, wd=1e-3, inner_wd=5e-5, embed_dim=-1, hyper_hid=100, n_hidden=3,
-            n_kernels=16, bs=spec["batch"], device=device, eval_every=10**9,
-            save_path=Path("results"), seed=0,
-        )  # fmt: skip
+            data_name="cifar10",
+            data_path="",
+            classes_per_node=2,
+            num_nodes=spec["clients"],
+            steps=number,
+            inner_steps=spec["local_steps"],
+            optim="sgd",
+            lr=1e-2,
+            inner_lr=5e-3,
+            embed_lr=None,
+            wd=1e-3,
+            inner_wd=5e-5,
+            embed_dim=-1,
+            hyper_hid=100,
+            n_hidden=3,
+            n_kernels=16,
+            bs=spec["batch"],
+            device=device,
+            eval_every=10**9,
+            save_path=Path("results"),
+            seed=0,
+        )
         return span[1] - span[0]
 
     few = min(2, spec["rounds"])  # to be warm; the other steps are the same

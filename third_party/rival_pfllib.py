@@ -15,10 +15,21 @@ from typing import Any
 import child
 
 _OFF = dict.fromkeys(
-    ("random_join_ratio", "few_shot", "time_select", "auto_break", "dlg_eval",
-     "learning_rate_decay", "train_slow_rate", "send_slow_rate", "client_drop_rate",
-     "num_new_clients", "fine_tuning_epoch_new"), 0
-)  # fmt: skip
+    (
+        "random_join_ratio",
+        "few_shot",
+        "time_select",
+        "auto_break",
+        "dlg_eval",
+        "learning_rate_decay",
+        "train_slow_rate",
+        "send_slow_rate",
+        "client_drop_rate",
+        "num_new_clients",
+        "fine_tuning_epoch_new",
+    ),
+    0,
+)
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
@@ -46,16 +57,29 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     random.seed(0)
     server = FedAvg(
         Namespace(
-            **_OFF, dataset="Cifar10", num_classes=10, global_rounds=1, algorithm="FedAvg",
-            device="cuda" if torch.cuda.is_available() else "cpu", local_epochs=spec["epochs"],
-            batch_size=spec["batch"], local_learning_rate=spec["rate"], goal="", eval_gap=1,
+            **_OFF,
+            dataset="Cifar10",
+            num_classes=10,
+            global_rounds=1,
+            algorithm="FedAvg",
+            device="cuda" if torch.cuda.is_available() else "cpu",
+            local_epochs=spec["epochs"],
+            batch_size=spec["batch"],
+            local_learning_rate=spec["rate"],
+            goal="",
+            eval_gap=1,
             model=NETWORKS[spec["network"]]().to("cuda" if torch.cuda.is_available() else "cpu"),
-            num_clients=spec["clients"], join_ratio=spec["cohort"] / spec["clients"], top_cnt=1,
-            save_folder_name="items", time_threthold=1e9, batch_num_per_client=1, dlg_gap=1,
+            num_clients=spec["clients"],
+            join_ratio=spec["cohort"] / spec["clients"],
+            top_cnt=1,
+            save_folder_name="items",
+            time_threthold=1e9,
+            batch_num_per_client=1,
+            dlg_gap=1,
             learning_rate_decay_gamma=1.0,
         ),
         0,
-    )  # fmt: skip
+    )
 
     def one_round() -> None:
         """What its `train` does between two evaluations."""

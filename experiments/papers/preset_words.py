@@ -88,5 +88,5 @@ def apply(config: ConfigDict, preset: str, extra: Mapping[str, Callable[..., Non
 def _examples(patterns: Iterable[str], word: str) -> list[str]:
     """Words that patterns take, with the number that a word ends in."""
     number = re.search(r"[\d.]+$", word)
-    put = lambda pattern: re.sub(r"\(\?P<.*?\)", number[0] if number else "N", pattern)
-    return [example for pattern in patterns for example in put(pattern).split("|")]
+    filled = (re.sub(r"\(\?P<.*?\)", number[0] if number else "N", one) for one in patterns)
+    return [example for pattern in filled for example in pattern.split("|")]

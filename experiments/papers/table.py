@@ -13,13 +13,22 @@ Measure = Callable[[Any], float]  # of a run that is read back, or of a runner's
 Published = float | Sequence[float] | None  # a mean, a mean and its deviation, or no number
 
 
+def _as_it_is(config: ConfigDict) -> None:
+    """Nothing else changes."""
+
+
+def _possible(config: ConfigDict) -> str:
+    """Nothing keeps a cell from being run."""
+    return ""
+
+
 class Quick(NamedTuple):
     """The scale that ends within minutes on two cores."""
 
     columns: tuple[str, ...]  # those that are run where no cells are chosen
     rounds: int  # on digits
     light: Mapping[str, int] = {}  # rounds on a column's own dataset, where it is small enough
-    shrink: Callable[[ConfigDict], None] = lambda config: None  # what else changes there
+    shrink: Callable[[ConfigDict], None] = _as_it_is  # what else changes there
 
 
 class Table(NamedTuple):
@@ -35,7 +44,7 @@ class Table(NamedTuple):
     measures: Callable[[str], tuple[Measure, Measure | None]]  # of a column: ours, and beside it
     beside: str  # the name of the second
     quick: Quick
-    impossible: Callable[[ConfigDict], str] = lambda config: ""  # why a cell cannot be run
+    impossible: Callable[[ConfigDict], str] = _possible  # why a cell cannot be run
 
     @property
     def reported(self) -> str:
@@ -114,8 +123,10 @@ def among(chosen: Callable[[Mapping[str, Any], int], bool], when: str) -> Measur
         found = [row for row in run.clients if chosen(row, len(run.clients))]
         own = [row.get(f"{when}_accuracy") for row in found]
         unknown = (None, "")  # as in a row, and as in a file
-        scores = [row[f"{last}_accuracy"] if score in unknown else score
-                  for row, score in zip(found, own, strict=True)]  # fmt: skip
+        scores = [
+            row[f"{last}_accuracy"] if score in unknown else score
+            for row, score in zip(found, own, strict=True)
+        ]
         return 100 * float(np.mean(np.array(scores, float)))
 
     return measure

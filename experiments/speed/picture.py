@@ -22,16 +22,27 @@ def draw(points: Mapping[str, Mapping[int, float]], names: Mapping[str, str], un
     figure = Figure(figsize=(7.2, 4.4), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
     figure.suptitle(
-        "LeNet: time of one client step", x=0.012, ha="left", fontsize=13, fontweight="bold",
+        "LeNet: time of one client step",
+        x=0.012,
+        ha="left",
+        fontsize=13,
+        fontweight="bold",
         color=_INK,
-    )  # fmt: skip
+    )
     clients = sorted({n for own in points.values() for n in own})
     for who, (colour, marker, dash) in _STYLES.items():
         if own := points.get(who):
             axes.plot(
-                list(own), list(own.values()), color=colour, marker=marker, linestyle=dash,
-                linewidth=1.8, markersize=6, label=names.get(who, "fedjax_pfl"), clip_on=False,
-            )  # fmt: skip
+                list(own),
+                list(own.values()),
+                color=colour,
+                marker=marker,
+                linestyle=dash,
+                linewidth=1.8,
+                markersize=6,
+                label=names.get(who, "fedjax_pfl"),
+                clip_on=False,
+            )
     axes.set_xscale("log")
     axes.set_yscale("log")
     values = [ms for own in points.values() for ms in own.values()]
@@ -52,8 +63,13 @@ def draw(points: Mapping[str, Mapping[int, float]], names: Mapping[str, str], un
     for label in (axes.xaxis.label, axes.yaxis.label):
         label.set_color(_INK)
     axes.legend(
-        loc="lower left", bbox_to_anchor=(0, 1), ncols=5, frameon=False, fontsize=9,
-        labelcolor=_INK, borderaxespad=0.3,
-    )  # fmt: skip
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=5,
+        frameon=False,
+        fontsize=9,
+        labelcolor=_INK,
+        borderaxespad=0.3,
+    )
     figure.supxlabel(textwrap.fill(under, 110), x=0.012, ha="left", fontsize=8, color=_INK)
     return figure

@@ -33,26 +33,37 @@ class Rival(NamedTuple):
 
 
 _FEDAVG = ("lenet-10", "lenet-100", "lenet-1000", "mlp")
-TORCH = Rival(
-    "PyTorch loop", "torch_loop.py", "", "", (*_FEDAVG, "resnet9", "simulation")
-)  # fmt: skip
+TORCH = Rival("PyTorch loop", "torch_loop.py", "", "", (*_FEDAVG, "resnet9", "simulation"))
 RIVALS = {
     "pfedhn": Rival(
-        "the authors' pFedHN", "rival_pfedhn.py", "AvivSham/pFedHN",
-        "experiments/pfedhn/trainer.py", ("pfedhn",),
+        "the authors' pFedHN",
+        "rival_pfedhn.py",
+        "AvivSham/pFedHN",
+        "experiments/pfedhn/trainer.py",
+        ("pfedhn",),
     ),
     "fl_bench": Rival(
-        "FL-bench", "rival_fl_bench.py", "KarhouTam/FL-bench", "src/server/pfedla.py",
+        "FL-bench",
+        "rival_fl_bench.py",
+        "KarhouTam/FL-bench",
+        "src/server/pfedla.py",
         (*_FEDAVG, "pfedla", "simulation"),
     ),
     "pfllib": Rival(
-        "PFLlib", "rival_pfllib.py", "TsingZ0/PFLlib", "system/flcore/servers/serveravg.py",
+        "PFLlib",
+        "rival_pfllib.py",
+        "TsingZ0/PFLlib",
+        "system/flcore/servers/serveravg.py",
         _FEDAVG,
     ),
     "fedjax": Rival(
-        "FedJAX", "rival_fedjax.py", "google/fedjax", "fedjax/algorithms/fed_avg.py", _FEDAVG,
+        "FedJAX",
+        "rival_fedjax.py",
+        "google/fedjax",
+        "fedjax/algorithms/fed_avg.py",
+        _FEDAVG,
     ),
-}  # fmt: skip
+}
 NAMES = {"torch": TORCH.name, **{key: rival.name for key, rival in RIVALS.items()}}
 
 
@@ -98,9 +109,14 @@ class Child:
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
-                [*command, json.dumps(spec)], cwd=inside, env=kept, text=True, stderr=errors,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            )  # fmt: skip
+                [*command, json.dumps(spec)],
+                cwd=inside,
+                env=kept,
+                text=True,
+                stderr=errors,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+            )
         self._lines: queue.Queue[str] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()

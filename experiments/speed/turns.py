@@ -140,8 +140,9 @@ def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
                     f"{100 * found['share_of_peak'][0]:.0f} %" if who == "ours" else "",
                 ]
             )
-    return Table("The same work in turn: medians, and medians of the ratios of neighbours.",
-                 HEADS, rows)  # fmt: skip
+    return Table(
+        "The same work in turn: medians, and medians of the ratios of neighbours.", HEADS, rows
+    )
 
 
 def constant(results: Mapping[str, Any]) -> str:

@@ -70,19 +70,32 @@ WORKS = {
     ),
     # In the published form, which is what others have.
     "pfedla": Work(
-        "pFedLA on LeNet, a round of 10 clients x 20 steps x 32", algorithm="pfedla",
+        "pFedLA on LeNet, a round of 10 clients x 20 steps x 32",
+        algorithm="pfedla",
         settings={"pfedla": {"step": "scaled"}},
     ),
     "pfedhn": Work(
-        "pFedHN on LeNet, 50 steps of one of 50 clients x 50 steps x 64", clients=50, cohort=1,
-        examples=800, local_steps=50, batch=64, rate=5e-3, rounds=50, algorithm="pfedhn",
+        "pFedHN on LeNet, 50 steps of one of 50 clients x 50 steps x 64",
+        clients=50,
+        cohort=1,
+        examples=800,
+        local_steps=50,
+        batch=64,
+        rate=5e-3,
+        rounds=50,
+        algorithm="pfedhn",
         settings=_HYPER,
     ),
     "simulation": Work(
-        "conv32-conv64-128, a round of 50 of 1,000 users x 50 images x 10", clients=1000,
-        cohort=50, examples=50, batch=10, rate=0.1, network="dropout_cnn",
+        "conv32-conv64-128, a round of 50 of 1,000 users x 50 images x 10",
+        clients=1000,
+        cohort=50,
+        examples=50,
+        batch=10,
+        rate=0.1,
+        network="dropout_cnn",
     ),
-}  # fmt: skip
+}
 
 
 class Ours(NamedTuple):
@@ -129,7 +142,10 @@ def ours(work: Work) -> Ours:
     (phase,) = built.phases
     rounds = phase.rounds
     key, arrays = rounds.place((phase.points, built.data))
-    place = lambda number: rounds.place(jnp.int32(number))
+
+    def place(number: int) -> Any:
+        return rounds.place(jnp.int32(number))
+
     state, t, n = rounds.init(key), 0, place(work.rounds)
     began = time.perf_counter()
     run = rounds.run.lower(key, state, arrays, place(t), n).compile()

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 class Client(NamedTuple):
     """What stays with each client."""
 
-    home: PyTree  # variables that are not generated
+    own: PyTree  # the variables that are not generated
     momentum: dict[str, PyTree]  # of the parts of the model that keep it
 
 
@@ -63,14 +63,14 @@ def generated(
     fixed = jnp.asarray(class_shares(name, federation)) if chosen.fixed else None
     optimizer = server_optimizer(chosen, jnp.asarray(federation.active))
 
-    def at_home(model: Any) -> tuple[str, ...]:
-        """The layers that are not generated."""
+    def kept_layers(model: Any) -> tuple[str, ...]:
+        """The layers that are not generated and stay with the client."""
         return (model.head,) if keep_head else ()
 
     def apart(model: Any, variables: PyTree) -> tuple[PyTree, PyTree]:
         """What is generated, and what is not."""
         params, rest = local_training.split_variables(variables)
-        own, body = trees.split({"params": params}, at_home(model))
+        own, body = trees.split({"params": params}, kept_layers(model))
         return body, trees.join(own, rest)
 
     bodies = tuple(apart(model, common.shapes(model, federation))[0] for model in nets)
@@ -92,15 +92,15 @@ def generated(
         return moving if chosen.fixed else {**moving, "v": v}
 
     def local_optimizer(model: Any) -> optax.GradientTransformation:
-        """What is generated is clipped by itself; what stays at home is not clipped."""
+        """What is generated is clipped by itself; what stays with the client is not clipped."""
 
         def part(layer: str, _: Any) -> str:
-            return "home" if layer in at_home(model) else "generated"
+            return "kept" if layer in kept_layers(model) else "generated"
 
-        parts = {"generated": training.optimizer, "home": training.unclipped}
+        parts = {"generated": training.optimizer, "kept": training.unclipped}
         return optax.partition(parts, lambda params: trees.map_layers(part, params))
 
-    keeping = ("generated", "home") if training.keep else ("home",)
+    keeping = ("generated", "kept") if training.keep else ("kept",)
 
     def kept(state: Any) -> dict[str, PyTree]:
         return {part: state.inner_states[part] for part in keeping}
@@ -127,7 +127,7 @@ def generated(
             return state
 
         def learned(s: State) -> PyTree:
-            return s.server.phi, s.server.spectral, s.rows, [c.home for c in s.clients]
+            return s.server.phi, s.server.spectral, s.rows, [c.own for c in s.clients]
 
         if not isinstance(start.server, Server) or not trees.alike(learned(start), learned(state)):
             raise UsageError(
@@ -135,7 +135,7 @@ def generated(
                 "hypernetwork: φ cannot be read from a model"
             )
         server = start.server._replace(moments=state.server.moments)
-        clients = map(lambda new, old: new._replace(home=old.home), state.clients, start.clients)
+        clients = map(lambda new, old: new._replace(own=old.own), state.clients, start.clients)
         return State(server, start.rows, tuple(clients))
 
     def group(g: int) -> tuple[Callable[..., Any], ...]:
@@ -147,15 +147,15 @@ def generated(
             return generate(state.server.phi, state.server.spectral, state.rows.v[visit.i])[g]
 
         def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-            variables = trees.join(payload, client.home)
+            variables = trees.join(payload, client.own)
             fresh = joint.init(variables["params"])
             moments = fresh._replace(inner_states={**fresh.inner_states, **client.momentum})
             variables, moments, metrics = sgd(variables, moments, visit)
-            body, home = apart(model, variables)
-            return Trained(body, variables, Client(home, kept(moments)), metrics)
+            body, own = apart(model, variables)
+            return Trained(body, variables, Client(own, kept(moments)), metrics)
 
         def personal(state: State, client: Client, visit: Visit) -> PyTree:
-            return trees.join(send(state, visit), client.home)
+            return trees.join(send(state, visit), client.own)
 
         return send, train, personal
 

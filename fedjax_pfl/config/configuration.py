@@ -43,7 +43,7 @@ class Words(NamedTuple):
     task: Mapping[str, Callable[..., Any]] = TASKS
 
 
-OURS = Words()  # what is part of the library; own.py adds what a caller brings for one run
+OURS = Words()  # what is part of the library; custom.py adds what a caller brings for one run
 _GIVEN = {"outputs", "conv", "parent", "name", "data_dir"}  # set elsewhere than in a sub-config
 
 

@@ -90,6 +90,9 @@ def wrapped(text: str, indent: int) -> list[str]:
     """The text's first `indent` columns are kept as they are."""
     beginning, rest = text[:indent], " ".join(text[indent:].split())
     return textwrap.wrap(
-        rest, WIDTH, initial_indent=beginning, subsequent_indent=" " * indent,
+        rest,
+        WIDTH,
+        initial_indent=beginning,
+        subsequent_indent=" " * indent,
         break_on_hyphens=False,
-    ) or [beginning.rstrip()]  # fmt: skip
+    ) or [beginning.rstrip()]

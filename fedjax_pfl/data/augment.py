@@ -39,8 +39,9 @@ def _crop(image: jax.Array, key: jax.Array) -> jax.Array:
     area_key, ratio_key, y_key, x_key = jax.random.split(key, 4)
     h, w, c = image.shape
     area = jax.random.uniform(area_key, (), minval=_AREA[0], maxval=_AREA[1])
-    ratio = jnp.exp(jax.random.uniform(ratio_key, (), minval=math.log(_RATIO[0]),
-                                       maxval=math.log(_RATIO[1])))  # fmt: skip
+    ratio = jnp.exp(
+        jax.random.uniform(ratio_key, (), minval=math.log(_RATIO[0]), maxval=math.log(_RATIO[1]))
+    )
     share = jnp.minimum(jnp.sqrt(area * jnp.stack([1 / ratio, ratio])), 1.0)
     place = jnp.stack([jax.random.uniform(y_key), jax.random.uniform(x_key)])
     start = (1 - share) * jnp.array([h, w], jnp.float32) * place
@@ -52,7 +53,10 @@ def _crop(image: jax.Array, key: jax.Array) -> jax.Array:
 
 def _colour(image: jax.Array, key: jax.Array) -> jax.Array:
     keys = jax.random.split(key, 6)
-    factor = lambda k: jax.random.uniform(k, (), minval=1 - _JITTER, maxval=1 + _JITTER)
+
+    def factor(key: jax.Array) -> jax.Array:
+        return jax.random.uniform(key, (), minval=1 - _JITTER, maxval=1 + _JITTER)
+
     coloured = image.shape[-1] == 3
     gray = image @ jnp.array(_LUMA) if coloured else image.mean(-1)
     changed = image * factor(keys[0])
@@ -74,8 +78,9 @@ def _turn(image: jax.Array, turns: jax.Array) -> jax.Array:
     forth = jnp.array(_YIQ)
     cos, sin = jnp.cos(2 * math.pi * turns), jnp.sin(2 * math.pi * turns)
     one, zero = jnp.ones(()), jnp.zeros(())
-    turn = jnp.stack([jnp.stack(row) for row in ((one, zero, zero), (zero, cos, -sin),
-                                                 (zero, sin, cos))])  # fmt: skip
+    turn = jnp.stack(
+        [jnp.stack(row) for row in ((one, zero, zero), (zero, cos, -sin), (zero, sin, cos))]
+    )
     return image @ (jnp.linalg.inv(forth) @ turn @ forth).T
 
 

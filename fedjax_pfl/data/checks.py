@@ -79,8 +79,10 @@ def check_federated(name: str, data: FederatedData, federation: Federation) -> N
 def holder(data: FederatedData, federation: Federation, row: int) -> str:
     """One of the examples of a client, in words."""
     parts: dict[str, Split] = {
-        "training": data.train, "validation": data.validation, "test": data.test
-    }  # fmt: skip
+        "training": data.train,
+        "validation": data.validation,
+        "test": data.test,
+    }
     for part, split in parts.items():
         rows, size = np.asarray(split.rows), np.asarray(split.size)
         held = (rows == row) & (np.arange(rows.shape[1]) < size[:, None])

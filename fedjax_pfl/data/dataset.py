@@ -113,10 +113,20 @@ def arrays(
     ):
         raise UsageError(f"{name}: owner_classes must be [owners, {outputs}], and have owners")
     return Dataset(
-        name, x_train, y_train, x_test, y_test, outputs, scale, shift,
-        None if coarse is None else np.asarray(coarse), owners, owners_test, owner_classes,
+        name,
+        x_train,
+        y_train,
+        x_test,
+        y_test,
+        outputs,
+        scale,
+        shift,
+        None if coarse is None else np.asarray(coarse),
+        owners,
+        owners_test,
+        owner_classes,
         owner_names,
-    )  # fmt: skip
+    )
 
 
 def _targets(y: np.ndarray) -> np.ndarray:

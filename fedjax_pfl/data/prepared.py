@@ -63,13 +63,18 @@ def splits(folder: Path) -> dict[str, int]:
     return {name: info.num_examples for name, info in _builder(folder).info.splits.items()}
 
 
+def unchanged(images: np.ndarray) -> np.ndarray:
+    """Images as they are stored."""
+    return images
+
+
 def read(
     folder: Path,
     split: str,
     features: tuple[str, ...],
     *,
     rows: np.ndarray | None = None,
-    convert: Callable[[np.ndarray], np.ndarray] = lambda images: images,
+    convert: Callable[[np.ndarray], np.ndarray] = unchanged,
 ) -> dict[str, np.ndarray]:
     """Some features of a split, each as one array; `image` is decoded.
 

@@ -1,7 +1,7 @@
 """Several runs side by side: which of them are one row, means over seeds, and paired tests."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from fedjax_pfl.report import run_reader
 from fedjax_pfl.report.figures import Curve
 from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number
-from fedjax_pfl.report.run_reader import Run
+from fedjax_pfl.report.run_reader import Record, Run
 
 
 class Row(NamedTuple):
@@ -123,16 +123,21 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
 def unfinished(row: Row) -> str:
     """Which runs of a row have not ended, and how far they are; nothing where all have."""
     found = [run for run in row.runs if not run.finished]
-    which = lambda run: f"seed {run.seed} " if len(row.runs) > 1 else ""
-    return ", ".join(f"{which(run)}unfinished, round {run.metrics[-1]['round']}" for run in found)
+    said = [(f"seed {run.seed} ", f"unfinished, round {run.metrics[-1]['round']}") for run in found]
+    return ", ".join(seed + how_far if len(row.runs) > 1 else how_far for seed, how_far in said)
 
 
 def summary(row: Row) -> Summary:
     """Means over the seeds of a row, of the last evaluation of each."""
     lasts = [run.metrics[-1] for run in row.runs]
     name = metric_of(lasts).name
-    over = lambda stage, key: mean_std([number(last[stage].get(f"{name}_{key}")) for last in lasts])
-    megabytes = lambda key: float(np.mean([number(last.get(key)) for last in lasts])) / 1e6
+
+    def over(stage: str, key: str) -> dict[str, Any]:
+        return mean_std([number(last[stage].get(f"{name}_{key}")) for last in lasts])
+
+    def megabytes(key: str) -> float:
+        return float(np.mean([number(last.get(key)) for last in lasts])) / 1e6
+
     rounds = [last["round"] for last in lasts]
     return Summary(
         over("before", "mean"),
@@ -148,8 +153,8 @@ def vital(row: Row) -> dict[str, float]:
     """Vital signs of the last evaluations, each as one number: means over layers and seeds."""
     lasts = [run.metrics[-1].get("observed", {}) for run in row.runs]
     names = [name for name in lasts[0] if all(name in last for last in lasts)]
-    over = lambda name: [vital_signs.mean(last[name]) for last in lasts]
-    return {name: float(np.mean(over(name))) for name in names}
+    each = {name: [vital_signs.mean(last[name]) for last in lasts] for name in names}
+    return {name: float(np.mean(values)) for name, values in each.items()}
 
 
 def curve(row: Row) -> Curve:
@@ -157,7 +162,10 @@ def curve(row: Row) -> Curve:
     by_round = [{line["round"]: line for line in run.metrics} for run in row.runs]
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
     name = metric_of(row.runs[0].metrics).name
-    over = lambda value: [float(np.mean([value(lines[r]) for lines in by_round])) for r in rounds]
+
+    def over(value: Callable[[Record], float]) -> list[float]:
+        return [float(np.mean([value(lines[r]) for lines in by_round])) for r in rounds]
+
     return Curve(
         rounds,
         over(lambda line: number(line.get("bytes_down")) + number(line.get("bytes_up"))),

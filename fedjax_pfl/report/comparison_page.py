@@ -14,7 +14,7 @@ from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report import comparison, figures, text_tables
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.comparison import Paired, Row
-from fedjax_pfl.report.numbers import in_unit, metric_of, show_score, word
+from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
 from fedjax_pfl.report.text_tables import Table
 
 
@@ -79,7 +79,10 @@ def _vital(rows: Sequence[Row]) -> list[Table]:
     names = list(dict.fromkeys(name for signs in each for name in signs))
     if not names:
         return []
-    show = lambda value: "–" if value is None else f"{value:.3g}"
+
+    def show(value: float | None) -> str:
+        return "–" if value is None else f"{value:.3g}"
+
     return [
         Table(
             "Vital signs at the last evaluation, means over layers and seeds: whether a method's "
@@ -114,9 +117,7 @@ def _results(row: Row, metric: Metric) -> list[str]:
 def _spread(value: Mapping[str, Any] | None, metric: Metric) -> str:
     if value is None:
         return "–"
-    show = lambda x: show_score(metric, x).removesuffix(" %")
-    mean, std = value["mean"], value["std"]
-    return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
+    return mean_and_deviation(value, metric)
 
 
 def _share(value: float | None) -> str:
@@ -252,8 +253,9 @@ def _page(rows: Sequence[Row], picture: figures.Picture) -> str:
 </section>
 {report.settings_block("Settings that all have in common", shared)}"""
     many = len(rows) > 1
-    return report.page(f"{len(rows)} configurations compared" if many else _label(rows[0]), facts,
-                       body)  # fmt: skip
+    return report.page(
+        f"{len(rows)} configurations compared" if many else _label(rows[0]), facts, body
+    )
 
 
 def _breakable(label: str) -> str:

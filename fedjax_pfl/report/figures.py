@@ -8,29 +8,39 @@ colours apart. The background is always white, so that a figure can be printed a
 import itertools
 import math
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.report.drawing import (
+    COLOURS,
+    DASHES,
+    INK,
+    MARKERS,
+    WIDTH,
+    bytes_axis,
+    canvas,
+    dressed,
+    legend,
+    round_axis,
+    score_axis,
+    sheet,
+    shorten,
+)
 from fedjax_pfl.report.numbers import human_bytes, metric_of, number, show_score, spoken, word
 from fedjax_pfl.report.run_reader import Record
 
 STAGES = {"before": "before local training", "after": "after local training"}
 _COLOUR = {"before": "#0072B2", "after": "#D55E00", "down": "#0072B2", "up": "#E69F00"}
 _MARKER = {"before": "o", "after": "s"}
-# Of rows that are compared, with as many markers and dashes: the same triple comes after 140 rows.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS, DASHES = "osD^v", ("-", "--", "-.", ":")
-INK = "#333333"
 _OTHER = "#666666"
-_WIDTH = 7.2  # inches
 _MOST_BARS = 60  # clients: beyond, bars are too thin to read and the figure becomes a scatter
 _WIDEST, _LONGEST = 70, 16  # characters of all names under an axis that lie flat, and of one
+_SPREAD = ("mean", "std", "worst10")
 _MOST_LAYERS = 20  # the smallest layers beyond are drawn as one bar
 _MOST_MARKERS = 40  # evaluations: beyond, markers hide the line
 
@@ -73,7 +83,7 @@ def draw(
 
 
 def _over_rounds(metrics: Sequence[Record], metric: Metric, beside: Mapping[str, Curve]) -> Picture:
-    figure, axes = _canvas(f"{word(metric)} over rounds")
+    figure, axes = canvas(f"{word(metric)} over rounds")
     rounds = [record["round"] for record in metrics]
     for stage in _stages(metrics):
         mean, std, worst = (_series(metrics, stage, f"{metric.name}_{k}") for k in _SPREAD)
@@ -97,9 +107,9 @@ def _over_rounds(metrics: Sequence[Record], metric: Metric, beside: Mapping[str,
     best = metrics[-1].get("best_round")
     if best is not None and len(rounds) > 1:
         axes.axvline(best, color="#009E73", linewidth=1.2, linestyle="-.", label="best round")
-    _round_axis(axes, metrics)
+    round_axis(axes, [record["round"] for record in metrics])
     score_axis(axes, metric)
-    _legend(axes)
+    legend(axes)
     caption = (
         f"{word(metric)} on the clients' test examples: the mean over clients, one standard "
         "deviation over clients on either side, and the mean of the worst tenth of the clients."
@@ -119,14 +129,14 @@ def _over_bytes(
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):
         return None
-    figure, axes = _canvas(f"{word(metric)} over bytes moved")
+    figure, axes = canvas(f"{word(metric)} over bytes moved")
     for stage in _stages(metrics):
         _line(axes, moved, _series(metrics, stage, f"{metric.name}_mean"), stage, f"{stage}: mean")
     _others(axes, {label: (curve.moved, curve.score) for label, curve in beside.items()})
-    _bytes_axis(axes)
+    bytes_axis(axes)
     axes.set_xlabel("bytes moved, down and up, all clients")
     score_axis(axes, metric)
-    _legend(axes)
+    legend(axes)
     caption = f"Mean {spoken(metric)} over clients against all bytes moved up to then."
     alt = f"{word(metric)} over bytes moved. {_ends(metrics, metric)}"
     return Picture(figure, caption, f"{alt} {human_bytes(moved[-1])} were moved.")
@@ -137,27 +147,40 @@ def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
     moved = any(value > 0 for curve in rows.values() for value in curve.moved)
     wrapped = [textwrap.fill(label, 60).replace("$", r"\$") for label in rows]
     height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
-    figure = sheet(f"{word(metric)} before local training", _WIDTH * (1.5 if moved else 1), height)
+    figure = sheet(f"{word(metric)} before local training", WIDTH * (1.5 if moved else 1), height)
     panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
     styles = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
     for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
         crowded = len(curve.rounds) > _MOST_MARKERS
         for axes, x in zip(panels, (curve.rounds, curve.moved), strict=False):
             axes.plot(
-                x, curve.score, color=colour, linestyle=dash, marker="" if crowded else marker,
-                markersize=4, linewidth=1.6, label=label, clip_on=False, zorder=3,
-            )  # fmt: skip
+                x,
+                curve.score,
+                color=colour,
+                linestyle=dash,
+                marker="" if crowded else marker,
+                markersize=4,
+                linewidth=1.6,
+                label=label,
+                clip_on=False,
+                zorder=3,
+            )
     for axes in map(dressed, panels):
         axes.label_outer()
-    _round_axis(panels[0], [{"round": r} for r in sorted({r for c in rows.values() for r in c[0]})])
+    round_axis(panels[0], sorted({r for curve in rows.values() for r in curve.rounds}))
     score_axis(panels[0], metric)
     if moved:
-        _bytes_axis(panels[1])
+        bytes_axis(panels[1])
         panels[1].set_xlabel("bytes moved, down and up, all clients")
     figure.legend(
-        *panels[0].get_legend_handles_labels(), loc="outside lower left", ncols=2 if moved else 1,
-        frameon=False, fontsize=9, labelcolor=INK, handlelength=3,
-    )  # fmt: skip
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower left",
+        ncols=2 if moved else 1,
+        frameon=False,
+        fontsize=9,
+        labelcolor=INK,
+        handlelength=3,
+    )
     caption = f"Mean {spoken(metric)} over clients, before local training; mean over seeds."
     ends = [f"{label}: {show_score(metric, curve.score[-1])}." for label, curve in rows.items()]
     return Picture(figure, caption, f"{caption} At last, {' '.join(ends)}")
@@ -167,9 +190,9 @@ def _train_loss(metrics: Sequence[Record]) -> Picture | None:
     loss = [number(record.get("train_loss")) for record in metrics]
     if all(map(math.isnan, loss)):
         return None
-    figure, axes = _canvas("Training loss")
+    figure, axes = canvas("Training loss")
     _line(axes, [record["round"] for record in metrics], loss, "before", "training loss")
-    _round_axis(axes, metrics)
+    round_axis(axes, [record["round"] for record in metrics])
     axes.set_ylabel("loss")
     alt = f"Training loss over rounds, {_plain(loss[0])} at first and {_plain(loss[-1])} at last."
     return Picture(figure, "Loss during local training.", alt)
@@ -184,7 +207,7 @@ def _per_client(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture
         [number(row.get(f"{stage}_{metric.name}")) for row in rows] for stage in STAGES
     )
     active = [bool(row.get("active", True)) for row in rows]
-    figure, axes = _canvas(f"{word(metric)} of each client")
+    figure, axes = canvas(f"{word(metric)} of each client")
     if len(rows) <= _MOST_BARS:
         _client_bars(axes, [client_name(row) for row in rows], before, after, active)
         order = "Clients are sorted by the score as served."
@@ -192,7 +215,7 @@ def _per_client(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture
         _client_points(axes, [number(row["train_examples"]) for row in rows], before, after, active)
         order = "Each client is drawn at its number of training examples."
     score_axis(axes, metric)
-    _legend(axes)
+    legend(axes)
     caption = f"Final {spoken(metric)} of each client on its own test examples. {order}"
     alt = (
         f"{word(metric)} of {len(rows)} clients before local training, from "
@@ -216,9 +239,15 @@ def _client_bars(
             axes.bar(at, [before[i] for i in at], color=_COLOUR["before"], label=label, **style)
     if not all(map(math.isnan, after)):
         axes.plot(
-            range(len(after)), after, _MARKER["after"], color=_COLOUR["after"], label="after",
-            markersize=5, markeredgecolor="white", markeredgewidth=0.6,
-        )  # fmt: skip
+            range(len(after)),
+            after,
+            _MARKER["after"],
+            color=_COLOUR["after"],
+            label="after",
+            markersize=5,
+            markeredgecolor="white",
+            markeredgewidth=0.6,
+        )
     crowded, wide = len(names) > 30, sum(map(len, names)) > _WIDEST
     shown = [shorten(name, _LONGEST) for name in names]
     axes.set_xticks(
@@ -237,10 +266,16 @@ def _client_points(
             at = [i for i, a in enumerate(active) if a == taking_part and not math.isnan(values[i])]
             if at:
                 axes.scatter(
-                    [size[i] for i in at], [values[i] for i in at], s=18, label=label, alpha=0.65,
-                    marker=_MARKER[stage], linewidths=0.8, edgecolors=_COLOUR[stage],
+                    [size[i] for i in at],
+                    [values[i] for i in at],
+                    s=18,
+                    label=label,
+                    alpha=0.65,
+                    marker=_MARKER[stage],
+                    linewidths=0.8,
+                    edgecolors=_COLOUR[stage],
                     facecolors=_COLOUR[stage] if taking_part else "none",
-                )  # fmt: skip
+                )
     if min(size) > 0 and max(size) > 20 * min(size):
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
@@ -259,14 +294,20 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
         largest = sorted(names, key=lambda name: -sum(bill[name]))[: _MOST_LAYERS - 1]
         rest = [bill.pop(name) for name in names if name not in set(largest)]
         bill[f"{len(rest)} smaller layers"] = (sum(d for d, _ in rest), sum(u for _, u in rest))
-    figure, axes = _canvas("Traffic of each layer", height=1.6 + 0.38 * len(bill))
+    figure, axes = canvas("Traffic of each layer", height=1.6 + 0.38 * len(bill))
     for side, (direction, label) in enumerate((("down", "down"), ("up", "up"))):
         values = [float(pair[side]) for pair in bill.values()]  # Python integers may pass 64 bits
         at = [i + (side - 0.5) * 0.4 for i in range(len(bill))]
         bars = axes.barh(
-            at, values, height=0.38, color=_COLOUR[direction], label=label,
-            hatch="///" if direction == "up" else None, edgecolor="white", linewidth=0,
-        )  # fmt: skip
+            at,
+            values,
+            height=0.38,
+            color=_COLOUR[direction],
+            label=label,
+            hatch="///" if direction == "up" else None,
+            edgecolor="white",
+            linewidth=0,
+        )
         axes.bar_label(bars, [human_bytes(v) for v in values], padding=4, fontsize=8, color=INK)
     axes.set_yticks(range(len(bill)), [shorten(name) for name in bill])
     axes.tick_params(axis="y", length=0)
@@ -274,9 +315,9 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
     axes.margins(x=0.16)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
-    _bytes_axis(axes)
+    bytes_axis(axes)
     axes.set_xlabel("bytes, all clients and rounds")
-    _legend(axes)
+    legend(axes)
     total_down = traffic.get("total_down", sum(down.values()))
     total_up = traffic.get("total_up", sum(up.values()))
     alt = (
@@ -284,35 +325,6 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
         f"{human_bytes(total_up)} up."
     )
     return Picture(figure, "Bytes moved in the whole run, by layer and direction.", alt)
-
-
-_SPREAD = ("mean", "std", "worst10")
-_STEPS = (1, 2, 2.5, 5, 10)  # ticks at round numbers
-
-
-def _canvas(title: str, height: float = 4.2) -> tuple[Figure, Axes]:
-    figure = sheet(title, _WIDTH, height)
-    return figure, dressed(figure.add_subplot())
-
-
-def sheet(title: str, width: float, height: float) -> Figure:
-    """An empty figure, in inches, with a title."""
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-    figure = Figure(figsize=(width, height), layout=layout, facecolor="white")
-    figure.suptitle(title, x=0.012, ha="left", fontsize=13, fontweight="bold", color=INK)
-    return figure
-
-
-def dressed(axes: Axes) -> Axes:
-    """Axes as those of all figures look."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#999999")
-    axes.grid(visible=True, axis="y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.xaxis.label.set_color(INK)
-    axes.yaxis.label.set_color(INK)
-    return axes
 
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
@@ -327,45 +339,6 @@ def _others(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[floa
             axes.plot(x, y, color=_OTHER, linestyle=dash, linewidth=1.4, label=label)
         else:
             axes.axhline(y[-1], color=_OTHER, linestyle=dash, linewidth=1.4, label=label)
-
-
-def _legend(axes: Axes) -> None:
-    """Above the axes, where it hides nothing: "before" in the first column, then "after"."""
-    order = ("before", "after")
-    handles, labels = axes.get_legend_handles_labels()
-    entries = sorted(
-        zip(handles, labels, strict=True),
-        key=lambda entry: next((i for i, o in enumerate(order) if entry[1].startswith(o)), 2),
-    )
-    axes.legend(
-        [handle for handle, _ in entries], [label for _, label in entries], loc="lower left",
-        bbox_to_anchor=(0, 1), ncols={4: 2}.get(len(entries), 3), frameon=False, fontsize=9,
-        labelcolor=INK, borderaxespad=0.3, handlelength=2.2, columnspacing=1.4,
-    )  # fmt: skip
-
-
-def _round_axis(axes: Axes, metrics: Sequence[Record]) -> None:
-    axes.set_xlabel("round")
-    if len(metrics) == 1:
-        axes.set_xlim(metrics[0]["round"] - 1, metrics[0]["round"] + 1)
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=_STEPS))
-
-
-def score_axis(axes: Axes, metric: Metric) -> None:
-    """The y axis of a score: per cent of a share, and a point of it never large."""
-    axes.set_ylabel(spoken(metric))
-    if metric.unit == "%":
-        low, high = axes.get_ylim()
-        wider = max(0.1 - (high - low), 0) / 2  # a difference of a point should not look large
-        axes.set_ylim(max(low - wider, 0), min(high + wider, 1.02))
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{100 * value:g} %"))
-
-
-def _bytes_axis(axes: Axes) -> None:
-    show: Callable[[float, int], str] = lambda value, _: human_bytes(value)
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(show))
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(6, steps=_STEPS))
-    axes.set_xlim(left=0)
 
 
 def _stages(metrics: Sequence[Record]) -> list[str]:
@@ -389,10 +362,3 @@ def _ends(metrics: Sequence[Record], metric: Metric) -> str:
 
 def _plain(value: float) -> str:
     return "not finite" if math.isnan(value) else f"{value:.4g}"
-
-
-def shorten(name: str, longest: int = 28) -> str:
-    """A name as a figure can show it."""
-    half = longest // 2
-    short = name if len(name) <= longest else f"{name[: half - 2]}…{name[half + 1 - longest :]}"
-    return short.replace("$", r"\$")  # which would start a formula

@@ -14,11 +14,20 @@ from fedjax_pfl.report.figures import Picture
 
 # What a figure is drawn in on white paper, as what the page's style calls it.
 _COLOURS = {
-    "#333333": "--ink", "#000000": "--ink", "#262626": "--ink", "#999999": "--soft",
-    "#dddddd": "--faint", "#ebebeb": "--faint", "#0072b2": "--blue", "#d55e00": "--red",
-    "#2f6690": "--deep", "#b23a48": "--novel", "#009e73": "--green", "#666666": "--gray",
+    "#333333": "--ink",
+    "#000000": "--ink",
+    "#262626": "--ink",
+    "#999999": "--soft",
+    "#dddddd": "--faint",
+    "#ebebeb": "--faint",
+    "#0072b2": "--blue",
+    "#d55e00": "--red",
+    "#2f6690": "--deep",
+    "#b23a48": "--novel",
+    "#009e73": "--green",
+    "#666666": "--gray",
     "#ffffff": "--paper",
-}  # fmt: skip
+}
 
 
 def png(figure: Figure) -> bytes:

@@ -1,7 +1,7 @@
 """Recorded numbers and metrics, as they are said in figures, tables and sentences."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedjax_pfl.core.scores import ACCURACY, METRICS, Metric
@@ -65,3 +65,15 @@ def show_score(metric: Metric, value: float) -> str:
     if math.isnan(value):
         return "–"
     return f"{100 * value:.2f} %" if metric.unit == "%" else f"{value:.4g}"
+
+
+def without_sign(metric: Metric, value: float) -> str:
+    """As `show_score`, where the sign of per cent stands elsewhere."""
+    return show_score(metric, value).removesuffix(" %")
+
+
+def mean_and_deviation(spread: Mapping[str, Any], metric: Metric) -> str:
+    """A mean ± its deviation, where there is one; both without the sign of per cent."""
+    mean, std = spread["mean"], spread["std"]
+    shown = without_sign(metric, mean)
+    return shown if std is None or math.isnan(mean) else f"{shown} ± {without_sign(metric, std)}"

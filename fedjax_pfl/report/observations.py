@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedjax_pfl.engine import vital_signs
-from fedjax_pfl.report.figures import COLOURS, DASHES, INK, Record, dressed, sheet
+from fedjax_pfl.report.drawing import COLOURS, DASHES, INK, dressed, sheet
+from fedjax_pfl.report.run_reader import Record
 
 _MOST_LAYERS = 12  # heat maps in one picture
 _MOST_NAMES = 30  # clients whose numbers are written beside points
@@ -25,18 +26,28 @@ _KNOWN = {
     "affinity": ("Affinity of clients", "how useful a client has found each peer's model", "peer"),
     "u": ("Similarity of u", "cosines between clients' factors u of one layer", "client"),
     "v": ("Similarity of v", "cosines between clients' factors v of one layer", "client"),
-    "moved": ("Similarity of what has moved v", "cosines between what training at the clients has "
-              "moved v of one layer by", "client"),
+    "moved": (
+        "Similarity of what has moved v",
+        "cosines between what training at the clients has moved v of one layer by",
+        "client",
+    ),
     "weights": ("Weights of the mixture", "how much of whom a client is served", "from"),
     "zeros_in_mu": ("Zeros in μ", "the share of each client's μ that is pruned", ""),
-    "pi": ("Shares and gates, π", "each client's probability of a block, or share of a component",
-           "block or component"),
+    "pi": (
+        "Shares and gates, π",
+        "each client's probability of a block, or share of a component",
+        "block or component",
+    ),
     "gates": ("Open gates", "the blocks that each client's model is made of", "block"),
     "cluster": ("Clusters", "the cluster that each client is in", ""),
-    "spread": ("Spread of generated models", "how far each client's generated model is from their "
-               "mean, in lengths of the mean; at 0 the hypernetwork is dead", ""),
+    "spread": (
+        "Spread of generated models",
+        "how far each client's generated model is from their "
+        "mean, in lengths of the mean; at 0 the hypernetwork is dead",
+        "",
+    ),
     "embeddings": ("Embeddings", "clients by the first two principal components of v", ""),
-}  # fmt: skip
+}
 
 
 def draw(

@@ -24,7 +24,7 @@ from fedjax_pfl.report.html_page import (
     settings_block,
     settings_list,
     table_block,
-)  # fmt: skip
+)
 from fedjax_pfl.report.numbers import (
     human_bytes,
     in_unit,
@@ -33,6 +33,7 @@ from fedjax_pfl.report.numbers import (
     number,
     show_score,
     spoken,
+    without_sign,
     word,
 )
 from fedjax_pfl.report.run_reader import Record, Run, known_settings
@@ -263,11 +264,13 @@ def _results(metrics: Sequence[Record]) -> str:
     for metric in metrics_of(metrics):
         loss = not blocks
         rows = [
-            (f"{title}<br><small>{figures.STAGES[stage]}</small>",
-             *_cells(record[stage], metric, loss))
+            (
+                f"{title}<br><small>{figures.STAGES[stage]}</small>",
+                *_cells(record[stage], metric, loss),
+            )
             for title, record in _picked(metrics)
             for stage in _stages(record)
-        ]  # fmt: skip
+        ]
         caption = f"{word(metric)}{in_unit(metric)} on the clients' test examples"
         caption += ", and the loss." if loss else "."
         heads = (*_COLUMNS.values(), *(["loss"] if loss else []))
@@ -289,17 +292,20 @@ def _clients(run: Run) -> str:
     if not tested:
         return ""
     sign = 1 if metric.higher_is_better else -1
-    scored = lambda row: number(row.get(f"before_{metric.name}"))
-    # One that is not finite is worse than any.
-    in_order = sorted(tested, key=lambda r: (not math.isnan(scored(r)), sign * scored(r)))
-    show = lambda value: show_score(metric, number(value)).removesuffix(" %")
+
+    def place(row: Mapping[str, Any]) -> tuple[bool, float]:
+        """By the score; one that is not finite is worse than any."""
+        score = number(row.get(f"before_{metric.name}"))
+        return not math.isnan(score), sign * score
+
+    in_order = sorted(tested, key=place)
     stages = _stages(run.metrics[-1])
     rows = [
         (
             html.escape(figures.client_name(row)),
             f"{row.get('train_examples') or 0:,}",
             f"{row['test_examples']:,}",
-            *(show(row.get(f"{stage}_{metric.name}")) for stage in stages),
+            *(without_sign(metric, number(row.get(f"{stage}_{metric.name}"))) for stage in stages),
         )
         for row in in_order[:_MOST_CLIENTS]
     ]

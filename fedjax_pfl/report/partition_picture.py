@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.data.federate import portions
-from fedjax_pfl.report.figures import shorten
+from fedjax_pfl.report.drawing import shorten
 
 _RANGES = 20  # of a target's values
 _BUBBLES = 30  # up to so many clients and classes are drawn as bubbles
@@ -74,9 +74,16 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     side.set_xlabel("examples")
     side.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     side.legend(
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=8,
-        handlelength=0.9, columnspacing=0.8, handletextpad=0.4, borderaxespad=0.2,
-    )  # fmt: skip
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+        ncols=3,
+        frameon=False,
+        fontsize=8,
+        handlelength=0.9,
+        columnspacing=0.8,
+        handletextpad=0.4,
+        borderaxespad=0.2,
+    )
     for axes in (grid, side):
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)

@@ -16,8 +16,13 @@ from fedjax_pfl.core.errors import UsageError
 
 Record = Mapping[str, Any]  # one line of metrics.jsonl
 CONFIG, METRICS, CLIENTS, TRAFFIC, MADE, REPORT = (
-    "config.json", "metrics.jsonl", "clients.csv", "traffic.json", "made.json", "report.html",
-)  # fmt: skip
+    "config.json",
+    "metrics.jsonl",
+    "clients.csv",
+    "traffic.json",
+    "made.json",
+    "report.html",
+)
 STAGES = ("before", "after", "validation")
 _DEEPEST = 12  # levels of settings in settings, of which there are three
 _LARGEST = 10**30  # of a number, which a float can hold

@@ -9,10 +9,23 @@ from typing import NamedTuple
 WIDTH = 100
 _LEAST = 16  # columns for labels
 _LATEX = {
-    "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "\\": r"\textbackslash{}",
-    "±": r"$\pm$", "–": "--", "<": "$<$", ">": "$>$", "|": "$|$", '"': "''",
-}  # fmt: skip
+    "&": r"\&",
+    "%": r"\%",
+    "$": r"\$",
+    "#": r"\#",
+    "_": r"\_",
+    "{": r"\{",
+    "}": r"\}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "\\": r"\textbackslash{}",
+    "±": r"$\pm$",
+    "–": "--",
+    "<": "$<$",
+    ">": "$>$",
+    "|": "$|$",
+    '"': "''",
+}
 
 
 class Table(NamedTuple):
@@ -40,10 +53,20 @@ def text(tables: Sequence[Table]) -> str:
     return "\n\n".join(parts)
 
 
+def filled(text: str) -> str:
+    """A paragraph, no wider than the tables."""
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False)
+
+
 def markdown(tables: Sequence[Table]) -> str:
     """A paragraph and a table each."""
-    plain = lambda text: html.escape(text, quote=False)  # Markdown lets HTML through
-    line = lambda cells: "| " + " | ".join(plain(c).replace("|", r"\|") for c in cells) + " |"
+
+    def plain(text: str) -> str:
+        return html.escape(text, quote=False)  # Markdown lets HTML through
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(plain(c).replace("|", r"\|") for c in cells) + " |"
+
     return "\n\n".join(
         "\n".join(
             [
@@ -60,7 +83,10 @@ def markdown(tables: Sequence[Table]) -> str:
 
 def latex(tables: Sequence[Table]) -> str:
     """Tables that need no package."""
-    line = lambda cells: " & ".join(map(_escaped, cells)) + r" \\"
+
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(map(_escaped, cells)) + r" \\"
+
     return "\n\n".join(
         "\n".join(
             [

@@ -55,7 +55,10 @@ def build(
     """
     specified = [configuration.specify(one, words) for one in configs]
     config = specified[0].settings
-    own = lambda name: config.get(name, ConfigDict()).to_dict()
+
+    def own(name: str) -> dict[str, Any]:
+        return config.get(name, ConfigDict()).to_dict()
+
     dataset = data.load(
         config.dataset,
         config.data_dir,

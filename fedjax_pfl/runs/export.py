@@ -145,7 +145,6 @@ def write(
     paths = []
     for i, variables in personal(result, state, t, ids):
         one = client_data(result.data, np.asarray(i))
-        number = lambda array: None if array is None else np.asarray(array).tolist()
         facts = {
             "format": _FORMAT,
             "algorithm": result.phases[-1].config.algorithm,
@@ -158,10 +157,10 @@ def write(
             "input_dtype": result.federation.input_dtype,
             "each": list(result.federation.each),
             "outputs": result.federation.outputs,
-            "scale": number(one.scale),
-            "shift": number(one.shift),
-            "label_map": number(one.label_map),
-            "classes": number(one.classes),
+            "scale": _as_list(one.scale),
+            "shift": _as_list(one.shift),
+            "label_map": _as_list(one.label_map),
+            "classes": _as_list(one.classes),
         }
         text = {_KEY: json.dumps(facts)}
         content = _safetensors().save(_flat(variables, result), metadata=text)
@@ -259,8 +258,9 @@ def _safetensors() -> Any:
     try:
         import safetensors.numpy
     except ImportError:
-        raise UsageError("models are written with safetensors, which is not there: install it") \
-            from None  # fmt: skip
+        raise UsageError(
+            "models are written with safetensors, which is not there: install it"
+        ) from None
     return safetensors.numpy
 
 
@@ -286,8 +286,10 @@ def _described(member: Algorithm, result: runner.Result) -> dict[str, Any]:
     net = getattr(member.predict, "__self__", None)
     if net is None or getattr(net, "apply", None) != member.predict:
         name = result.phases[-1].config.algorithm
-        raise UsageError(f"{name} predicts with a function of its own, which no file can hold; "
-                         "give Algorithm the apply of a network")  # fmt: skip
+        raise UsageError(
+            f"{name} predicts with a function of its own, which no file can hold; "
+            "give Algorithm the apply of a network"
+        )
     return _plain(net)
 
 
@@ -332,13 +334,18 @@ def _tuples(plain: Any) -> Any:
     return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
 
 
+def _as_list(array: Any) -> Any:
+    return None if array is None else np.asarray(array).tolist()
+
+
 def _flat(variables: PyTree, result: runner.Result) -> dict[str, np.ndarray]:
     """Leaves by their path in nested dicts."""
     flat = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         if not all(isinstance(word, jax.tree_util.DictKey) for word in path):
             name = result.phases[-1].config.algorithm
-            raise UsageError(f"{name} serves other things than nested dicts of arrays, which no "
-                             "file can hold")  # fmt: skip
+            raise UsageError(
+                f"{name} serves other things than nested dicts of arrays, which no file can hold"
+            )
         flat["/".join(str(word.key) for word in path)] = np.ascontiguousarray(leaf)
     return flat

@@ -92,7 +92,10 @@ class Work:
         )
         if len(self.alike) == 1:
             return compiled(plain(self.algorithms(plan.conv)[0]), self.mesh)
-        make = lambda values: plain(_algorithm(self, plan.conv, values))
+
+        def make(values: Mapping[str, Any]) -> Any:
+            return plain(_algorithm(self, plan.conv, values))
+
         return sweep.make_rounds(make, self._values, self.mesh, at_once(len(self.alike)))
 
 
@@ -173,8 +176,11 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
     }
     models = tuple(_model(work, g, conv) for g in work.groups)
-    # To its own algorithm a group is all there is: nobody else's model is ever stored there.
-    within = lambda g: federation._replace(active=federation.active & (federation.groups == g))
+
+    def within(g: int) -> Federation:
+        """Of a group that has an algorithm of its own: nobody else's model is stored there."""
+        return federation._replace(active=federation.active & (federation.groups == g))
+
     if len(models) == 1:
         algorithm = factory(models[0], task, training, federation, **own)
     elif "models" in inspect.signature(factory).parameters:  # it shares something between them

@@ -58,6 +58,10 @@ class Result(NamedTuple):
     resumed_at: int | None  # the round that a resumed run went on from
 
 
+def _silent(line: str) -> None:
+    """Where nobody asked to be told."""
+
+
 def recorded(result: Result) -> run_reader.Run:
     """A run's record, as its report and a comparison take it."""
     if result.directory is None:
@@ -105,7 +109,7 @@ def run_all(
     workdir: str | Path | None = None,
     stop: Stop | None = None,
     *,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] = _silent,
     **brought: Unpack[custom.Brought],
 ) -> dict[str, Result]:
     """As `run`, for all the runs that `seeds` and `sweep` ask for, in one compiled program.
@@ -152,7 +156,7 @@ def run_points(
     stop: Stop | None = None,
     *,
     words: configuration.Words = configuration.OURS,
-    tell: Callable[[str], None] = lambda line: None,
+    tell: Callable[[str], None] = _silent,
 ) -> dict[str, Result]:
     """As `run_all`, for runs that are listed: each has a seed and real-valued settings of its own.
 
@@ -305,10 +309,12 @@ def _one_phase(
     """Run a phase from where it stands to its end."""
     place, one = phase.rounds.place, phase.config
     key, arrays, state = place((phase.points, built.data, state))
-    number = lambda value: place(jnp.asarray(value, jnp.int32))
+
+    def on_devices(value: int) -> Any:
+        return place(jnp.asarray(value, jnp.int32))
 
     began = time.perf_counter()
-    zero = number(0)
+    zero = on_devices(0)
     run_rounds = phase.rounds.run.lower(key, state, arrays, zero, zero).compile()
     evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
     observe = [jax.jit(algorithm.observe) for algorithm in phase.algorithms]
@@ -324,12 +330,12 @@ def _one_phase(
             began = time.perf_counter()
             until = boundary(one, phase.begin, now)
             rounds = until - now
-            state, all_logs = run_rounds(key, state, arrays, number(now), number(rounds))
+            state, all_logs = run_rounds(key, state, arrays, on_devices(now), on_devices(rounds))
             all_logs = jax.device_get(jax.block_until_ready(all_logs))
             trained = time.perf_counter()
             evaluated = (until - phase.begin) % one.eval_every == 0 or until == phase.end
             if evaluated:
-                all_scores = jax.device_get(evaluate(key, state, arrays, number(until)))
+                all_scores = jax.device_get(evaluate(key, state, arrays, on_devices(until)))
             ended = time.perf_counter()
             for i, member in enumerate(members):
                 logs = _part(all_logs, i, members)

@@ -1,4 +1,4 @@
-"""A method with some layers kept at home, such as the head where clients' labels do not agree.
+"""Some layers stay with each client, such as the head where clients' labels do not agree.
 
 Wherever a model of these layers comes down, or lies with the server, the client reads its own
 instead; what goes up has the values that came down, so that the server learns nothing of them and

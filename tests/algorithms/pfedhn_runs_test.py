@@ -45,7 +45,7 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     before = store.restore(SMALL["rounds"], {"state": template})["state"]
     chex.assert_trees_all_equal(before.server.phi, after.server.phi)
     chex.assert_trees_all_equal(before.server.spectral, after.server.spectral)
-    parts = [jax.tree.leaves((state.rows, state.clients.home)) for state in (before, after)]
+    parts = [jax.tree.leaves((state.rows, state.clients.own)) for state in (before, after)]
     for old, new in zip(*parts, strict=True):
         np.testing.assert_array_equal(old[:4], new[:4])
         assert (old[4:] != new[4:]).any()

@@ -139,7 +139,7 @@ def test_the_whole_method_equals_numpy(name: str):
 
     phi, v = start.server.phi, start.rows.v
     phi_moment, v_moment = zeros(phi), zeros(v)
-    heads = [trees.row(start.clients.home, i).get("params", {}) for i in range(CLIENTS)]
+    heads = [trees.row(start.clients.own, i).get("params", {}) for i in range(CLIENTS)]
     head_moments, lengths, server_lengths = zeros(heads), [], []
     for i in visits:
         body = forward(phi, v[i])[0]
@@ -169,7 +169,7 @@ def test_the_whole_method_equals_numpy(name: str):
     chex.assert_trees_all_close(float64(got.rows.v), v, **close)
     np.testing.assert_array_equal(got.rows.v[3], start.rows.v[3].astype(np.float32))
     for i in range(CLIENTS):
-        own = trees.row(got.clients.home, i).get("params", {})
+        own = trees.row(got.clients.own, i).get("params", {})
         chex.assert_trees_all_close(float64(own), heads[i], **close)
     assert set(log.up) == ({"fc1"} if name == "pfedhn_pc" else {"fc1", "fc2"})
     assert np.asarray(log.up["fc1"]).ravel().tolist() == [4 * 8] * ROUNDS
@@ -340,7 +340,7 @@ def test_a_body_serves_another_clients_head():
     made = make("pfedhn_pc")
     state = jax.jit(made.init)(KEY)
     home = jax.tree.map(lambda x: x * (1 + jnp.arange(6.0)).reshape(-1, *(1,) * (x.ndim - 1)),
-                        state.clients.home)  # fmt: skip
+                        state.clients.own)  # fmt: skip
     clients = state.clients._replace(home=home)
     mixed, body = jax.jit(
         lambda state, client: (

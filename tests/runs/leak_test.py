@@ -58,9 +58,11 @@ def marked(name: str) -> tuple[Any, Any, State]:
     made = cases.make(name, federation, weight_decay=0.0)  # which would move what is marked
     state = jax.jit(made.init)(jax.random.key(0))
     # Equal in all outputs of a head, these change no softmax; the momentum is not theirs.
-    put = lambda leaf: leaf.at[WHO].set(LAYERS)
-    own = next(field for field in ("own", "home") if hasattr(state.clients, field))
-    clients = state.clients._replace(**{own: jax.tree.map(put, getattr(state.clients, own))})
+
+    def put(leaf):
+        return leaf.at[WHO].set(LAYERS)
+
+    clients = state.clients._replace(own=jax.tree.map(put, state.clients.own))
     return made, data, state._replace(clients=clients)
 
 

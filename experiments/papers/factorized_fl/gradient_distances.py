@@ -5,6 +5,7 @@ one on that part with its labels permuted, and one on foreign data: MNIST and CI
 other, digits with their pixels in one random order for digits.
 """
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -53,22 +54,34 @@ def learners(seed: int) -> list[ClientData]:
     one, other = rows[:size], rows[size : 2 * size]
     foreign = rng.permutation(len(strange))[:size]
     renamed = rng.permutation(10).astype(np.int32)
-    parts = ((x[one], y[one]), (x[other], y[other]), (x[other], renamed[y[other]]),
-             (strange[foreign], labels[foreign]))  # fmt: skip
+    parts = (
+        (x[one], y[one]),
+        (x[other], y[other]),
+        (x[other], renamed[y[other]]),
+        (strange[foreign], labels[foreign]),
+    )
     cut = size * 4 // 5
 
     def whole(x: np.ndarray, y: np.ndarray) -> ClientData:
-        split = lambda a, b: Split(jnp.arange(a, b, dtype=jnp.int32), jnp.int32(b - a))
-        splits = (split(0, cut), split(cut, size))
+        splits = (_rows(0, cut), _rows(cut, size))
         return ClientData(jnp.asarray(x), jnp.asarray(y), *splits, None, None, None, None)
 
     return [whole(*part) for part in parts]
+
+
+def _rows(first: int, end: int) -> Split:
+    return Split(jnp.arange(first, end, dtype=jnp.int32), jnp.int32(end - first))
 
 
 def apart(one: Any, other: Any) -> float:
     """‖a/‖a‖ − b/‖b‖‖, from 0 for the same direction to 2 for the opposite one."""
     a, b = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(t)]) for t in (one, other))
     return float(np.linalg.norm(a / np.linalg.norm(a) - b / np.linalg.norm(b)))
+
+
+def _is_part(head: str, kind: str, layer: str, leaf: str) -> bool:
+    """Whether a leaf is compared: of any layer but the head, of one kind or of "all"."""
+    return layer != head and kind in (leaf, "all")
 
 
 def _one_seed(net: Any, seed: int, epochs: int) -> tuple[dict[str, list[float]], dict[str, Any]]:
@@ -103,7 +116,7 @@ def _one_seed(net: Any, seed: int, epochs: int) -> tuple[dict[str, list[float]],
         moved.append(updates)
     found: dict[str, list[float]] = {}
     for kind in ("u", "v") if factorised else ("all",):
-        chosen = lambda layer, leaf, kind=kind: layer != net.head and kind in (leaf, "all")
+        chosen = partial(_is_part, net.head, kind)
         parts = [[trees.divide(update, chosen)[0] for update in updates] for updates in moved]
         for other, name in zip(parts[1:], OTHERS, strict=True):
             found[f"{kind}: {name}"] = list(map(apart, parts[0], other))

@@ -60,8 +60,14 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     """A cell of the paper's table; beta on the embedded digits where nothing is said."""
     config = configuration.default()
     config.update(algorithm="factorized_fl", partition="iid", clients=20, model="resnet9")
-    words = {"noniid": _noniid, "permuted": _permuted, "domains": _domains, "alpha|beta": _shared,
-             "published": _published, r"w(?P<w>\d+)": _width}  # fmt: skip
+    words = {
+        "noniid": _noniid,
+        "permuted": _permuted,
+        "domains": _domains,
+        "alpha|beta": _shared,
+        "published": _published,
+        r"w(?P<w>\d+)": _width,
+    }
     config = preset_words.apply(config, preset, words)
     small = config.dataset == "digits"
     config.update(split="shared", test_fraction=0.1, validation_fraction=0.1)

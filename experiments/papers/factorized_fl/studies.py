@@ -37,8 +37,17 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.runs import runner
 
 SETTING = flags.DEFINE_string("setting", "permuted-noniid", "Words of a preset.")
-COLOURS = ("#000000", "#999999", "#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#cc79a7",
-           "#d55e00")  # fmt: skip
+COLOURS = (
+    "#000000",
+    "#999999",
+    "#e69f00",
+    "#56b4e9",
+    "#009e73",
+    "#f0e442",
+    "#0072b2",
+    "#cc79a7",
+    "#d55e00",
+)
 
 
 def config(*words: str, **own: Any) -> ConfigDict:
@@ -214,8 +223,11 @@ def single() -> tuple[dict[str, Any], Figure]:
         model = {"params": state.server["params"]} if name == "plain" else trees.row(state.rows, 0)
         zeros = sum(int((np.asarray(mu) == 0).sum()) for mu in collect_mu(model))
         found[name] = {"before": curve.mean(0).tolist(), "numbers": trees.size(model) - zeros}
-        axis.plot(range(1, curve.shape[1] + 1), curve.mean(0),
-                  label=f"{name}, {found[name]['numbers']:,} numbers")  # fmt: skip
+        axis.plot(
+            range(1, curve.shape[1] + 1),
+            curve.mean(0),
+            label=f"{name}, {found[name]['numbers']:,} numbers",
+        )
     axis.set(xlabel="epoch", ylabel="accuracy (%)")
     axis.legend(frameon=False)
     return found, figure

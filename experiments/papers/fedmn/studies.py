@@ -98,7 +98,10 @@ def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
     Those on a path from an encoder to the output are blue, dead ends are dotted.
     """
     sizes = (*layout, 1)
-    height = lambda layer, j: (sizes[layer] - 1) / 2 - j
+
+    def height(layer: int, j: int) -> float:
+        return (sizes[layer] - 1) / 2 - j
+
     fed, used = router.connected(jnp.asarray(gates), layout)
     for layer, size in enumerate(sizes):
         axis.plot([layer] * size, [height(layer, j) for j in range(size)], "o", color="0.6", ms=4)
@@ -121,8 +124,9 @@ def paths() -> tuple[dict[str, Any], Figure]:
     opened = served(pi, layout)
     shown = opened[:12]
     figure = Figure(figsize=(10, 1.9 * -(-len(shown) // 6)), layout="constrained")
-    for i, (axis, gates) in enumerate(zip(figure.subplots(-(-len(shown) // 6), 6).ravel(), shown,
-                                          strict=False)):  # fmt: skip
+    for i, (axis, gates) in enumerate(
+        zip(figure.subplots(-(-len(shown) // 6), 6).ravel(), shown, strict=False)
+    ):
         draw_routes(axis, gates, layout)
         axis.set_title(f"client {i}", fontsize=9)
     for axis in figure.axes[len(shown) :]:
@@ -179,9 +183,14 @@ def contradicting(name: str, data_dir: str | None, each: int) -> data.Dataset:
     owners = np.arange(len(rows)) % 12
     labels = known.y_train[rows] + np.where(owners < 6, 0, 5)
     return data.arrays(
-        known.x_train[rows], labels, outputs=10, scale=known.scale, shift=known.shift,
-        owners=owners, name=f"contradicting_{name}",
-    )  # fmt: skip
+        known.x_train[rows],
+        labels,
+        outputs=10,
+        scale=known.scale,
+        shift=known.shift,
+        owners=owners,
+        name=f"contradicting_{name}",
+    )
 
 
 def conflict() -> tuple[dict[str, Any], Figure]:

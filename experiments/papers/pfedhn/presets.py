@@ -47,20 +47,28 @@ DATASETS: dict[str, dict[str, Any]] = {
         "partition": "natural",
         "validation_fraction": 0.15,
         "test_fraction": 0.15,
-        "lenet": {"kernels": (16, 32, 64, 64), "kernel_size": 3, "padding": "SAME",
-                  "dense": (120,)},
+        "lenet": {
+            "kernels": (16, 32, 64, 64),
+            "kernel_size": 3,
+            "padding": "SAME",
+            "dense": (120,),
+        },
     },
-}  # fmt: skip
+}
 # What methods change; all but hypernetworks have five clients in a round.
 METHODS: dict[str, dict[str, Any]] = {
     "local": {"clients_per_round": None},
     # 60 local steps: 20 batches and K = 3 steps on each. Its own steps know no momentum, and at the
     # others' rate it hardly moves: of the paper's rates this one is best on validation examples,
     # with ten clients of CIFAR-10 after 20 rounds.
-    "pfedme": {"local_steps": 20, "learning_rate": 0.1, "momentum": 0.0,
-               "pfedme": {"inner_steps": 3}},
+    "pfedme": {
+        "local_steps": 20,
+        "learning_rate": 0.1,
+        "momentum": 0.0,
+        "pfedme": {"inner_steps": 3},
+    },
     "per_fedavg": {"momentum": 0.0},
-}  # fmt: skip
+}
 
 
 def _cohort(config: ConfigDict, match: re.Match[str]) -> None:
@@ -84,8 +92,12 @@ def get_config(preset: str = "") -> ConfigDict:
     """A cell of the paper's tables; pFedHN on the embedded digits where nothing is said."""
     config = configuration.default()
     config.update(algorithm="pfedhn", partition="shares", evaluate_after=False, rounds=0)
-    words = {r"k(?P<k>\d+)": _cohort, r"steps(?P<s>\d+)": _steps, "sizes": _sizes,
-             "normalized": _normalized}  # fmt: skip
+    words = {
+        r"k(?P<k>\d+)": _cohort,
+        r"steps(?P<s>\d+)": _steps,
+        "sizes": _sizes,
+        "normalized": _normalized,
+    }
     config = preset_words.apply(config, preset, words)
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round

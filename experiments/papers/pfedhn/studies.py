@@ -115,8 +115,10 @@ def novel() -> tuple[dict[str, Any], Figure]:
         left.plot(np.array(place)[order], np.array(mean)[order], "o-", color=colour, label=method)
         x, y = zip(*(point for row in rows.values() for point in row["clients"]), strict=True)
         right.scatter(x, y, s=14, color=colour, alpha=0.6)
-    left.set(xlabel="mean total variation to the nearest trained client",
-             ylabel="accuracy, novel − trained (points)")  # fmt: skip
+    left.set(
+        xlabel="mean total variation to the nearest trained client",
+        ylabel="accuracy, novel − trained (points)",
+    )
     left.legend(frameon=False)
     right.set(xlabel="total variation of each novel client", ylabel="accuracy (%)")
     return found, figure
@@ -159,8 +161,9 @@ def figure3() -> tuple[dict[str, Any], Figure]:
     figure = Figure(figsize=(5.4, 4.4), layout="constrained")
     axis = figure.subplots()
     image = axis.imshow(row_normalised(accuracy), cmap="viridis", vmin=0, vmax=1)
-    axis.set(xlabel="body θ of client", ylabel="head ω of client", xticks=range(10),
-             yticks=range(10))  # fmt: skip
+    axis.set(
+        xlabel="body θ of client", ylabel="head ω of client", xticks=range(10), yticks=range(10)
+    )
     figure.colorbar(image, ax=axis, label="accuracy, normalised in each row")
     own = np.diag(accuracy)
     off = (accuracy.sum(1) - own) / (len(own) - 1)
@@ -245,8 +248,9 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     found: dict[str, Any] = {}
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     settings = {"embedding": (5, 15, 25, 35), "depth": (1, 2, 3, 4, 5)}
-    for axis, (name, values) in zip(figure.subplots(1, 2, sharey=True), settings.items(),
-                                    strict=True):  # fmt: skip
+    for axis, (name, values) in zip(
+        figure.subplots(1, 2, sharey=True), settings.items(), strict=True
+    ):
         found[name] = {}
         for value in values:
             config = _config(f"n{CLIENTS.value}", pfedhn={name: value})

@@ -1,6 +1,7 @@
 """The tables of the pFedHN paper: methods, sizes of networks, MNIST, spectral normalisation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -57,7 +58,10 @@ def _spectral(method: str, column: str, dataset: str, rounds: int | None) -> Con
 
 def _size(column: str) -> tuple[Measure, Measure]:
     group = "SML".index(column[-1])
-    of_size = lambda client, n: int(client["group"]) == group
+
+    def of_size(client: Mapping[str, Any], n: int) -> bool:
+        return int(client["group"]) == group
+
     return among(of_size, "best_before"), among(of_size, "before")
 
 

@@ -184,9 +184,10 @@ def _comment(text: str, indent: str = "") -> list[str]:
     return [
         line
         for part in text.splitlines()
-        for line in textwrap.wrap(part, 100, initial_indent=start, subsequent_indent=start,
-                                  break_on_hyphens=False)
-    ]  # fmt: skip
+        for line in textwrap.wrap(
+            part, 100, initial_indent=start, subsequent_indent=start, break_on_hyphens=False
+        )
+    ]
 
 
 _FILE = '''"""Settings chosen on validation examples: a preset for each method.

@@ -1,7 +1,6 @@
 """A search over settings: what is planned, run, printed and written, for all methods alike."""
 
 import sys
-import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import html_page, text_tables
+from fedjax_pfl.report.numbers import mean_and_deviation
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, show, trials
 from fedjax_pfl.runs.tuning.show import Found
@@ -18,9 +18,14 @@ from fedjax_pfl.runs.tuning.trials import Trial
 
 
 def plan(
-    each: dict[str, ConfigDict], texts: Sequence[str], rounds: int | None, budget: int | None,
-    seed: int = 0, words: Words = OURS, as_preset: bool = False,
-) -> list[Trial]:  # fmt: skip
+    each: dict[str, ConfigDict],
+    texts: Sequence[str],
+    rounds: int | None,
+    budget: int | None,
+    seed: int = 0,
+    words: Words = OURS,
+    as_preset: bool = False,
+) -> list[Trial]:
     """What is tried of each method, or UsageError for what cannot be.
 
     Args:
@@ -50,8 +55,8 @@ def text(found: Found, said: Sequence[str], form: str) -> str:
     if form == "markdown":
         parts = [first, text_tables.markdown(show.tables(found)), "\n".join(f"- {x}" for x in rest)]
     else:
-        wrap = lambda part: textwrap.fill(part, text_tables.WIDTH, break_on_hyphens=False)
-        parts = [wrap(first), text_tables.text(show.tables(found)), "\n".join(map(wrap, rest))]
+        shown = text_tables.text(show.tables(found))
+        parts = [text_tables.filled(first), shown, "\n".join(map(text_tables.filled, rest))]
     return "\n\n".join(filter(None, parts))
 
 
@@ -65,7 +70,7 @@ def preset(found: Found, said: Sequence[str], what: str) -> str | None:
     unit = " %" if metric.unit == "%" else ""
     remarks = {}
     for method, one in there.items():
-        score = f"{show.shown(choice.spread(one), metric)}{unit} on validation examples"
+        score = f"{mean_and_deviation(choice.spread(one), metric)}{unit} on validation examples"
         remarks[method] = f"{score}, the best of {len(found[method])}: {grids.label(one.point)}."
     return choice.preset(there, remarks, "\n".join([what, *said]))
 
@@ -101,10 +106,16 @@ def write(found: Found, said: Sequence[str], what: str, out: Path, ours: bool = 
 
 
 def tune(
-    made: Sequence[Trial], *, seeds: int, out: Path, texts: Sequence[str] = (),
-    budget: int | None = None, together: int | None = None, only_show: bool = False,
+    made: Sequence[Trial],
+    *,
+    seeds: int,
+    out: Path,
+    texts: Sequence[str] = (),
+    budget: int | None = None,
+    together: int | None = None,
+    only_show: bool = False,
     form: str = "text",
-) -> int:  # fmt: skip
+) -> int:
     """Run, print, write; the exit status."""
     status = 0
     if not only_show:

@@ -14,10 +14,10 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.core.scores import ACCURACY, Metric
-from fedjax_pfl.report import figures
+from fedjax_pfl.report import drawing
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.figures import Picture
-from fedjax_pfl.report.numbers import in_unit, metric_of, show_score, word
+from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs.tuning import choice, grids, trials
@@ -53,14 +53,7 @@ def _cells(one: Tried, metric: Metric) -> list[str]:
     best = ", ".join(f"{last.get('best_round') or '–'}" for last in lasts)
     rounds = ", ".join(f"{n}" for n in sorted({last["round"] for last in lasts}))
     seeds = f"{len(lasts)}" if one.complete else f"{len(lasts)} of {one.seeds}"
-    return [shown(spread, metric), best, seeds, rounds]
-
-
-def shown(spread: Mapping[str, Any], metric: Metric) -> str:
-    """A mean and its deviation, without the sign of per cent."""
-    show = lambda value: show_score(metric, value).removesuffix(" %")
-    mean, std = spread["mean"], spread["std"]
-    return show(mean) if std is None or math.isnan(mean) else f"{show(mean)} ± {show(std)}"
+    return [mean_and_deviation(spread, metric), best, seeds, rounds]
 
 
 def head(found: Found, seeds: int, configs: Mapping[str, ConfigDict], words: Words = OURS) -> str:
@@ -99,8 +92,10 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
     for method, tried in found.items():
         points, own, whole = [one.point for one in tried], [], wholes[method]
         if budget and whole < budget:
-            own.append(f"it has {whole} points, fewer than the budget of {budget}: give its grid "
-                       "more values, or it has been tried less than the others")  # fmt: skip
+            own.append(
+                f"it has {whole} points, fewer than the budget of {budget}: give its grid "
+                "more values, or it has been tried less than the others"
+            )
         elif whole > len(points):
             own.append(f"{len(points)} points were drawn of {whole}")
         best = choice.chosen(tried)
@@ -121,8 +116,10 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
     if any(one.seeds == 1 < len(tried) for tried in found.values() for one in tried):
         said.append("One seed cannot tell close points apart: --seeds=3 says how far seeds differ.")
     if "fedfomo" in found:
-        said.append("fedfomo: it weighs peers on validation examples while it trains: its score is "
-                    "flattered, that of all its points alike.")  # fmt: skip
+        said.append(
+            "fedfomo: it weighs peers on validation examples while it trains: its score is "
+            "flattered, that of all its points alike."
+        )
     return said
 
 
@@ -141,13 +138,20 @@ def as_csv(found: Found) -> str:
         best = choice.chosen(tried)
         for rank, one in enumerate(choice.ranked(tried), 1):
             spread = choice.spread(one) if one.runs else {"mean": None, "std": None}
-            lines.append({
-                "method": method, "rank": rank,
-                **{name: grids.word(one.point[name]) if name in one.point else None
-                   for name in settings},
-                "validation_mean": spread["mean"], "validation_std": spread["std"],
-                "seeds": len(one.runs), "chosen": int(one is best),
-            })  # fmt: skip
+            lines.append(
+                {
+                    "method": method,
+                    "rank": rank,
+                    **{
+                        name: grids.word(one.point[name]) if name in one.point else None
+                        for name in settings
+                    },
+                    "validation_mean": spread["mean"],
+                    "validation_std": spread["std"],
+                    "seeds": len(one.runs),
+                    "chosen": int(one is best),
+                }
+            )
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, list(lines[0]), lineterminator="\n")
     writer.writeheader()
@@ -169,12 +173,13 @@ def draw(found: Found) -> Picture | None:
         return None
     metric, across = metric_in(found), min(3, len(settings))
     down = math.ceil(len(settings) / across)
-    figure = figures.sheet(
+    figure = drawing.sheet(
         f"{word(metric)} on validation examples",
-        (4.8, 7.2, 10.2)[across - 1], 0.9 + 3.1 * down,
-    )  # fmt: skip
+        (4.8, 7.2, 10.2)[across - 1],
+        0.9 + 3.1 * down,
+    )
     panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
-    styles = itertools.cycle(zip(figures.COLOURS, itertools.cycle(figures.MARKERS)))
+    styles = itertools.cycle(zip(drawing.COLOURS, itertools.cycle(drawing.MARKERS)))
     lines = {}
     for (method, tried), style in zip(done.items(), styles, strict=False):
         for setting, axes in zip(settings, panels, strict=False):
@@ -184,12 +189,19 @@ def draw(found: Found) -> Picture | None:
         if setting is None:
             axes.set_visible(False)
             continue
-        _value_axis(figures.dressed(axes), setting, sorted(values[setting]))
-    figures.score_axis(panels[0], metric)
+        _value_axis(drawing.dressed(axes), setting, sorted(values[setting]))
+    drawing.score_axis(panels[0], metric)
     for axes in panels[: len(settings)]:
         axes.set_ylabel(panels[0].get_ylabel() if axes.get_subplotspec().is_first_col() else "")
-    figure.legend(list(lines.values()), list(lines), loc="outside lower left", ncols=5,
-                  frameon=False, fontsize=9, labelcolor=figures.INK)  # fmt: skip
+    figure.legend(
+        list(lines.values()),
+        list(lines),
+        loc="outside lower left",
+        ncols=5,
+        frameon=False,
+        fontsize=9,
+        labelcolor=drawing.INK,
+    )
     caption = (
         "Mean over clients at a run's best round, mean over seeds. Small dots are all points of a "
         "grid; a line joins the best with each value; a ring is what was chosen."
@@ -214,12 +226,27 @@ def _profile(
     best_of = max if choice.sign(tried[0]) > 0 else min
     every = [(value, mean) for value in at for mean in found[value]]
     axes.plot(*zip(*every, strict=True), ".", color=colour, markersize=5, alpha=0.4, clip_on=False)
-    (line,) = axes.plot(at, [best_of(found[value]) for value in at], color=colour, marker=marker,
-                        markersize=5, linewidth=1.6, zorder=3, clip_on=False)  # fmt: skip
+    (line,) = axes.plot(
+        at,
+        [best_of(found[value]) for value in at],
+        color=colour,
+        marker=marker,
+        markersize=5,
+        linewidth=1.6,
+        zorder=3,
+        clip_on=False,
+    )
     if best is not None and setting in best.point and choice.numeric(best.point[setting]):
-        axes.plot(best.point[setting], choice.spread(best)["mean"], "o", markersize=12,
-                  markerfacecolor="none", markeredgecolor=colour, markeredgewidth=1.4,
-                  clip_on=False)  # fmt: skip
+        axes.plot(
+            best.point[setting],
+            choice.spread(best)["mean"],
+            "o",
+            markersize=12,
+            markerfacecolor="none",
+            markeredgecolor=colour,
+            markeredgewidth=1.4,
+            clip_on=False,
+        )
     return line
 
 

@@ -136,7 +136,10 @@ def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
         raise UsageError(
             "there are no validation examples, by which to choose; set validation_fraction to 0.2"
         )
-    problem = lambda one: comparison.problem(configuration.resolved(one, words))
+
+    def problem(one: ConfigDict) -> Any:
+        return comparison.problem(configuration.resolved(one, words))
+
     counts = {trial.method: visits(trial.config, words) for trial in trials}
     if len(set(counts.values())) > 1 and not as_preset:
         said = ", ".join(f"{method} {count}" for method, count in counts.items())
@@ -215,15 +218,18 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
             runner.run_points({job.name: job.config for job in jobs}, folder, stop, words=words)
 
 
+def _is_sweepable(name: str, method: str) -> bool:
+    return name in having("sweepable") or name.startswith(f"{method}.")
+
+
 def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
     """Those that can share a program as far as is seen at once, and that can go on together."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
-        shared = lambda name: name in having("sweepable") or name.startswith(f"{job.method}.")  # noqa: B023
         apart = {
             name: value
             for name, value in job.point.items()
-            if not (shared(name) and isinstance(value, float))
+            if not (isinstance(value, float) and _is_sweepable(name, job.method))
         }
         groups.setdefault(repr((job.method, apart)), []).append(job)
     return [
