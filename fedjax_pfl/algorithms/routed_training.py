@@ -93,7 +93,7 @@ def trainer(
             new, moved, more, pulled = network_epoch(
                 now.theta, trace, z, sample, visit._replace(key=fit_key)
             )
-            # Decay and momentum would move the other blocks too, which are not even here.
+            # Decay and momentum would move blocks, too, that the client has not fetched.
             theta, trace = keep_inactive(active, names, (new, moved), (now.theta, trace))
             psi, psi_trace = router_step(now.psi, psi_trace, pulled, visit)
             used, loss = now.used | active, now.loss + more

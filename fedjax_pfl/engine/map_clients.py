@@ -67,8 +67,9 @@ def _on_mesh(own: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[
         )
         return jax.lax.all_gather(own(shared, *part), axis, tiled=True)
 
-    # All of it comes in whole: told that items are sharded, XLA would shard what they are made
-    # of, and send that around. Random keys and loop carries mix both kinds freely in here.
+    # Inputs are declared as replicated: if items were declared sharded, XLA would shard what they
+    # are computed from and communicate that. Replication is not checked, because random keys and
+    # loop carries mix values that are replicated with values that are not.
     return jax.shard_map(gathered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
 
 

@@ -100,8 +100,9 @@ def _needed(eqn: Any, made: int, uses: Counter[Any]) -> int:
 
 
 def _stacked(scan: Any) -> list[Any]:
-    """A scan's results with an axis for its steps, and not what it carries; told by shape, since
-    JAX 0.11 names the numbers of each in another way than 0.10.
+    """A scan's results with an axis for its steps, without what it carries.
+
+    They are told apart by shape, since JAX 0.11 names their numbers in another way than 0.10.
     """
     inside = scan.params["jaxpr"].jaxpr.outvars
     pairs = zip(scan.outvars, inside, strict=True)

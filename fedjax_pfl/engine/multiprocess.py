@@ -44,7 +44,7 @@ def _the_first(each: list[Any]) -> Any:
 
 
 def agree(mine: Any, decide: Callable[[list[Any]], Any] = _the_first) -> Any:
-    """What process 0 decides on plain data of each; nobody goes on before all have come here."""
+    """What process 0 decides on plain data of each process; all wait until all have called this."""
     if count() == 1:
         return decide([mine])
     store, number = global_state.client, next(_questions)
@@ -59,7 +59,7 @@ def agree(mine: Any, decide: Callable[[list[Any]], Any] = _the_first) -> Any:
         return said("answer")
     answer = decide([said(i) for i in range(count())])
     store.key_value_set(f"{question}/answer", json.dumps(answer))
-    if number:  # whoever has come here has the answer before this one
+    if number:  # all that ask this have read the answer to the one before
         store.key_value_delete(f"fedjax_pfl/{number - 1}")
     return answer
 

@@ -22,8 +22,8 @@ class Modular(nn.Module):
     Each block has its own parameters: encoder1, ..., then block2_1, block2_2, ... in layer 2. An
     encoder is `network` with `width` outputs, and ReLU. A block's input is the mean of what its
     open gates bring, 0 where none is open; so is the network's output over the last layer. A block
-    without input is not heard, because its bias would speak; nor does one without use feel its
-    gates, because a client does not fetch it.
+    without input gives no output, or its bias would count. A block whose output is not used gives
+    its gates no gradient, because a client does not fetch it.
     """
 
     network: Any
@@ -48,7 +48,7 @@ class Modular(nn.Module):
             for j in range(1, self.layout[0] + 1)
         ]
         values = [nn.relu(encoder(x, train=train, mask=mask)) for encoder in encoders]
-        layers = self._heard(gates)
+        layers = self._on_paths(gates)
         for number, layer in enumerate(layers[:-1], 2):
             last = number == len(self.layout)
             values = [
@@ -57,10 +57,10 @@ class Modular(nn.Module):
             ]
         return mean(layers[-1][0], values)
 
-    def _heard(self, gates: jax.Array) -> list[jax.Array]:
-        """The gates' matrices, closed where one side is not on a path: that block is not here.
+    def _on_paths(self, gates: jax.Array) -> list[jax.Array]:
+        """The gates' matrices, closed where a block on one side is not on a path (nor fetched).
 
-        A gate between two that are keeps its gradient, closed or open.
+        A gate between two blocks that are on paths keeps its gradient, closed or open.
         """
         fed, used = router.connected(gates, self.layout)
         here = [fed[0], *(f & u for f, u in zip(fed[1:-1], used[1:-1], strict=True)), used[-1]]

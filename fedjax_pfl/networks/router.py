@@ -116,7 +116,7 @@ class Signature(nn.Module):
 
 
 def frozen(router: Router) -> tuple[str, ...]:
-    """The modules of a router that do not learn: whose mean is to be comparable stays put."""
+    """The modules of a router that do not learn, so that means can be compared over rounds."""
     return EMBEDDINGS if router.embed == "product" else ()
 
 

@@ -88,7 +88,9 @@ def group(runs: Sequence[Run]) -> list[Row]:
 
 
 def common(config: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the seed and what is neutral; a setting of later is at its default.
+    """A configuration without its seed and without settings that change no result.
+
+    A setting that the library did not have when the run was made is at its default.
 
     known: all settings; of its sub-configs only those that the configuration has are taken.
     """

@@ -207,9 +207,10 @@ def _quietly() -> Iterator[None]:
 
 
 def _not_of_a_save(record: logging.LogRecord) -> bool:
-    """Whether asyncio says it of anything else than a save that failed, which is raised as well.
+    """Whether a message of asyncio is about anything else than a save that failed.
 
-    Some of orbax's futures are never asked for their exception; the collector finds them later.
+    A save that fails is raised; of some of orbax's futures the exception is never read besides, and
+    asyncio complains when they are collected.
     """
     return "orbax" not in record.getMessage()
 

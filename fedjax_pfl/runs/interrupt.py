@@ -64,7 +64,7 @@ class Stop:
 
 
 def _say(line: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # whoever read it may be gone
+    with contextlib.suppress(OSError, ValueError):  # the terminal or pipe may be closed
         print(line, file=sys.stderr, flush=True)
 
 
@@ -92,10 +92,10 @@ def on_signals() -> Iterator[Stop]:
 
 @contextlib.contextmanager
 def on_keyboard(saves: bool) -> Iterator[Stop]:
-    """Ctrl-C in a call from Python: what is being computed is saved first, and no second time.
+    """Ctrl-C in a call from Python: the first saves what is being computed, a second ends at once.
 
-    Where Python does not turn Ctrl-C into a KeyboardInterrupt itself, or in another thread, nobody
-    listens.
+    Nothing changes where Python does not turn Ctrl-C into a KeyboardInterrupt, nor in a thread
+    other than the main one.
 
     Args:
       saves: whether the run has a directory; without one it ends at once.

@@ -116,7 +116,7 @@ def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str
                 line = f"{name} is {words}, which makes different programs; run them one by one"
                 raise Apart([name], line)
             found.append(name)
-        elif own or group not in algorithms:  # another phase may be another's
+        elif own or group not in algorithms:  # a phase of another method may read it
             raise Apart(
                 [name],
                 f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); "

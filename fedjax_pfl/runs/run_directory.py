@@ -33,7 +33,7 @@ Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds,
 def claimed(
     directory: Path, config: Mapping[str, Any], fixed_length: Callable[[], str] = str
 ) -> Iterator[Path]:
-    """The directory as this run's own, for so long, or UsageError where it is another's.
+    """Lock the directory for this run while the context lasts; UsageError if it is another run's.
 
     Args:
       fixed_length: why a run that has begun cannot be made longer; nothing where it can.
@@ -78,7 +78,7 @@ def _advice(error: OSError) -> str:
 def writing(
     directory: Path | None, saved: Callable[[], Sequence[int]] | None = None
 ) -> Iterator[None]:
-    """What is written in here is written, or one line says why not and what to do.
+    """Turns a failure to write inside the context into one line that says why and what to do.
 
     Args:
       saved: gives the rounds of which there is a checkpoint, newest first.

@@ -32,7 +32,7 @@ class Position(NamedTuple):
 
     phase: int = 0
     round: int = 0
-    seconds: float = 0.0  # its share of what the members of its program took
+    seconds: float = 0.0  # its share of what all runs of its program took
     evaluate_seconds: float = 0.0  # of these
     compile_seconds: float = 0.0  # besides
     checkpoint_seconds: float = 0.0  # besides; that of this very checkpoint is not yet in it
@@ -222,9 +222,9 @@ def together(steps: Sequence[Set[int]]) -> list[list[int]]:
 
 
 def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
-    """Set members to the newest checkpoint that is whole in all of them; their states.
+    """Restore the runs of a program from the newest checkpoint that is whole in all; their states.
 
-    Where none of them has one, nothing is returned, and they begin.
+    None where there is no such checkpoint, and they begin at the start.
     """
     found = _found(built, members) if multiprocess.lead() else None
     facts = multiprocess.agree(found and [_facts(member.at) for member in members])
