@@ -29,10 +29,13 @@ DATASETS: dict[str, dict[str, Any]] = {
     "breast_cancer": {"model": "mlp", "learning_rate": 0.05, "partition": "dirichlet"},
     "diabetes": {"model": "mlp", "learning_rate": 0.02, "partition": "iid"},
     "sensors": {
-        "model": "mlp", "learning_rate": 0.05, "partition": "natural", "clients": 12,
+        "model": "mlp",
+        "learning_rate": 0.05,
+        "partition": "natural",
+        "clients": 12,
         "split": "official",
     },
-}  # fmt: skip
+}
 
 
 def _partition(name: str, **own: str) -> Callable[[ConfigDict, re.Match[str]], None]:

@@ -82,18 +82,29 @@ def examples(source: str, tables: tuple[Table, Table | None], roles: Roles, keep
     x, numbers, more = _inputs(name, source, roles, [(c, read(c, "input")) for c in inputs])
     if y.ndim == 2 and y.dtype == x.dtype == np.int32:  # of one vocabulary
         outputs = max(outputs, int(x.max()) + 1)
-    cut = lambda array: (array[: sizes[0]], array[sizes[0] :] if test else None)
+
+    def cut(array: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        return array[: sizes[0]], array[sizes[0] :] if test else None
+
     (x_train, x_test), (y_train, y_test) = cut(x), cut(y)
     owners: Any = (None, None, None)
     if roles.owner:
         owners = owned(name, *cut(_names(read(roles.owner, "owner"))))
     whole = Dataset(
-        name, x_train, y_train, x_test, y_test, outputs,
+        name,
+        x_train,
+        y_train,
+        x_test,
+        y_test,
+        outputs,
         scale=np.array(1 / 255, np.float32) if x.dtype == np.uint8 else None,
         shift=np.array(0, np.float32) if x.dtype == np.uint8 else None,
-        owner_train=owners[0], owner_test=owners[1], owner_names=owners[2],
-        normalise=_normalise(roles, numbers, y), about={**about, **more},
-    )  # fmt: skip
+        owner_train=owners[0],
+        owner_test=owners[1],
+        owner_names=owners[2],
+        normalise=_normalise(roles, numbers, y),
+        about={**about, **more},
+    )
     return kept(whole, keep)
 
 

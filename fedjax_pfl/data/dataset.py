@@ -291,7 +291,10 @@ def digest(arrays: Iterable[np.ndarray]) -> str:
 
 def nearest_first(word: str, words: Iterable[str], most: int = 12) -> str:
     """All words that there are, those that look most like this one before the others."""
-    alike = lambda one: difflib.SequenceMatcher(None, word.lower(), one.lower()).ratio()
+
+    def alike(one: str) -> float:
+        return difflib.SequenceMatcher(None, word.lower(), one.lower()).ratio()
+
     near = sorted(words, key=alike, reverse=True)
     more = f" and {len(near) - most} more" if len(near) > most else ""
     return ", ".join(near[:most]) + more

@@ -155,9 +155,17 @@ def sensors(
     names = np.array([f"person {i + 1}" for i in range(owners)])
     about = {"input": ["along", "up", "across"], "classes": ["rest", "walk", "run"]}
     whole = Dataset(
-        "sensors", x, y, None, None, 3, owner_train=np.repeat(np.arange(owners), rows),
-        owner_names=names, normalise=Normalise("federation", np.ones(3, bool), False), about=about,
-    )  # fmt: skip
+        "sensors",
+        x,
+        y,
+        None,
+        None,
+        3,
+        owner_train=np.repeat(np.arange(owners), rows),
+        owner_names=names,
+        normalise=Normalise("federation", np.ones(3, bool), False),
+        about=about,
+    )
     return cut(whole, length, stride, 0, 0.3, keep)
 
 

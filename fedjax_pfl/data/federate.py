@@ -93,7 +93,7 @@ def federate(
     else:
         try:
             counts = partitions.PARTITIONS[partition](pool(ours), counting, **settings)
-        except UsageError as error:  # whoever named no partition has one too
+        except UsageError as error:  # say which partition: it may be the default
             named = "" if str(error).startswith("partition ") else f"partition {partition}: "
             raise UsageError(f"{named}{error}") from None
         client = np.full(len(labels), -1, np.int32)

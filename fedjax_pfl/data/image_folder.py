@@ -61,11 +61,19 @@ def images(
     if owner:
         whose = owned(name, owners("train"), owners("test") if "test" in parts else None)
     whole = Dataset(
-        name, x, y, x_test, y_test, len(classes),
-        scale=np.array(1 / 255, np.float32), shift=np.array(0, np.float32),
-        owner_train=whose[0], owner_test=whose[1], owner_names=whose[2],
+        name,
+        x,
+        y,
+        x_test,
+        y_test,
+        len(classes),
+        scale=np.array(1 / 255, np.float32),
+        shift=np.array(0, np.float32),
+        owner_train=whose[0],
+        owner_test=whose[1],
+        owner_names=whose[2],
         about={"classes": classes},
-    )  # fmt: skip
+    )
     return kept(whole, keep)
 
 

@@ -52,9 +52,17 @@ def leaf(
         (y, outputs), x, about = _classes(name, ys), _numbers(name, xs), {}
     owner, owner_test, names = owned(name, np.array(users[0]), np.array(users[1]))
     whole = Dataset(
-        name, x[0], y[0], x[1], y[1], outputs, owner_train=owner, owner_test=owner_test,
-        owner_names=names, about=about,
-    )  # fmt: skip
+        name,
+        x[0],
+        y[0],
+        x[1],
+        y[1],
+        outputs,
+        owner_train=owner,
+        owner_test=owner_test,
+        owner_names=names,
+        about=about,
+    )
     return kept(whole, keep)
 
 

@@ -89,9 +89,16 @@ def next_characters(name: str, texts: Mapping[str, str], length: int) -> Dataset
         raise UsageError(f"{name} has no two characters in a row; there is nothing to predict")
     tokens = len(vocabulary) + 1
     return Dataset(
-        name, x, y, None, None, tokens, owner_train=owner, owner_names=np.array(list(texts)),
+        name,
+        x,
+        y,
+        None,
+        None,
+        tokens,
+        owner_train=owner,
+        owner_names=np.array(list(texts)),
         about={"tokens": ["", *vocabulary]},
-    )  # fmt: skip
+    )
 
 
 def characters(texts: Iterable[str]) -> str:

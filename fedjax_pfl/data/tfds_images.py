@@ -32,7 +32,7 @@ def folder(name: str) -> str:
 def _images(
     name: str,
     outputs: int,
-    convert: Callable[[np.ndarray], np.ndarray] = lambda images: images,
+    convert: Callable[[np.ndarray], np.ndarray] = prepared.unchanged,
     first: int = 0,
 ) -> Callable[[DataDir, Keep], Dataset]:
     """A source that reads features image and label of the splits train and test.
@@ -53,9 +53,15 @@ def _images(
         _alike(path, len(_NORMAL[name][0]), train["image"], test["image"])
         coarse = _coarse(train, outputs) if name == "cifar100" else None
         return Dataset(
-            name, train["image"], labels[0], test["image"], labels[1], outputs,
-            *standardise(*_NORMAL[name]), coarse,
-        )  # fmt: skip
+            name,
+            train["image"],
+            labels[0],
+            test["image"],
+            labels[1],
+            outputs,
+            *standardise(*_NORMAL[name]),
+            coarse,
+        )
 
     source.__doc__ = (
         f"{outputs} classes of images, {folder(name)} in tfds, with an official test set."
@@ -153,10 +159,16 @@ def omniglot(data_dir: DataDir, keep: Keep) -> Dataset:
         )
         letters[a] = len(characters)
     return Dataset(
-        "omniglot", whole["image"][ours], label, None, None, int(letters.max()),
-        *standardise(*_NORMAL["omniglot"]), owner_train=owner,
+        "omniglot",
+        whole["image"][ours],
+        label,
+        None,
+        None,
+        int(letters.max()),
+        *standardise(*_NORMAL["omniglot"]),
+        owner_train=owner,
         owner_classes=np.arange(letters.max()) < letters[:, None],
-    )  # fmt: skip
+    )
 
 
 def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
@@ -183,9 +195,16 @@ def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
     pixels = train["image"]
     constants = (float(pixels.mean()) / 255,), (max(float(pixels.std()), 1.0) / 255,)
     return Dataset(
-        "femnist", pixels, train["label"], test["image"], test["label"], 62,
-        *standardise(*constants), owner_train=train["writer"], owner_test=test["writer"],
-    )  # fmt: skip
+        "femnist",
+        pixels,
+        train["label"],
+        test["image"],
+        test["label"],
+        62,
+        *standardise(*constants),
+        owner_train=train["writer"],
+        owner_test=test["writer"],
+    )
 
 
 SOURCES: dict[str, Callable[..., Dataset]] = {

@@ -90,8 +90,12 @@ def cut(
     (x, y, at), (x_test, y_test, at_test) = taken(train), taken(test)
     known = rows.owner_train is not None
     made = rows._replace(
-        x_train=x, y_train=y, x_test=x_test, y_test=y_test,
-        owner_train=owner[at] if known else None, owner_test=owner[at_test] if known else None,
+        x_train=x,
+        y_train=y,
+        x_test=x_test,
+        y_test=y_test,
+        owner_train=owner[at] if known else None,
+        owner_test=owner[at_test] if known else None,
         overlapping=stride < length,
-    )  # fmt: skip
+    )
     return kept(made, keep)

@@ -190,7 +190,7 @@ def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
 
 
 def _mesh(devices: int | None, cohort: int, *, several: bool) -> jax.sharding.Mesh | None:
-    """All devices; of a CPU unless told not more than clients in a round.
+    """All devices; on a CPU, unless a number is given, no more than there are clients in a round.
 
     several: runs are computed by one program, which JAX 0.11 cannot compile for several devices of
       a CPU: XLA ends the process. 0.10 and 0.12 can.
