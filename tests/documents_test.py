@@ -182,7 +182,9 @@ def test_pages_say_what_the_code_says(page, written):
 
 
 def test_what_the_code_says_is_on_the_pages(written):
-    text = lambda page: (documents.DOCS / page).read_text()
+    def text(page):
+        return (documents.DOCS / page).read_text()
+
     assert "| pfedla | 61.43 ± 0.56 | 3 | 69.85 ± 1.45 | 70.33 ± 1.69 |" in text("pfedla.md")
     assert "| `pfedla.rate` | `0.5` |" in text("pfedla.md")
     assert "(∂θ̄_i/∂ψ_i)ᵀ Δθ_i" in text("pfedla.md")

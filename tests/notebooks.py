@@ -19,7 +19,10 @@ def read(name):
 def code(name):
     """Its code cells, by id, in order; what is for IPython alone does nothing."""
     cells = (cell for cell in read(name)["cells"] if cell["cell_type"] == "code")
-    alone = lambda source: re.sub(r"^( *)%.*$", r"\1pass", source, flags=re.M)
+
+    def alone(source):
+        return re.sub(r"^( *)%.*$", r"\1pass", source, flags=re.M)
+
     return {cell["id"]: alone("".join(cell["source"])) for cell in cells}
 
 

@@ -98,7 +98,10 @@ def test_beginnings_are_the_same(name):
 def test_a_run_directory_is_named_after_all_that_may_change(name):
     """Or another value, run again, would find a run with other settings."""
     cells = {cell: ast.parse(source) for cell, source in notebooks.code(name).items()}
-    words = lambda node: {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
+    def words(node):
+        return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+
     parameters = {
         target.id
         for statement in cells["parameters"].body

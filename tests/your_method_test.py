@@ -40,7 +40,10 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
     assert fedavgm.before["mean"] > fedavg.before["mean"] + 0.1
     assert fedavgm.megabytes_down == fedavg.megabytes_down
     (shown,) = documents.blocks("your_method.md", "text")
-    blank = lambda text: [re.sub(r"[\d.]+", "0", line).split() for line in text.splitlines()]
+
+    def blank(text):
+        return [re.sub(r"[\d.]+", "0", line).split() for line in text.splitlines()]
+
     found = comparison_page.text(rows).splitlines()
     first = next(i for i, line in enumerate(found) if line.startswith("fedavg "))
     assert blank(shown)[1:] == blank("\n".join(found[first : first + 2]))
@@ -64,7 +67,10 @@ def test_moments_and_steps_by_hand():
     upload = {"params": {"w": jnp.array([2.0, 4.0, 0.0])},
               "batch_stats": {"s": jnp.array([1.0, 1.0, 0.0])}}  # fmt: skip
     cohort = tiny.cohort(tiny.TRAIN, ids, arrived, (), upload, 0)
-    receive = lambda server: made.receive(State(server, (), ()), cohort)[0]
+
+    def receive(server):
+        return made.receive(State(server, (), ()), cohort)[0]
+
     once = receive(server)
     change = 52 / 19 - 1
     np.testing.assert_allclose(once["moments"]["w"], change, rtol=1e-6)
@@ -139,7 +145,10 @@ def test_the_methods_on_the_page_are_short():
 def table(first):
     """The rows of your_method.md's table with that first heading, as dicts of their cells."""
     lines = (documents.DOCS / "your_method.md").read_text().splitlines()
-    cells = lambda line: [cell.strip() for cell in line.strip("|").split("|")]
+
+    def cells(line):
+        return [cell.strip() for cell in line.strip("|").split("|")]
+
     at = next(i for i, line in enumerate(lines) if line.startswith(f"| {first} |"))
     rows = itertools.takewhile(lambda line: line.startswith("|"), lines[at + 2 :])
     return [dict(zip(cells(lines[at]), cells(row), strict=True)) for row in rows]

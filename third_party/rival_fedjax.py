@@ -33,8 +33,9 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
 
     def fresh(shape: tuple[int, ...]) -> Any:
         bound = 1 / math.sqrt(math.prod(shape[:-1]))
-        draw = lambda size: jnp.asarray(rng.uniform(-bound, bound, size), jnp.float32)
-        return {"w": draw(shape), "b": draw(shape[-1:])}
+        drawn = (rng.uniform(-bound, bound, size) for size in (shape, shape[-1:]))
+        w, b = (jnp.asarray(one, jnp.float32) for one in drawn)
+        return {"w": w, "b": b}
 
     def outputs(params: Any, x: Any) -> Any:
         for n, layer in enumerate(params, 1):

@@ -75,7 +75,10 @@ def test_mixing_equals_numpy(share, tau, scale, minimum):
     omega = reference(rows["fc1"]["v"][..., 0], tau, scale, minimum)
     np.testing.assert_allclose(made.observe(state)["weights"], omega, atol=1e-6)
     got = sent(made, state)
-    mix = lambda leaf: np.tensordot(omega, leaf, 1)
+
+    def mix(leaf):
+        return np.tensordot(omega, leaf, 1)
+
     np.testing.assert_allclose(got["fc1"]["u"], mix(rows["fc1"]["u"]), atol=1e-5)
     np.testing.assert_allclose(got["fc2"]["kernel"], mix(rows["fc2"]["kernel"]), atol=1e-5)
     if share == "u":  # its own v back, and nothing else of fc1

@@ -56,7 +56,10 @@ def test_a_round_equals_numpy():
     uploads = []
     for k, n in enumerate((5, 3)):
         xk, yk = x[rows[k, :n]].astype(np.float64), y[rows[k, :n]]
-        chance = lambda w, xk=xk: softmax(xk @ w)
+
+        def chance(w, xk=xk):
+            return softmax(xk @ w)
+
         truth = np.eye(3)[yk]
         q = np.stack([pi[k, j] * (chance(theta[j]) * truth).sum(1) for j in range(m)])
         q /= q.sum(0)

@@ -148,12 +148,13 @@ def test_an_inactive_block_neither_travels_nor_changes():
     active = np.asarray(uploads["active"])
     assert (~active).sum() > 2
     assert active.any(0).all()
-    trace = lambda momentum: momentum[0][-1].trace
+
+    traces, old_traces = (one.momentum[0][-1].trace for one in (clients, state.clients))
     for b, name in enumerate(NAMES):
         here = active[:, b]
         for new, old in (
             (uploads["params"][name], trees.repeat(state.server["params"][name], tiny.CLIENTS)),
-            (trace(clients.momentum)[name], trace(state.clients.momentum)[name]),
+            (traces[name], old_traces[name]),
         ):
             for leaf, before in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
                 changed = (np.asarray(leaf) != np.asarray(before)).reshape(tiny.CLIENTS, -1)
@@ -188,22 +189,21 @@ def test_aggregation_in_numpy():
     server, rng = state.server, np.random.default_rng(0)
     ids = np.array([4, 0, tiny.CLIENTS, 5])  # the third did not arrive
     active = np.array([[1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
-    draw = lambda leaf: rng.normal(size=(4, *leaf.shape)).astype(np.float32)
-    uploads = jax.tree.map(draw, server)
-    absent = lambda leaf: np.where(np.arange(4).reshape(-1, *(1,) * (leaf.ndim - 1)) == 2, 0, leaf)
-    uploads = jax.tree.map(lambda leaf: absent(leaf).astype(np.float32), uploads)
+
+    uploads = jax.tree.map(lambda x: rng.normal(size=(4, *x.shape)).astype(np.float32), server)
     here = jnp.asarray(ids < tiny.CLIENTS)
+    uploads = trees.where(here, uploads, jax.tree.map(np.zeros_like, uploads))
     uploaded = {**uploads, "active": jnp.asarray(active)}
     cohort = tiny.cohort(n, jnp.asarray(ids), here, (), uploaded, 0)
     got, _ = algorithm.receive(State(server, (), ()), cohort)
     weights = np.array([n[4], n[0], 0, n[5]], float)
-    flat = lambda tree: trees.layers(jax.device_get(tree))
-    for name, leaves in flat(got).items():
+    got, server, uploads = (trees.layers(jax.device_get(one)) for one in (got, server, uploads))
+    for name, leaves in got.items():
         share = weights * (active[:, NAMES.index(name)] if name in NAMES else 1)
         if not share.any():
-            chex.assert_trees_all_equal(leaves, flat(server)[name])
+            chex.assert_trees_all_equal(leaves, server[name])
             continue
-        for new, old in zip(leaves, flat(uploads)[name], strict=True):
+        for new, old in zip(leaves, uploads[name], strict=True):
             wanted = np.tensordot(share / share.sum(), old, 1)
             np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)
     assert not active[:, 2].any()
@@ -362,13 +362,14 @@ def test_the_routers_rate_is_its_own():
 
 def test_sizes_of_the_testbed():
     """Encoders are the testbed's networks with 512 outputs, the router's has 128."""
-    shape = lambda *image: tiny.federated()[1]._replace(input_shape=image, outputs=62)
+
     for model, image, layout, plain in (
         (CNN(outputs=62), (28, 28, 1), (3, 3, 3), 2_278_334 - 2049 * 62),
         (MobileNet(outputs=62), (32, 32, 3), LAYOUT, 2_236_682 - 1281 * 10),
     ):
+        federation = tiny.federated()[1]._replace(input_shape=image, outputs=62)
         algorithm = algorithms.fedmn(
-            model, cases.TASK, cases.training(), shape(*image), layout=layout,
+            model, cases.TASK, cases.training(), federation, layout=layout,
             embed="concatenated",
         )  # fmt: skip
         server = jax.eval_shape(algorithm.init, KEY).server["params"]

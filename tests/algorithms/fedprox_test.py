@@ -27,9 +27,12 @@ def test_two_steps_by_hand():
 def test_without_a_penalty_it_is_fedavg():
     """Bit for bit, BatchNorm, momentum, decay and clipping included."""
     federation = tiny.federated()[1]
-    make = lambda name, **own: getattr(algorithms, name)(
-        tiny.Net(), cases.TASK, cases.training(), federation, **own
-    )
+
+    def make(name, **own):
+        return getattr(algorithms, name)(
+            tiny.Net(), cases.TASK, cases.training(), federation, **own
+        )
+
     average, held = make("fedavg"), make("fedprox", mu=0.0)
     state = average.init(KEY)
     chex.assert_trees_all_equal(trained(held, state, 3), trained(average, state, 3))

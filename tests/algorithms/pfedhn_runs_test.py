@@ -74,7 +74,10 @@ def test_one_hypernetwork_for_three_sizes():
     sizes = [4 * w + w + w * 3 + 3 for w in (2, 3, 4)]
     algorithm, state = run.phases[0].algorithm, run.state
     for g, size in enumerate(sizes):
-        send = lambda s, g=g: algorithm.send[g](s, Visit(g, None, T, KEY))
+
+        def send(s, g=g):
+            return algorithm.send[g](s, Visit(g, None, T, KEY))
+
         payload = jax.eval_shape(send, state)
         assert trees.size(payload) == size
         assert payload["params"]["fc1"]["kernel"].shape == (4, g + 2)

@@ -182,7 +182,10 @@ def everybody(algorithm: Any, state: Any) -> Any:
     """Payloads of all clients, and uploads a little away from them."""
     send = jax.vmap(lambda i: algorithm.send(state, Visit(i, None, T, KEY)))
     payloads, rng = jax.jit(send)(jnp.arange(tiny.CLIENTS)), np.random.default_rng(0)
-    noise = lambda leaf: leaf + jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+
+    def noise(leaf):
+        return leaf + jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+
     return payloads, jax.tree.map(noise, payloads), jnp.ones(tiny.CLIENTS, bool)
 
 
@@ -198,9 +201,10 @@ def test_a_step_brings_the_generated_model_closer_to_the_trained_one():
             state, tiny.cohort(tiny.TRAIN, i[None], jnp.ones(1, bool), payload, upload, T)
         )
         after = algorithm.send(State(server, rows, ()), Visit(i, None, T, KEY))
-        change = lambda model: trees.squared_norm(
-            jax.tree.map(lambda a, b: a - b[0], model, upload)
-        )
+
+        def change(model):
+            return trees.squared_norm(jax.tree.map(lambda a, b: a - b[0], model, upload))
+
         return change(trees.row(payload, 0)), change(after)
 
     before, after = jax.jit(jax.vmap(distances))(jnp.arange(tiny.CLIENTS))
@@ -263,7 +267,10 @@ def test_sizes_share_one_step():
     state = jax.jit(algorithm.init)(KEY)
     ids = (jnp.array([2, 6]), jnp.array([1, 3]))  # client 0 or 4 did not answer
     arrived = (jnp.array([True, False]), jnp.array([True, True]))
-    send = lambda g: jax.jit(jax.vmap(lambda i: algorithm.send[g](state, Visit(i, None, T, KEY))))
+
+    def send(g):
+        return jax.jit(jax.vmap(lambda i: algorithm.send[g](state, Visit(i, None, T, KEY))))
+
     payloads = tuple(send(g)(ids[g] % 6) for g in range(2))
     sizes = [trees.size(trees.row(p, 0)) for p in payloads]
     assert sizes == [6 * 3, 6 * 2 + 3 * 3]

@@ -32,12 +32,16 @@ def make(name: str = "pfedla", changes: dict[str, Any] | None = None, **own: Any
     return factory(tiny.Net(), cases.TASK, training, tiny.federated()[1], **own)
 
 
+def with_noise(leaf, rng):
+    return leaf + jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+
+
 def scattered(algorithm: Algorithm) -> State:
     """A first state whose stored models differ."""
     state = algorithm.init(KEY)
     rng = np.random.default_rng(0)
-    noise = lambda leaf: leaf + jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
-    return state._replace(rows=state.rows._replace(theta=jax.tree.map(noise, state.rows.theta)))
+    theta = jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows.theta)
+    return state._replace(rows=state.rows._replace(theta=theta))
 
 
 def test_alpha_rows_sum_to_one_and_close_what_is_not_allowed():
@@ -53,7 +57,9 @@ def test_alpha_rows_sum_to_one_and_close_what_is_not_allowed():
 
 
 def test_a_dead_row_is_the_clients_own_and_has_no_nan():
-    f = lambda raw: jnp.sum(alpha(raw, jnp.int32(1), jnp.ones(3, bool), "relu") ** 2)
+    def f(raw):
+        return jnp.sum(alpha(raw, jnp.int32(1), jnp.ones(3, bool), "relu") ** 2)
+
     raw = jnp.array([[-1.0, -2.0, 0.0], [1.0, 1.0, 2.0]])
     np.testing.assert_array_equal(
         alpha(raw, jnp.int32(1), jnp.ones(3, bool), "relu")[0], [0.0, 1.0, 0.0]
@@ -97,7 +103,10 @@ def test_a_step_brings_the_mixed_model_closer_to_the_trained_one(normalise: str)
     )
     # The store is what it was, so that only the hypernetwork's step shows.
     closer = send(rows._replace(theta=state.rows.theta), ids)
-    flat = lambda tree: jnp.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(tree)], 1)
+
+    def flat(tree):
+        return jnp.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(tree)], 1)
+
     before, after, target = (flat(x["params"]) for x in (payloads, closer, uploads))
     moved = (np.asarray(after, np.float64) - before) * (np.asarray(target, np.float64) - before)
     assert (moved.sum(1) > 0).all()
@@ -240,10 +249,14 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
     )  # fmt: skip
     rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=3)
     state = rounds.init(KEY)
-    spread = lambda p: p + jnp.asarray(rng.normal(size=p.shape), jnp.float32)
-    state = state._replace(rows=jax.tree.map(spread, state.rows))
-    as_float32 = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
-    wide = lambda tree: jax.tree.map(lambda a: np.array(a, np.float64), tree)
+    state = state._replace(rows=jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows))
+
+    def as_float32(tree):
+        return jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
+
+    def wide(tree):
+        return jax.tree.map(lambda a: np.array(a, np.float64), tree)
+
     theta, psi = wide(state.rows.theta), wide(state.rows.psi)
     got, _ = rounds.run(KEY, state, jax.tree.map(jnp.asarray, data), 0, 1)
 

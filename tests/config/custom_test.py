@@ -44,11 +44,14 @@ def test_the_configuration_names_both_and_holds_their_settings(tmp_path):
     assert there["examples"] == {"digest": custom.digest(examples())}
     assert result.federation.clients == 4
     # Goes on with the same, refuses others.
-    again = lambda **given: fedjax_pfl.run(
-        {**SETTINGS, "mine": {"share": 0.25}},
-        tmp_path,
-        **{"dataset": examples("examples"), "algorithm": mine, **given},
-    )
+
+    def again(**given):
+        return fedjax_pfl.run(
+            {**SETTINGS, "mine": {"share": 0.25}},
+            tmp_path,
+            **{"dataset": examples("examples"), "algorithm": mine, **given},
+        )
+
     assert again().resumed_at == 1
     line = message(lambda: again(dataset=examples("examples", -X)))
     assert "holds a run with other settings: examples.digest (" in line

@@ -92,7 +92,10 @@ def test_momentum_between_rounds(keep: bool, wanted: list[float]):
 
 def test_the_rate_is_a_function_of_the_round():
     """w ← w − rate(t)·4w: 2 → 1 → 0 at rate 1/8 and 1/4, then still."""
-    rates = lambda t: jnp.asarray([0.125, 0.25, 0.5])[t]
+
+    def rates(t):
+        return jnp.asarray([0.125, 0.25, 0.5])[t]
+
     np.testing.assert_array_equal(trace(3, 1, learning_rate=rates), [1, 0, 0])
 
 
@@ -244,7 +247,10 @@ def scored(data: FederatedData, batch_size: int) -> local_training.Scores:
     def one(data: FederatedData, i: jax.Array) -> local_training.Scores:
         mine: ClientData = client_data(data, i)
         first = jnp.min(jnp.where(jnp.arange(11) < mine.train.size, mine.train.rows, 99))
-        predict = lambda variables, x: (x - variables).astype(jnp.float32)
+
+        def predict(variables, x):
+            return (x - variables).astype(jnp.float32)
+
         return local_training.evaluate(predict, first, mine, mine.train, POWERS, batch_size)
 
     return jax.device_get(jax.jit(jax.vmap(one, (None, 0)))(data, jnp.arange(len(SIZES))))
@@ -262,7 +268,10 @@ def test_evaluate_counts_each_example_once(batch_size: int):
 
 def test_evaluate_an_empty_table():
     data = client_data(federated(), jnp.asarray(4))
-    predict = lambda variables, x: x.astype(jnp.float32)
+
+    def predict(variables, x):
+        return x.astype(jnp.float32)
+
     scores = local_training.evaluate(predict, (), data, data.validation, POWERS)
     zeros = {"power": 0, "both": {"of_two": [0, 0]}}
     assert jax.tree.map(lambda leaf: leaf.tolist(), scores) == (zeros, 0, 0)

@@ -92,7 +92,10 @@ def test_leafs_characters_and_tweets_are_whole_numbers(tmp_path):
     assert one.outputs == 4
     each = load(f"leaf:{tmp_path / 'plays'}", every_position=True)
     assert each.y_train.tolist() == [[2, 3], [1, 1]]
-    tweet = lambda words: ["1", "Mon", "NO_QUERY", "me", words]
+
+    def tweet(words):
+        return ["1", "Mon", "NO_QUERY", "me", words]
+
     said = {"me": ([tweet("Good good day!"), tweet("bad day")], [1, 0])}
     two = load(
         leaf_folder(tmp_path / "tweets", said, {"me": ([tweet("day of rest")], [1])}),

@@ -27,7 +27,9 @@ def test_fraction_counts_exactly():
 
 
 def test_synthetic_is_deterministic_balanced_and_learnable():
-    make = lambda **more: load("synthetic", shape=(4, 3), classes=5, examples=500, **more)
+    def make(**more):
+        return load("synthetic", shape=(4, 3), classes=5, examples=500, **more)
+
     one = make()
     np.testing.assert_array_equal(one.x_train, make().x_train)
     assert not np.array_equal(one.x_train, make(seed=1).x_train)

@@ -125,9 +125,12 @@ def test_published_traffic_of_fedavg():
     ones = np.ones(10, int)
     federation = Federation(ones, (28, 28, 1), 10, ones > 0, 0 * ones)
     algorithm = algorithms.fedavg(LeNet(), TASK, local_training.sgd(epochs=1), federation)
-    nothing = lambda key, start: jax.tree.map(
-        lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(algorithm.init, key)
-    )
+
+    def nothing(key, start):
+        return jax.tree.map(
+            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(algorithm.init, key)
+        )
+
     book = ran(algorithm._replace(train=idle, init=nothing), federation, 75)
     assert book.total_down == book.total_up == 10 * 75 * 85_822 * 4
     assert round((book.total_down + book.total_up) / 2**20, 2) == 491.08

@@ -40,7 +40,9 @@ def test_by_hand(f, arguments, kibibytes):
 
 
 def test_donated_arguments_are_replaced():
-    f = lambda x: x * 2 + 1
+    def f(x):
+        return x * 2 + 1
+
     assert memory_estimate.peak(jax.jit(f), KIB) == 3 * 1024
     assert memory_estimate.peak(jax.jit(f, donate_argnums=0), KIB) == 2 * 1024
 

@@ -103,8 +103,12 @@ def test_client_scores():
 
 
 def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
-    rows = lambda before, after: [{"before_a": before, "before_loss": 1.0, "after_a": after}]
-    best = lambda found: [(row["best_before_a"], row["best_after_a"]) for row in found]
+    def rows(before, after):
+        return [{"before_a": before, "before_loss": 1.0, "after_a": after}]
+
+    def best(found):
+        return [(row["best_before_a"], row["best_after_a"]) for row in found]
+
     none = metrics.with_best(rows(0.5, None), (), False, TASK)  # there are no validation examples
     assert best(none) == [(None, None)]
     first = metrics.with_best(rows(0.5, 0.6), none, True, TASK)

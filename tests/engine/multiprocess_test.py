@@ -36,7 +36,10 @@ def two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_compute_what_one_does(two: Path, tmp_path: Path):
     one = runner.run(json.loads((two / "config.json").read_text()), tmp_path / "one")
     template = jax.eval_shape(lambda: one.state)
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
     jax.tree.map(close, restored(two, template), restored(tmp_path / "one", template))
     for name in ("traffic.json", "config.json"):
         assert (two / name).read_text() == (tmp_path / "one" / name).read_text()
@@ -51,8 +54,13 @@ def test_a_run_that_is_stopped_and_killed_ends_as_if_it_were_not(
 ):
     """One process is asked to stop, then one is killed; all end, and the last command goes on."""
     directory = tmp_path / "run"
-    again = lambda: Command(cache, "--processes=2", f"--workdir={directory}")
-    saved = lambda number: directory / "checkpoints" / str(number) / checkpoints.SUMS
+
+    def again():
+        return Command(cache, "--processes=2", f"--workdir={directory}")
+
+    def saved(number):
+        return directory / "checkpoints" / str(number) / checkpoints.SUMS
+
     code, out, error, _ = again().disturbed(1, signal.SIGTERM, saved(5))
     assert (code, out.count("\n")) == (143, 1), error  # the plan
     (line,) = error.splitlines()
@@ -80,14 +88,17 @@ def test_a_run_that_is_stopped_and_killed_ends_as_if_it_were_not(
 
 def test_other_settings_in_another_process(cache: Path):
     """Each is started by itself, as on two machines; nothing is compiled or written."""
-    own = lambda i, **changes: Command(
-        cache,
-        f"--coordinator=127.0.0.1:{free}",
-        "--processes=2",
-        f"--process={i}",
-        "--workdir=/dev/null/none",
-        **changes,
-    )
+
+    def own(i, **changes):
+        return Command(
+            cache,
+            f"--coordinator=127.0.0.1:{free}",
+            "--processes=2",
+            f"--process={i}",
+            "--workdir=/dev/null/none",
+            **changes,
+        )
+
     free = free_port()
     commands = [own(0), own(1, seed=1, chunk=2)]
     for i, (code, out, error) in enumerate([c.ended() for c in commands]):

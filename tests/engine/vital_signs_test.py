@@ -97,7 +97,10 @@ def test_a_uniform_alpha_is_dead_too():
 
 def of(method, now, before=None, first=None, earlier=(), at=20):
     """The signs of arrays by name, and their remarks after dead evaluations until round 10."""
-    arrays = lambda tree: {name: np.asarray(x, float) for name, x in (tree or {}).items()}
+
+    def arrays(tree):
+        return {name: np.asarray(x, float) for name, x in (tree or {}).items()}
+
     shown = Shown(arrays(now), arrays(before), (), arrays(first))
     return vital_signs.read(SIGNS[method], shown, earlier, at, 40)
 

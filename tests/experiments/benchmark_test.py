@@ -195,7 +195,10 @@ def test_a_measurement_is_added_to(tmp_path):
 def test_items_of_several_measurements_say_with_what_each_was_measured():
     machine = {"backend": "cpu", "cores": 2, "kind": "A"}
     what = {"date": "2000-01-01", "repeats": 3, **WITH}
-    whole = lambda **items: {"machine": machine, "items": items, "compile_seconds": {}}
+
+    def whole(**items):
+        return {"machine": machine, "items": items, "compile_seconds": {}}
+
     alike = whole(mlp={**what, "note": "busy"}, pfedla={**what, "note": "busy"})
     beginning = "2 cores A, 2000-01-01, 3 turns each"
     assert benchmark.conditions(alike) == f"{beginning}; busy"

@@ -111,7 +111,10 @@ def test_the_meaning_of_a_methods_setting_names_all_choices(method, name, choice
 
 def test_a_method_is_listed_by_its_name_in_papers_too():
     found = dict(re.findall(r"^  (\w+) +(\S.*?):", listing.listing("methods"), re.MULTILINE))
-    plain = lambda text: re.sub(r"[^a-z]", "", text.lower().replace("+", "plus"))
+
+    def plain(text):
+        return re.sub(r"[^a-z]", "", text.lower().replace("+", "plus"))
+
     for name in algorithms.__all__:
         assert plain(name) in plain(found[name]), name
 

@@ -128,7 +128,10 @@ def test_a_study_shows_them_beside_ours(tmp_path, monkeypatch, capsys):
     for name in studies:
         study.main(studies, "", ["x", name], "pfedhn")
     assert "88.42" in capsys.readouterr().out
-    read = lambda name: json.loads((tmp_path / f"{name}-digits.json").read_text())
+
+    def read(name):
+        return json.loads((tmp_path / f"{name}-digits.json").read_text())
+
     assert read("figure6")["published"] == readable("pfedhn", "figure6")
     assert read("figure6")["ours"] == 1.0
     assert "published" not in read("figure5")

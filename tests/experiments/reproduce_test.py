@@ -236,10 +236,14 @@ def test_table_without_a_value():
 
 
 def test_names_of_cells(at_hand):
-    chosen = lambda scale, *cells: {
-        f"{p.cell.row}/{p.cell.column}"
-        for p in reproduce.plans(TABLES["pfedhn/table1"], Options("pfedhn/table1", scale, cells))
-    }
+    def chosen(scale, *cells):
+        return {
+            f"{p.cell.row}/{p.cell.column}"
+            for p in reproduce.plans(
+                TABLES["pfedhn/table1"], Options("pfedhn/table1", scale, cells)
+            )
+        }
+
     assert len(chosen("full", "pfedhn")) == 7
     assert chosen("quick", "pfedhn") == {"pfedhn/cifar10-n10"}
     assert len(chosen("quick", "omniglot-n50")) == 8

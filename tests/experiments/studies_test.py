@@ -216,7 +216,10 @@ def test_a_plateau_by_hand():
     last = {"before": (0.2, 0.2, 0.3, 0.3, 0.5, 0.5, 0.5, 0.52),
             "after": (0.2, 0.2, 0.3, 0.3, 0.6, 0.6, 0.604, 0.604)}  # fmt: skip
     lines = [{k: {"accuracy_mean": v[i]} for k, v in last.items()} for i in range(8)]
-    judged = lambda lines, *when: tables.plateau(SimpleNamespace(metrics=lines), *when)
+
+    def judged(lines, *when):
+        return tables.plateau(SimpleNamespace(metrics=lines), *when)
+
     assert (judged(lines), judged(lines, "after")) == ("not converged", "plateau")
     assert judged(lines[:3]) == "too short to tell"
 

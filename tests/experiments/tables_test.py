@@ -140,7 +140,10 @@ def test_measures_by_hand():
                 "after_accuracy": f"{i / 10 + 0.05}", "best_before_accuracy": "" if i == 1 else 0.0}
                for i in range(10)]  # fmt: skip
     run = run_reader.Run(None, {}, metrics, clients)
-    ours = lambda name, column: [m(run) for m in TABLES[name].measures(column) if m]
+
+    def ours(name, column):
+        return [m(run) for m in TABLES[name].measures(column) if m]
+
     assert ours("pfedla/table1", "cifar10-n10") == [50, 100]
     assert ours("pfedla/table3", "cifar10-MiB") == [1.5e9 / 2**20]
     assert ours("pfedhn/table1", "cifar10-n10") == [75, 50]

@@ -183,7 +183,10 @@ def test_nothing_is_chosen_before_all_are_finished_or_where_no_score_is_finite()
     assert choice.chosen(points) is None
     assert choice.ranked(points) == points[::-1]
     assert choice.chosen([tried(None, learning_rate=1.0)]) is None
-    notes = lambda found: show.notes({"fedavg": found}, {"fedavg": len(found)}, None)
+
+    def notes(found):
+        return show.notes({"fedavg": found}, {"fedavg": len(found)}, None)
+
     assert notes(points) == ["fedavg: 1 of its runs are missing, and nothing is chosen yet."]
     assert "no point has a finite score" in notes([tried(None, learning_rate=1.0)])[0]
 
@@ -192,7 +195,10 @@ def test_the_edge_of_a_grid_is_named():
     grid = {"a": (0.1, 0.2, 0.3), "b": (0.0, 0.9), "c": ("x",), "d": (3.0,), "e": (1, 2),
             "f": (None, 2.0, 4.0)}  # fmt: skip
     points = grids.points("fedavg", grid)
-    at = lambda **values: choice.edges({**points[0], **values}, points)
+
+    def at(**values):
+        return choice.edges({**points[0], **values}, points)
+
     assert at(a=0.2, b=0.0, e=1, f=None) == []  # below 0, or a count of 1, is nothing
     assert at(a=0.3, f=2.0) == ["a 0.3 is the largest tried", "f 2.0 is the smallest tried"]
     assert at(a=0.1, b=0.9, e=2, f=4.0) == [

@@ -143,9 +143,10 @@ def test_on_a_busy_machine_nothing_is_met_or_missed(what, busy):
         "compile_seconds": {"pfedla": 15.0}, "compile": what,
     }  # fmt: skip
     rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
-    told = lambda text, verdict: [f"{text}, busy machine", "not measured"] if busy else [
-        text, verdict,
-    ]  # fmt: skip
+
+    def told(text, verdict):
+        return [f"{text}, busy machine", "not measured"] if busy else [text, verdict]
+
     assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == told("2.00 x", "met")
     assert rows["CPU, lenet-1000: 1 x PyTorch loop"] == told("2.00 x", "met")
     step = "a client step as long with 1,000 clients as with 10, within 10 %"

@@ -70,11 +70,17 @@ def test_lowering_is_the_convolution(case):
 def test_lowering_per_client(name, spread):
     image, kernel, strides, padding = CASES["lenet1"]
     x, k = random(0, (4, *image)), random(1, (4, *kernel))
-    one = lambda x, k, name=name: value_and_gradient(name, x, k, strides, padding)
+
+    def one(x, k, name=name):
+        return value_and_gradient(name, x, k, strides, padding)
+
     if spread == "vmap":
         run = jax.vmap(one)
     elif spread == "map":
-        run = lambda x, k: lax.map(lambda xk: one(*xk), (x, k))
+
+        def run(x, k):
+            return lax.map(lambda xk: one(*xk), (x, k))
+
     else:
         axis, auto = jax.P("clients"), (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((2,), ("clients",), auto, devices=jax.devices()[:2])
@@ -102,7 +108,9 @@ def test_lowering_in_a_loop_and_twice_differentiated(name):
 def test_bfloat16_accumulates_in_float32(name):
     image, kernel, strides, padding = CASES["lenet1"]
     x, k = random(0, image, jnp.bfloat16), random(1, kernel, jnp.bfloat16)
-    apply = lambda x, k: lowering(name)(x, k, strides, padding, dimension_numbers=LAYOUT)
+
+    def apply(x, k):
+        return lowering(name)(x, k, strides, padding, dimension_numbers=LAYOUT)
 
     @jax.jit
     def run(x, k):
@@ -137,7 +145,9 @@ def test_winograd_multiplies_less(kernel, strides, share):
     """Forward, and for the gradients of images and kernels; it is `patches` where it is no less."""
 
     def multiplications(name):
-        run = lambda x, k: value_and_gradient(name, x, k, strides, "VALID")
+        def run(x, k):
+            return value_and_gradient(name, x, k, strides, "VALID")
+
         side = 7 * strides[0] + kernel[0]  # eight outputs are four tiles
         x, k = jnp.ones((2, side, side, 4)), jnp.ones(kernel)
         return products(jax.make_jaxpr(run)(x, k).jaxpr)
@@ -155,9 +165,14 @@ def test_winograd_multiplies_less(kernel, strides, share):
 )  # fmt: skip
 def test_what_is_chosen_on_a_cpu(kernel, strides, chosen):
     x, k = jnp.ones((1, 9, 9, kernel[2])), jnp.ones(kernel)
-    program = lambda name: str(
-        jax.make_jaxpr(lambda: lowering(name)(x, k, strides, "VALID", dimension_numbers=LAYOUT))()
-    )
+
+    def program(name):
+        return str(
+            jax.make_jaxpr(
+                lambda: lowering(name)(x, k, strides, "VALID", dimension_numbers=LAYOUT)
+            )()
+        )
+
     assert program("auto") == program(chosen)
     others = {program(name) for name in ("xla", *PRODUCTS) if program(name) != program(chosen)}
     assert len(others) >= 2  # they do differ
@@ -251,7 +266,10 @@ def test_depthwise_is_the_grouped_convolution(image, kernel, strides, padding):
 
     def one(name, x, k):
         groups = {"feature_group_count": image[-1], "dimension_numbers": LAYOUT}
-        loss = lambda x, k: jnp.sum(jnp.sin(lowering(name)(x, k, strides, padding, **groups)))
+
+        def loss(x, k):
+            return jnp.sum(jnp.sin(lowering(name)(x, k, strides, padding, **groups)))
+
         return jax.value_and_grad(loss, (0, 1))(x, k)
 
     run = jax.jit(lambda name, x, k: jax.vmap(partial(one, name))(x, k), static_argnums=0)

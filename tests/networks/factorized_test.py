@@ -75,7 +75,10 @@ def test_kernels_by_hand(layout):
 
 def test_each_kernel_is_of_the_rank_where_there_is_no_bias():
     """The (I·O) × F² unfolding; in the authors' layout it has a higher rank."""
-    unfold = lambda w: np.asarray(w).reshape(w.shape[0] * w.shape[1], -1)
+
+    def unfold(w):
+        return np.asarray(w).reshape(w.shape[0] * w.shape[1], -1)
+
     ranks = {}
     for layout in ("kernel", "oihw"):
         for rank in (1, 2):

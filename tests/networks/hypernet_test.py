@@ -108,9 +108,12 @@ def test_spectral_normalisation_by_the_singular_value_decomposition():
         used = kernel / np.linalg.norm(np.asarray(own["vector"]) @ kernel)
         np.testing.assert_allclose(np.linalg.svd(used)[1][0], 1, atol=1e-4)
     # The network uses exactly that: ten times the weights without their biases change nothing.
-    flat = lambda scale: jax.tree_util.tree_map_with_path(
-        lambda p, x: scale * x if p[-1].key == "kernel" else x, phi
-    )
+
+    def flat(scale):
+        return jax.tree_util.tree_map_with_path(
+            lambda p, x: scale * x if p[-1].key == "kernel" else x, phi
+        )
+
     outs = [network.apply({"params": flat(s), "spectral": spectral}, jnp.ones(3)) for s in (1, 10)]
     chex.assert_trees_all_close(*outs, rtol=1e-5)
     top = [np.linalg.svd(phi[name]["kernel"])[1][0] for name in ("layer1", "layer2", "head_b")]
@@ -129,8 +132,12 @@ def test_the_gradient_goes_through_the_norm():
     phi = made["params"]
     spectral = hypernet.advance(phi, made["spectral"], 200)
     weigh = jnp.arange(1.0, 5.0)
-    loss = lambda phi: jnp.vdot(weigh, network.apply({"params": phi, "spectral": spectral},
-                                                     jnp.ones(3))["b"])  # fmt: skip
+
+    def loss(phi):
+        return jnp.vdot(
+            weigh, network.apply({"params": phi, "spectral": spectral}, jnp.ones(3))["b"]
+        )
+
     got = jax.grad(loss)(phi)["head_b"]["kernel"]
     kernel = np.asarray(phi["head_b"]["kernel"], np.float64)
     left, sigma, right = np.linalg.svd(kernel)

@@ -34,8 +34,12 @@ def test_one_block_in_each_layer_is_the_plain_network(encoder, plain, early):
         late = {"fc2": p["block2_1"], "fc3": p["block3_1"]}
         return {**{name: p["encoder1"][name] for name in early}, **late}
 
-    loss = lambda model: lambda p: (jnp.sum(jnp.sin(out := model.apply({"params": p}, x))), out)
-    run = lambda model: jax.jit(jax.grad(loss(model), has_aux=True))
+    def loss(model):
+        return lambda p: (jnp.sum(jnp.sin(out := model.apply({"params": p}, x))), out)
+
+    def run(model):
+        return jax.jit(jax.grad(loss(model), has_aux=True))
+
     gradient, out = run(modular)(variables["params"])
     wanted_gradient, wanted = run(plain)(same(variables["params"]))
     np.testing.assert_array_equal(out, wanted)
@@ -131,9 +135,16 @@ def test_dropout_only_trains(network):
 
 def test_keep_inactive_finds_blocks_in_any_tree():
     names = blocks(LAYOUT)
-    block = lambda value: {name: {"kernel": jnp.full(2, value)} for name in names}
-    tree = lambda value: ({"params": {**block(value), "encoder1": {"fc1": {"bias": value}}}},
-                          ((), block(value)))  # fmt: skip
+
+    def block(value):
+        return {name: {"kernel": jnp.full(2, value)} for name in names}
+
+    def tree(value):
+        return (
+            {"params": {**block(value), "encoder1": {"fc1": {"bias": value}}}},
+            ((), block(value)),
+        )
+
     active = jnp.array([True, False, False, True])
     new, momentum = keep_inactive(active, names, tree(jnp.ones(())), tree(jnp.zeros(())))
     assert new["params"]["encoder1"]["fc1"]["bias"] == 1

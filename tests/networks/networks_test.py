@@ -113,7 +113,10 @@ def test_resnet9_layer_by_layer():
     x = jax.random.normal(draw, (3, 32, 32, 3))
     variables = jax.jit(model.init)(begin, x)
     # So that scales, shifts and statistics matter.
-    shift = lambda leaf: leaf + 0.5 * jnp.cos(jnp.arange(leaf.size)) if leaf.ndim == 1 else leaf
+
+    def shift(leaf):
+        return leaf + 0.5 * jnp.cos(jnp.arange(leaf.size)) if leaf.ndim == 1 else leaf
+
     variables = jax.tree.map(shift, variables)
     params, kept = variables["params"], variables["batch_stats"]
 
@@ -171,7 +174,9 @@ def test_dropout_cnn_by_hand():
         y = before * y.reshape(5, 3, 2, 3, 2, 3).max((2, 4)).reshape(5, -1)
         return dense(after * jnp.maximum(dense(y, params["fc1"]), 0), params["fc2"])
 
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
     close(jax.jit(model.apply)(variables, x), wanted(1.0, 1.0))
     key, train = {"dropout": jax.random.key(2)}, {"train": True}
     for dropout, scales in (
@@ -256,7 +261,10 @@ def test_padding_changes_no_bit():
     jax.tree.map(np.testing.assert_array_equal, (gradient, new), (other, new_other))
 
     less, (out_less, new_less) = run(x[:4], jnp.ones(4, bool))
-    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+    def close(a, b):
+        return np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
     jax.tree.map(close, (gradient, out[:4], new), (less, out_less, new_less))
     changed = jax.tree.map(
         lambda a, b: jnp.any(a != b), new["batch_stats"], variables["batch_stats"]

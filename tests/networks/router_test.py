@@ -146,7 +146,10 @@ def test_the_mean_by_hand(routed):
     inner, own = p["router_encoder"], seen["router_encoder"]["norm1"]
     h = (x @ inner["fc1"]["kernel"] - own["mean"]) / np.sqrt(own["var"] + 1e-5)
     h = np.maximum(h * inner["norm1"]["scale"] + inner["norm1"]["bias"], 0)
-    apply = lambda layer, v: v @ layer["kernel"] + layer["bias"]
+
+    def apply(layer, v):
+        return v @ layer["kernel"] + layer["bias"]
+
     joint = np.concatenate([apply(inner["fc2"], h), apply(p["router_labels"], y)])
     wanted = apply(p["router_gates"], joint / np.linalg.norm(joint))
     got = made.apply(variables, jnp.asarray(x, jnp.float32)[None], jnp.asarray(y)[None])[0]

@@ -26,10 +26,13 @@ def made(path, scores, given, finished=True, score="accuracy", rounds=(5, 10), a
     """A run directory; after local training every client is .05 better."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(given))
-    stage = lambda plus: {
-        f"{score}_mean": float(np.mean(scores)) + plus,
-        f"{score}_worst10": min(scores) + plus,
-    }
+
+    def stage(plus):
+        return {
+            f"{score}_mean": float(np.mean(scores)) + plus,
+            f"{score}_worst10": min(scores) + plus,
+        }
+
     lines = [
         {
             "round": r,

@@ -62,7 +62,10 @@ def test_embeddings_are_a_plane_with_distances_kept():
     turned = plane @ np.linalg.qr(rng.normal(size=(3, 3)))[0][:2] + 5
     figure = only("embeddings_group0", turned)
     at = np.asarray(figure.axes[0].collections[0].get_offsets())
-    between = lambda x: np.linalg.norm(x[:, None] - x[None], axis=-1)
+
+    def between(x):
+        return np.linalg.norm(x[:, None] - x[None], axis=-1)
+
     np.testing.assert_allclose(between(at), between(plane), atol=1e-9)
     assert [text.get_text() for text in figure.axes[0].texts] == list("012345")
 

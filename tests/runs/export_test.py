@@ -238,7 +238,10 @@ def test_a_run_is_restored_by_reading_alone(finished, tmp_path, capsys):
     assert "alpha.npz is damaged (" in line
     assert line.endswith("); it is left out\n")
     neutral = {*having("resumable")}
-    kept = lambda config: {key: value for key, value in config.items() if key not in neutral}
+
+    def kept(config):
+        return {key: value for key, value in config.items() if key not in neutral}
+
     assert kept(again.config) == kept(result.config)
     assert (again.metrics, again.clients, again.ledger, again.observations) == (
         result.metrics, result.clients, result.ledger, result.observations,
@@ -354,7 +357,10 @@ def test_files_that_are_no_models(finished, tmp_path):
     save_file({"a": np.zeros(2)}, path)
     assert "holds no model of this library" in message(lambda: export.load(path))
     (good,) = export.write(finished[0], tmp_path / "out", [0])
-    told = lambda **changes: {"fedjax_pfl": json.dumps({**export.about(good), **changes})}
+
+    def told(**changes):
+        return {"fedjax_pfl": json.dumps({**export.about(good), **changes})}
+
     flat = load_file(good)
     wrong = {**flat, "params/fc1/kernel": flat["params/fc1/kernel"][:-1]}
     for arrays in (wrong, {k: v for k, v in flat.items() if "fc2" not in k}):

@@ -70,7 +70,9 @@ def test_two_phases_make_one_remark():
 
 
 def test_a_run_says_it_once_and_leaves_the_batch_out(capsys):
-    run = lambda **changes: runner.run(configuration.complete({**BASE, "batch_size": 16} | changes))
+    def run(**changes):
+        return runner.run(configuration.complete({**BASE, "batch_size": 16} | changes))
+
     kept = run().metrics[-1]["train_loss"]
     assert capsys.readouterr().err.count("drop_last leaves it out") == 1
     dropped = run(drop_last=True).metrics[-1]["train_loss"]

@@ -69,7 +69,10 @@ def test_the_files_agree_with_each_other_and_the_result(finished):
         rows = list(csv.DictReader(file))
     assert [row["client"] for row in rows] == ["0", "1", "2"]
     assert [list(row) for row in rows] == [list(row) for row in result.clients]
-    numbers = lambda key: [float(row[key]) for row in rows]
+
+    def numbers(key):
+        return [float(row[key]) for row in rows]
+
     assert sum(numbers("bytes_down")) == last["bytes_down"]
     assert sum(numbers("bytes_up")) == last["bytes_up"]
     assert sum(numbers("dropped")) == last["dropped"] > 0

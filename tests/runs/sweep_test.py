@@ -173,7 +173,10 @@ def test_a_methods_own_fault_is_not_the_sweeps():
 def test_a_method_of_ones_own_can_be_swept_in_a_phase():
     def star(model, task, training, federation, *, rate: float = 1.0):
         usual = algorithms.fedavg(model, task, training, federation)
-        later = lambda *rest: jax.tree.map(lambda a: rate * a, usual.receive(*rest))
+
+        def later(*rest):
+            return jax.tree.map(lambda a: rate * a, usual.receive(*rest))
+
         return usual._replace(receive=later)
 
     phases = ({"algorithm": "fedavg", "rounds": 1}, {"algorithm": "star", "rounds": 1})
@@ -191,7 +194,10 @@ def _chooses(model, task, training, federation, *, rate: float = 1.0, share: flo
     need(share > 0, f"share is {share}")
     need(share <= 1, f"share is {share}")
     usual = algorithms.fedavg(model, task, training, federation)
-    less = lambda *rest: jax.tree.map(lambda a: share * a, usual.send(*rest))
+
+    def less(*rest):
+        return jax.tree.map(lambda a: share * a, usual.send(*rest))
+
     return usual._replace(send=less) if rate > 0.5 else usual
 
 

@@ -102,10 +102,8 @@ def test_presets_keep_their_ratio_of_client_visits(hypernetworks):
 
 
 def test_rounds_that_would_make_equal_visits_unequal_are_refused(hypernetworks):
-    planned = lambda rounds: search.plan(
-        hypernetworks, ["learning_rate=.1"], rounds, None, as_preset=True
-    )
-    assert message(planned, 17) == (
+    rates = ["learning_rate=.1"]
+    assert message(search.plan, hypernetworks, rates, 17, None, as_preset=True) == (
         "17 rounds would give pfedhn 17 client visits and fedavg 15, which have as many otherwise; "
         "give a multiple of 5"
     )
@@ -177,11 +175,10 @@ def cached(monkeypatch):
 
 
 def test_what_only_shows_when_it_is_built_is_said_before_anything_is_written(tmp_path):
-    started = lambda made: trials.run(made, 1, tmp_path, None)
-    (one,) = planned(["pfedla.normalise=softmax,nothing"], ["pfedla"])
-    assert message(started, [one]).startswith("pfedla: ")
-    (one,) = planned(validation_fraction=1e-9)
-    assert "no client has validation examples" in message(started, [one])
+    made = planned(["pfedla.normalise=softmax,nothing"], ["pfedla"])
+    assert message(trials.run, made, 1, tmp_path, None).startswith("pfedla: ")
+    made = planned(validation_fraction=1e-9)
+    assert "no client has validation examples" in message(trials.run, made, 1, tmp_path, None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -209,8 +206,9 @@ def test_a_number_that_shapes_the_program_makes_several():
 
 
 def test_what_stands_at_other_rounds_goes_on_in_a_program_of_its_own():
-    job = lambda name, *steps: Job("fedavg", {"learning_rate": 0.1}, None, name, frozenset(steps))
-    jobs = [job("a", 1, 2), job("b"), job("c", 2, 3), job("d", 5), job("e"), job("f", 3)]
+    saved = {"a": (1, 2), "b": (), "c": (2, 3), "d": (5,), "e": (), "f": (3,)}
+    point = {"learning_rate": 0.1}
+    jobs = [Job("fedavg", point, None, name, frozenset(at)) for name, at in saved.items()]
     found = [[job.name for job in group] for group in trials._alike(jobs)]
     assert found == [["a", "c"], ["b", "e"], ["d"], ["f"]]
 
@@ -371,7 +369,9 @@ def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys
 
 
 def test_what_one_may_say_of_a_method_of_ones_own(tmp_path):
-    asked = lambda grid, **given: message(lambda: tune_slowed(tmp_path / "none", grid, **given))
+    def asked(grid, **given):
+        return message(lambda: tune_slowed(tmp_path / "none", grid, **given))
+
     assert asked({"slowed.shar": [1]}) == (
         "there is no setting slowed.shar; did you mean slowed.share?"
     )

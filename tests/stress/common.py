@@ -190,7 +190,10 @@ def _work(
     pipe: Connection, directory: Path, config: dict[str, Any], fault: Fault, programs: str
 ) -> None:
     """In the process: run, and tell what happens."""
-    tell = lambda key, value: pipe.send_bytes(json.dumps([key, value]).encode())
+
+    def tell(key, value):
+        return pipe.send_bytes(json.dumps([key, value]).encode())
+
     jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     tqdm.set_lock(threading.RLock())  # its own would be left behind by a kill
@@ -209,7 +212,9 @@ def _work(
         tell("resumed", lines[-1]["round"] if lines else 0)
         write(directory, lines)
 
-    page = lambda run, figures, beside: (run.directory / "report.html").write_text("page")
+    def page(run, figures, beside):
+        return (run.directory / "report.html").write_text("page")
+
     with (
         mock.patch.object(run_directory, "write_metrics", resumed),
         mock.patch.object(report, "write", page),

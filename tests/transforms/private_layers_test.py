@@ -71,9 +71,10 @@ def test_what_is_not_shared_anyway_is_as_it_was(name):
 
 def test_own_layers_reach_every_model_in_a_tree():
     own = {"params": {"b": {"w": jnp.array([5.0])}}}
-    model = lambda *lead: {
-        "params": {"a": {"w": jnp.zeros((*lead, 1))}, "b": {"w": jnp.zeros((*lead, 1))}}
-    }
+
+    def model(*lead):
+        return {"params": {"a": {"w": jnp.zeros((*lead, 1))}, "b": {"w": jnp.zeros((*lead, 1))}}}
+
     got = with_own({**model(), "peers": model(3), "ids": jnp.arange(2)}, own)
     np.testing.assert_array_equal(got["params"]["b"]["w"], [5])
     np.testing.assert_array_equal(got["peers"]["params"]["b"]["w"], [[5]] * 3)
