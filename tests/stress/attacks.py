@@ -308,9 +308,16 @@ def names() -> list[Row]:
     """Names of examples, owners, observations, settings and directories."""
     x, y = np.zeros((8, 3), np.float32), np.arange(8) % 2
     natural = {"partition": "natural"}
-    owner = lambda name: _own(x, y, natural, owners=np.array([name, "b"] * 4))
-    called = lambda name: _own(x, y, name=name)
-    settings = lambda given: lambda: fedjax_pfl.run(given)
+
+    def owner(name):
+        return _own(x, y, natural, owners=np.array([name, "b"] * 4))
+
+    def called(name):
+        return _own(x, y, name=name)
+
+    def settings(given):
+        return lambda: fedjax_pfl.run(given)
+
     observing = {k: v for k, v in CONFIG.items() if k not in ("algorithm", "fedmn")}
     with scratch() as place:
         (place / "file").write_text("mine")
