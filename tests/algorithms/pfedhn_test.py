@@ -348,7 +348,7 @@ def test_a_body_serves_another_clients_head():
     state = jax.jit(made.init)(KEY)
     home = jax.tree.map(lambda x: x * (1 + jnp.arange(6.0)).reshape(-1, *(1,) * (x.ndim - 1)),
                         state.clients.own)  # fmt: skip
-    clients = state.clients._replace(home=home)
+    clients = state.clients._replace(own=home)
     mixed, body = jax.jit(
         lambda state, client: (
             made.personal(state, client, Visit(1, None, T, KEY)),

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,8 @@ def test_presets_keep_their_ratio_of_client_visits(hypernetworks):
 
 
 def test_rounds_that_would_make_equal_visits_unequal_are_refused(hypernetworks):
-    rates = ["learning_rate=.1"]
-    assert message(search.plan, hypernetworks, rates, 17, None, as_preset=True) == (
+    planned = partial(search.plan, hypernetworks, ["learning_rate=.1"], as_preset=True)
+    assert message(planned, 17, None) == (
         "17 rounds would give pfedhn 17 client visits and fedavg 15, which have as many otherwise; "
         "give a multiple of 5"
     )
