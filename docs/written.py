@@ -25,11 +25,27 @@ from fedjax_pfl.report import text_tables
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
 TRAINING = (
-    "partition", "model", "clients", "clients_per_round", "rounds", "local_epochs", "local_steps",
-    "batch_size", "drop_last", "learning_rate", "momentum", "weight_decay", "clip_norm", "split",
-    "test_fraction", "validation_fraction", "validation_examples", "augment",
-    "keep_optimizer", "keep_head",
-)  # fmt: skip
+    "partition",
+    "model",
+    "clients",
+    "clients_per_round",
+    "rounds",
+    "local_epochs",
+    "local_steps",
+    "batch_size",
+    "drop_last",
+    "learning_rate",
+    "momentum",
+    "weight_decay",
+    "clip_norm",
+    "split",
+    "test_fraction",
+    "validation_fraction",
+    "validation_examples",
+    "augment",
+    "keep_optimizer",
+    "keep_head",
+)
 
 
 def written(page: str) -> str:

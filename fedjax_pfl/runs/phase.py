@@ -155,7 +155,10 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     """
     one, words, task, federation = work.alike[0], work.words, work.task, work.federation
     factory = words.algorithm[one.algorithm]
-    value = lambda name: settings.get(name, one.get(name))
+
+    def value(name: str) -> Any:
+        return settings.get(name, one.get(name))
+
     rate, within = _rate(work, one, value)
     training = local_training.training_by(
         words.optimizer[one.optimizer](value),
@@ -177,7 +180,7 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     }
     models = tuple(_model(work, g, conv) for g in work.groups)
 
-    def within(g: int) -> Federation:
+    def of_group(g: int) -> Federation:
         """Of a group that has an algorithm of its own: nobody else's model is stored there."""
         return federation._replace(active=federation.active & (federation.groups == g))
 
@@ -186,7 +189,7 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     elif "models" in inspect.signature(factory).parameters:  # it shares something between them
         algorithm = factory(models, task, training, federation, **own)
     else:
-        made = (factory(m, task, training, within(g), **own) for g, m in enumerate(models))
+        made = (factory(m, task, training, of_group(g), **own) for g, m in enumerate(models))
         algorithm = by_group(tuple(made))
     if not isinstance(algorithm, Algorithm):
         raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,8 +102,8 @@ def test_presets_keep_their_ratio_of_client_visits(hypernetworks):
 
 
 def test_rounds_that_would_make_equal_visits_unequal_are_refused(hypernetworks):
-    planned = partial(search.plan, hypernetworks, ["learning_rate=.1"], as_preset=True)
-    assert message(planned, 17, None) == (
+    given = hypernetworks, ["learning_rate=.1"], 17, None
+    assert message(lambda: search.plan(*given, as_preset=True)) == (
         "17 rounds would give pfedhn 17 client visits and fedavg 15, which have as many otherwise; "
         "give a multiple of 5"
     )

@@ -59,7 +59,10 @@ def test_noise_has_the_deviation_and_is_its_clients_own():
     """Of 20,000 numbers; the same key draws the same, another one others."""
     down = {"w": jnp.zeros(20_000)}
     made = upload_noise(0.5, 3.0)(scripted(down))
-    draw = lambda key: np.asarray(made.train(down, (), Visit(0, (), 0, key)).upload["w"])
+
+    def draw(key):
+        return np.asarray(made.train(down, (), Visit(0, (), 0, key)).upload["w"])
+
     one, other = draw(KEY), draw(jax.random.fold_in(KEY, 1))
     np.testing.assert_allclose([one.std(), one.mean()], [1.5, 0.0], atol=0.05)
     assert abs(np.corrcoef(one, other)[0, 1]) < 0.03
@@ -87,7 +90,9 @@ def test_groups():
 
 
 def test_settings():
-    ask = lambda **given: NOISE.make(given.__getitem__, None)  # type: ignore[arg-type]
+    def ask(**given):  # type: ignore[arg-type]
+        return NOISE.make(given.__getitem__, None)
+
     assert ask(upload_clip_norm=None, upload_noise=0.0) is None
     with pytest.raises(UsageError, match=r"upload_noise is 0\.5 times upload_clip_norm, which is"):
         ask(upload_clip_norm=None, upload_noise=0.5)
