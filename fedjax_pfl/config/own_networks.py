@@ -94,8 +94,11 @@ def _taken(name: str, given: Any) -> tuple[set[str], Mapping[str, Any]]:
     else:
         # That of an NNX class itself says nothing.
         takes = inspect.signature(given.__init__ if inspect.isclass(given) else given)
-        found = {p.name: p.default for p in takes.parameters.values()
-                 if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}  # fmt: skip
+        found = {
+            p.name: p.default
+            for p in takes.parameters.values()
+            if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        }
     for key, value in found.items():
         if value is inspect.Parameter.empty and key not in _NOT_OURS:
             raise UsageError(

@@ -230,6 +230,13 @@ LABEL_AUROC = AUROC._replace(update=_each_label, finish=_mean_area)
 METRICS = {
     metric.name: metric
     for metric in (
-        ACCURACY, BALANCED_ACCURACY, MACRO_F1, AUROC, PERPLEXITY, SQUARED_ERROR, RMSE, R2
+        ACCURACY,
+        BALANCED_ACCURACY,
+        MACRO_F1,
+        AUROC,
+        PERPLEXITY,
+        SQUARED_ERROR,
+        RMSE,
+        R2,
     )
-}  # fmt: skip
+}

@@ -49,9 +49,13 @@ class CNN1D(nn.Module):
         around = ((self.kernel_size // 2,) * 2, (0, 0))
         for i, kernels in enumerate(self.kernels, 1):
             layer = init.conv(
-                x.shape[-1], kernels, (self.kernel_size, 1), f"conv{i}",
-                padding=around, lowered=self.conv,
-            )  # fmt: skip
+                x.shape[-1],
+                kernels,
+                (self.kernel_size, 1),
+                f"conv{i}",
+                padding=around,
+                lowered=self.conv,
+            )
             x = layer(x)
             if self.batch_norm:
                 x = batch_norm(x, train, mask, f"norm{i}")

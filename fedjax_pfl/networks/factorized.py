@@ -54,8 +54,9 @@ class Reparametrised(abc.ABC):
         """The layers that have factors, from the input to the output."""
         leaves = jax.tree_util.tree_leaves_with_path(self._plain)
         kernel = jax.tree_util.DictKey("kernel")
-        found = {trees.layer_name(p) for p, leaf in leaves
-                 if p[-1] == kernel and leaf.ndim in self.sizes}  # fmt: skip
+        found = {
+            trees.layer_name(p) for p, leaf in leaves if p[-1] == kernel and leaf.ndim in self.sizes
+        }
         return tuple(name for name in self.layers if name in found and name != self.head)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:

@@ -12,10 +12,23 @@ from fedjax_pfl.core import trees
 PyTree = Any
 _TOKENS = "x"
 # What leaves an array the same but for its form, so that what follows is what uses it.
-_FORM = frozenset((
-    "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "expand_dims", "reshape",
-    "rev", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose",
-))  # fmt: skip
+_FORM = frozenset(
+    (
+        "broadcast_in_dim",
+        "concatenate",
+        "convert_element_type",
+        "copy",
+        "expand_dims",
+        "reshape",
+        "rev",
+        "select_n",
+        "slice",
+        "split",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    )
+)
 
 
 def layers_in_order(

@@ -245,7 +245,10 @@ def test_lstm_by_hand():
     params = jax.tree.map(np.asarray, net.init(KEY, x)["params"])
     w, b = params["lstm1"]["kernel"], params["lstm1"]["bias"]
     h, c, wanted = np.zeros(2), np.zeros(2), []
-    sigmoid = lambda z: 1 / (1 + np.exp(-z))
+
+    def sigmoid(z):
+        return 1 / (1 + np.exp(-z))
+
     for token in x[0]:
         z = np.concatenate([params["embed"]["embedding"][token], h]) @ w + b
         i, f, g, o = z.reshape(4, 2)
