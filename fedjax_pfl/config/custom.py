@@ -198,7 +198,11 @@ def _source(dataset: Dataset) -> Callable[..., Dataset]:
 
 
 def _source_digest(brought: Any) -> str:
-    """A digest of the code of a function or a class, or of a module's class and its fields."""
+    """A digest of the code of a function or a class, or of a module's class and its fields.
+
+    It is of the text alone. Functions that this text calls, values that it closes over and the
+    library may change without another digest.
+    """
     one = brought if hasattr(brought, "__name__") else type(brought)
     try:
         text = inspect.getsource(one)
