@@ -3,7 +3,7 @@
 python -m experiments.baseline --config=experiments/configs/baseline.py:fedavg-digits
 
 Presets are words joined with dashes: a method (fedavg, local, fedper, ...), a dataset (digits,
-breast_cancer, sensors, mnist, cifar10, ...), a partition (classes4, dominant2, dirichlet0.5, iid)
+sensors, speeches, mnist, cifar10, ...), a partition (classes4, dominant2, dirichlet0.5, iid)
 and a number of clients (n10).
 """
 

@@ -29,12 +29,13 @@ DATASETS: dict[str, dict[str, Any]] = {
     "breast_cancer": {"model": "mlp", "learning_rate": 0.05, "partition": "dirichlet"},
     "diabetes": {"model": "mlp", "learning_rate": 0.02, "partition": "iid"},
     "sensors": {
-        "model": "mlp",
-        "learning_rate": 0.05,
+        "model": "cnn1d",
+        "learning_rate": 0.1,
         "partition": "natural",
         "clients": 12,
         "split": "official",
     },
+    "speeches": {"model": "lstm", "learning_rate": 1.0, "partition": "natural", "clients": 12},
 }
 
 

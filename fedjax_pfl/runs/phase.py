@@ -253,7 +253,11 @@ def _model(work: Work, one: ConfigDict, conv: str) -> Any:
         if isinstance(error, UsageError) and one.model not in configuration.MODELS:
             raise
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{one.model} {told} does not suit examples {shape}: {line}") from error
+        suits = _suiting(federation)
+        hint = "" if one.model in suits else f"; for such examples there is {' or '.join(suits)}"
+        raise UsageError(
+            f"{one.model} {told} does not suit examples {shape}: {line}{hint}"
+        ) from error
     wanted = (2, *federation.each, federation.outputs)
     if getattr(outputs, "shape", None) != wanted:
         of = "each position and class" if federation.each else "each class, label or target"
@@ -270,6 +274,13 @@ def _model(work: Work, one: ConfigDict, conv: str) -> Any:
             f"from 0 to {rows - 1}; give it a larger vocabulary"
         )
     return ZeroHead(model) if one.zero_head else model
+
+
+def _suiting(federation: Federation) -> tuple[str, ...]:
+    """Networks of ours for examples of this kind."""
+    if np.issubdtype(federation.input_dtype, np.integer):
+        return ("lstm", "transformer")
+    return {1: ("mlp",), 2: ("cnn1d", "mlp")}.get(len(federation.input_shape), ("small", "mlp"))
 
 
 def at_once(count: int) -> int:

@@ -43,6 +43,8 @@ def claimed(
             raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
         directory.mkdir(parents=True, exist_ok=True)
         held = None if fcntl is None else os.open(directory, os.O_RDONLY)
+    except UsageError:
+        raise
     except ValueError:  # a zero byte
         raise UsageError(f"{str(directory)!r} cannot name a directory; choose another") from None
     except OSError as error:

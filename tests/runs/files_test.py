@@ -45,3 +45,11 @@ def test_owners_who_are_not_the_clients_are_remarked_on(tmp_path):
     one = build.build(configuration.complete({**table(tmp_path), "partition": "iid"}))
     assert one.remarks[0].startswith(f"csv:{tmp_path}/t.csv has 3 owners, and partition=iid deals")
     assert build.described(build.build(configuration.complete({}))) == {}
+
+
+def test_a_network_for_pictures_is_refused_with_one_that_suits_rows(tmp_path):
+    with pytest.raises(UsageError, match=r"small .* does not suit .*; .* there is mlp$"):
+        build.build(configuration.complete({**table(tmp_path), "model": "small"}))
+    given = {"dataset": "speeches", "partition": "natural", "clients": 12}
+    with pytest.raises(UsageError, match="there is lstm or transformer"):
+        build.build(configuration.complete(given))
