@@ -118,7 +118,9 @@ def described(built: Built) -> dict[str, Any]:
     """
     facts = dict(built.federation.about or {})
     if ":" in built.phases[0].config.dataset:
-        facts["digest"] = data.digest(map(np.asarray, jax.tree.leaves(built.data)))
+        owners = np.array(built.federation.owners or (), str)
+        arrays = map(np.asarray, jax.tree.leaves(built.data))
+        facts["digest"] = data.digest([*arrays, owners])
     return facts
 
 

@@ -35,7 +35,10 @@ def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_pa
     run_directory.write_examples(tmp_path, facts)
     run_directory.write_examples(tmp_path, facts)
     assert json.loads((tmp_path / "data.json").read_text()) == facts
-    other = build.described(build.build(configuration.complete(table(tmp_path, "a,9,9.5\n"))))
+    changed = configuration.complete(table(tmp_path))
+    path = tmp_path / "t.csv"
+    path.write_text(path.read_text().replace("c,", "cc,"))  # an owner has another name
+    other = build.described(build.build(changed))
     with pytest.raises(UsageError, match="begun with other examples") as error:
         run_directory.write_examples(tmp_path, other)
     assert "\n" not in str(error.value)
