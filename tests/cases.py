@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.config import configuration
@@ -63,12 +64,12 @@ def _visits(name: str, state: State, **changes: Any) -> tuple[Any, Any]:
         client = trees.row(state.clients, i)
         return made.train(payload, client, Visit(i, client_data(data, i), t, key))[:2]
 
-    return jax.jit(jax.vmap(visit, (None, 0)))(state, jnp.arange(tiny.CLIENTS))
+    return jax.device_get(jax.jit(jax.vmap(visit, (None, 0)))(state, jnp.arange(tiny.CLIENTS)))
 
 
 def _params_differ(one: Any, other: Any) -> bool:
-    distance = trees.squared_norm(jax.tree.map(jnp.subtract, one["params"], other["params"]))
-    return bool(distance > 1e-6)
+    pairs = zip(jax.tree.leaves(one["params"]), jax.tree.leaves(other["params"]), strict=True)
+    return sum(float(np.sum(np.square(np.subtract(a, b)))) for a, b in pairs) > 1e-6
 
 
 def _curved(first: State, last: State) -> bool:
@@ -84,7 +85,7 @@ def _personalised(first: State, last: State) -> bool:
 
 def _weighed(first: State, last: State) -> bool:
     """One peer has no share in a mixture, and one has some."""
-    share = jnp.maximum(_visits("fedfomo", last)[0]["weights"], 0.0)
+    share = np.maximum(_visits("fedfomo", last)[0]["weights"], 0.0)
     return _moved(first, last) and bool((share == 0).any() and (share > 0).any())
 
 
@@ -100,9 +101,10 @@ def _generated(own: set[str]) -> Callable[[State, State], bool]:
 
 def _matched(first: State, last: State) -> bool:
     """Some are mixed and others not, and of μ some entries are pruned and others not."""
-    seen = algorithms.factorized_fl(
+    made = algorithms.factorized_fl(
         tiny.Net(), TASK, training(), tiny.federated()[1], **CASES["factorized_fl"].settings
-    ).observe(last)
+    )
+    seen = jax.device_get(jax.jit(made.observe)(last))
     some = bool((seen["weights"] == 0).any() and ((seen["weights"] > 0).sum(1) > 1).any())
     pruned = seen["zeros_in_mu"]
     return some and bool((pruned > 0).all() and (pruned < 1).all()) and _moved(first, last)
@@ -116,7 +118,8 @@ def _two_factors(first: State, last: State) -> bool:
 
 def _routed(first: State, last: State) -> bool:
     """Somebody's route leaves out a block, somebody's does not; the router moved."""
-    used = jax.vmap(lambda gates: router.active(gates, _LAYOUT))(last.clients.gates)
+    gates = last.clients.gates
+    used = jax.device_get(jax.jit(jax.vmap(lambda own: router.active(own, _LAYOUT)))(gates))
     router_layers = trees.split(last.server["params"], {"router_gates"})[0]
     moved = _moved(trees.split(first.server["params"], {"router_gates"})[0], router_layers)
     return moved and not bool(used.all()) and bool(used.any(0).all())
@@ -138,7 +141,7 @@ def _split(first: State, last: State) -> bool:
 def _mixed(first: State, last: State) -> bool:
     """Clients weigh the components differently, and those differ."""
     one, other = (trees.row(last.server, m) for m in (0, 1))
-    apart = jnp.std(last.clients.pi, 0).min() > 1e-3
+    apart = np.std(last.clients.pi, 0).min() > 1e-3
     return _moved(first, last) and bool(apart) and _params_differ(one, other)
 
 

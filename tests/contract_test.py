@@ -1,6 +1,6 @@
 """The rules that the engine keeps for every algorithm; one is covered by being exported."""
 
-import os
+from collections.abc import Collection
 from functools import cache
 from typing import Any
 
@@ -12,18 +12,25 @@ import pytest
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.engine import memory_estimate, sweep
-from fedjax_pfl.engine.rounds import make_rounds, plain_rounds
+from fedjax_pfl.engine.rounds import Rounds, make_rounds, plain_rounds
 from tests import cases, programs, rules, tiny
 from tests.cases import NAMES, TASK
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY
 
-# Seven that differ in structure; what follows from the engine alone is asked of all in CI only.
+# Seven that differ in structure.
 STRUCTURES = (
     "clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla"
 )  # fmt: skip
-ENGINE = NAMES if os.environ.get("CI") else STRUCTURES
-of_the_engine = pytest.mark.parametrize("name", ENGINE)
 subject = cache(rules.subject)
+
+
+def asked_of(names: Collection[str], others: Collection[str], reason: str) -> Any:
+    """A rule that follows from the engine alone: of some methods always, of others when slow."""
+    slow = [pytest.param(n, marks=pytest.mark.slow(reason)) for n in others if n not in names]
+    return pytest.mark.parametrize("name", [*names, *slow])
+
+
+of_the_engine = asked_of(STRUCTURES, NAMES, "follows from the engine; seven structures are asked")
 
 
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in rules.RULES])
@@ -32,33 +39,47 @@ def test_rule(name: str, rule: str):
     getattr(rules, rule)(subject(name))
 
 
-@of_the_engine
+@asked_of(
+    ("fedavg", "fedfomo"), STRUCTURES, "another program for what a plain loop shows up to 1e-5"
+)
 def test_longer_padding_is_invisible(name: str):
     """Nine more rows of padding for every client, which are other shapes to compile for."""
     one = subject(name)
     for i in EVERYBODY:
-        met = one.visit(one.begun, DATA, jnp.int32(i), jnp.int32(BEGUN))
+        met = one.visit(one.begun, DATA, np.int32(i), np.int32(BEGUN))
         again = trees.row(one.met, i)
         chex.assert_trees_all_close(met, again, rtol=1e-6, atol=1e-6)
 
 
+def spread(one: rules.Subject, mesh: jax.sharding.Mesh) -> Rounds:
+    """Chunks of three clients, and a client on each of eight devices, of which some are idle."""
+    return make_rounds(one.algorithm, TASK, FEDERATION, **HOW, mesh=mesh)
+
+
 @of_the_engine
 def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
-    """Chunks of three clients, and a client on each of eight devices, of which some are idle."""
     one = subject(name)
-    spread = make_rounds(one.algorithm, TASK, FEDERATION, **HOW, mesh=mesh)
-    key, there = spread.place(KEY), spread.place(DATA)
-    t, n = spread.place(jnp.int32(0)), spread.place(jnp.int32(1))
-    first = spread.init(key)
-    most = memory_estimate.gathered(spread.run, key, first, there, t, n)
-    run = spread.run.lower(key, first, there, t, n).compile()
+    rounds = spread(one, mesh)
+    key, there, first = rounds.place((KEY, DATA, one.first))
+    t, n = rounds.place((np.int32(0), np.int32(1)))
+    most = memory_estimate.gathered(rounds.run, key, first, there, t, n)
+    run = rounds.run.lower(key, first, there, t, n).compile()
     assert programs.collectives(run.as_text()) == {"all-gather"}
     assert 0 < programs.all_gathered(run.as_text()) <= most
     state, _ = run(key, first, there, t, n)
-    wanted, _ = one.run(1)
-    chex.assert_trees_all_close(jax.device_get(state), wanted, **CLOSE)
-    scores = jax.device_get(spread.evaluate(key, state, there, n))
-    expected = one.rounds.evaluate(KEY, one.rounds.place(wanted), DATA, jnp.int32(1))
+    chex.assert_trees_all_close(jax.device_get(state), one.run(1)[0], **CLOSE)
+
+
+@asked_of(
+    ("fedavg", "factorized_fl"), STRUCTURES, "three more programs; spread as a round is, see above"
+)
+def test_starts_and_scores_do_not_depend_on_devices(name: str, mesh: jax.sharding.Mesh):
+    one = subject(name)
+    rounds = spread(one, mesh)
+    key, there, state, n = rounds.place((KEY, DATA, one.run(1)[0], np.int32(1)))
+    chex.assert_trees_all_close(jax.device_get(rounds.init(key)), one.first, **CLOSE)
+    scores = jax.device_get(rounds.evaluate(key, state, there, n))
+    expected = one.rounds.evaluate(KEY, one.rounds.place(one.run(1)[0]), DATA, np.int32(1))
     chex.assert_trees_all_close(scores, jax.device_get(expected), rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(scores.before.examples, tiny.TEST)
     np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
@@ -75,8 +96,8 @@ def test_as_a_point_of_a_sweep(name: str):
 
     real = {key: (value / 2, value) for key, value in cases.real(name).items()}
     rounds = sweep.make_rounds(plain, real, None, width=1)
-    t, n = jnp.int32(0), jnp.int32(1)
-    states, _ = rounds.run(points, rounds.init(points), DATA, t, n)
+    t, n = np.int32(0), np.int32(1)
+    states, _ = jax.device_get(rounds.run(points, rounds.init(points), DATA, t, n))
     wanted, _ = one.run(1)
     chex.assert_trees_all_close(trees.row(states, 1), wanted, **CLOSE)
     if real:  # and not those of the first

@@ -1,7 +1,8 @@
 """The rules that every method keeps, each a function of a `Subject`: run them on any algorithm.
 
 A subject's rules share four programs: `init`, `run`, one client's visit and `receive`. What differs
-between them (data, keys, the round, how many rounds) is traced.
+between them (data, keys, the round, how many rounds) is traced; what is done beside them is done in
+NumPy, because outside of a program JAX compiles one for each operation and shape.
 """
 
 from collections.abc import Callable, Mapping
@@ -126,24 +127,22 @@ class Subject:
         Of data with nine more rows of padding for every client than `run` has.
         """
         one = [
-            self.visit(self.begun, self.world.wide, jnp.int32(i), jnp.int32(BEGUN))
-            for i in EVERYBODY
+            self.visit(self.begun, self.world.wide, np.int32(i), np.int32(BEGUN)) for i in EVERYBODY
         ]
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *one)
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(one))
 
     def cohort(self, here: np.ndarray) -> Cohort:
-        """A seat for each client, of which some are empty."""
+        """A seat for each client, of which some are empty; as the engine makes it."""
         payloads, uploads, _ = self.met
-        safe = jnp.where(here, EVERYBODY, tiny.CLIENTS)
-        t = jnp.int32(BEGUN)
-        cohort = tiny.cohort(tiny.TRAIN, safe, jnp.asarray(here), payloads, uploads, t)
-        return cohort._replace(uploads=cohort.present(uploads))
+        ids = np.where(here, EVERYBODY, tiny.CLIENTS).astype(np.int32)
+        weights = np.where(here, tiny.TRAIN, 0).astype(np.float32)
+        present = where(here, uploads, jax.tree.map(np.zeros_like, uploads))
+        return Cohort(ids, here, weights, payloads, present, np.int32(BEGUN))
 
     def looped(self, here: np.ndarray) -> State:
         """The third round as a plain loop over those that arrived."""
-        cohort, clients = self.cohort(here), jax.tree.map(jnp.asarray, self.begun.clients)
-        server, rows = self.receive(self.begun._replace(clients=()), cohort)
-        return State(server, rows, trees.put(clients, cohort.ids, self.met[2]))
+        server, rows = self.receive(self.begun._replace(clients=()), self.cohort(here))
+        return State(server, rows, where(here, self.met[2], self.begun.clients))
 
 
 EVERYBODY = np.arange(tiny.CLIENTS)
@@ -153,6 +152,15 @@ def arrived(log: Log, r: int = 0) -> np.ndarray:
     """bool [N]: whose upload counted in a round of the log."""
     here = (log.present & ~log.dropped & ~log.rejected)[r]
     return np.isin(EVERYBODY, log.ids[r][here])
+
+
+def where(condition: np.ndarray, new: Any, old: Any) -> Any:
+    """As `trees.where`, in NumPy: `condition` is [K], the leaves are [K, ...]."""
+
+    def choose(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return np.where(condition.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+    return jax.tree.map(choose, new, old)
 
 
 def subject(name: str) -> Subject:
@@ -182,9 +190,11 @@ def values_of_padding_are_not_read(one: Subject) -> None:
 
 
 def test_examples_are_not_seen(one: Subject) -> None:
-    rows = [DATA.test.rows[i, : tiny.TEST[i]] for i in EVERYBODY]
-    others = DATA._replace(x=DATA.x.at[jnp.concatenate(rows)].add(3.0))
-    chex.assert_trees_all_equal(one.run(1)[0], one.run(1, data=others)[0])
+    table = np.asarray(DATA.test.rows)
+    others = np.array(DATA.x)
+    others[np.concatenate([table[i, : tiny.TEST[i]] for i in EVERYBODY])] += 3
+    again, _ = one.run(1, data=DATA._replace(x=others))
+    chex.assert_trees_all_equal(one.run(1)[0], again)
 
 
 test_examples_are_not_seen.__test__ = False  # type: ignore[attr-defined]
@@ -233,13 +243,13 @@ def empty_seats_may_hold_anything(one: Subject) -> None:
     here = np.array([False, True, True, False, True, True])
     clean = one.cohort(here)
 
-    def rubbish(leaf: jax.Array) -> jax.Array:
+    def rubbish(leaf: np.ndarray) -> np.ndarray:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jnp.ones_like(leaf)
-        return 50 * jnp.cos(jnp.arange(leaf.size, dtype=leaf.dtype)).reshape(leaf.shape)
+            return np.ones_like(leaf)
+        return (50 * np.cos(np.arange(leaf.size))).astype(leaf.dtype).reshape(leaf.shape)
 
     def filled(tree: Any) -> Any:
-        return trees.where(clean.arrived, tree, jax.tree.map(rubbish, tree))
+        return where(here, tree, jax.tree.map(rubbish, tree))
 
     dirty = clean._replace(payloads=filled(clean.payloads), uploads=filled(clean.uploads))
     seen = one.begun._replace(clients=())
@@ -248,7 +258,7 @@ def empty_seats_may_hold_anything(one: Subject) -> None:
 
 def nobody_answers(one: Subject) -> None:
     """All uploads are bad: the state stays as it was, bit for bit."""
-    state, log = one.run(ROUNDS, data=DATA._replace(x=DATA.x * jnp.nan))
+    state, log = one.run(ROUNDS, data=DATA._replace(x=np.full_like(DATA.x, np.nan)))
     assert (log.rejected | log.dropped).all()
     chex.assert_trees_all_equal(one.first, state)
 
@@ -257,9 +267,9 @@ def a_bad_upload_changes_nothing_for_the_others(one: Subject) -> None:
     """One client computes NaN: the round ends as if it had not answered."""
     _, clean = one.run(1, BEGUN, one.begun)
     bad = int(np.flatnonzero(arrived(clean))[-1])
-    own = DATA.train.rows[bad, : DATA.train.size[bad]]
-    poisoned = DATA._replace(x=DATA.x.at[own].set(jnp.nan))
-    got, log = one.run(1, BEGUN, one.begun, poisoned)
+    poisoned = np.array(DATA.x)
+    poisoned[np.asarray(DATA.train.rows)[bad, : tiny.TRAIN[bad]]] = np.nan
+    got, log = one.run(1, BEGUN, one.begun, DATA._replace(x=poisoned))
     np.testing.assert_array_equal(log.rejected[0], log.ids[0] == bad)
     others = arrived(clean) & (bad != EVERYBODY)
     chex.assert_trees_all_close(got, one.looped(others), **CLOSE)

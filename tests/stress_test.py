@@ -33,7 +33,9 @@ def assert_nothing_lost(rows: list[Row], tried: int) -> None:
     assert not any(row.lost for row in rows)
 
 
+@SLOW
 def test_a_kill():
+    """A process that is killed and goes on is in resume_test too."""
     assert_nothing_lost(kills(1, config={**CONFIG, "rounds": 8}), 1)
 
 

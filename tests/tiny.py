@@ -76,7 +76,7 @@ def federated(
         np.zeros(clients, np.int32),
         VALIDATION[:clients],
     )
-    return jax.tree.map(jnp.asarray, data), federation
+    return jax.device_put(data), federation
 
 
 def cohort(counts: Any, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any) -> Cohort:

@@ -103,10 +103,12 @@ def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
     def unit(x: jax.Array) -> jax.Array:
         return x / jnp.maximum(jnp.linalg.norm(x), 1e-12)
 
-    for _ in range(steps):
+    def step(_: Any, v: jax.Array) -> jax.Array:
         right = unit(jnp.dot(v, kernel, precision="highest"))
-        v = unit(jnp.dot(kernel, right, precision="highest"))
-    return v
+        return unit(jnp.dot(kernel, right, precision="highest"))
+
+    # A loop, because fifteen of them for each layer, written out, take seconds to compile.
+    return jax.lax.fori_loop(0, steps, step, v)
 
 
 def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:

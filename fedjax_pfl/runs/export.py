@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.algorithms.fedem import Mixture
@@ -232,7 +231,7 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
         place = variables
         for word in way:
             place = place.setdefault(word, {})
-        place[last] = jnp.asarray(leaf)
+        place[last] = jax.device_put(leaf)  # where asarray compiles a program for each shape
     try:
         net = _built(_tuples(facts["model"]), facts, model)
         x = jax.ShapeDtypeStruct((1, *facts["input_shape"]), facts["input_dtype"])

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
@@ -283,7 +282,7 @@ def _advance(
                     member.best = None
             if members[0].at.round < phase.end:
                 state = _one_phase(built, phase, members, state, bar, stop)
-    return [_part(state, i, members) for i in range(len(members))]
+    return [_state_of(state, i, members) for i in range(len(members))]
 
 
 def _stacked(states: Sequence[State]) -> State:
@@ -296,6 +295,15 @@ def _stacked(states: Sequence[State]) -> State:
 def _part(tree: PyTree, i: int, members: Sequence[Member]) -> PyTree:
     """That of one member, the inverse of `_stacked`."""
     return tree if len(members) == 1 else trees.row(tree, i)
+
+
+# Of what is on the devices: one program in place of one for each operation on each leaf's shape.
+_row = jax.jit(trees.row)
+
+
+def _state_of(state: State, i: int, members: Sequence[Member]) -> State:
+    """As `_part`, of what is on the devices."""
+    return state if len(members) == 1 else _row(state, np.int32(i))
 
 
 def _named(member: Member, line: str) -> str:
@@ -311,7 +319,7 @@ def _one_phase(
     key, arrays, state = place((phase.points, built.data, state))
 
     def on_devices(value: int) -> Any:
-        return place(jnp.asarray(value, jnp.int32))
+        return place(np.int32(value))
 
     began = time.perf_counter()
     zero = on_devices(0)
@@ -349,7 +357,7 @@ def _one_phase(
                     pending=metrics.gather(member.at.pending, logs, rounds),
                 )
                 if evaluated:
-                    mine, scores = _part(state, i, members), _part(all_scores, i, members)
+                    mine, scores = _state_of(state, i, members), _part(all_scores, i, members)
                     shown = jax.device_get(observe[i](mine))
                     line = measured(built, member, scores, mine, shown)
                     said += [f"round {until}: {remark}" for remark in news(member)]
@@ -370,7 +378,7 @@ def _one_phase(
                 stopping, due = multiprocess.agree([stop.asked, due], _stop_or_save)
             if due or stopping:
                 for i, member in enumerate(members):
-                    save(member, _part(state, i, members))
+                    save(member, _state_of(state, i, members))
         if stopping:
             raise Stopped(until, stopping, stop.call)
     return state

@@ -1,5 +1,6 @@
 """Factorized-FL and pFedPara against numbers worked out apart from them."""
 
+from functools import cache
 from typing import Any
 
 import chex
@@ -35,16 +36,32 @@ def make(task: Any = cases.TASK, training: Any = None, federation: Any = None, *
 
 def scattered(made: Any, own: Any = jax.random.normal) -> State:
     """A first state whose stored parts differ."""
-    state = made.init(KEY)
-    leaves, form = jax.tree.flatten(state.rows)
-    keys = jax.random.split(KEY, len(leaves))
-    noisy = [leaf + own(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
-    return state._replace(rows=jax.tree.unflatten(form, noisy))
+
+    @jax.jit
+    def init(key: jax.Array) -> State:
+        state = made.init(key)
+        leaves, form = jax.tree.flatten(state.rows)
+        keys = jax.random.split(key, len(leaves))
+        noisy = [leaf + own(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+        return state._replace(rows=jax.tree.unflatten(form, noisy))
+
+    return jax.device_get(init(KEY))
+
+
+def observed(made: Any, state: State) -> dict[str, np.ndarray]:
+    return jax.device_get(jax.jit(made.observe)(state))
 
 
 def sent(made: Any, state: State, key: Any = KEY) -> Any:
     send = jax.vmap(lambda i: made.send(state, Visit(i, None, T, key)))
-    return jax.jit(send)(jnp.arange(N))["params"]
+    return jax.device_get(jax.jit(send)(np.arange(N)))["params"]
+
+
+@cache
+def after_a_round() -> tuple[Any, State, Any]:
+    """beta, which keeps its momentum; its state and log after a round."""
+    made = make(training=cases.training(keep_optimizer=True), sparsity=0.02)
+    return made, *jax.device_get(after_rounds(made, 1))
 
 
 def reference(v: np.ndarray, tau: float, scale: float, minimum: int) -> np.ndarray:
@@ -73,7 +90,7 @@ def test_mixing_equals_numpy(share, tau, scale, minimum):
     state = scattered(made)
     rows = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), state.rows["params"])
     omega = reference(rows["fc1"]["v"][..., 0], tau, scale, minimum)
-    np.testing.assert_allclose(made.observe(state)["weights"], omega, atol=1e-6)
+    np.testing.assert_allclose(observed(made, state)["weights"], omega, atol=1e-6)
     got = sent(made, state)
 
     def mix(leaf):
@@ -120,17 +137,17 @@ def test_a_threshold_above_one_is_the_identity_and_equal_v_the_plain_mean():
     state = scattered(made)
     chex.assert_trees_all_close(sent(made, state), state.rows["params"], rtol=1e-6)
     alike = scattered(make(sparsity=0.0, tau=0.99, scale=20.0), lambda key, shape: 0.0)
-    steps = jnp.arange(N, dtype=jnp.float32)
+    steps = np.arange(N, dtype=np.float32)
     vary = jax.tree.map(lambda x: x + steps.reshape(N, *(1,) * (x.ndim - 1)), alike.rows)
     vary["params"]["fc1"]["v"] = alike.rows["params"]["fc1"]["v"]
     got = sent(make(sparsity=0.0, tau=0.99, scale=20.0), alike._replace(rows=vary))
-    wanted = jax.tree.map(lambda x: jnp.broadcast_to(x.mean(0), x.shape), vary["params"])
+    wanted = jax.tree.map(lambda x: np.broadcast_to(x.mean(0), x.shape), vary["params"])
     chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_permuting_the_clients_permutes_what_they_get():
     made = make(tau=0.2, scale=3.0, minimum=2, sparsity=0.0)
-    state, order = scattered(made), jnp.array([3, 1, 5, 0, 4, 2])
+    state, order = scattered(made), np.array([3, 1, 5, 0, 4, 2])
     moved = state._replace(rows=jax.tree.map(lambda leaf: leaf[order], state.rows))
     there, here = sent(made, moved), sent(made, state)
     chex.assert_trees_all_close(
@@ -142,25 +159,25 @@ def test_worst_random_and_no_matching():
     base = {"sparsity": 0.0, "scale": 2.0, "peers": 2}
     state = scattered(make(**base))
     v = np.asarray(state.rows["params"]["fc1"]["v"])[..., 0]
-    sigma = np.array([cosine(jnp.asarray(v), i) for i in range(N)])
-    worst = np.asarray(make(**base, matching="worst").observe(state)["weights"])
+    sigma = np.asarray(jax.jit(jax.vmap(cosine, (None, 0)))(v, np.arange(N)))
+    worst = observed(make(**base, matching="worst"), state)["weights"]
     for i in range(N):
         others = [j for j in np.argsort(sigma[i]) if j != i]
         assert set(np.flatnonzero(worst[i])) == {i, *others[:2]}
     np.testing.assert_allclose(worst.sum(1), 1, rtol=1e-5)
     made = make(**base, matching="random")
-    assert "weights" not in made.observe(state)  # they are drawn, and not of the state
+    assert "weights" not in observed(made, state)  # they are drawn, and not of the state
     u = [np.asarray(sent(made, state, key)["fc1"]["u"]) for key in jax.random.split(KEY, 2)]
     assert (np.abs(u[0] - u[1]).max(axis=(1, 2)) > 1e-4).sum() > 2  # other peers with another key
     counts = tiny.TRAIN / tiny.TRAIN.sum()
-    mean = np.asarray(make(**base, matching="none").observe(state)["weights"])
+    mean = observed(make(**base, matching="none"), state)["weights"]
     np.testing.assert_allclose(mean, np.tile(counts, (N, 1)), rtol=1e-5)
 
 
 def test_novel_clients_weigh_nothing_for_others():
     federation = tiny.federated()[1]._replace(active=np.arange(N) < 4)
     made = make(federation=federation, minimum=3)
-    omega = np.asarray(made.observe(scattered(made))["weights"])
+    omega = observed(made, scattered(made))["weights"]
     assert not omega[:4, 4:].any()
     assert (omega[5, 5] > 0, omega[5, 4]) == (True, 0)
     order = jnp.array([0.5, 0.9, 0.1])
@@ -175,16 +192,22 @@ def test_without_a_loss_mu_moves_by_the_sign():
     training = local_training.sgd(learning_rate=0.5, batch_size=64, steps=1)
     made = make(silent, training, share="u", sparsity=0.01)
     data, _ = tiny.federated()
-    state = made.init(KEY)
+    state = jax.device_get(jax.jit(made.init)(KEY))
     client = trees.row(state.clients, 0)
-    mu = jax.random.normal(KEY, (tiny.FEATURES, tiny.HIDDEN)).at[0, 0].set(0.0)
+    mu = np.random.default_rng(0).normal(size=(tiny.FEATURES, tiny.HIDDEN)).astype(np.float32)
+    mu[0, 0] = 0.0
     client.own["params"]["fc1"]["mu"] = mu
-    payload = made.send(State((), state.rows, ()), Visit(0, None, T, KEY))
-    _, trained, after, _ = made.train(payload, client, Visit(0, client_data(data, 0), T, KEY))
-    got = after.own["params"]["fc1"]["mu"]
-    np.testing.assert_allclose(got, mu - 0.5 * 0.01 * jnp.sign(mu), atol=1e-6)
+
+    @jax.jit
+    def visit(state: State, client: Any, data: Any) -> Any:
+        payload = made.send(state, Visit(0, None, T, KEY))
+        return payload, made.train(payload, client, Visit(0, client_data(data, 0), T, KEY))
+
+    payload, (_, trained, after, _) = visit(State((), state.rows, ()), client, data)
+    got = np.asarray(after.own["params"]["fc1"]["mu"])
+    np.testing.assert_allclose(got, mu - 0.5 * 0.01 * np.sign(mu), atol=1e-6)
     # The client keeps what it is evaluated without.
-    wanted = jnp.where(jnp.abs(got) < 0.01, 0.0, got)
+    wanted = np.where(np.abs(got) < np.float32(0.01), np.float32(0), got)
     np.testing.assert_array_equal(trained["params"]["fc1"]["mu"], wanted)
     np.testing.assert_array_equal(trained["params"]["fc1"]["v"], payload["params"]["fc1"]["v"])
 
@@ -198,8 +221,7 @@ def test_what_travels_is_what_is_billed():
     assert int(sum(x.ravel()[0] for x in map(np.asarray, log.up.values()))) == (
         small + head + 4 * tiny.HIDDEN
     )
-    beta = make(sparsity=0.02)
-    state, log = after_rounds(beta, 1)
+    _, state, log = after_a_round()
     stored = np.asarray(collect_mu(state.rows)[0]).reshape(N, -1)
     assert not ((np.abs(stored) > 0) & (np.abs(stored) < 0.02)).any()
     rest = head + small + 4 * tiny.HIDDEN + 2 * 4 * tiny.HIDDEN
@@ -232,8 +254,7 @@ def test_the_papers_cost_of_fedavg():
 
 
 def test_batch_statistics_stay_at_home():
-    made = make()
-    state, _ = after_rounds(made, 1)
+    _, state, _ = after_a_round()
     mean = np.asarray(state.clients.own["batch_stats"]["norm1"]["mean"])
     assert len(np.unique(mean[:, 0])) == N
     assert "batch_stats" not in state.rows
@@ -255,17 +276,20 @@ def test_bad_settings_are_one_line():
     ):
         with pytest.raises(UsageError, match=word):
             make(**own)
-    plain = cases.make("fedavg", tiny.federated()[1]).init(KEY)
-    for start in (plain, make(share="u").init(KEY), make(rank=2).init(KEY)):
+
+    def shapes(made: Any, start: Any = None) -> State:
+        return jax.eval_shape(lambda: made.init(KEY, start))
+
+    plain = shapes(cases.make("fedavg", tiny.federated()[1]))
+    for start in (plain, shapes(make(share="u")), shapes(make(rank=2))):
         with pytest.raises(UsageError, match="put it first"):
-            make().init(KEY, start)
+            shapes(make(), start)
 
 
 def test_a_later_phase_takes_factors_and_begins_its_momentum_anew():
-    kept = make(training=cases.training(keep_optimizer=True))
-    state, _ = after_rounds(kept, 1)
+    kept, state, _ = after_a_round()
     for made in (kept, make()):
-        begun = made.init(KEY, state)
+        begun = jax.device_get(jax.jit(made.init)(KEY, state))
         chex.assert_trees_all_equal(begun.rows, state.rows)
         chex.assert_trees_all_equal(begun.clients.own, state.clients.own)
         assert not any(leaf.any() for leaf in jax.tree.leaves(begun.clients.momentum))
@@ -282,7 +306,7 @@ def test_what_training_has_moved_v_by_says_who_is_alike(share):
     engine = rounds.make_rounds(made, cases.TASK, federation, cohort=N, calls=1, after=False)
     state = engine.init(KEY)
     np.testing.assert_array_equal(state.rows["moved"], 0)
-    np.testing.assert_allclose(made.observe(state)["weights"], 1 / N, rtol=1e-6)
+    np.testing.assert_allclose(observed(made, state)["weights"], 1 / N, rtol=1e-6)
     start = np.asarray(state.rows["params"]["fc1"]["v"])[..., 0]
     d = np.zeros((N, tiny.HIDDEN))
     for t in (0, 1):
@@ -298,9 +322,10 @@ def test_what_training_has_moved_v_by_says_who_is_alike(share):
     np.fill_diagonal(sigma, -1)
     np.fill_diagonal(sigma, sigma.max(1))
     omega = np.exp(3 * sigma) / np.exp(3 * sigma).sum(1, keepdims=True)
-    np.testing.assert_allclose(made.observe(state)["weights"], omega, atol=1e-5)
+    state = jax.device_get(state)
+    np.testing.assert_allclose(observed(made, state)["weights"], omega, atol=1e-5)
     longer = state._replace(rows={**state.rows, "moved": 100 * state.rows["moved"]})
-    np.testing.assert_allclose(made.observe(longer)["weights"], omega, atol=1e-5)
+    np.testing.assert_allclose(observed(made, longer)["weights"], omega, atol=1e-5)
 
 
 def test_two_lambdas():
@@ -309,9 +334,14 @@ def test_two_lambdas():
     ends = []
     for penalty, sparsity in ((0.0, 0.0), (0.0, 0.5), (0.1, 0.5)):
         made = make(share="u", sparsity=sparsity, **{**LIVE, "penalty": penalty})
-        state = made.init(KEY)
-        visit = Visit(0, client_data(data, 0), T, KEY)
-        done = made.train(made.send(state, visit), trees.row(state.clients, 0), visit)
+        state = jax.device_get(jax.jit(made.init)(KEY))
+
+        @jax.jit
+        def work(state: State, client: Any, made: Any = made) -> Any:
+            visit = Visit(0, client_data(data, 0), T, KEY)
+            return made.train(made.send(state, visit), client, visit)
+
+        done = jax.device_get(work(state, trees.row(state.clients, 0)))
         ends.append(collect_mu(done.client.own)[0])
         small = np.abs(collect_mu(done.variables)[0])
         assert not ((small > 0) & (small < sparsity)).any()

@@ -33,7 +33,7 @@ def setting(clients=4, validation=5, peers=3, rate=0.0, active=None, begin=0, **
 
 
 def stacked(models):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(variables, models))
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *map(variables, models))
 
 
 def payload(own, peers):

@@ -13,6 +13,7 @@ from experiments import spawn
 from experiments.spawn import GONE, End, Given, started_here, verdict
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import multiprocess
+from fedjax_pfl.report import page
 from fedjax_pfl.runs import checkpoints, runner
 from tests.commands import Command, digests, free_port, metrics, restored
 
@@ -33,7 +34,10 @@ def two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_two_processes_compute_what_one_does(two: Path, tmp_path: Path):
+def test_two_processes_compute_what_one_does(
+    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(page, "write", lambda run, pictures: None)  # drawing takes seconds
     one = runner.run(json.loads((two / "config.json").read_text()), tmp_path / "one")
     template = jax.eval_shape(lambda: one.state)
 
@@ -49,6 +53,7 @@ def test_two_processes_compute_what_one_does(two: Path, tmp_path: Path):
     assert len(metrics(two)) == 3
 
 
+@pytest.mark.slow("six real processes; what is said of each end is tested below")
 def test_a_run_that_is_stopped_and_killed_ends_as_if_it_were_not(
     two: Path, cache: Path, tmp_path: Path
 ):
@@ -120,6 +125,7 @@ def test_process_0_that_cannot_be_reached_or_listen():
             spawn._check_free(other.getsockname()[1])
 
 
+@pytest.mark.slow("a real process that waits; two processes are started above")
 def test_processes_that_do_not_come(cache: Path):
     address = f"127.0.0.1:{free_port()}"
     common = (f"--coordinator={address}", "--processes=2", "--wait=1", "--workdir=/dev/null/none")
@@ -131,6 +137,7 @@ def test_processes_that_do_not_come(cache: Path):
     )
 
 
+@pytest.mark.slow("a real process that waits; two processes are started above")
 def test_ctrl_c_while_waiting_for_the_others(cache: Path):
     port = free_port()
     common = (f"--coordinator=127.0.0.1:{port}", "--processes=2", "--workdir=/dev/null/none")

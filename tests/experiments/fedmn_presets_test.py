@@ -1,13 +1,18 @@
 """FedMN's presets are the testbed's settings, and its published table is whole."""
 
+import jax
 import numpy as np
 import pytest
 
 from experiments.papers.fedmn import presets as fedmn
 from experiments.papers.fedmn import studies as studies
 from experiments.papers.fedmn.tables import PUBLISHED
+from fedjax_pfl import algorithms
 from fedjax_pfl.config import configuration
 from fedjax_pfl.config.configuration import ALGORITHMS
+from fedjax_pfl.core import trees
+from fedjax_pfl.networks import CNN, MobileNet, router
+from tests import cases, tiny
 
 
 @pytest.mark.parametrize(
@@ -75,3 +80,30 @@ def test_the_arithmetic_of_the_studies():
     assert studies.grouped(pi, np.array([0, 1, 2, 0, 1, 2])) < 0.2
     opened = studies.served(np.array([[0.6, 0.1, 0.7], [0.2, 0.3, 0.4]]), (1, 1, 1))
     np.testing.assert_array_equal(opened, [[True] * 3, [True] * 3])  # one path is kept
+
+
+@pytest.mark.parametrize(
+    ("model", "image", "layout", "plain"),
+    [
+        (CNN(outputs=62), (28, 28, 1), (3, 3, 3), 2_278_334 - 2049 * 62),
+        pytest.param(
+            MobileNet(outputs=62), (32, 32, 3), (2, 2, 2), 2_236_682 - 1281 * 10,
+            marks=pytest.mark.slow("fifty layers to trace, three times"),
+        ),
+    ],
+    ids=["cnn", "mobilenet"],
+)  # fmt: skip
+def test_sizes_of_the_testbed(model, image, layout, plain):
+    """Encoders are the testbed's networks with 512 outputs, the router's has 128."""
+    federation = tiny.federated()[1]._replace(input_shape=image, outputs=62)
+    algorithm = algorithms.fedmn(
+        model, cases.TASK, cases.training(), federation, layout=layout, embed="concatenated"
+    )
+    server = jax.eval_shape(algorithm.init, jax.random.key(0)).server["params"]
+    wide, count = (2049 if layout[0] == 3 else 1281), layout[0]
+    wanted = (
+        count * (plain + wide * 512)
+        + count * (513 * 256 + 257 * 62)
+        + plain + wide * 128 + 63 * 64 + 193 * router.paths(layout)
+    )  # fmt: skip
+    assert trees.size(server) == wanted

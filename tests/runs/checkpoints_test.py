@@ -23,7 +23,7 @@ def test_by_default_checkpoints_take_a_twentieth_of_the_time(tmp_path, monkeypat
     def slow(self, step, trees, facts):
         saved.append(step)
         save(self, step, trees, facts)
-        time.sleep(3.0)
+        time.sleep(1.0)
 
     append = run_directory.append_metrics
 
@@ -43,7 +43,7 @@ def test_by_default_checkpoints_take_a_twentieth_of_the_time(tmp_path, monkeypat
     assert_same_run(result, undisturbed(config), tmp_path)
     took = [line["checkpoint_seconds"] for line in result.metrics]
     assert took[:2] == [0, 0]
-    assert all(seconds > 3 for seconds in took[2:])
+    assert all(seconds > 1 for seconds in took[2:])
     assert [line["checkpoint_seconds"] for line in undisturbed(config).metrics] == [0] * 6
 
 

@@ -51,7 +51,10 @@ METHODS = {
     "fedem": {"fedem": {"components": 2}, "permute_labels": True},
     "fedmn": {"fedmn": FEDMN},
     "factorized_fl": {"factorized_fl": {"rank": 2, "sparsity": 0.1}},
-    "pfedhn": {"groups": ({"mlp": {"hidden": (4,)}}, {"mlp": {"hidden": (6, 3)}})},
+    "pfedhn": {
+        "groups": ({"mlp": {"hidden": (4,)}}, {"mlp": {"hidden": (6, 3)}}),
+        "pfedhn": {"width": 4, "depth": 1},
+    },
     "pfedla": {"pfedla": {"hidden": 4, "embedding": 4}},  # small, so that weights are mixed
     "pfedpara": {},
     "pfedme": {},  # what is served is trained when it is served
@@ -91,16 +94,29 @@ def by_file(path, result):
     """The same of one client by its file, and its predictions."""
     model, variables = export.load(path)
     own = examples_of(result, export.about(path)["client"])
-    outputs = jax.jit(model.apply)(variables, own.x)
-    by = (cases.TASK.metrics[0].update, cases.TASK.loss)
-    return [np.mean(each(outputs, own.y, None)) for each in by], outputs
+
+    @jax.jit
+    def scored(variables, own):
+        outputs = model.apply(variables, own.x)
+        return (
+            cases.TASK.metrics[0].update(outputs, own.y, None),
+            cases.TASK.loss(outputs, own.y, None),
+            outputs,
+        )
+
+    *each, outputs = scored(variables, own)
+    return [np.mean(one) for one in each], outputs
+
+
+@jax.jit
+def _taken(data, i, rows):
+    return take(client_data(data, i), rows, jnp.ones(len(rows), bool))
 
 
 def examples_of(result, i):
     """A client's test examples, as its model sees them."""
-    own = jax.tree.map(jnp.asarray, client_data(result.data, i))
-    rows = result.data.test.rows[i][: result.data.test.size[i]]
-    return take(own, jnp.asarray(rows), jnp.ones(len(rows), bool))
+    rows = np.asarray(result.data.test.rows)[i][: int(result.data.test.size[i])]
+    return _taken(result.data, np.int32(i), rows)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -176,6 +176,7 @@ def test_groups_of_two_widths_with_smaller_uploads(tmp_path):
         "groups": ({}, {"mlp": {"hidden": (2,)}}),
         "upload_bits": 8,
         "clients_per_round": None,
+        "evaluate_after": False,
         "rounds": 2,
         "dropout": 0.0,
     }

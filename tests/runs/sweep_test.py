@@ -20,12 +20,28 @@ from tests.runs.common import (
     undisturbed,
 )
 
-SEEDS = {**BASE, "seeds": 2}
+# Evaluating after local training is one more program's worth of compiling; the first test has it.
+QUICK = {**BASE, "evaluate_after": False}
+SEEDS = {**QUICK, "seeds": 2}
+
+
+def test_a_seed_is_a_key_and_changes_no_program():
+    """So that tests may compile one program for all seeds."""
+    one, other = (
+        build.build(configuration.complete({**QUICK, "seed": seed, "partition_seed": 0}))
+        for seed in (0, 1)
+    )
+    assert_same_bits(one.data, other.data)
+    assert_same_bits(one.federation, other.federation)
+    (ours,), (theirs,) = one.phases, other.phases
+    assert ours.points != theirs.points
+    text, other_text = (phase.rounds.init.lower(ours.points).as_text() for phase in (ours, theirs))
+    assert text == other_text
 
 
 def test_seeds_and_rates_are_runs_of_their_own(tmp_path, capsys):
     """In one program, of the same bits as one by one, and with the same files."""
-    results = runner.run_all({**SEEDS, "sweep": "learning_rate=.1,.02"}, tmp_path)
+    results = runner.run_all({**BASE, "seeds": 2, "sweep": "learning_rate=.1,.02"}, tmp_path)
     assert sorted(results) == sorted(path.name for path in tmp_path.iterdir())
     for rate in (0.1, 0.02):
         for seed in (0, 1):
@@ -42,14 +58,15 @@ def test_seeds_and_rates_are_runs_of_their_own(tmp_path, capsys):
 
 
 def test_every_point_has_its_own_best_model_and_phases(tmp_path):
-    results = runner.run_all({**PHASES, "seeds": 2})
+    phases = {**PHASES, "evaluate_after": False}
+    results = runner.run_all({**phases, "seeds": 2})
     for seed in (0, 1):
-        assert_same_run(results[f"seed={seed}"], undisturbed({**PHASES, "seed": seed}))
+        assert_same_run(results[f"seed={seed}"], undisturbed({**phases, "seed": seed}))
 
 
 def test_all_at_once_is_as_one_after_the_other(monkeypatch):
     """As on an accelerator: points are vmapped, and so are a point's clients."""
-    one = {**BASE, "rounds": 1, "eval_every": 1, "dropout": 0.0}
+    one = {**QUICK, "rounds": 1, "eval_every": 1, "dropout": 0.0}
     for where in (build, phase):
         monkeypatch.setattr(where, "at_once", lambda count: count)
     together = runner.run_all({**one, "seeds": 3, "sweep": "momentum=.9,.5"})
@@ -79,12 +96,12 @@ def test_a_kill_between_two_saves_goes_on_where_all_are(saves, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints.Store, "save", counted)
         with pytest.raises(Stop):
-            runner.run_all({**BASE, "seeds": 3}, tmp_path)
-    results = runner.run_all({**BASE, "seeds": 3}, tmp_path)
+            runner.run_all({**QUICK, "seeds": 3}, tmp_path)
+    results = runner.run_all({**QUICK, "seeds": 3}, tmp_path)
     for seed in range(3):
         result = results[f"seed={seed}"]
         assert result.resumed_at == (1 if saves == 4 or seed == 0 else None)
-        assert_same_run(result, undisturbed({**BASE, "seed": seed}), tmp_path / f"seed={seed}")
+        assert_same_run(result, undisturbed({**QUICK, "seed": seed}), tmp_path / f"seed={seed}")
 
 
 def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
@@ -101,7 +118,7 @@ def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
     more = runner.run_all({**SEEDS, "seeds": 3}, tmp_path)
     assert {store.folder for store in saved} == {tmp_path / "seed=2" / "checkpoints"}
     for seed in range(3):
-        assert_same_run(more[f"seed={seed}"], undisturbed({**BASE, "seed": seed}))
+        assert_same_run(more[f"seed={seed}"], undisturbed({**QUICK, "seed": seed}))
     assert_same_bits(again["seed=1"].state, more["seed=1"].state)
 
 
@@ -127,35 +144,35 @@ def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys
     assert "The checkpoint of round 3 of seed=1 is damaged" in capsys.readouterr().err
     for seed in (0, 1):
         assert results[f"seed={seed}"].resumed_at == 2
-        assert_same_run(results[f"seed={seed}"], undisturbed({**BASE, "seed": seed}))
+        assert_same_run(results[f"seed={seed}"], undisturbed({**QUICK, "seed": seed}))
 
 
 def test_more_points_leave_what_has_come_further_alone(tmp_path, monkeypatch):
     """A stopped sweep of two seeds goes on as three; and one of whose finished runs a checkpoint
     is damaged, which goes on from the one before while a new one begins."""
     _stopped_at_four(tmp_path, monkeypatch)
-    results = runner.run_all({**BASE, "seeds": 3}, tmp_path)
+    results = runner.run_all({**QUICK, "seeds": 3}, tmp_path)
     assert [results[f"seed={seed}"].resumed_at for seed in range(3)] == [3, 3, None]
     newest = max((tmp_path / "seed=0/checkpoints").iterdir(), key=lambda path: int(path.name))
     (newest / "meta/metadata").write_text("{}")
-    results = runner.run_all({**BASE, "seeds": 4}, tmp_path)
+    results = runner.run_all({**QUICK, "seeds": 4}, tmp_path)
     assert results["seed=0"].resumed_at < int(newest.name)
     for seed in range(4):
-        alone = undisturbed({**BASE, "seed": seed})
+        alone = undisturbed({**QUICK, "seed": seed})
         assert_same_run(results[f"seed={seed}"], alone, tmp_path / f"seed={seed}")
 
 
 def test_what_a_method_shows_of_itself_is_of_each_point():
     """The matched weights of Factorized-FL depend on its scale."""
-    base = {**BASE, "algorithm": "factorized_fl", "dropout": 0.0, "rounds": 1, "eval_every": 1}
+    base = {**QUICK, "algorithm": "factorized_fl", "dropout": 0.0, "rounds": 1, "eval_every": 1}
     results = runner.run_all({**base, "sweep": "factorized_fl.scale=1,20"})
     for scale in (1.0, 20.0):
         mine = results[f"factorized_fl.scale={scale},seed=0"]
-        alone = runner.run({**base, "factorized_fl": {"scale": scale}})
-        np.testing.assert_allclose(
-            mine.observations["weights"][1], alone.observations["weights"][1], rtol=1e-5
-        )
         assert mine.phases[0].config.factorized_fl.scale == scale
+    alone = runner.run({**base, "factorized_fl": {"scale": 20.0}})
+    np.testing.assert_allclose(
+        mine.observations["weights"][1], alone.observations["weights"][1], rtol=1e-5
+    )
     one, other = (result.observations["weights"][1][-1] for result in results.values())
     assert np.abs(one - other).max() > 1e-3
 
@@ -167,7 +184,7 @@ def test_a_methods_own_fault_is_not_the_sweeps():
 
     for more in ({"seeds": 2}, {"sweep": "broken.rate=1,2"}):
         with pytest.raises(TypeError, match="unsupported operand"):
-            runner.run_all({**BASE, **more}, algorithm=broken)
+            runner.run_all({**QUICK, **more}, algorithm=broken)
 
 
 def test_a_method_of_ones_own_can_be_swept_in_a_phase():
@@ -181,7 +198,7 @@ def test_a_method_of_ones_own_can_be_swept_in_a_phase():
 
     phases = ({"algorithm": "fedavg", "rounds": 1}, {"algorithm": "star", "rounds": 1})
     results = runner.run_all(
-        {**BASE, "eval_every": 1, "phases": phases, "sweep": "star.rate=1,.5"}, algorithm=star
+        {**QUICK, "eval_every": 1, "phases": phases, "sweep": "star.rate=1,.5"}, algorithm=star
     )
     one, half = (results[f"star.rate={rate},seed=0"].state.server for rate in (1.0, 0.5))
     leaves = zip(jax.tree.leaves(one), jax.tree.leaves(half), strict=True)
@@ -211,10 +228,11 @@ def _chooses(model, task, training, federation, *, rate: float = 1.0, share: flo
 )
 def test_the_setting_that_makes_other_programs_is_named(sweep, message):
     with pytest.raises(UsageError, match=f"^{message}") as caught:
-        runner.run_all({**BASE, "sweep": sweep}, algorithm=_chooses)
+        runner.run_all({**QUICK, "sweep": sweep}, algorithm=_chooses)
     assert getattr(caught.value, "names", ("_chooses.rate",)) == ("_chooses.rate",)
 
 
+@pytest.mark.slow("three programs of pFedMe; the contract has every method as a sweep's point")
 def test_numbers_are_float32_in_the_program_of_a_sweep():
     """1 − β is taken before the program of a single run, and in that of a sweep: it rounds apart.
 
@@ -229,17 +247,24 @@ def test_numbers_are_float32_in_the_program_of_a_sweep():
             assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b)
 
 
-def test_a_score_that_is_no_number_ends_no_other_run():
+def _exploding(**changes):
     """A regression whose first step leaves a model that is finite and a loss that is not."""
     x = np.linspace(-1, 1, 60, dtype=np.float32)[:, None]
-    config = {**BASE, "local_epochs": None, "local_steps": 1, "sweep": "learning_rate=.01,1e25"}
+    config = {**QUICK, "local_epochs": None, "local_steps": 1, **changes}
     config = {k: v for k, v in config.items() if k not in ("dataset", "synthetic")}
-    examples = arrays(x, 2 * x, name="line")
-    results = runner.run_all(config, dataset=examples)
-    good, bad = ([line["before"]["loss"] for line in r.metrics] for r in results.values())
+    return runner.run_all(config, dataset=arrays(x, 2 * x, name="line")).values()
+
+
+def test_a_score_that_is_no_number_ends_no_other_run():
+    results = _exploding(sweep="learning_rate=.01,1e25")
+    good, bad = ([line["before"]["loss"] for line in r.metrics] for r in results)
     assert all(np.isfinite(good))
     assert None in bad
-    alone = runner.run({**config, "sweep": "", "learning_rate": 1e25}, dataset=examples)
+
+
+@pytest.mark.slow("two programs for what the sweep of two rates shows too")
+def test_a_score_that_is_no_number_ends_no_run():
+    (alone,) = _exploding(learning_rate=1e25)
     assert alone.metrics[-1]["before"]["loss"] is None
 
 
@@ -262,7 +287,10 @@ def test_a_score_that_is_no_number_ends_no_other_run():
         ({"sweep": "fedprox.mu=1,2"}, "fedprox.mu is read by no phase"),
         ({"algorithm": "fedprox", "sweep": "fedprox.mu=1,-2"}, "fedprox.mu is -2"),
         ({"algorithm": "pfedpara", "sweep": "pfedpara.gamma=.1,.9"}, "pfedpara.gamma shapes the"),
-        ({"algorithm": "fedmn", "sweep": "fedmn.dropout=.1,.9"}, "fedmn.dropout cannot differ in"),
+        (
+            {"algorithm": "fedmn", "sweep": "fedmn.dropout=.1,.9", "fedmn": {"layout": (1, 2)}},
+            "fedmn.dropout cannot differ in",
+        ),
         ({"seeds": 0}, "seeds is 0; it must be at least 1"),
         ({"seeds": 9, "seed": 2**31 - 1}, "seed is 2147483648; it must be at most"),
         ({"seeds": 600, "sweep": "learning_rate=.1,.2"}, "ask for 1200 runs; at most 1000"),

@@ -29,6 +29,7 @@ SMALL = {
     **BASE,
     "synthetic": {"shape": (4, 4, 1), "classes": 3, "examples": 240, "test_examples": 0},
     "clients_per_round": None, "rounds": 2, "eval_every": 1, "dropout": 0.0, "local_epochs": 3,
+    "evaluate_after": False,
 }  # fmt: skip
 RATES = ["learning_rate=1e-6,.1"]
 
@@ -390,6 +391,7 @@ def test_what_one_may_say_of_a_method_of_ones_own(tmp_path):
     assert line.startswith("there is no method 'slowed'; ")
 
 
+@pytest.mark.slow("a real process; cli_test calls every command")
 def test_the_command_ends_with_one_line(tmp_path):
     command = [sys.executable, "-m", "experiments.tune", "--grid=learning_rate=.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
