@@ -53,8 +53,12 @@ def observed(made: Any, state: State) -> dict[str, np.ndarray]:
 
 
 def sent(made: Any, state: State, key: Any = KEY) -> Any:
-    send = jax.vmap(lambda i: made.send(state, Visit(i, None, T, key)))
-    return jax.device_get(jax.jit(send)(np.arange(N)))["params"]
+    def send(state: State, key: Any, i: jax.Array) -> Any:
+        return made.send(state, Visit(i, None, T, key))
+
+    return jax.device_get(jax.jit(jax.vmap(send, (None, None, 0)))(state, key, np.arange(N)))[
+        "params"
+    ]
 
 
 @cache

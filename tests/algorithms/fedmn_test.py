@@ -39,7 +39,8 @@ def make(training: local_training.Training, **own: Any) -> Algorithm:
 
 def logit(p: Any) -> np.ndarray:
     p = np.asarray(p)
-    return np.log(p) - np.log1p(-p)
+    with np.errstate(divide="ignore"):
+        return np.log(p) - np.log1p(-p)
 
 
 @cache

@@ -288,7 +288,7 @@ def test_a_score_that_is_no_number_ends_no_run():
         ({"algorithm": "fedprox", "sweep": "fedprox.mu=1,-2"}, "fedprox.mu is -2"),
         ({"algorithm": "pfedpara", "sweep": "pfedpara.gamma=.1,.9"}, "pfedpara.gamma shapes the"),
         (
-            {"algorithm": "fedmn", "sweep": "fedmn.dropout=.1,.9", "fedmn": {"layout": (1, 2)}},
+            {"algorithm": "fedmn", "sweep": "fedmn.dropout=.1,.9", "fedmn": {"layout": (1, 1, 1)}},
             "fedmn.dropout cannot differ in",
         ),
         ({"seeds": 0}, "seeds is 0; it must be at least 1"),
