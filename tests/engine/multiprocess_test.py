@@ -37,7 +37,7 @@ def two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_processes_compute_what_one_does(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(page, "write", lambda run, pictures: None)  # drawing takes seconds
+    monkeypatch.setattr(page, "write", lambda *_: None)  # drawing takes seconds
     one = runner.run(json.loads((two / "config.json").read_text()), tmp_path / "one")
     template = jax.eval_shape(lambda: one.state)
 
