@@ -51,7 +51,7 @@ def world(federated: Callable[..., tuple[FederatedData, Federation]]) -> World:
 
 
 TINY = world(tiny.federated)
-DATA, FEDERATION, WIDE, _ = TINY
+DATA, FEDERATION, *_ = TINY
 
 
 @dataclass(eq=False)
