@@ -301,7 +301,7 @@ def _part(tree: PyTree, i: int, members: Sequence[Member]) -> PyTree:
 _row = jax.jit(trees.row)
 
 
-def _state_of(state: State, i: int, members: Sequence[Member]) -> State:
+def _state_of(state: PyTree, i: int, members: Sequence[Member]) -> PyTree:
     """As `_part`, of what is on the devices."""
     return state if len(members) == 1 else _row(state, np.int32(i))
 
