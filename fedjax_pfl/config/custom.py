@@ -65,7 +65,15 @@ def added(
                 f"{name!r} are given too; leave one of them out"
             )
         words = words._replace(dataset={**words.dataset, name: _source(dataset)})
-    for kind, one in (("algorithm", algorithm), ("model", model), ("task", task)):
+    brought: dict[str, Any] = {"algorithm": algorithm, "model": model, "task": task}
+    steps = {"optimizer": optimizer, "server_optimizer": server_optimizer}
+    for kind in (*brought, *steps):
+        if not isinstance(given.get(kind, ""), str):
+            raise UsageError(
+                f"{kind} in the settings is a name, not {given[kind]!r}; what is your own comes by "
+                f"an argument, as run(settings, {kind}=...)"
+            )
+    for kind, one in brought.items():
         said = given.get(kind)
         if isinstance(said, str) and ":" in said:
             if one is not None:
@@ -87,17 +95,31 @@ def added(
             _check_factory(name, one, _TAKES[kind])
             factory = _versioned(name, one, content)
         given.setdefault(kind, name)
+        # One call with a method and its name in turn makes the runs of a comparison; a network or a
+        # task that is not used is a mistake.
+        if kind != "algorithm" and name not in _chosen(kind, given):
+            raise UsageError(
+                f"the configuration says {kind}={given[kind]!r}, and {kind}= brings {name}, which "
+                "it would not use; leave one of them out"
+            )
         words = words._replace(**{kind: {**getattr(words, kind), name: factory}})
-    for kind, brought in (("optimizer", optimizer), ("server_optimizer", server_optimizer)):
-        if brought is not None:
-            name, make = _optimizer(kind, brought)
+    for kind, one in steps.items():
+        if one is not None:
+            name, make = _optimizer(kind, one)
             if given.setdefault(kind, name) != name:
                 raise UsageError(
                     f"the configuration says {kind}={given[kind]!r}, and the optimiser given is "
-                    f"{name!r}: it is another"
+                    f"{name!r}: it is another; leave one of them out"
                 )
             words = words._replace(**{kind: {**getattr(words, kind), name: make}})
     return words, given
+
+
+def _chosen(kind: str, given: Mapping[str, Any]) -> list[Any]:
+    """What a configuration names, for itself and for its phases, which are not yet validated."""
+    listed = given.get("phases")
+    phases = listed if isinstance(listed, (list, tuple)) else ()
+    return [one[kind] for one in (given, *phases) if isinstance(one, Mapping) and kind in one]
 
 
 def _imported(kind: str, said: str) -> Any:

@@ -253,11 +253,13 @@ def _model(work: Work, one: ConfigDict, conv: str) -> Any:
         if isinstance(error, UsageError) and one.model not in configuration.MODELS:
             raise
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        named = f"{one.model} {told}" if told else one.model
+        if one.model not in configuration.MODELS:
+            hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in line else ""
+            raise UsageError(f"{named} fails for examples {shape}: {line}{hint}") from error
         suits = _suiting(federation)
         hint = "" if one.model in suits else f"; for such examples there is {' or '.join(suits)}"
-        raise UsageError(
-            f"{one.model} {told} does not suit examples {shape}: {line}{hint}"
-        ) from error
+        raise UsageError(f"{named} does not suit examples {shape}: {line}{hint}") from error
     wanted = (2, *federation.each, federation.outputs)
     if getattr(outputs, "shape", None) != wanted:
         of = "each position and class" if federation.each else "each class, label or target"
@@ -268,10 +270,11 @@ def _model(work: Work, one: ConfigDict, conv: str) -> Any:
     if dtype == "int32" and (found := check_tokens(one.model, model, work.arrays.x)):
         place, rows = found
         row, column = divmod(place, int(np.prod(shape)))
+        token = work.arrays.x.flat[place]
         raise UsageError(
             f"{work.alike[0].dataset}: {holder(work.arrays, federation, row)} has the token "
-            f"{work.arrays.x.flat[place]} in column {column} of x, and {one.model} embeds those "
-            f"from 0 to {rows - 1}; give it a larger vocabulary"
+            f"{token} in column {column} of x, and {one.model} embeds those from 0 to {rows - 1}; "
+            f"{'number tokens from 0' if token < 0 else 'give it a larger vocabulary'}"
         )
     return ZeroHead(model) if one.zero_head else model
 

@@ -141,7 +141,7 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
     if not (is_model and trees.alike(server, payload) and trees.alike(server, upload)):
         raise UsageError(
             "server_optimizer is for methods whose server makes one model of the models that "
-            "clients upload, as fedavg's mean is, and this one's does something else; leave it off"
+            "clients upload, as fedavg's mean is; the method chosen is none of them; leave it off"
         )
 
 

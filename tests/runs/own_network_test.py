@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -173,6 +174,17 @@ def nothing(outputs):
     return None
 
 
+class Thirsty(nnx.Module):
+    """Its Dropout has no random numbers."""
+
+    def __init__(self, outputs, *, rngs):
+        self.dropout = nnx.Dropout(0.5)
+        self.head = nnx.Linear(5, outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.dropout(x))
+
+
 class Narrow(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -195,6 +207,11 @@ class Small(nn.Module):
         ({}, {"model": without_rngs}, "without_rngs makes an NNX module; let it take rngs"),
         ({}, {"model": needs}, "needs needs hidden; give it a default, or bring a function that"),
         ({}, {"model": nothing}, "nothing makes no linen or NNX module, but NoneType"),
+        ({"model": "mlp"}, {"model": Net}, "the configuration says model='mlp', and model= brings"),
+        ({"task": "tokens"}, {"task": logistic}, "the configuration says task='tokens', and task="),
+        ({"model": Net}, {}, "model in the settings is a name, not <class "),
+        ({"optimizer": optax.sgd(0.1)}, {}, "optimizer in the settings is a name, not Gradient"),
+        ({}, {"model": Thirsty}, "Thirsty fails for examples (5,): `deterministic` is False, but "),
         ({}, {"model": Narrow}, "Narrow gives [2, 7] for 2 examples, and their task needs [2, 2]"),
         (
             {},
@@ -235,6 +252,9 @@ def test_a_token_without_a_row_is_named():
     said = message(lambda: fedjax_pfl.run(SETTINGS, dataset=data, model=Small))
     assert "has the token " in said
     assert "of x, and Small embeds those from 0 to 4; give it a larger vocabulary" in said
+    negative = examples(np.where(TOKENS > 4, -3, TOKENS), TOKENS)
+    said = message(lambda: fedjax_pfl.run(SETTINGS, dataset=negative, model=Small))
+    assert said.endswith("from 0 to 4; number tokens from 0")
 
 
 @pytest.mark.slow("ten programs; those of the contract are fewer")
