@@ -120,6 +120,10 @@ baselines
 tuning
 tables
 Our results <results/README>
+results/pfedla
+results/pfedhn
+results/fedmn
+results/factorized_fl
 questions
 ```
 

@@ -2,8 +2,8 @@
 
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
-FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables and speed FILE. What a
-page names and the code has not is an error; a test sees that pages are up to date.
+FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE and
+summary. What a page names and the code has not is an error; a test sees that pages are up to date.
 """
 
 import importlib
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments import benchmark
+from experiments.papers import agreement
 from experiments.papers import table as common
 from experiments.papers.table import cell
 from experiments.papers.tables import TABLES
@@ -184,6 +185,11 @@ def stress() -> str:
     return text_tables.markdown([text_tables.Table("", heads, rows)])
 
 
+def summary() -> str:
+    """How many published cells agree, over the files of results."""
+    return agreement.summary(RESULTS, TABLES, "markdown")
+
+
 MARKS: dict[str, Callable[..., str]] = {
     "docstring": docstring,
     "settings": settings,
@@ -196,11 +202,12 @@ MARKS: dict[str, Callable[..., str]] = {
     "tables": tables,
     "speed": speed,
     "stress": stress,
+    "summary": summary,
 }
 
 
 if __name__ == "__main__":
-    for path in sorted(HERE.glob("*.md")):
+    for path in [*sorted(HERE.glob("*.md")), RESULTS / "README.md"]:
         text = path.read_text()
         if (new := written(text)) != text:
             path.write_text(new)

@@ -4,12 +4,12 @@ python -m experiments.reproduce                                   lists the tabl
 python -m experiments.reproduce --table=pfedla/table1             some minutes on two cores
 python -m experiments.reproduce --table=pfedla/table1 --scale=full --cells=cifar10-n10 --seeds=3
 python -m experiments.reproduce --table=pfedla/table1 --scale=full --only_show
+python -m experiments.reproduce --summary                         how many cells agree so far
 
 --scale=quick takes few rounds and one seed, and the embedded digits where a column's data are not
-at hand or its network is too large; --scale=full takes the published settings and three seeds. What
-differs from the published settings is printed below the table. --cells chooses by names of rows and
-columns: pfedla, cifar10-n10, pfedla/cifar10-n10, with * for anything. A run in the folder --out is
-known by its settings, whatever its name and whichever command made it.
+at hand or its network is too large; --scale=full takes the published settings, three seeds. What is
+not as published is printed below the table. --cells chooses by names of rows and columns: pfedla,
+cifar10-n10, pfedla/cifar10-n10, with * for anything. A run in --out is known by its settings.
 """
 
 import fnmatch
@@ -23,6 +23,7 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import launch
+from experiments.papers import agreement
 from experiments.papers.table import cell as shown
 from experiments.papers.table import plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
@@ -376,8 +377,9 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
     chosen = flags.FLAGS
-    named = set(Options._fields) - {"out", "changes"}
-    alike: dict[str, Any] = {name: chosen[name].value for name in named}
+    if chosen.summary:
+        return print(agreement.summary(agreement.RESULTS, TABLES, chosen.format))
+    alike: dict[str, Any] = {n: chosen[n].value for n in {*Options._fields} - {"out", "changes"}}
     sys.exit(reproduce(Options(**alike, out=Path(chosen.out), changes=chosen.set)))
 
 
@@ -391,6 +393,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs, and of the table's files.")
     flags.DEFINE_multi_string("set", [], launch.SET_HELP)
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
+    flags.DEFINE_bool("summary", False, "Count, over experiments/results, what agrees.")
     flags.DEFINE_enum("format", "text", ["text", "markdown"], "Of what is printed.")
     launch.prepare_devices()
     sys.argv = _without_value(sys.argv)

@@ -14,14 +14,12 @@ Where gates leave no path the likeliest one opens. The router takes one step an 
 of the gradients at its gates; clipping, decay and momentum treat it apart.
 
 As published π hardly differs over clients, and its mean over examples cannot see which label goes
-with which image. With embed="product", which is not in the paper either, h_ψ is linear in
-ρ (m_k − m̄)/√T, with m_k the mean of φx(x_i) ⊙ φy(y_i), each of length 1, m̄ and T mean and variance
-of m_k over clients, and ρ the part of T that drawing so few examples does not explain; weights of
-h_ψ start with deviation 4. φx and φy stay as they begin, so that they travel once and do not make
-routes swing. `contrast` is another form, to be set for each dataset.
+with which image. With embed="correlation", which is not in the paper, π_k follows from how φx(x_i)
+and φy(y_i) correlate at client k, beside the other clients (`networks.correlation`); clients that
+differ by chance only take one route. φx and φy stay as they begin, so that they travel once and do
+not make routes swing. With encoders="fetched" an encoder travels as a block does: where it is used.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -43,8 +41,15 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError, above, need, one_of
 from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks import correlation
 from fedjax_pfl.networks import router as routing
-from fedjax_pfl.networks.modular import Modular, Routed, blocks, pretrained
+from fedjax_pfl.networks.modular import Modular, Routed, block_of, blocks, pretrained
+
+CHOICES = {
+    "gates": ("hard", "soft"),
+    "embed": ("concatenated", "correlation"),
+    "encoders": ("always", "fetched"),
+}
 
 
 class Client(NamedTuple):
@@ -70,8 +75,8 @@ def fedmn(
     gates: str = "hard",
     temperatures: tuple[float, float] = (1.0, 0.1),
     router_rate: float = 1.0,
-    contrast: float | None = None,
     embed: str = "concatenated",
+    encoders: str = "always",
 ) -> Algorithm:
     """Each client trains the blocks that its gates open, and the router that opened them.
 
@@ -88,19 +93,25 @@ def fedmn(
       gates: hard, or soft: used as sampled, which makes every block active.
       temperatures: τ of the gates in the phase's first and last round.
       router_rate: the router's learning rate, as a multiple of the rest's.
-      contrast: deviation over clients to which embeddings are brought; unset: as published.
-      embed: what the router makes of φx and φy: their product, or both side by side, concatenated.
+      embed: what the router makes of φx and φy: both side by side, concatenated; or their
+        correlation at a client, in the size of φx.
+      encoders: travel always; or are fetched by those whose route uses them, as blocks are.
     """
     routing.need_blocks(model, federation)
-    _check(layout, gates, temperatures, dropout, embed, contrast)
+    _check(layout, temperatures, dropout, gates=gates, embed=embed, encoders=encoders)
     above("fedmn.router_rate", router_rate, 0)
-    n, paths, names = federation.outputs, routing.paths(layout), blocks(layout)
-    network = Modular(model, n, layout, width, hidden, dropout)
-    router = routing.Router(model, paths, x_size, y_size, contrast, embed)
-    logits = partial(routing.logits, router, outputs=n, size=training.batch_size)
+    n, size = federation.outputs, training.batch_size
+    network = Modular(model, n, layout, width, hidden, dropout, fetched=encoders == "fetched")
+    names = blocks(layout, network.first)
+    if embed == "correlation":
+        routes = correlation.correlated(correlation.Correlation(model, layout, x_size), n, size)
+    else:
+        routes = routing.published(
+            routing.Router(model, routing.paths(layout), x_size, y_size), n, size
+        )
     local_epochs = trainer(
         network,
-        router,
+        routes,
         task,
         training,
         hard=gates == "hard",
@@ -111,7 +122,7 @@ def fedmn(
     def draw(key: jax.Array) -> tuple[PyTree, PyTree]:
         """New variables of the network, θ, and of the router, ψ; no layer has the same name."""
         x, y = federation.examples(), jnp.zeros((1, n))
-        return dict(network.init(key, x)), dict(router.init(key, x, y))
+        return dict(network.init(key, x)), dict(routes.init(key, x, y))
 
     shapes = jax.eval_shape(draw, jax.random.key(0))
     bytes_of = trees.bytes_per_layer(trees.join(*shapes))
@@ -126,33 +137,34 @@ def fedmn(
         elif start is not None:
             known = common.initial(model, federation, key, start)
             server = pretrained(server, trees.split(known, {model.head})[1], layout[0])
-        closed = jnp.zeros((federation.clients, paths))
+        closed = jnp.zeros((federation.clients, routing.paths(layout)))
         momentum = [common.kept(training, one["params"], federation) for one in apart(server)]
         return State(server, (), Client(closed, closed, momentum))
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         theta, psi = apart(payload)
-        share = jnp.where(visit.t == training.begin, 1.0, 0.1)
-        psi = routing.spread(router, psi, visit.data, n, training.batch_size, share)
+        seen = routes.look(psi, visit.data)
+        psi = routes.averaged(psi, seen, jnp.where(visit.t == training.begin, 1.0, 0.1))
         new = [training.optimizer.init(one["params"]) for one in (theta, psi)]
         momentum = client.momentum if training.keep else new
-        end, epochs = local_epochs(theta, psi, momentum, visit)
-        trained = {**end.theta, "gates": routing.decide(logits(end.psi, visit.data), layout)}
+        end, epochs = local_epochs(theta, psi, momentum, seen, visit)
+        chosen = routing.decide(routes.logits(end.psi, visit.data, seen), layout)
         extra = {"active": end.used, "first": ~jnp.any(client.pi > 0)}
         stays = end.momentum if training.keep else [(), ()]
         active_blocks = jnp.sum(end.used).astype(jnp.float32)
         return Trained(
             {**trees.join(end.theta, end.psi), **extra},
-            trained,
+            {**end.theta, "gates": chosen},
             Client(jax.nn.sigmoid(end.z), end.opened, stays),
             {"loss": end.loss / epochs, "active_blocks": active_blocks},
         )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         def mean(name: str, old: jax.Array, new: jax.Array) -> jax.Array:
-            if name not in names:
+            block = block_of(name, names)
+            if block is None:
                 return cohort.mean(new, old)
-            used = cohort.uploads["active"][:, names.index(name)]
+            used = cohort.uploads["active"][:, names.index(block)]
             return cohort.mean(new, old, jnp.where(used, cohort.weights, 0.0))
 
         uploaded = {name: cohort.uploads[name] for name in state.server}
@@ -160,7 +172,8 @@ def fedmn(
 
     def personal(state: State, client: Client, visit: Visit) -> PyTree:
         theta, psi = apart(state.server)
-        return {**theta, "gates": routing.decide(logits(psi, visit.data), layout)}
+        z = routes.logits(psi, visit.data, routes.look(psi, visit.data))
+        return {**theta, "gates": routing.decide(z, layout)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """Active blocks, both ways: the gates are chosen before blocks are fetched.
@@ -168,8 +181,9 @@ def fedmn(
         φx and φy that do not learn come with a client's first visit, and that is all.
         """
         used = dict(zip(names, upload["active"], strict=True))
-        bill = {name: jnp.where(used.get(name, True), b, 0) for name, b in bytes_of.items()}
-        still = [name for name in bill if name.partition("/")[0] in routing.frozen(router)]
+        here = {name: used.get(block_of(name, names), True) for name in bytes_of}
+        bill = {name: jnp.where(here[name], b, 0) for name, b in bytes_of.items()}
+        still = [name for name in bill if name.partition("/")[0] in routes.frozen]
         down = bill | {name: jnp.where(upload["first"], bill[name], 0) for name in still}
         return Traffic(down, bill | {name: jnp.zeros_like(bill[name]) for name in still})
 
@@ -180,17 +194,12 @@ def fedmn(
     return Algorithm(init, send, train, receive, personal, Routed(network).apply, traffic, observe)
 
 
-def _check(
-    layout: Any, gates: str, temperatures: Any, dropout: float, embed: str, contrast: Any
-) -> None:
+def _check(layout: Any, temperatures: Any, dropout: float, **words: str) -> None:
     if len(layout) < 2 or min(layout) < 1:
         raise UsageError(f"fedmn.layout is {layout}; give two layers or more, each with a block")
-    one_of("fedmn.gates", gates, ("hard", "soft"))
+    for name, value in words.items():
+        one_of(f"fedmn.{name}", value, CHOICES[name])
     if len(temperatures) != 2 or min(temperatures) <= 0:
         raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
     share = (dropout >= 0) & (dropout < 1)
     need(share, f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")
-    one_of("fedmn.embed", embed, routing.EMBEDS)
-    above("fedmn.contrast", contrast, 0)
-    if embed == "product" and contrast is not None:
-        raise UsageError("fedmn.contrast is for fedmn.embed=concatenated; leave it unset")

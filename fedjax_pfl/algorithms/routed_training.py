@@ -32,20 +32,20 @@ class Epochs(NamedTuple):
 
 def trainer(
     network: Modular,
-    router: routing.Router,
+    routes: routing.Routes,
     task: Task,
     training: local_training.Training,
     *,
     hard: bool,
     temperatures: tuple[float, float],
     router_rate: float,
-) -> Callable[[PyTree, PyTree, list[PyTree], Visit], tuple[Epochs, int]]:
-    """(θ, ψ, momentum of both, visit) -> what the last epoch leaves, and how many there were.
+) -> Callable[[PyTree, PyTree, list[PyTree], Any, Visit], tuple[Epochs, int]]:
+    """(θ, ψ, momentum of both, what `look` saw, visit) -> what the last epoch leaves, and how many.
 
     Steps, where they are counted instead of epochs, are one epoch.
     """
-    layout, outputs, size = network.layout, network.outputs, training.batch_size
-    paths, names = routing.paths(layout), blocks(layout)
+    layout, first = network.layout, network.first
+    paths, names = routing.paths(layout), blocks(layout, first)
     one_epoch = training._replace(epochs=training.epochs and 1, keep=True)
     epochs = training.epochs or 1
 
@@ -67,18 +67,17 @@ def trainer(
         return {"params": params, **rest}, trace, metrics["loss"], pulled
 
     def router_step(
-        psi: PyTree, trace: PyTree, pulled: jax.Array, visit: Visit
+        psi: PyTree, trace: PyTree, grads: PyTree, visit: Visit
     ) -> tuple[PyTree, PyTree]:
         params = psi["params"]
-        grads = routing.pull(router, psi, visit.data, outputs, size, pulled)
         updates, trace = training.optimizer.update(grads, trace, params)
         new = local_training.descend(params, updates, router_rate * training.rate(visit.t))
         # Decay would move the frozen ones too.
-        new |= {name: params[name] for name in routing.frozen(router)}
+        new |= {name: params[name] for name in routes.frozen}
         return {**psi, "params": new}, trace
 
     def train(
-        theta: PyTree, psi: PyTree, momentum: list[PyTree], visit: Visit
+        theta: PyTree, psi: PyTree, momentum: list[PyTree], seen: Any, visit: Visit
     ) -> tuple[Epochs, int]:
         tau = routing.temperature(visit.t - training.begin, training.rounds, *temperatures)
 
@@ -87,15 +86,16 @@ def trainer(
             noise = jax.random.logistic(noise_key, (paths,))
             sample = partial(routing.sample, noise=noise, tau=tau, layout=layout, hard=hard)
             trace, psi_trace = now.momentum
-            z = routing.logits(router, now.psi, visit.data, outputs, size)
+            z = routes.logits(now.psi, visit.data, seen)
             opened = sample(z)
-            active = routing.active(opened, layout)
+            active = routing.active(opened, layout, first)
             new, moved, more, pulled = network_epoch(
                 now.theta, trace, z, sample, visit._replace(key=fit_key)
             )
             # Decay and momentum would move blocks, too, that the client has not fetched.
             theta, trace = keep_inactive(active, names, (new, moved), (now.theta, trace))
-            psi, psi_trace = router_step(now.psi, psi_trace, pulled, visit)
+            grads = routes.pull(now.psi, visit.data, seen, pulled)
+            psi, psi_trace = router_step(now.psi, psi_trace, grads, visit)
             used, loss = now.used | active, now.loss + more
             return Epochs(theta, psi, [trace, psi_trace], used, z, opened, loss)
 

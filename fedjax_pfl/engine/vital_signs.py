@@ -242,8 +242,7 @@ SIGNS: dict[str, dict[str, Sign]] = {
             "deviation of π over clients, the mean over gates",
             _visited(lambda pi: pi.std(0).mean()),
             _below(ONE_ROUTE),
-            "all clients are routed alike: π deviates by {value:.4f} over them; see fedmn.embed "
-            "and fedmn.contrast",
+            "all clients are routed alike: π deviates by {value:.4f} over them; see fedmn.embed",
         ),
     },
     "factorized_fl": {

@@ -23,7 +23,8 @@ class Modular(nn.Module):
     encoder is `network` with `width` outputs, and ReLU. A block's input is the mean of what its
     open gates bring, 0 where none is open; so is the network's output over the last layer. A block
     without input gives no output, or its bias would count. A block whose output is not used gives
-    its gates no gradient, because a client does not fetch it.
+    its gates no gradient, because a client does not fetch it. Nor do encoders without use, where
+    `fetched`.
     """
 
     network: Any
@@ -32,6 +33,12 @@ class Modular(nn.Module):
     width: int = 512
     hidden: int = 256
     dropout: float = 0.5
+    fetched: bool = False  # encoders are fetched where they are used, as blocks are
+
+    @property
+    def first(self) -> int:
+        """The first layer whose blocks are fetched where they are used."""
+        return 0 if self.fetched else 1
 
     @nn.compact
     def __call__(
@@ -63,7 +70,8 @@ class Modular(nn.Module):
         A gate between two blocks that are on paths keeps its gradient, closed or open.
         """
         fed, used = router.connected(gates, self.layout)
-        here = [fed[0], *(f & u for f, u in zip(fed[1:-1], used[1:-1], strict=True)), used[-1]]
+        here = [f & u for f, u in zip(fed[:-1], used[:-1], strict=True)] + [used[-1]]
+        here[0] = here[0] if self.fetched else fed[0]
         matrices = router.cut(gates, self.layout)
         sides = zip(matrices, here[:-1], here[1:], strict=True)
         return [jnp.where(before & after.T, m, 0.0) for m, before, after in sides]
@@ -111,9 +119,17 @@ def mean(gates: jax.Array, values: list[jax.Array]) -> jax.Array:
     return jnp.asarray(brought) / jnp.where(total > 0, total, 1.0)
 
 
-def blocks(layout: tuple[int, ...]) -> list[str]:
-    """The names of all blocks but the encoders, in the order of `router.active`."""
-    return [f"block{i}_{j}" for i, n in enumerate(layout[1:], 2) for j in range(1, n + 1)]
+def blocks(layout: tuple[int, ...], first: int = 1) -> list[str]:
+    """Names in the order of `router.active`: blocks, and before them encoders, where first = 0."""
+    encoders = [] if first else [f"encoder{j}" for j in range(1, layout[0] + 1)]
+    return encoders + [
+        f"block{i}_{j}" for i, n in enumerate(layout[1:], 2) for j in range(1, n + 1)
+    ]
+
+
+def block_of(layer: str, names: list[str]) -> str | None:
+    """Which of the blocks a layer, named by its path, is in."""
+    return next((word for word in layer.split("/") if word in names), None)
 
 
 def pretrained(variables: Any, body: Any, encoders: int) -> Any:
@@ -132,7 +148,7 @@ def keep_inactive(active: jax.Array, names: list[str], new: Any, old: Any) -> An
     """The new tree, but the old leaves in blocks that are not active; of momentum, too."""
 
     def choose(layer: str, new: jax.Array, old: jax.Array) -> jax.Array:
-        block = layer.rpartition("/")[2]
-        return jnp.where(active[names.index(block)], new, old) if block in names else new
+        block = block_of(layer, names)
+        return new if block is None else jnp.where(active[names.index(block)], new, old)
 
     return trees.map_layers(choose, new, old)

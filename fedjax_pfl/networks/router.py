@@ -8,7 +8,8 @@ References: Wang et al., Personalized Federated Learning via Heterogeneous Modul
 equations (5), (9), (10) and (13).
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -22,11 +23,7 @@ from fedjax_pfl.networks import init
 from fedjax_pfl.networks.own import Own
 
 PyTree = Any
-SPREAD = "router_spread"
 EMBEDDINGS = ("router_encoder", "router_labels")  # φx and φy
-EMBEDS = ("product", "concatenated")
-# Deviation over clients of a logit at first, where they differ clearly: π is then near 0 or 1.
-_DECIDED = 4.0
 Layout = tuple[int, ...]
 
 
@@ -41,83 +38,55 @@ def need_blocks(model: Any, federation: Federation) -> None:
         )
 
 
+class Routes(NamedTuple):
+    """How a client comes to its gates; ψ are the variables of a router."""
+
+    init: Callable[..., PyTree]  # (key, x [B, ...], y [B, C]) -> ψ
+    look: Callable[[PyTree, ClientData], Any]  # what of its examples all logits of a visit take
+    averaged: Callable[[PyTree, Any, Any], PyTree]  # (ψ, seen, share): with that share from here
+    logits: Callable[[PyTree, ClientData, Any], jax.Array]  # (ψ, data, seen) -> [E]
+    pull: Callable[..., PyTree]  # (ψ, data, seen, cotangent [E]) -> the gradient in ψ's parameters
+    frozen: tuple[str, ...] = ()  # modules that do not learn
+
+
 class Router(nn.Module):
     """h([φx(x), φy(y)]) for each example: one number per gate; the client's logits are their mean.
 
     φx is a network with `x_size` outputs, φy a linear map of the one-hot label (or the targets of a
-    regression); side by side they are normalised to length 1 for each example. With a `contrast`
-    what tells clients apart is then multiplied by that over its spread; see `Spread`.
-
-    With embed="product" φx(x) ⊙ φy(y) is normalised instead, whose mean says which labels go with
-    which images; φx and φy do not learn, and `Signature` brings means to one scale.
+    regression); side by side they are normalised to length 1 for each example.
     """
 
     network: Any
     gates: int
     x_size: int = 128
     y_size: int = 64
-    contrast: float | None = None
-    embed: str = "concatenated"
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """[B, ...] and [B, C] -> [B, E]. BatchNorm goes by its running statistics."""
         seen = self.network.clone(outputs=self.x_size, parent=self, name="router_encoder")(x)
-        product = self.embed == "product"
-        size = self.x_size if product else self.y_size
-        told = init.dense(y.shape[-1], size, "router_labels")(y)
-        joint = jax.lax.stop_gradient(seen * told) if product else jnp.concatenate([seen, told], -1)
+        told = init.dense(y.shape[-1], self.y_size, "router_labels")(y)
+        joint = jnp.concatenate([seen, told], -1)
         joint /= jnp.sqrt(jnp.sum(jnp.square(joint), -1, keepdims=True) + 1e-12)
-        if (product or self.contrast is not None) and not self.is_initializing():
-            self.sow("seen", "joint", joint)
-        if product:
-            start, none = nn.initializers.normal(_DECIDED), nn.initializers.zeros
-            last = nn.Dense(self.gates, kernel_init=start, bias_init=none, name="router_gates")
-            return last(Signature(name=SPREAD)(joint))
-        if self.contrast is not None:
-            joint = self.contrast * Spread(name=SPREAD)(joint)
         return init.dense(self.x_size + self.y_size, self.gates, "router_gates")(joint)
 
 
-class Spread(nn.Module):
-    """Subtracts the mean over clients of their mean embeddings and divides by the deviation.
+def published(router: Router, outputs: int, size: int) -> Routes:
+    """The paper's: examples are read for every epoch, `size` at a time, since φx and φy learn."""
 
-    Both are running averages, which clients move towards their own, see `spread`, and the server
-    then averages with the rest of the router: of means and of their squares.
-    """
+    def averaged(psi: PyTree, seen: Any, share: Any) -> PyTree:
+        return psi
 
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, D] -> [B, D]"""
-        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1]).value
-        square = self.variable("batch_stats", "square", jnp.ones, x.shape[-1]).value
-        variance = jnp.maximum(square - jnp.square(mean), 0.0)
-        return (x - mean[None]) / jnp.sqrt(variance + 1e-8)[None]
+    def look(psi: PyTree, data: ClientData) -> None:
+        return None
 
+    def of_client(psi: PyTree, data: ClientData, seen: Any) -> jax.Array:
+        return logits(router, psi, data, outputs, size)
 
-class Signature(nn.Module):
-    """ρ (x − m̄) / √T: means over clients become of mean square ρ², whatever the data.
+    def pulled(psi: PyTree, data: ClientData, seen: Any, cotangent: jax.Array) -> PyTree:
+        return pull(router, psi, data, outputs, size, cotangent)
 
-    With m_k the mean over the examples of client k: m̄ is the mean over clients, T = mean |m_k|² −
-    |m̄|² their variance, S the mean over clients of what drawing n_k examples adds to it, (1 −
-    |m_k|²)/(n_k − 1) for x of length 1, and ρ = max(0, 1 − S/T): clients that differ by chance
-    only get 0, and are not routed apart. All three are running averages, as in `Spread`.
-    """
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, D] -> [B, D]"""
-        mean = self.variable("batch_stats", "mean", jnp.zeros, x.shape[-1]).value
-        square = self.variable("batch_stats", "square", jnp.ones, ()).value
-        noise = self.variable("batch_stats", "noise", jnp.zeros, ()).value
-        total = jnp.maximum(square - jnp.sum(jnp.square(mean)), 1e-8)
-        clear = jnp.maximum(1 - noise / total, 0.0)
-        return clear / jnp.sqrt(total) * (x - mean[None])
-
-
-def frozen(router: Router) -> tuple[str, ...]:
-    """The modules of a router that do not learn, so that means can be compared over rounds."""
-    return EMBEDDINGS if router.embed == "product" else ()
+    return Routes(router.init, look, averaged, of_client, pulled)
 
 
 def logits(
@@ -129,31 +98,6 @@ def logits(
         return _share(router, variables, data, outputs, batch)
 
     return local_training.total(one, data, data.train, size)
-
-
-def spread(
-    router: Router, variables: PyTree, data: ClientData, outputs: int, size: int, share: Any
-) -> PyTree:
-    """The variables with that share of the averages in `Spread`, or `Signature`, from here.
-
-    A router that has neither stays as it is.
-    """
-    if SPREAD not in variables.get("batch_stats", {}):
-        return variables
-
-    def one(batch: Batch) -> jax.Array:
-        _, seen = router.apply(variables, batch.x, _targets(batch, outputs), mutable=["seen"])
-        joint = seen["seen"]["joint"][0]
-        return jnp.sum(jnp.where(batch.mask[:, None], joint, 0.0), 0)
-
-    count = jnp.maximum(data.train.size, 1).astype(jnp.float32)
-    mean = local_training.total(one, data, data.train, size) / count
-    own, kept = {"mean": mean, "square": jnp.square(mean)}, variables["batch_stats"]
-    if router.embed == "product":
-        square = jnp.sum(own["square"])
-        own |= {"square": square, "noise": (1 - square) / jnp.maximum(count - 1, 1)}
-    moved = jax.tree.map(lambda a, b: a + share * (b - a), kept[SPREAD], own)
-    return {**variables, "batch_stats": {**kept, SPREAD: moved}}
 
 
 def pull(
@@ -181,12 +125,12 @@ def _share(
     router: Router, variables: PyTree, data: ClientData, outputs: int, batch: Batch
 ) -> jax.Array:
     """What a batch adds to the mean."""
-    values = jnp.asarray(router.apply(variables, batch.x, _targets(batch, outputs)))
+    values = jnp.asarray(router.apply(variables, batch.x, targets(batch, outputs)))
     total = jnp.sum(jnp.where(batch.mask[:, None], values, 0.0), 0)
     return total / jnp.maximum(data.train.size, 1).astype(jnp.float32)
 
 
-def _targets(batch: Batch, outputs: int) -> jax.Array:
+def targets(batch: Batch, outputs: int) -> jax.Array:
     """[B, C]"""
     classes = jnp.issubdtype(batch.y.dtype, jnp.integer)
     return jax.nn.one_hot(batch.y, outputs) if classes else batch.y.astype(jnp.float32)
@@ -246,10 +190,11 @@ def connected(gates: jax.Array, layout: Layout) -> tuple[list[jax.Array], list[j
     return fed, used
 
 
-def active(gates: jax.Array, layout: Layout) -> jax.Array:
-    """bool [n_2 + ... + n_L]: the blocks that lie on a path from an encoder to the output."""
+def active(gates: jax.Array, layout: Layout, first: int = 1) -> jax.Array:
+    """Bool: the blocks on a path from an encoder to the output; encoders, too, where first = 0."""
     fed, used = connected(gates, layout)
-    return jnp.concatenate([(f & u)[0] for f, u in zip(fed[1:-1], used[1:-1], strict=True)])
+    here = zip(fed[first:-1], used[first:-1], strict=True)
+    return jnp.concatenate([(f & u)[0] for f, u in here])
 
 
 def _likeliest(score: jax.Array, layout: Layout) -> jax.Array:

@@ -15,7 +15,7 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.networks import router
+from fedjax_pfl.networks import correlation, router
 from fedjax_pfl.networks.modular import Modular, blocks
 from tests import cases, rules, tiny
 
@@ -271,100 +271,87 @@ def test_a_start_fills_every_encoder_and_copies_part():
         algorithm.init(KEY, known._replace(server={"params": {}}))
 
 
-def test_contrast_brings_clients_to_a_deviation_and_the_server_keeps_averages():
-    """After one round the averages are the clients'; later they move a tenth of the way."""
-    algorithm, data = make(TRAINING["soft"], gates="soft", contrast=2.5), tiny.federated()[0]
-    made = router.Router(tiny.Net(), 10, 3, 2)  # without contrast: its last layer is left out
-    state, n = jax.jit(algorithm.init)(KEY), np.asarray(tiny.TRAIN, float)
-
-    @jax.jit
-    def of_all(server: Any) -> jax.Array:  # examples
-        eye = {"kernel": jnp.eye(5), "bias": jnp.zeros(5)}
-        psi = {**router_of(server), "router_gates": eye}
-        seen = {"router_encoder": server["batch_stats"]["router_encoder"]}
-        y = jax.nn.one_hot(data.y, 3)
-        return made.clone(gates=5).apply({"params": psi, "batch_stats": seen}, data.x, y)
-
-    def embedded(server: Any, i: int) -> np.ndarray:
-        rows = np.asarray(data.train.rows)[i, : tiny.TRAIN[i]]
-        return np.asarray(of_all(server), np.float64)[rows].mean(0)
-
-    @jax.jit
-    def visit(state: Any, i: Any, t: Any) -> Any:
-        client, own = trees.row(state.clients, i), client_data(data, i)
-        return algorithm.train(state.server, client, Visit(0, own, t, KEY))
-
-    @jax.jit
-    def receive(server: Any, uploads: Any, t: Any) -> Any:
-        ids, here = jnp.arange(tiny.CLIENTS), jnp.ones(tiny.CLIENTS, bool)
-        cohort = tiny.cohort(n, ids, here, server, uploads, t)
-        return algorithm.receive(State(server, (), ()), cohort)[0]
-
-    averages = {"mean": np.zeros(5), "square": np.ones(5)}
-    for t in (20, 21):
-        server = state.server
-        e = np.stack([embedded(server, i) for i in range(tiny.CLIENTS)])
-        share, own = 1.0 if t == 20 else 0.1, {"mean": e, "square": e**2}
-        mine = {k: (1 - share) * averages[k] + share * own[k] for k in own}  # each client's
-        std = np.sqrt(mine["square"] - mine["mean"] ** 2 + 1e-8)
-        last = jax.device_get(router_of(server)["router_gates"])
-        wanted = 2.5 * (e - mine["mean"]) / std @ last["kernel"] + last["bias"]
-        met = [jax.device_get(visit(state, np.int32(i), np.int32(t))) for i in range(tiny.CLIENTS)]
-        uploads, _, clients, _ = jax.tree.map(lambda *leaves: np.stack(leaves), *met)
-        if t > 20:  # at first a client knows no other, and is centred on itself
-            np.testing.assert_allclose(logit(clients.pi), wanted, rtol=2e-3, atol=2e-3)
-        server = receive(server, uploads, np.int32(t))
-        averages = {k: n @ mine[k] / n.sum() for k in mine}
-        for name, value in averages.items():
-            got = server["batch_stats"][router.SPREAD][name]
-            np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
-        state = state._replace(server=server)
-    assert np.abs(wanted).max() > 1
-
-
-def test_products_give_routes_that_only_their_gates_learn_and_travel_once():
-    """Averages as in NumPy; φx and φy stay bit for bit, and are billed with the first visit."""
+def test_correlations_give_routes_that_only_their_gates_learn_and_travel_once():
+    """φx and φy stay bit for bit, and are billed with the first visit."""
     training, data = TRAINING["hard"]._replace(rounds=5), tiny.federated()[0]
-    algorithm = make(training, embed="product")
+    algorithm = make(training, embed="correlation")
     state = jax.jit(algorithm.init)(KEY)
-    server, client = state.server, trees.row(state.clients, CLIENT)
-    own = client_data(data, CLIENT)
-    visit = Visit(CLIENT, own, jnp.int32(0), KEY)
-    train = jax.jit(algorithm.train)
-    done = jax.device_get(train(server, client, visit))
-    # In the first round a client is the mean of all that it knows of, and has nothing to learn by.
-    later = client._replace(pi=jnp.full(10, 0.5))
-    learnt = jax.device_get(train(server, later, visit._replace(t=jnp.int32(1))))
-    server, data = jax.device_get((server, data))
+    client, own = trees.row(state.clients, CLIENT), client_data(data, CLIENT)
+    visit, train = Visit(CLIENT, own, jnp.int32(0), KEY), jax.jit(algorithm.train)
+    done = train(state.server, client, visit)
+    seen = done.upload["batch_stats"][correlation.STATISTICS]
+    made = correlation.Correlation(tiny.Net(), LAYOUT, 3)
+    variables = {"params": router_of(state.server),
+                 "batch_stats": state.server["batch_stats"]}  # fmt: skip
+    sign = correlation.look(made, variables, own, 3, 16)
+    np.testing.assert_allclose(seen["mean"], sign.r, rtol=1e-5, atol=1e-6)  # wholly its own, once
+    # In the first round a client is the mean of all that it knows of: all take the route of b.
+    b = state.server["params"]["router_gates"]["bias"]
+    first_route = jax.nn.sigmoid(correlation.balanced(b, LAYOUT))
+    np.testing.assert_allclose(done.client.pi, first_route, rtol=1e-5)
+    # Later others are known, and it goes its own way.
+    known = {"mean": sign.r / 2, "square": sign.r @ sign.r, "chance": sign.chance / 4}
+    server = {**state.server, "batch_stats": {**state.server["batch_stats"],
+                                              correlation.STATISTICS: known}}  # fmt: skip
+    visited = client._replace(pi=jnp.full(10, 0.5))
+    learnt = train(server, visited, visit._replace(t=jnp.int32(1)))
     for name in router.EMBEDDINGS:
         chex.assert_trees_all_equal(learnt.upload["params"][name], server["params"][name])
     before, after = (tree["params"]["router_gates"]["kernel"] for tree in (server, learnt.upload))
     assert before.shape[0] == 3  # of φx, whatever φy's size is
     assert np.abs(after - before).max() > 0
-    rows = data.train.rows[CLIENT, : tiny.TRAIN[CLIENT]]
-    p, y = server["params"], jax.nn.one_hot(data.y[rows], 3)
-    seen = server["batch_stats"]["router_encoder"]
-    encoder = {"params": p["router_encoder"], "batch_stats": seen}
-    x = jax.jit(tiny.Net(outputs=3).apply)(encoder, data.x[rows])
-    inner = jax.device_get(p["router_labels"])
-    joint = np.asarray(x) * (np.asarray(y) @ inner["kernel"] + inner["bias"])
-    joint /= np.linalg.norm(joint, axis=1, keepdims=True)
-    mean, n = joint.mean(0), len(joint)
-    noise = joint.var(0, ddof=1).sum() / n
-    wanted = {"mean": mean, "square": mean @ mean, "noise": noise}
-    got = done.upload["batch_stats"][router.SPREAD]
-    for name, value in wanted.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-4, atol=1e-6)
     bills = {}
     for first in (True, False):
         bills[first] = jax.jit(algorithm.traffic)(server, {**done.upload, "first": first})
     assert bool(done.upload["first"])
     assert not bool(learnt.upload["first"])
-    embeddings = trees.bytes_per_layer({k: p[k] for k in router.EMBEDDINGS})
+    embeddings = trees.bytes_per_layer({k: server["params"][k] for k in router.EMBEDDINGS})
     embeddings = sum(embeddings.values()) + 4 * 2 * tiny.HIDDEN  # and BatchNorm's statistics
     down = {first: int(sum(bill.down.values())) for first, bill in bills.items()}
     assert down[True] - down[False] == embeddings
     assert int(sum(bills[True].up.values())) == down[False]
+
+
+def test_an_encoder_that_is_not_used_stays_where_encoders_are_fetched():
+    """Bit for bit, with its momentum; it is not billed, and its average is over who used it."""
+    algorithm = make(cases.training(), embed="correlation", encoders="fetched")
+    data, names = tiny.federated()[0], blocks(LAYOUT, 0)
+    state, ids = jax.jit(algorithm.init)(KEY), jnp.arange(tiny.CLIENTS)
+
+    def one(i: jax.Array, client: Any) -> Any:
+        visit = Visit(i, client_data(data, i), jnp.int32(0), jax.random.fold_in(KEY, i))
+        return algorithm.train(state.server, client, visit)
+
+    done = jax.jit(jax.vmap(one))(ids, state.clients)
+    active = np.asarray(done.upload["active"])
+    assert active.shape == (tiny.CLIENTS, 6)
+    assert not active[:, :2].all()
+    bytes_of = trees.bytes_per_layer(state.server)
+    for j, name in enumerate(("encoder1", "encoder2")):
+
+        def own(tree: Any, name: str = name) -> Any:
+            return jax.tree.leaves([tree[part][name] for part in ("params", "batch_stats")])
+
+        changed = np.concatenate(
+            [(np.asarray(leaf) != np.asarray(before)[None]).reshape(tiny.CLIENTS, -1)
+             for leaf, before in zip(own(done.upload), own(state.server), strict=True)], 1
+        )  # fmt: skip
+        np.testing.assert_array_equal(changed.any(1), active[:, j])
+        for k in range(tiny.CLIENTS):
+            bill = algorithm.traffic(state.server, trees.row(done.upload, k)).up
+            billed = sum(int(v) for layer, v in bill.items() if layer.startswith(name))
+            whole = sum(v for layer, v in bytes_of.items() if layer.startswith(name))
+            assert billed == whole * active[k, j]
+    n, leaf = (
+        np.asarray(tiny.TRAIN, float),
+        lambda tree: tree["params"]["encoder1"]["fc1"]["kernel"],
+    )
+    cohort = tiny.cohort(n, ids, jnp.ones(tiny.CLIENTS, bool), state.server, done.upload, 0)
+    share = n * active[:, names.index("encoder1")]
+    mixed = np.tensordot(share / max(share.sum(), 1), np.asarray(leaf(done.upload)), 1)
+    wanted = mixed if share.any() else leaf(state.server)
+    np.testing.assert_allclose(leaf(algorithm.receive(state, cohort)[0]), wanted, rtol=1e-5,
+                               atol=1e-6)  # fmt: skip
 
 
 def test_the_routers_rate_is_its_own():
@@ -391,9 +378,8 @@ def test_bad_settings_are_one_line():
         ({"gates": "open"}, "hard or soft"),
         ({"temperatures": (1.0, 0.0)}, "above 0"),
         ({"dropout": 1.0}, "below 1"),
-        ({"contrast": 0.0}, "contrast is 0.0; it must be above 0"),
-        ({"embed": "sum"}, "product or concatenated"),
-        ({"embed": "product", "contrast": 1.0}, "leave it unset"),
+        ({"embed": "sum"}, "concatenated or correlation"),
+        ({"encoders": "never"}, "always or fetched"),
         ({"router_rate": -1.0}, "router_rate is -1.0; it must be above 0"),
     ):
         with pytest.raises(UsageError, match=word):

@@ -10,6 +10,8 @@ from experiments import launch
 from experiments.configs import baseline
 from experiments.papers import preset_words
 from experiments.papers.factorized_fl import presets as factorized_fl
+from experiments.papers.fedmn import presets as fedmn
+from experiments.papers.pfedhn import presets as pfedhn
 from fedjax_pfl.config import configuration
 from tests.experiments.launch_test import message
 
@@ -110,3 +112,13 @@ def test_a_systems_own_words_come_after_the_shared_ones():
     made = preset_words.apply(configuration.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
     assert (made.seed, made.dataset) == (12, "mnist")
     assert "own" in message(preset_words.apply, configuration.default(), "ownn", {"own": use})
+
+
+def test_forms_that_are_not_the_papers_are_words():
+    for name in pfedhn.HYPERNETWORKS:
+        plain, live = (pfedhn.get_config(f"cifar10-n50-{name}{word}") for word in ("", "-live"))
+        assert (plain[name].normalize, plain[name].weight_decay) == (False, 1e-3)
+        assert dict(live[name]) == {**plain[name], **pfedhn.LIVE}
+    plain, routed = fedmn.get_config("mnist"), fedmn.get_config("mnist-correlation")
+    assert (plain.fedmn.embed, plain.fedmn.encoders) == ("concatenated", "always")
+    assert (routed.fedmn.embed, routed.fedmn.encoders) == ("correlation", "fetched")

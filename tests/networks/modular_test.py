@@ -1,5 +1,7 @@
 """The modular network: plain where it is one block wide, and its gates by hand."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -150,3 +152,39 @@ def test_keep_inactive_finds_blocks_in_any_tree():
     assert new["params"]["encoder1"]["fc1"]["bias"] == 1
     for part in (new["params"], momentum[1]):
         assert [float(part[name]["kernel"][0]) for name in names] == [1, 0, 0, 1]
+
+
+def test_keep_inactive_keeps_encoders_that_are_fetched():
+    names = blocks(LAYOUT, 0)
+    assert names[:3] == ["encoder1", "encoder2", "block2_1"]
+
+    def tree(value):
+        return {name: {"fc1": {"bias": jnp.full(2, value)}} for name in names}
+
+    active = jnp.array([True, False, True, True, False, True])
+    new = keep_inactive(active, names, tree(1.0), tree(0.0))
+    assert [float(new[name]["fc1"]["bias"][0]) for name in names] == [1, 0, 1, 1, 0, 1]
+
+
+def test_an_encoder_without_use_is_not_heard_where_encoders_are_fetched(network):
+    """Neither what it gives nor, in the gates' gradient, what it would give."""
+    modular, variables, x, _ = network
+    gates = jnp.array([1.0, 0, 1, 0, 1, 0, 0, 1, 1, 1])  # encoder 2 is closed to both blocks
+    assert router.active(gates, LAYOUT, 0).tolist() == [True, False, True, True, True, True]
+    other = {**variables, "params": {**variables["params"], "encoder2": jax.tree.map(
+        lambda p: p + 3, variables["params"]["encoder2"])}}  # fmt: skip
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def outputs_and_slopes(fetched, of):
+        made = modular.clone(fetched=fetched)
+
+        def total(g):
+            return jnp.sum(made.apply(of, x, g))
+
+        return made.apply(of, x, gates), jax.grad(total)(gates)
+
+    for fetched in (False, True):
+        one, two = (outputs_and_slopes(fetched, of) for of in (variables, other))
+        np.testing.assert_array_equal(one[0], two[0])
+        assert bool((one[1][jnp.array([1, 3])] == 0).all()) == fetched
+        assert bool((one[1] == two[1]).all()) == fetched

@@ -156,34 +156,6 @@ def test_the_mean_by_hand(routed):
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_signatures_by_hand():
-    """Four clients in two groups: ρ of what sets them apart over √T, and 0 where it is chance."""
-    module = router.Signature()
-    x = np.array([[1.0, 0.0], [0.8, 0.2], [-1.0, 0.0], [-0.8, -0.2]])
-    mean, square = x.mean(0), (x**2).sum(1).mean()
-    total = square - mean @ mean
-    for noise, clear in ((0.0, 1.0), (total / 4, 0.75), (2 * total, 0.0)):
-        seen = {"batch_stats": {"mean": mean, "square": square, "noise": noise}}
-        got = module.apply(jax.tree.map(jnp.float32, seen), jnp.asarray(x, jnp.float32))
-        np.testing.assert_allclose(got, clear * (x - mean) / np.sqrt(total), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(np.mean(np.sum(np.square(got), 1)), clear**2, rtol=1e-5)
-
-
-def test_products_see_which_label_goes_with_which_image():
-    """The same images and as many of each label, but another label for each image."""
-    y = jnp.arange(30) % 3
-    x = 2 * jax.random.normal(KEY, (3, tiny.FEATURES))[y]
-    x += 0.1 * jax.random.normal(jax.random.key(9), x.shape)
-    apart = {}
-    for embed in router.EMBEDS:
-        made = router.Router(tiny.Net(), GATES, 4, 3, embed=embed)
-        told = [jax.nn.one_hot(labels, 3) for labels in (y, (y + 1) % 3)]
-        variables = made.init(KEY, x, told[0])
-        one, other = (made.apply(variables, x, each).mean(0) for each in told)
-        apart[embed] = float(jnp.linalg.norm(one - other) / jnp.linalg.norm(one))
-    assert apart["product"] > 3 * apart["concatenated"]
-
-
 def test_the_gradient_goes_through_every_example(routed):
     """Against the gradient of the mean over the whole array at once."""
     made, variables, data = routed

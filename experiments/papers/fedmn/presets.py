@@ -4,9 +4,10 @@ python -m experiments.fedmn --config=experiments/configs/fedmn.py:cifar10
 
 Presets are words joined with dashes: a dataset (digits; mnist; the testbed's cifar10, cifar100,
 emnist and femnist), another method in place of fedmn (local, fedavg, fedprox, fedavg_plus,
-clustered_fl, pfedme, fedem), plain (FedMN without pre-training), product (with a router of products
-of embeddings, which is not in the paper), a number of clients (n20), or another partition
-(dirichlet0.4, classes4, iid). FedMN begins with a third of its rounds of FedAvg.
+clustered_fl, pfedme, fedem), plain (FedMN without pre-training), correlation (a router of
+correlations, and encoders that are fetched where they are used, neither of which is in the paper),
+a number of clients (n20), or another partition (dirichlet0.4, classes4, iid). FedMN begins with a
+third of its rounds of FedAvg.
 
 The testbed's MobileNet-v2 was pre-trained on ImageNet; here it starts from nothing, so that the
 published numbers on cifar10 and cifar100 are out of reach for all methods alike.
@@ -46,8 +47,8 @@ def _plain(config: ConfigDict, match: Any) -> None:
     config.phases = ()
 
 
-def _product(config: ConfigDict, match: Any) -> None:
-    config.fedmn.embed = "product"
+def _correlation(config: ConfigDict, match: Any) -> None:
+    config.fedmn.update(embed="correlation", encoders="fetched")
 
 
 def get_config(preset: str = "") -> ConfigDict:
@@ -60,7 +61,7 @@ def get_config(preset: str = "") -> ConfigDict:
     words = preset.split("-")
     named = [word for word in words if word in DATASETS]
     config.update(DATASETS[named[-1] if named else "digits"])
-    config = preset_words.apply(config, preset, {"plain": _plain, "product": _product})
+    config = preset_words.apply(config, preset, {"plain": _plain, "correlation": _correlation})
     config.update({"model": DATASETS.get(config.dataset, {}).get("model", config.model)})
     if config.dataset in TESTBED:
         config.update(batch_size=128, momentum=0.9, weight_decay=5e-4, learning_rate=0.02)

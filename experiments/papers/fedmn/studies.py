@@ -7,7 +7,7 @@ figure2   accuracy against the numbers moved (the paper's 20 rounds: --rounds=20
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
 conflict  two groups that see the same images and number their classes differently: FedMN as
-          published, with a contrast and with products, beside Local and FedAvg
+          published and with correlations, beside Local and FedAvg
 gates     entropy of the gates and active blocks over the rounds
 """
 
@@ -201,8 +201,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         "Local": ("local", {}),
         "FedAvg": ("fedavg", {}),
         "FedMN, as published": ("fedmn", {}),
-        "FedMN, contrast 30": ("fedmn", {"contrast": 30.0, "router_rate": 0.003}),
-        "FedMN, product": ("fedmn", {"embed": "product"}),
+        "FedMN, correlation": ("fedmn", {"embed": "correlation", "encoders": "fetched"}),
     }
     found: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.6), layout="constrained")

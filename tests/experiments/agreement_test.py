@@ -1,0 +1,68 @@
+"""The count of cells that agree with the papers, on a folder made by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.papers import agreement
+from experiments.papers.table import Quick, Table
+from fedjax_pfl.core.errors import UsageError
+
+CELLS = {
+    "fedavg": {"a": [50.0, 1.0], "b": [60.0, 2.0]},
+    "local": {"a": [40.0, 0.5], "b": 70.0},
+    "pfedla": {"a": [55.0, 1.0], "b": None},
+}
+TABLES = {
+    "paper/table1": Table("", "", CELLS, str, None, None, "", Quick((), 1)),  # type: ignore[arg-type]
+}
+
+
+def cell(row: str, column: str, ours: list[float], rounds: int) -> dict:
+    seeds = {str(seed): value for seed, value in enumerate(ours)}
+    return {"table": "paper/table1", "row": row, "column": column, "ours": seeds,
+            "rounds": rounds, "published_rounds": 600}  # fmt: skip
+
+
+def write(folder: Path, name: str, *cells: dict) -> None:
+    (folder / name).write_text(json.dumps({"cells": cells}))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Of four cells with a spread two agree, one at its edge and at the published length."""
+    local = cell("local", "a", [41.0, 40.2, 40.6], 60)
+    write(tmp_path, "one.json", cell("fedavg", "a", [51.0, 51.0], 600), local)
+    write(tmp_path, "two.json",
+          cell("pfedla", "a", [54.5], 60), cell("fedavg", "b", [57.0], 600),
+          cell("local", "b", [70.0], 600), cell("pfedla", "b", [1.0], 600))  # fmt: skip
+    (tmp_path / "other.json").write_text('{"rounds": 60}')
+    (tmp_path / "list.json").write_text("[1, 2]")
+    return tmp_path
+
+
+def test_cells_are_counted_by_hand(folder):
+    text = agreement.summary(folder, TABLES)
+    assert text.startswith("2 of 4 cells agree with the published number within its spread; "
+                           "at the published length 1 of 2.\n")  # fmt: skip
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "paper/table1 a 2 of 3 1 of 1 2 of 3 0.6 1 to 3" in rows
+    assert "paper/table1 b 0 of 1 0 of 1 0 of 1 3.0 1" in rows
+
+
+def test_a_step_over_the_edge_does_not_agree(folder):
+    write(folder, "one.json", cell("fedavg", "a", [51.02], 600))
+    assert agreement.summary(folder, TABLES).startswith("1 of 3 cells")
+
+
+def test_what_is_wrong_is_one_line(folder, tmp_path):
+    write(folder, "three.json", cell("pfedla", "a", [1.0], 60))
+    with pytest.raises(UsageError, match=r"paper/table1/pfedla/a is in three.json and two.json"):
+        agreement.summary(folder, TABLES)
+    write(folder, "three.json", cell("pfedlo", "a", [1.0], 60))
+    with pytest.raises(UsageError, match=r"three.json: no table has a cell paper/table1/pfedlo/a"):
+        agreement.summary(folder, TABLES)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UsageError, match="no file with cells"):
+        agreement.summary(tmp_path / "empty", TABLES)
