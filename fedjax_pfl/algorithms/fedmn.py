@@ -181,7 +181,7 @@ def fedmn(
         φx and φy that do not learn come with a client's first visit, and that is all.
         """
         used = dict(zip(names, upload["active"], strict=True))
-        here = {name: used.get(block_of(name, names), True) for name in bytes_of}
+        here = {name: used.get(block_of(name, names) or "", True) for name in bytes_of}
         bill = {name: jnp.where(here[name], b, 0) for name, b in bytes_of.items()}
         still = [name for name in bill if name.partition("/")[0] in routes.frozen]
         down = bill | {name: jnp.where(upload["first"], bill[name], 0) for name in still}

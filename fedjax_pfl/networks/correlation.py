@@ -133,8 +133,8 @@ def look(
 
     def one(batch: Batch) -> jax.Array:
         y = router.targets(batch, outputs)
-        seen, told = network.apply(variables, batch.x, y, method="embed")
-        return moments(seen, told, batch.mask)
+        both: Any = network.apply(variables, batch.x, y, method="embed")
+        return moments(*both, batch.mask)
 
     sums = local_training.total(one, data, data.train, size)
     return signature(sums, data.train.size.astype(jnp.float32))
