@@ -134,7 +134,7 @@ def look(
     def one(batch: Batch) -> jax.Array:
         y = router.targets(batch, outputs)
         both: Any = network.apply(variables, batch.x, y, method="embed")
-        return moments(*both, batch.mask)
+        return moments(both[0], both[1], batch.mask)
 
     sums = local_training.total(one, data, data.train, size)
     return signature(sums, data.train.size.astype(jnp.float32))
