@@ -293,3 +293,25 @@ def _check_factory(name: str, factory: Factory, takes: tuple[str, ...]) -> None:
         raise UsageError(
             f"{name} must give its setting {untyped[0]} a type, as in beta: float = 0.9"
         )
+    for one in own:
+        if not _can_be_held(one.default, hints[one.name]):
+            kind = type(one.default).__name__
+            raise UsageError(
+                f"{name}: no configuration can hold {kind} as the default of {one.name}; use "
+                "numbers, text, true and false or tuples of them, or None with the type that it "
+                "may have, as in beta: float | None = None"
+            )
+
+
+def _can_be_held(value: Any, hint: Any) -> bool:
+    """Whether a configuration can have it as a default, and be written down with it."""
+    if value is None:
+        return any(isinstance(kind, type) for kind in _kinds(hint))
+    if isinstance(value, tuple):
+        return all(_can_be_held(one, type(one)) for one in value)
+    return isinstance(value, bool | int | float | str)
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    """What beside None an annotation such as float | None lets a setting be."""
+    return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))

@@ -166,13 +166,15 @@ def _checked(
     owners: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
     x, y = np.asarray(x), np.asarray(y)
-    if not len(x) or len(x) != len(y):
-        raise UsageError(f"{what}: x has {len(x)} examples and y {len(y)}; both need the same")
     if x.ndim < 2 or x.shape[1:] != like.shape[1:] or y.shape[1:] != targets.shape[1:]:
         raise UsageError(
             f"{what}: x is {list(x.shape)} and y {list(y.shape)}; use [examples, ...], with train "
             f"and test alike"
         )
+    if 0 in x.shape[1:]:
+        raise UsageError(f"{what}: x is {list(x.shape)}: an example needs one number at least")
+    if not len(x) or len(x) != len(y):
+        raise UsageError(f"{what}: x has {len(x)} examples and y {len(y)}; both need the same")
     if not (np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)):
         raise UsageError(f"{what}: x has type {x.dtype}; use numbers")
     if x.dtype != np.uint8:

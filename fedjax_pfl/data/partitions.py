@@ -310,7 +310,7 @@ def domains(
 
 
 def natural(
-    owners: np.ndarray, clients: int, rng: np.random.Generator, *, minimum: int = 2
+    owners: np.ndarray, clients: int, rng: np.random.Generator, *, minimum: int = 1
 ) -> np.ndarray:
     """Each client is one owner (writer, alphabet): as many random ones as there are clients.
 
@@ -324,10 +324,14 @@ def natural(
     """
     sizes = np.bincount(owners)
     eligible = np.flatnonzero(sizes >= max(minimum, 1))
+    hints = [f"clients={len(eligible)} or fewer"] if len(eligible) else []
+    if clients <= np.count_nonzero(sizes):
+        hints.append(f"minimum={np.sort(sizes)[-clients]} or less")
+    advice = ", or ".join(hints or ["a smaller minimum"])
     need(
         clients <= len(eligible),
-        f"{clients} clients but only {len(eligible)} owners with minimum={minimum} examples: "
-        f"use clients={len(eligible)} or fewer",
+        f"{clients} clients need as many owners with {minimum} or more examples, and there are "
+        f"{len(eligible) or 'none'}: use {advice}",
     )
     client = np.full(len(sizes), -1, np.int32)
     client[np.sort(rng.choice(eligible, clients, replace=False))] = np.arange(clients)

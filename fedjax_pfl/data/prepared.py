@@ -63,6 +63,12 @@ def splits(folder: Path) -> dict[str, int]:
     return {name: info.num_examples for name, info in _builder(folder).info.splits.items()}
 
 
+def names(folder: Path, feature: str) -> list[str] | None:
+    """What the numbers of a feature stand for; None where they are only numbers."""
+    found = getattr(_builder(folder).info.features[feature], "names", None)
+    return None if found is None else list(map(str, found))
+
+
 def unchanged(images: np.ndarray) -> np.ndarray:
     """Images as they are stored."""
     return images

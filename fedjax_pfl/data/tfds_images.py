@@ -7,7 +7,7 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import prepared
-from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, standardise
+from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, owned, standardise
 
 # Mean and standard deviation per channel of the training images, pixels in [0, 1], as commonly
 # published. Omniglot's were measured on the two small background sets, shrunk as they are here.
@@ -149,6 +149,8 @@ def omniglot(data_dir: DataDir, keep: Keep) -> Dataset:
     alphabets = np.unique(whole["alphabet"])
     kept = keep(len(alphabets))
     alphabets = alphabets if kept is None else alphabets[kept]
+    names = prepared.names(path, "alphabet") or []
+    named = alphabets.min() >= 0 and alphabets.max() < len(names)
     ours = np.isin(whole["alphabet"], alphabets)
     owner = np.searchsorted(alphabets, whole["alphabet"][ours]).astype(np.int32)
     label = np.zeros(len(owner), np.int32)
@@ -168,6 +170,7 @@ def omniglot(data_dir: DataDir, keep: Keep) -> Dataset:
         *standardise(*_NORMAL["omniglot"]),
         owner_train=owner,
         owner_classes=np.arange(letters.max()) < letters[:, None],
+        owner_names=np.array(names)[alphabets] if named else alphabets.astype(str),
     )
 
 
@@ -182,18 +185,21 @@ def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
     _sizes(path, "train", "test")
     features = ("image", "label", "writer")
     train, test = (prepared.read(path, split, features) for split in ("train", "test"))
+    for part in (train, test):
+        if part["writer"].dtype.kind == "S":
+            part["writer"] = np.char.decode(part["writer"], errors="replace")
     writers = np.unique(np.concatenate([train["writer"], test["writer"]]))
     kept = keep(len(writers))
     writers = writers if kept is None else writers[kept]
     for part in (train, test):
         ours = np.isin(part["writer"], writers)
         part.update({key: values[ours] for key, values in part.items()})
-        part["writer"] = np.searchsorted(writers, part["writer"]).astype(np.int32)
         part["label"] = part["label"].astype(np.int32)
     _in_range(path, 62, train["label"], test["label"])
     _alike(path, 1, train["image"], test["image"])
     pixels = train["image"]
     constants = (float(pixels.mean()) / 255,), (max(float(pixels.std()), 1.0) / 255,)
+    owners, owners_test, names = owned(str(path), train["writer"], test["writer"])
     return Dataset(
         "femnist",
         pixels,
@@ -202,8 +208,9 @@ def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
         test["label"],
         62,
         *standardise(*constants),
-        owner_train=train["writer"],
-        owner_test=test["writer"],
+        owner_train=owners,
+        owner_test=owners_test,
+        owner_names=names,
     )
 
 

@@ -150,6 +150,14 @@ def without_type(model, task, training, federation, *, beta=0.9):
     return None
 
 
+def with_any_object(model, task, training, federation, *, beta: object = None):
+    return None
+
+
+def with_an_array(model, task, training, federation, *, beta: np.ndarray = X):
+    return None
+
+
 def without_default(model, task, training, federation, *, beta: float):
     return None
 
@@ -177,6 +185,14 @@ def too_few(model, task):
         ({"algorithm": too_few}, "too_few must take (model, task, training, federation), and"),
         ({"algorithm": without_default}, "without_default must take (model, task, training, feder"),
         ({"algorithm": without_type}, "without_type must give its setting beta a type"),
+        (
+            {"algorithm": with_any_object},
+            "with_any_object: no configuration can hold NoneType as the default of beta; use",
+        ),
+        (
+            {"algorithm": with_an_array},
+            "with_an_array: no configuration can hold ndarray as the default of beta; use",
+        ),
         ({"algorithm": named("mine")}, "mine returns no Algorithm, but NoneType"),
     ],
 )
@@ -193,7 +209,10 @@ def test_what_is_wrong_with_what_is_brought(given, line):
             "the configuration says dataset='digits', and examples called 'min",
         ),
         ({"fraction": 0.5}, "fraction is for datasets by name; give fewer examples instead"),
-        ({"clients": 9}, "9 clients but only 4 owners"),
+        (
+            {"clients": 9},
+            "9 clients need as many owners with 1 or more examples, and there are 4: use clients=4",
+        ),
         ({"algorithm": "min"}, "there is no algorithm 'min'; did you mean mine_too?"),
         ({"mine_tooo": 1}, "there is no setting mine_tooo"),
     ],
@@ -233,3 +252,4 @@ print(custom._compiled(space["typed"].__code__))
 def test_settings_that_are_no_mapping():
     line = message(lambda: fedjax_pfl.run("fedavg"))
     assert line == "settings are a mapping, such as {'algorithm': 'fedavg'}, not 'fedavg'"
+    assert message(lambda: fedjax_pfl.run([])).endswith("not []")

@@ -144,6 +144,7 @@ def test_values_that_cannot_be(changes, words):
         ({"split": "official"}, ["synthetic", "no test set", "split=pooled"]),
         ({"split": "poold"}, ["poold", "did you mean pooled?"]),
         ({"groups": [{}] * 4}, ["groups=4"]),
+        ({"mlp": {"hidden": (0,)}}, ["mlp", "(0,)", "does not suit examples (2, 2, 1)"]),
         ({"mlp": {"hidden": (-1,)}}, ["mlp", "does not suit examples (2, 2, 1)"]),
         ({"model": "lenet"}, ["lenet", "does not suit examples (2, 2, 1)"]),
         ({"devices": 1000}, ["devices is 1000"]),

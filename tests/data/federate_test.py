@@ -196,12 +196,13 @@ def owned(**more):
 
 
 def test_natural_clients_are_owners_with_their_own_classes():
-    data, _, portions = federate(owned(), "natural", clients=2, test_fraction=0.25)
+    two = {"clients": 2, "settings": {"minimum": 2}}
+    data, _, portions = federate(owned(), "natural", **two, test_fraction=0.25)
     assert set(np.concatenate([held(data, 0, n) for n in NAMES])) == set(range(12))
     assert set(np.concatenate([held(data, 1, n) for n in NAMES])) == set(range(12, 24))
     np.testing.assert_array_equal(data.classes, [[1, 1, 0, 0], [1, 1, 1, 1]])
     np.testing.assert_array_equal(portions.test.sum(1), 3)
-    mapped, _, _ = federate(owned(), "natural", clients=2, permute_labels=True, seed=1)
+    mapped, _, _ = federate(owned(), "natural", **two, permute_labels=True, seed=1)
     assert set(mapped.label_map[0, :2]) == {0, 1}
     np.testing.assert_array_equal(mapped.label_map[0, 2:], [2, 3])
 
@@ -271,7 +272,7 @@ def test_what_cannot_be_is_one_line(options, message):
 
 def test_a_client_with_one_example_trains_on_it():
     dataset = arrays(np.zeros((5, 1)), np.zeros(5, int), owners=np.array([1, 0, 0, 0, 0]))
-    _, federation, held = federate(dataset, "natural", clients=2, settings={"minimum": 1})
+    _, federation, held = federate(dataset, "natural", clients=2)
     np.testing.assert_array_equal(federation.counts, [3, 1])
     np.testing.assert_array_equal(held.test.sum(1), [1, 0])
 

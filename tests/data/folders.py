@@ -17,10 +17,11 @@ def png(pixels, **options):
     return file.getvalue()
 
 
-def write(root, name, splits, *, version="1.0.0", declared=None):
+def write(root, name, splits, *, version="1.0.0", declared=None, names=None):
     """Write `splits`, {split: {feature: values}}, as root/name/version; returns that folder.
 
     declared: numbers of records to write into dataset_info.json in place of the true ones.
+    names: what the numbers of a feature stand for, {feature: names}.
     """
     import tensorflow_datasets as tfds
     from array_record.python.array_record_module import ArrayRecordWriter
@@ -35,9 +36,13 @@ def write(root, name, splits, *, version="1.0.0", declared=None):
             features[key] = tfds.features.Image(shape=np.shape(values[0]), dtype=np.uint8)
         elif isinstance(values[0], str):
             features[key] = tfds.features.Text()
+        elif names and key in names:
+            features[key] = tfds.features.ClassLabel(names=names[key])
         else:
             features[key] = tfds.features.Scalar(np.int64)
-    tfds.features.FeaturesDict(features).save_config(folder)
+    written = tfds.features.FeaturesDict(features)
+    written.save_config(folder)
+    written.save_metadata(folder)
     infos = []
     for split, columns in splits.items():
         records = len(next(iter(columns.values())))

@@ -227,10 +227,9 @@ def test_domains_of_cifar100_and_of_anything():
 
 def test_natural_takes_owners_that_are_large_enough():
     owners = np.array([0, 0, 2, 3, 3, 3, 4, 4])
-    client = partitions.natural(owners, 3, rng())
+    client = partitions.natural(owners, 3, rng(), minimum=2)
     np.testing.assert_array_equal(client, [0, -1, -1, 1, 2])
-    with pytest.raises(UsageError, match="use clients=3 or fewer"):
-        partitions.natural(owners, 4, rng())
+    np.testing.assert_array_equal(partitions.natural(owners, 4, rng()), [0, -1, 1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -267,6 +266,19 @@ def test_no_advice_is_a_number_that_cannot_be():
         partitions.listed(Pool(DIGITS, 5000), rng(), examples=2)
 
 
+def test_owners_with_too_few_examples_are_counted():
+    owners = np.array([0, 1, 1])
+    for clients, minimum, line in (
+        (2, 2, "2 or more examples, and there are 1: use clients=1 or fewer, or minimum=1 or less"),
+        (3, 1, "1 or more examples, and there are 2: use clients=2 or fewer"),
+        (1, 9, "9 or more examples, and there are none: use minimum=2 or less"),
+        (3, 9, "9 or more examples, and there are none: use a smaller minimum"),
+    ):
+        with pytest.raises(UsageError) as error:
+            partitions.natural(owners, clients, rng(), minimum=minimum)
+        assert str(error.value) == f"{clients} clients need as many owners with {line}"
+
+
 def test_settings_are_read_from_signatures():
     assert partitions.partition_settings("classes") == {"per_client": 4, "examples": 600}
-    assert partitions.partition_settings("natural") == {"minimum": 2}
+    assert partitions.partition_settings("natural") == {"minimum": 1}

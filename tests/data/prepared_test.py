@@ -108,6 +108,10 @@ def test_omniglot_numbers_characters_within_alphabets_and_reads_none_twice(tmp_p
     np.testing.assert_array_equal(dataset.y_train, [1, 0, 2, 0])
     np.testing.assert_array_equal(dataset.owner_classes, [[True, False, False], [True] * 3])
     assert dataset.x_test is None
+    assert dataset.owner_names.tolist() == ["2", "4"]
+    names = {"alphabet": ["Avesta", "Bengali", "Cyrillic", "Futurama", "Greek"]}
+    write(tmp_path, "omniglot", {"small1": small1, "small2": small2}, version="2.0.0", names=names)
+    assert load("omniglot", tmp_path).owner_names.tolist() == ["Cyrillic", "Greek"]
 
 
 def test_shrinking_takes_means_by_area():
@@ -118,12 +122,13 @@ def test_shrinking_takes_means_by_area():
 
 
 def test_femnist_is_read_by_writer(tmp_path):
-    train = {"image": pictures(4), "label": [0, 61, 3, 3], "writer": ["w9", "w1", "w9", "w5"]}
+    train = {"image": pictures(4), "label": [0, 61, 3, 3], "writer": ["Åsa", "w1", "Åsa", "w5"]}
     test = {"image": pictures(2), "label": [1, 2], "writer": ["w5", "w1"]}
     write(tmp_path, "femnist", {"train": train, "test": test})
     dataset = load("femnist", tmp_path)
     np.testing.assert_array_equal(dataset.owner_train, [2, 0, 2, 1])
     np.testing.assert_array_equal(dataset.owner_test, [1, 0])
+    assert dataset.owner_names.tolist() == ["w1", "w5", "Åsa"]
     some = load("femnist", tmp_path, fraction=0.67)  # of the writers
     assert len(np.unique(np.concatenate([some.owner_train, some.owner_test]))) == 2
     x = dataset.x_train * dataset.scale + dataset.shift

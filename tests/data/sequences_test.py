@@ -74,9 +74,7 @@ def test_leafs_pictures_users_and_split_are_kept(tmp_path):
     assert (one.x_train.shape, one.x_train.dtype, one.outputs) == ((3, 28, 28, 1), np.float32, 62)
     assert one.x_train[:, 0, 0, 0].tolist() == [0, 1, 1]
     assert one.owner_names[one.owner_train].tolist() == ["f1", "f1", "f0"]
-    data, federation, _ = federate(
-        one, "natural", clients=2, split="official", settings={"minimum": 1}
-    )
+    data, federation, _ = federate(one, "natural", clients=2, split="official")
     assert federation.owners == ("f0", "f1")
     assert (data.train.size.tolist(), data.test.size.tolist()) == ([1, 2], [1, 1])
     assert data.y[data.test.rows[0, 0]] == 1

@@ -14,7 +14,7 @@ from experiments import launch
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
-from tests.commands import Forked
+from tests.commands import CONFIG, Forked
 
 ROOT = Path(__file__).parents[2]
 FILE = "experiments/configs/baseline.py"
@@ -252,6 +252,11 @@ _WRONG = {
     "no number": (["--config.rounds=ten"], "rounds is 'ten'; it must be a whole number"),
     "unknown flag": (["--out=x"], "there is no flag --out; there are --config, --coordinator, "),
     "stray argument": (["digits"], "'digits' is no flag"),
+    "what is not selected": (
+        ["--config.dirichlet.alpha=.1"],
+        "dirichlet.alpha counts with partition=dirichlet only, and partition is classes",
+    ),
+    "no run beside": (["--config.beside=nowhere"], "nowhere is not a run directory"),
 }
 
 
@@ -290,6 +295,27 @@ def test_a_real_process_says_the_same(ended, tmp_path):
     )
     assert (told.returncode, told.stdout, told.stderr) == ended["bad value"][:3]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_report_has_the_runs_that_a_command_asks_for_and_names(tmp_path):
+    """`reference` makes those that are missing; `beside` takes those that are elsewhere."""
+    small = {**CONFIG, "rounds": 2, "eval_every": 2}
+    settings = [f"--config.{key}={value}" for key, value in small.items()]
+    run, elsewhere = tmp_path / "runs" / "mine", tmp_path / "elsewhere"
+
+    def page(name, asked):
+        (place := tmp_path / name).mkdir()
+        told = Forked("experiments.baseline", *settings, f"--workdir={run}", asked, place=place)
+        status, out, err, files = told.ended()
+        assert (status, err, files) == (0, "", []), err
+        assert str(run / "report.html") in out
+        return (run / "report.html").read_text()
+
+    assert ">Local</text>" in page("asked", "--config.reference=true")
+    (run / "reference").rename(elsewhere)
+    (run / "report.html").unlink()
+    assert ">Local</text>" not in page("alone", "--config.reference=false")
+    assert ">Local</text>" in page("named", f"--config.beside={elsewhere / 'local'}")
 
 
 def test_help_names_the_presets_and_the_flags(ended):

@@ -191,6 +191,15 @@ class Narrow(nn.Module):
         return nn.Dense(7)(x)
 
 
+class Counts(nn.Module):
+    outputs: int
+
+    @nn.compact
+    def __call__(self, x):
+        whole = self.param("bias", nn.initializers.zeros, (self.outputs,), jnp.int32)
+        return nn.Dense(self.outputs)(x) + whole.astype(jnp.float32)[None]
+
+
 class Small(nn.Module):
     outputs: int
 
@@ -212,6 +221,7 @@ class Small(nn.Module):
         ({"model": Net}, {}, "model in the settings is a name, not <class "),
         ({"optimizer": optax.sgd(0.1)}, {}, "optimizer in the settings is a name, not Gradient"),
         ({}, {"model": Thirsty}, "Thirsty fails for examples (5,): `deterministic` is False, but "),
+        ({}, {"model": Counts}, "Counts has bias, a parameter of int32; use real numbers"),
         ({}, {"model": Narrow}, "Narrow gives [2, 7] for 2 examples, and their task needs [2, 2]"),
         (
             {},

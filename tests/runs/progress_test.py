@@ -112,8 +112,7 @@ def test_a_client_with_one_example_takes_part(tmp_path):
     y = (x @ np.array([[1.0, 0], [0, 2.0], [1, 1]])).astype(np.float32)
     owners = np.array([1] + 20 * [0])
     dataset = fedjax_pfl.arrays(x, y, owners=owners, name="pair")
-    config = {"partition": "natural", "model": "mlp", "clients": 2, "rounds": 2, "eval_every": 2,
-              "natural": {"minimum": 1}}  # fmt: skip
+    config = {"partition": "natural", "model": "mlp", "clients": 2, "rounds": 2, "eval_every": 2}
     result = fedjax_pfl.run(config, tmp_path, dataset=dataset)
     lone, many = sorted(result.clients, key=lambda row: row["train_examples"])
     assert (lone["train_examples"], lone["test_examples"], lone["visits"]) == (1, 0, 2)
@@ -124,6 +123,20 @@ def test_a_client_with_one_example_takes_part(tmp_path):
     assert before["squared_error_mean"] == before["loss"] == many["before_loss"]
     assert before["rmse_mean"] == pytest.approx(before["squared_error_mean"] ** 0.5)
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["before"] == before
+
+
+def test_clients_of_one_pooled_example_take_part():
+    """Of six examples for five clients one is tested on, by the only client that has two."""
+    x, y = np.eye(6, dtype=np.float32), np.arange(6) % 2
+    config = {"partition": "iid", "model": "mlp", "clients": 5, "rounds": 1}
+    result = fedjax_pfl.run(config, dataset=fedjax_pfl.arrays(x, y, name="six"))
+    assert [(row["train_examples"], row["visits"]) for row in result.clients] == [(1, 1)] * 5
+    for stage in ("before", "after"):
+        own = [row[f"{stage}_accuracy"] for row in result.clients if row["test_examples"]]
+        rest = [row[f"{stage}_accuracy"] for row in result.clients if not row["test_examples"]]
+        assert rest == [None] * 4
+        mean = result.metrics[-1][stage]
+        assert (mean["clients"], mean["not_finite"], mean["accuracy_mean"]) == (1, 0, own[0])
 
 
 def test_references_are_run_beside_it_and_answer_whether_it_helped(

@@ -59,6 +59,13 @@ def test_directories_that_hold_something_else_are_refused(tmp_path):
         assert "is damaged" in refused(BASE, foreign)
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"machine": ' + '{"a":' * 100_000, "[]", "3", ""])
+def test_a_plan_that_no_run_writes_is_made_anew(text, tmp_path):
+    """However deep: results do not hang on it."""
+    (tmp_path / "plan.json").write_text(text)
+    assert run_directory.read_plans(tmp_path) is None
+
+
 def test_directories_that_cannot_be_written_are_refused(finished, tmp_path, monkeypatch):
     assert "cannot be used" in refused(BASE, tmp_path / ("long" * 100))
 
