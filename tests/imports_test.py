@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+NAMED = ("flax.nnx",)
 LATER = ("matplotlib", "orbax", "scipy", "sklearn", "tensorflow_datasets", "tensorboardX", "PIL")
 PROGRAM = f"""
 import sys
@@ -11,7 +12,7 @@ before = set(sys.modules)
 import fedjax_pfl
 fedjax_pfl.run, fedjax_pfl.run_all, fedjax_pfl.arrays
 new = {{name.partition(".")[0] for name in set(sys.modules) - before}}
-print(sorted(new & set({LATER!r})))
+print(sorted(new & set({LATER!r})) + [name for name in {NAMED!r} if name in sys.modules])
 """
 
 

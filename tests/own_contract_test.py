@@ -16,7 +16,8 @@ from flax import nnx
 from fedjax_pfl.core import task
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.networks import LSTM, Transformer
-from fedjax_pfl.networks.own import Linen, Nnx
+from fedjax_pfl.networks.own import Linen
+from fedjax_pfl.networks.own_nnx import Nnx
 from tests import cases, rules, tiny
 
 

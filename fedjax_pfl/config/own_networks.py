@@ -7,14 +7,14 @@ given `outputs` and, to make an NNX module, `rngs` where it takes them.
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
-from flax import nnx
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.networks.own import Linen, Nnx, Own
+from fedjax_pfl.networks.own import Linen, Own
 
 _KINDS = (bool, int, float, str, tuple)
 _NOT_OURS = ("parent", "name", "outputs", "rngs", "self")
@@ -30,7 +30,7 @@ def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
 
     digest: of its code, which is a setting, so that a configuration says which code it is.
     """
-    if isinstance(given, nnx.Module):
+    if _is_nnx(given):
         raise UsageError(
             f"model= is given an NNX module, {name}, that has its parameters already; give its "
             "class, or a function of rngs that makes it"
@@ -53,10 +53,8 @@ def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
         own = settings | ({"outputs": outputs} if "outputs" in taken else {})
         if isinstance(given, nn.Module):
             return Linen(name, facts, given.clone(**settings))
-        if "rngs" in taken:
-            return Nnx(name, facts, lambda rngs: _made(name, given(**own, rngs=rngs), nnx.Module))
-        if inspect.isclass(given) and issubclass(given, nnx.Module):
-            return Nnx(name, facts, lambda rngs: given(**own))
+        if "rngs" in taken or _makes_nnx(given):
+            return _nnx_network(name, facts, given, own, "rngs" in taken)
         return Linen(name, facts, _made(name, given(**own), nn.Module))
 
     kinds = {**{key: type(value) for key, value in usual.items()}, "digest": str}
@@ -72,10 +70,39 @@ def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
     return network
 
 
+def _nnx_network(
+    name: str, facts: Mapping[str, Any], given: Any, own: Mapping[str, Any], random: bool
+) -> Own:
+    from flax import nnx
+
+    from fedjax_pfl.networks.own_nnx import Nnx
+
+    def made(rngs: Any) -> Any:
+        return _made(name, given(**own, **({"rngs": rngs} if random else {})), nnx.Module)
+
+    return Nnx(name, facts, made)
+
+
+def _nnx_module() -> type | None:
+    """NNX's Module where a caller has imported NNX, which takes long; without it nothing is one."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx.Module if nnx else None
+
+
+def _is_nnx(thing: Any) -> bool:
+    module = _nnx_module()
+    return module is not None and isinstance(thing, module)
+
+
+def _makes_nnx(given: Any) -> bool:
+    module = _nnx_module()
+    return module is not None and inspect.isclass(given) and issubclass(given, module)
+
+
 def _made(name: str, made: Any, wanted: type) -> Any:
     if isinstance(made, wanted):
         return made
-    if isinstance(made, nnx.Module):
+    if _is_nnx(made):
         raise UsageError(f"{name} makes an NNX module; let it take rngs, an nnx.Rngs, to do so")
     raise UsageError(f"{name} makes no linen or NNX module, but {type(made).__name__}")
 

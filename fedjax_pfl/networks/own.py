@@ -17,9 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from flax.core import meta, unfreeze
-from jax.lax import conv_general_dilated as plain_convolution
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
@@ -133,7 +131,7 @@ class Linen(Own):
         def ours(call: Any, arguments: Any, more: Any, context: Any) -> Any:
             layer, called = context.module, context.method_name == "__call__"
             if called and isinstance(layer, nn.BatchNorm) and train and more.get("mask") is None:
-                more = {**more, "mask": _spread(self.name, mask, arguments[0])}
+                more = {**more, "mask": spread_mask(self.name, mask, arguments[0])}
             if called and isinstance(layer, nn.Conv) and layer.conv_general_dilated is None:
                 object.__setattr__(layer, "conv_general_dilated", lowering(self.conv))
             return call(*arguments, **more)
@@ -144,104 +142,7 @@ class Linen(Own):
             return self.made.apply(variables, x, rngs=keys, mutable=mutable, **self._how(train))
 
 
-@dataclasses.dataclass(frozen=True)
-class Nnx(Own):
-    """What makes an NNX module; its Param are `params`, its BatchStat `batch_stats`."""
-
-    @cached_property
-    def module(self) -> nnx.Module:
-        """One without values."""
-        return nnx.eval_shape(lambda: self.made(nnx.Rngs(0)))
-
-    @cached_property
-    def _parts(self) -> tuple[Any, list[tuple[str | None, tuple[Any, ...], Any]]]:
-        """Its structure; and of each of its variables the collection (None: random), path, form."""
-        structure, state = nnx.split(self.module)
-        found: list[tuple[str | None, tuple[Any, ...], Any]] = []
-        for path, variable in nnx.to_flat_state(state):
-            if isinstance(variable, nnx.RngState):
-                found.append((None, path, variable))
-            elif isinstance(variable, nnx.Param):
-                found.append(("params", path, variable))
-            elif isinstance(variable, nnx.BatchStat):
-                found.append(("batch_stats", path, variable))
-            else:
-                where = "/".join(map(str, path))
-                kind = type(variable).__name__
-                raise UsageError(
-                    f"{self.name} has {where}, which is a {kind}; what it keeps can be Param or "
-                    "BatchStat only"
-                )
-        return structure, found
-
-    def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        del x
-        return self._variables(self.made(nnx.Rngs(key)))
-
-    def _variables(self, module: nnx.Module) -> dict[str, PyTree]:
-        state = dict(nnx.to_flat_state(nnx.state(module)))
-        made: dict[str, PyTree] = {}
-        for kind, path, _ in self._parts[1]:
-            if kind is not None:
-                place = made.setdefault(kind, {})
-                for word in path[:-1]:
-                    place = place.setdefault(str(word), {})
-                place[str(path[-1])] = state[path].get_value()
-        return made
-
-    def apply(
-        self,
-        variables: PyTree,
-        x: jax.Array,
-        train: bool = False,
-        mask: jax.Array | None = None,
-        *,
-        rngs: Mapping[str, jax.Array] | None = None,
-        mutable: Any = False,
-    ) -> Any:
-        structure, parts = self._parts
-        key = rngs["dropout"] if rngs else jax.random.key(0)
-        state, begun = {}, []
-        for i, (kind, path, variable) in enumerate(parts):
-            value: Any = None if kind is None else variables[kind]
-            if isinstance(variable, nnx.RngKey):
-                value = jax.random.fold_in(key, i)
-            elif kind is None:
-                value = jnp.zeros(variable.get_value().shape, variable.get_value().dtype)
-            else:
-                for word in path:
-                    value = value[str(word)]
-            state[path] = variable.replace(value)
-            begun += [(path, value)] if kind is None else []
-        module = nnx.merge(structure, nnx.from_flat_state(state))
-        module.train() if train else module.eval()
-        for _, layer in nnx.iter_modules(module):
-            if isinstance(layer, nnx.Conv) and layer.conv_general_dilated is plain_convolution:
-                layer.conv_general_dilated = lowering(self.conv)
-            if isinstance(layer, nnx.BatchNorm) and train and mask is not None:
-                _give_mask(self.name, layer, mask)
-        outputs = module(x, **self._how(train))
-        if not train:
-            after = dict(nnx.to_flat_state(nnx.state(module, nnx.RngState)))
-            if any(after[path].get_value() is not value for path, value in begun):
-                raise UsageError(_draws(self.name))
-        if mutable is False:
-            return outputs
-        changed = self._variables(module)
-        return outputs, {kind: changed[kind] for kind in mutable}
-
-
-def _give_mask(name: str, norm: nnx.BatchNorm, mask: jax.Array) -> None:
-    """Let a BatchNorm, which is thrown away after the call that it is made for, know the mask."""
-    plain = type(norm)
-
-    def call(self: Any, x: Any, *more: Any, **how: Any) -> Any:
-        return plain.__call__(self, x, *more, **{**how, "mask": _spread(name, mask, x)})
-
-    object.__setattr__(norm, "__class__", type(plain.__name__, (plain,), {"__call__": call}))
-
-
-def _spread(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:
+def spread_mask(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:
     """The mask with the rank of what BatchNorm sees; all, where no example is one."""
     if mask is None:
         return None
@@ -254,7 +155,8 @@ def _spread(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | None
     return (mask | ~jnp.any(mask)).reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def _draws(name: str) -> str:
+def draws(name: str) -> str:
+    """What is said where a network draws random numbers in evaluation."""
     return (
         f"{name} draws random numbers when it is evaluated, where there are none; let its "
         "__call__ take train, and give Dropout deterministic=not train"
@@ -285,7 +187,7 @@ def check(name: str, model: Any, x: Any) -> Any:
         evaluated = jax.eval_shape(lambda v, x: model.apply(v, x), variables, x)
     except Exception as error:
         if "RngError" in type(error).__name__:
-            raise UsageError(_draws(name)) from None
+            raise UsageError(draws(name)) from None
         if "ModifyScope" in type(error).__name__:
             raise UsageError(
                 f"{name} changes batch_stats when it is evaluated; let its __call__ take train, "

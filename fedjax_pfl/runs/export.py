@@ -105,10 +105,6 @@ def restored(
     )
 
 
-# In messages; others go by the name of their setting.
-_CALLED = {"algorithm": "a method", "model": "a network", "optimizer": "an optimiser"}
-
-
 def _check_brought(directory: Path, config: Any, phases: Any, brought: Any) -> None:
     """UsageError where a run had something that is not ours and is not given."""
     for kind, ours in configuration.OURS._asdict().items():
@@ -116,9 +112,9 @@ def _check_brought(directory: Path, config: Any, phases: Any, brought: Any) -> N
         usual = configuration.chosen(config, kind) if kind in config else None
         names = {str(name) for name in (usual, *(p.get(kind, usual) for p in phases)) if name}
         if brought.get(kind) is None and (own := sorted(names - set(ours))):
-            called = _CALLED.get(kind, f"a {kind}")
+            article = "an" if kind[0] in "aeiou" else "a"
             raise UsageError(
-                f"{directory} was run with {called} of your own, {own[0]}; from Python, "
+                f"{directory} was run with {article} {kind} of your own, {own[0]}; from Python, "
                 f"fedjax_pfl.runs.export.restored(..., {kind}=...) takes it"
             )
 

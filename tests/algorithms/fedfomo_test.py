@@ -198,7 +198,7 @@ def test_the_payload_holds_the_own_model_and_those_of_the_peers():
 def test_the_server_stores_models_and_adds_up_weights():
     made, _ = setting(peers=2)
     state = made.init(KEY)
-    rows = state.rows._replace(models=stacked(STORED))
+    rows = jax.tree.map(jnp.asarray, state.rows._replace(models=stacked(STORED)))
     ids, here = jnp.array([1, 4, 3]), jnp.array([True, False, True])  # the second is absent
     payloads = {"ids": jnp.array([[0, 2], [1, 3], [0, 1]])}
     given = jnp.array([[1, 2], [0, 0], [3, -4.0]])
@@ -233,7 +233,7 @@ def test_personal_mixes_the_peers_of_highest_affinity():
         ({"peers": 4}, "choose 1 to 3"),
         ({"peers": 0}, "choose 1 to 3"),
         ({"validation": 0}, "validation_fraction"),
-        ({"reference": "first"}, "start, last"),
+        ({"reference": "first"}, "start or last"),
         ({"epsilon": 1.5}, "epsilon"),
         ({"epsilon_decay": -0.1}, "epsilon_decay"),
     ],

@@ -114,7 +114,7 @@ def test_batches_are_independent_and_the_difference_shares_one():
 
 @pytest.mark.parametrize(
     ("settings", "word"),
-    [({"variant": "second"}, "fo, hf"), ({"alpha": -0.1}, "alpha"), ({"delta": 0.0}, "delta")],
+    [({"variant": "second"}, "fo or hf"), ({"alpha": -0.1}, "alpha"), ({"delta": 0.0}, "delta")],
 )
 def test_wrong_settings(settings, word):
     with pytest.raises(UsageError, match=word):

@@ -11,7 +11,8 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import LSTM, Transformer
 from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, Hadamard
-from fedjax_pfl.networks.own import Linen, Nnx, check, check_tokens
+from fedjax_pfl.networks.own import Linen, check, check_tokens
+from fedjax_pfl.networks.own_nnx import Nnx
 from fedjax_pfl.networks.tracing import layers_in_order
 
 KEY = jax.random.key(0)

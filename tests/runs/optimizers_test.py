@@ -35,7 +35,7 @@ def test_by_name_and_of_ones_own(tmp_path):
     assert set(mine.config) == set(named.config)
     with pytest.raises(UsageError, match=r"^[^\n]*optimizer \('own-[^\n]+$"):
         fedjax_pfl.run(TINY, directory, **{**own(), "optimizer": optax.adamw(0.02)})
-    with pytest.raises(UsageError, match="with an optimiser of your own, own-"):
+    with pytest.raises(UsageError, match="with an optimizer of your own, own-"):
         export.restored(directory)
     again = export.restored(directory, **own())
     chex.assert_trees_all_equal(again.state, mine.state)
