@@ -373,16 +373,14 @@ def test_what_one_may_say_of_a_method_of_ones_own(tmp_path):
     def asked(grid, **given):
         return message(lambda: tune_slowed(tmp_path / "none", grid, **given))
 
-    assert asked({"slowed.shar": [1]}) == (
-        "there is no setting slowed.shar; did you mean slowed.share?"
-    )
+    nearest = "there is no setting slowed.shar; did you mean slowed.share?"
+    assert asked({"slowed.shar": [1]}) == nearest
     assert "slowed 1" in asked({"fedavg.learning_rate": [0.1, 0.2]})
     few = {"slowed.share": [0.5], "fedavg.learning_rate": [0.1]}
     assert asked(few, seeds=0) == "seeds is 0; it must be at least 1"
     assert asked(few, together=0) == "together is 0; it must be at least 1"
-    assert asked({"slowed.share": 0.5}) == (
-        "the grid has 0.5 for slowed.share; give a list of values"
-    )
+    listed = "the grid has 0.5 for slowed.share; give a list of values"
+    assert asked({"slowed.share": 0.5}) == listed
     assert asked({"slowed.share": []}).startswith("the grid has [] for slowed.share; ")
     line = message(lambda: own.tune(SMALL, {"learning_rate": [1]}, methods="fedavg"))
     assert line == "methods is 'fedavg'; give a list of names"
