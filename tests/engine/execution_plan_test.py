@@ -38,11 +38,11 @@ def test_accelerators_and_several_processes_keep_all_devices(monkeypatch):
     there = [SimpleNamespace(platform="gpu")] * 4
     monkeypatch.setattr(build.multiprocess, "devices", lambda most: there[:most])
     monkeypatch.setattr(build.jax, "make_mesh", lambda shape, *_, **__: shape)
-    assert build._mesh(None, 1) == (4,)
+    assert build._mesh(None, 1, several=False) == (4,)
     there[:] = [SimpleNamespace(platform="cpu")] * 4
-    assert build._mesh(None, 3) == (3,)
+    assert build._mesh(None, 3, several=False) == (3,)
     monkeypatch.setattr(build.multiprocess, "count", lambda: 2)
-    assert build._mesh(None, 3) == (4,)
+    assert build._mesh(None, 3, several=False) == (4,)
 
 
 def test_lines_for_people():

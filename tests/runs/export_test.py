@@ -349,7 +349,7 @@ def test_methods_of_ones_own(tmp_path):
     assert line.startswith("strange predicts with a function of its own, which no file can hold")
     runner.run({**BASE, "rounds": 1}, directory, algorithm=plain)
     line = message(lambda: export.restored(directory))
-    assert "method of your own, plain; from Python" in line
+    assert "an algorithm of your own, plain; from Python" in line
     again = export.restored(directory, algorithm=plain)
     assert len(export.write(again, tmp_path / "out")) == 3
 
