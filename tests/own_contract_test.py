@@ -74,10 +74,13 @@ SUBJECTS = [
             ("linen", "fedavg"), ("linen", "fedper"), ("linen", "pfedla"), ("linen", "pfedhn"),
             ("linen", "fedbn"), ("nnx", "fedavg"), ("nnx", "fedper"), ("nnx", "pfedla"),
             ("nnx", "factorized_fl"), ("lstm", "fedavg"), ("lstm", "pfedla"),
-            ("lstm", "factorized_fl"), ("transformer", "fedavg"), ("transformer", "pfedhn"),
+            ("lstm", "factorized_fl"), ("transformer", "fedavg"),
         )
     ),
 ]  # fmt: skip
+
+# In six rounds, most of them without a given client, a transformer that is generated learns nothing.
+RULED = [*SUBJECTS, pytest.param("transformer", "pfedhn", marks=LONG)]
 
 
 @cache
@@ -97,7 +100,7 @@ def subject(network: str, name: str) -> rules.Subject:
 
 
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])
-@pytest.mark.parametrize(("network", "name"), SUBJECTS)
+@pytest.mark.parametrize(("network", "name"), RULED)
 def test_rule(network: str, name: str, rule: str):
     getattr(rules, rule)(subject(network, name))
 
