@@ -79,7 +79,7 @@ SUBJECTS = [
     ),
 ]  # fmt: skip
 
-# In six rounds, most of them without a given client, a transformer that is generated learns nothing.
+# In six rounds, most without a given client, a transformer that is generated learns nothing.
 RULED = [*SUBJECTS, pytest.param("transformer", "pfedhn", marks=LONG)]
 
 
