@@ -74,13 +74,14 @@ SUBJECTS = [
             ("linen", "fedavg"), ("linen", "fedper"), ("linen", "pfedla"), ("linen", "pfedhn"),
             ("linen", "fedbn"), ("nnx", "fedavg"), ("nnx", "fedper"), ("nnx", "pfedla"),
             ("nnx", "factorized_fl"), ("lstm", "fedavg"), ("lstm", "pfedla"),
-            ("lstm", "factorized_fl"), ("transformer", "fedavg"),
+            ("lstm", "factorized_fl"), ("transformer", "fedavg"), ("transformer", "pfedhn"),
         )
     ),
 ]  # fmt: skip
-
-# In six rounds, most without a given client, a transformer that is generated learns nothing.
-RULED = [*SUBJECTS, pytest.param("transformer", "pfedhn", marks=LONG)]
+# At the case's rate of .1 the loss of a transformer that is generated swings; at this one it
+# falls, slowly: from 48.2 to 47.4 in 36 rounds, and to 43.0 in 48.
+OWN = {("transformer", "pfedhn"): {"rate": 0.003}}
+LEARNED = {("transformer", "pfedhn"): 48}  # in so many rounds, not in six
 
 
 @cache
@@ -90,7 +91,7 @@ def subject(network: str, name: str) -> rules.Subject:
     def make(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
         case = cases.CASES[name]
         training = cases.training(**{**(case.training or {}), "learning_rate": 0.03})
-        settings = {**case.settings, **own}
+        settings = {**case.settings, **OWN.get((network, name), {}), **own}
         learned = task.tokens() if tokens else cases.TASK
         return cases.FACTORIES[name](NETWORKS[network], learned, training, federation, **settings)
 
@@ -100,19 +101,20 @@ def subject(network: str, name: str) -> rules.Subject:
 
 
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])
-@pytest.mark.parametrize(("network", "name"), RULED)
+@pytest.mark.parametrize(("network", "name"), SUBJECTS)
 def test_rule(network: str, name: str, rule: str):
     getattr(rules, rule)(subject(network, name))
 
 
 @pytest.mark.parametrize(("network", "name"), SUBJECTS)
 def test_something_is_learned(network: str, name: str):
-    """Six rounds move the loss down: the gradient goes through all of it."""
+    """Some rounds move the loss down: the gradient goes through all of it."""
     one = subject(network, name)
-    end = jnp.int32(rules.ROUNDS)
+    rounds = LEARNED.get((network, name), rules.ROUNDS)
+    end = jnp.int32(rounds)
     first, last = (
         jax.device_get(one.rounds.evaluate(rules.KEY, one.rounds.place(state), one.world.data, end))
-        for state in (one.first, one.last[0])
+        for state in (one.first, one.run(rounds)[0])
     )
     before, after = (float(scores.before.loss.sum()) for scores in (first, last))
     assert after < before
