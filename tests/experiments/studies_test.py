@@ -168,18 +168,20 @@ def test_grouping_finds_blocks_and_distance_knows_directions():
     assert gradient_distances.apart(one, across) == pytest.approx(2**0.5)
 
 
-def test_contradicting_groups_see_the_same_classes_under_other_numbers():
-    made = fedmn.contradicting("digits", None, 30)
+@pytest.mark.parametrize(("labels", "classes", "shift"), [("other", 5, 5), ("next", 10, 1)])
+def test_contradicting_groups_see_the_same_classes_under_other_numbers(
+    labels: str, classes: int, shift: int
+):
+    made = fedmn.contradicting("digits", None, 30, labels)
     digits = data.load("digits")
     first = made.owner_train < 6
     np.testing.assert_array_equal(np.bincount(made.owner_train), [30] * 12)
-    assert set(made.y_train[first]) == {0, 1, 2, 3, 4}
-    assert set(made.y_train[~first]) == {5, 6, 7, 8, 9}
     known = {
         image.tobytes(): label for image, label in zip(digits.x_train, digits.y_train, strict=True)
     }
     seen = np.array([known[image.tobytes()] for image in made.x_train])
-    np.testing.assert_array_equal(made.y_train - seen, np.where(first, 0, 5))
+    assert set(seen[first]) == set(seen[~first]) == set(range(classes))
+    np.testing.assert_array_equal(made.y_train, (seen + np.where(first, 0, shift)) % 10)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ figure2   accuracy against the numbers moved (the paper's 20 rounds: --rounds=20
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
 conflict  two groups that see the same images and number their classes differently: FedMN as
-          published and with correlations, beside Local and FedAvg
+          published and with correlations, beside Local and FedAvg; --labels=other: of five classes
+          the second group calls c by c + 5; --labels=next: of all it calls each by the next one's
+          name, so that both groups have the same labels
 gates     entropy of the gates and active blocks over the rounds
 """
 
@@ -32,6 +34,9 @@ from fedjax_pfl.networks import router
 from fedjax_pfl.runs import runner
 
 BLOCKS = flags.DEFINE_list("blocks", ["8", "9", "10"], "Blocks and layers, in figure2.")
+LABELS = flags.DEFINE_enum(
+    "labels", "other", ["other", "next"], "What conflict's groups differ in."
+)
 BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
@@ -175,16 +180,22 @@ def grouping() -> tuple[dict[str, Any], Figure]:
     }, figure
 
 
-def contradicting(name: str, data_dir: str | None, each: int) -> data.Dataset:
-    """Five classes, dealt to twelve clients; the last six of them call class c by c + 5."""
+def contradicting(name: str, data_dir: str | None, each: int, labels: str) -> data.Dataset:
+    """Twelve clients, of which the last six call class c by another's name.
+
+    Args:
+      each: examples of a client.
+      labels: `other`: there are five classes, and c is called c + 5; `next`: ten, and c + 1.
+    """
     known = data.load(name, data_dir)
-    rows = np.flatnonzero(known.y_train < 5)
+    rows = np.flatnonzero(known.y_train < {"other": 5, "next": 10}[labels])
     rows = np.random.default_rng(0).permutation(rows)[: 12 * each]
     owners = np.arange(len(rows)) % 12
-    labels = known.y_train[rows] + np.where(owners < 6, 0, 5)
+    shift = {"other": 5, "next": 1}[labels]
+    renamed = (known.y_train[rows] + np.where(owners < 6, 0, shift)) % 10
     return data.arrays(
         known.x_train[rows],
-        labels,
+        renamed,
         outputs=10,
         scale=known.scale,
         shift=known.shift,
@@ -195,7 +206,8 @@ def contradicting(name: str, data_dir: str | None, each: int) -> data.Dataset:
 
 def conflict() -> tuple[dict[str, Any], Figure]:
     """One model cannot serve both groups: whoever routes them alike is right half of the time."""
-    dataset = contradicting(DATASET.value, DATA_DIR.value, 70 if DATASET.value == "digits" else 300)
+    each = {"other": 70, "next": 140}[LABELS.value] if DATASET.value == "digits" else 300
+    dataset = contradicting(DATASET.value, DATA_DIR.value, each, LABELS.value)
     true = np.arange(12) // 6
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "Local": ("local", {}),
@@ -213,7 +225,12 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         config.fedmn.update(own)
         word = "-".join([method, *list(own)[:1]])
         results = [
-            run(config.copy_and_resolve_references(), f"conflict-{word}", seed, dataset=dataset)
+            run(
+                config.copy_and_resolve_references(),
+                f"conflict-{LABELS.value}-{word}",
+                seed,
+                dataset=dataset,
+            )
             for seed in range(SEEDS.value)
         ]
         curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
