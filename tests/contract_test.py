@@ -17,10 +17,11 @@ from tests import cases, programs, rules, tiny
 from tests.cases import NAMES, TASK
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY
 
-# Seven that differ in structure.
+# Seven that differ in structure, and the two of them that are asked each time.
 STRUCTURES = (
     "clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla"
 )  # fmt: skip
+QUICK = ("fedavg", "factorized_fl")
 subject = cache(rules.subject)
 
 
@@ -30,7 +31,7 @@ def asked_of(names: Collection[str], others: Collection[str], reason: str) -> An
     return pytest.mark.parametrize("name", [*names, *slow])
 
 
-of_the_engine = asked_of(STRUCTURES, NAMES, "follows from the engine; seven structures are asked")
+of_the_engine = asked_of(QUICK, NAMES, "follows from the engine; two structures are asked")
 
 
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in rules.RULES])
@@ -70,9 +71,7 @@ def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
     chex.assert_trees_all_close(jax.device_get(state), one.run(1)[0], **CLOSE)
 
 
-@asked_of(
-    ("fedavg", "factorized_fl"), STRUCTURES, "three more programs; spread as a round is, see above"
-)
+@asked_of(QUICK, STRUCTURES, "three more programs; spread as a round is, see above")
 def test_starts_and_scores_do_not_depend_on_devices(name: str, mesh: jax.sharding.Mesh):
     one = subject(name)
     rounds = spread(one, mesh)

@@ -49,6 +49,7 @@ def test_your_data(tmp_path, monkeypatch, capsys):
     compile(other, "pandas", "exec")
 
 
+@pytest.mark.slow("all code of a page")
 def test_your_network_and_task(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for code in documents.blocks("your_model.md"):
@@ -67,6 +68,7 @@ def test_your_network_and_task(tmp_path, monkeypatch, capsys):
     assert float(accuracy) > 0.6
 
 
+@pytest.mark.slow("all code of a page")
 def test_models_as_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (code,) = documents.blocks("models.md")

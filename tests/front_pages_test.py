@@ -12,6 +12,7 @@ from tests import documents
 ROOT = documents.DOCS.parent
 
 
+@pytest.mark.slow("the README's run, at its size")
 def test_the_readmes_eight_lines_print_what_it_says(tmp_path, monkeypatch, capsys):
     """To a few hundredths: rounding differs with the machine, and training carries it on."""
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,7 @@ def lowered(**changes):
     return rounds, (key, rounds.init(key), data, zero, two)
 
 
+@pytest.mark.slow("a program for each lowering")
 @pytest.mark.parametrize("conv", ["patches", "rows", "blocks", "winograd", "xla"])
 def test_a_whole_round_of_products_where_the_plan_says_so(conv):
     rounds, arguments = lowered(conv=conv)

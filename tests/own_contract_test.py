@@ -66,13 +66,13 @@ RULES = (
 LONG = pytest.mark.slow("each of them compiles programs of its own")
 SUBJECTS = [
     ("linen", "factorized_fl"),
-    ("nnx", "pfedhn"),
+    ("nnx", "fedavg"),
     ("lstm", "fedper"),
     *(
         pytest.param(network, name, marks=LONG)
         for network, name in (
             ("linen", "fedavg"), ("linen", "fedper"), ("linen", "pfedla"), ("linen", "pfedhn"),
-            ("linen", "fedbn"), ("nnx", "fedavg"), ("nnx", "fedper"), ("nnx", "pfedla"),
+            ("linen", "fedbn"), ("nnx", "pfedhn"), ("nnx", "fedper"), ("nnx", "pfedla"),
             ("nnx", "factorized_fl"), ("lstm", "fedavg"), ("lstm", "pfedla"),
             ("lstm", "factorized_fl"), ("transformer", "fedavg"), ("transformer", "pfedhn"),
         )

@@ -122,6 +122,7 @@ def test_the_page_shows_every_try_and_nothing_lost():
             assert row.tried == row.survived > 0 == row.lost
 
 
+@pytest.mark.slow("commands on damaged directories")
 def test_some_attacks():
     """One of each; the command tries them all."""
     for row in [*attacks.directory(share=0.01), *attacks.names()]:

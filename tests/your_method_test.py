@@ -9,6 +9,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
@@ -27,6 +28,7 @@ def test_your_method_is_short():
     assert documents.lines(comparing) < 20
 
 
+@pytest.mark.slow("all commands of a page")
 def test_your_method_against_fedavg(tmp_path, monkeypatch):
     """As the page says: the bytes are equal, and momentum is far ahead."""
     monkeypatch.chdir(tmp_path)

@@ -32,6 +32,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow("a run of two phases")
 def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     own = {"width": 4, "depth": 1, "spectral_norm": True}
     phases = ({}, {"participants": "held_out", "pfedhn_pc": {"frozen": True}})
@@ -65,6 +66,7 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     assert run.metrics[-1]["before"]["accuracy_mean"] == pytest.approx(np.mean(rows[4:]))
 
 
+@pytest.mark.slow("three networks in one program")
 def test_one_hypernetwork_for_three_sizes():
     """From fixed embeddings, each client's shares of the classes."""
     groups = tuple({"mlp": {"hidden": (width,)}} for width in (2, 3, 4))

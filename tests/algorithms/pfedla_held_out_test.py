@@ -4,6 +4,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments.papers.pfedla import presets
 from fedjax_pfl.algorithms import layer_mixing
@@ -33,6 +34,7 @@ def test_a_fold_is_every_so_manieth_place_and_another_in_each_round():
     assert alone.train.rows[0] == 7
 
 
+@pytest.mark.slow("three methods' runs")
 def test_with_held_out_examples_the_limits_are_fedavg_and_local():
     """At rate 0 the mean of all, weighed alike; with all layers retained what each had."""
     data, federation = tiny.federated()

@@ -80,6 +80,7 @@ def test_first_weights():
     np.testing.assert_allclose(soft.observe(soft.init(KEY))["alpha"], 1 / N, atol=1e-7)
 
 
+@pytest.mark.slow("a program for each step")
 @pytest.mark.parametrize("normalise", ["relu", "softmax"])
 def test_a_step_brings_the_mixed_model_closer_to_the_trained_one(normalise: str):
     algorithm = make(normalise=normalise, step="plain", rate=1e-6)
@@ -125,6 +126,7 @@ def one_hot_psi(algorithm: Algorithm, state: State) -> State:
     return state._replace(rows=state.rows._replace(psi=psi))
 
 
+@pytest.mark.slow("three methods' runs")
 def test_one_hot_alpha_mixes_to_the_store_and_equals_local():
     algorithm = make(normalise="relu", step="plain", rate=1e-30)
     data, federation = tiny.federated()
@@ -161,6 +163,7 @@ def test_uniform_alpha_is_the_plain_mean():
     chex.assert_trees_all_close(payload["params"], wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow("three methods' runs")
 def test_retaining_every_layer_equals_local():
     data, federation = tiny.federated()
     heur = make_rounds(make(k=3, step="scaled"), cases.TASK, federation, cohort=N, calls=2)

@@ -30,6 +30,7 @@ def mine(model, task, training, federation, *, share: float = 0.5):
     return algorithms.fedavg(model, task, training, federation)
 
 
+@pytest.mark.slow("several runs")
 def test_the_configuration_names_both_and_holds_their_settings(tmp_path):
     result = fedjax_pfl.run(
         {**SETTINGS, "mine": {"share": 0.25}},
@@ -230,6 +231,7 @@ def test_a_factory_that_takes_any_setting():
     assert list(configuration.settings(words.algorithm["loose"])) == ["digest"]
 
 
+@pytest.mark.slow("several runs")
 def test_code_without_a_source_is_known_by_what_it_does():
     """The order of a set is another one in each process, and no part of the code."""
     code = """

@@ -54,6 +54,7 @@ def test_lines_for_people():
     )
 
 
+@pytest.mark.slow("runs under several plans")
 def test_a_run_goes_on_by_its_own_plan(tmp_path):
     told, base, directory = [], {**BASE, "rounds": 1}, tmp_path / "run"
     runner.run_all({**base, "chunk": 2, "conv": "patches"}, directory)
@@ -71,6 +72,7 @@ def test_a_run_goes_on_by_its_own_plan(tmp_path):
     assert json.loads(path.read_text())["machine"] == content["machine"]
 
 
+@pytest.mark.slow("runs under several plans")
 def test_a_new_seed_is_laid_out_as_those_that_are_there(tmp_path):
     base = {**BASE, "rounds": 1, "seeds": 2}
     runner.run_all({**base, "seed": 1, "chunk": 2}, tmp_path)

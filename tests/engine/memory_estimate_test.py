@@ -71,6 +71,7 @@ def test_a_run_needs_about_as_much_as_xla_allocates():
 BASE = {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "rounds": 2}
 
 
+@pytest.mark.slow("programs at full size")
 def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
     """As on an accelerator, where all are trained together unless memory is short."""
     monkeypatch.setattr(build, "at_once", lambda count: count)
@@ -96,6 +97,7 @@ def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
         build.build(configuration.complete({**BASE, "memory_gb": 0.005, "chunk": 10}))
 
 
+@pytest.mark.slow("programs at full size")
 def test_a_thousand_clients_of_pfedla_fit_into_eight_gigabytes():
     config = {
         "algorithm": "pfedla", "model": "lenet", "dataset": "synthetic", "clients": 1000,

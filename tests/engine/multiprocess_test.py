@@ -34,6 +34,7 @@ def two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow("two more processes")
 def test_two_processes_compute_what_one_does(
     two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

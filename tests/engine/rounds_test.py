@@ -127,6 +127,7 @@ def test_the_draw_depends_on_seed_and_round_only():
     assert (drawn(seed=12, n=20)[1].ids[:20] != whole[1].ids[:20]).any()
 
 
+@pytest.mark.slow("programs for eight devices")
 def test_chunks_within_devices():
     """Three clients on each of two devices, in chunks of two: the last one is half empty."""
     axis = (jax.sharding.AxisType.Auto,)

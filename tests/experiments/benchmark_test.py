@@ -301,6 +301,7 @@ HYPER = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds
              network="small", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
 
 
+@pytest.mark.slow("the benchmark's programs")
 @pytest.mark.parametrize("tiny", [TINY, HYPER], ids=["epochs", "steps"])
 def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
     """Steps and batches as they are taken, and in every turn by the clients of further rounds."""

@@ -297,6 +297,7 @@ def test_a_real_process_says_the_same(ended, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow("three commands, each a run")
 def test_a_report_has_the_runs_that_a_command_asks_for_and_names(tmp_path):
     """`reference` makes those that are missing; `beside` takes those that are elsewhere."""
     small = {**CONFIG, "rounds": 2, "eval_every": 2}

@@ -200,6 +200,7 @@ def test_a_stop_shows_what_there_is(tmp_path, at_hand, monkeypatch, capsys):
     assert "not run" in captured.out
 
 
+@pytest.mark.slow("a cell of a table, twice")
 def test_a_real_cell_and_again(tmp_path, monkeypatch, capsys):
     options = Options("fedmn/table2", cells=("local/cifar10",), rounds=1, out=tmp_path)
     reproduce.reproduce(options)

@@ -40,6 +40,7 @@ def trained(net, y):
     return {name: layer for name, layer in params.items() if name != net.head}
 
 
+@pytest.mark.slow("several methods' runs")
 @pytest.mark.parametrize("wrap", [lambda net: net, lambda net: Factorized(net, (8, 8, 1))])
 def test_the_order_of_labels_does_not_matter_to_the_layers_below(wrap):
     other = jnp.array([2, 0, 1])[Y]

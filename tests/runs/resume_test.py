@@ -282,17 +282,9 @@ def _start(directory):
     )
 
 
+@pytest.mark.slow("real processes; interrupt_test has the signal, and files have kinds of damage")
 @pytest.mark.parametrize(
-    ("number", "status", "evaluations"),
-    [
-        (signal.SIGKILL, -9, 2),
-        pytest.param(
-            signal.SIGTERM,
-            143,
-            1,
-            marks=pytest.mark.slow("two more real processes; interrupt_test has the signal"),
-        ),
-    ],
+    ("number", "status", "evaluations"), [(signal.SIGKILL, -9, 2), (signal.SIGTERM, 143, 1)]
 )
 def test_a_process_that_ends_early_goes_on_as_if_nothing_had_happened(
     number, status, evaluations, finished, tmp_path

@@ -39,6 +39,7 @@ def test_another_runs_directory_is_refused_with_what_differs(finished, tmp_path)
     assert "choose another workdir" in line
 
 
+@pytest.mark.slow("several runs")
 def test_neutral_settings_may_change(finished, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(finished[1], directory)

@@ -126,6 +126,7 @@ def test_best_is_the_state_of_the_best_round(finished):
 # Settings that the runner itself acts on.
 
 
+@pytest.mark.slow("a run of its own")
 def test_a_best_round_by_the_model_after_local_training():
     changes = {**BASE, "rounds": 1, "devices": 1, "evaluate_after": True}
     served, trained = (
@@ -171,6 +172,7 @@ def test_neither_after_nor_the_first_download_and_every_update_rejected(capsys):
     assert_same_bits(jax.device_get(result.state), jax.device_get(first))
 
 
+@pytest.mark.slow("programs of two groups")
 def test_groups_of_two_widths_with_smaller_uploads(tmp_path):
     changes = {
         "groups": ({}, {"mlp": {"hidden": (2,)}}),

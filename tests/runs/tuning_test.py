@@ -226,6 +226,7 @@ def tuned(tmp_path_factory):
     return made, out
 
 
+@pytest.mark.slow("a tuning that learns")
 def test_the_rate_that_learns_is_chosen(tuned):
     made, out = tuned
     rows = list(csv.DictReader((out / "tune.csv").read_text().splitlines()))
@@ -265,6 +266,7 @@ def forbidden(*_, **__):
     raise AssertionError
 
 
+@pytest.mark.slow("a tuning, twice")
 def test_what_is_finished_is_only_read(tuned, monkeypatch, capsys):
     made, out = tuned
     before = contents(out)
@@ -349,6 +351,7 @@ def tune_slowed(out, grid, **given):
     return own.tune(config, grid, out, methods=["slowed", "fedavg"], algorithm=slowed, **given)
 
 
+@pytest.mark.slow("two methods' tuning")
 def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys):
     """Half of a rate of .2 is a rate of .1; what is chosen can be run as it is."""
     grid = {"slowed.share": [1e-6, 0.5], "fedavg.learning_rate": [0.1, 1e-6]}

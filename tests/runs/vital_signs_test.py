@@ -23,6 +23,7 @@ def run(tmp_path_factory, real_report):
         return fedjax_pfl.run(given, tmp_path_factory.mktemp("run") / "one")
 
 
+@pytest.mark.slow("a run of each method with signs")
 def test_each_line_has_the_signs_of_what_was_observed(run):
     rounds, alphas = run.observations["alpha"]
     assert [line["round"] for line in run.metrics] == rounds

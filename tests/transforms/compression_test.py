@@ -240,6 +240,7 @@ def test_a_round_of_fedavg():
     assert book.client_up == [32] * 6
 
 
+@pytest.mark.slow("two runs")
 def test_training_draws_the_same_batches_as_without_compression():
     """FedAvg's first round: the same loss to the last bit, and the same model but for rounding."""
     data, federation = tiny.federated()

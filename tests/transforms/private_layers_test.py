@@ -38,7 +38,13 @@ def test_fedavg_without_its_head_is_fedper():
     )
 
 
-@pytest.mark.parametrize("name", ["fedfomo", "pfedla", "per_fedavg", "factorized_fl"])
+LONG = pytest.mark.slow("two programs each; one method's are in the quick run")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["pfedla", *(pytest.param(n, marks=LONG) for n in ("fedfomo", "per_fedavg", "factorized_fl"))],
+)
 def test_no_head_leaves_its_client(name):
     """What the server has of heads is what it began with; clients' differ; bytes have none."""
     made, plain = kept(name), cases.make(name, FEDERATION)
