@@ -31,7 +31,7 @@ class Case(NamedTuple):
     training: dict[str, Any] | None = None  # in place of `training`'s settings
 
 
-def _moved(first: State, last: State) -> bool:
+def _moved(first: Any, last: Any) -> bool:
     pairs = zip(jax.tree.leaves(first), jax.tree.leaves(last), strict=True)
     return all(bool((a != b).any()) for a, b in pairs)
 
@@ -145,6 +145,55 @@ def _mixed(first: State, last: State) -> bool:
     return _moved(first, last) and bool(apart) and _params_differ(one, other)
 
 
+def _apart_from_the_shared(first: State, last: State) -> bool:
+    """Everybody's own model is near the shared one and another."""
+    shared = jax.tree.map(
+        lambda leaf: np.broadcast_to(leaf, (tiny.CLIENTS, *leaf.shape)), last.server
+    )
+    return _moved(first, last) and _params_differ(last.clients.own, shared)
+
+
+def _shares_move(first: State, last: State) -> bool:
+    """α differs between clients, and nobody's is at an end."""
+    alpha = np.asarray(last.clients.alpha)
+    return _moved(first, last) and bool(np.unique(alpha).size > 1 and (alpha > 0).all())
+
+
+def _taken_in(first: State, last: State) -> bool:
+    """Of some numbers a part is taken in, and of others all."""
+    weights = np.concatenate([w.ravel() for w in jax.tree.leaves(last.clients.own["weights"])])
+    part, learned = (weights < 1) & (weights > 0), np.asarray(last.clients.own["learned"])
+    return bool(part.any() and (weights == 1).any() and learned.any())
+
+
+def _body_alone(first: State, last: State) -> bool:
+    """The head is as it was drawn, and the body is not."""
+    own = [jax.tree.leaves(state.clients.own) for state in (first, last)]
+    heads = zip(*own, strict=True)
+    stays = set(trees.layers(last.clients.own)) == {"fc2"}
+    still = all((a == b).all() for a, b in heads)
+    parts = [(state.server, state.clients.momentum) for state in (first, last)]
+    return stays and still and _moved(*parts)
+
+
+def _mean_of_clients(name: str) -> Callable[[State, State], bool]:
+    """What the server keeps is the mean of what the clients have, whoever dropped out."""
+
+    def fired(first: State, last: State) -> bool:
+        kept, own = last.server[name], last.clients.own
+        pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(own), strict=True)
+        same = [np.allclose(a, np.mean(b, 0), rtol=1e-4, atol=1e-6) for a, b in pairs]
+        return all(same) and _moved(first, last)
+
+    return fired
+
+
+def _prototypes(first: State, last: State) -> bool:
+    """Each class has one, and they hold the models."""
+    one, other = (_visits("fedproto", last, penalty=penalty)[1] for penalty in (0.0, 1.0))
+    return bool(last.server["seen"].all()) and _params_differ(one, other)
+
+
 _LAYOUT = (1, 2, 2)
 _FEDMN = {"layout": _LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.2}
 # An encoder and the router's, labels and gates; then one or two blocks in either layer.
@@ -152,6 +201,7 @@ _ALWAYS = (40 + 32 + 36) + (40 + 32 + 27) + 8 + 48
 _ROUTES = {4 * (_ALWAYS + 25 * a + 18 * b) for a in (1, 2) for b in (1, 2)}
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
+_PROTOTYPES = 4 * tiny.CLASSES * tiny.HIDDEN
 _FACTORS = {
     4 * (5 * (tiny.FEATURES + tiny.HIDDEN) + _NORM // 2 + _HEAD + entries)
     for entries in range(tiny.FEATURES * tiny.HIDDEN + 1)
@@ -168,8 +218,20 @@ CASES = {
     ),
     "fedavg": Case({}, _moved, lambda model: (model, model)),
     "fedavgm": Case({"beta": 0.5}, _moved, lambda model: (model, model)),
-    "ditto": Case({}, _moved, lambda model: (model, model)),
-    "apfl": Case({}, _moved, lambda model: (model, model)),
+    "fedsam": Case({}, _moved, lambda model: (model, model)),
+    "ditto": Case({}, _apart_from_the_shared, lambda model: (model, model)),
+    "apfl": Case({"alpha_rate": 0.1}, _shares_move, lambda model: (model, model)),
+    "fedala": Case({"layers": 2, "first_passes": 3}, _taken_in, lambda model: (model, model)),
+    "fedbabu": Case({"epochs": 1}, _body_alone, lambda model: _both(model // 4 - _HEAD)),
+    "feddyn": Case({"alpha": 0.5}, _mean_of_clients("drift"), lambda model: (model, model)),
+    "fedproto": Case({}, _prototypes, lambda model: (_PROTOTYPES + 3, _PROTOTYPES + 12)),
+    "fedrod": Case({}, _moved, lambda model: (model, model)),
+    # c comes down beside the model, and a change of c_i goes up: parameters alone
+    "scaffold": Case(
+        {"server_rate": 0.8},
+        _mean_of_clients("control"),
+        lambda model: _both(2 * (model // 4) - _NORM // 2),
+    ),
     # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
     # A gradient of as many goes up beside them.
     # Shorter steps, as above: after long ones BatchNorm blows up the rounding of two programs.
@@ -221,8 +283,7 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
     **{name: getattr(algorithms, name) for name in algorithms.__all__},
     # As a reader writes them.
     "fedavgm": documents.module("your_method.md").fedavgm,
-    "ditto": documents.module("your_method.md", 2).ditto,
-    "apfl": documents.module("your_method.md", 3).apfl,
+    "fedsam": documents.module("your_method.md", 2).fedsam,
 }
 NAMES = sorted(FACTORIES)
 NOTHING: Mapping[str, Any] = MappingProxyType({})

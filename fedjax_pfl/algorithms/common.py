@@ -5,12 +5,13 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.local_training import Training, split_variables
+from fedjax_pfl.core.examples import Batch, ClientData
+from fedjax_pfl.core.local_training import Gradient, Training, split_variables
 from fedjax_pfl.core.task import Task
 
 Trainer = Callable[..., tuple[PyTree, PyTree, dict[str, jax.Array]]]
@@ -46,6 +47,43 @@ def kept(training: Training, params: PyTree, federation: Federation) -> PyTree:
     if not training.keep:
         return ()
     return trees.repeat(training.optimizer.init(params), federation.clients)
+
+
+def own_first(first: PyTree, start: State | None, kind: type, federation: Federation) -> PyTree:
+    """Every client's `own`, stacked: as the method's earlier phase left it, or `first` for all.
+
+    Args:
+      kind: of the method's `State.clients`.
+    """
+    stacked = trees.repeat(first, federation.clients)
+    if start is None or not isinstance(start.clients, kind):
+        return stacked
+    there = start.clients.own  # type: ignore[attr-defined]
+    return there if trees.alike(stacked, there) else stacked
+
+
+def held(gradient: Gradient, anchor: PyTree, penalty: Any) -> Gradient:
+    """The gradient of f + penalty/2 ‖params − anchor‖²."""
+
+    def near(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+        loss_rest, grads = gradient(params, rest, batch, key)
+        return loss_rest, jax.tree.map(lambda g, p, a: g + penalty * (p - a), grads, params, anchor)
+
+    return near
+
+
+def by_class(batch: Batch, classes: int) -> jax.Array:
+    """bool [B, classes]: which class each example has; none where there is no example."""
+    return (batch.y[:, None] == jnp.arange(classes)[None]) & batch.mask[:, None]
+
+
+def class_counts(data: ClientData, classes: int) -> jax.Array:
+    """float32 [classes]: a client's training examples of each class, as it labels them."""
+
+    def one(batch: Batch) -> jax.Array:
+        return jnp.sum(by_class(batch, classes), 0).astype(jnp.float32)
+
+    return local_training.total(one, data, data.train)
 
 
 def trainer(model: Any, task: Task, training: Training) -> Trainer:

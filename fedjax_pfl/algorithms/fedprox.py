@@ -10,13 +10,11 @@ parameters, never statistics. Clipping, where it is set, measures the whole grad
 
 from typing import Any
 
-import jax
-
+from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Trained, Visit
 from fedjax_pfl.core.errors import at_least
-from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 
 
@@ -37,13 +35,8 @@ def fedprox(
 
     def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         w, rest = local_training.split_variables(payload)
-        plain = local_training.gradient(model, task, visit.data)
-
-        def held(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
-            loss_rest, grads = plain(params, rest, batch, key)
-            return loss_rest, jax.tree.map(lambda g, p, a: g + mu * (p - a), grads, params, w)
-
-        params, rest, client, metrics = local_training.fit(training, held, w, rest, client, visit)
+        near = common.held(local_training.gradient(model, task, visit.data), w, mu)
+        params, rest, client, metrics = local_training.fit(training, near, w, rest, client, visit)
         variables = {"params": params, **rest}
         return Trained(variables, variables, client, metrics)
 

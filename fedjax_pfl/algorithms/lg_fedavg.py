@@ -9,13 +9,10 @@ here, as in their code, is the head alone, which every network can do.
 
 from typing import Any
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
+from fedjax_pfl.algorithms.split_model import last_layers, of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import need
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.networks import norm_layers
 
 
 def lg_fedavg(
@@ -32,13 +29,6 @@ def lg_fedavg(
       shared_layers: how many of the last layers are averaged. A BatchNorm is not counted and goes
         with the layer before it, statistics included.
     """
-    norms = norm_layers(common.shapes(model, federation))
-    counted = [layer for layer in model.layers if layer not in norms]
-    most = max(len(counted) - 1, 1)
-    need(
-        1 <= shared_layers <= most,
-        f"lg_fedavg.shared_layers is {shared_layers}, and the network has {len(counted)} "
-        f"layers besides BatchNorm; choose 1 to {most}",
-    )
-    early = model.layers[: model.layers.index(counted[-shared_layers])]
-    return partly_shared(model, task, training, federation, of_layers(early))
+    late = last_layers(model, federation, "lg_fedavg.shared_layers", shared_layers, early=1)
+    own = of_layers([layer for layer in model.layers if layer not in late])
+    return partly_shared(model, task, training, federation, own)

@@ -9,9 +9,10 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks import norm_layers
 
 
 class Client(NamedTuple):
@@ -28,6 +29,25 @@ def of_layers(names: Collection[str]) -> Callable[[str, str], bool]:
         return layer in names
 
     return is_own
+
+
+def last_layers(
+    model: Any, federation: Federation, setting: str, many: int, *, early: int
+) -> tuple[str, ...]:
+    """The last layers; a BatchNorm is not counted and goes with the layer before it.
+
+    Args:
+      setting: that says how many. early: how many layers there must be before them.
+    """
+    norms = norm_layers(common.shapes(model, federation))
+    counted = [layer for layer in model.layers if layer not in norms]
+    most = max(len(counted) - early, 1)
+    need(
+        1 <= many <= most,
+        f"{setting} is {many}, and the network has {len(counted)} layers besides BatchNorm; "
+        f"choose 1 to {most}",
+    )
+    return tuple(model.layers[model.layers.index(counted[-many]) :])
 
 
 def partly_shared(

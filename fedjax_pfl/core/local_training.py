@@ -149,7 +149,7 @@ def slope(model: Any, task: Task, variables: PyTree, data: ClientData, split: Sp
     return jax.tree.map(lambda leaf: leaf / examples, sums)
 
 
-def _shuffled(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
+def shuffled(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
     """A random order of 0..count-1, padding behind it; it does not depend on `longest`."""
     draws = jax.random.uniform(key, (longest,))
     return jnp.argsort(jnp.where(jnp.arange(longest) < count, draws, 2.0))
@@ -159,7 +159,7 @@ def _drawn(
     key: jax.Array, longest: int, count: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """`size` different places among 0..count-1 with their mask; padding where there are fewer."""
-    order = _shuffled(key, longest, count)
+    order = shuffled(key, longest, count)
     return jnp.pad(order, (0, max(size - longest, 0)))[:size], jnp.arange(size) < count
 
 
@@ -183,7 +183,7 @@ def _schedule(
 
     assert training.epochs is not None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(training.epochs))
-    orders = jax.vmap(_shuffled, (0, None, None))(keys, longest, split.size)
+    orders = jax.vmap(shuffled, (0, None, None))(keys, longest, split.size)
     orders = jnp.pad(orders, ((0, 0), (0, -longest % size)))
     per_epoch = -(-split.size // size)
     if training.drop_last:

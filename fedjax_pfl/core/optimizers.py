@@ -104,6 +104,19 @@ def promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     return optax.GradientTransformation(optimizer.init, update)
 
 
+def apart(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The same for each entry of a dict of trees by itself: clipping measures each alone."""
+
+    def init(params: PyTree) -> PyTree:
+        return {name: optimizer.init(part) for name, part in params.items()}
+
+    def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        done = {n: optimizer.update(updates[n], state[n], params[n]) for n in updates}
+        return {n: new for n, (new, _) in done.items()}, {n: kept for n, (_, kept) in done.items()}
+
+    return optax.GradientTransformation(init, update)
+
+
 def check(name: str, optimizer: Any, params: PyTree) -> None:
     """UsageError where an optimiser needs more than gradients and parameters.
 

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.algorithms.fedem import Mixture
+from fedjax_pfl.algorithms.fedproto import Nearest
 from fedjax_pfl.config import configuration, custom
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core import trees
@@ -42,6 +43,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "hadamard": Hadamard,
     "mixture": Mixture,
     "modular": Modular,
+    "nearest": Nearest,
     "routed": Routed,
 }
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained, Visit
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
 from tests.tiny import HALF_SQUARES
+from tests.tiny import cohort as tiny_cohort
 
 TASK = HALF_SQUARES
 KEY = jax.random.key(3)
@@ -22,6 +23,67 @@ class Linear(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         return nn.Dense(1, use_bias=False, name="fc")(x)
+
+
+class Deep(nn.Module):
+    """(x A) B: a body and a head, without biases."""
+
+    outputs: int = 1
+    width: int = 1
+    head = "head"
+    layers = ("body", "head")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        z = nn.Dense(self.width, use_bias=False, name="body")(x)
+        return nn.Dense(self.outputs, use_bias=False, name="head")(z)
+
+
+def deep(a: Any, b: Any) -> dict[str, Any]:
+    """`Deep` with kernels A and B."""
+    kernels = {"body": jnp.asarray(a, jnp.float32), "head": jnp.asarray(b, jnp.float32)}
+    return {"params": {name: {"kernel": kernel} for name, kernel in kernels.items()}}
+
+
+def kernels(variables: Any) -> tuple[np.ndarray, ...]:
+    """Those of `Deep`, or those of its layers that there are."""
+    return tuple(np.asarray(one["kernel"]) for _, one in sorted(variables["params"].items()))
+
+
+def work(made: Algorithm, payload: Any, client: Any, data: FederatedData, i: int = 0) -> Trained:
+    """Client i's local work."""
+    own = client_data(data, jnp.int32(i))
+    return jax.jit(made.train)(payload, client, Visit(jnp.int32(i), own, T, KEY))
+
+
+def met(made: Algorithm, state: State, counts: Any, uploads: list[Any], arrived: Any) -> State:
+    """The state after these uploads of clients 0, 1, ..., some of which did not arrive."""
+    n, here = len(counts), jnp.asarray(arrived)
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *uploads)
+    cohort = tiny_cohort(counts, jnp.where(here, jnp.arange(n), n), here, (), stacked, T)
+    server, rows = made.receive(state._replace(clients=()), cohort)
+    return state._replace(server=server, rows=rows)
+
+
+def play(made: Algorithm, state: State, data: FederatedData, counts: Any, n: int) -> State:
+    """n rounds in which all take part."""
+    ids = jnp.arange(len(counts))
+
+    def visit(state: State, client: Any, i: jax.Array) -> Any:
+        payload = made.send(state, Visit(i, None, T, KEY))
+        return payload, made.train(payload, client, Visit(i, client_data(data, i), T, KEY))
+
+    @jax.jit
+    def one(state: State) -> State:
+        seen = state._replace(clients=())
+        payloads, done = jax.vmap(visit, (None, 0, 0))(seen, state.clients, ids)
+        here = jnp.ones(len(counts), bool)
+        cohort = tiny_cohort(counts, ids, here, payloads, done.upload, T)
+        return State(*made.receive(seen, cohort), done.client)
+
+    for _ in range(n):
+        state = one(state)
+    return state
 
 
 def variables(w: Any) -> dict[str, Any]:

@@ -58,6 +58,7 @@ METHODS = {
     "pfedla": {"pfedla": {"hidden": 4, "embedding": 4}},  # small, so that weights are mixed
     "pfedpara": {},
     "pfedme": {},  # what is served is trained when it is served
+    "fedproto": {},  # with what no network has beside its variables, some of it no real numbers
 }
 
 

@@ -145,7 +145,8 @@ def test_momentum_is_the_fedavgm_of_the_documents():
 
 FOR_IT = (
     "fedavg", "fedprox", "fedper", "fedrep", "lg_fedavg", "fedbn", "fedavg_plus", "per_fedavg",
-    "pfedme", "pfedpara", "fedem", "ditto", "apfl",
+    "pfedme", "pfedpara", "fedem", "ditto", "apfl", "fedala", "fedbabu", "fedrod",
+    "fedsam",
 )  # fmt: skip
 
 
