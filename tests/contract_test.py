@@ -12,7 +12,8 @@ import pytest
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.engine import memory_estimate, sweep
-from fedjax_pfl.engine.rounds import Rounds, make_rounds, plain_rounds
+from fedjax_pfl.engine.records import Rounds
+from fedjax_pfl.engine.rounds import make_rounds, plain_rounds
 from tests import cases, programs, rules, tiny
 from tests.cases import NAMES, TASK
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY

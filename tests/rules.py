@@ -24,7 +24,8 @@ from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine import ledger
-from fedjax_pfl.engine.rounds import Log, Rounds, make_rounds
+from fedjax_pfl.engine.records import Log, Rounds
+from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
 

@@ -7,6 +7,8 @@ from fedjax_pfl import transforms
 from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
 from fedjax_pfl.core.setting import Setting
 
+STORES = ("device", "host", "disk")
+
 _OURS = tuple(OPTIMIZERS)  # which a rate is given to; a caller's own has one inside
 
 GENERAL: dict[str, dict[str, Setting]] = {
@@ -283,6 +285,13 @@ GENERAL: dict[str, dict[str, Setting]] = {
     },
     "Evaluation": {
         "eval_every": Setting(5, "rounds between evaluations; a last round has one anyway", low=1),
+        "evaluate_clients": Setting(
+            int,
+            "so many are evaluated, drawn by partition_seed from those who take part, the same "
+            "ones always; unset: all, or of more than 10,000 half as many as visits in between",
+            low=1,
+            per_phase=True,
+        ),
         "evaluate_after": Setting(
             True, "score each client's model after one more local training too, not only before"
         ),
@@ -334,6 +343,13 @@ GENERAL: dict[str, dict[str, Setting]] = {
             "number of devices that clients are spread over; unset: all, on a CPU at most as many "
             "as clients in a round",
             low=1,
+            resumable=True,
+        ),
+        "store": Setting(
+            "device",
+            "where examples and what stays with clients are kept: on every device; or on the "
+            "host, from where those of a cohort are sent in each round; or, what stays, on disk",
+            choices=STORES,
             resumable=True,
         ),
         "memory_gb": Setting(

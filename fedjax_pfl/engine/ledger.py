@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.engine.rounds import Log
+from fedjax_pfl.engine.records import Log
 
 
 class Ledger(NamedTuple):

@@ -12,7 +12,7 @@ from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.scores import METRICS
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine.ledger import Ledger
-from fedjax_pfl.engine.rounds import Evaluation, Log
+from fedjax_pfl.engine.records import Evaluation, Log
 
 
 def _number(value: Any) -> float | None:
@@ -102,8 +102,12 @@ def mean_std(values: Sequence[float]) -> dict[str, Any]:
     return {"mean": float(np.mean(values)), "std": spread, "seeds": len(values)}
 
 
-def client_scores(scores: Evaluation, task: Task) -> tuple[dict[str, Any], ...]:
-    """One row per client: its metrics and loss, before and after."""
+def client_scores(
+    scores: Evaluation, task: Task, evaluated: np.ndarray | None = None
+) -> tuple[dict[str, Any], ...]:
+    """One row per client, or per client of those evaluated: metrics and loss, before and after."""
+    if evaluated is not None:
+        scores = jax.tree.map(lambda leaf: np.asarray(leaf)[evaluated], scores)
     columns: dict[str, np.ndarray] = {"test_examples": np.asarray(scores.before.examples)}
     empty = np.full(len(columns["test_examples"]), np.nan)
     for word, part in (("before", scores.before), ("after", scores.after)):
@@ -137,9 +141,19 @@ def with_best(
 
 
 def client_table(
-    federation: Federation, rows: Sequence[Mapping[str, Any]], ledger: Ledger
+    federation: Federation,
+    rows: Sequence[Mapping[str, Any]],
+    ledger: Ledger,
+    evaluated: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of clients.csv."""
+    """The rows of clients.csv; nothing in the columns of `rows` for those who have none.
+
+    evaluated: whose the rows are, where they are not everybody's.
+    """
+    if evaluated is not None and len(rows):
+        own = dict(zip(evaluated.tolist(), rows, strict=True))
+        nothing = dict.fromkeys(rows[0])
+        rows = [own.get(i, nothing) for i in range(federation.clients)]
     return [
         {
             "client": i,
@@ -165,7 +179,7 @@ def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
     """Add the training metrics of one call's clients that arrived to sums and a count."""
     sums, count = dict(pending[0]), pending[1]
     for log in logs:
-        arrived = (log.present & ~log.dropped & ~log.rejected)[:rounds]
+        arrived = log.arrived[:rounds]
         count += int(arrived.sum())
         for name, values in log.metrics.items():
             sums[name] = sums.get(name, 0.0) + float(values[:rounds][arrived].sum())

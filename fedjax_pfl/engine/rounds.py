@@ -1,9 +1,9 @@
 """A compiled round, and many of them in one call: sample, send, train, receive, count.
 
-Sampling, chunking, sharding, masking and counting live here and nowhere else.
+Sampling, chunking, sharding, masking and counting live here and nowhere else. A round is computed
+from its cohort's own rows and examples (`Party`), wherever those of all clients lie.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,81 +21,23 @@ from fedjax_pfl.core.randomness import DROP, INIT, PERSONAL, SAMPLE, SEND, TRAIN
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.engine import multiprocess
 from fedjax_pfl.engine.map_clients import map_clients
-
-
-class Log(NamedTuple):
-    """What happened to a group's cohort; from `Rounds.run` with a leading axis of rounds."""
-
-    ids: jax.Array  # int32 [K]
-    present: jax.Array  # bool [K]: sampled into this slot
-    dropped: jax.Array  # bool [K]: downloaded and never answered
-    rejected: jax.Array  # bool [K]: the answer was not finite, or too large
-    metrics: dict[str, jax.Array]  # [K] each, of those that arrived
-    down: dict[str, jax.Array]  # int32 [K] bytes by layer
-    up: dict[str, jax.Array]
-
-
-class Evaluation(NamedTuple):
-    """Sums over each client's examples, [N]: as served, and after one more local training."""
-
-    before: local_training.Scores
-    validation: local_training.Scores  # as served or, where that is to choose, after local training
-    after: local_training.Scores | None
-
-
-class Plain(NamedTuple):
-    """An algorithm's rounds, to be compiled.
-
-    init      (key, start=None) -> State
-    run       (key, state, data, t, n) -> (state, logs): rounds t .. t+n-1, n up to `calls`
-    evaluate  (key, state, data, t) -> Evaluation
-    """
-
-    init: Callable[..., State]
-    run: Callable[..., tuple[State, tuple[Log, ...]]]
-    evaluate: Callable[..., Evaluation]
-
-
-class Rounds(NamedTuple):
-    """As Plain, compiled; `run` uses up the state that it is given."""
-
-    init: Any  # compiled functions can also be lowered, which Callable does not say
-    run: Any
-    evaluate: Any
-    place: Callable[[PyTree], PyTree]  # puts a tree on the devices that the rounds run on
-
-
-class How(NamedTuple):
-    """What a program of rounds is made for; none of it is traced. Groups of clients in tuples."""
-
-    algorithm: Algorithm  # as `groups.grouped` makes it
-    members: tuple[Algorithm, ...]
-    membership: tuple[np.ndarray, ...]  # bool [N] for each group
-    task: Task
-    federation: Federation
-    cohort: int
-    calls: int
-    dropout: Any
-    max_update_norm: Any
-    after: bool
-    validate_after: bool
-    chunk: int
-    mesh: Mesh | None
-
-
-class Shared(NamedTuple):
-    """What all clients of a stage have in common."""
-
-    key: jax.Array
-    state: State  # without the clients
-    data: FederatedData
-    t: Any
+from fedjax_pfl.engine.records import (
+    Evaluation,
+    How,
+    Log,
+    Party,
+    Plain,
+    Rounds,
+    Seats,
+    Shared,
+)
 
 
 class Seat(NamedTuple):
     """A place in the cohort; stacked on axis 0."""
 
     i: jax.Array
+    place: jax.Array
     present: jax.Array
     dropped: jax.Array
     client: PyTree
@@ -147,6 +89,7 @@ def plain_rounds(
     max_update_norm: float | None = None,
     after: bool = True,
     validate_after: bool = False,
+    evaluated: np.ndarray | None = None,
     chunk: int = 1,
     mesh: Mesh | None = None,
 ) -> Plain:
@@ -159,6 +102,7 @@ def plain_rounds(
       max_update_norm: uploads that change more than this are rejected; None: any finite one counts.
       after: whether `evaluate` also trains every client once more and scores the result.
       validate_after: whether it is that result which is scored on the validation examples.
+      evaluated: the ids of those who are evaluated, in order; None: all. Others have no examples.
       chunk, mesh: see `map_clients`.
     """
     active = int(np.sum(federation.active))
@@ -171,6 +115,7 @@ def plain_rounds(
     several = groups.has_groups(algorithm)
     of_group = federation.groups if several else np.zeros(federation.clients, int)
     how = How(
+        algorithm,
         groups.grouped(algorithm),
         members,
         tuple(of_group == g for g in range(len(members))),
@@ -182,6 +127,7 @@ def plain_rounds(
         max_update_norm,
         after,
         validate_after,
+        evaluated,
         chunk,
         mesh,
     )
@@ -198,7 +144,15 @@ def plain_rounds(
     def evaluate(key: jax.Array, state: State, data: FederatedData, t: jax.Array) -> Evaluation:
         return _evaluate(how, key, groups.enter(algorithm, state), data, t)
 
-    return Plain(init, run, evaluate)
+    return Plain(
+        init,
+        run,
+        evaluate,
+        partial(_seats, how),
+        partial(_meet, how),
+        partial(partial, _score_party, how),
+        how,
+    )
 
 
 def _run(
@@ -218,10 +172,29 @@ def _run(
 
 
 def _round(how: How, key: jax.Array, state: State, data: FederatedData, t: Any) -> Several:
-    """One round of all groups; `state.clients` is a tuple."""
-    shared = Shared(key, state._replace(clients=()), data, t)
-    ids = _sample(how, key, t)
-    met = [_meet(how, g, shared, clients, ids) for g, clients in enumerate(state.clients)]
+    """One round, with all clients at hand; `state.clients` is a tuple."""
+    each = _seats(how, key, t)
+    parties = tuple(
+        Party(seats, seats.ids, data, trees.row(clients, seats.ids))
+        for seats, clients in zip(each, state.clients, strict=True)
+    )
+    now, logs = _meet(how, key, state._replace(clients=()), parties, t)
+    n = how.federation.clients
+    clients = tuple(
+        trees.put(whole, jnp.where(log.arrived, log.ids, n), new)
+        for whole, log, new in zip(state.clients, logs, now.clients, strict=True)
+    )
+    return Several(now._replace(clients=clients), logs)
+
+
+def _meet(
+    how: How, key: jax.Array, state: State, parties: tuple[Party, ...], t: Any
+) -> tuple[State, tuple[Log, ...]]:
+    """One round of the parties: the state with their clients after it, and the logs."""
+    met = [
+        _meet_group(how, g, Shared(key, state, party.data, t), party)
+        for g, party in enumerate(parties)
+    ]
     cohorts, clients, logs = zip(*met, strict=True)
 
     def receive(now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
@@ -230,7 +203,7 @@ def _round(how: How, key: jax.Array, state: State, data: FederatedData, t: Any) 
     anyone = jnp.any(jnp.concatenate([cohort.arrived for cohort in cohorts]))
     now = (state.server, state.rows)
     server, rows = jax.lax.cond(anyone, receive, groups.unchanged, now)
-    return Several(State(server, rows, clients), logs)
+    return State(server, rows, clients), logs
 
 
 def _sample(how: How, key: jax.Array, t: Any) -> jax.Array:
@@ -242,35 +215,38 @@ def _sample(how: How, key: jax.Array, t: Any) -> jax.Array:
     return jnp.sort(jnp.asarray(candidates)[jnp.argsort(draws)[: how.cohort]])
 
 
-def _seats(how: How, g: int, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cohort's clients of group g in a fixed number of places, and which are taken."""
+def _seats(how: How, key: jax.Array, t: Any) -> tuple[Seats, ...]:
+    """Those of each group."""
+    ids = _sample(how, key, t)
+    return tuple(_seats_of_group(how, g, ids) for g in range(len(how.members)))
+
+
+def _seats_of_group(how: How, g: int, ids: jax.Array) -> Seats:
+    """The cohort's clients of group g in a fixed number of places."""
     candidates = how.membership[g][how.federation.active]
     if candidates.all():
-        return ids, jnp.ones(how.cohort, bool)
+        return Seats(ids, jnp.ones(how.cohort, bool))
     own = jnp.asarray(how.membership[g])[ids]
     # At least one, empty, where every client of a group is novel: arrays need a length.
     places = max(1, min(how.cohort, int(np.sum(candidates))))
     order = jnp.argsort(~own, stable=True)[:places]
-    return ids[order], own[order]
+    return Seats(ids[order], own[order])
 
 
-def _meet(
-    how: How, g: int, shared: Shared, clients: PyTree, ids: jax.Array
-) -> tuple[Cohort, PyTree, Log]:
+def _meet_group(how: How, g: int, shared: Shared, party: Party) -> tuple[Cohort, PyTree, Log]:
     """One group's part of a round: what the server gets, the group's clients after it, the log."""
-    ids, present = _seats(how, g, ids)
+    ids, present = party.seats
 
     def draw(i: jax.Array) -> jax.Array:
         return jax.random.uniform(stage_key(shared.key, DROP, shared.t, i))
 
     dropped = present & (jax.vmap(draw)(ids) < how.dropout)
-    seats = Seat(ids, present, dropped, trees.row(clients, ids))
+    seats = Seat(ids, party.places, present, dropped, party.clients)
     work = partial(_work, how.members[g], how.max_update_norm)
     met = map_clients(work, shared, seats, present, how.chunk, how.mesh)
 
-    n = how.federation.clients
     arrived = present & ~dropped & met.fine
-    safe = jnp.where(arrived, ids, n)
+    safe = jnp.where(arrived, ids, how.federation.clients)
     counts = jnp.asarray(how.federation.counts, jnp.float32)
     weights = counts.at[safe].get(mode="fill", fill_value=0.0)
     # Zero is as good as anything there, but for 0 · NaN.
@@ -280,8 +256,7 @@ def _meet(
     )
     cohort = Cohort(safe, arrived, weights, met.payload, uploads, shared.t)
     rejected = present & ~dropped & ~met.fine
-    log = Log(ids, present, dropped, rejected, metrics, met.down, met.up)
-    return cohort, trees.put(clients, safe, met.client), log
+    return cohort, met.client, Log(ids, present, dropped, rejected, metrics, met.down, met.up)
 
 
 def _work(member: Algorithm, max_update_norm: Any, shared: Shared, seat: Seat) -> Met:
@@ -289,7 +264,7 @@ def _work(member: Algorithm, max_update_norm: Any, shared: Shared, seat: Seat) -
     key, state, data, t = shared
     i = seat.i
     payload = member.send(state, Visit(i, None, t, stage_key(key, SEND, t, i)))
-    visit = Visit(i, client_data(data, i), t, stage_key(key, TRAIN, t, i))
+    visit = Visit(i, client_data(data, seat.place), t, stage_key(key, TRAIN, t, i))
     upload, variables, client, metrics = member.train(payload, seat.client, visit)
     fine = trees.all_finite((upload, variables, client))
     if max_update_norm is not None:
@@ -313,27 +288,43 @@ def _evaluate(
     how: How, key: jax.Array, state: State, data: FederatedData, t: jax.Array
 ) -> Evaluation:
     """The sum over groups: a client has scores in its own only."""
-    shared = Shared(key, state._replace(clients=()), data, t)
-    ids = jnp.arange(how.federation.clients, dtype=jnp.int32)
+    n, some = how.federation.clients, how.evaluated
+    ids = jnp.arange(n, dtype=jnp.int32) if some is None else jnp.asarray(some, jnp.int32)
 
     def group(g: int) -> Evaluation:
-        work = partial(_scores, how, how.members[g])
-        own = jnp.asarray(how.membership[g])
-        scores = map_clients(work, shared, (ids, state.clients[g]), own, how.chunk, how.mesh)
-        return trees.where(own, scores, jax.tree.map(jnp.zeros_like, scores))
+        own, clients = jnp.asarray(how.membership[g]), state.clients[g]
+        if some is not None:
+            own, clients = trees.row((own, clients), ids)
+        party = Party(Seats(ids, own), ids, data, clients)
+        return _score_party(how, g, key, state._replace(clients=()), party, t)
 
     first, *others = map(group, range(len(how.members)))
     for scores in others:
         first = jax.tree.map(jnp.add, first, scores)
-    return first
+    if some is None:
+        return first
+    return jax.tree.map(lambda a: jnp.zeros((n, *a.shape[1:]), a.dtype).at[ids].set(a), first)
 
 
-def _scores(how: How, member: Algorithm, shared: Shared, item: tuple[Any, PyTree]) -> Evaluation:
+def _score_party(
+    how: How, g: int, key: jax.Array, state: State, party: Party, t: Any
+) -> Evaluation:
+    """Those of a group, [K]; zeros where a seat is empty."""
+    (ids, own), places, data, clients = party
+    work = partial(_scores, how, how.members[g])
+    items = (ids, places, clients)
+    scores = map_clients(work, Shared(key, state, data, t), items, own, how.chunk, how.mesh)
+    return trees.where(own, scores, jax.tree.map(jnp.zeros_like, scores))
+
+
+def _scores(
+    how: How, member: Algorithm, shared: Shared, item: tuple[Any, Any, PyTree]
+) -> Evaluation:
     """One client's."""
     key, state, data, t = shared
-    i, client = item
-    own = client_data(data, i)
-    test = Split(data.test.rows[i], data.test.size[i])
+    i, place, client = item
+    own = client_data(data, place)
+    test = Split(data.test.rows[place], data.test.size[place])
     served = member.personal(state, client, Visit(i, own, t, stage_key(key, PERSONAL, t, i)))
     score = partial(_score, how.task, member, own)
     before, validation = score(served, test), score(served, own.validation)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.rounds import Plain, Rounds, compiled
+from fedjax_pfl.engine.records import Plain, Rounds
+from fedjax_pfl.engine.rounds import compiled
 
 
 class Apart(UsageError):

@@ -18,7 +18,7 @@ from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suit
 from fedjax_pfl.data.augment import on_normalised
 from fedjax_pfl.engine import memory_estimate, multiprocess, sweep
 from fedjax_pfl.engine.execution_plan import Plan
-from fedjax_pfl.engine.rounds import Rounds
+from fedjax_pfl.engine.records import Rounds
 from fedjax_pfl.runs import points
 from fedjax_pfl.runs.phase import Phase, Work, at_once
 
@@ -86,6 +86,7 @@ def build(
         if arrays.scale is None or len(federation.input_shape) != 3:
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
+    _check_store(config.store, several=len(configs) > 1)
     phases, states, begin = list[Phase](), list[Any](), 0
     each = [one.phases for one in specified]
     cohorts = (one.settings.clients_per_round or config.clients for one in each[0])
@@ -167,6 +168,15 @@ def _short_batches(phase: Phase, state: Any) -> str:
         f"an epoch of {hurt} of {len(counts)} clients ends with a batch of {_FEW} examples or "
         "fewer, which can cost accuracy with BatchNorm; drop_last leaves it out"
     )
+
+
+def _check_store(store: str, *, several: bool) -> None:
+    """UsageError where what is to be kept elsewhere than on the devices cannot be."""
+    if store == "device" or not (several or multiprocess.count() > 1):
+        return
+    many = "seeds and sweep are" if several else "several processes are"
+    alone = "run them one by one" if several else "use one process"
+    raise UsageError(f"{many} for store=device, and store is {store}; {alone}, or leave store out")
 
 
 def _left_out(one: ConfigDict, dataset: data.Dataset, federation: Federation) -> str:

@@ -24,7 +24,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import enter, members
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import client_data
-from fedjax_pfl.engine import metrics
+from fedjax_pfl.engine.stores import Clients
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard
 from fedjax_pfl.networks.modular import Modular, Routed
@@ -33,7 +33,7 @@ from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.run_state import restored as from_checkpoint
-from fedjax_pfl.runs.run_state import templates
+from fedjax_pfl.runs.run_state import table, templates
 
 _KEY = "fedjax_pfl"  # of the metadata; one key, because their order is not fixed
 _FORMAT = 1
@@ -94,7 +94,7 @@ def restored(
     return runner.Result(
         config=resolved,
         metrics=list(at.metrics),
-        clients=metrics.client_table(built.federation, at.clients, at.ledger),
+        clients=table(built, at),
         ledger=at.ledger,
         state=state,
         best=best,
@@ -176,7 +176,9 @@ def personal(
     """The variables that clients are served, as NumPy arrays: of a state after t rounds."""
     algorithm = result.phases[-1].algorithm
     # From wherever it was computed to one device, once for all clients.
-    state, data = jax.device_put(jax.device_get((enter(algorithm, state), result.data)))
+    clients = state.clients if isinstance(state.clients, Clients) else None
+    kept = state._replace(clients=()) if clients else enter(algorithm, state)
+    state, data = jax.device_put(jax.device_get((kept, result.data)))
     seen = state._replace(clients=())
 
     def served(member: Algorithm) -> Any:
@@ -190,7 +192,10 @@ def personal(
     key = jax.random.key(result.config["seed"])
     for i in ids:
         g = int(result.federation.groups[i])
-        client = trees.row(state.clients[g], i)
+        if clients:
+            client = trees.row(clients.read(g, np.array([i])), 0)
+        else:
+            client = trees.row(state.clients[g], i)
         yield i, jax.device_get(each[g](seen, data, client, i, t, key))
 
 

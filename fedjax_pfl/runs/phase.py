@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -23,10 +24,15 @@ from fedjax_pfl.core.task import Task
 from fedjax_pfl.data.checks import holder
 from fedjax_pfl.engine import sweep
 from fedjax_pfl.engine.execution_plan import Plan
-from fedjax_pfl.engine.rounds import Rounds, compiled, plain_rounds
+from fedjax_pfl.engine.on_device import OnDevice
+from fedjax_pfl.engine.records import Plain, Rounds
+from fedjax_pfl.engine.rounds import compiled, plain_rounds
+from fedjax_pfl.engine.streamed import Streamed
 from fedjax_pfl.networks.own import Own, check, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import points
+
+_MANY = 10_000  # clients; of more than that not all are evaluated, unless that is said
 
 
 @dataclasses.dataclass(eq=False)
@@ -74,10 +80,22 @@ class Work:
         made = {one: _algorithm(self, conv, values) for one, values in each.items()}
         return tuple(made[one] for one in own)
 
-    def rounds(self, plan: Plan) -> Rounds:
-        """Compiled when they are first called."""
+    @functools.cached_property
+    def evaluated(self) -> np.ndarray | None:
+        """The ids of those who are evaluated, the same in all evaluations; None: all."""
+        one, active = self.alike[0], np.flatnonzero(self.federation.active)
+        most = one.evaluate_clients
+        if most is None and len(active) > _MANY:  # half as many as train between two evaluations
+            most = max(1, self.cohort * one.eval_every // 2)
+        if most is None or most >= len(active):
+            return None
+        rng = np.random.default_rng([one.partition_seed, 0xE7A1])
+        return np.sort(rng.choice(active, most, replace=False)).astype(np.int32)
+
+    def plain(self, chunk: int) -> Callable[..., Plain]:
+        """From an algorithm to its rounds, to be compiled."""
         one = self.alike[0]
-        plain = functools.partial(
+        return functools.partial(
             plain_rounds,
             task=self.task,
             federation=self.federation,
@@ -87,9 +105,14 @@ class Work:
             max_update_norm=one.max_update_norm,
             after=one.evaluate_after,
             validate_after=one.validate_after,
-            chunk=plan.chunk,
+            evaluated=self.evaluated,
+            chunk=chunk,
             mesh=self.mesh,
         )
+
+    def rounds(self, plan: Plan) -> Rounds:
+        """Compiled when they are first called."""
+        plain = self.plain(plan.chunk)
         if len(self.alike) == 1:
             return compiled(plain(self.algorithms(plan.conv)[0]), self.mesh)
 
@@ -105,6 +128,19 @@ class Phase(NamedTuple):
     work: Work
     plan: Plan
     rounds: Rounds
+
+    def program(self, folder: Path | None) -> OnDevice | Streamed:
+        """Its rounds with the examples, as a run goes through them.
+
+        folder: where what does not fit into memory may lie.
+        """
+        work, store = self.work, self.config.store
+        if store == "device":
+            return OnDevice(self.rounds, self.points, work.arrays)
+        plain = work.plain(self.plan.chunk)(self.algorithm)
+        return Streamed(
+            plain, self.points, work.arrays, work.mesh, end=self.end, store=store, folder=folder
+        )
 
     @property
     def config(self) -> ConfigDict:

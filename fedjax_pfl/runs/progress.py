@@ -7,7 +7,7 @@ import numpy as np
 
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.engine import metrics
-from fedjax_pfl.engine.rounds import Evaluation
+from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report.numbers import human_bytes, number, show_score, spoken
 from fedjax_pfl.runs.build import Built
 from fedjax_pfl.runs.run_state import Member

@@ -19,9 +19,9 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.engine import ledger, metrics, multiprocess, sweep, vital_signs
+from fedjax_pfl.engine import ledger, metrics, multiprocess, stores, sweep, vital_signs
 from fedjax_pfl.engine.ledger import Ledger
-from fedjax_pfl.engine.rounds import Evaluation
+from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import Built, fixed_length
@@ -79,7 +79,9 @@ def save(member: Member, state: State) -> None:
     """Write a checkpoint of where it stands."""
     if member.store:
         began = time.perf_counter()
-        saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
+        saved = {"state": stores.arrays(state)}
+        if member.best is not None:
+            saved["best"] = stores.arrays(member.best)
         with member.writing():
             facts = _facts(member.at) | {"config": member.config}
             member.store.save(member.at.round, saved, facts)
@@ -135,7 +137,7 @@ def measured(
     if better and validation:
         score = validation[f"{built.task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)
-        member.best = jax.tree.map(np.array, jax.device_get(state))
+        member.best = stores.copied(state)
     line = {
         "round": at.round,
         "phase": at.phase,
@@ -155,7 +157,8 @@ def measured(
         **metrics.own(built.task),
         **_signs(built, member, shown),
     }
-    rows = metrics.client_scores(scores, built.task)
+    evaluated = built.phases[at.phase].work.evaluated
+    rows = metrics.client_scores(scores, built.task, evaluated)
     known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
     rows = metrics.with_best(rows, known, better, built.task)
     member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
@@ -187,6 +190,12 @@ def news(member: Member) -> list[str]:
     said = [line.get("remarks", []) for line in member.at.metrics[-2:]]
     before = said[0] if len(said) > 1 else []
     return [remark for remark in said[-1] if remark not in before]
+
+
+def table(built: Built, at: Position) -> list[dict[str, Any]]:
+    """A row for each client, at the end of a run."""
+    last = built.phases[-1].work.evaluated
+    return metrics.client_table(built.federation, at.clients, at.ledger, last)
 
 
 def _better(

@@ -21,6 +21,8 @@ from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
 from fedjax_pfl.engine.ledger import Ledger
+from fedjax_pfl.engine.on_device import OnDevice
+from fedjax_pfl.engine.streamed import Streamed
 from fedjax_pfl.report import run_reader, tensorboard
 from fedjax_pfl.runs import beside, checkpoints, points, progress, run_directory
 from fedjax_pfl.runs.build import Built, build, described, fixed_length
@@ -36,6 +38,7 @@ from fedjax_pfl.runs.run_state import (
     resume,
     save,
     start,
+    table,
     together,
 )
 
@@ -221,7 +224,7 @@ def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, R
         result = results[member.name] = Result(
             member.config,
             list(member.at.metrics),
-            metrics.client_table(built.federation, member.at.clients, member.at.ledger),
+            table(built, member.at),
             member.at.ledger,
             states[member.name],
             member.best,
@@ -275,13 +278,14 @@ def _advance(
             bar.write(line, file=sys.stderr)
         for number in range(at.phase, len(built.phases)):
             phase = built.phases[number]
+            program = phase.program(members[0].directory)
             if members[0].at.phase < number or state is None:
-                state = phase.rounds.init(phase.rounds.place(phase.points), state)
+                state = program.init(state)
                 for member in members:
                     member.at = member.at._replace(phase=number, best_round=None, best_score=None)
                     member.best = None
             if members[0].at.round < phase.end:
-                state = _one_phase(built, phase, members, state, bar, stop)
+                state = _one_phase(built, phase, program, members, state, bar, stop)
     return [_state_of(state, i, members) for i in range(len(members))]
 
 
@@ -312,20 +316,18 @@ def _named(member: Member, line: str) -> str:
 
 
 def _one_phase(
-    built: Built, phase: Phase, members: Sequence[Member], state: State, bar: Any, stop: Stop
+    built: Built,
+    phase: Phase,
+    program: OnDevice | Streamed,
+    members: Sequence[Member],
+    state: State,
+    bar: Any,
+    stop: Stop,
 ) -> State:
     """Run a phase from where it stands to its end."""
-    place, one = phase.rounds.place, phase.config
-    key, arrays, state = place((phase.points, built.data, state))
-
-    def on_devices(value: int) -> Any:
-        return place(np.int32(value))
-
+    one, state = phase.config, program.enter(state)
     began = time.perf_counter()
-    zero = on_devices(0)
-    run_rounds = phase.rounds.run.lower(key, state, arrays, zero, zero).compile()
-    evaluate = phase.rounds.evaluate.lower(key, state, arrays, zero).compile()
-    observe = [jax.jit(algorithm.observe) for algorithm in phase.algorithms]
+    program.compile(state, members[0].at.round)
     multiprocess.agree("compiled")
     compiling = time.perf_counter() - began
     for member in members:
@@ -338,12 +340,11 @@ def _one_phase(
             began = time.perf_counter()
             until = boundary(one, phase.begin, now)
             rounds = until - now
-            state, all_logs = run_rounds(key, state, arrays, on_devices(now), on_devices(rounds))
-            all_logs = jax.device_get(jax.block_until_ready(all_logs))
+            state, all_logs = program.run(state, now, rounds)
             trained = time.perf_counter()
             evaluated = (until - phase.begin) % one.eval_every == 0 or until == phase.end
             if evaluated:
-                all_scores = jax.device_get(evaluate(key, state, arrays, on_devices(until)))
+                all_scores = program.evaluate(state, until)
             ended = time.perf_counter()
             for i, member in enumerate(members):
                 logs = _part(all_logs, i, members)
@@ -358,7 +359,7 @@ def _one_phase(
                 )
                 if evaluated:
                     mine, scores = _state_of(state, i, members), _part(all_scores, i, members)
-                    shown = jax.device_get(observe[i](mine))
+                    shown = program.observe(phase.algorithms[i], mine)
                     line = measured(built, member, scores, mine, shown)
                     said += [f"round {until}: {remark}" for remark in news(member)]
                     said += progress.not_finite(built, member, scores)

@@ -14,7 +14,8 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained, Vis
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.task import classification
-from fedjax_pfl.engine.rounds import Rounds, make_rounds
+from fedjax_pfl.engine.records import Rounds
+from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.mlp import MLP
 from tests import tiny
 from tests.engine.rounds_test import KEY, scalar

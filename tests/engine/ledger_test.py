@@ -11,7 +11,8 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, Trained
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.engine import ledger
-from fedjax_pfl.engine.rounds import Log, Rounds, make_rounds
+from fedjax_pfl.engine.records import Log, Rounds
+from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.mlp import MLP
 from tests import tiny

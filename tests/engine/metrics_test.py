@@ -10,7 +10,7 @@ from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.core.task import Task, classification, judged_by, regression
 from fedjax_pfl.engine import ledger, metrics
-from fedjax_pfl.engine.rounds import Evaluation, Log
+from fedjax_pfl.engine.records import Evaluation, Log
 from fedjax_pfl.runs import progress, run_state
 
 TASK = Task(None, (ACCURACY._replace(name="a"),), has_classes=True)

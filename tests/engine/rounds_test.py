@@ -17,7 +17,8 @@ from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.randomness import INIT, stage_key
 from fedjax_pfl.engine import ledger
-from fedjax_pfl.engine.rounds import Rounds, make_rounds
+from fedjax_pfl.engine.records import Rounds
+from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.mlp import MLP
 from tests import cases, tiny
 

@@ -1,0 +1,86 @@
+"""A run is the same wherever examples and what stays with clients are kept."""
+
+import csv
+
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine.stores import arrays
+from fedjax_pfl.runs import export, runner
+from fedjax_pfl.runs.interrupt import Stop, Stopped
+from tests.runs.common import BASE, undisturbed, untimed
+
+# The second phase begins with the heads and the model of the first.
+CONFIG = {k: v for k, v in BASE.items() if k != "devices"} | {
+    "algorithm": "fedper",
+    "clients": 6,
+    "clients_per_round": 3,
+    "rounds": 4,
+    "phases": ({"rounds": 2}, {"rounds": 2}),
+}
+
+
+def assert_close(got, wanted):
+    """Numbers to 1e-6, and everything else the same."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        if isinstance(one, str):
+            assert one == other
+        else:
+            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def assert_same(got, wanted):
+    assert got.ledger == wanted.ledger
+    for one, other in ((got.state, wanted.state), (got.best, wanted.best)):
+        assert_close(one and arrays(one), other and arrays(other))
+    assert_close(untimed(got.metrics), untimed(wanted.metrics))
+    assert_close(got.clients, wanted.clients)
+
+
+def stopped(config, directory):
+    """Until its first call has been saved."""
+    stop = Stop()
+    stop.asked = 130
+    with pytest.raises(Stopped):
+        runner.run(config, directory, stop)
+
+
+def test_a_run_goes_on_with_another_store(tmp_path):
+    """Of four rounds one on the device, one on the host, the others on disk."""
+    stopped(CONFIG, tmp_path)
+    stopped(CONFIG | {"store": "host"}, tmp_path)
+    got = runner.run(CONFIG | {"store": "disk"}, tmp_path)
+    assert got.resumed_at == 2
+    wanted = undisturbed(CONFIG)
+    assert_same(got, wanted)
+    whole = export.restored(tmp_path)
+    for state in (got.state, got.best):
+        parts = (export.personal(whole, one, 4, [1, 4]) for one in (state, arrays(state)))
+        for (i, one), (j, other) in zip(*parts, strict=True):
+            assert i == j
+            assert_close(one, other)
+
+
+def test_some_clients_are_evaluated_and_all_are_trained(tmp_path):
+    config = CONFIG | {"evaluate_clients": 2, "validation_fraction": 0.0, "phases": (), "rounds": 4}
+    one, other = (
+        runner.run(config | {"store": store}, tmp_path / store) for store in ("device", "host")
+    )
+    assert_same(one, other)
+    seen = [row["client"] for row in one.clients if row["before_accuracy"] is not None]
+    assert (
+        len(seen) == one.metrics[0]["before"]["clients"] == one.metrics[1]["before"]["clients"] == 2
+    )
+    assert sum(row["visits"] > 0 for row in one.clients) > 2
+    with open(tmp_path / "device" / "clients.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["client"] for row in rows if row["test_examples"]] == [str(i) for i in seen]
+
+
+def test_several_runs_are_of_the_device(tmp_path):
+    with pytest.raises(UsageError, match="run them one by one"):
+        runner.run_all(CONFIG | {"store": "host", "seeds": 2}, tmp_path)
+    assert not list(tmp_path.iterdir())
