@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.algorithm import Federation, State
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.core.task import Task, classification, judged_by, regression
@@ -120,9 +120,14 @@ def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
     assert best(metrics.with_best(rows(0.7, 0.8), saved_earlier, False, TASK)) == [(None, None)]
 
 
+NOTHING = State((), (), ())
+
+
 def member_and_program(task=TASK):
     phase = SimpleNamespace(
-        federation=SimpleNamespace(active=everyone(1)), config=SimpleNamespace(algorithm="fedavg")
+        federation=SimpleNamespace(active=everyone(1)),
+        config=SimpleNamespace(algorithm="fedavg"),
+        work=SimpleNamespace(evaluated=None),
     )
     built = SimpleNamespace(phases=[phase, phase], task=task)
     return built, run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
@@ -132,10 +137,10 @@ def test_a_phase_does_not_take_over_the_best_of_the_one_before():
     """Its first score is not a number, so that it has no best round yet."""
     built, one = member_and_program()
     good, unknown = (scores([value], [1.0], [4]) for value in (3, np.nan))
-    run_state.measured(built, one, Evaluation(good, good, None), {}, {})
+    run_state.measured(built, one, Evaluation(good, good, None), NOTHING, {})
     assert one.at.clients[0]["best_before_a"] == 0.75
     one.at = one.at._replace(phase=1, best_round=None, best_score=None)
-    run_state.measured(built, one, Evaluation(unknown, unknown, None), {}, {})
+    run_state.measured(built, one, Evaluation(unknown, unknown, None), NOTHING, {})
     assert (one.at.best_round, one.at.clients[0]["best_before_a"]) == (None, None)
 
 
@@ -146,7 +151,7 @@ def best_round(task, values, losses, name):
         part = scores([value], [loss], [1], name)
         if task is not TASK:
             part = part._replace(metrics=part.metrics | {"rmse": part.metrics[name]})
-        run_state.measured(built, one, Evaluation(part, part, None), {}, {})
+        run_state.measured(built, one, Evaluation(part, part, None), NOTHING, {})
     return one.at.best_round
 
 
@@ -160,14 +165,16 @@ def test_the_best_round_is_the_best_and_finite():
 def test_a_round_in_which_one_client_is_not_finite_is_never_the_best():
     """The mean over the others would be higher than before."""
     phase = SimpleNamespace(
-        federation=SimpleNamespace(active=everyone(2)), config=SimpleNamespace(algorithm="fedavg")
+        federation=SimpleNamespace(active=everyone(2)),
+        config=SimpleNamespace(algorithm="fedavg"),
+        work=SimpleNamespace(evaluated=None),
     )
     built = SimpleNamespace(phases=[phase], task=TASK)
     one = run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(2)))
     whole, part = scores([2, 4], [1, 1], [4, 4]), scores([0, 4], [np.nan, 1], [4, 4])
     for t, found in enumerate([whole, part], 1):
         one.at = one.at._replace(round=t)
-        line = run_state.measured(built, one, Evaluation(found, found, None), {}, {})
+        line = run_state.measured(built, one, Evaluation(found, found, None), NOTHING, {})
     assert line["validation"]["a_mean"] == 1.0
     assert one.at.best_round == 1
     said = list(progress.not_finite(built, one, Evaluation(part, part, None)))
