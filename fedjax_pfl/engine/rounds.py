@@ -212,7 +212,8 @@ def _sample(how: How, key: jax.Array, t: Any) -> jax.Array:
     if how.cohort == len(candidates):
         return jnp.asarray(candidates)
     draws = jax.random.uniform(stage_key(key, SAMPLE, t), (len(candidates),))
-    return jnp.sort(jnp.asarray(candidates)[jnp.argsort(draws)[: how.cohort]])
+    _, lowest = jax.lax.top_k(-draws, how.cohort)  # of two alike the first, as a sort would have it
+    return jnp.sort(jnp.asarray(candidates)[lowest])
 
 
 def _seats(how: How, key: jax.Array, t: Any) -> tuple[Seats, ...]:

@@ -148,6 +148,7 @@ class Rows:
         self.slot = np.full(clients, -1, np.int32)
         self.space = self._new_space()
         self.number = 0  # of records that are written
+        self.changed = np.zeros(clients, bool)  # since somebody last looked
 
     def _new_space(self) -> "_Memory | _File | None":
         if not self.form.size:
@@ -181,6 +182,7 @@ class Rows:
         self.slot[new] = np.arange(self.number, self.number + len(new), dtype=np.int32)
         self.number += len(new)
         self.space.write(self.slot[ids], records)
+        self.changed[ids] = True
 
     def read(self, ids: np.ndarray) -> PyTree:
         """Some clients' arrays, stacked."""
@@ -212,6 +214,7 @@ class Clients:
         """`several`: an algorithm has a tuple of groups, and not just one."""
         self.groups, self.several = tuple(groups), several
         self.best: Snapshot | None = None  # of an earlier round, which has to stay as it is
+        self.described: Any = None  # where it was last saved
 
     def records(self, g: int, ids: np.ndarray) -> np.ndarray:
         """Those of some clients of a group."""
@@ -249,6 +252,10 @@ class Clients:
     def written(self, g: int) -> np.ndarray:
         """Those of a group who do not have what all began with."""
         return self.groups[g].written()
+
+    def kept(self) -> int:
+        """Bytes of what has been written."""
+        return sum(rows.number * rows.form.size for rows in self.groups)
 
     def shapes(self) -> PyTree:
         """Those of all of it, as `State.clients` has them on a device."""

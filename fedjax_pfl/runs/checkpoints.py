@@ -70,6 +70,11 @@ class Store(NamedTuple):
     def folder(self) -> Path:
         return Path(self.manager.directory)
 
+    @property
+    def rows(self) -> Path:
+        """Where `changed_rows` writes what checkpoints need beside their own files."""
+        return self.folder.parent / "rows"
+
     def _folder(self, step: int) -> Path:
         return self.folder / str(step)
 

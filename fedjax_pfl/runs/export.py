@@ -78,6 +78,7 @@ def restored(
     if not (folder / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
     here = {k: v for k, v in config.items() if k not in having("resumable")}
+    here["store"] = config.get("store", "device")  # what does not fit on a device still does not
     here["data_dir"] = data_dir or config.get("data_dir")
     words, here = custom.added(here, **brought)
     settings = configuration.complete(here, words)

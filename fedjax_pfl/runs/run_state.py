@@ -5,6 +5,7 @@ A program computes one run or, in a sweep, several: each is a member with a dire
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence, Set
@@ -16,6 +17,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
@@ -23,8 +25,9 @@ from fedjax_pfl.engine import ledger, metrics, multiprocess, stores, sweep, vita
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report import tensorboard
-from fedjax_pfl.runs import checkpoints, run_directory
+from fedjax_pfl.runs import changed_rows, checkpoints, run_directory
 from fedjax_pfl.runs.build import Built, fixed_length
+from fedjax_pfl.runs.phase import Phase
 
 
 class Position(NamedTuple):
@@ -58,6 +61,7 @@ class Member:
     seen: run_directory.Observations = dataclasses.field(default_factory=dict)
     resumed_at: int | None = None
     last_checkpoint_seconds: float = 0.0  # what it took here, which is what the next one may take
+    files: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # of its checkpoints
     named: set[int] = dataclasses.field(default_factory=set)  # clients once said not to be finite
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
@@ -79,15 +83,39 @@ def save(member: Member, state: State) -> None:
     """Write a checkpoint of where it stands."""
     if member.store:
         began = time.perf_counter()
-        saved = {"state": stores.arrays(state)}
-        if member.best is not None:
-            saved["best"] = stores.arrays(member.best)
         with member.writing():
-            facts = _facts(member.at) | {"config": member.config}
-            member.store.save(member.at.round, saved, facts)
+            _write(member, member.store, state)
         took = member.last_checkpoint_seconds = time.perf_counter() - began
         total = member.at.checkpoint_seconds + took
         member.at = member.at._replace(checkpoint_seconds=total)
+
+
+def _write(member: Member, store: checkpoints.Store, state: State) -> None:
+    saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
+    facts, clients = _facts(member.at) | {"config": member.config}, state.clients
+    if not isinstance(clients, stores.Clients):
+        store.save(member.at.round, saved, facts)
+        return
+    best = None if member.best is None else member.best.clients
+    best = best if isinstance(best, stores.Snapshot) else None  # else from a run on the device
+    now = changed_rows.write(store.rows, str(member.at.round), clients, best)
+    saved["state"] = state._replace(clients=())
+    if best is not None:
+        saved["best"] = saved["best"]._replace(clients=())
+    store.save(member.at.round, saved, facts | {"rows": now._asdict()})
+    changed_rows.done(clients, best, now)
+    steps = store.steps()
+    known = member.files | {member.at.round: [*now.files]}
+    member.files = {step: known[step] if step in known else _files(store, step) for step in steps}
+    changed_rows.clear(store.rows, member.files.values())
+
+
+def _files(store: checkpoints.Store, step: int) -> list[str]:
+    """Those that an earlier checkpoint needs."""
+    try:
+        return list((store.facts(step).get("rows") or {}).get("files", ()))
+    except checkpoints.DamagedError:
+        return []
 
 
 def checkpoints_fit(members: Sequence[Member]) -> bool:
@@ -329,12 +357,39 @@ def restored(
             f"{'; '.join(different)}{why and f'; it cannot be gone on from, because {why}'}; bring "
             "its own ones back from a copy, or delete that folder to start again"
         )
+    rows = facts.pop("rows", None)
     at = _position(facts)
     wanted = {"state": templates[at.phase]}
     if at.best_round is not None:
         wanted["best"] = templates[at.phase]
+    if rows is None:
+        found = store.restore(step, wanted)
+        return at, found["state"], found.get("best")
+    now = changed_rows.described(rows)
+    changed_rows.check(store.rows, now)
+    for name in wanted if now.best is not None else ("state",):
+        wanted[name] = wanted[name]._replace(clients=())
     found = store.restore(step, wanted)
-    return at, found["state"], found.get("best")
+    clients, best = _clients(built.phases[at.phase], now, templates[at.phase], store)
+    state, best_state = found["state"]._replace(clients=clients), found.get("best")
+    if best is not None and best_state is not None:
+        best_state = best_state._replace(clients=best)
+    if built.phases[at.phase].config.store == "device":
+        return at, stores.arrays(state), best_state and stores.arrays(best_state)
+    return at, state, best_state
+
+
+def _clients(
+    phase: Phase, now: changed_rows.Described, template: PyTree, store: checkpoints.Store
+) -> tuple[stores.Clients, stores.Snapshot | None]:
+    """What a checkpoint holds of them, and of those of the best round."""
+    kind = "disk" if phase.config.store == "disk" else "host"
+    make = functools.partial(
+        stores.Rows, clients=phase.federation.clients, store=kind, folder=store.folder.parent
+    )
+    each = groups.enter(phase.algorithm, template).clients
+    several = groups.has_groups(phase.algorithm)
+    return changed_rows.read(store.rows, now, each, several, make)
 
 
 def _drop(members: Sequence[Member], after: int) -> None:

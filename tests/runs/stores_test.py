@@ -8,7 +8,7 @@ import pytest
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.stores import arrays
-from fedjax_pfl.runs import export, runner
+from fedjax_pfl.runs import checkpoints, export, runner
 from fedjax_pfl.runs.interrupt import Stop, Stopped
 from tests.runs.common import BASE, undisturbed, untimed
 
@@ -20,6 +20,10 @@ CONFIG = {k: v for k, v in BASE.items() if k != "devices"} | {
     "rounds": 4,
     "phases": ({"rounds": 2}, {"rounds": 2}),
 }
+
+
+class Killed(BaseException):
+    """Nothing is done any more."""
 
 
 def assert_close(got, wanted):
@@ -84,3 +88,38 @@ def test_several_runs_are_of_the_device(tmp_path):
     with pytest.raises(UsageError, match="run them one by one"):
         runner.run_all(CONFIG | {"store": "host", "seeds": 2}, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_was_killed_and_damaged_goes_on(tmp_path, monkeypatch, capsys):
+    """Killed between the rows of a checkpoint and the checkpoint; the one before has rotted."""
+    config = CONFIG | {"store": "host", "phases": ()}
+    save = checkpoints.Store.save
+
+    def killed(self, step, trees, facts):
+        if step == 3:
+            raise Killed
+        save(self, step, trees, facts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints.Store, "save", killed)
+        with pytest.raises(Killed):
+            runner.run(config, tmp_path)
+    there = tmp_path / "rows"
+    assert {path.name for path in there.iterdir()} == {"1.rows", "2.rows", "3.rows"}
+    content = bytearray((there / "2.rows").read_bytes())
+    content[-1] ^= 1
+    (there / "2.rows").write_bytes(content)
+    got = runner.run(config, tmp_path)
+    assert got.resumed_at == 1
+    assert "The checkpoint of round 2 is damaged: 2.rows is not what was" in capsys.readouterr().err
+    assert_same(got, undisturbed(CONFIG | {"phases": ()}))
+    store = checkpoints.open_store(tmp_path / "checkpoints", only_read=True)
+    needed = [store.facts(step)["rows"] for step in store.steps()]
+    assert {path.name for path in there.iterdir()} == {
+        file for one in needed for file in one["files"]
+    }
+    assert_same(export.restored(tmp_path), got)
+    for path in there.iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(UsageError, match="is damaged"):
+        export.restored(tmp_path)
