@@ -14,6 +14,7 @@ FLOORS = (
     ("engine",),
     ("report",),
     ("runs",),
+    ("deploy",),
 )
 BELOW = {
     package: {lower for under in FLOORS[:floor] for lower in under}

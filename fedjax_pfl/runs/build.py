@@ -81,7 +81,7 @@ def build(
         held_out=config.held_out,
         groups=len(specified[0].phases[0].groups),
     )
-    task = _task(config, words, arrays.y, federation)
+    task = task_of(config, words, arrays.y, federation)
     if config.augment:
         if arrays.scale is None or len(federation.input_shape) != 3:
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
@@ -125,7 +125,7 @@ def described(built: Built) -> dict[str, Any]:
     return facts
 
 
-def _task(config: ConfigDict, words: configuration.Words, y: Any, federation: Federation) -> Task:
+def task_of(config: ConfigDict, words: configuration.Words, y: Any, federation: Federation) -> Task:
     """What is learned, with the metrics that are named; looked at by shapes if it is not ours."""
     outputs = federation.outputs
     name = suited(y) if config.task == "auto" else config.task

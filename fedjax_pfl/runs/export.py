@@ -9,7 +9,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
@@ -19,11 +19,11 @@ from fedjax_pfl.algorithms.fedproto import Nearest
 from fedjax_pfl.config import configuration, custom
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, PyTree, Visit
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import enter, members
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
-from fedjax_pfl.data import client_data
+from fedjax_pfl.data import ClientData, client_data
 from fedjax_pfl.engine.stores import Clients
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard
@@ -74,6 +74,11 @@ def restored(
     if not (directory / "report.html").is_file():
         raise UsageError(f"{directory} has not finished; give its command again, which ends it")
     _check_brought(directory, config, phases, brought)
+    if config.get("deployed"):
+        raise UsageError(
+            f"{directory} is of a run that was deployed: each client has its own model on its own "
+            "machine, and the server has none"
+        )
     folder = directory / "checkpoints"
     if not (folder / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
@@ -139,29 +144,19 @@ def write(
     ids = _ids(result, clients)
     t, state = _state(result, best)
     algorithm = result.phases[-1].algorithm
-    described = [_described(member, result) for member in members(algorithm)]
+    about = Described(
+        result.phases[-1].config.algorithm,
+        result.config["dataset"],
+        result.config["seed"],
+        result.federation,
+    )
+    each = members(algorithm)
+    for member in each:
+        _network(member, about)
     paths = []
     for i, variables in personal(result, state, t, ids):
         one = client_data(result.data, np.asarray(i))
-        facts = {
-            "format": _FORMAT,
-            "algorithm": result.phases[-1].config.algorithm,
-            "dataset": result.config["dataset"],
-            "model": described[int(result.federation.groups[i])],
-            "client": i,
-            "round": t,
-            "seed": result.config["seed"],
-            "input_shape": list(result.federation.input_shape),
-            "input_dtype": result.federation.input_dtype,
-            "each": list(result.federation.each),
-            "outputs": result.federation.outputs,
-            "scale": _as_list(one.scale),
-            "shift": _as_list(one.shift),
-            "label_map": _as_list(one.label_map),
-            "classes": _as_list(one.classes),
-        }
-        text = {_KEY: json.dumps(facts)}
-        content = _safetensors().save(_flat(variables, result), metadata=text)
+        content = packed(about, each[int(result.federation.groups[i])], i, t, one, variables)
         paths.append(folder / f"client-{i}.safetensors")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -169,6 +164,46 @@ def write(
         except OSError as error:
             raise UsageError(f"{paths[-1]} cannot be written ({error.strerror})") from None
     return paths
+
+
+class Described(NamedTuple):
+    """What all models of a run have in common, for their files."""
+
+    algorithm: str
+    dataset: str
+    seed: int
+    federation: Federation
+
+
+def packed(
+    about: Described, member: Algorithm, i: int, t: int, data: ClientData, variables: PyTree
+) -> bytes:
+    """The content of a client's file.
+
+    Args:
+      member: the algorithm of the client's group.
+      t: after how many rounds.
+      data: the client's.
+    """
+    facts = {
+        "format": _FORMAT,
+        "algorithm": about.algorithm,
+        "dataset": about.dataset,
+        "model": _network(member, about),
+        "client": i,
+        "round": t,
+        "seed": about.seed,
+        "input_shape": list(about.federation.input_shape),
+        "input_dtype": about.federation.input_dtype,
+        "each": list(about.federation.each),
+        "outputs": about.federation.outputs,
+        "scale": _as_list(data.scale),
+        "shift": _as_list(data.shift),
+        "label_map": _as_list(data.label_map),
+        "classes": _as_list(data.classes),
+    }
+    flat = _flat(variables, about.algorithm)
+    return _safetensors().save(flat, metadata={_KEY: json.dumps(facts)})
 
 
 def personal(
@@ -284,13 +319,12 @@ def _state(result: runner.Result, best: bool) -> tuple[int, Any]:
     return last["best_round"], result.best
 
 
-def _described(member: Algorithm, result: runner.Result) -> dict[str, Any]:
+def _network(member: Algorithm, about: Described) -> dict[str, Any]:
     """The network whose `apply` a method predicts with, as plain data."""
     net = getattr(member.predict, "__self__", None)
     if net is None or getattr(net, "apply", None) != member.predict:
-        name = result.phases[-1].config.algorithm
         raise UsageError(
-            f"{name} predicts with a function of its own, which no file can hold; "
+            f"{about.algorithm} predicts with a function of its own, which no file can hold; "
             "give Algorithm the apply of a network"
         )
     return _plain(net)
@@ -341,12 +375,11 @@ def _as_list(array: Any) -> Any:
     return None if array is None else np.asarray(array).tolist()
 
 
-def _flat(variables: PyTree, result: runner.Result) -> dict[str, np.ndarray]:
+def _flat(variables: PyTree, name: str) -> dict[str, np.ndarray]:
     """Leaves by their path in nested dicts."""
     flat = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
         if not all(isinstance(word, jax.tree_util.DictKey) for word in path):
-            name = result.phases[-1].config.algorithm
             raise UsageError(
                 f"{name} serves other things than nested dicts of arrays, which no file can hold"
             )

@@ -92,7 +92,7 @@ def save(member: Member, state: State) -> None:
 
 def _write(member: Member, store: checkpoints.Store, state: State) -> None:
     saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
-    facts, clients = _facts(member.at) | {"config": member.config}, state.clients
+    facts, clients = facts_of(member.at) | {"config": member.config}, state.clients
     if not isinstance(clients, stores.Clients):
         store.save(member.at.round, saved, facts)
         return
@@ -124,7 +124,8 @@ def checkpoints_fit(members: Sequence[Member]) -> bool:
     return saving <= sum(m.at.seconds for m in members) / 20
 
 
-def _facts(at: Position) -> dict[str, Any]:
+def facts_of(at: Position) -> dict[str, Any]:
+    """As a checkpoint holds it."""
     return at._asdict() | {"ledger": at.ledger._asdict()}
 
 
@@ -264,7 +265,7 @@ def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
     None where there is no such checkpoint, and they begin at the start.
     """
     found = _found(built, members) if multiprocess.lead() else None
-    facts = multiprocess.agree(found and [_facts(member.at) for member in members])
+    facts = multiprocess.agree(found and [facts_of(member.at) for member in members])
     if facts is None or multiprocess.count() == 1:
         return found
     template = templates(built)[facts[0]["phase"]]

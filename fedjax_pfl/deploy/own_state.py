@@ -1,0 +1,125 @@
+"""What stays with a client, on its own disk only: a file for each visit, written before it answers.
+
+A visit's file holds the client's state after it, and the answer. Whether the visit has counted, the
+client learns from the server's next request, which names the last one that did (`settled`); what
+did not count is then removed, and the client goes on from what did.
+"""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fedjax_pfl.core.algorithm import PyTree
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import wire
+
+# Visits that counted and are kept: a server whose newest checkpoint is damaged goes back by one.
+KEPT = 3
+BEGUN = -1  # the round of the state before the first visit
+_NAME = re.compile(r"visit-(\d{9})")
+
+
+class Visited(NamedTuple):
+    """A visit on disk."""
+
+    round: int
+    start: int  # of the server, which has sent the request; each start has a larger number
+    request: str  # its digest
+    answer: bytes
+    state: bytes
+
+
+class Disk(NamedTuple):
+    """A client's folder for one run."""
+
+    folder: Path
+
+    def rounds(self) -> list[int]:
+        """Of the visits that there are, the newest first."""
+        found = (_NAME.fullmatch(path.name) for path in self.folder.glob("visit-*"))
+        return sorted((int(one[1]) for one in found if one), reverse=True)
+
+    def newest(self) -> Visited | None:
+        rounds = self.rounds()
+        return self.read(rounds[0]) if rounds else None
+
+    def read(self, t: int) -> Visited:
+        """UsageError where the file does not hold what was written."""
+        path = self._path(t)
+        try:
+            digest, _, content = path.read_bytes().partition(b"\n")
+        except OSError as error:
+            raise UsageError(f"{path.name} cannot be read ({error.strerror})") from None
+        if hashlib.sha256(content).hexdigest().encode() != digest:
+            raise UsageError(
+                f"{path.name} is damaged: it does not hold what was written; bring it back from a "
+                "copy"
+            )
+        line, _, rest = content.partition(b"\n")
+        facts = json.loads(line)
+        cut = facts.pop("answer_bytes")
+        return Visited(**facts, answer=rest[:cut], state=rest[cut:])
+
+    def write(self, visited: Visited, settled: int) -> None:
+        """Add a visit, whole or not at all, and remove those that will not be asked for."""
+        facts = {
+            "round": visited.round,
+            "start": visited.start,
+            "request": visited.request,
+            "answer_bytes": len(visited.answer),
+        }
+        line = json.dumps(facts, sort_keys=True).encode() + b"\n"
+        content = line + visited.answer + visited.state
+        digest = hashlib.sha256(content).hexdigest().encode() + b"\n"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        whole(self._path(visited.round), digest + content)
+        counted = [t for t in self.rounds() if t <= settled]
+        for t in self.rounds():
+            if t != visited.round and (t > settled or t not in counted[:KEPT]):
+                self._path(t).unlink(missing_ok=True)
+
+    def _path(self, t: int) -> Path:
+        return self.folder / f"visit-{t:09d}"
+
+
+def whole(path: Path, content: bytes) -> None:
+    """Replace a file at once, and only when its content is on the disk."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+    held = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)
+
+
+def packed(state: PyTree) -> bytes:
+    """A client's state for its file."""
+    return wire.encode({}, {"client": state})
+
+
+def unpacked(content: bytes, template: PyTree) -> PyTree:
+    """The inverse of `packed`."""
+    return wire.tree(wire.decode(content, len(content)), "client", template)
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """A JSON file's content; nothing where there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from None
+    return found if isinstance(found, dict) else {}

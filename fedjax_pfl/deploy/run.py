@@ -1,0 +1,333 @@
+"""A run on real machines: rounds, evaluations, the run directory, and going on after a crash.
+
+How bytes reach the nodes is an `Exchange`, which this knows nothing of.
+"""
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from ml_collections import ConfigDict
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import assembly, own_state, server, wire
+from fedjax_pfl.deploy.client import ENROL, Refused
+from fedjax_pfl.deploy.programs import AtServer, Method
+from fedjax_pfl.deploy.server import Open, Server, Standing
+from fedjax_pfl.engine import ledger, metrics
+from fedjax_pfl.engine.records import Evaluation
+from fedjax_pfl.report import run_reader
+from fedjax_pfl.runs import checkpoints, progress, run_directory, run_state
+from fedjax_pfl.runs.build import Built
+from fedjax_pfl.runs.run_state import Member
+
+FILE = "deployed.json"  # in the run directory: the run's name, its starts, and who its clients are
+WIRE = "wire.jsonl"  # a line per round: bytes of messages beside the ledger's
+
+
+class Exchange(Protocol):
+    """Takes requests to clients and brings what they answer, each when it comes."""
+
+    def ask(
+        self, requests: Mapping[int, bytes], seconds: float | None
+    ) -> Iterator[tuple[int, bytes]]:
+        """(client, answer) as they come, until all have answered or the time is up."""
+        ...
+
+
+class Waiting(NamedTuple):
+    """How long the server waits, and for how many."""
+
+    seconds: float = 600.0  # for the answers of a round
+    least: int = 1  # answers that a round needs; with fewer it is asked for again
+    tries: int = 10  # rounds that had too few, one after the other, after which the run stops
+
+
+class Done(NamedTuple):
+    """What a run on real machines leaves at the server."""
+
+    directory: Path
+    metrics: list[dict[str, Any]]
+    clients: list[dict[str, Any]]
+    ledger: ledger.Ledger
+    standing: Standing
+    resumed_at: int | None
+
+
+Tell = Callable[[str], None]
+
+
+def to_stderr(line: str) -> None:
+    """Where nobody else is told."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(
+    given: Mapping[str, Any],
+    workdir: str | Path,
+    exchange: Exchange,
+    waiting: Waiting = Waiting(),  # noqa: B008 a tuple of numbers
+    tell: Tell = to_stderr,
+) -> Done:
+    """Train and evaluate what a configuration says with the clients that an exchange reaches."""
+    settings, words = assembly.complete(given)
+    config = {**assembly.plain(settings, words), "deployed": True}
+    if waiting.least > (settings.clients_per_round or settings.clients):
+        raise UsageError(
+            f"a round is to have {waiting.least} answers, and asks "
+            f"{settings.clients_per_round or settings.clients} clients; want fewer"
+        )
+    with run_directory.claimed(Path(workdir), config) as directory:
+        run_directory.write_made(directory)
+        known = _known(directory)
+        if "federation" not in known:
+            known["federation"] = _enrol(settings, words, known, exchange, waiting, tell)
+            _write(directory, known)
+        built, method = assembly.built(settings, words, known["federation"])
+        more = {"settings": assembly.plain(settings, words), "federation": known["federation"]}
+        programs = AtServer(method, built.data, built.phases[0].work.cohort)
+        one = Server(known["run"], known["starts"], programs, more)
+        member = Member("", settings, config, directory)
+        member.store = checkpoints.open_store(directory / "checkpoints")
+        return _Running(built, method, one, member, exchange, waiting, tell).all()
+
+
+def _known(directory: Path) -> dict[str, Any]:
+    """The run's name, which it keeps, and how often it was started, counting this time."""
+    known = own_state.describe(directory / FILE)
+    known.setdefault("run", secrets.token_hex(8))
+    known["starts"] = known.get("starts", -1) + 1
+    _write(directory, known)
+    return known
+
+
+def _write(directory: Path, known: Mapping[str, Any]) -> None:
+    with run_directory.writing(directory):
+        own_state.whole(directory / FILE, json.dumps(known, indent=2).encode() + b"\n")
+
+
+def _enrol(
+    settings: ConfigDict,
+    words: configuration.Words,
+    known: Mapping[str, Any],
+    exchange: Exchange,
+    waiting: Waiting,
+    tell: Tell,
+) -> dict[str, Any]:
+    """The description of the federation, of what all clients say; it needs all of them, once."""
+    facts = {"kind": ENROL, "run": known["run"], "settings": assembly.plain(settings, words)}
+    said: dict[int, dict[str, Any]] = {}
+    for _ in range(waiting.tries):
+        left = [i for i in range(settings.clients) if i not in said]
+        requests = {
+            i: wire.encode({**facts, "client": i}, envelope={"start": known["starts"]})
+            for i in left
+        }
+        for i, content in exchange.ask(requests, waiting.seconds):
+            try:
+                found = wire.decode(content, 10_000_000)
+                if "refused" in found.facts:
+                    raise Refused(f"it has refused: {found.facts['refused']}")
+                wanted = {"kind": ENROL, "run": known["run"], "client": i}
+                if any(found.facts.get(word) != value for word, value in wanted.items()):
+                    raise Refused("it answers another request")
+                said[i] = found.facts["said"]
+            except (Refused, wire.WireError, KeyError) as error:
+                tell(f"client {i} cannot enrol: {error}")
+        if len(said) == settings.clients:
+            return assembly.agreed(said, settings)
+    absent = sorted(set(range(settings.clients)) - set(said))
+    raise UsageError(
+        f"{len(absent)} of {settings.clients} clients have not enrolled, the first is client "
+        f"{absent[0]}; start their nodes and give the same command again"
+    )
+
+
+class _Running(NamedTuple):
+    """The parts of a run; of these `member` keeps count while it goes on."""
+
+    built: Built
+    method: Method
+    server: Server
+    member: Member
+    exchange: Exchange
+    waiting: Waiting
+    tell: Tell
+
+    def all(self) -> Done:
+        """From where it stands to the end."""
+        standing = self.resumed()
+        member, end = self.member, self.built.phases[0].end
+        run_state.begin(member)
+        short = 0
+        while member.at.round < end:
+            before = member.at.round
+            standing = self.round(standing)
+            short = short + 1 if member.at.round == before else 0
+            if short > self.waiting.tries:
+                raise UsageError(
+                    f"round {before + 1} had fewer than {self.waiting.least} answers "
+                    f"{short} times; see to the nodes and give the same command again"
+                )
+        assert member.directory is not None
+        rows = run_state.table(self.built, member.at)
+        with member.writing():
+            run_directory.write_clients(member.directory, rows)
+            run_directory.write_traffic(member.directory, member.at.ledger)
+            if not (member.directory / "report.html").exists():
+                self.report(member.directory, rows)
+        lines = list(member.at.metrics)
+        return Done(member.directory, lines, rows, member.at.ledger, standing, member.resumed_at)
+
+    def resumed(self) -> Standing:
+        """Where the newest checkpoint that is whole left it, or the beginning."""
+        store, member = self.member.store, self.member
+        assert store is not None
+        run_state.start(self.built, member)
+        standing = server.begin(self.server)
+        state = self.server.programs.shapes[0].state
+        for step in store.steps():
+            try:
+                at, found, best = run_state.restored(
+                    self.built, store, [state], step, member.config
+                )
+                settled = store.restore(step, {"settled": standing.settled})["settled"]
+            except checkpoints.DamagedError as error:
+                self.tell(f"The checkpoint of round {step} is damaged: {error}.")
+                continue
+            for later in store.steps():
+                if later > step:
+                    store.drop(later)
+            member.at, member.best, member.resumed_at = at, best, at.round
+            return Standing(found, settled)
+        if store.steps():
+            raise UsageError(
+                f"all checkpoints in {store.folder} are damaged; bring one back from a copy, or "
+                "delete the run directory to start again"
+            )
+        return standing
+
+    def round(self, standing: Standing) -> Standing:
+        """One round, its evaluation where one is due, and its checkpoint."""
+        member, began = self.member, time.perf_counter()
+        t, one = member.at.round, self.built.phases[0]
+        opened = server.open_round(self.server, standing, t)
+        came, moved = self.collected(opened, server.take)
+        fine = sum(answer.fine for answer in came.values())
+        if fine < self.waiting.least:
+            self.tell(
+                f"round {t + 1}: {fine} of {len(opened.requests)} answers count, and it needs "
+                f"{self.waiting.least}; it is asked for again"
+            )
+            return standing
+        standing, logs = server.close_round(self.server, standing, opened, came)
+        for line in metrics.rejections(logs, t, 1):
+            self.tell(line)
+        free = 1 if t == 0 and not one.config.count_initial_download else 0
+        before = member.at.ledger
+        member.at = member.at._replace(
+            round=t + 1,
+            ledger=ledger.add(before, logs, 1, free),
+            pending=metrics.gather(member.at.pending, logs, 1),
+        )
+        trained = time.perf_counter()
+        due = (t + 1) % one.config.eval_every == 0 or t + 1 == one.end
+        scores = self.scored(standing, t + 1, last=t + 1 == one.end) if due else None
+        ended = time.perf_counter()
+        member.at = member.at._replace(
+            seconds=member.at.seconds + ended - began,
+            evaluate_seconds=member.at.evaluate_seconds + ended - trained,
+        )
+        if scores is not None:
+            self.evaluated(standing, scores)
+        self.saved(standing)
+        after = member.at.ledger
+        self.noted(
+            round=t + 1,
+            seconds=round(trained - began, 3),
+            evaluate_seconds=round(ended - trained, 3),
+            answers=fine,
+            ledger_down=after.total_down - before.total_down,
+            ledger_up=after.total_up - before.total_up,
+            messages_down=moved[0],
+            messages_up=moved[1],
+        )
+        return standing
+
+    def collected(
+        self, opened: Open, take: Callable[..., Any]
+    ) -> tuple[dict[int, Any], tuple[int, int]]:
+        """What has come in time and can be read, by client; and the bytes down and up."""
+        came: dict[int, Any] = {}
+        up = 0
+        for i, content in self.exchange.ask(opened.requests, self.waiting.seconds):
+            up += len(content)
+            try:
+                if i not in opened.requests or i in came:
+                    raise Refused("it was not asked, or has answered already")
+                came[i] = take(self.server, opened, i, content)
+            except Refused as error:
+                self.tell(f"{opened.kind}, round {opened.round + 1}: client {i}: {error}")
+        for i in sorted(set(opened.requests) - set(came)):
+            self.tell(f"{opened.kind}, round {opened.round + 1}: client {i} is absent")
+        return came, (sum(map(len, opened.requests.values())), up)
+
+    def scored(self, standing: Standing, t: int, *, last: bool) -> Evaluation:
+        """An evaluation by all clients; who does not answer has no scores in it."""
+        everyone = range(self.method.federation.clients)
+        opened = server.open_evaluation(self.server, standing, t, everyone, last=last)
+        came, _ = self.collected(opened, server.take_scores)
+        return server.scores_of_all(self.server, came)
+
+    def evaluated(self, standing: Standing, scores: Evaluation) -> None:
+        """An evaluation's line, and what is told of it."""
+        member = self.member
+        shown = assembly.observed(self.method, standing.state)
+        line = run_state.measured(self.built, member, scores, standing.state, shown)
+        for remark in run_state.news(member):
+            self.tell(f"round {member.at.round}: {remark}")
+        run_state.keep(member, shown, line)
+        metric = self.built.task.metrics[0]
+        self.tell(progress.evaluation(metric, [line], self.built.phases[0].end))
+
+    def saved(self, standing: Standing) -> None:
+        """After every round: what clients are told next must never be ahead of what is saved."""
+        member, began = self.member, time.perf_counter()
+        assert member.store is not None
+        trees = {"state": standing.state, "settled": standing.settled}
+        if member.best is not None:
+            trees["best"] = member.best
+        with member.writing():
+            facts = run_state.facts_of(member.at) | {"config": member.config}
+            member.store.save(member.at.round, trees, facts)
+        took = time.perf_counter() - began
+        total = member.at.checkpoint_seconds + took
+        member.at = member.at._replace(checkpoint_seconds=total)
+
+    def noted(self, **line: Any) -> None:
+        """Bytes of messages beside those of the ledger."""
+        assert self.member.directory is not None
+        with self.member.writing(), open(self.member.directory / WIRE, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def report(self, directory: Path, rows: list[dict[str, Any]]) -> None:
+        """The page and the pictures; what draws is imported here."""
+        from fedjax_pfl.report import observations, page
+
+        member = self.member
+        read = run_reader.Run(
+            directory,
+            member.config,
+            list(member.at.metrics),
+            rows,
+            run_directory.traffic(member.at.ledger),
+            run_reader.read_made(directory),
+        )
+        pictures = observations.draw(member.seen, list(member.at.ledger.down))
+        pictures |= observations.signs(member.settings.algorithm, member.at.metrics)
+        page.write(read, pictures)

@@ -1,0 +1,257 @@
+"""The server of a federation of real machines: a round's requests, its answers, and what they make.
+
+It is as the engine computes a round, with the clients' part elsewhere. Whoever has not answered in
+time, or wrongly, is absent, as one that `dropout` takes is in the simulation.
+"""
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import PyTree, State
+from fedjax_pfl.deploy import wire
+from fedjax_pfl.deploy.client import EVALUATE, TRAIN, Refused
+from fedjax_pfl.deploy.own_state import BEGUN
+from fedjax_pfl.deploy.programs import AtServer
+from fedjax_pfl.engine.records import Evaluation, Log
+
+_SLACK = 1_000_000  # bytes of an answer besides its arrays
+
+
+class Standing(NamedTuple):
+    """Where the server stands between two rounds."""
+
+    state: State  # whose clients are ()
+    settled: np.ndarray  # int [N]: the last round in which each client's visit has counted
+
+
+class Server(NamedTuple):
+    """What does not change during a start of the server."""
+
+    run: str
+    start: int  # one more than when it was started before
+    programs: AtServer
+    more: Mapping[str, Any] = MappingProxyType({})  # facts of every request
+
+
+class Open(NamedTuple):
+    """A round, or an evaluation, whose requests are out."""
+
+    kind: str
+    round: int
+    requests: dict[int, bytes]  # by client
+    digests: dict[int, str]
+    payloads: dict[int, PyTree]
+
+
+class Came(NamedTuple):
+    """An answer to a training request that was read."""
+
+    upload: PyTree
+    metrics: dict[str, np.ndarray]
+    fine: bool
+    down: dict[str, int]
+    up: dict[str, int]
+
+
+def begin(server: Server) -> Standing:
+    """Before the first round."""
+    clients = server.programs.method.federation.clients
+    return Standing(server.programs.init(), np.full(clients, BEGUN, np.int64))
+
+
+def sample(server: Server, t: int) -> list[int]:
+    """The ids of a round's cohort, in their order."""
+    each = jax.device_get(server.programs.seats(np.int32(t)))
+    return sorted(int(i) for seats in each for i in seats.ids[seats.present])
+
+
+def open_round(server: Server, standing: Standing, t: int) -> Open:
+    """The requests of a round."""
+    facts = {"kind": TRAIN, "run": server.run, "round": t}
+    payloads = {i: _payload(server, standing, i, t) for i in sample(server, t)}
+    return _opened(server, standing, facts, {i: {"payload": p} for i, p in payloads.items()})
+
+
+def open_evaluation(
+    server: Server, standing: Standing, t: int, ids: Iterable[int], *, last: bool = False
+) -> Open:
+    """The requests of an evaluation.
+
+    Args:
+      last: it is the end, and clients keep their models.
+    """
+    facts = {"kind": EVALUATE, "run": server.run, "round": t, "last": last}
+    method, each = server.programs.method, {}
+    for i in ids:
+        serve = server.programs.serve[method.group(i)]
+        given = serve(standing.state, np.int32(i), np.int32(t))
+        each[i] = {"served": jax.device_get(given)}
+        if method.after:
+            each[i]["payload"] = _payload(server, standing, i, t)
+    return _opened(server, standing, facts, each)
+
+
+def _payload(server: Server, standing: Standing, i: int, t: int) -> PyTree:
+    send = server.programs.send[server.programs.method.group(i)]
+    return jax.device_get(send(standing.state, np.int32(i), np.int32(t)))
+
+
+def _opened(
+    server: Server, standing: Standing, facts: Mapping[str, Any], each: Mapping[int, Any]
+) -> Open:
+    requests, envelope = {}, {"start": server.start}
+    for i, parts in each.items():
+        own = {**server.more, **facts, "client": i, "settled": int(standing.settled[i])}
+        requests[i] = wire.encode(own, parts, envelope)
+    digests = {i: wire.decode(content, len(content)).digest for i, content in requests.items()}
+    payloads = {i: parts.get("payload") for i, parts in each.items()}
+    return Open(facts["kind"], facts["round"], requests, digests, payloads)
+
+
+def _answered(server: Server, opened: Open, i: int, content: bytes, like: PyTree) -> wire.Message:
+    """The answer of client i to what it was asked; Refused where it is anything else."""
+    most = sum(map(trees.leaf_bytes, jax.tree.leaves(like))) + _SLACK
+    try:
+        found = wire.decode(content, most)
+    except wire.WireError as error:
+        raise Refused(str(error)) from None
+    if "refused" in found.facts:
+        raise Refused(f"it has refused: {str(found.facts['refused'])[:500]}")
+    wanted = {
+        "kind": opened.kind,
+        "run": server.run,
+        "client": i,
+        "round": opened.round,
+        "request": opened.digests.get(i, ""),
+    }
+    for word, value in wanted.items():
+        if found.facts.get(word) != value:
+            raise Refused(f"its {word} is {str(found.facts.get(word))[:40]!r}, not {value!r}")
+    return found
+
+
+def take(server: Server, opened: Open, i: int, content: bytes) -> Came:
+    """What client i has answered to a round's request; Refused where it cannot be read.
+
+    An upload that is read and is not finite, or is too large, is not refused, but not `fine`: it
+    has travelled, and is billed.
+    """
+    g = server.programs.method.group(i)
+    like = server.programs.shapes[g].answer
+    found = _answered(server, opened, i, content, (like.upload, like.metrics))
+    try:
+        upload = wire.tree(found, "upload", like.upload)
+        metrics = wire.tree(found, "metrics", like.metrics)
+        wire.only(found, "upload", "metrics")
+    except wire.WireError as error:
+        raise Refused(str(error)) from None
+    if type(found.facts.get("fine")) is not bool:
+        raise Refused("it does not say whether it is finite")
+    fine, down, up = jax.device_get(server.programs.judge[g](opened.payloads[i], upload))
+    return Came(upload, metrics, bool(fine) and found.facts["fine"], _plain(down), _plain(up))
+
+
+def take_scores(server: Server, opened: Open, i: int, content: bytes) -> Evaluation:
+    """What client i has answered to an evaluation; Refused where it cannot be read."""
+    like = server.programs.shapes[server.programs.method.group(i)].scores
+    found = _answered(server, opened, i, content, like)
+    try:
+        wire.only(found, "scores")
+        return wire.tree(found, "scores", like)
+    except wire.WireError as error:
+        raise Refused(str(error)) from None
+
+
+def close_round(
+    server: Server, standing: Standing, opened: Open, came: Mapping[int, Came]
+) -> tuple[Standing, tuple[Log, ...]]:
+    """The server's state after a round, and its log, a row for each group.
+
+    Args:
+      came: by client, those that answered in time and could be read.
+    """
+    method, ids = server.programs.method, list(opened.requests)
+    cohorts, logs = [], []
+    for g in range(len(server.programs.shapes)):
+        own = [i for i in ids if method.group(i) == g]
+        cohort, log = _cohort(server, opened, g, own, came)
+        cohorts.append(cohort)
+        logs.append(log)
+    counted = [i for i in ids if i in came and came[i].fine]
+    if not counted:
+        return standing, tuple(logs)
+    now = server.programs.receive(standing.state, tuple(cohorts))
+    settled = standing.settled.copy()
+    settled[counted] = opened.round
+    return Standing(State(now[0], now[1], ()), settled), tuple(logs)
+
+
+def _cohort(
+    server: Server, opened: Open, g: int, own: list[int], came: Mapping[int, Came]
+) -> tuple[Any, Log]:
+    """One group's part of a round, with as many seats in every round."""
+    programs, like = server.programs, server.programs.shapes[g]
+    seats: list[int | None] = [*own, *[None] * (programs.cohort - len(own))]
+    arrived = [i if i is not None and i in came and came[i].fine else None for i in seats]
+
+    def zeros(template: PyTree) -> PyTree:
+        return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
+
+    def stacked(each: Iterable[PyTree]) -> PyTree:
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+
+    empty = zeros((like.payload, like.answer.upload, like.answer.metrics))
+    payloads = stacked(empty[0] if i is None else opened.payloads[i] for i in seats)
+    uploads = stacked(empty[1] if i is None else came[i].upload for i in arrived)
+    metrics = stacked(empty[2] if i is None else came[i].metrics for i in arrived)
+    bills = [_bill(programs, opened, g, i, came, empty) for i in seats]
+    here = [i for i in own if i in came]
+    log: dict[str, Any] = {
+        "ids": np.array([[0 if i is None else i for i in seats]], np.int32),
+        "present": np.array([[i is not None for i in seats]]),
+        "dropped": np.array([[i is not None and i not in here for i in seats]]),
+        "rejected": np.array([[i in here and i not in arrived for i in seats]]),
+        "metrics": jax.tree.map(lambda leaf: leaf[None], metrics),
+        "down": {name: _row(down.get(name, 0) for down, _ in bills) for name in bills[0][0]},
+        "up": {name: _row(up.get(name, 0) for _, up in bills) for name in bills[0][1]},
+    }
+    return programs.cohort_of(g, arrived, payloads, uploads, opened.round), Log(**log)
+
+
+def _bill(
+    programs: AtServer,
+    opened: Open,
+    g: int,
+    i: int | None,
+    came: Mapping[int, Came],
+    empty: tuple[PyTree, PyTree, PyTree],
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of a visit; of one that was not heard of, the download, as if nothing came up."""
+    if i is not None and i in came:
+        return came[i].down, came[i].up
+    payload = empty[0] if i is None else opened.payloads[i]
+    _, down, up = jax.device_get(programs.judge[g](payload, empty[1]))
+    counts = 0 if i is None else 1
+    return {n: counts * b for n, b in _plain(down).items()}, dict.fromkeys(up, 0)
+
+
+def _row(amounts: Iterable[int]) -> np.ndarray:
+    return np.array([list(amounts)], np.int64)
+
+
+def _plain(bill: Mapping[str, Any]) -> dict[str, int]:
+    return {name: int(amount) for name, amount in bill.items()}
+
+
+def scores_of_all(server: Server, came: Mapping[int, Evaluation]) -> Evaluation:
+    """The sums of all clients, [N]; zeros, no examples, where one has not answered."""
+    method = server.programs.method
+    template = server.programs.shapes[0].scores
+    zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
+    each = [came.get(i, zeros) for i in range(method.federation.clients)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *each)

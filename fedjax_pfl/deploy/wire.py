@@ -1,0 +1,168 @@
+"""What travels between machines: plain facts, and trees of arrays by name, dtype and shape.
+
+No pickle, nothing that is executed. A reader says which arrays it expects, and takes no others.
+
+A message is the line `fedjax_pfl 1`, a length, an envelope in JSON, a length, a head in JSON that
+lists the arrays, and their bytes, little-endian, one behind the other. The envelope may differ
+where a message is sent again; what lies behind it is the same, and so is its digest.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pfl.core.algorithm import PyTree
+
+_MAGIC = b"fedjax_pfl 1\n"
+_LENGTH = struct.Struct("<Q")
+_MOST_HEAD = 16_000_000  # bytes of JSON: a line for each array
+DTYPES = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "bfloat16", "float32", "float64",
+)  # fmt: skip
+
+
+class WireError(Exception):
+    """A message that is not what it has to be; one line that says why, without its content."""
+
+
+class Message(NamedTuple):
+    """A message that was read; its arrays are still without a tree."""
+
+    envelope: dict[str, Any]
+    facts: dict[str, Any]
+    arrays: dict[str, np.ndarray]
+    digest: str  # of all but the envelope
+
+
+def named(tree: PyTree) -> dict[str, Any]:
+    """The leaves of a tree by their paths, such as params/fc1/kernel."""
+    found: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if name in found:
+            raise ValueError(f"two leaves of a tree are called {name}")
+        found[name] = leaf
+    return found
+
+
+def encode(
+    facts: Mapping[str, Any],
+    trees: Mapping[str, PyTree] | None = None,
+    envelope: Mapping[str, Any] | None = None,
+) -> bytes:
+    """A message; the same arguments give the same bytes."""
+    listed, parts = [], []
+    for word, tree in (trees or {}).items():
+        for name, leaf in named(tree).items():
+            array = np.asarray(leaf)
+            if array.dtype.name not in DTYPES:
+                raise ValueError(f"{word}/{name} is {array.dtype}, which cannot travel")
+            listed.append([f"{word}/{name}", array.dtype.name, list(array.shape)])
+            parts.append(_little(array).tobytes())
+    head = _json({"facts": dict(facts), "arrays": listed})
+    around = _json(dict(envelope or {}))
+    lengths = _LENGTH.pack(len(around)), _LENGTH.pack(len(head))
+    return b"".join([_MAGIC, lengths[0], around, lengths[1], head, *parts])
+
+
+def decode(content: bytes, most: int) -> Message:
+    """Read a message of at most so many bytes, or WireError."""
+    if len(content) > most:
+        raise WireError(f"it has {len(content):,} bytes, and at most {most:,} are expected")
+    if not content.startswith(_MAGIC):
+        raise WireError("it does not begin as a message does")
+    envelope, at = _object(content, len(_MAGIC))
+    begun = at
+    head, at = _object(content, at)
+    facts, listed = head.get("facts"), head.get("arrays")
+    if not isinstance(facts, dict) or not isinstance(listed, list):
+        raise WireError("its head has no facts or no list of arrays")
+    arrays: dict[str, np.ndarray] = {}
+    for entry in listed:
+        name, dtype, shape = _described(entry)
+        if name in arrays:
+            raise WireError(f"{name} is there twice")
+        size = np.dtype(dtype).itemsize
+        for length in shape:
+            size *= length
+        if size > len(content) - at:
+            raise WireError(f"{name} is longer than the message")
+        piece = content[at : at + size]
+        array = np.frombuffer(piece, np.dtype(dtype).newbyteorder("<"))
+        if dtype == "bool" and np.any(np.frombuffer(piece, np.uint8) > 1):
+            raise WireError(f"{name} has bytes that are neither true nor false")
+        arrays[name] = array.reshape(shape).astype(dtype)
+        at += size
+    if at != len(content):
+        raise WireError(f"{len(content) - at} bytes stand behind its last array")
+    return Message(envelope, facts, arrays, hashlib.sha256(content[begun:]).hexdigest())
+
+
+def tree(message: Message, word: str, template: PyTree) -> PyTree:
+    """The arrays under a word as a tree with exactly the template's names, shapes and dtypes."""
+    wanted = {f"{word}/{name}": leaf for name, leaf in named(template).items()}
+    got = {name for name in message.arrays if name.startswith(f"{word}/")}
+    for name in sorted(got ^ set(wanted)):
+        raise WireError(f"{name} is {'missing' if name in wanted else 'not expected'}")
+    for name, leaf in wanted.items():
+        array = message.arrays[name]
+        if (array.shape, array.dtype.name) != (tuple(leaf.shape), np.dtype(leaf.dtype).name):
+            there, here = (f"{x.dtype}{list(x.shape)}" for x in (array, leaf))
+            raise WireError(f"{name} is {there}, and {here} is expected")
+    return jax.tree.unflatten(
+        jax.tree.structure(template), [message.arrays[name] for name in wanted]
+    )
+
+
+def only(message: Message, *words: str) -> None:
+    """WireError where there are arrays under other words than these."""
+    for name in message.arrays:
+        if name.partition("/")[0] not in words:
+            raise WireError(f"{name} is not expected")
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _little(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+
+
+def _object(content: bytes, at: int) -> tuple[dict[str, Any], int]:
+    """The JSON object that begins with its length at a place, and where it ends."""
+    behind = at + _LENGTH.size
+    if behind > len(content):
+        raise WireError("it is cut off")
+    (length,) = _LENGTH.unpack_from(content, at)
+    if length > min(_MOST_HEAD, len(content) - behind):
+        raise WireError("it is cut off, or its head is too long")
+    try:
+        found = json.loads(content[behind : behind + length].decode(), parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        raise WireError("its head is no JSON") from None
+    if not isinstance(found, dict):
+        raise WireError("its head is no JSON object")
+    return found, behind + length
+
+
+def _refuse(word: str) -> None:
+    raise ValueError(word)
+
+
+def _described(entry: Any) -> tuple[str, str, list[int]]:
+    try:
+        name, dtype, shape = entry
+    except (TypeError, ValueError):
+        raise WireError("its head describes an array wrongly") from None
+    lengths: list[Any] = shape if isinstance(shape, list) else [None]
+    whole = all(type(n) is int and 0 <= n < 2**40 for n in lengths) and len(lengths) <= 32
+    if not isinstance(name, str) or dtype not in DTYPES or not whole:
+        raise WireError("its head describes an array wrongly")
+    return name, dtype, lengths

@@ -1,0 +1,343 @@
+"""What goes wrong with a message, a disk or a process: nothing is lost or counted twice."""
+
+import errno
+import hashlib
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from fedjax_pfl.deploy import client, own_state, server, wire
+from fedjax_pfl.deploy.client import Refused
+from fedjax_pfl.deploy.programs import Method
+from fedjax_pfl.runs import checkpoints
+from tests import cases, tiny
+from tests.deploy.loopback import Loopback, loopback
+
+DATA, FEDERATION = tiny.federated(clients=4)
+METHOD = Method(cases.make("fedper", FEDERATION), cases.TASK, FEDERATION, 7, after=False)
+_made: list[Loopback] = []
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Loopback:
+    """The programs are compiled once; folders and messages are each test's own."""
+    if not _made:
+        _made.append(loopback(METHOD, DATA, 4, tmp_path))
+    clients = {
+        i: one._replace(disk=own_state.Disk(tmp_path / f"own-{i}"))
+        for i, one in _made[0].clients.items()
+    }
+    return _made[0]._replace(clients=clients, messages=[])
+
+
+def files(made: Loopback) -> dict[str, bytes]:
+    return {
+        f"{i}/{path.name}": path.read_bytes()
+        for i, one in made.clients.items()
+        for path in sorted(one.disk.folder.glob("*"))
+    }
+
+
+def refused(call: Any, *arguments: Any) -> str:
+    with pytest.raises(Refused) as error:
+        call(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def changed(content: bytes, tree: str = "", /, **facts: Any) -> bytes:
+    """The same message with other facts, or with another array under a name."""
+    found = wire.decode(content, len(content))
+    trees: dict[str, dict[str, Any]] = {}
+    for name, array in found.arrays.items():
+        word, _, rest = name.partition("/")
+        trees.setdefault(word, {})[rest] = facts.pop("array") if name == tree else array
+    return wire.encode({**found.facts, **facts}, trees, found.envelope)
+
+
+def test_a_message_comes_back_as_it_was_and_nothing_else_is_read():
+    sent = {
+        "w": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "b": np.array(True),
+        "e": np.ones((0, 2)),
+    }
+    content = wire.encode({"round": 3}, {"payload": sent}, {"start": 1})
+    found = wire.decode(content, len(content))
+    assert (found.facts, found.envelope) == ({"round": 3}, {"start": 1})
+    chex.assert_trees_all_equal(wire.tree(found, "payload", sent), sent)
+    again = wire.encode({"round": 3}, {"payload": sent}, {"start": 2})
+    assert again != content
+    assert wire.decode(again, len(again)).digest == found.digest
+    template = {**sent, "w": sent["w"].astype(np.float32)}
+    for wrong in (
+        template,
+        {"w": sent["w"]},
+        {**sent, "more": sent["b"]},
+        {**sent, "w": sent["w"].T},
+    ):
+        with pytest.raises(wire.WireError):
+            wire.tree(found, "payload", wrong)
+    with pytest.raises(wire.WireError, match="bytes"):
+        wire.decode(content, len(content) - 1)
+
+
+def test_no_byte_that_is_changed_cut_or_added_raises_anything_else():
+    content = wire.encode({"round": 3}, {"upload": {"w": np.ones(3, np.float32)}}, {"start": 1})
+    draw, said = random.Random(0), set()
+    for _ in range(2000):
+        broken = bytearray(content)
+        at = draw.randrange(len(broken))
+        how = draw.randrange(3)
+        if how == 0:
+            broken[at] = draw.randrange(256)
+        elif how == 1:
+            del broken[at : at + draw.randrange(1, 9)]
+        else:
+            broken[at:at] = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
+        try:
+            wire.decode(bytes(broken), len(content) + 9)
+        except wire.WireError as error:
+            said.add(str(error))
+    assert len(said) > 10
+    assert not any("\n" in line for line in said)
+
+
+def test_a_request_that_comes_again_gets_the_same_bytes_and_is_not_trained_twice(
+    made: Loopback, monkeypatch: pytest.MonkeyPatch
+):
+    standing = server.begin(made.server)
+    opened = server.open_round(made.server, standing, 0)
+    answers = made.ask(opened.requests)
+    there = files(made)
+    later = made.server._replace(start=1)  # a server that was killed, and asks again
+    again = server.open_round(later, standing, 0)
+    assert again.digests == opened.digests
+    monkeypatch.setattr(type(made.clients[0].programs), "work", None)
+    assert made.ask(opened.requests) == answers == made.ask(again.requests)
+    assert files(made) == there
+
+
+def test_replayed_and_reordered_requests_change_nothing(made: Loopback):
+    standing = server.begin(made.server)
+    old: list[tuple[int, bytes]] = []
+    for t in range(4):
+        opened = server.open_round(made.server, standing, t)
+        old += opened.requests.items()
+        standing, _ = made.round(standing, t)
+    there = files(made)
+    draw, said = random.Random(1), set()
+    for _ in range(1000):
+        i, content = draw.choice(old)
+        newest = content in dict(old[-4:]).values()
+        to = i if newest or draw.random() < 0.7 else (i + 1) % 4
+        if newest:  # the last one is answered again, by the same bytes
+            client.answer(made.clients[i], content)
+        else:
+            said.add(refused(client.answer, made.clients[to], content).partition(" for this")[0])
+    assert files(made) == there
+    assert {"round 0 is over", "round 1 is over", "round 2 is over"} <= said
+
+
+def test_answers_that_are_not_those_asked_for_are_refused(made: Loopback):
+    standing = server.begin(made.server)
+    opened = server.open_round(made.server, standing, 0)
+    answers = made.ask(opened.requests)
+    good = answers[0]
+    like = next(iter(wire.decode(good, len(good)).arrays))
+    one = wire.decode(good, len(good)).arrays[like]
+    wrong = {
+        "of another round": changed(good, round=1),
+        "of another run": changed(good, run="other"),
+        "of another client": answers[1],
+        "in another's name": changed(answers[1], client=0),
+        "to another request": changed(good, request="0" * 64),
+        "an evaluation": changed(good, kind="evaluate"),
+        "of another shape": changed(good, like, array=np.zeros((*one.shape, 2), one.dtype)),
+        "of another type": changed(good, like, array=one.astype(np.float64)),
+        "too large": good + b"\0" * 2_000_000,
+        "cut off": good[:-1],
+        "nothing": b"",
+        "an object": b"\x80\x04cos\nsystem\n",
+    }
+    for what, content in wrong.items():
+        assert refused(server.take, made.server, opened, 0, content), what
+    assert server.take(made.server, opened, 0, good).fine
+
+
+@pytest.mark.parametrize("what", ["nan", "large", "says so"])
+def test_an_upload_that_is_not_fine_is_rejected_billed_and_changes_nothing(
+    made: Loopback, what: str
+):
+    standing = server.begin(made.server)
+    opened = server.open_round(made.server, standing, 0)
+    answers = made.ask(opened.requests)
+    found = wire.decode(answers[0], len(answers[0]))
+    name = next(n for n in found.arrays if n.startswith("upload/") and "kernel" in n)
+    value = {"nan": np.nan, "large": np.inf, "says so": 0.0}[what]
+    bad = changed(answers[0], name, array=found.arrays[name] + np.float32(value))
+    if what == "says so":
+        bad = changed(answers[0], fine=False)
+    came = {i: server.take(made.server, opened, i, c) for i, c in {**answers, 0: bad}.items()}
+    assert not came[0].fine
+    without = {i: one for i, one in came.items() if i}
+    after, (log,) = server.close_round(made.server, standing, opened, came)
+    absent, _ = server.close_round(made.server, standing, opened, without)
+    chex.assert_trees_all_equal(jax.device_get(after.state), jax.device_get(absent.state))
+    assert log.rejected.tolist() == [[True, False, False, False]]
+    assert all(bytes_up[0, 0] > 0 for bytes_up in log.up.values())
+    assert after.settled.tolist() == [own_state.BEGUN, 0, 0, 0]
+
+
+def test_who_did_not_count_goes_on_from_what_did(made: Loopback):
+    standing = server.begin(made.server)
+    standing, _ = made.round(standing, 0)
+    before = made.own_state(standing, 0)
+    standing, _ = made.round(standing, 1, absent=lambda i: i == 0)
+    chex.assert_trees_all_equal(made.own_state(standing, 0), before)
+    standing, _ = made.round(standing, 2)
+    assert made.clients[0].disk.rounds() == [2, 0]
+    assert made.clients[1].disk.rounds() == [2, 1, 0]
+
+
+def test_a_crash_between_saving_and_answering_loses_nothing(
+    made: Loopback, monkeypatch: pytest.MonkeyPatch
+):
+    standing = server.begin(made.server)
+    opened = server.open_round(made.server, standing, 0)
+    wanted = client.answer(made.clients[0], opened.requests[0])
+    there = files(made)
+    for path in made.clients[0].disk.folder.iterdir():
+        path.unlink()
+
+    class Killed(BaseException):
+        pass
+
+    def before(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as at_first:
+        at_first.setattr(os, "replace", before)  # it dies while it writes
+        with pytest.raises(Killed):
+            client.answer(made.clients[0], opened.requests[0])
+    assert made.clients[0].disk.rounds() == []
+    with monkeypatch.context() as at_last:
+        at_last.setattr(own_state.Disk, "rounds", before)  # it dies when it has written
+        disk = own_state.Disk(made.clients[0].disk.folder)
+        visited = own_state.Visited(0, 0, opened.digests[0], wanted, b"")
+        with pytest.raises(Killed):
+            disk.write(visited, own_state.BEGUN)
+    monkeypatch.setattr(type(made.clients[0].programs), "work", None)
+    assert client.answer(made.clients[0], opened.requests[0]) == wanted
+    assert there.keys() <= files(made).keys()
+
+
+def test_a_full_disk_is_one_line_and_the_client_takes_part_again(
+    made: Loopback, monkeypatch: pytest.MonkeyPatch
+):
+    standing = server.begin(made.server)
+    standing, _ = made.round(standing, 0)
+    there = files(made)
+    opened = server.open_round(made.server, standing, 1)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as now:
+        now.setattr(os, "fsync", full)
+        assert "No space left" in refused(client.answer, made.clients[0], opened.requests[0])
+    assert files(made) == there
+    assert client.answer(made.clients[0], opened.requests[0])
+
+
+def test_a_damaged_file_is_named_and_not_read(made: Loopback):
+    standing = server.begin(made.server)
+    standing, _ = made.round(standing, 0)
+    path = made.clients[0].disk.folder / "visit-000000000"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
+    opened = server.open_round(made.server, standing, 1)
+    assert "visit-000000000 is damaged" in refused(
+        client.answer, made.clients[0], opened.requests[0]
+    )
+    path.unlink()
+    assert "does not hold it" in refused(client.answer, made.clients[0], opened.requests[0])
+
+
+def test_a_server_goes_on_from_its_checkpoint_with_the_same_bits(made: Loopback, tmp_path: Path):
+    """Killed after a round that was not saved: the round is asked for again, and is the same."""
+    standing = server.begin(made.server)
+    standing, _ = made.round(standing, 0)
+    store = checkpoints.open_store(tmp_path / "checkpoints")
+    store.save(1, {"state": standing.state, "settled": standing.settled}, {})
+    lost, _ = made.round(standing, 1)
+    found = store.restore(
+        1, {"state": made.server.programs.shapes[0].state, "settled": standing.settled}
+    )
+    restarted = made._replace(server=made.server._replace(start=1))
+    back = server.Standing(found["state"], found["settled"])
+    again, _ = restarted.round(back, 1)
+    chex.assert_trees_all_equal(jax.device_get(again.state), jax.device_get(lost.state))
+    for i in made.clients:
+        chex.assert_trees_all_equal(restarted.own_state(again, i), made.own_state(lost, i))
+    opened = server.open_round(made.server, again, 2)  # of the start before, which still runs
+    for i, content in restarted.ask(server.open_round(restarted.server, again, 2).requests).items():
+        assert content
+        assert client.answer(made.clients[i], opened.requests[i]) == content  # the same question
+    late = server.open_round(made.server, again, 3)
+    assert "earlier start" in refused(client.answer, made.clients[0], late.requests[0])
+
+
+def test_a_server_that_goes_back_takes_its_clients_along(made: Loopback):
+    """Its newest checkpoint is damaged: clients still have what they had a round before."""
+    standing = server.begin(made.server)
+    each = [standing]
+    for t in range(3):
+        standing, _ = made.round(standing, t)
+        each.append(standing)
+    restarted = made._replace(server=made.server._replace(start=1))
+    back, _ = restarted.round(each[1], 1)
+    chex.assert_trees_all_equal(jax.device_get(back.state), jax.device_get(each[2].state))
+    for i in made.clients:
+        chex.assert_trees_all_equal(restarted.own_state(back, i), made.own_state(each[2], i))
+
+
+def test_what_is_a_clients_own_is_in_no_message(tmp_path: Path):
+    """A planted number in the head that stays at home, and in the examples of each client."""
+    marks = [np.float32(1234.5678 + i) for i in range(4)]
+    x = np.array(DATA.x)
+    for i in range(4):
+        x[np.asarray(DATA.train.rows[i])[0], 0] = marks[i]
+    made = loopback(METHOD, DATA._replace(x=x), 4, tmp_path)
+    standing = server.begin(made.server)
+    standing, _ = made.round(standing, 0)
+    for i in range(4):  # as if local training had found such numbers
+        disk = made.clients[i].disk
+        visited = disk.read(0)
+        own = own_state.unpacked(visited.state, made.clients[i].programs.shapes.client)
+        own = jax.tree.map(lambda leaf, m=marks[i]: np.full_like(leaf, m), own)
+        disk.write(visited._replace(state=own_state.packed(own)), 0)
+        held = b"".join(path.read_bytes() for path in disk.folder.iterdir())
+        assert marks[i].tobytes() in held
+    opened = server.open_evaluation(made.server, standing, 1, range(4))
+    made.ask(opened.requests)
+    made.round(standing, 1)
+    assert len(made.messages) == 4 * 2 * 3
+    for content in made.messages:
+        for mark in marks:
+            assert mark.tobytes() not in content
+            assert str(mark).encode() not in content
+
+
+def test_names_of_the_requests_digest_is_all_but_the_envelope(made: Loopback):
+    opened = server.open_round(made.server, server.begin(made.server), 0)
+    for i, content in opened.requests.items():
+        found = wire.decode(content, len(content))
+        body = content[content.index(b'{"arrays"') - 8 :]
+        assert found.digest == hashlib.sha256(body).hexdigest() == opened.digests[i]

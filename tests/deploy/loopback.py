@@ -1,0 +1,79 @@
+"""A server and its clients in one process, with nothing but bytes between them."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.core.randomness import DROP, stage_key
+from fedjax_pfl.deploy import client, server
+from fedjax_pfl.deploy.client import Client, Refused
+from fedjax_pfl.deploy.own_state import Disk
+from fedjax_pfl.deploy.programs import AtClient, AtServer, Method, single
+from fedjax_pfl.deploy.server import Server, Standing
+from fedjax_pfl.engine.records import Evaluation, Log
+
+RUN = "1f0a"
+
+
+class Loopback(NamedTuple):
+    """Both sides, and every message that went between them."""
+
+    server: Server
+    clients: dict[int, Client]
+    messages: list[bytes]
+
+    def ask(self, requests: Mapping[int, bytes]) -> dict[int, bytes]:
+        answers = {i: client.answer(self.clients[i], content) for i, content in requests.items()}
+        self.messages.extend([*requests.values(), *answers.values()])
+        return answers
+
+    def round(
+        self, standing: Standing, t: int, absent: Callable[[int], bool] = lambda i: False
+    ) -> tuple[Standing, tuple[Log, ...]]:
+        opened = server.open_round(self.server, standing, t)
+        came = {
+            i: server.take(self.server, opened, i, content)
+            for i, content in self.ask(opened.requests).items()
+            if not absent(i)
+        }
+        return server.close_round(self.server, standing, opened, came)
+
+    def evaluate(self, standing: Standing, t: int, *, last: bool = False) -> Evaluation:
+        opened = server.open_evaluation(self.server, standing, t, self.clients, last=last)
+        came = {
+            i: server.take_scores(self.server, opened, i, content)
+            for i, content in self.ask(opened.requests).items()
+        }
+        return server.scores_of_all(self.server, came)
+
+    def own_state(self, standing: Standing, i: int) -> Any:
+        return client._settled(self.clients[i], int(standing.settled[i]))
+
+
+def loopback(method: Method, data: Any, cohort: int, folder: Path, start: int = 0) -> Loopback:
+    n = method.federation.clients
+    own = [single(data, i) for i in range(n)]
+    programs = AtClient(method, 0, own[0])
+    clients = {i: Client(RUN, i, programs, own[i], Disk(folder / f"client-{i}")) for i in range(n)}
+    return Loopback(Server(RUN, start, AtServer(method, own[0], cohort)), clients, [])
+
+
+def dropped(seed: int, dropout: float, t: int) -> Callable[[int], bool]:
+    """Whom the simulation drops in a round."""
+
+    def one(i: int) -> bool:
+        key = stage_key(jax.random.key(seed), DROP, t, jnp.int32(i))
+        return bool(jax.random.uniform(key) < dropout)
+
+    return one
+
+
+def stacked(each: Any) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+
+
+__all__ = ["RUN", "Loopback", "Refused", "dropped", "loopback", "stacked"]

@@ -1,0 +1,143 @@
+"""A whole run over nodes in one process: its directory, its models, and going on after a crash."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import chex
+import numpy as np
+import pytest
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import node, run
+from fedjax_pfl.runs import export, runner
+from tests.runs.common import BASE, read_metrics
+
+CONFIG = {
+    **{name: value for name, value in BASE.items() if name not in ("dropout", "checkpoint_every")},
+    "algorithm": "fedper",
+    "rounds": 3,
+    "eval_every": 1,
+    "devices": 1,
+}
+
+
+class Nodes:
+    """Nodes that are asked one after the other; the server dies with the nth request."""
+
+    def __init__(self, folder: Path, n: int, until: int = 10**6, data: Any = None) -> None:
+        each = data or [None] * n
+        self.nodes = [node.Node(folder / f"node-{i}", each[i]) for i in range(n)]
+        self.left = until
+        self.said: list[str] = []
+
+    def ask(
+        self, requests: Mapping[int, bytes], seconds: float | None
+    ) -> Iterator[tuple[int, bytes]]:
+        for i, content in requests.items():
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            yield i, node.answer(self.nodes[i], content)
+
+
+def numbers(metrics: Any) -> Any:
+    """Of evaluations, all that is not a time."""
+    return [
+        {k: v for k, v in line.items() if "seconds" not in k and k != "remarks"} for line in metrics
+    ]
+
+
+def close(got: Any, wanted: Any) -> None:
+    chex.assert_trees_all_close(numbers(got), numbers(wanted), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow("it trains two whole runs, one of them over three nodes")
+def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_path: Path):
+    simulated = runner.run(CONFIG, tmp_path / "simulated")
+    nodes = Nodes(tmp_path, 3, until=3 + 2 * (2 + 3) + 1)  # in the midst of the third round
+    with pytest.raises(KeyboardInterrupt):
+        run.run(CONFIG, tmp_path / "real", nodes, tell=nodes.said.append)
+    assert len(read_metrics(tmp_path / "real")) == 2
+    nodes = Nodes(tmp_path, 3)
+    done = run.run(CONFIG, tmp_path / "real", nodes, tell=nodes.said.append)
+    assert done.resumed_at == 2
+    close(done.metrics, simulated.metrics)
+    close(read_metrics(tmp_path / "real"), simulated.metrics)
+    chex.assert_trees_all_close(done.clients, simulated.clients, rtol=1e-6, atol=1e-6)
+    assert done.ledger == simulated.ledger
+    assert (tmp_path / "real" / "report.html").is_file()
+    assert (tmp_path / "real" / "traffic.json").read_text() == (
+        tmp_path / "simulated" / "traffic.json"
+    ).read_text()
+    wanted = dict(export.personal(simulated, simulated.state, 3, range(3)))
+    x = np.ones((2, 2, 2, 1), np.float32)
+    for i in range(3):
+        (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
+        model, variables = export.load(path)
+        chex.assert_trees_all_close(variables, wanted[i], rtol=1e-6, atol=1e-6)
+        assert export.about(path)["client"] == i
+        assert model.apply(variables, x).shape == (2, 3)
+    lines = (tmp_path / "real" / run.WIRE).read_text().splitlines()
+    assert len(lines) == 3
+    again = run.run(CONFIG, tmp_path / "real", Nodes(tmp_path, 3, until=0))
+    assert again.metrics == done.metrics
+    for call in (
+        lambda: runner.run(CONFIG, tmp_path / "real"),
+        lambda: export.restored(tmp_path / "real"),
+    ):
+        with pytest.raises(UsageError, match="deployed"):
+            call()
+
+
+def test_nodes_with_files_of_their_own(tmp_path: Path):
+    """Numbers are normalised by what all have, and classes get the same numbers everywhere."""
+    draw = np.random.default_rng(0)
+    data, names = [], (("no", "yes"), ("maybe", "yes"))
+    for i, (one, other) in enumerate(names):
+        x = draw.normal(3 + 5 * i, 2, (30 + 10 * i, 2))
+        rows = [f"{a},{b},{other if a > 3 + 5 * i else one}" for a, b in x]
+        (tmp_path / f"{i}.csv").write_text("\n".join(["age,dose,label", *rows]))
+        data.append({"dataset": f"csv:{tmp_path / f'{i}.csv'}"})
+    config = {**CONFIG, "clients": 2, "clients_per_round": 2, "rounds": 1}
+    nodes = Nodes(tmp_path, 2, data=data)
+    done = run.run(config, tmp_path / "real", nodes, tell=nodes.said.append)
+    assert [row["train_examples"] for row in done.clients] == [15, 20]
+    known = node.own_state.describe(tmp_path / "real" / run.FILE)["federation"]
+    assert known["classes"] == ["maybe", "no", "yes"]
+    assert 5 < known["mean"][0] < 7
+    for i in range(2):
+        (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
+        about = export.about(path)
+        assert (about["outputs"], about["input_shape"]) == (3, [2])
+        np.testing.assert_allclose(np.ravel(about["scale"]), 1 / np.array(known["deviation"]), 1e-6)
+    data[1]["csv"] = {"input": "age"}
+    nodes = Nodes(tmp_path / "other", 2, data=data)
+    with pytest.raises(UsageError, match="client 1 has input_shape"):
+        run.run(config, tmp_path / "differ", nodes, tell=nodes.said.append)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"phases": ({"rounds": 1},)}, "phases"),
+        ({"seeds": 2}, "seeds"),
+        ({"algorithm": "fedav"}, "fedavg"),
+    ],
+)
+def test_what_only_a_simulation_has_is_refused_before_anything_is_written(
+    changes: dict[str, Any], word: str, tmp_path: Path
+):
+    with pytest.raises(UsageError, match=word):
+        run.run({**CONFIG, **changes}, tmp_path / "run", Nodes(tmp_path, 3))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_reads_no_file_that_the_server_names(tmp_path: Path):
+    (tmp_path / "private.csv").write_text("a,label\n1,yes\n2,no\n")
+    config = {**CONFIG, "dataset": f"csv:{tmp_path / 'private.csv'}"}
+    nodes = Nodes(tmp_path, 3)
+    with pytest.raises(UsageError, match="have not enrolled"):
+        run.run(config, tmp_path / "run", nodes, run.Waiting(tries=1), tell=nodes.said.append)
+    assert all("cannot enrol" in line and str(tmp_path) not in line for line in nodes.said)
