@@ -27,7 +27,7 @@ def main() -> None:
     del sys.argv[1]
     studies = importlib.import_module(f"experiments.papers.{name}.studies")
     sys.modules["__main__"].__doc__ = studies.__doc__
-    study.launch(studies.STUDIES, studies.__doc__, name)
+    study.launch(studies.STUDIES, studies.__doc__, name, studies.LENGTHS)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from absl import flags
@@ -26,7 +26,12 @@ from fedjax_pfl.runs import runner
 
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "digits", "Dataset; digits is embedded.")
-ROUNDS = flags.DEFINE_integer("rounds", 60, "Rounds of each run.", lower_bound=2)
+ROUNDS = flags.DEFINE_integer(
+    "rounds", 60, "Rounds of each run. Default: what the study's line says.", lower_bound=2
+)
+PAPER = flags.DEFINE_bool(
+    "paper", False, "The paper's rounds, and every value and method of its figure: hours or days."
+)
 CLIENTS = flags.DEFINE_integer("clients", 10, "Clients.", lower_bound=1)
 METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
@@ -36,6 +41,13 @@ _COLUMNS = 5  # of a table that is printed
 _LISTED = 4  # numbers in a cell
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
+
+
+class Length(NamedTuple):
+    """Rounds where the command line says none."""
+
+    short: int  # with few values and methods, minutes on two cores
+    paper: int  # with --paper
 
 
 def run(
@@ -60,11 +72,16 @@ def runs(config: ConfigDict, name: str) -> list[runner.Result]:
     return [run(one, name, seed, config.rounds) for seed, one in enumerate(each)]
 
 
-def chosen(rows: Collection[str]) -> list[str]:
-    """The methods that --methods asks for."""
+def scope(short: Any, paper: Any) -> Any:
+    """What a figure goes over: with --paper all that the paper does."""
+    return paper if PAPER.value else short
+
+
+def chosen(rows: Collection[str], short: Sequence[str] = ()) -> list[str]:
+    """The methods that --methods asks for; without it those of `short`, or with --paper all."""
     if unknown := set(METHODS.value) - set(rows):
         raise UsageError(f"this study has no method {', '.join(sorted(unknown))}")
-    return METHODS.value or list(rows)
+    return METHODS.value or list(scope(short or rows, rows))
 
 
 def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> Figure:
@@ -89,11 +106,18 @@ def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> 
     return figure
 
 
-def main(studies: Mapping[str, Study], about: str, argv: Sequence[str], paper: str) -> None:
+def main(
+    studies: Mapping[str, Study],
+    about: str,
+    argv: Sequence[str],
+    paper: str,
+    lengths: Mapping[str, Length],
+) -> None:
     """Run the study that is named; write NAME-DATASET.json and .png; print the numbers.
 
     about: what there is, which is said where no study is named. paper: whose numbers of the same
-    figure are shown beside ours, where it states any.
+    figure are shown beside ours, where it states any. lengths: of each study that is named, and
+    under "" of the others.
     """
     if len(argv) < 2:
         print(about.strip())
@@ -102,6 +126,7 @@ def main(studies: Mapping[str, Study], about: str, argv: Sequence[str], paper: s
         raise UsageError(f"name one study; {argv[2]!r} is one word too many")
     if argv[1] not in studies:
         raise UsageError(f"there is no study {argv[1]!r}{nearest(argv[1], studies)}")
+    flags.set_default(ROUNDS, scope(*lengths.get(argv[1], lengths[""])))
     numbers, figure = studies[argv[1]]()
     if there := readable(paper, argv[1]):
         numbers["published"] = there
@@ -113,6 +138,7 @@ def main(studies: Mapping[str, Study], about: str, argv: Sequence[str], paper: s
         "dataset": DATASET.value,
         "rounds": ROUNDS.value,
         "seeds": SEEDS.value,
+        "paper": PAPER.value,
         "set": SET.value,
         "machine": f"{os.cpu_count()} cores {platform.machine()}, {jax.default_backend()}",
         "versions": {name: metadata.version(name) for name in ("jax", "flax", "optax")},
@@ -164,11 +190,13 @@ def _cell(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-def launch(studies: Mapping[str, Study], about: str | None, paper: str) -> None:
-    """The command line of a module of studies, and its docstring; the paper they are of."""
+def launch(
+    studies: Mapping[str, Study], about: str | None, paper: str, lengths: Mapping[str, Length]
+) -> None:
+    """The command line of a module of studies: its docstring, the paper, rounds of each study."""
     prepare_devices()
-    ours = (OUT, DATASET, ROUNDS, CLIENTS, METHODS, SEEDS, SET, DATA_DIR)
+    ours = (OUT, DATASET, ROUNDS, PAPER, CLIENTS, METHODS, SEEDS, SET, DATA_DIR)
     own = flags.FLAGS.flags_by_module_dict().get(f"experiments.papers.{paper}.studies", [])
     for flag in [*(flags.FLAGS[one.name] for one in ours), *own]:  # what --help shows
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-    command(lambda argv: main(studies, about or "", argv, paper))
+    command(lambda argv: main(studies, about or "", argv, paper, lengths))

@@ -1,10 +1,12 @@
 """The arithmetic of the studies, and the presets of their systems."""
 
+import copy
 import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from absl import flags
 
 from experiments import reproduce
 from experiments.papers import study as common
@@ -39,16 +41,17 @@ def test_agreement_by_hand():
 
 @pytest.mark.parametrize("system", [pfedla, pfedhn, fedmn, factorized_fl], ids=lambda s: s.__name__)
 def test_without_a_name_all_studies_are_listed(system, capsys):
-    common.main(system.STUDIES, system.__doc__, ["x"], "pfedla")
+    common.main(system.STUDIES, system.__doc__, ["x"], "pfedla", system.LENGTHS)
     said = capsys.readouterr().out
     for name in system.STUDIES:
         assert re.search(rf"^(\w+, )*{name}\b[\w, ]* \S", said, re.M), name
 
 
 def test_an_unknown_study_gets_the_nearest():
-    line = message(common.main, pfedla.STUDIES, "", ["x", "figure66"], "pfedla")
+    given = "pfedla", pfedla.LENGTHS
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure66"], *given)
     assert line == "there is no study 'figure66'; did you mean figure6?"
-    line = message(common.main, pfedla.STUDIES, "", ["x", "figure6", "digits"], "pfedla")
+    line = message(common.main, pfedla.STUDIES, "", ["x", "figure6", "digits"], *given)
     assert line == "name one study; 'digits' is one word too many"
 
 
@@ -75,8 +78,10 @@ def test_the_control_of_factorized_fl_mixes_with_nobody(monkeypatch):
     monkeypatch.setattr(factorized_fl, "CLIENTS", SimpleNamespace(value=20))
     monkeypatch.setattr(factorized_fl, "DATASET", SimpleNamespace(value="mnist"))
     monkeypatch.setattr(factorized_fl, "SETTING", SimpleNamespace(value="permuted-noniid-w8"))
+    monkeypatch.setattr(common, "PAPER", SimpleNamespace(value=True))
     monkeypatch.setattr(factorized_fl, "_compare", lambda study, variants: (variants, None))
     made, _ = factorized_fl.components()
+    assert len(made) == 8
     alone = made["factorized, alone"].factorized_fl
     assert (alone.tau > 1, alone.minimum, alone.matching) == (True, 1, "similar")
     assert (made["beta"].factorized_fl.tau, made["beta"].factorized_fl.minimum) == (0, 10)
@@ -109,7 +114,8 @@ def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
 
     monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar10"))
     monkeypatch.setattr(pfedhn, "ROUNDS", SimpleNamespace(value=900))
-    monkeypatch.setattr(pfedhn, "METHODS", SimpleNamespace(value=["pfedhn", "fedavg"]))
+    monkeypatch.setattr(common, "METHODS", SimpleNamespace(value=["pfedhn", "fedavg"]))
+    monkeypatch.setattr(common, "PAPER", SimpleNamespace(value=True))
     monkeypatch.setattr(pfedhn.study, "runs", runs)
     found, _ = pfedhn.novel()
     train, fit = configuration.phases(seen["novel0.5-pfedhn"])
@@ -259,3 +265,26 @@ def test_numbers_are_printed_as_tables():
 
 def test_by_default_a_study_runs_on_what_is_embedded():
     assert common.DATASET.default == "digits"
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [([], (20, ["beta"])), (["--paper"], (50, ["beta", "alpha"])), (["--rounds=3"], (3, ["beta"]))],
+)
+def test_a_study_is_short_unless_the_papers_length_is_asked_for(
+    given, wanted, tmp_path, capsys, monkeypatch
+):
+    seen = []
+
+    def drawn():
+        seen.append((common.ROUNDS.value, common.chosen(["beta", "alpha"], ["beta"])))
+        return {"accuracy": 97.25}, None
+
+    monkeypatch.setattr(flags, "FLAGS", copy.deepcopy(flags.FLAGS))
+    for name in ("rounds", "paper", "methods", "out", "seeds", "set", "dataset"):
+        flag = getattr(common, name.upper())
+        monkeypatch.setattr(flag, "_flagvalues", flags.FLAGS)
+    flags.FLAGS(["x", f"--out={tmp_path}", *given])
+    common.main({"drawn": drawn}, "", ["x", "drawn"], "pfedla", {"": common.Length(20, 50)})
+    assert seen == [wanted]
+    assert "97.25" in capsys.readouterr().out

@@ -2,8 +2,10 @@
 
 python -m experiments.studies fedmn grouping --dataset=digits --seeds=3 --rounds=60
 
-figure2   accuracy against the numbers moved (the paper's 20 rounds: --rounds=20): 1 x a x b blocks
-          against MLPs of as many layers under FedAvg; --blocks=8,9,10
+Each has 60 rounds, figure2 the paper's 20; with --paper they have 150 and figure2 has its 20.
+
+figure2   accuracy against the numbers moved: 1 x a x b blocks against MLPs of as many layers under
+          FedAvg; --blocks=8, and with --paper --blocks=8,9,10
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
 conflict  two groups that see the same images and number their classes differently: FedMN as
@@ -33,7 +35,7 @@ from fedjax_pfl import data
 from fedjax_pfl.networks import router
 from fedjax_pfl.runs import runner
 
-BLOCKS = flags.DEFINE_list("blocks", ["8", "9", "10"], "Blocks and layers, in figure2.")
+BLOCKS = flags.DEFINE_list("blocks", [], "Blocks and layers, in figure2. Default: 8.")
 LABELS = flags.DEFINE_enum(
     "labels", "other", ["other", "next"], "What conflict's groups differ in."
 )
@@ -55,7 +57,8 @@ def figure2() -> tuple[dict[str, Any], Figure]:
     found: dict[str, Any] = {}
     figure = Figure(figsize=(6.5, 4))
     axis = figure.subplots()
-    for blocks, marker in zip(map(int, BLOCKS.value), "os^Dv", strict=False):
+    each = BLOCKS.value or study.scope(["8"], ["8", "9", "10"])
+    for blocks, marker in zip(map(int, each), "os^Dv", strict=False):
         for kind, colour in (("FedAvg", ORANGE), ("FedMN", BLUE)):
             points = []
             for layout in layouts(blocks) if kind == "FedMN" else [None]:
@@ -124,7 +127,7 @@ def paths() -> tuple[dict[str, Any], Figure]:
     """The gates with π > ½ of up to twelve clients, at their last visit."""
     config = _config()
     layout = tuple(config.fedmn.layout)
-    result = run(config, "paths", 0)
+    result = run(config, "preset", 0)
     pi = _seen(result, "pi")[-1]
     opened = served(pi, layout)
     shown = opened[:12]
@@ -258,7 +261,7 @@ def gates() -> tuple[dict[str, Any], Figure]:
     """Mean entropy of a gate in bits, and mean share of blocks that a client has fetched."""
     config = _config()
     layout = tuple(config.fedmn.layout)
-    results = [run(config.copy_and_resolve_references(), "gates", s) for s in range(SEEDS.value)]
+    results = [run(config.copy_and_resolve_references(), "preset", s) for s in range(SEEDS.value)]
     rounds = results[0].observations["pi"][0]
     pi = np.clip(np.stack([_seen(r, "pi") for r in results]), 1e-7, 1 - 1e-7)
     entropy = -(pi * np.log2(pi) + (1 - pi) * np.log2(1 - pi)).mean((0, 2, 3))
@@ -277,6 +280,7 @@ def gates() -> tuple[dict[str, Any], Figure]:
     return {"rounds": rounds, "entropy": entropy.tolist(), "active": share.tolist()}, figure
 
 
+LENGTHS = {"": study.Length(60, 150), "figure2": study.Length(20, 20)}
 STUDIES: dict[str, study.Study] = {
     "figure2": figure2,
     "paths": paths,
