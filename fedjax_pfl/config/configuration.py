@@ -202,6 +202,7 @@ def resolved(config: ConfigDict, words: Words = OURS) -> dict[str, Any]:
     return {key: value for key, value in plain.items() if key not in optional}
 
 
+_MOST_UNITS = 1_000_000  # of a layer of ours
 _LARGEST = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
 
 
@@ -238,7 +239,9 @@ def specify(config: ConfigDict, words: Words = OURS) -> Specification:
         _check_rows(one, where)
         made = groups(one, words)
         for i, group in enumerate(made):
-            _check_types(group, like, f"groups[{i}]." if one.groups else where)
+            inner = f"groups[{i}]." if one.groups else where
+            _check_types(group, like, inner)
+            _check_network(group, words, inner)
         _check_together(one, where)
         each.append(PhaseSpecification(_frozen(one), tuple(map(_frozen, made))))
     if (whole := sum(one.settings.rounds for one in each)) > _LARGEST:
@@ -306,6 +309,23 @@ def _check_types(config: ConfigDict, like: ConfigDict, where: str) -> None:
             raise UsageError(f"{where}{key} is {value}; it must be at most {_LARGEST}")
         if isinstance(wanted, tuple) and wanted and {type(v) for v in value} - {type(wanted[0])}:
             raise UsageError(f"{where}{key} is {value!r}; it must be numbers as in {wanted!r}")
+
+
+def _check_network(one: ConfigDict, words: Words, where: str) -> None:
+    """A network of ours: of what it has a number of it has one at least; dropout is a share."""
+    if words.model[one.model] is not MODELS.get(one.model):
+        return
+    for key, value in one.get(one.model, ConfigDict()).items():
+        for number in value if isinstance(value, tuple) else (value,):
+            if type(number) is int and not 1 <= number <= _MOST_UNITS:
+                wanted = f"from 1 to {_MOST_UNITS:,}"
+            elif key == "dropout" and not 0 <= number < 1:
+                wanted = "at least 0 and below 1"
+            elif type(number) is float and key != "dropout" and number <= 0:
+                wanted = "above 0"
+            else:
+                continue
+            raise UsageError(f"{where}{one.model}.{key} is {value}; it must be {wanted}")
 
 
 def differences(
