@@ -2,6 +2,8 @@
 
 fedjax-pfl pfedla --config=pfedla:digits-k1    as python -m experiments.pfedla in the repository
 fedjax-pfl COMMAND --help                      what a command takes
+
+In the repository python -m experiments.cli is the same.
 """
 
 import ast
@@ -51,3 +53,7 @@ def main() -> None:
         else:
             del sys.argv[1]
             runpy.run_module(f"experiments.{name}", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

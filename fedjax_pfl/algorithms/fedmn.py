@@ -27,7 +27,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.routed_training import trainer
+from fedjax_pfl.algorithms.routed_training import check, trainer
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -39,17 +39,11 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError, above, need, one_of
+from fedjax_pfl.core.errors import above
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import correlation
 from fedjax_pfl.networks import router as routing
 from fedjax_pfl.networks.modular import Modular, Routed, block_of, blocks, pretrained
-
-CHOICES = {
-    "gates": ("hard", "soft"),
-    "embed": ("concatenated", "correlation"),
-    "encoders": ("always", "fetched"),
-}
 
 
 class Client(NamedTuple):
@@ -98,7 +92,7 @@ def fedmn(
       encoders: travel always; or are fetched by those whose route uses them, as blocks are.
     """
     routing.need_blocks(model, federation)
-    _check(layout, temperatures, dropout, gates=gates, embed=embed, encoders=encoders)
+    check(layout, temperatures, dropout, gates=gates, embed=embed, encoders=encoders)
     above("fedmn.router_rate", router_rate, 0)
     n, size = federation.outputs, training.batch_size
     network = Modular(model, n, layout, width, hidden, dropout, fetched=encoders == "fetched")
@@ -192,14 +186,3 @@ def fedmn(
 
     send = fedavg(model, task, training, federation).send
     return Algorithm(init, send, train, receive, personal, Routed(network).apply, traffic, observe)
-
-
-def _check(layout: Any, temperatures: Any, dropout: float, **words: str) -> None:
-    if len(layout) < 2 or min(layout) < 1:
-        raise UsageError(f"fedmn.layout is {layout}; give two layers or more, each with a block")
-    for name, value in words.items():
-        one_of(f"fedmn.{name}", value, CHOICES[name])
-    if len(temperatures) != 2 or min(temperatures) <= 0:
-        raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
-    share = (dropout >= 0) & (dropout < 1)
-    need(share, f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")

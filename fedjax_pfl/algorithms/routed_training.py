@@ -12,10 +12,17 @@ import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import PyTree, Visit
+from fedjax_pfl.core.errors import UsageError, need, one_of
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import router as routing
 from fedjax_pfl.networks.modular import Modular, WithLogits, blocks, keep_inactive
+
+CHOICES = {
+    "gates": ("hard", "soft"),
+    "embed": ("concatenated", "correlation"),
+    "encoders": ("always", "fetched"),
+}
 
 
 class Epochs(NamedTuple):
@@ -104,3 +111,15 @@ def trainer(
         return jax.lax.fori_loop(0, epochs, epoch, start), epochs
 
     return train
+
+
+def check(layout: Any, temperatures: Any, dropout: float, **words: str) -> None:
+    """Whether FedMN's own settings can be; words: its choices."""
+    if len(layout) < 2 or min(layout) < 1:
+        raise UsageError(f"fedmn.layout is {layout}; give two layers or more, each with a block")
+    for name, value in words.items():
+        one_of(f"fedmn.{name}", value, CHOICES[name])
+    if len(temperatures) != 2 or min(temperatures) <= 0:
+        raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
+    share = (dropout >= 0) & (dropout < 1)
+    need(share, f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")

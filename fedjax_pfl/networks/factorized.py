@@ -10,6 +10,7 @@ import math
 from functools import cached_property
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
@@ -101,12 +102,6 @@ class Reparametrised(abc.ABC):
         return jax.eval_shape(self.model.init, jax.random.key(0), example)["params"]
 
 
-def xavier(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """U(-√(6/(a+b)), √(6/(a+b))) for a matrix [a, b]."""
-    bound = math.sqrt(6 / sum(shape))
-    return jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-
-
 @dataclasses.dataclass(frozen=True)
 class Factorized(Reparametrised):
     """W = π(u vᵀ + μ), with u and v [·, rank].
@@ -139,6 +134,7 @@ class Factorized(Reparametrised):
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
         rows, columns = self._sides(shape)
         one, other = jax.random.split(key)
+        xavier = nn.initializers.xavier_uniform()
         made = {"u": xavier(one, (rows, self.rank)), "v": xavier(other, (columns, self.rank))}
         return made | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
 

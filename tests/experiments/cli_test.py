@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ def started(monkeypatch, *words):
 def test_every_command_is_there_with_what_it_does(monkeypatch, capsys):
     """Every module that runs by itself, and only those."""
     runs = '__name__ == "__main__"'
-    there = {p.stem for p in ROOT.glob("experiments/*.py") if runs in p.read_text()}
+    there = {p.stem for p in ROOT.glob("experiments/*.py") if runs in p.read_text()} - {"cli"}
     assert set(cli.COMMANDS) == there
     for words in ([], ["--help"], ["help"]):
         started(monkeypatch, *words)
@@ -33,6 +34,13 @@ def test_every_command_is_there_with_what_it_does(monkeypatch, capsys):
             about = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
             (line,) = [one for one in lines if one.split()[:1] == [name]]
             assert line.removeprefix(f"  {name}").strip() == about.splitlines()[0]
+
+
+def test_the_modules_own_name_is_the_same(monkeypatch, capsys):
+    """In the repository `python -m experiments.cli` is `fedjax-pfl`."""
+    monkeypatch.setattr(sys, "argv", ["cli.py"])
+    runpy.run_path(cli.__file__, run_name="__main__")
+    assert capsys.readouterr().out.rstrip() == cli.described()
 
 
 def test_a_command_gets_what_follows_it(monkeypatch):

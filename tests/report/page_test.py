@@ -95,6 +95,15 @@ class Tags(html.parser.HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
+def test_seconds_of_checkpoints_are_beside_the_others(tmp_path):
+    """On the page and in the table; a run that measured none says nothing of them."""
+    metrics = [evaluation(2, checkpoint_seconds=7.25)]
+    page = html.unescape(report.write(a_run(tmp_path, metrics)).read_text())
+    assert "and 4.0 s to compile, 7.2 s for checkpoints" in page
+    assert "and 4.0 to compile, 7.2 for checkpoints" in report.table(metrics)
+    assert "for checkpoints" not in report.table([evaluation(2)])
+
+
 @pytest.mark.parametrize("evaluations", [1, 2, 50])
 def test_writes_every_figure_and_a_self_contained_page(tmp_path, evaluations):
     metrics = [evaluation(t) for t in range(1, evaluations + 1)]
