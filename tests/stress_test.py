@@ -89,6 +89,7 @@ def test_the_one_table_has_every_try(monkeypatch):
         "__main__",
         "common",
         "cohort",
+        "damages",
     }
     for name in functions:
         monkeypatch.setattr(stress, name, noted(name))
@@ -120,6 +121,25 @@ def test_the_page_shows_every_try_and_nothing_lost():
     for part in there.values():
         for row in (Row(*each) for each in part["rows"]):
             assert row.tried == row.survived > 0 == row.lost
+
+
+def test_a_file_of_each_kind_is_damaged(tmp_path):
+    there = ["config.json", "figures/a.png", "figures/b.png", "checkpoints/2/SHA256SUMS",
+             "checkpoints/2/state/d/" + "0" * 32, "checkpoints/4/state/d/" + "1" * 32,
+             "checkpoints/4/state/d/" + "2" * 32, "checkpoints/4/state/x/d/" + "3" * 32,
+             "tensorboard/events.1", "tensorboard/events.2"]  # fmt: skip
+    for name in there:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert set(attacks.kinds(tmp_path)) == {
+        "config.json",
+        "figures/.png",
+        "tensorboard/",
+        "checkpoints/before/SHA256SUMS",
+        "checkpoints/before/state",
+        "checkpoints/4/state/d/DIGEST",
+        "checkpoints/4/state/x/d/DIGEST",
+    }
 
 
 @pytest.mark.slow("commands on damaged directories")

@@ -39,7 +39,7 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import above
+from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import correlation
 from fedjax_pfl.networks import router as routing
@@ -94,6 +94,9 @@ def fedmn(
     routing.need_blocks(model, federation)
     check(layout, temperatures, dropout, gates=gates, embed=embed, encoders=encoders)
     above("fedmn.router_rate", router_rate, 0)
+    sizes = {"width": width, "hidden": hidden, "x_size": x_size, "y_size": y_size}
+    for name, value in sizes.items():
+        at_least(f"fedmn.{name}", value, 1)
     n, size = federation.outputs, training.batch_size
     network = Modular(model, n, layout, width, hidden, dropout, fetched=encoders == "fetched")
     names = blocks(layout, network.first)

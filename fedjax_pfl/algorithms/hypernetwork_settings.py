@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import UsageError, above, at_least, need
+from fedjax_pfl.core.errors import MOST_LAYERS, UsageError, above, at_least, need
 
 
 class Settings(NamedTuple):
@@ -88,7 +88,10 @@ def with_settings(
 
 
 def _check(name: str, settings: Settings) -> None:
-    for setting in ("momentum", "weight_decay", "width", "depth"):
+    depth = settings.depth
+    need(0 <= depth <= MOST_LAYERS, f"{name}.depth is {depth}; choose 0 to {MOST_LAYERS}")
+    at_least(f"{name}.width", settings.width, 1)
+    for setting in ("momentum", "weight_decay"):
         at_least(f"{name}.{setting}", getattr(settings, setting), 0)
     for setting in ("rate", "clip_norm", "embedding_rate"):
         above(f"{name}.{setting}", getattr(settings, setting), 0)

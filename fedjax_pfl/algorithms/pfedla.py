@@ -49,7 +49,7 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import UsageError, at_least, need, one_of
+from fedjax_pfl.core.errors import MOST_LAYERS, at_least, need, one_of
 from fedjax_pfl.core.examples import without_fold
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.layer_weights import NORMALISE, LayerWeights, alpha
@@ -107,7 +107,9 @@ def pfedla(
     layers = rows_of(shapes, model.layers if k else (), granularity == "model")
     _check(federation, layers.number, k, step, normalise)
     one_of("pfedla.granularity", granularity, ("layer", "model"))
-    at_least("pfedla.folds", folds, 2)
+    for name, x, low in (("embedding", embedding, 1), ("hidden", hidden, 1), ("folds", folds, 2)):
+        at_least(f"pfedla.{name}", x, low)
+    need(0 <= depth <= MOST_LAYERS, f"pfedla.depth is {depth}; choose 0 to {MOST_LAYERS}")
     at_least("pfedla.rate", rate, 0)
     sgd = common.trainer(model, task, training)
     network = LayerWeights(n, layers.number, embedding, hidden, depth, normalise)
@@ -194,6 +196,5 @@ def _check(federation: Federation, layers: int, k: int, step: str, normalise: st
     need(not federation.groups.any(), "pfedla mixes models of one network; use it without groups")
     one_of("pfedla.normalise", normalise, NORMALISE)
     one_of("pfedla.step", step, STEPS)
-    if step == "held_out" and normalise != "softmax":
-        raise UsageError("pfedla.step=held_out moves a softmax; use it with normalise=softmax")
+    need(step != "held_out" or normalise == "softmax", "step=held_out needs normalise=softmax")
     need(0 <= k <= layers, f"pfedla.k is {k}; choose 0 to {layers} of the {layers} layers")

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.config.settings import ROWS, having
 from fedjax_pfl.core import optimizers, task
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import MOST_LAYERS, UsageError
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -317,12 +317,13 @@ def _check_network(one: ConfigDict, words: Words, where: str) -> None:
         return
     for key, value in one.get(one.model, ConfigDict()).items():
         for number in value if isinstance(value, tuple) else (value,):
-            if type(number) is int and not 1 <= number <= _MOST_UNITS:
-                wanted = f"from 1 to {_MOST_UNITS:,}"
+            most = MOST_LAYERS if key in ("blocks", "kernel_size") else _MOST_UNITS
+            if type(number) is int and not 1 <= number <= most:
+                wanted = f"from 1 to {most:,}"
             elif key == "dropout" and not 0 <= number < 1:
                 wanted = "at least 0 and below 1"
-            elif type(number) is float and key != "dropout" and number <= 0:
-                wanted = "above 0"
+            elif type(number) is float and key != "dropout" and not 0 < number <= MOST_LAYERS:
+                wanted = f"above 0 and at most {MOST_LAYERS:,}"
             else:
                 continue
             raise UsageError(f"{where}{one.model}.{key} is {value}; it must be {wanted}")

@@ -10,6 +10,9 @@ class UsageError(ValueError):
     """One line: what is wrong and what would be right. Commands print it and exit with status 2."""
 
 
+MOST_LAYERS = 1000  # of one kind, which Python goes through one by one
+
+
 def need(condition: Any, line: str) -> None:
     """Raise UsageError with this line where the condition is false.
 

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 
+from fedjax_pfl.core.errors import UsageError
+
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
@@ -188,6 +190,10 @@ def open_store(directory: Path, keep: int = KEPT, *, only_read: bool = False) ->
     if not only_read:
         directory.mkdir(exist_ok=True)
         _clear(directory)
+    for path in _too_deep(directory):
+        if only_read:
+            raise UsageError(f"{path} is damaged, which hides the others; remove {path.parent}")
+        path.unlink()  # its checkpoint, which is damaged, no longer keeps the others from opening
     with _quietly():  # it reads what may be damaged, and needs none of it
         return Store(ocp.CheckpointManager(directory.absolute(), options=options))
 
@@ -242,6 +248,20 @@ def _clear(directory: Path) -> None:
         for path in left:
             shutil.rmtree(path, ignore_errors=True)
         time.sleep(0.1)
+
+
+def _too_deep(directory: Path) -> list[Path]:
+    """Descriptions at which orbax would end, whichever checkpoint is asked for: JSON that nests
+    without end. Whatever else is wrong with one, it passes over."""
+    found = []
+    for path in directory.glob("*/_CHECKPOINT_METADATA"):
+        try:
+            json.loads(path.read_bytes())
+        except RecursionError:
+            found.append(path)
+        except (OSError, ValueError):
+            continue
+    return found
 
 
 def _sums(folder: Path) -> str:

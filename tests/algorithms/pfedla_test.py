@@ -368,7 +368,7 @@ def test_bad_settings_are_one_line():
         ({"granularity": "leaf"}, "layer or model"),
         ({"normalise": "max"}, "relu or softmax"),
         ({"step": "long"}, "held_out, scaled or plain"),
-        ({"normalise": "relu"}, "use it with normalise=softmax"),
+        ({"normalise": "relu"}, "needs normalise=softmax"),
         ({"folds": 1}, "at least 2"),
         ({"rate": -0.1}, "at least 0"),
     ):

@@ -99,6 +99,22 @@ def test_the_smallest_change_of_any_file_is_noticed(tmp_path):
     store.check(1)
 
 
+def test_a_description_that_nests_without_end_spoils_its_own_checkpoint_only(tmp_path):
+    """Orbax reads those of all of them as it opens the folder."""
+    kept = {"w": np.arange(6, dtype=np.float32)}
+    for step in (1, 2):
+        checkpoints.open_store(tmp_path).save(step, {"state": kept}, {})
+    (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text("[" * 100_000)
+    with pytest.raises(UsageError, match=f"is damaged, which hides the others; remove {tmp_path}"):
+        checkpoints.open_store(tmp_path, only_read=True)
+    store = checkpoints.open_store(tmp_path)
+    assert store.steps() == [2, 1]
+    with pytest.raises(checkpoints.DamagedError, match="_CHECKPOINT_METADATA"):
+        store.check(2)
+    store.check(1)
+    assert_same_bits(store.restore(1, {"state": kept})["state"], kept)
+
+
 def test_other_dtypes_and_shapes_are_refused_by_name(tmp_path):
     store = checkpoints.open_store(tmp_path)
     kept = {"w": np.arange(6, dtype=np.float32), "empty": np.zeros((0, 2), np.float32)}

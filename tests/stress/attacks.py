@@ -1,7 +1,7 @@
 """What somebody may do to a run directory or hand to a run: python -m tests.stress.attacks
 
-Each file of a finished run's directory is damaged in each of many ways, and every command that
-reads it is given the result. Arrays, names and checkpoints that no run makes are handed over
+A file of each kind in a finished run's directory is damaged in each of many ways, and every command
+that reads it is given the result. Arrays, names and checkpoints that no run makes are handed over
 besides. Each has to end in one line, or in what an undamaged run gives. A text file whose damage is
 still what a run could have written is taken as it stands: only checkpoints have digests.
 """
@@ -9,6 +9,7 @@ still what a run could have written is taken as it stands: only checkpoints have
 import argparse
 import contextlib
 import io
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedjax_pfl.report import comparison, comparison_page, page, references, run
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import export, run_directory, runner
 from tests.stress.common import Row, copied, digest, finish, one_line, progress, scratch, untimed
+from tests.stress.damages import OTHERS, TEXTS, damaged
 
 CONFIG: dict[str, Any] = {
     "algorithm": "fedmn",  # which observes something
@@ -38,84 +40,9 @@ CONFIG: dict[str, Any] = {
     "rounds": 4,
     "eval_every": 2,
     "checkpoint_every": 2,
+    "tensorboard": True,
     "devices": 1,
 }
-DEEP = b"[" * 100_000
-TEXTS: dict[str, Callable[[bytes, np.random.Generator], bytes]] = {}
-
-
-def _text(function: Callable[[bytes, np.random.Generator], bytes]) -> Any:
-    TEXTS[function.__name__.replace("_", " ")] = function
-    return function
-
-
-@_text
-def bits_flipped(content: bytes, rng: np.random.Generator) -> bytes:
-    """A few."""
-    changed = bytearray(content)
-    for at in rng.integers(0, len(changed) * 8, 3):
-        changed[at // 8] ^= 1 << (at % 8)
-    return bytes(changed)
-
-
-@_text
-def cut_off(content: bytes, rng: np.random.Generator) -> bytes:
-    """Anywhere."""
-    return content[: rng.integers(1, len(content))]
-
-
-@_text
-def emptied(content: bytes, rng: np.random.Generator) -> bytes:
-    """To nothing."""
-    del content, rng
-    return b""
-
-
-@_text
-def binary(content: bytes, rng: np.random.Generator) -> bytes:
-    """Of any length."""
-    return rng.bytes(len(content))
-
-
-@_text
-def a_thousand_levels(content: bytes, rng: np.random.Generator) -> bytes:
-    """Of lists in lists."""
-    del content, rng
-    return DEEP
-
-
-@_text
-def another_type(content: bytes, rng: np.random.Generator) -> bytes:
-    """Numbers become words."""
-    del rng
-    return content.replace(b"0", b'"no"')
-
-
-@_text
-def lines_swapped(content: bytes, rng: np.random.Generator) -> bytes:
-    """In any order."""
-    return b"\n".join(np.array(content.split(b"\n"), object)[rng.permutation(content.count(b"\n"))])
-
-
-OTHERS = ("removed", "a folder in its place", "a link to itself", "another file's content")
-
-
-def damaged(kind: str, path: Path, rng: np.random.Generator) -> None:
-    """One fault to a file."""
-    if kind in TEXTS:
-        path.write_bytes(TEXTS[kind](path.read_bytes(), rng))
-        return
-    content = b""
-    if kind == "another file's content":
-        other = "traffic.json" if path.name == "config.json" else "config.json"
-        content = (path.parent / other).read_bytes()
-    path.unlink()
-    if kind == "a folder in its place":
-        path.mkdir()
-    elif kind == "a link to itself":
-        path.symlink_to(path.name)
-    elif kind == "another file's content":
-        path.write_bytes(content)
 
 
 def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
@@ -189,8 +116,30 @@ def _commands(program: Program, there: Path, beside: Path) -> dict[str, Callable
             "found beside": found}  # fmt: skip
 
 
+def kinds(directory: Path) -> dict[str, Path]:
+    """A file of each kind that a run's directory has; what Orbax names by a digest is of one kind,
+    and so are the figures, and what either of two checkpoints has under the same name."""
+    found = {}
+    newest = max((p.name for p in (directory / "checkpoints").iterdir()), key=int)
+    for path in sorted(directory.rglob("*")):
+        if not path.is_file():
+            continue
+        inner = path.relative_to(directory)
+        name = re.sub(r"/[0-9a-f]{32}$", "/DIGEST", inner.as_posix())
+        if inner.parts[0] == "checkpoints" and inner.parts[1] != newest:
+            name = "checkpoints/before/" + inner.parts[2]
+        elif inner.parts[0] in ("figures", "tensorboard"):
+            name = f"{inner.parts[0]}/{path.suffix if inner.parts[0] == 'figures' else ''}"
+        found[name] = path
+    return found
+
+
+# Of these, what reads a checkpoint; the others do not open the folder.
+READERS = ("the same call", "export")
+
+
 def directory(seed: int = 0, share: float = 1.0, only: Sequence[str] = ()) -> list[Row]:
-    """Each file of a run directory, each damage, each command.
+    """A file of each kind in a run directory, each damage, each command that reads it.
 
     only: names of files, where it is not all.
     """
@@ -202,20 +151,17 @@ def directory(seed: int = 0, share: float = 1.0, only: Sequence[str] = ()) -> li
         other = copied(good, place / "runs" / "other")
         text = (other / "config.json").read_text().replace('"seed": 0', '"seed": 1')
         (other / "config.json").write_text(text)
-        newest = good / "checkpoints" / "4"
-        files = [p for p in sorted(good.iterdir()) if p.is_file()]
-        parts = sorted(p for p in newest.rglob("*") if p.is_file() and p.stat().st_size)
-        files += [parts[i] for i in rng.choice(len(parts), 4, replace=False)]
-        files += [newest / "SHA256SUMS", good / "figures" / "traffic.png"]
-        for path in dict.fromkeys(p for p in files if not only or p.name in only):
+        for path in (p for p in kinds(good).values() if not only or p.name in only):
+            inner = path.relative_to(good)
+            in_checkpoint = inner.parts[0] == "checkpoints"
             ended = dict.fromkeys(("line", "done"), 0)
             lost = 0
             for kind in (*TEXTS, *OTHERS):
-                for name in _commands(program, good, other):
+                for name in READERS if in_checkpoint else _commands(program, good, other):
                     if rng.random() > share:
                         continue
                     there = copied(good, place / "runs" / "there")
-                    victim = there / path.relative_to(good)
+                    victim = there / inner
                     if kind == "another file's content" and path.parent != good:
                         shutil.copy(there / "config.json", victim)
                     else:
@@ -227,9 +173,10 @@ def directory(seed: int = 0, share: float = 1.0, only: Sequence[str] = ()) -> li
                     lost += not fine
                     progress(f"{path.name}: {kind}, {name}")
                     if not fine:
-                        print(f"{path.relative_to(good)}, {kind}, {name}: {outcome} {right}")
+                        print(f"{inner}, {kind}, {name}: {outcome} {right}")
             tried = sum(ended.values())
-            shown = "checkpoints/4" if newest in path.parents else path.relative_to(good)
+            shown = "/".join(inner.parts[:2]) if in_checkpoint else inner
+            shown = "tensorboard" if inner.parts[0] == "tensorboard" else shown
             note = f"{ended['line']} refused in a line, {ended['done']} went on"
             rows.append(Row(f"{shown} damaged", tried, tried - lost, lost, note))
     return _together(rows)
@@ -242,7 +189,7 @@ def _together(rows: list[Row]) -> list[Row]:
         found.setdefault(row.kind, []).append(row)
     return [
         each[0] if len(each) == 1 else Row(kind, *(sum(r[i] for r in each) for i in (1, 2, 3)),
-                                           f"{len(each)} of its files")
+                                           f"a file of each of {len(each)} kinds")
         for kind, each in found.items()
     ]  # fmt: skip
 
