@@ -7,7 +7,7 @@ from fedjax_pfl import transforms
 from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
 from fedjax_pfl.core.setting import Setting
 
-STORES = ("device", "host", "disk")
+STORES = ("auto", "device", "host", "disk")
 
 _OURS = tuple(OPTIMIZERS)  # which a rate is given to; a caller's own has one inside
 
@@ -346,9 +346,10 @@ GENERAL: dict[str, dict[str, Setting]] = {
             resumable=True,
         ),
         "store": Setting(
-            "device",
+            "auto",
             "where examples and what stays with clients are kept: on every device; or on the "
-            "host, from where those of a cohort are sent in each round; or, what stays, on disk",
+            "host, from where those of a cohort are sent in each round; or, what stays, on disk; "
+            "auto: the first of these that fits well",
             choices=STORES,
             resumable=True,
         ),

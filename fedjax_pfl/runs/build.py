@@ -16,7 +16,7 @@ from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suited
 from fedjax_pfl.data.augment import on_normalised
-from fedjax_pfl.engine import memory_estimate, multiprocess, sweep
+from fedjax_pfl.engine import forecast, memory_estimate, multiprocess, sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.records import Rounds
 from fedjax_pfl.runs import points
@@ -36,6 +36,7 @@ class Built(NamedTuple):
     federation: Federation
     task: Task
     remarks: tuple[str, ...]  # on what is allowed and may cost accuracy
+    needs: forecast.Need  # at the least
 
     def of(self, points: Sequence[int]) -> "Built":
         """The same of some points."""
@@ -109,7 +110,25 @@ def build(
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
     remarks += [_left_out(config, dataset, federation)]
     said = tuple(dict.fromkeys(line for line in remarks if line))
-    return Built(tuple(phases), arrays, federation, task, said)
+    needs = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
+    alone = len(configs) == multiprocess.count() == 1
+    store = forecast.choose(needs, config.store, forecast.room(), alone=alone)
+    phases = [phase._replace(store=store) for phase in phases]
+    takes = forecast.most([forecast.need(one, store) for one in needs])
+    return Built(tuple(phases), arrays, federation, task, said, takes)
+
+
+def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
+    """What its memory depends on; `state` is of all points of a sweep."""
+    work, points = phase.work, len(phase.work.alike)
+    cohort, clients = work.cohort, work.federation.clients
+    count = memory_estimate.tree_bytes
+    examples, sent = forecast.examples_of(work.arrays, cohort)
+    best = bool(np.sum(work.arrays.validation.size))
+    shared, own = count(state._replace(clients=())) // points, count(state.clients) // points
+    return forecast.Sizes(
+        shared, -(-own // clients), clients, cohort, phase.end, examples, sent, best, points
+    )
 
 
 def described(built: Built) -> dict[str, Any]:
@@ -172,7 +191,7 @@ def _short_batches(phase: Phase, state: Any) -> str:
 
 def _check_store(store: str, *, several: bool) -> None:
     """UsageError where what is to be kept elsewhere than on the devices cannot be."""
-    if store == "device" or not (several or multiprocess.count() > 1):
+    if store in ("auto", "device") or not (several or multiprocess.count() > 1):
         return
     many = "seeds and sweep are" if several else "several processes are"
     alone = "run them one by one" if several else "use one process"

@@ -128,13 +128,14 @@ class Phase(NamedTuple):
     work: Work
     plan: Plan
     rounds: Rounds
+    store: str = "device"  # where examples and what stays with clients are kept
 
     def program(self, folder: Path | None) -> OnDevice | Streamed:
         """Its rounds with the examples, as a run goes through them.
 
         folder: where what does not fit into memory may lie.
         """
-        work, store = self.work, self.config.store
+        work, store = self.work, self.store
         if store == "device":
             return OnDevice(self.rounds, self.points, work.arrays)
         plain = work.plain(self.plan.chunk)(self.algorithm)
@@ -181,7 +182,7 @@ class Phase(NamedTuple):
         if len(points) == len(self.work.alike):
             return self
         work = dataclasses.replace(self.work, alike=[self.work.alike[i] for i in points])
-        return Phase(work, self.plan, work.rounds(self.plan))
+        return Phase(work, self.plan, work.rounds(self.plan), self.store)
 
 
 def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:

@@ -375,7 +375,7 @@ def restored(
     state, best_state = found["state"]._replace(clients=clients), found.get("best")
     if best is not None and best_state is not None:
         best_state = best_state._replace(clients=best)
-    if built.phases[at.phase].config.store == "device":
+    if built.phases[at.phase].store == "device":
         return at, stores.arrays(state), best_state and stores.arrays(best_state)
     return at, state, best_state
 
@@ -384,7 +384,7 @@ def _clients(
     phase: Phase, now: changed_rows.Described, template: PyTree, store: checkpoints.Store
 ) -> tuple[stores.Clients, stores.Snapshot | None]:
     """What a checkpoint holds of them, and of those of the best round."""
-    kind = "disk" if phase.config.store == "disk" else "host"
+    kind = "disk" if phase.store == "disk" else "host"
     make = functools.partial(
         stores.Rows, clients=phase.federation.clients, store=kind, folder=store.folder.parent
     )

@@ -175,6 +175,7 @@ def run_points(
     multiprocess.check_examples(built.data)
     for phase in built.phases:
         tell(execution_plan.describe(phase.plan, phase.work.cohort, phase.work.devices))
+    tell(f"state and examples need at least {built.needs}; store={built.phases[0].store}")
     for member in members:
         member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
     fixed = functools.cache(functools.partial(fixed_length, built))

@@ -1,6 +1,7 @@
 """How work is laid out: as usual or as is said, and recorded with the run."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -63,7 +64,9 @@ def test_a_run_goes_on_by_its_own_plan(tmp_path):
     assert content["phases"] == [{"conv": "patches", "chunk": 2}]
     same = runner.run_all(base, directory, tell=told.append)[""]
     assert same.phases[0].plan == Plan("patches", 2)
-    assert told == ["5 clients a round, 2 at a time on one device, convolutions by patches"]
+    plan, needs = told
+    assert plan == "5 clients a round, 2 at a time on one device, convolutions by patches"
+    assert re.fullmatch(r"state and examples need at least device .*, disk .*; store=device", needs)
     other = runner.run({**base, "chunk": 1}, directory)
     assert other.phases[0].plan == Plan("patches", 1)
     for damaged in ("[", json.dumps({**content, "machine": "another"})):
