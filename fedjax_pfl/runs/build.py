@@ -36,7 +36,7 @@ class Built(NamedTuple):
     federation: Federation
     task: Task
     remarks: tuple[str, ...]  # on what is allowed and may cost accuracy
-    needs: forecast.Need  # at the least
+    needs: forecast.Need = forecast.Need(0, 0, 0)  # at the least; nothing where others compute
 
     def of(self, points: Sequence[int]) -> "Built":
         """The same of some points."""
