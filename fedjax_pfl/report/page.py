@@ -36,7 +36,7 @@ from fedjax_pfl.report.numbers import (
     without_sign,
     word,
 )
-from fedjax_pfl.report.run_reader import Record, Run, known_settings
+from fedjax_pfl.report.run_reader import Record, Run, known_settings, read_deviation
 
 _MOST_CLIENTS = 50  # in a table
 _COLUMNS = {"mean": "mean", "weighted": "weighted", "std": "std", "worst10": "worst 10 %"}
@@ -153,7 +153,7 @@ def _page(run: Run, pictures: Mapping[str, Picture], others: Mapping[str, Run]) 
     facts[1:1] = [f"{_setting(config, key)} {key}" for key in ("clients", "rounds")]
     drawn = "\n".join(figure_block(pictures[name], name) for name in pictures)
     body = f"""{_warnings(run)}
-{_headline(metrics)}
+{_headline(metrics, read_deviation(run.directory))}
 {_answer(run, others)}
 {_results(metrics)}
 {_clients(run)}
@@ -221,7 +221,8 @@ def _warnings(run: Run) -> str:
     return "\n".join(f'<p class="warning" role="note">{html.escape(text)}</p>' for text in said)
 
 
-def _headline(metrics: Sequence[Record]) -> str:
+def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
+    """deviation: a regression's targets', where it is known."""
     metric = metric_of(metrics)
     last = metrics[-1]
     best = dict(_picked(metrics)).get(f"best, round {last.get('best_round')}")
@@ -234,6 +235,12 @@ def _headline(metrics: Sequence[Record]) -> str:
             beneath.append(f"best round {best['round']}: {unbroken}")
         elif last.get("best_round") == last["round"]:
             beneath.append("also the best round")
+        root = number(last[stage].get("rmse_mean"))
+        if deviation is not None and not math.isnan(root):
+            beneath.append(
+                f"rmse {root:.3g}, which is {root / deviation:.2g} of the targets' deviation: who "
+                "predicts their mean has 1"
+            )
         value = show_score(metric, number(last[stage].get(f"{metric.name}_mean")))
         cards.append((f"{word(metric)} {figures.STAGES[stage]}", value, beneath))
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))

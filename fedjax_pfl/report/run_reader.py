@@ -86,6 +86,15 @@ def read_made(directory: Path) -> dict[str, Any]:
         return {}
 
 
+def read_deviation(directory: Path) -> float | None:
+    """That of a regression's targets, as far as it is there: nothing depends on it."""
+    try:
+        found = float(_json(directory / "data.json")["score_deviation"])
+        return found if 0 < found < _LARGEST else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
 def _reading(path: Path, hint: str, content: Callable[[Path], Any]) -> Any:
     try:
         return content(path)

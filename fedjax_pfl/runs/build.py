@@ -137,11 +137,20 @@ def described(built: Built) -> dict[str, Any]:
     It has no entry for examples that a configuration alone says everything of.
     """
     facts = dict(built.federation.about or {})
+    if np.issubdtype(built.data.y.dtype, np.floating):
+        facts["score_deviation"] = _deviation(built.data)
     if ":" in built.phases[0].config.dataset:
         owners = np.array(built.federation.owners or (), str)
         arrays = map(np.asarray, jax.tree.leaves(built.data))
         facts["digest"] = data.digest([*arrays, owners])
     return facts
+
+
+def _deviation(examples: data.FederatedData) -> float:
+    """Of targets, as they are scored: the error of predicting each one's mean over training."""
+    rows, size = (np.asarray(part) for part in examples.train)
+    used = rows[np.arange(rows.shape[1]) < size[:, None]]
+    return float(np.sqrt(np.mean(np.var(np.asarray(examples.y)[used], 0, dtype=np.float64))))
 
 
 def task_of(config: ConfigDict, words: configuration.Words, y: Any, federation: Federation) -> Task:

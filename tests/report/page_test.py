@@ -104,6 +104,24 @@ def test_seconds_of_checkpoints_are_beside_the_others(tmp_path):
     assert "for checkpoints" not in report.table([evaluation(2)])
 
 
+def test_a_regressions_error_is_also_in_deviations_of_the_target(tmp_path):
+    """.7 where targets deviate by 2 is a third of what predicting the mean would have."""
+    line = evaluation(2, score="squared_error")
+    line["before"]["rmse_mean"] = line["after"]["rmse_mean"] = 0.7
+    run = a_run(tmp_path, [line], score="squared_error")
+    assert "deviation" not in headline(report.write(run))
+    for damaged in ("", "[", '{"score_deviation": "x"}', '{"score_deviation": 0}'):
+        (tmp_path / "data.json").write_text(damaged)
+        assert "deviation" not in headline(report.write(run))
+    (tmp_path / "data.json").write_text('{"score_deviation": 2.0}')
+    told = "rmse 0.7, which is 0.35 of the targets' deviation: who predicts their mean has 1"
+    assert headline(report.write(run)).count(told) == 2
+
+
+def headline(path):
+    return html.unescape(path.read_text()).partition('class="cards"')[2].partition("</dl>")[0]
+
+
 @pytest.mark.parametrize("evaluations", [1, 2, 50])
 def test_writes_every_figure_and_a_self_contained_page(tmp_path, evaluations):
     metrics = [evaluation(t) for t in range(1, evaluations + 1)]

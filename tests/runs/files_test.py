@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from fedjax_pfl.config import configuration, selection
+import fedjax_pfl
+from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import build, run_directory
 
@@ -32,6 +34,7 @@ def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_pa
     assert one.remarks == (f"2 of the 3 owners of csv:{tmp_path}/t.csv are clients",)
     facts = build.described(one)
     assert (facts["label"], facts["input"]) == ("y", ["x"])
+    assert facts["score_deviation"] == pytest.approx(1)  # normalised by these examples
     run_directory.write_examples(tmp_path, facts)
     run_directory.write_examples(tmp_path, facts)
     assert json.loads((tmp_path / "data.json").read_text()) == facts
@@ -42,6 +45,19 @@ def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_pa
     with pytest.raises(UsageError, match="begun with other examples") as error:
         run_directory.write_examples(tmp_path, other)
     assert "\n" not in str(error.value)
+
+
+def test_the_deviation_of_targets_is_that_of_training_examples():
+    x, y = np.zeros((8, 2), np.float32), np.array([1.0, 9, 5, 5, 1, 9, 5, 5])
+    settings = {"partition": "iid", "clients": 2, "test_fraction": 0.5, "model": "mlp"}
+    dataset = fedjax_pfl.arrays(x, y, name="mine")
+    words, given = custom.added(settings, dataset=dataset)
+    one = build.build(configuration.complete(given, words), words=words)
+    chosen = np.concatenate(
+        [r[:n] for r, n in zip(one.data.train.rows, one.data.train.size, strict=True)]
+    )
+    assert len(chosen) == 4
+    assert build.described(one) == {"score_deviation": pytest.approx(np.std(y[chosen]))}
 
 
 def test_owners_who_are_not_the_clients_are_remarked_on(tmp_path):
