@@ -61,6 +61,7 @@ def test_rule(name: str, rule: Any):
     rule(subject(name))
 
 
+@pytest.mark.slow("a sweep")
 def test_a_rate_that_is_swept():
     """The second of two points is the run with its rate; the first is another."""
     one, points = subject("fedavg"), sweep.Points(jnp.stack([rules.KEY] * 2), jnp.arange(2))

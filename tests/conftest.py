@@ -47,7 +47,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONG = (
     "contract_test", "planted_test", "notebooks_test", "sweep_test", "stress_test",
     "multiprocess_test", "resume_test", "export_test", "tuning_test", "runner_test",
-    "checkpoints_test",
+    "checkpoints_test", "page_test", "own_contract_test", "fedmn_test",
 )  # fmt: skip
 ALONE = ("notebooks_test",)  # whose tests have nothing in common
 

@@ -22,6 +22,7 @@ from fedjax_pfl.runs.tuning.choice import Tried
 from tests import cases, documents, tiny
 
 
+@pytest.mark.slow("all code of a page")
 def test_your_data(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     code, reading = documents.blocks("your_data.md")

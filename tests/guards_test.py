@@ -35,6 +35,7 @@ def test_a_whole_round_of_products_where_the_plan_says_so(conv):
         assert "stablehlo.dot_general" in program
 
 
+@pytest.mark.slow("a run")
 def test_nothing_goes_to_the_host_within_a_call():
     """No callbacks, and two calls of several rounds each with transfers forbidden."""
     rounds, (key, state, data, zero, two) = lowered()

@@ -65,16 +65,15 @@ RULES = (
 )
 LONG = pytest.mark.slow("each of them compiles programs of its own")
 SUBJECTS = [
-    ("linen", "factorized_fl"),
     ("nnx", "fedavg"),
-    ("lstm", "fedper"),
     *(
         pytest.param(network, name, marks=LONG)
         for network, name in (
             ("linen", "fedavg"), ("linen", "fedper"), ("linen", "pfedla"), ("linen", "pfedhn"),
-            ("linen", "fedbn"), ("nnx", "pfedhn"), ("nnx", "fedper"), ("nnx", "pfedla"),
-            ("nnx", "factorized_fl"), ("lstm", "fedavg"), ("lstm", "pfedla"),
-            ("lstm", "factorized_fl"), ("transformer", "fedavg"), ("transformer", "pfedhn"),
+            ("linen", "factorized_fl"), ("linen", "fedbn"), ("nnx", "pfedhn"), ("nnx", "fedper"),
+            ("nnx", "pfedla"), ("nnx", "factorized_fl"), ("lstm", "fedavg"), ("lstm", "fedper"),
+            ("lstm", "pfedla"), ("lstm", "factorized_fl"), ("transformer", "fedavg"),
+            ("transformer", "pfedhn"),
         )
     ),
 ]  # fmt: skip

@@ -271,6 +271,7 @@ def test_a_start_fills_every_encoder_and_copies_part():
         algorithm.init(KEY, known._replace(server={"params": {}}))
 
 
+@pytest.mark.slow("rounds of its own")
 def test_correlations_give_routes_that_only_their_gates_learn_and_travel_once():
     """φx and φy stay bit for bit, and are billed with the first visit."""
     training, data = TRAINING["hard"]._replace(rounds=5), tiny.federated()[0]
@@ -312,6 +313,7 @@ def test_correlations_give_routes_that_only_their_gates_learn_and_travel_once():
     assert int(sum(bills[True].up.values())) == down[False]
 
 
+@pytest.mark.slow("rounds of its own")
 def test_an_encoder_that_is_not_used_stays_where_encoders_are_fetched():
     """Bit for bit, with its momentum; it is not billed, and its average is over who used it."""
     algorithm = make(cases.training(), embed="correlation", encoders="fetched")
@@ -354,6 +356,7 @@ def test_an_encoder_that_is_not_used_stays_where_encoders_are_fetched():
                                atol=1e-6)  # fmt: skip
 
 
+@pytest.mark.slow("rounds of its own")
 def test_the_routers_rate_is_its_own():
     payload = plain("hard")[1].server
     own, steps = client_data(tiny.federated()[0], CLIENT), []

@@ -228,6 +228,7 @@ def test_embeddings_have_a_rate_of_their_own_and_decay_as_before():
     np.testing.assert_allclose(decayed - seven, -0.1 * state.rows.v, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow("two methods' rounds")
 def test_a_cohort_is_added_or_averaged():
     """Without clipping and decay six clients' sum at rate η is their mean at 6 η."""
     plain = {"weight_decay": 0.0, "clip_norm": 1e9, "spectral_norm": True}

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
@@ -73,6 +74,7 @@ def _few(draw):
     return {key: given[key] for key in kept}
 
 
+@pytest.mark.slow("a hundred drawn configurations")
 @tried(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(_few())
 def test_anything_works_or_is_refused_in_one_line(changes):

@@ -85,6 +85,7 @@ def test_normalised_images_are_changed_as_they_were(monkeypatch):
     np.testing.assert_allclose(got, (255 - raw) * scale + shift, atol=1e-5)
 
 
+@pytest.mark.slow("two runs")
 def test_training_changes_with_it_and_only_images_can():
     base = {"rounds": 1, "eval_every": 1, "clients": 2, "evaluate_after": False}
     losses = [runner.run({**base, "augment": on}).metrics[-1]["train_loss"] for on in (False, True)]

@@ -49,6 +49,7 @@ def correct(server: Any, data: Any, i: int) -> int:
     return int((outputs.argmax(1) == np.asarray(data.y)[rows]).sum())
 
 
+@pytest.mark.slow("programs of two groups")
 def test_groups_run_side_by_side():
     """As two runs in which the other group is not active; each client is scored by its own."""
     data, federation = tiny.federated()

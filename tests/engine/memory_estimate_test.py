@@ -47,6 +47,7 @@ def test_donated_arguments_are_replaced():
     assert memory_estimate.peak(jax.jit(f, donate_argnums=0), KIB) == 2 * 1024
 
 
+@pytest.mark.slow("programs at full size")
 def test_a_run_needs_about_as_much_as_xla_allocates():
     """More clients at once need more, nearly in proportion."""
     found = {}

@@ -262,6 +262,7 @@ def test_a_command_with_a_wrong_item():
     assert told.stderr.splitlines()[-1].startswith("error: --work has 'nothing'; there are ")
 
 
+@pytest.mark.slow("the benchmark's programs")
 def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys, tmp_path):
     """End to end: the settings stand for the work that is named, and a rival's reason is told."""
     monkeypatch.setattr(work, "peak", lambda: 1e9)

@@ -6,6 +6,8 @@ import pytest
 
 from experiments import scaling
 
+pytestmark = pytest.mark.slow("programs of hundreds of clients")
+
 P = 4 * 121_182  # bytes of LeNet on CIFAR10
 LAYERS, HIDDEN = 5, 100
 

@@ -13,6 +13,8 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs.build import build
 
+pytestmark = pytest.mark.slow("presets of every table")
+
 # Published numbers.
 
 

@@ -65,6 +65,7 @@ def test_lowering_is_the_convolution(case):
         close(each, want)
 
 
+@pytest.mark.slow("a program for each lowering")
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("spread", ["vmap", "map", "shard"])
 def test_lowering_per_client(name, spread):
@@ -214,6 +215,7 @@ def test_what_is_not_lowered():
     assert grouped.shape == (1, 6, 6, 4)
 
 
+@pytest.mark.slow("a program for each lowering")
 @pytest.mark.parametrize("name", [*PRODUCTS, "xla"])
 def test_clients_of_their_own_make_no_grouped_convolution(name):
     model = LeNet(kernels=(2, 4), dense=(8,), conv=name)

@@ -61,6 +61,7 @@ def test_sizes_and_names(model, image, parameters, layers, head):
     assert norm_layers(variables) == {name for name in layers.split() if name.startswith("norm")}
 
 
+@pytest.mark.slow("a deep network")
 @pytest.mark.parametrize(
     ("kind", "classes", "parameters", "norms"),
     [
@@ -98,6 +99,7 @@ def test_mobilenet_strides_and_residuals():
     assert sum(b.stride == 1 and b.inputs == b.outputs for b in adds) == 10
 
 
+@pytest.mark.slow("a deep network")
 def test_group_norm_does_not_look_at_other_examples():
     model = MobileNet(norm="group", width=0.1, dropout=0.0)
     x = jax.random.normal(jax.random.key(0), (3, 8, 8, 1))

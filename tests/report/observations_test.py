@@ -1,6 +1,7 @@
 """What a method shows of itself becomes a picture by its shape."""
 
 import numpy as np
+import pytest
 
 from fedjax_pfl.report import observations, page
 
@@ -77,6 +78,7 @@ def test_what_is_unknown_has_its_own_name_and_what_cannot_be_drawn_is_left_out()
     assert only("alpha", np.ones((0, 3))) is None
 
 
+@pytest.mark.slow("draws every figure")
 def test_pictures_can_be_written():
     for name, values in {
         "alpha": np.random.default_rng(0).random((12, 9, 12)), "pi": np.ones((3, 5)),

@@ -15,6 +15,8 @@ from fedjax_pfl.report import references, run_reader
 from fedjax_pfl.report.run_reader import Run
 from tests.report.comparison_test import settings
 
+pytestmark = pytest.mark.slow("pages of whole runs")
+
 CONFIG = {
     "algorithm": "fedavg",
     "dataset": "digits",

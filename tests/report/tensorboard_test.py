@@ -12,6 +12,8 @@ from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import runner
 from tests.runs.common import BASE, FILES, assert_same_run, read_metrics, undisturbed
 
+pytestmark = pytest.mark.slow("whole runs")
+
 LOGGED = {**BASE, "tensorboard": True}
 STAGES = ("before", "after", "validation")
 
@@ -68,13 +70,7 @@ class Stop(BaseException):
     """Stands for Ctrl-C, which pytest would take for its own."""
 
 
-LONG = pytest.mark.slow("a run that is cut and goes on")
-
-
-@pytest.mark.parametrize(
-    ("at", "torn"),
-    [(None, False), pytest.param(2, False, marks=LONG), pytest.param(3, True, marks=LONG)],
-)
+@pytest.mark.parametrize(("at", "torn"), [(None, False), (2, False), (3, True)])
 def test_the_file_says_what_metrics_say(at, torn, tmp_path, monkeypatch):
     """Of a run, of one that is stopped before a line is written, and while it is."""
     append, calls = tensorboard.append, []
@@ -103,7 +99,6 @@ def test_the_file_says_what_metrics_say(at, torn, tmp_path, monkeypatch):
     assert_same_run(result, undisturbed(BASE), tmp_path)
 
 
-@pytest.mark.slow("a run of its own")
 def test_a_finished_run_gets_its_file_and_loses_nothing_without_the_setting(tmp_path):
     runner.run(BASE, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == FILES

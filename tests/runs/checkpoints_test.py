@@ -10,6 +10,8 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints, run_directory, run_state, runner
 from tests.runs.common import BASE, assert_same_bits, assert_same_run, contents, undisturbed
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 
 class Stop(BaseException):
     """Stands for Ctrl-C, which pytest would take for its own."""

@@ -6,6 +6,8 @@ import pytest
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.build import _mesh
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 
 def test_a_cpu_has_no_more_devices_than_clients_of_a_round_unless_told():
     assert _mesh(None, 3, several=False).size == 3

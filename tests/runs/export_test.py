@@ -29,6 +29,8 @@ from tests import cases, tiny
 from tests.experiments.launch_test import message
 from tests.runs.common import assert_same_bits
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 ROOT = launch.CONFIGS.parents[1]
 BASE = {
     "dataset": "synthetic",
@@ -120,13 +122,7 @@ def examples_of(result, i):
     return _taken(result.data, np.int32(i), rows)
 
 
-LONG = pytest.mark.slow("a run of its own; two kinds of files are in the quick run")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in ("fedmn", "pfedla") else pytest.param(name, marks=LONG) for name in METHODS],
-)
+@pytest.mark.parametrize("name", METHODS)
 def test_files_score_what_the_run_scores(name, tmp_path):
     result = after(7, name, **METHODS[name])
     paths = export.write(result, tmp_path, [0, 1])
@@ -348,7 +344,6 @@ def strange(model, task, training, federation):
     return usual._replace(predict=lambda variables, x: -usual.predict(variables, x))
 
 
-@pytest.mark.slow("runs of their own")
 def test_methods_of_ones_own(tmp_path):
     """One that predicts with a network can be written, from a directory too; another not."""
     directory = tmp_path / "run"
@@ -362,7 +357,6 @@ def test_methods_of_ones_own(tmp_path):
     assert len(export.write(again, tmp_path / "out")) == 3
 
 
-@pytest.mark.slow("a sweep and a run")
 def test_a_point_of_a_sweep_is_exported_as_the_run_alone(tmp_path):
     """FedAvg+ trains when it serves: at the rate of the point, not of the first."""
     base = {**BASE, "algorithm": "fedavg_plus", "rounds": 1, "eval_every": 1}

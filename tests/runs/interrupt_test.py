@@ -11,6 +11,8 @@ import pytest
 from fedjax_pfl.runs import interrupt, runner
 from tests.runs.common import BASE, assert_same_run, undisturbed
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 
 def wait_for(condition):
     for _ in range(500):

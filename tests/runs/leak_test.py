@@ -18,6 +18,8 @@ from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 ROOT = Path(__file__).parents[2]
 PICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "_pickle"}
 LOADERS = {f"{module}.load" for module in ("np", "numpy", "jnp", "jax.numpy")}

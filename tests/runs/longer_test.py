@@ -11,6 +11,8 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import build, runner
 from tests.runs.common import BASE, PHASES, assert_same_bits, undisturbed, untimed
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 SHORT = {**BASE, "rounds": 4}  # of the six that BASE has
 
 
@@ -40,7 +42,6 @@ def test_a_finished_run_goes_on_to_more_rounds(tmp_path):
     assert "batch_size (8 there, 9 here); rounds (6 there" in refused(other, tmp_path)
 
 
-@pytest.mark.slow("several runs")
 def test_the_last_phase_can_be_longer_and_no_other(tmp_path):
     first, last = PHASES["phases"]
     runner.run({**PHASES, "phases": (first, {**last, "rounds": 1})}, tmp_path)
@@ -50,7 +51,6 @@ def test_the_last_phase_can_be_longer_and_no_other(tmp_path):
     assert "phases[0].rounds (2 there, 3 here); choose" in line
 
 
-@pytest.mark.slow("several runs")
 def test_drops_of_the_rate_are_shares_of_the_length(tmp_path):
     drops = {"learning_rate_drops": (0.5,)}
     runner.run({**SHORT, **drops}, tmp_path)
@@ -58,7 +58,6 @@ def test_drops_of_the_rate_are_shares_of_the_length(tmp_path):
     assert "rounds (4 there, 6 here); it cannot be made longer, because learning_rate_drops" in line
 
 
-@pytest.mark.slow("several runs")
 def test_a_copied_checkpoint_of_a_shorter_run_whose_rate_drops_is_refused(tmp_path):
     """Its rate has dropped earlier; without drops the same copy is gone on from."""
     for name, own in (("drops", {"learning_rate_drops": (0.5,)}), ("even", {})):

@@ -10,6 +10,8 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import build, export
 from tests.runs.common import BASE
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 TINY = {**BASE, "rounds": 2, "eval_every": 2, "evaluate_after": False, "momentum": 0.0}
 del TINY["learning_rate"]
 DECAY = {"optimizer": "adamw", "weight_decay": 0.1, "learning_rate": 0.01}

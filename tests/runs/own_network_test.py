@@ -18,6 +18,8 @@ from fedjax_pfl.runs import export
 from fedjax_pfl.runs.build import build
 from tests.experiments.launch_test import message
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 DRAW = np.random.default_rng(0)
 X = DRAW.normal(size=(48, 5)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int)
@@ -267,7 +269,6 @@ def test_a_token_without_a_row_is_named():
     assert said.endswith("from 0 to 4; number tokens from 0")
 
 
-@pytest.mark.slow("ten programs; those of the contract are fewer")
 @pytest.mark.parametrize("network", [Net, Modern])
 @pytest.mark.parametrize("method", ["fedavg", "fedper", "pfedla", "pfedhn", "factorized_fl"])
 def test_under_methods_that_differ_in_structure(network, method, tmp_path):

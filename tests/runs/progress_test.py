@@ -14,6 +14,8 @@ from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
 from fedjax_pfl.runs import interrupt, progress, runner
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 SHORT = {
     "clients": 4, "rounds": 4, "eval_every": 2, "model": "mlp", "validation_fraction": 0.2,
     "evaluate_after": False,
@@ -125,7 +127,6 @@ def test_a_client_with_one_example_takes_part(tmp_path):
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["before"] == before
 
 
-@pytest.mark.slow("a run for each partition")
 def test_clients_of_one_pooled_example_take_part():
     """Of six examples for five clients one is tested on, by the only client that has two."""
     x, y = np.eye(6, dtype=np.float32), np.arange(6) % 2
@@ -140,7 +141,6 @@ def test_clients_of_one_pooled_example_take_part():
         assert (mean["clients"], mean["not_finite"], mean["accuracy_mean"]) == (1, 0, own[0])
 
 
-@pytest.mark.slow("three methods' runs")
 def test_references_are_run_beside_it_and_answer_whether_it_helped(
     tmp_path, monkeypatch, real_report
 ):

@@ -7,6 +7,8 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.runs import build, runner
 from tests.runs.common import but_evaluations
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 # 120 examples, of which five clients train on 17 or so each.
 BASE = {
     "algorithm": "fedavg", "model": "lenet", "dataset": "synthetic", "partition": "iid",
@@ -26,7 +28,6 @@ def left_over(batch_size, **changes):
     return [c for c in counts.tolist() if c > batch_size and c % batch_size in (1, 2)]
 
 
-@pytest.mark.slow("several runs")
 def test_a_remark_counts_the_clients_that_it_is_true_of():
     counts = built().federation.counts
     assert counts.tolist() == [17] * 5  # one of them does not train
@@ -70,7 +71,6 @@ def test_two_phases_make_one_remark():
     assert len(built(batch_size=32, phases=({}, {"batch_size": 15})).remarks) == 1
 
 
-@pytest.mark.slow("several runs")
 def test_a_run_says_it_once_and_leaves_the_batch_out(capsys):
     def run(**changes):
         return runner.run(configuration.complete({**BASE, "batch_size": 16} | changes))

@@ -26,6 +26,8 @@ from tests.runs.common import (
     undisturbed,
 )
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 # Interrupted and resumed.
 
 
@@ -282,7 +284,6 @@ def _start(directory):
     )
 
 
-@pytest.mark.slow("real processes; interrupt_test has the signal, and files have kinds of damage")
 @pytest.mark.parametrize(
     ("number", "status", "evaluations"), [(signal.SIGKILL, -9, 2), (signal.SIGTERM, 143, 1)]
 )

@@ -18,6 +18,8 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints, run_directory, runner
 from tests.runs.common import BASE, assert_same_run, but_evaluations, contents, undisturbed
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 
 def refused(config, directory):
     before = contents(directory.parent) if directory.parent.is_dir() else None
@@ -39,7 +41,6 @@ def test_another_runs_directory_is_refused_with_what_differs(finished, tmp_path)
     assert "choose another workdir" in line
 
 
-@pytest.mark.slow("several runs")
 def test_neutral_settings_may_change(finished, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(finished[1], directory)

@@ -138,6 +138,7 @@ def test_a_best_round_by_the_model_after_local_training():
     ]
 
 
+@pytest.mark.slow("a run of its own")
 def test_neither_after_nor_the_first_download_and_every_update_rejected(capsys):
     """And nothing to validate on: no best."""
     changes = {
@@ -208,6 +209,7 @@ def _built_for(changes):
     return build.build(runner.configuration.complete({**BASE, **changes}))
 
 
+@pytest.mark.slow("runs on several devices")
 def test_chunks_of_clients_and_devices_do_not_matter(finished):
     """One client at a time on each of two devices; and the cohort at once on one."""
     together = after_rounds(_built_for({"chunk": 4, "devices": 1}), 1)

@@ -12,6 +12,8 @@ from fedjax_pfl.runs import checkpoints, export, runner
 from fedjax_pfl.runs.interrupt import Stop, Stopped
 from tests.runs.common import BASE, undisturbed, untimed
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 # The second phase begins with the heads and the model of the first.
 CONFIG = {k: v for k, v in BASE.items() if k != "devices"} | {
     "algorithm": "fedper",

@@ -20,6 +20,8 @@ from tests.runs.common import (
     undisturbed,
 )
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 # Evaluating after local training is one more program's worth of compiling; the first test has it.
 QUICK = {**BASE, "evaluate_after": False}
 SEEDS = {**QUICK, "seeds": 2}
@@ -57,7 +59,6 @@ def test_seeds_and_rates_are_runs_of_their_own(tmp_path, capsys):
     assert (tmp_path / "compare/compare.html").is_file()
 
 
-@pytest.mark.slow("a sweep of several programs")
 def test_every_point_has_its_own_best_model_and_phases(tmp_path):
     phases = {**PHASES, "evaluate_after": False}
     results = runner.run_all({**phases, "seeds": 2})
@@ -65,7 +66,6 @@ def test_every_point_has_its_own_best_model_and_phases(tmp_path):
         assert_same_run(results[f"seed={seed}"], undisturbed({**phases, "seed": seed}))
 
 
-@pytest.mark.slow("as many programs as points")
 def test_all_at_once_is_as_one_after_the_other(monkeypatch):
     """As on an accelerator: points are vmapped, and so are a point's clients."""
     one = {**QUICK, "rounds": 1, "eval_every": 1, "dropout": 0.0}
@@ -84,7 +84,6 @@ class Stop(BaseException):
     """Stands for a kill."""
 
 
-@pytest.mark.slow("runs that are killed and go on")
 @pytest.mark.parametrize("saves", [1, 4])
 def test_a_kill_between_two_saves_goes_on_where_all_are(saves, tmp_path, monkeypatch):
     """After the first of all saves one run goes on and the others begin; or all go on together."""
@@ -107,7 +106,6 @@ def test_a_kill_between_two_saves_goes_on_where_all_are(saves, tmp_path, monkeyp
         assert_same_run(result, undisturbed({**QUICK, "seed": seed}), tmp_path / f"seed={seed}")
 
 
-@pytest.mark.slow("runs that are killed and go on")
 def test_what_is_finished_is_only_read(tmp_path, monkeypatch):
     runner.run_all(SEEDS, tmp_path)
     run_directory.write_observations(tmp_path / "seed=1", {"alpha": ([2], [np.ones(3)])})
@@ -141,7 +139,6 @@ def _stopped_at_four(directory, monkeypatch):
             runner.run_all(SEEDS, directory)
 
 
-@pytest.mark.slow("runs that are killed and go on")
 def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys):
     _stopped_at_four(tmp_path, monkeypatch)
     (tmp_path / "seed=1/checkpoints/3/meta/metadata").write_text("{}")
@@ -152,7 +149,6 @@ def test_a_damaged_checkpoint_of_one_sets_all_back(tmp_path, monkeypatch, capsys
         assert_same_run(results[f"seed={seed}"], undisturbed({**QUICK, "seed": seed}))
 
 
-@pytest.mark.slow("runs that are killed and go on")
 def test_more_points_leave_what_has_come_further_alone(tmp_path, monkeypatch):
     """A stopped sweep of two seeds goes on as three; and one of whose finished runs a checkpoint
     is damaged, which goes on from the one before while a new one begins."""
@@ -168,7 +164,6 @@ def test_more_points_leave_what_has_come_further_alone(tmp_path, monkeypatch):
         assert_same_run(results[f"seed={seed}"], alone, tmp_path / f"seed={seed}")
 
 
-@pytest.mark.slow("a sweep of several programs")
 def test_what_a_method_shows_of_itself_is_of_each_point():
     """The matched weights of Factorized-FL depend on its scale."""
     base = {**QUICK, "algorithm": "factorized_fl", "dropout": 0.0, "rounds": 1, "eval_every": 1}
@@ -194,7 +189,6 @@ def test_a_methods_own_fault_is_not_the_sweeps():
             runner.run_all({**QUICK, **more}, algorithm=broken)
 
 
-@pytest.mark.slow("a sweep of several programs")
 def test_a_method_of_ones_own_can_be_swept_in_a_phase():
     def star(model, task, training, federation, *, rate: float = 1.0):
         usual = algorithms.fedavg(model, task, training, federation)
@@ -240,7 +234,6 @@ def test_the_setting_that_makes_other_programs_is_named(sweep, message):
     assert getattr(caught.value, "names", ("_chooses.rate",)) == ("_chooses.rate",)
 
 
-@pytest.mark.slow("three programs of pFedMe; the contract has every method as a sweep's point")
 def test_numbers_are_float32_in_the_program_of_a_sweep():
     """1 − β is taken before the program of a single run, and in that of a sweep: it rounds apart.
 
@@ -263,7 +256,6 @@ def _exploding(**changes):
     return runner.run_all(config, dataset=arrays(x, 2 * x, name="line")).values()
 
 
-@pytest.mark.slow("a sweep of its own")
 def test_a_score_that_is_no_number_ends_no_other_run():
     results = _exploding(sweep="learning_rate=.01,1e25")
     good, bad = ([line["before"]["loss"] for line in r.metrics] for r in results)
@@ -271,7 +263,6 @@ def test_a_score_that_is_no_number_ends_no_other_run():
     assert None in bad
 
 
-@pytest.mark.slow("two programs for what the sweep of two rates shows too")
 def test_a_score_that_is_no_number_ends_no_run():
     (alone,) = _exploding(learning_rate=1e25)
     assert alone.metrics[-1]["before"]["loss"] is None

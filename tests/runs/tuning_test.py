@@ -24,6 +24,8 @@ from tests.experiments.launch_test import message
 from tests.experiments.tune_test import loaded, plain
 from tests.runs.common import BASE, contents, read_metrics, undisturbed, untimed
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 ROOT = Path(__file__).parents[2]
 SMALL = {
     **BASE,
@@ -226,7 +228,6 @@ def tuned(tmp_path_factory):
     return made, out
 
 
-@pytest.mark.slow("a tuning that learns")
 def test_the_rate_that_learns_is_chosen(tuned):
     made, out = tuned
     rows = list(csv.DictReader((out / "tune.csv").read_text().splitlines()))
@@ -266,7 +267,6 @@ def forbidden(*_, **__):
     raise AssertionError
 
 
-@pytest.mark.slow("a tuning, twice")
 def test_what_is_finished_is_only_read(tuned, monkeypatch, capsys):
     made, out = tuned
     before = contents(out)
@@ -351,7 +351,6 @@ def tune_slowed(out, grid, **given):
     return own.tune(config, grid, out, methods=["slowed", "fedavg"], algorithm=slowed, **given)
 
 
-@pytest.mark.slow("two methods' tuning")
 def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys):
     """Half of a rate of .2 is a rate of .1; what is chosen can be run as it is."""
     grid = {"slowed.share": [1e-6, 0.5], "fedavg.learning_rate": [0.1, 1e-6]}
@@ -392,7 +391,6 @@ def test_what_one_may_say_of_a_method_of_ones_own(tmp_path):
     assert line.startswith("there is no method 'slowed'; ")
 
 
-@pytest.mark.slow("a real process; cli_test calls every command")
 def test_the_command_ends_with_one_line(tmp_path):
     command = [sys.executable, "-m", "experiments.tune", "--grid=learning_rate=.1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}

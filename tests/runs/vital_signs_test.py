@@ -10,6 +10,8 @@ import fedjax_pfl
 from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.report import page
 
+pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
+
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, real_report):
@@ -23,7 +25,6 @@ def run(tmp_path_factory, real_report):
         return fedjax_pfl.run(given, tmp_path_factory.mktemp("run") / "one")
 
 
-@pytest.mark.slow("a run of each method with signs")
 def test_each_line_has_the_signs_of_what_was_observed(run):
     rounds, alphas = run.observations["alpha"]
     assert [line["round"] for line in run.metrics] == rounds
