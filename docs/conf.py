@@ -118,6 +118,7 @@ baselines
 :hidden:
 :caption: Results
 tuning
+agreement
 tables
 Our results <results/README>
 results/pfedla

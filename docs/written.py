@@ -2,8 +2,9 @@
 
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
-FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE and
-summary. What a page names and the code has not is an error; a test sees that pages are up to date.
+FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE,
+libraries FILE and summary. What a page names and the code has not is an error; a test sees that
+pages are up to date.
 """
 
 import importlib
@@ -13,7 +14,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import benchmark
+from experiments import agree, benchmark
 from experiments.papers import agreement
 from experiments.papers import table as common
 from experiments.papers.table import cell
@@ -173,6 +174,15 @@ def speed(name: str) -> str:
     return f"{text_tables.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
 
 
+def libraries(name: str) -> str:
+    """Which methods of other libraries are ours, and why others are not: `experiments.agree`."""
+    whole = json.loads((RESULTS / name).read_text())
+    commits = ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in whole["commits"].items())
+    body = text_tables.markdown([agree.table(whole["methods"])]).replace("---:", "---")
+    why = "\n".join(f"- {line}" for line in agree.reasons(whole["methods"]))
+    return f"{body}\n\nCompared with {commits}. Why some differ:\n\n{why}"
+
+
 def stress() -> str:
     """What was done to runs, and what became of them."""
     whole = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
@@ -201,6 +211,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "listing": kind,
     "tables": tables,
     "speed": speed,
+    "libraries": libraries,
     "stress": stress,
     "summary": summary,
 }

@@ -25,10 +25,12 @@ COMMANDS = (
     "export",
     "list",
     "tune",
+    "leaderboard",
     "reproduce",
     "studies",
     "scaling",
     "benchmark",
+    "agree",
 )
 
 

@@ -166,6 +166,12 @@ def _taken_in(first: State, last: State) -> bool:
     return bool(part.any() and (weights == 1).any() and learned.any())
 
 
+def _attended(first: State, last: State) -> bool:
+    """Models differ, and being held changes them."""
+    one, other = (_visits("fedamp", last, penalty=penalty)[0] for penalty in (0.0, 1.0))
+    return _moved(first.clients, last.clients) and _params_differ(one, other)
+
+
 def _body_alone(first: State, last: State) -> bool:
     """The head is as it was drawn, and the body is not."""
     own = [jax.tree.leaves(state.clients.own) for state in (first, last)]
@@ -222,6 +228,13 @@ CASES = {
     "ditto": Case({}, _apart_from_the_shared, lambda model: (model, model)),
     "apfl": Case({"alpha_rate": 0.1}, _shares_move, lambda model: (model, model)),
     "fedala": Case({"layers": 2, "first_passes": 3}, _taken_in, lambda model: (model, model)),
+    "fedamp": Case(
+        {"sigma": 5.0, "self_weight": 0.3},
+        _attended,
+        lambda model: _both(model // 4 - _NORM // 2),  # parameters alone
+        # Shorter steps, as above: a mixture of models hands rounding on from client to client.
+        training={"learning_rate": 0.03},
+    ),
     "fedbabu": Case({"epochs": 1}, _body_alone, lambda model: _both(model // 4 - _HEAD)),
     "feddyn": Case({"alpha": 0.5}, _mean_of_clients("drift"), lambda model: (model, model)),
     "fedproto": Case({}, _prototypes, lambda model: (_PROTOTYPES + 3, _PROTOTYPES + 12)),

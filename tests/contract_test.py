@@ -25,7 +25,18 @@ STRUCTURES = (
 QUICK = ("fedavg", "factorized_fl")
 # Of which the quick run asks the shapes only, which is what a change of the contract breaks: their
 # mathematics have tests of their own, and the programs of all rules take five seconds each.
-LATER = ("apfl", "ditto", "fedala", "fedbabu", "feddyn", "fedproto", "fedrod", "fedsam", "scaffold")
+LATER = (
+    "apfl",
+    "ditto",
+    "fedamp",
+    "fedala",
+    "fedbabu",
+    "feddyn",
+    "fedproto",
+    "fedrod",
+    "fedsam",
+    "scaffold",
+)
 subject = cache(rules.subject)
 
 

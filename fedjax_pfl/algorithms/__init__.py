@@ -9,6 +9,7 @@ from fedjax_pfl.algorithms.clustered_fl import clustered_fl
 from fedjax_pfl.algorithms.ditto import ditto
 from fedjax_pfl.algorithms.factorized_fl import factorized_fl
 from fedjax_pfl.algorithms.fedala import fedala
+from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.fedavg_plus import fedavg_plus
 from fedjax_pfl.algorithms.fedbabu import fedbabu
@@ -37,6 +38,7 @@ __all__ = [
     "ditto",
     "factorized_fl",
     "fedala",
+    "fedamp",
     "fedavg",
     "fedavg_plus",
     "fedbabu",

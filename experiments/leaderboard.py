@@ -1,0 +1,177 @@
+"""All methods on fixed splits, each tuned with the same budget: one table for each split.
+
+python -m experiments.leaderboard                           the digits, all methods
+python -m experiments.leaderboard --columns=digits,mnist --methods=fedavg,ditto
+python -m experiments.leaderboard --only_show               what there is so far
+
+Of each method so many points of its grid are tried on validation examples, for one seed. The best
+then runs anew with other seeds, and is scored on test examples before and after local training.
+The same command goes on with what was cut, and only reads what is finished; the table is written
+after every method. The folder --out gets all runs, leaderboard.json, a text, a picture, and a page
+whose table can be sorted.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from absl import flags
+from ml_collections import ConfigDict
+
+from experiments import launch
+from experiments.configs import baseline
+from experiments.speed import rivals
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import leaderboard as board
+from fedjax_pfl.report.comparison import Row, summary
+from fedjax_pfl.runs import interrupt
+from fedjax_pfl.runs.tuning import choice, grids, search, trials
+from fedjax_pfl.runs.tuning.trials import Trial
+
+
+class Column(NamedTuple):
+    """A split: the words of its preset, and how long its runs are."""
+
+    words: str
+    rounds: int
+    local_epochs: int
+
+
+COLUMNS = {
+    "digits": Column("digits-classes4-n10", 30, 2),
+    "mnist": Column("mnist-classes4-n20", 60, 2),
+    "cifar10": Column("cifar10-dirichlet0.3-n20", 100, 2),
+}
+RATES = "learning_rate=.02,.05,.1,.2"
+# What is tried of a method's own, beside the rates.
+OWN = {
+    "apfl": "apfl.alpha=.25,.5,.75; apfl.alpha_rate=0,.05",
+    "clustered_fl": "clustered_fl.mean_below=.2,.4,.8",
+    "ditto": "ditto.penalty=.1,.5,2",
+    "factorized_fl": "factorized_fl.share=u,all",
+    "fedala": "fedala.layers=1,2; fedala.weight_rate=.3,1",
+    "fedamp": "fedamp.sigma=5,20; fedamp.penalty=.2,1",
+    "fedbabu": "fedbabu.epochs=1,5",
+    "feddyn": "feddyn.alpha=.01,.1",
+    "fedem": "fedem.components=2,3",
+    "fedfomo": "fedfomo.peers=3,5",
+    "fedprox": "fedprox.mu=.01,.1,1",
+    "fedproto": "fedproto.penalty=.1,1; fedproto.decides=prototype,head",
+    "fedrep": "fedrep.head_epochs=2,10",
+    "per_fedavg": "per_fedavg.alpha=.01,.05",
+    "pfedhn": "pfedhn.rate=.01,.05",
+    "pfedhn_pc": "pfedhn_pc.rate=.01,.05",
+    "pfedla": "pfedla.rate=.1,.5",
+    "pfedme": "pfedme.penalty=5,15; pfedme.inner_rate=.02,.05",
+    "pfedpara": "pfedpara.gamma=0,.5",
+    "scaffold": "scaffold.server_rate=.5,1",
+}
+SEED = 100  # the first of those that are scored; settings are chosen with others
+
+
+def configured(column: Column, methods: Sequence[str]) -> dict[str, ConfigDict]:
+    """The configuration of each method on a split."""
+    made = {}
+    for method in methods:
+        one = baseline.get_config(f"{method}-{column.words}")
+        one.rounds, one.local_epochs, one.eval_every = column.rounds, column.local_epochs, 10
+        one.validation_fraction, one.evaluate_after = 0.2, False
+        if method == "fedbn":  # which is for networks that have it
+            one[one.model].batch_norm = True
+        made[method] = one
+    return made
+
+
+def plan(each: dict[str, ConfigDict], budget: int) -> list[Trial]:
+    """What is tried of each method: as many points."""
+    texts = [RATES, *(text for method, text in OWN.items() if method in each)]
+    return search.plan(each, texts, None, budget)
+
+
+def played(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> dict[str, Any]:
+    """A method's line: tuned, and what was chosen run with other seeds. Empty: not finished."""
+    tuning, running = out / "tuning", out / "runs"
+    if not only_show:
+        trials.run([trial], 1, tuning, None)
+    tried = trials.collect(trial, 1, tuning)
+    best = choice.chosen(tried)
+    if best is None:
+        return {}
+    config = trial.config.copy_and_resolve_references()
+    config.seed, config.evaluate_after = SEED, True
+    final = Trial(trial.method, config, [best.point], 1)
+    if not only_show:
+        trials.run([final], seeds, running, None)
+    (found,) = trials.collect(final, seeds, running)
+    if not found.complete:
+        return {}
+    row = Row(trial.method, found.config, [found.runs[seed] for seed in sorted(found.runs)])
+    shown = summary(row)
+    lasts = [run.metrics[-1] for run in row.runs]
+    return {
+        "settings": grids.label(best.point),
+        "points": len(trial.points),
+        "validation": choice.spread(best)["mean"],
+        "seeds": sorted(found.runs),
+        "before": dict(shown.before),
+        "after": dict(shown.after or {}),
+        "worst tenth": dict(shown.worst10),
+        "megabytes": shown.megabytes_down + shown.megabytes_up,
+        "seconds": sum(line["seconds"] for line in lasts) / len(lasts),
+    }
+
+
+def chosen(words: Sequence[str], known: Mapping[str, Any], flag: str) -> list[str]:
+    """Names, all where none is given, or UsageError."""
+    for word in words:
+        if word not in known:
+            raise UsageError(f"--{flag} has {word!r}{configuration.nearest(word, known)}")
+    return list(dict.fromkeys(words)) or list(known)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Tune, run, write, print."""
+    given = flags.FLAGS
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]!r} is no flag")
+    columns = chosen(given.columns, COLUMNS, "columns")
+    methods = chosen(given.methods, configuration.ALGORITHMS, "methods")
+    out, status = Path(given.out), 0
+    whole: dict[str, Any] = {"commit": rivals.commit(str(Path(__file__).parent)), "columns": {}}
+    planned = {}
+    for name in columns:
+        each = configured(COLUMNS[name], methods)
+        for config in each.values():
+            config.data_dir = launch.DATA_DIR.value
+        planned[name] = plan(each, given.budget)
+    try:
+        for name, made in planned.items():
+            lines: dict[str, Any] = {}
+            about = {**COLUMNS[name]._asdict(), "budget": given.budget}
+            whole["columns"][name] = {"about": about, "methods": lines}
+            for trial in made:
+                try:
+                    line = played(trial, given.seeds, out / name, only_show=given.only_show)
+                except UsageError as error:  # of this method; the others go on
+                    line = {"cannot": str(error)}
+                if line:
+                    lines[trial.method] = line
+                    board.write(whole, out)
+    except interrupt.Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        status = stopped.code
+    print(board.text(whole))
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    flags.DEFINE_list("columns", ["digits"], f"Splits, of {', '.join(COLUMNS)}.")
+    flags.DEFINE_list("methods", [], "Some of them. Default: all.")
+    flags.DEFINE_integer("budget", 4, "Points that are tried of each method.", lower_bound=1)
+    flags.DEFINE_integer("seeds", 3, "With which what was chosen is scored.", lower_bound=1)
+    flags.DEFINE_string("out", "runs/leaderboard", "Folder of the runs and tables.")
+    flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
+    launch.prepare_devices()
+    launch.command(main)

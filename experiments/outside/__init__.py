@@ -1,0 +1,1 @@
+"""Methods of other libraries on the work of ours: what is compared, and how it is judged."""

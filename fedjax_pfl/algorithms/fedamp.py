@@ -1,0 +1,110 @@
+"""FedAMP: each client is held near a mixture of all clients' models, most of those like its own.
+
+Huang et al., Personalized Cross-Silo Federated Learning on Non-IID Data, 2021.
+
+  u_i = ξ_ii θ_i + Σ_{j≠i} ξ_ij θ_j, at the server;   θ_i ← θ_i − η (∇f_i(θ_i; B) + λ/α (θ_i − u_i))
+  distance: ξ_ij = α/σ exp(−‖θ_i − θ_j‖²/σ),  ξ_ii = 1 − Σ_{j≠i} ξ_ij
+  cosine:   ξ_ij = (1 − ξ_ii) softmax_j(σ cos(θ_i, θ_j)), with the same ξ_ii for all: HeurFedAMP
+A client trains and is served its own model.
+
+Deviations: where the ξ_ij of a client come to more than 1 they are scaled to 1, so that ξ_ii is not
+negative (the paper has α small enough). α does not fall from round to round. Models may be stale,
+where clients are sampled. BatchNorm statistics stay with the client.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.local import Client, local
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.errors import UsageError, above, at_least, need, one_of
+from fedjax_pfl.core.task import Task
+
+ATTENTION = ("cosine", "distance")
+
+
+def fedamp(
+    model: Any,
+    task: Task,
+    training: local_training.Training,
+    federation: Federation,
+    *,
+    attention: str = "cosine",
+    sigma: float = 10.0,
+    self_weight: float = 0.5,
+    alpha: float = 1.0,
+    penalty: float = 1.0,
+) -> Algorithm:
+    """With λ = 0 it is Local. Rows: the parameters of each client's last model. Clients: Local's.
+
+    Args:
+      attention: how alike models are: cosine, or distance, which is the paper's first form.
+      sigma: σ; a large one makes cosine sharper and distance wider.
+      self_weight: ξ_ii of cosine.
+      alpha: α; of distance it scales the weights of others, of both it divides λ.
+      penalty: λ, how firmly a client is held near its mixture.
+    """
+    one_of("fedamp.attention", attention, ATTENTION)
+    above("fedamp.sigma", sigma, 0)
+    above("fedamp.alpha", alpha, 0)
+    at_least("fedamp.penalty", penalty, 0)
+    share = (self_weight >= 0) & (self_weight <= 1)
+    need(share, f"fedamp.self_weight is {self_weight}; it is a share, 0 to 1")
+    if int(federation.active.sum()) < 2:
+        raise UsageError("fedamp mixes in others' models; it needs two active clients or more")
+    active = jnp.asarray(federation.active)
+    alone = local(model, task, training, federation)
+
+    def pairs(rows: PyTree, i: Any, of: Any) -> jax.Array:
+        """Σ of(θ_j, θ_i) over all parameters, for every j: [N]."""
+        sums = [
+            jnp.sum(of(leaf, leaf[i][None]).reshape(leaf.shape[0], -1), 1)
+            for leaf in jax.tree.leaves(rows)
+        ]
+        return jnp.sum(jnp.stack(sums), 0)
+
+    def weights(rows: PyTree, i: Any) -> jax.Array:
+        """ξ_i: [N]."""
+        others = active.at[i].set(False)
+        if attention == "cosine":
+            lengths = jnp.sqrt(pairs(rows, i, lambda a, b: a * a + 0 * b))
+            dots = pairs(rows, i, jnp.multiply)
+            cosine = dots / jnp.maximum(lengths * lengths[i], 1e-12)
+            found = jax.nn.softmax(jnp.where(others, sigma * cosine, -jnp.inf))
+            found = (1 - self_weight) * found
+        else:
+            squares = pairs(rows, i, lambda a, b: jnp.square(a - b))
+            found = jnp.where(others, alpha / sigma * jnp.exp(-squares / sigma), 0.0)
+            found = found / jnp.maximum(jnp.sum(found), 1.0)
+        return found.at[i].set(1 - jnp.sum(found))
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        state = alone.init(key, start)
+        return state._replace(rows={"params": state.clients.variables["params"]})
+
+    def send(state: State, visit: Visit) -> PyTree:
+        xi = weights(state.rows, visit.i)
+        return jax.tree.map(lambda m: jnp.tensordot(xi, m, 1, precision="highest"), state.rows)
+
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        plain = local_training.gradient(model, task, visit.data)
+        near = common.held(plain, payload["params"], penalty / alpha)
+        theta, rest, momentum, metrics = local_training.fit(
+            training, near, *local_training.split_variables(client.variables),
+            client.momentum, visit,
+        )  # fmt: skip
+        own = {"params": theta, **rest}
+        return Trained({"params": theta}, own, Client(own, momentum), metrics)
+
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        return state.server, cohort.put(state.rows, cohort.uploads)
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        clients = jnp.arange(federation.clients)
+        return {"xi": jax.lax.map(lambda i: weights(state.rows, i), clients)}
+
+    return alone._replace(init=init, send=send, train=train, receive=receive, observe=observe)

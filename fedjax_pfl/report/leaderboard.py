@@ -1,0 +1,132 @@
+"""The leaderboard as a text, a picture, and a page whose table can be sorted."""
+
+import html
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.scores import ACCURACY
+from fedjax_pfl.report import drawing, html_page, text_tables
+from fedjax_pfl.report.figures import Picture
+from fedjax_pfl.report.numbers import mean_and_deviation
+from fedjax_pfl.report.text_tables import Table
+
+HEADS = ["before", "after", "worst 10 %", "MB", "seconds", "settings"]
+# A click on a head sorts by its column, a second one the other way round.
+_SORT = """<script>
+for (const head of document.querySelectorAll("th[scope=col]")) {
+  head.style.cursor = "pointer";
+  head.onclick = () => {
+    const table = head.closest("table"), body = table.tBodies[0];
+    const at = [...head.parentNode.children].indexOf(head);
+    const value = row => parseFloat(row.children[at].textContent);
+    const up = head.dataset.up = head.dataset.up === "1" ? "0" : "1";
+    const sign = up === "1" ? -1 : 1;
+    const of = row => Number.isNaN(value(row)) ? sign * Infinity : value(row);
+    body.append(...[...body.rows].sort((a, b) => sign * (of(a) - of(b))));
+  };
+}
+</script>"""
+
+
+def ranked(methods: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """From the best score before local training to the worst; what cannot be run last."""
+
+    def score(line: Mapping[str, Any]) -> float:
+        mean = line.get("before", {}).get("mean", math.nan)
+        return -math.inf if math.isnan(mean) else mean
+
+    return sorted(methods.items(), key=lambda entry: -score(entry[1]))
+
+
+def table(name: str, column: Mapping[str, Any]) -> Table:
+    """A split's methods, in their rank."""
+    about = column["about"]
+    caption = (
+        f"{name} ({about['words']}), {about['rounds']} rounds of {about['local_epochs']} local "
+        f"epochs: accuracy in per cent, mean ± sample standard deviation over seeds. Settings are "
+        f"the best of {about['budget']} on validation examples."
+    )
+    return Table(caption, HEADS, [[n, *_cells(line)] for n, line in ranked(column["methods"])])
+
+
+def _cells(line: Mapping[str, Any]) -> list[str]:
+    if "cannot" in line:
+        return ["–"] * (len(HEADS) - 1) + [line["cannot"]]
+    spreads = [line[key] for key in ("before", "after", "worst tenth")]
+    return [
+        *(mean_and_deviation(one, ACCURACY) if one else "–" for one in spreads),
+        f"{line['megabytes']:.3g}",
+        f"{line['seconds']:.3g}",
+        line["settings"],
+    ]
+
+
+def text(whole: Mapping[str, Any]) -> str:
+    """All splits, for a terminal."""
+    there = {name: one for name, one in whole["columns"].items() if one["methods"]}
+    if not there:
+        return "no method has finished yet"
+    return text_tables.text([table(name, one) for name, one in there.items()])
+
+
+def draw(name: str, column: Mapping[str, Any]) -> Picture:
+    """A line for each method: its score before and after local training."""
+    lines = [entry for entry in reversed(ranked(column["methods"])) if "before" in entry[1]]
+    figure: Figure
+    figure, axes = drawing.canvas(f"Accuracy on {name}", 1.4 + 0.24 * len(lines))
+    for stage, marker, colour in zip(
+        ("after", "before"), "so", drawing.COLOURS[1::-1], strict=True
+    ):
+        shown = [(line[stage], y) for y, (_, line) in enumerate(lines) if line[stage]]
+        axes.errorbar(
+            [100 * one["mean"] for one, _ in shown],
+            [y for _, y in shown],
+            xerr=[100 * (one["std"] or 0.0) for one, _ in shown],
+            fmt=marker,
+            color=colour,
+            markersize=5,
+            linewidth=1.2,
+            label=f"{stage} local training",
+        )
+    axes.set_yticks(range(len(lines)), [method for method, _ in lines])
+    axes.set_xlabel("accuracy (%), mean and deviation over seeds")
+    drawing.legend(axes)
+    best = lines[-1][0] if lines else "none"
+    caption = "Methods by their score before local training, each with the settings chosen for it."
+    return Picture(figure, caption, f"{len(lines)} methods; the best before training is {best}.")
+
+
+def page(whole: Mapping[str, Any]) -> str:
+    """Tables that can be sorted, and pictures."""
+    blocks = []
+    for name, column in whole["columns"].items():
+        if not column["methods"]:
+            continue
+        one = table(name, column)
+        rows = [[html.escape(label), *cells] for label, *cells in one.rows]
+        shown = html_page.table_block(one.caption, one.heads, rows)
+        picture = html_page.figure_block(draw(name, column), name)
+        blocks.append(f"<section>\n<h2>{html.escape(name)}</h2>\n{shown}\n{picture}\n</section>")
+    facts = [f"commit {whole['commit']}", "a click on a head sorts by it"]
+    return html_page.page("Leaderboard", facts, "\n".join(blocks) + _SORT)
+
+
+def write(whole: Mapping[str, Any], out: Path) -> None:
+    """leaderboard.json, .txt, .html, and a picture of each split."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        plain = json.dumps(whole, indent=1, ensure_ascii=False)
+        (out / "leaderboard.json").write_text(plain + "\n", encoding="utf-8")
+        (out / "leaderboard.txt").write_text(text(whole) + "\n", encoding="utf-8")
+        (out / "leaderboard.html").write_text(page(whole), encoding="utf-8")
+        for name, column in whole["columns"].items():
+            if column["methods"]:
+                (out / f"{name}.png").write_bytes(html_page.png(draw(name, column).figure))
+    except OSError as error:
+        raise UsageError(f"{out} cannot be written ({error.strerror})") from None

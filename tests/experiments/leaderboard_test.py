@@ -1,0 +1,100 @@
+"""The leaderboard: what is planned, how lines are ranked and shown, and one that is made."""
+
+import json
+import re
+
+import pytest
+
+from experiments import leaderboard
+from fedjax_pfl.config import configuration
+from fedjax_pfl.report import leaderboard as board
+from fedjax_pfl.runs.tuning import choice
+from tests.experiments.launch_test import message
+
+
+def spread(mean, std=0.01):
+    return {"mean": mean, "std": std, "seeds": 3}
+
+
+def line(before, after=None, settings="learning_rate=0.1"):
+    return {"settings": settings, "points": 2, "validation": 0.5, "seeds": [100, 101, 102],
+            "before": spread(before), "after": spread(after) if after else {},
+            "worst tenth": spread(before - 0.2), "megabytes": 12.3456, "seconds": 4.5}  # fmt: skip
+
+
+WHOLE = {
+    "commit": "abc1234",
+    "columns": {
+        "digits": {
+            "about": {"words": "digits-n10", "rounds": 30, "local_epochs": 2, "budget": 2},
+            "methods": {
+                "local": line(0.8, 0.81), "fedbn": {"cannot": "it has no <BatchNorm>"},
+                "fedavg": line(float("nan")), "ditto": line(0.9, settings="ditto.penalty=0.5"),
+            },
+        },
+        "mnist": {"about": {}, "methods": {}},
+    },
+}  # fmt: skip
+
+
+ALL = pytest.param(
+    list(configuration.ALGORITHMS), marks=pytest.mark.slow("a hundred configurations")
+)
+
+
+@pytest.mark.parametrize("methods", [["fedavg", "ditto", "fedbn"], ALL], ids=["three", "all"])
+def test_every_method_is_tried_at_as_many_points_of_what_it_has(methods):
+    """Four each; where it has settings of its own in the grid they are among what is tried."""
+    each = leaderboard.configured(leaderboard.COLUMNS["digits"], methods)
+    made = leaderboard.plan(each, 4)
+    assert {trial.method: len(trial.points) for trial in made} == dict.fromkeys(each, 4)
+    for trial in made:
+        own = {key for point in trial.points for key in point if "." in key}
+        assert bool(own) == (trial.method in leaderboard.OWN), trial.method
+    assert set(leaderboard.OWN) < set(configuration.ALGORITHMS)
+    assert each["fedbn"].small.batch_norm
+    assert not each["fedavg"].small.batch_norm
+
+
+def test_ranks_and_cells():
+    (first, *others) = board.ranked(WHOLE["columns"]["digits"]["methods"])
+    assert [first[0], *(name for name, _ in others)] == ["ditto", "local", "fedbn", "fedavg"]
+    rows = board.table("digits", WHOLE["columns"]["digits"]).rows
+    assert rows[0] == ["ditto", "90.00 ± 1.00", "–", "70.00 ± 1.00", "12.3", "4.5",
+                       "ditto.penalty=0.5"]  # fmt: skip
+    assert rows[2] == ["fedbn", *"–––––", "it has no <BatchNorm>"]
+    assert "mnist" not in board.text(WHOLE)
+    assert board.text({"columns": {}}) == "no method has finished yet"
+
+
+def test_what_is_written(tmp_path):
+    board.write(WHOLE, tmp_path)
+    page = (tmp_path / "leaderboard.html").read_text()
+    assert "it has no &lt;BatchNorm&gt;" in page
+    assert "commit abc1234" in page
+    assert not re.search(r"(src|href)=\"http", page)
+    assert json.loads((tmp_path / "leaderboard.json").read_text())["commit"] == "abc1234"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "digits.png", "leaderboard.html", "leaderboard.json", "leaderboard.txt"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flag", "known"), [("columns", leaderboard.COLUMNS), ("methods", {"fedavg": 1})]
+)
+def test_unknown_names_are_refused(flag, known):
+    assert f"--{flag} has 'fedav'" in message(leaderboard.chosen, ["fedav"], known, flag)
+    assert leaderboard.chosen([], known, flag) == list(known)
+
+
+@pytest.mark.slow("four small runs; tuning and running are tested where they are")
+def test_a_line_is_made_once_and_read_afterwards(tmp_path, monkeypatch):
+    column = leaderboard.Column("iris-n3", 2, 1)
+    each = leaderboard.configured(column, ["fedavg"])
+    (trial,) = leaderboard.plan(each, 2)
+    assert leaderboard.played(trial, 2, tmp_path, only_show=True) == {}
+    made = leaderboard.played(trial, 2, tmp_path)
+    assert (made["seeds"], made["points"]) == ([100, 101], 2)
+    assert made["after"]["mean"] > 0.2
+    monkeypatch.setattr(choice, "score", lambda run: 0.0)  # the first is chosen then, not run again
+    assert leaderboard.played(trial, 2, tmp_path, only_show=True)["points"] == 2
