@@ -18,7 +18,7 @@ def get_config(preset: str = "fedavg-digits") -> ConfigDict:
     config = configuration.default()
     config.local_epochs = 5
     config = preset_words.apply(config, preset, {})
-    # Of digits there are as many for ten clients.
-    each = 160 if config.dataset == "digits" else 600
+    # Of these two there are as many for ten clients.
+    each = {"digits": 160, "synthetic": 100}.get(config.dataset, 600)
     config.classes.examples = config.dominant.examples = each
     return config

@@ -1,0 +1,59 @@
+"""What docs/data.md tells a reader to try, as it stands there."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from pyarrow import csv, parquet
+
+from experiments.configs import baseline
+from fedjax_pfl.config import configuration
+from fedjax_pfl.runs import build
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+ROWS = {
+    re.search(r"`(\w+)", line)[1]: (
+        (re.findall(r"--config=baseline:(\S+?)[` ]", line) or ["fedavg"])[0],
+        dict(re.findall(r"--config\.([\w.]+)=([^\s`]+)", line)),
+    )
+    for line in PAGE.read_text().splitlines()
+    if line.startswith("| `") and "--config" in line
+}
+
+
+def settings(row):
+    """The preset of a row, changed by its flags."""
+    words, flags = ROWS[row]
+    made = baseline.get_config(words)
+    for name, text in flags.items():
+        group, _, last = name.rpartition(".")
+        value = int(text) if text.isdigit() else text
+        configuration.override(made, {group: {last: value}} if group else {last: value})
+    return made
+
+
+def test_there_are_as_many_as_the_page_shows():
+    assert set(ROWS) >= {"digits", "speeches", "csv", "hf", "windows", "leaf", "cifar10"}
+    for row in ROWS:
+        configuration.specify(settings(row))
+
+
+@pytest.mark.parametrize("row", ["synthetic", "csv", "parquet", "windows", "images", "text"])
+def test_what_the_page_says_can_be_built(row, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    lines = [f"{draw.choice(['Bern', 'Cairo'])},{draw.normal():.3f},{i / 7:.3f}" for i in range(90)]
+    Path("visits.csv").write_text("\n".join(["hospital,age,days", *lines]))
+    parquet.write_table(csv.read_csv("visits.csv"), "visits.parquet")
+    hours = [f"h{i // 200},{draw.normal():.3f},{draw.random():.3f}" for i in range(2000)]
+    Path("meters.csv").write_text("\n".join(["house,heat,kwh", *hours]))
+    speech = "to be or not to be, that is the question. " * 6
+    Path("plays.txt").write_text("".join(f"ANNA{i % 10}:\n{speech}\n\n" for i in range(40)))
+    for i in range(80):
+        path = Path("photos", "cat" if i % 2 else "dog", f"{i}.png")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 255, (9, 9, 3), np.uint8)).save(path)
+    made = build.build(settings(row))
+    assert made.federation.clients == 10
