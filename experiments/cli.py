@@ -29,6 +29,7 @@ COMMANDS = (
     "reproduce",
     "studies",
     "scaling",
+    "many_clients",
     "benchmark",
     "agree",
 )

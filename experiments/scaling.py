@@ -27,6 +27,7 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split
 from fedjax_pfl.engine import memory_estimate
+from fedjax_pfl.engine.forecast import readable
 from fedjax_pfl.engine.rounds import make_rounds
 
 _EXAMPLES = 16  # of each client; they are not part of a state
@@ -137,15 +138,6 @@ def growth(method: str, model: str) -> Growth:
     each = (two - one) / 400 - 1200 * pairs
     each = each if each > 1e-3 else 0.0
     return Growth(one - 400 * each - 400**2 * pairs, each, pairs)
-
-
-def readable(number: float) -> str:
-    """Bytes with three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if number < 999.5 or unit == "PB":
-            break
-        number /= 1000
-    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
 
 
 def main(argv: Sequence[str]) -> None:

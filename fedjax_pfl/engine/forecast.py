@@ -54,11 +54,11 @@ class Room(NamedTuple):
 
 def readable(number: float) -> str:
     """Bytes with three digits."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if number < 999.5 or unit == "TB":
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if number < 999.5 or unit == "PB":
             break
         number /= 1000
-    return f"{number:.3g} {unit}"
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
 
 
 def need(sizes: Sizes, store: str) -> Need:

@@ -82,3 +82,10 @@ def test_a_run_says_what_it_needs_and_where_it_goes(monkeypatch):
     less = build.build(made)
     assert [phase.store for phase in less.phases] == ["host"]
     assert less.needs.device < usual.needs.device
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(850, "850 B"), (484_728, "485 kB"), (999_600, "1 MB"), (2e18, "2000 PB")]
+)  # fmt: skip
+def test_readable(number, text):
+    assert forecast.readable(number) == text

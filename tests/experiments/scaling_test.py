@@ -52,10 +52,3 @@ def test_what_devices_send_each_other():
     assert scaling.gathered("local", 8)[0] == P + 4 + 1
     assert scaling.received(10, 100, 8) == 7 * 13 * 10
     assert scaling.received(10, 100, 1) == 0
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(850, "850 B"), (484_728, "485 kB"), (999_600, "1 MB"), (2e18, "2000 PB")]
-)  # fmt: skip
-def test_readable(number, text):
-    assert scaling.readable(number) == text

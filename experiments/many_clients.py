@@ -1,0 +1,201 @@
+"""Peak memory and time of a client's step against the number of clients, measured.
+
+python -m experiments.many_clients --clients=100,10000,1000000 --methods=fedper,local --store=disk
+
+Each number of clients is a process of its own: LeNet on 32x32x3 images, 40 for training and 10 for
+testing at each client (drawn at random from a pool of 20,000 that clients share), two steps of 20
+in a visit, cohorts of 100. A first round is not measured; then come `--rounds` and an evaluation.
+Beside it, in turns, is the step with ten clients on the device. Times are of the CPU, of all cores
+together, so that other work on the machine does not count.
+"""
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from experiments.launch import command
+from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import STORES
+from fedjax_pfl.core import local_training, task
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.engine.on_device import OnDevice
+from fedjax_pfl.engine.records import Plain
+from fedjax_pfl.engine.rounds import compiled, plain_rounds
+from fedjax_pfl.engine.stores import Clients
+from fedjax_pfl.engine.streamed import Streamed
+from fedjax_pfl.networks import LeNet
+
+_POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
+_STEPS = _TRAIN // _BATCH
+_FOLDER = os.environ.get("TMPDIR")
+_SETTINGS: dict[str, dict[str, Any]] = {"pfedhn": {"embedding": 64}}
+
+
+def made(method: str, clients: int, cohort: int) -> tuple[Plain, FederatedData]:
+    """A method's rounds for so many clients, and their examples."""
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (_POOL, 32, 32, 3), np.uint8)
+    labels = rng.integers(0, 10, _POOL, np.int32)
+
+    def split(examples: int) -> Split:
+        rows = rng.integers(0, _POOL, (clients, max(1, examples)), np.int32)
+        return Split(rows, np.full(clients, examples, np.int32))
+
+    scale, shift = (np.full((1, 1, 1, 1), value, np.float32) for value in (1 / 64, -2.0))
+    data = FederatedData(images, labels, split(_TRAIN), split(0), split(_TEST), scale, shift)
+    everyone, none = np.ones(clients, bool), np.zeros(clients, np.int32)
+    federation = Federation(np.full(clients, _TRAIN, np.int32), (32, 32, 3), 10, everyone, none)
+    algorithm = configuration.ALGORITHMS[method](
+        LeNet(outputs=10),
+        task.classification(),
+        local_training.sgd(epochs=1, batch_size=_BATCH),
+        federation,
+        **_SETTINGS.get(method, {}),
+    )
+    cohort = min(cohort, clients)
+    some = min(clients, max(1, cohort * _CALL // 2))
+    evaluated = np.sort(rng.choice(clients, some, replace=False)).astype(np.int32)
+    how: dict[str, Any] = {"cohort": cohort, "calls": _CALL, "evaluated": evaluated}
+    return plain_rounds(algorithm, task.classification(), federation, **how), data
+
+
+def measure(
+    method: str, clients: int, cohort: int, rounds: int, store: str, written: int
+) -> dict[str, Any]:
+    """In this process: bytes, and CPU seconds of a client's step and of an evaluation."""
+    few, few_data = made(method, 10, 10)
+    beside: Any = OnDevice(compiled(few), jax.random.key(0), few_data)
+    at_first = beside.enter(beside.init())
+    beside.compile(at_first, 0)
+    at_first, _ = beside.run(at_first, 0, 1)
+
+    plain, data = made(method, clients, cohort)
+    with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+        program: Any = OnDevice(compiled(plain), jax.random.key(0), data)
+        if store != "device":
+            program = Streamed(plain, jax.random.key(0), data, store=store, folder=Path(folder))
+        del data
+        state = program.enter(program.init())
+        kept = state.clients if isinstance(state.clients, Clients) else None
+        for ids in kept.groups[0].blocks(np.arange(written)) if kept is not None else ():
+            state.clients.put(0, ids, state.clients.records(0, ids))
+        program.compile(state, 0)
+        state, _ = program.run(state, 0, 1)
+        taken, few_taken = [], []
+        for n in range(1, rounds + 1):  # in turns, as other work on the machine slows both
+            began = time.process_time()
+            at_first, _ = beside.run(at_first, n, _CALL)
+            few_taken.append(time.process_time() - began)
+            began = time.process_time()
+            state, _ = program.run(state, n, 1)
+            taken.append(time.process_time() - began)
+        began = time.process_time()
+        program.evaluate(state, 1 + rounds)
+        evaluation = time.process_time() - began
+    cohort = min(cohort, clients)
+    return {
+        "clients": clients,
+        "peak": _peak(),
+        "step": float(np.median(taken)) / cohort / _STEPS,
+        "few_step": float(np.median(few_taken)) / 10 / _CALL / _STEPS,
+        "rounds_between": float(np.median(taken)) * _CALL,
+        "evaluation": evaluation,
+        "written": kept.kept() if kept else 0,
+        "store": store,
+    }
+
+
+def _peak() -> int:
+    """The most bytes that were resident, of this process alone."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+    """Peak memory and the time of a step, against the number of clients."""
+    from matplotlib import pyplot
+
+    figure, (memory, step) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for method, rows in found.items():
+        rows = sorted((row for row in rows if row["ok"]), key=lambda row: row["clients"])
+        clients = [row["clients"] for row in rows]
+        memory.loglog(clients, [row["peak"] / 2**30 for row in rows], "o-", label=method)
+        step.semilogx(clients, [row["step"] / row["few_step"] for row in rows], "o-", label=method)
+    memory.axhline(8, color="0.6", linewidth=1)
+    memory.set(xlabel="clients", ylabel="peak resident memory, GiB")
+    step.axhline(1.15, color="0.6", linewidth=1)
+    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, None))
+    memory.legend()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measure each in a process of its own; what is in the file already is not measured again."""
+    chosen = flags.FLAGS
+    if len(argv) > 1:
+        raise UsageError(f"{argv[1]!r} is no flag; see --help")
+    if chosen.only:
+        method, clients = chosen.only.split(":")
+        few = (chosen.cohort, chosen.rounds, chosen.store, chosen.written)
+        print(json.dumps(measure(method, int(clients), *few)))
+        return
+    unknown = sorted(set(chosen.methods) - set(configuration.ALGORITHMS))
+    if unknown:
+        raise UsageError(f"--methods has {', '.join(unknown)}; see python -m experiments.list")
+    out = Path(chosen.out)
+    found: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
+    for clients in chosen.clients:
+        for method in chosen.methods:
+            rows = found.setdefault(method, [])
+            known = (int(clients), chosen.store)
+            if any((row["clients"], row["store"]) == known for row in rows):
+                continue
+            flag = [f"--{name}={chosen[name].value}" for name in _PASSED]
+            words = [sys.executable, "-m", "experiments.many_clients", *flag]
+            ran = subprocess.run(
+                [*words, f"--only={method}:{clients}"], capture_output=True, text=True
+            )
+            last = (ran.stdout.splitlines() or [""])[-1]
+            row = json.loads(last) if ran.returncode == 0 else {"clients": int(clients)}
+            rows.append({**row, "store": chosen.store, "ok": ran.returncode == 0})
+            if ran.returncode:
+                print(f"{method}, {clients} clients: {(ran.stderr.splitlines() or [''])[-1]}")
+            else:
+                print(
+                    f"{method}, {clients} clients, {chosen.store}: {row['peak'] / 2**30:.2f} GiB, "
+                    f"{1000 * row['step']:.1f} ms a step ({1000 * row['few_step']:.1f} of ten)",
+                    flush=True,
+                )
+            out.write_text(json.dumps(found, indent=2) + "\n")
+    draw(found, out.with_suffix(".png"))
+
+
+_PASSED = ("cohort", "rounds", "store", "written")
+
+if __name__ == "__main__":
+    # Here, because other commands have a --clients of their own.
+    flags.DEFINE_list("clients", ["100", "1000", "10000", "100000", "1000000"], "How many.")
+    flags.DEFINE_list("methods", ["fedavg", "fedper", "local", "pfedhn"], "Which methods.")
+    flags.DEFINE_enum("store", "disk", STORES[1:], "Where what stays with clients is kept.")
+    flags.DEFINE_integer("cohort", 100, "Clients in a round.", lower_bound=1)
+    flags.DEFINE_integer("rounds", 3, "So many are measured.", lower_bound=1)
+    flags.DEFINE_integer("written", 0, "Clients whose state is written before.", lower_bound=0)
+    flags.DEFINE_string("only", "", "METHOD:CLIENTS, to be measured in this process.")
+    flags.DEFINE_string("out", "experiments/results/many_clients.json", "Where numbers are kept.")
+    command(main)

@@ -1,0 +1,70 @@
+"""The measurement of many clients: what it is made of, and what it keeps."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from absl import flags
+
+from experiments import many_clients
+from fedjax_pfl.engine.streamed import cohort_data
+
+ROW = {
+    "clients": 100, "peak": 2**30, "step": 0.02, "few_step": 0.02, "rounds_between": 1.0,
+    "evaluation": 0.5, "written": 0, "store": "disk",
+}  # fmt: skip
+
+
+def test_clients_share_a_pool():
+    plain, data = many_clients.made("local", 1000, 100)
+    assert data.x.shape == (20_000, 32, 32, 3)
+    assert data.train.rows.shape == (1000, 40)
+    assert len(plain.how.evaluated) == 250
+    some = cohort_data(data, np.array([3, 999]), 200, test=True)
+    for place, i in enumerate((3, 999)):
+        for part in ("train", "test"):
+            (rows, _), (there, _) = getattr(some, part), getattr(data, part)
+            np.testing.assert_array_equal(some.x[rows[place]], data.x[there[i]])
+            np.testing.assert_array_equal(some.y[rows[place]], data.y[there[i]])
+
+
+def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def run(words, **how):
+        asked.append(words[-1])
+        if words[-1] == "--only=local:1000":
+            return subprocess.CompletedProcess(words, 1, "", "it is full\n")
+        return subprocess.CompletedProcess(words, 0, "said\n" + json.dumps(ROW) + "\n", "")
+
+    out = tmp_path / "found.json"
+    flag = {
+        "clients": ["100", "1000"], "methods": ["local"], "store": "disk", "cohort": 100,
+        "rounds": 3, "written": 0, "only": "", "out": str(out),
+    }  # fmt: skip
+
+    class Flags(dict):
+        def __getattr__(self, name):
+            return flag[name]
+
+        def __getitem__(self, name):
+            return type("Flag", (), {"value": flag[name]})
+
+    monkeypatch.setattr(flags, "FLAGS", Flags())
+    monkeypatch.setattr(many_clients.subprocess, "run", run)
+    for _ in range(2):
+        many_clients.main(sys.argv[:1])
+    assert asked == ["--only=local:100", "--only=local:1000"]
+    assert "local, 1000 clients: it is full" in capsys.readouterr().out
+    assert [row["ok"] for row in json.loads(out.read_text())["local"]] == [True, False]
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+@pytest.mark.slow("compiles LeNet's programs twice")
+def test_measured():
+    found = many_clients.measure("fedper", 12, 4, 1, "disk", 5)
+    assert 5 * 3400 <= found["written"] <= 12 * 3400  # heads, each once
+    assert 0 < found["step"] < 60
+    assert found["peak"] > 1e8
