@@ -14,6 +14,7 @@ from fedjax_pfl.report.drawing import shorten
 
 _RANGES = 20  # of a target's values
 _BUBBLES = 30  # up to so many clients and classes are drawn as bubbles
+_BARS = 1000  # clients; of more, one area stands for all bars
 _COLOURS = {"train": "#2f6690", "validation": "#81c3d7", "test": "#f2a65a"}
 _NOVEL = "#b23a48"
 _HEAT = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # white is for none
@@ -69,8 +70,12 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     for name, counts in held._asdict().items():
         if counts.any():
             number = counts.sum(1)
-            side.barh(range(len(number)), number, thickness, left, color=_COLOURS[name], label=name)
-            left = left + number
+            ends, look = left + number, {"color": _COLOURS[name], "label": name}
+            if len(number) > _BARS:  # of which each would be drawn by itself
+                side.fill_betweenx(np.arange(len(number)), left, ends, step="mid", lw=0, **look)
+            else:
+                side.barh(range(len(number)), number, thickness, left, **look)
+            left = ends
     side.set_xlabel("examples")
     side.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     side.legend(

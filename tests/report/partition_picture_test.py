@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.data import arrays, federate, load
+from fedjax_pfl.report import partition_picture
 from fedjax_pfl.report.partition_picture import draw_partition
 
 # The first save in a process may import what matplotlib's backends bring along.
@@ -63,3 +64,15 @@ def test_of_a_regression_the_targets_histogram_is_drawn():
     assert (ticks[0].get_text(), ticks[-1].get_text()) == ("0", "19")
     assert figure.axes[0].get_xlabel() == "the first of 2 targets"
     assert "training examples of each range of the first of 2 targets" in figure.get_label()
+
+
+def test_very_many_clients_are_an_area_for_each_part(monkeypatch):
+    """A bar for each of a hundred thousand takes minutes."""
+    monkeypatch.setattr(partition_picture, "_BARS", 39)
+    data, federation, held = federate(load("digits"), "iid", clients=40)
+    side = draw_partition(data, federation).axes[1]
+    assert not side.patches
+    train, test = (area.get_datalim(side.transData) for area in side.collections)
+    number = held.train.sum(1)
+    assert (train.x0, train.x1) == (0, number.max())
+    assert test.x1 == (number + held.test.sum(1)).max()
