@@ -66,7 +66,7 @@ def named(params: Any) -> Arrays:
     found: Arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         layer, name = (str(entry.key) for entry in path)
-        found[f"{layer}.{_LEAVES[name]}"] = np.asarray(leaf.T if name == "kernel" else leaf)
+        found[f"{layer}.{_LEAVES[name]}"] = np.asarray(leaf).T if name == "kernel" else leaf
     return found
 
 
@@ -99,7 +99,8 @@ def rounds(name: str, given: Mapping[str, np.ndarray]) -> Arrays:
     key = jax.random.key(KEY)
     state = engine.init(key)
     for t in range(ROUNDS + 1):
-        found |= {f"{t}/{part}": value for part, value in _seen(name, made, state, data).items()}
+        now = jax.device_get(state)
+        found |= {f"{t}/{part}": value for part, value in _seen(name, made, now, data).items()}
         if t < ROUNDS:
             state, _ = engine.run(key, engine.place(state), data, jnp.int32(t), jnp.int32(1))
     return found
