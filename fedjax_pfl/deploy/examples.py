@@ -128,8 +128,12 @@ def _own(settings: ConfigDict, name: str) -> dict[str, Any]:
 
 
 def _split(settings: ConfigDict) -> dict[str, Any]:
-    names = ("split", "test_fraction", "validation_fraction", "validation_examples")
-    return {name: settings[name] for name in names}
+    return dict(
+        split=settings.split,
+        test_fraction=settings.test_fraction,
+        validation_fraction=settings.validation_fraction,
+        validation_examples=settings.validation_examples,
+    )
 
 
 def _list(words: Any) -> str:

@@ -121,19 +121,24 @@ def test_what_a_paper_states_of_a_figure():
 
 
 def test_a_study_shows_them_beside_ours(tmp_path, monkeypatch, capsys):
-    given = {"OUT": str(tmp_path), "DATASET": "digits", "ROUNDS": 2, "SEEDS": 1, "SET": []}
-    for name, value in given.items():
+    given = {"OUT": str(tmp_path), "DATASET": "digits", "PAPER": True, "ROUNDS": 0, "SEEDS": 1}
+    for name, value in {**given, "SET": []}.items():
         monkeypatch.setattr(study, name, SimpleNamespace(value=value))
+
+    def set_default(flag, value):
+        flag.value = value
+
+    monkeypatch.setattr(study.flags, "set_default", set_default)
     studies = {name: lambda: ({"ours": 1.0}, None) for name in ("figure5", "figure6")}
     for name in studies:
-        study.main(studies, "", ["x", name], "pfedhn")
+        study.main(studies, "", ["x", name], "pfedhn", {"": study.Length(2, 50)})
     assert "88.42" in capsys.readouterr().out
 
     def read(name):
         return json.loads((tmp_path / f"{name}-digits.json").read_text())
 
     assert read("figure6")["published"] == readable("pfedhn", "figure6")
-    assert read("figure6")["ours"] == 1.0
+    assert (read("figure6")["ours"], read("figure6")["rounds"]) == (1.0, 50)
     assert "published" not in read("figure5")
 
 
