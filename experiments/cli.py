@@ -23,6 +23,7 @@ COMMANDS = (
     "baseline",
     "compare",
     "export",
+    "deploy",
     "list",
     "tune",
     "leaderboard",
