@@ -134,6 +134,7 @@ questions
 contract
 robustness
 scaling
+deploy
 speed
 ```
 

@@ -23,9 +23,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy.app import HERE
 from fedjax_pfl.deploy.flower import ENDED, FAILED, NAME
 
-APP = Path(__file__).parent / "app"
 _DAYS = 30
 _END = 10.0  # seconds that a process has to end by itself
 
@@ -51,7 +51,8 @@ def run(
     ports = free_ports(nodes + 2)
     home = _home(folder, authority, ports[0])
     log = folder / "run.log"
-    log.unlink(missing_ok=True)
+    for old in [log, *folder.glob("superlink.db*")]:  # who is who follows from keys alone
+        old.unlink(missing_ok=True)
     settings = folder / "settings.json"
     asked = {"config": config, "workdir": str(workdir), "log": str(log), "waiting": waiting}
     settings.write_text(json.dumps(asked))
@@ -82,7 +83,7 @@ def run(
                 *("--node-config", said, *_runtime(authority, certificate, key)),
             )
         asking = f"settings={json.dumps(str(settings))}"
-        started.command("flwr", "run", APP, "trial", "--run-config", asking)
+        started.command("flwr", "run", HERE, "trial", "--run-config", asking)
         _follow(log, started, tell)
 
 
@@ -106,6 +107,8 @@ def _follow(log: Path, started: "_Processes", tell: Callable[[str], None]) -> No
                 return
             tell(line.rstrip("\n"))
         started.alive()
+        for name in started.again():
+            tell(f"{name} has ended, and is started again")
         time.sleep(0.2)
 
 
@@ -114,6 +117,7 @@ class _Processes:
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder, self.running = folder, dict[str, subprocess.Popen[bytes]]()
+        self.words: dict[str, tuple[Any, ...]] = {}
         self.environment = {
             **os.environ,
             "FLWR_HOME": str(home),
@@ -149,6 +153,7 @@ class _Processes:
 
     def start(self, name: str, *words: Any) -> None:
         """A process whose output goes to a file of its name."""
+        self.words[name] = words
         with open(self.folder / f"{name}.log", "ab") as out:
             self.running[name] = subprocess.Popen(
                 [str(word) for word in words],
@@ -169,13 +174,19 @@ class _Processes:
             raise UsageError(f"{' '.join(map(str, words[:3]))} failed: {said}")
 
     def alive(self) -> None:
-        """UsageError where one has ended."""
-        for name, one in self.running.items():
-            if one.poll() is not None:
-                raise UsageError(
-                    f"{name} has ended with status {one.returncode}; see "
-                    f"{self.folder / f'{name}.log'}"
-                )
+        """UsageError where the one that all hang on has ended."""
+        name, one = next(iter(self.running.items()))
+        if one.poll() is not None:
+            raise UsageError(
+                f"{name} has ended with status {one.returncode}; see {self.folder / f'{name}.log'}"
+            )
+
+    def again(self) -> list[str]:
+        """Start those that have ended again; their names."""
+        ended = [name for name, one in self.running.items() if one.poll() is not None]
+        for name in ended:
+            self.start(name, *self.words[name])
+        return ended
 
     def until(self, port: int, name: str, seconds: float = 120.0) -> None:
         """Wait until somebody listens."""
