@@ -47,7 +47,7 @@ def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]
         "beside": settings.beside != "",
         "augment": settings.augment,
         "evaluate_clients": settings.evaluate_clients is not None,
-        "store": settings.store != "device",
+        "store": settings.store in ("host", "disk"),
     }
     for name, one in wrong.items():
         if one:

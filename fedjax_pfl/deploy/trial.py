@@ -236,12 +236,12 @@ def certificates(folder: Path, hosts: Sequence[str] = ("127.0.0.1",)) -> tuple[P
         return paths
     authority = ec.generate_private_key(ec.SECP384R1())
     name = _name("fedjax_pfl trial authority")
-    made = _certificate(name, name, authority, authority, x509.BasicConstraints(True, 0), True)
+    signs = [(x509.BasicConstraints(True, 0), True), (_SIGNS, True)]
+    made = _certificate(name, name, authority, authority, signs)
     key = ec.generate_private_key(ec.SECP384R1())
-    addresses = x509.SubjectAlternativeName(
-        [*(x509.IPAddress(ipaddress.ip_address(host)) for host in hosts), x509.DNSName("localhost")]
-    )
-    own = _certificate(_name("localhost"), name, key, authority, addresses, False)
+    addresses = [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
+    names = x509.SubjectAlternativeName([*addresses, x509.DNSName("localhost")])
+    own = _certificate(_name("localhost"), name, key, authority, [(names, False)])
     for path, one in zip(paths[:2], (made, own), strict=True):
         path.write_bytes(one.public_bytes(serialization.Encoding.PEM))
     _secret(paths[2], _pem(key, serialization.PrivateFormat.PKCS8))
@@ -252,12 +252,23 @@ def _name(word: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, word)])
 
 
+# What Python 3.13 wants of an authority.
+_USES = (
+    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
+    "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
+)  # fmt: skip
+_SIGNS = x509.KeyUsage(**{use: use in ("key_cert_sign", "crl_sign") for use in _USES})
+
+
 def _certificate(
-    subject: x509.Name, issuer: x509.Name, key: Any, signer: Any, extension: Any, critical: bool
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: Any,
+    signer: Any,
+    extensions: Sequence[tuple[x509.ExtensionType, bool]],
 ) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
-    identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    return (
+    made = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
@@ -265,11 +276,12 @@ def _certificate(
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(days=1))
         .not_valid_after(now + datetime.timedelta(days=_DAYS))
-        .add_extension(extension, critical)
-        .add_extension(identifier, False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
-        .sign(signer, hashes.SHA384())
     )
+    signed_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    for extension, critical in [*extensions, (signed_by, False), (own, False)]:
+        made = made.add_extension(extension, critical)
+    return made.sign(signer, hashes.SHA384())
 
 
 def _pem(key: Any, form: serialization.PrivateFormat) -> bytes:

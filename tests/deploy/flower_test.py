@@ -1,7 +1,9 @@
 """Flower: who is who, what its messages are read as, and a run over the real thing."""
 
+import contextlib
 import json
 import os
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +103,24 @@ def test_what_is_not_an_answer_of_the_node_that_was_asked_is_a_refusal(
     assert dict(one.ask({0: b"x"}, 0.3)) == {}
 
 
+def handshake(authority: Path, certificate: Path, key: Path) -> None:
+    """As strictly as Python 3.13 looks at certificates."""
+    ours = ssl.create_default_context(cafile=str(authority))
+    ours.verify_flags |= ssl.VERIFY_X509_STRICT
+    theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    theirs.load_cert_chain(certificate, key)
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = ours.wrap_bio(back, there, server_hostname="127.0.0.1")
+    server = theirs.wrap_bio(there, back, server_side=True)
+    for one in (client, server, client, server):
+        with contextlib.suppress(ssl.SSLWantReadError):
+            one.do_handshake()
+    assert client.getpeercert()["subjectAltName"] == (
+        ("IP Address", "127.0.0.1"),
+        ("DNS", "localhost"),
+    )
+
+
 def test_certificates_and_keys_are_made_once_and_are_the_owners(tmp_path: Path):
     from fedjax_pfl.deploy import trial
 
@@ -110,6 +130,7 @@ def test_certificates_and_keys_are_made_once_and_are_the_owners(tmp_path: Path):
     assert trial.certificates(tmp_path) == paths
     assert trial.node_key(tmp_path / "client-0.key") == public
     assert there == {path: path.read_bytes() for path in tmp_path.iterdir()}
+    handshake(*paths)
     for name in ("server.key", "client-0.key"):
         assert os.stat(tmp_path / name).st_mode & 0o77 == 0
 
