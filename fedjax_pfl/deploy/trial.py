@@ -130,26 +130,18 @@ class _Processes:
 
     def __exit__(self, *_: object) -> None:
         for each in (signal.SIGTERM, signal.SIGKILL):
-            left = [one for one in self.running.values() if one.poll() is None]
-            for one in reversed(left) if each is signal.SIGTERM else self.running.values():
+            alive = [one for one in self.running.values() if one.poll() is None]
+            for one in reversed(alive) if each is signal.SIGTERM else self.running.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(one.pid, each)
             until = time.monotonic() + _END
-            for one in left:
+            for one in alive:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     one.wait(max(0.1, until - time.monotonic()))
-        for pid in self.left():  # Flower gives its apps sessions of their own
+        home = Path(self.environment["FLWR_HOME"])
+        for pid in left(home):  # Flower gives its apps sessions of their own
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-    def left(self) -> list[int]:
-        """Processes that have this trial's environment, whoever started them."""
-        mark, found = f"FLWR_HOME={self.environment['FLWR_HOME']}\0".encode(), list[int]()
-        for path in Path("/proc").glob("[0-9]*/environ"):
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if mark in path.read_bytes() + b"\0":
-                    found.append(int(path.parent.name))
-        return found
 
     def start(self, name: str, *words: Any) -> None:
         """A process whose output goes to a file of its name."""
@@ -197,6 +189,16 @@ class _Processes:
                 return
             time.sleep(0.2)
         raise UsageError(f"{name} does not listen after {seconds:.0f} s; see {self.folder}")
+
+
+def left(home: Path) -> list[int]:
+    """Processes that have this home for Flower in their environment, whoever started them."""
+    mark, found = f"FLWR_HOME={home}\0".encode(), list[int]()
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if mark in path.read_bytes() + b"\0":
+                found.append(int(path.parent.name))
+    return found
 
 
 def free_ports(count: int) -> list[int]:

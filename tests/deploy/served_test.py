@@ -1,0 +1,69 @@
+"""What crosses from the server to a client that is served: what its part of the program reads."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import served
+
+ROWS = jnp.arange(12.0).reshape(4, 3)
+STATE = State(jnp.float32(2.0), ROWS, ())
+CLIENT = jnp.ones(3)
+
+
+def visit(i: int) -> Visit:
+    return Visit(jnp.int32(i), {"x": jnp.arange(5.0)}, jnp.int32(7), jax.random.key(3))
+
+
+def both(personal: Any, i: int = 2) -> tuple[list[Any], Any]:
+    """What crossed, and what came of it; the state is not there at the client, nor at the server
+    the client's own."""
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), CLIENT)
+    data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), visit(i).data)
+    crossed = served.serve(personal, STATE, shapes, visit(i)._replace(data=data))
+    nothing = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), STATE)
+    return crossed, served.finish(personal, crossed, nothing, CLIENT, visit(i))
+
+
+def mixed(state: State, client: Any, visit: Visit) -> Any:
+    """A row of the client's own, a scalar that is spread, a draw, and a loop over the data."""
+    mine = jnp.tanh(state.rows @ jnp.ones((3, 3)))[visit.i]
+    noise = jax.random.normal(visit.key, (3,))
+
+    def step(n: Any, so_far: Any) -> Any:
+        return so_far + mine * visit.data["x"][n]
+
+    total = jax.lax.fori_loop(0, 5, step, client)
+    return {"w": total + noise, "b": jnp.full((50,), state.server) * visit.data["x"][0]}
+
+
+def test_both_parts_make_the_whole_and_a_row_and_a_number_cross():
+    crossed, made = both(mixed)
+    wanted = mixed(STATE, CLIENT, visit(2))
+    for name in wanted:
+        np.testing.assert_allclose(made[name], wanted[name], rtol=1e-6)
+    assert sum(map(trees.leaf_bytes, crossed)) <= 4 * (3 + 2)
+
+
+def test_what_is_the_clients_alone_makes_nothing_cross():
+    assert both(lambda state, client, visit: client * visit.data["x"][1])[0] == []
+
+
+def test_what_is_the_servers_alone_crosses_as_it_is():
+    crossed, made = both(lambda state, client, visit: state.rows[visit.i] * 2)
+    assert [one.shape for one in crossed] == [(3,)]
+    np.testing.assert_array_equal(made, ROWS[2] * 2)
+
+
+def test_nobody_is_sent_the_rows_of_others():
+    def greedy(state: State, client: Any, visit: Visit) -> Any:
+        return jnp.where(client[0] > 0, state.rows, 0.0).sum(0)
+
+    with pytest.raises(UsageError, match="all clients' rows"):
+        both(greedy)
