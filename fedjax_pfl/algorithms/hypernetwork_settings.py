@@ -90,7 +90,7 @@ def with_settings(
 def _check(name: str, settings: Settings) -> None:
     depth = settings.depth
     need(0 <= depth <= MOST_LAYERS, f"{name}.depth is {depth}; choose 0 to {MOST_LAYERS}")
-    at_least(f"{name}.width", settings.width, 1)
+    at_least(f"{name}.width", settings.width, 0)
     for setting in ("momentum", "weight_decay"):
         at_least(f"{name}.{setting}", getattr(settings, setting), 0)
     for setting in ("rate", "clip_norm", "embedding_rate"):

@@ -164,7 +164,7 @@ def test_values_that_cannot_be(changes, words):
         ({"algorithm": "fedmn", "fedmn": {"x_size": -1}}, ["fedmn.x_size is -1", "at least 1"]),
         ({"algorithm": "pfedla", "pfedla": {"hidden": 0}}, ["pfedla.hidden is 0", "at least 1"]),
         ({"algorithm": "pfedla", "pfedla": {"depth": -1}}, ["pfedla.depth is -1", "0 to 1000"]),
-        ({"algorithm": "pfedhn", "pfedhn": {"width": 0}}, ["pfedhn.width is 0", "at least 1"]),
+        ({"algorithm": "pfedhn", "pfedhn": {"width": -1}}, ["pfedhn.width is -1", "at least 0"]),
         ({"algorithm": "pfedhn", "pfedhn": {"depth": 2**30}}, ["pfedhn.depth", "0 to 1000"]),
         (
             {"phases": [{"algorithm": "fedavg"}, {"mlp": {"hidden": (5,)}}]},
