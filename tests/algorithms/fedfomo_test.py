@@ -173,6 +173,7 @@ def test_nobody_is_sent_to_itself_and_no_novel_client_to_anyone():
         assert set(np.asarray(sends(made, state, i)["ids"]).ravel()) == others
 
 
+@pytest.mark.slow("a run")
 @pytest.mark.parametrize("begin", [0, 20])
 def test_exploration_decays_to_nothing_within_the_phase(begin):
     made, _ = setting(epsilon=1.0, epsilon_decay=0.25, peers=1, begin=begin)

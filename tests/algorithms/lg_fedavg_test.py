@@ -48,6 +48,7 @@ def test_a_batch_norm_goes_with_the_layer_before_it(count: int, own: list[str]):
     assert layers(state.server) == sorted(every - set(own))
 
 
+@pytest.mark.slow("two methods' rounds")
 def test_from_fedavg_all_are_first_served_its_model():
     federation = tiny.federated()[1]
     made = cases.make("lg_fedavg", federation)

@@ -45,6 +45,7 @@ def test_rows_are_written_for_those_that_arrived():
     np.testing.assert_array_equal(one.present(UPLOADS)["w"], [[2, 0], [0, 0], [6, 4]])
 
 
+@pytest.mark.slow("a program for each of six methods")
 @pytest.mark.parametrize(
     "name", ["fedavg", "per_fedavg", "fedrep", "fedem", "fedmn", "clustered_fl"]
 )

@@ -19,8 +19,8 @@ from tests.deploy.loopback import dropped, loopback, stacked
 SEED, CLIENTS, ROUNDS, COHORT, DROPOUT = 7, 4, 3, 3, 0.4
 DATA, FEDERATION = tiny.federated(clients=CLIENTS)
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
-# A head at home, everybody's models at the server, and a model that the server generates.
-QUICK = ("fedper", "pfedla", "pfedhn")
+# A head stays at home, and the rest is shared.
+QUICK = ("fedper",)
 
 
 def both(name: str, folder: Path, dropout: float) -> Any:
@@ -45,7 +45,7 @@ def both(name: str, folder: Path, dropout: float) -> Any:
 
 
 def asked(names: tuple[str, ...]) -> Any:
-    slow = pytest.mark.slow("three methods that differ in structure are asked quickly")
+    slow = pytest.mark.slow("one method is asked quickly")
     rest = [pytest.param(name, marks=slow) for name in cases.NAMES if name not in names]
     return pytest.mark.parametrize("name", [*names, *rest])
 

@@ -108,6 +108,7 @@ def test_group_norm_does_not_look_at_other_examples():
     np.testing.assert_allclose(run(x)[:1], run(x.at[1:].set(0))[:1], rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow("a deep network")
 @jax.numpy_rank_promotion("allow")
 def test_resnet9_layer_by_layer():
     """Strides, padding, what is added to what and pooling, with PyTorch's meaning of padding."""

@@ -112,6 +112,7 @@ def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
     assert len(result.metrics) == 3
 
 
+@pytest.mark.slow("a run of its own")
 def test_best_is_the_state_of_the_best_round(finished):
     result, _ = finished
     scores = {line["round"]: line["validation"]["accuracy_mean"] for line in result.metrics}

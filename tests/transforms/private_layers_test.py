@@ -38,13 +38,8 @@ def test_fedavg_without_its_head_is_fedper():
     )
 
 
-LONG = pytest.mark.slow("two programs each; one method's are in the quick run")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["pfedla", *(pytest.param(n, marks=LONG) for n in ("fedfomo", "per_fedavg", "factorized_fl"))],
-)
+@pytest.mark.slow("two programs for each method")
+@pytest.mark.parametrize("name", ["fedfomo", "pfedla", "per_fedavg", "factorized_fl"])
 def test_no_head_leaves_its_client(name):
     """What the server has of heads is what it began with; clients' differ; bytes have none."""
     made, plain = kept(name), cases.make(name, FEDERATION)
@@ -88,6 +83,7 @@ def test_own_layers_reach_every_model_in_a_tree():
     np.testing.assert_array_equal(got["ids"], [0, 1])
 
 
+@pytest.mark.slow("two phases")
 def test_a_later_phase_goes_on_with_the_heads():
     state, _ = after_rounds(kept("fedavg"), 2)
     begun = kept("per_fedavg").init(KEY, state)
