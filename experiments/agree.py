@@ -57,7 +57,7 @@ def of_theirs(
         child.ready()
         child.go()
         child.close()
-        with np.load(out) as stored:
+        with np.load(out, allow_pickle=False) as stored:
             return given, dict(stored)
 
 

@@ -62,7 +62,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     from src.utils.functional import parse_args
     from src.utils.models import MODELS, DecoupledModel
 
-    with np.load(spec["work"]) as stored:
+    with np.load(spec["work"], allow_pickle=False) as stored:
         work = dict(stored)
     start = {name[6:]: value for name, value in work.items() if name.startswith("start/")}
     clients, examples = work["y"].shape

@@ -63,7 +63,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     import torch
     from flcore.trainmodel.models import BaseHeadSplit
 
-    with np.load(spec["work"]) as stored:
+    with np.load(spec["work"], allow_pickle=False) as stored:
         work = dict(stored)
     start = {name[6:]: value for name, value in work.items() if name.startswith("start/")}
     clients, examples = work["y"].shape
