@@ -260,10 +260,7 @@ def together(steps: Sequence[Set[int]]) -> list[list[int]]:
 
 
 def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
-    """Restore the runs of a program from the newest checkpoint that is whole in all; their states.
-
-    None where there is no such checkpoint, and they begin at the start.
-    """
+    """The states of a program's runs at the newest checkpoint that is whole in all, or None."""
     found = _found(built, members) if multiprocess.lead() else None
     facts = multiprocess.agree(found and [facts_of(member.at) for member in members])
     if facts is None or multiprocess.count() == 1:

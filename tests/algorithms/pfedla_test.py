@@ -22,14 +22,12 @@ from fedjax_pfl.networks.layer_weights import alpha
 from fedjax_pfl.networks.mlp import MLP
 from tests import cases, tiny
 
-KEY = jax.random.key(3)
-N = tiny.CLIENTS
+KEY, N = jax.random.key(3), tiny.CLIENTS
 
 
 def make(name: str = "pfedla", changes: dict[str, Any] | None = None, **own: Any) -> Algorithm:
     training = cases.training(**(changes or {"keep_optimizer": False}))
-    factory = getattr(algorithms, name)
-    return factory(tiny.Net(), cases.TASK, training, tiny.federated()[1], **own)
+    return getattr(algorithms, name)(tiny.Net(), cases.TASK, training, tiny.federated()[1], **own)
 
 
 def with_noise(leaf, rng):

@@ -25,7 +25,6 @@ from tests.experiments.tune_test import loaded, plain
 from tests.runs.common import BASE, contents, read_metrics, undisturbed, untimed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
-
 ROOT = Path(__file__).parents[2]
 SMALL = {
     **BASE,
