@@ -17,7 +17,7 @@ from tests import cases, rules, tiny
 
 ROUNDS = 3
 CLOSE = {"rtol": 1e-6, "atol": 1e-6}
-# Heads that stay and momentum; what is observed of clients; rows that all move at the server.
+# Heads and momentum that stay; the others keep more, and have rows that all move at the server.
 QUICK = ("fedper",)
 NAMES = [
     name if name in QUICK else pytest.param(name, marks=pytest.mark.slow("two programs for each"))
