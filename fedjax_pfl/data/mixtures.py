@@ -13,6 +13,7 @@ _ATTEMPTS = 300
 
 def _retry(draw: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.ndarray:
     """Draw again until the smallest client is large enough; deterministic, as `draw` is."""
+    need(minimum >= 0, f"minimum={minimum} must be at least 0")
     need(
         minimum * pool.clients <= pool.total,
         f"{pool.clients} clients with minimum={minimum} do not fit into the {pool.total:,} "

@@ -14,7 +14,7 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import apportion
 from fedjax_pfl.data.mixtures import clusters, dirichlet, dirichlet_classes, pachinko
-from fedjax_pfl.data.pool import Pool, between, client_size, need, superclasses
+from fedjax_pfl.data.pool import Pool, between, class_lists, client_size, need, superclasses
 
 # Factorized-FL's five groups of ten CIFAR-100 classes, as pairs of superclasses in their official
 # (alphabetical) numbering: household devices and furniture; food containers, fruit and vegetables;
@@ -70,7 +70,8 @@ def classes(
         return apportion.fits(capacity(size), clients, per_client)
 
     if not ok(examples):
-        slot = apportion.largest(lambda n: ok(n * per_client), examples // per_client)
+        most = min(examples, pool.total // pool.clients) // per_client
+        slot = apportion.largest(lambda n: ok(n * per_client), most)
         if slot:
             advice = f"the largest `examples` that fits is {slot * per_client}"
         else:
@@ -102,12 +103,14 @@ def listed(
       classes: one list per client; the lists start over where there are more clients.
       examples: per client.
     """
-    need(len(classes) > 0, "listed.classes is empty: list the classes of each client")
-    held = [tuple(classes[i % len(classes)]) for i in range(pool.clients)]
+    lists = class_lists("listed.classes", classes, pool.classes)
     counts = np.zeros((pool.clients, pool.classes), np.int64)
-    for i, own in enumerate(held):
-        fits = 0 < len(set(own)) == len(own) <= examples and set(own) <= set(range(pool.classes))
-        need(fits, f"listed.classes of client {i} must be some of 0 to {pool.classes - 1}, once")
+    for i in range(pool.clients):
+        own = lists[i % len(lists)]
+        need(
+            len(own) <= examples,
+            f"examples={examples} gives no example of some class: use at least {len(own)}",
+        )
         counts[i, list(own)] = examples // len(own) + (np.arange(len(own)) < examples % len(own))
     wanted = counts.sum(0)
     c = int(np.argmax(wanted - pool.available))
@@ -256,15 +259,9 @@ def domain_classes(
     The paper's pairs are used where there are 100 classes in 20 superclasses and five domains.
     """
     if groups:
-        chosen = [np.array(group, np.int64) for group in groups]
+        chosen = [np.array(g) for g in class_lists("domains.groups", groups, pool.classes)]
         flat = np.concatenate(chosen)
-        need(
-            min(map(len, chosen)) > 0
-            and len(set(flat)) == len(flat)
-            and min(flat) >= 0
-            and max(flat) < pool.classes,
-            f"groups={groups} must be distinct classes between 0 and {pool.classes - 1}",
-        )
+        need(len(set(flat)) == len(flat), f"domains.groups={groups} has a class twice")
         return chosen
     between("domains", domains, 1, pool.classes, "the number of classes")
     if pool.coarse is not None and (pool.classes, int(pool.coarse.max()), domains) == (100, 19, 5):

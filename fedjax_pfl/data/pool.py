@@ -35,6 +35,26 @@ def between(name: str, value: int, low: int, high: int, of: str) -> None:
     need(low <= value <= high, f"{name}={value} must lie between {low} and {high}, {of}")
 
 
+def class_lists(name: str, lists: object, classes: int) -> list[tuple[int, ...]]:
+    """Lists of classes as tuples, or an error that shows what one looks like."""
+    example = f"{name}=((0, 1), (2, 3))"
+    if not isinstance(lists, list | tuple) or not lists:
+        raise UsageError(f"{name} is {lists!r}; list the classes of each, as in {example}")
+
+    def fits(one: object) -> bool:
+        if not isinstance(one, list | tuple) or not one or {type(c) for c in one} != {int}:
+            return False
+        return len(set(one)) == len(one) and set(one) <= set(range(classes))
+
+    for one in lists:
+        need(
+            fits(one),
+            f"{name} has {one!r}, and each must be some of the classes 0 to {classes - 1}, once; "
+            f"as in {example}",
+        )
+    return [tuple(one) for one in lists]
+
+
 def client_size(pool: Pool, examples: int | None) -> int:
     """Examples per client: as asked for, or as many as there are for everybody."""
     most = pool.total // pool.clients

@@ -64,10 +64,14 @@ def test_listed_classes_are_what_each_client_has():
     wanted[1, [2, 5]] = (4, 3)
     np.testing.assert_array_equal(counts, wanted)
     for bad, word in (
-        ({"classes": ()}, "empty"),
+        ({"classes": ()}, "list the classes"),
         ({"classes": ((0, 0),)}, "once"),
         ({"classes": ((10,),)}, "0 to 9"),
         ({"classes": ((),)}, "once"),
+        ({"classes": (1, 2)}, "has 1, and each must be"),
+        ({"classes": (("a",),)}, "has .'a',., and each must be"),
+        ({"classes": ((True,),)}, "and each must be"),
+        ({"classes": ((0, 1, 2),), "examples": 2}, "use at least 3"),
         ({"classes": ((1,),), "examples": 5000}, "class 1 has 6,000"),
     ):
         with pytest.raises(UsageError, match=word):
@@ -247,7 +251,12 @@ def test_natural_takes_owners_that_are_large_enough():
         ("pachinko", {}, "needs superclasses"),
         ("coarse", {}, "needs superclasses"),
         ("domains", {"domains": 11}, "domains=11"),
-        ("domains", {"groups": ((1, 2), (2,))}, "distinct classes"),
+        ("domains", {"groups": ((1, 2), (2,))}, "has a class twice"),
+        ("domains", {"groups": (0, 1)}, "domains.groups has 0, and each must be"),
+        ("domains", {"groups": "ab"}, "list the classes of each, as in"),
+        ("classes", {"examples": 10**9}, "the largest `examples` that fits is 6000"),
+        ("dirichlet", {"minimum": -1}, "must be at least 0"),
+        ("clusters", {"minimum": -1}, "must be at least 0"),
         ("iid", {"examples": 6001}, "the largest `examples` is 6000"),
     ],
 )
