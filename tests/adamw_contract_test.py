@@ -1,6 +1,5 @@
 """The contract with AdamW at the clients, who keep its state, and a schedule over their steps."""
 
-import os
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -19,7 +18,8 @@ from tests import cases, rules, tiny
 from tests.contract_test import STRUCTURES
 
 # What differs between methods is where they keep the optimiser's state, and how many there are.
-CHECKED = STRUCTURES if os.environ.get("CI") else ("fedavg",)
+pytestmark = pytest.mark.slow("the programs of seven methods; the optimiser has tests of its own")
+
 # An eps as small as the default would show the rounding of gradients that are next to nothing.
 SETTINGS = {**{name: row.usual for name, row in ROWS.items()}, "weight_decay": 0.01, "eps": 1e-2}
 RULES = (
@@ -56,12 +56,11 @@ def subject(name: str) -> rules.Subject:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", STRUCTURES)
 def test_rule(name: str, rule: Any):
     rule(subject(name))
 
 
-@pytest.mark.slow("a sweep")
 def test_a_rate_that_is_swept():
     """The second of two points is the run with its rate; the first is another."""
     one, points = subject("fedavg"), sweep.Points(jnp.stack([rules.KEY] * 2), jnp.arange(2))

@@ -23,13 +23,8 @@ rounds, seeds, model, after = 2, 1, "mlp", False
 }
 
 
-SLOW = pytest.mark.slow("its programs are large, and first_run shows that notebooks run")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[SLOW] * (name != "first_run")) for name in notebooks.NAMES],
-)
+@pytest.mark.slow("a process with programs of its own for each")
+@pytest.mark.parametrize("name", notebooks.NAMES)
 def test_runs_from_top_to_bottom(name, tmp_path, tmp_path_factory):
     program = f"from tests import notebooks; notebooks.run({name!r}, {SMALL[name]!r})"
     quick = {

@@ -378,23 +378,3 @@ def test_bad_settings_are_one_line():
     mixed = federation._replace(groups=np.arange(N) % 2)
     with pytest.raises(UsageError, match="without groups"):
         algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), mixed)
-
-
-def test_unsampled_stores_are_untouched_and_still_mixed():
-    data, federation = tiny.federated()
-    algorithm = make(rate=0.5, step="scaled")
-    rounds = make_rounds(algorithm, cases.TASK, federation, cohort=2)
-    first = jax.device_get(rounds.init(KEY))
-    state, (log,) = rounds.run(KEY, rounds.init(KEY), data, 0, 1)
-    absent = np.setdiff1d(np.arange(N), np.asarray(log.ids)[0])
-    for part in ("theta", "psi"):
-        old, new = getattr(first.rows, part), jax.device_get(getattr(state.rows, part))
-        chex.assert_trees_all_equal(*(trees.row(x, absent) for x in (old, new)))
-    payload = algorithm.send(
-        State((), state.rows, ()), Visit(jnp.int32(absent[0]), None, jnp.int32(1), KEY)
-    )
-    stale = algorithm.send(
-        State((), first.rows, ()), Visit(jnp.int32(absent[0]), None, jnp.int32(1), KEY)
-    )
-    moved = jax.tree.map(lambda a, b: (a != b).any(), payload["params"], stale["params"])
-    assert all(jax.tree.leaves(moved))
