@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.fedpac import mixtures
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
@@ -200,6 +201,33 @@ def _prototypes(first: State, last: State) -> bool:
     return bool(last.server["seen"].all()) and _params_differ(one, other)
 
 
+def _pulled(first: State, last: State) -> bool:
+    """Clients' models differ, and pulling changes where they go."""
+    one, other = (_visits("l2gd", last, pull=pull)[0] for pull in (0.0, 1.0))
+    return _moved(first, last) and _params_differ(one, other)
+
+
+def _aligned(first: State, last: State) -> bool:
+    """Alignment changes the step, and clients' weights are not alike."""
+    one, other = (_visits("fedas", last, align_rate=rate)[0] for rate in (0.0, 0.5))
+    return _moved(first, last) and _params_differ(one, other) and bool(np.ptp(one["fisher"]) > 0)
+
+
+def _collaborated(first: State, last: State) -> bool:
+    """Clients have heads of their own, of which some are mixed, and each class has a prototype."""
+    mine, more = last.rows["params"]["fc2"]["kernel"], _visits("fedpac", last)[0]
+    a = np.asarray(mixtures(more["h"], more["variance"], jnp.ones(tiny.CLIENTS, bool)))
+    some = bool(((a > 0.01) & (a < 0.99)).any() and (a < 1e-6).any())
+    return some and bool((mine[0] != mine[1]).any() and last.server["seen"].all())
+
+
+def _by_graph(first: State, last: State) -> bool:
+    """What clients are sent is not one model, and its direction holds them."""
+    one, other = (_visits("pfedgraph", last, penalty=penalty)[0] for penalty in (0.0, 1.0))
+    rows = (trees.row(last.rows, i) for i in (0, 1))
+    return _moved(first.rows, last.rows) and _params_differ(*rows) and _params_differ(one, other)
+
+
 _LAYOUT = (1, 2, 2)
 _FEDMN = {"layout": _LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.2}
 # An encoder and the router's, labels and gates; then one or two blocks in either layer.
@@ -238,6 +266,27 @@ CASES = {
     "fedbabu": Case({"epochs": 1}, _body_alone, lambda model: _both(model // 4 - _HEAD)),
     "feddyn": Case({"alpha": 0.5}, _mean_of_clients("drift"), lambda model: (model, model)),
     "fedproto": Case({}, _prototypes, lambda model: (_PROTOTYPES + 3, _PROTOTYPES + 12)),
+    "fedas": Case(
+        {"align_rate": 0.05},
+        _aligned,
+        lambda model: (model - 4 * _HEAD, model - 4 * _HEAD + 4),  # Fisher, one number
+        # Shorter steps, as above: what is a squared gradient to one program may round to another.
+        training={"learning_rate": 0.03},
+    ),
+    # C and which there are come down; C, n, h and V go up
+    "fedpac": Case(
+        {"head_epochs": 2},
+        _collaborated,
+        lambda model: (model + _PROTOTYPES + 3, model + 2 * _PROTOTYPES + 12 + 4),
+        training={"learning_rate": 0.03},
+    ),
+    "l2gd": Case({"pull": 0.4}, _pulled, lambda model: (model, model)),
+    "pfedgraph": Case(
+        {"alpha": 0.3, "penalty": 0.5},
+        _by_graph,
+        lambda model: (model, model),
+        training={"learning_rate": 0.03},
+    ),
     "fedrod": Case({}, _moved, lambda model: (model, model)),
     # c comes down beside the model, and a change of c_i goes up: parameters alone
     "scaffold": Case(

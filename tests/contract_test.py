@@ -30,11 +30,15 @@ LATER = (
     "ditto",
     "fedamp",
     "fedala",
+    "fedas",
     "fedbabu",
     "feddyn",
+    "fedpac",
     "fedproto",
     "fedrod",
     "fedsam",
+    "l2gd",
+    "pfedgraph",
     "scaffold",
 )
 subject = cache(rules.subject)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -84,6 +84,60 @@ def class_counts(data: ClientData, classes: int) -> jax.Array:
         return jnp.sum(by_class(batch, classes), 0).astype(jnp.float32)
 
     return local_training.total(one, data, data.train)
+
+
+class ByClass(NamedTuple):
+    """What a client's training examples are before the head, class by class."""
+
+    counts: jax.Array  # [C]
+    means: jax.Array  # [C, d], 0 where there is no example
+    square: jax.Array  # mean of ‖z‖² over all of them
+
+
+def features_by_class(network: Any, variables: PyTree, data: ClientData, classes: int) -> ByClass:
+    """Of a model as it is evaluated; its network is one with features (`networks.features`)."""
+
+    def sums(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        z = network.apply(variables, batch.x)[1]
+        own_class = by_class(batch, classes).astype(z.dtype)
+        totals = jnp.einsum("bc,bd->cd", own_class, z, precision="highest")
+        squares = jnp.sum(jnp.where(batch.mask, jnp.sum(jnp.square(z), -1), 0.0))
+        return jnp.sum(own_class, 0), totals, squares
+
+    counts, totals, squares = local_training.total(sums, data, data.train)
+    means = totals / jnp.maximum(counts, 1.0)[:, None]
+    return ByClass(counts, means, squares / jnp.maximum(jnp.sum(counts), 1.0))
+
+
+def no_prototypes(classes: int, d: int) -> PyTree:
+    """A server's prototypes before there are any."""
+    return {"prototypes": jnp.zeros((classes, d)), "seen": jnp.zeros(classes, bool)}
+
+
+def new_prototypes(old: PyTree, uploads: PyTree) -> PyTree:
+    """Of each class the mean over those that have it, by their examples; else what it was.
+
+    Args:
+      old: as of `no_prototypes`. uploads: with `prototypes` [K, C, d] and `counts` [K, C], 0 where
+        a client did not arrive.
+    """
+    counts = jnp.sum(uploads["counts"], 0)
+    sums = jnp.sum(uploads["counts"][..., None] * uploads["prototypes"], 0)
+    mean = sums / jnp.maximum(counts, 1.0)[:, None]
+    new = jnp.where(counts[:, None] > 0, mean, old["prototypes"])
+    return {"prototypes": new, "seen": old["seen"] | (counts > 0)}
+
+
+def near_prototypes(task: Task, payload: PyTree, penalty: Any) -> Task:
+    """The task of a network with features, with λ ‖z(x) − C_y‖²/d added where there is C_y."""
+
+    def pulled(outputs: Any, y: jax.Array, open_classes: Any) -> jax.Array:
+        logits, z = outputs
+        away = jnp.mean(jnp.square(z - payload["prototypes"][y]), -1)
+        away = jnp.where(payload["seen"][y], away, 0.0)
+        return task.loss(logits, y, open_classes) + penalty * away
+
+    return task._replace(loss=pulled)
 
 
 def trainer(model: Any, task: Task, training: Training) -> Trainer:

@@ -25,7 +25,6 @@ from fedjax_pfl.algorithms.local import Client, local
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least, one_of
-from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import features
 
@@ -75,8 +74,7 @@ def fedproto(
 
     def init(key: jax.Array, start: State | None = None) -> State:
         state = alone.init(key, start)
-        server = {"prototypes": jnp.zeros((classes, d)), "seen": jnp.zeros(classes, bool)}
-        return state._replace(server=server)
+        return state._replace(server=common.no_prototypes(classes, d))
 
     def send(state: State, visit: Visit) -> PyTree:
         return state.server
@@ -86,37 +84,19 @@ def fedproto(
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         data = visit.data
-
-        def pulled(outputs: Any, y: jax.Array, open_classes: Any) -> jax.Array:
-            logits, z = outputs
-            away = jnp.mean(jnp.square(z - payload["prototypes"][y]), -1)
-            away = jnp.where(payload["seen"][y], away, 0.0)
-            return task.loss(logits, y, open_classes) + penalty * away
-
-        gradient = local_training.gradient(both, task._replace(loss=pulled), data)
+        pulled = common.near_prototypes(task, payload, penalty)
+        gradient = local_training.gradient(both, pulled, data)
         params, rest, momentum, metrics = local_training.fit(
             training, gradient, *local_training.split_variables(client.variables),
             client.momentum, visit,
         )  # fmt: skip
         own = {"params": params, **rest}
-
-        def sums(batch: Batch) -> jax.Array:
-            z = both.apply(own, batch.x)[1]
-            own_class = common.by_class(batch, classes).astype(z.dtype)
-            return jnp.einsum("bc,bd->cd", own_class, z, precision="highest")
-
-        counts = common.class_counts(data, classes)
-        total = local_training.total(sums, data, data.train)
-        upload = {"prototypes": total / jnp.maximum(counts, 1.0)[:, None], "counts": counts}
+        there = common.features_by_class(both, own, data, classes)
+        upload = {"prototypes": there.means, "counts": there.counts}
         return Trained(upload, served(own, payload), Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
-        uploads, old = cohort.present(cohort.uploads), state.server
-        counts = jnp.sum(uploads["counts"], 0)
-        sums = jnp.sum(uploads["counts"][..., None] * uploads["prototypes"], 0)
-        mean = sums / jnp.maximum(counts, 1.0)[:, None]
-        new = jnp.where(counts[:, None] > 0, mean, old["prototypes"])
-        return {"prototypes": new, "seen": old["seen"] | (counts > 0)}, state.rows
+        return common.new_prototypes(state.server, cohort.present(cohort.uploads)), state.rows
 
     def personal(state: State, client: Client, visit: Visit) -> PyTree:
         return served(client.variables, state.server)

@@ -18,6 +18,8 @@ LAYERS, HIDDEN = 5, 100
         ("fedavg", 0, 0),
         ("local", P, 0),
         ("fedper", 4 * 850, 0),  # the head, 84 x 10 and 10
+        ("fedpac", 4 * 850, 0),  # likewise, in the server's rows
+        ("pfedgraph", P, 0),
         # A store, and a hypernetwork with an output for every client in every layer.
         ("pfedla", None, 4 * LAYERS * (HIDDEN + 1)),
         ("pfedhn", None, 4 * 2 / 4),  # embeddings of N // 4 entries, and their momentum

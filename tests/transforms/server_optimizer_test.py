@@ -146,7 +146,7 @@ def test_momentum_is_the_fedavgm_of_the_documents():
 FOR_IT = (
     "fedavg", "fedprox", "fedper", "fedrep", "lg_fedavg", "fedbn", "fedavg_plus", "per_fedavg",
     "pfedme", "pfedpara", "fedem", "ditto", "apfl", "fedala", "fedbabu", "fedrod",
-    "fedsam",
+    "fedsam", "l2gd",
 )  # fmt: skip
 
 
