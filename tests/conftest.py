@@ -45,10 +45,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # About longest first; most other files take less than ten CPU seconds each.
 LONG = (
-    "contract_test", "planted_test", "notebooks_test", "sweep_test", "stress_test",
-    "multiprocess_test", "resume_test", "export_test", "tuning_test", "runner_test",
-    "checkpoints_test", "page_test", "own_contract_test", "fedmn_test",
-)  # fmt: skip
+    "contract_test",
+    "planted_test",
+    "notebooks_test",
+    "sweep_test",
+    "stress_test",
+    "multiprocess_test",
+    "resume_test",
+    "export_test",
+    "tuning_test",
+    "runner_test",
+    "checkpoints_test",
+    "page_test",
+    "own_contract_test",
+    "fedmn_test",
+)
 ALONE = ("notebooks_test",)  # whose tests have nothing in common
 
 

@@ -19,9 +19,7 @@ from tests.cases import NAMES, TASK
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY
 
 # Seven that differ in structure, and the two of them that are asked each time.
-STRUCTURES = (
-    "clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla"
-)  # fmt: skip
+STRUCTURES = ("clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla")
 QUICK = ("fedavg", "factorized_fl")
 # Of which the quick run asks the shapes only, which is what a change of the contract breaks: their
 # mathematics have tests of their own, and the programs of all rules take five seconds each.

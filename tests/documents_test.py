@@ -78,8 +78,9 @@ def test_models_as_files(tmp_path, monkeypatch, capsys):
     assert len(predicted) == len(labels) == 5
     assert sum(map(str.__eq__, predicted, labels)) > 2  # a reader wants to see that it works
     assert {p.name for p in (tmp_path / "two-models").iterdir()} == {
-        "client-0.safetensors", "client-3.safetensors"
-    }  # fmt: skip
+        "client-0.safetensors",
+        "client-3.safetensors",
+    }
 
 
 def test_lines_of_code_are_counted():

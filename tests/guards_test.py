@@ -9,9 +9,15 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.runs import build
 
 BASE = {
-    "algorithm": "pfedla", "model": "small", "clients": 4, "rounds": 2, "eval_every": 2,
-    "chunk": 2, "devices": 1, "evaluate_after": False,
-}  # fmt: skip
+    "algorithm": "pfedla",
+    "model": "small",
+    "clients": 4,
+    "rounds": 2,
+    "eval_every": 2,
+    "chunk": 2,
+    "devices": 1,
+    "evaluate_after": False,
+}
 
 
 def lowered(**changes):

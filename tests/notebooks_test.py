@@ -98,10 +98,8 @@ def test_a_run_directory_is_named_after_all_that_may_change(name):
         return {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
 
     parameters = {
-        target.id
-        for statement in cells["parameters"].body
-        for target in statement.targets
-    }  # fmt: skip
+        target.id for statement in cells["parameters"].body for target in statement.targets
+    }
     named = set()
     for node in ast.walk(cells["train"]):
         if isinstance(node, ast.JoinedStr) and ast.unparse(node).startswith("f'runs/"):
@@ -131,8 +129,12 @@ def test_the_method_is_that_of_the_document():
 def test_the_document_names_all():
     page = (documents.DOCS / "notebooks.md").read_text()
     assert re.findall(r"`(\w+)\.ipynb`", page) == [
-        "first_run", "layer_weights", "four_methods", "your_data", "your_method"
-    ]  # fmt: skip
+        "first_run",
+        "layer_weights",
+        "four_methods",
+        "your_data",
+        "your_method",
+    ]
     assert set(re.findall(r"`(\w+)\.ipynb`", page)) == set(notebooks.NAMES) == set(SMALL)
 
 

@@ -97,10 +97,18 @@ def test_the_one_table_has_every_try(monkeypatch):
     assert set(rows) == functions == set(asked)
     assert [rows[name][0].kind for name in rows] == list(rows)
     assert asked == {
-        "kills": (100, 0), "each": (1, 0), "rot": (100, 0), "disk": (24, 0), "data": (100, 0),
-        "missing": (50,), "spoilt": (), "same": (), "processes": (12, 0), "long": (2000, 20),
+        "kills": (100, 0),
+        "each": (1, 0),
+        "rot": (100, 0),
+        "disk": (24, 0),
+        "data": (100, 0),
+        "missing": (50,),
+        "spoilt": (),
+        "same": (),
+        "processes": (12, 0),
+        "long": (2000, 20),
         "attacks": (1.0, 0),
-    }  # fmt: skip
+    }
     assert set(stress.everything(only=["rot", "same"])) == {"rot", "same"}
     stress.everything(0.01)
     assert asked["processes"] == (4, 0)  # one of each kind
@@ -124,10 +132,18 @@ def test_the_page_shows_every_try_and_nothing_lost():
 
 
 def test_a_file_of_each_kind_is_damaged(tmp_path):
-    there = ["config.json", "figures/a.png", "figures/b.png", "checkpoints/2/SHA256SUMS",
-             "checkpoints/2/state/d/" + "0" * 32, "checkpoints/4/state/d/" + "1" * 32,
-             "checkpoints/4/state/d/" + "2" * 32, "checkpoints/4/state/x/d/" + "3" * 32,
-             "tensorboard/events.1", "tensorboard/events.2"]  # fmt: skip
+    there = [
+        "config.json",
+        "figures/a.png",
+        "figures/b.png",
+        "checkpoints/2/SHA256SUMS",
+        "checkpoints/2/state/d/" + "0" * 32,
+        "checkpoints/4/state/d/" + "1" * 32,
+        "checkpoints/4/state/d/" + "2" * 32,
+        "checkpoints/4/state/x/d/" + "3" * 32,
+        "tensorboard/events.1",
+        "tensorboard/events.2",
+    ]
     for name in there:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -63,11 +63,16 @@ def fedavgm(**settings):
 def test_moments_and_steps_by_hand():
     """Two rounds of one weight: 1 → 2, 4 with examples 12 and 7 is a mean of 52/19 = 2.7368."""
     made = fedavgm(beta=0.5, server_rate=2.0)
-    server = {"params": {"w": jnp.float32(1)}, "moments": {"w": jnp.float32(0)},
-              "batch_stats": {"s": jnp.float32(9)}}  # fmt: skip
+    server = {
+        "params": {"w": jnp.float32(1)},
+        "moments": {"w": jnp.float32(0)},
+        "batch_stats": {"s": jnp.float32(9)},
+    }
     ids, arrived = jnp.array([0, 1, 6]), jnp.array([True, True, False])
-    upload = {"params": {"w": jnp.array([2.0, 4.0, 0.0])},
-              "batch_stats": {"s": jnp.array([1.0, 1.0, 0.0])}}  # fmt: skip
+    upload = {
+        "params": {"w": jnp.array([2.0, 4.0, 0.0])},
+        "batch_stats": {"s": jnp.array([1.0, 1.0, 0.0])},
+    }
     cohort = tiny.cohort(tiny.TRAIN, ids, arrived, (), upload, 0)
 
     def receive(server):
@@ -226,10 +231,15 @@ def test_arguments_are_what_the_table_says():
 
 
 def as_the_table_says(value, row, where, n, k):
-    fits = {"": lambda s: True, "[]": lambda s: s == (), "[K]": lambda s: s == (k,),
-            "[N, ...]": lambda s: s in ((n, 2), (n, 4)), "[K, ...]": lambda s: s == (k, 2),
-            "[...]": lambda s: s == (4,),
-            "[B, ...]": lambda s: s[1:] == (tiny.FEATURES,)}  # fmt: skip
+    fits = {
+        "": lambda s: True,
+        "[]": lambda s: s == (),
+        "[K]": lambda s: s == (k,),
+        "[N, ...]": lambda s: s in ((n, 2), (n, 4)),
+        "[K, ...]": lambda s: s == (k, 2),
+        "[...]": lambda s: s == (4,),
+        "[B, ...]": lambda s: s[1:] == (tiny.FEATURES,),
+    }
     kind, form = (row[c].strip("`") for c in ("Type", "Shape"))
     for leaf in jax.tree.leaves(value):
         assert isinstance(leaf, jax.core.Tracer) == (row.get("Traced", "yes") == "yes"), where

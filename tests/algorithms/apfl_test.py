@@ -54,9 +54,14 @@ def test_alpha_stops_at_its_ends():
 def test_with_alpha_1_it_is_local_and_its_w_is_always_fedavgs():
     """Bit for bit, with momentum that is kept, decay, clipping and a short last batch."""
     training = local_training.sgd(
-        learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=1.0, batch_size=2, epochs=2,
+        learning_rate=0.1,
+        momentum=0.9,
+        weight_decay=0.01,
+        clip_norm=1.0,
+        batch_size=2,
+        epochs=2,
         keep_optimizer=True,
-    )  # fmt: skip
+    )
     xs, ys = [[1.0, 0.5], [0.2, -1.0], [0.3, 2.0]], [3.0, 1.0, -2.0]
 
     def after(name, **own):

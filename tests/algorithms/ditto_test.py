@@ -39,9 +39,14 @@ def test_two_steps_by_hand():
 def test_its_shared_model_is_fedavgs_and_without_a_penalty_its_own_is_locals():
     """Bit for bit, with momentum that is kept, decay, clipping and a short last batch."""
     training = local_training.sgd(
-        learning_rate=0.1, momentum=0.9, weight_decay=0.01, clip_norm=1.0, batch_size=2, epochs=2,
+        learning_rate=0.1,
+        momentum=0.9,
+        weight_decay=0.01,
+        clip_norm=1.0,
+        batch_size=2,
+        epochs=2,
         keep_optimizer=True,
-    )  # fmt: skip
+    )
     made = {n: make(n, XS[0], YS[0], training) for n in ("fedavg", "local")}
     ditto, data = make("ditto", XS[0], YS[0], training, penalty=0.0)
     held, _ = make("ditto", XS[0], YS[0], training, penalty=3.0)

@@ -68,8 +68,10 @@ def test_fisher_is_summed_over_batches():
 def test_the_server_weighs_by_fisher():
     """3 : 1, whatever the numbers of examples; who did not arrive has none."""
     made, _ = make()
-    bodies = [{**trees.split(deep(s * A, HEAD), {"body"})[0], "fisher": jnp.float32(f)}
-              for s, f in ((1.0, 3.0), (5.0, 1.0), (99.0, 9.0))]  # fmt: skip
+    bodies = [
+        {**trees.split(deep(s * A, HEAD), {"body"})[0], "fisher": jnp.float32(f)}
+        for s, f in ((1.0, 3.0), (5.0, 1.0), (99.0, 9.0))
+    ]
     state = met(made, State(BODY, (), ()), [1, 50, 9], bodies, [True, True, False])
     np.testing.assert_allclose(kernels(state.server)[0], 2 * A, rtol=1e-5)
     flat = [{**body, "fisher": jnp.float32(0)} for body in bodies]

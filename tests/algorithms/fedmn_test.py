@@ -21,8 +21,8 @@ from tests import cases, rules, tiny
 
 KEY = jax.random.key(3)
 LAYOUT = (2, 2, 2)
-SMALL = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.0,
-         "embed": "concatenated"}  # fmt: skip
+SMALL = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2}
+SMALL |= {"dropout": 0.0, "embed": "concatenated"}
 NAMES = blocks(LAYOUT)
 RATE, CLIENT = 0.5, 3
 # Full batches, in any order the same: one step where gates are soft, two where they are hard.
@@ -175,8 +175,9 @@ def test_an_inactive_block_neither_travels_nor_changes():
     traffic = jax.jit(algorithm.traffic)
     for k in range(tiny.CLIENTS):
         bill = traffic(state.server, trees.row(jax.device_get(uploads), k))
-        wanted = {n: size for n, size in bytes_of.items()
-                  if n not in NAMES or active[k, NAMES.index(n)]}  # fmt: skip
+        wanted = {
+            n: size for n, size in bytes_of.items() if n not in NAMES or active[k, NAMES.index(n)]
+        }
         for side in bill:
             assert {n: int(amount) for n, amount in side.items() if int(amount)} == wanted
 
@@ -282,8 +283,7 @@ def test_correlations_give_routes_that_only_their_gates_learn_and_travel_once():
     done = train(state.server, client, visit)
     seen = done.upload["batch_stats"][correlation.STATISTICS]
     made = correlation.Correlation(tiny.Net(), LAYOUT, 3)
-    variables = {"params": router_of(state.server),
-                 "batch_stats": state.server["batch_stats"]}  # fmt: skip
+    variables = {"params": router_of(state.server), "batch_stats": state.server["batch_stats"]}
     sign = correlation.look(made, variables, own, 3, 16)
     np.testing.assert_allclose(seen["mean"], sign.r, rtol=1e-5, atol=1e-6)  # wholly its own, once
     # In the first round a client is the mean of all that it knows of: all take the route of b.
@@ -292,8 +292,10 @@ def test_correlations_give_routes_that_only_their_gates_learn_and_travel_once():
     np.testing.assert_allclose(done.client.pi, first_route, rtol=1e-5)
     # Later others are known, and it goes its own way.
     known = {"mean": sign.r / 2, "square": sign.r @ sign.r, "chance": sign.chance / 4}
-    server = {**state.server, "batch_stats": {**state.server["batch_stats"],
-                                              correlation.STATISTICS: known}}  # fmt: skip
+    server = {
+        **state.server,
+        "batch_stats": {**state.server["batch_stats"], correlation.STATISTICS: known},
+    }
     visited = client._replace(pi=jnp.full(10, 0.5))
     learnt = train(server, visited, visit._replace(t=jnp.int32(1)))
     for name in router.EMBEDDINGS:
@@ -335,9 +337,12 @@ def test_an_encoder_that_is_not_used_stays_where_encoders_are_fetched():
             return jax.tree.leaves([tree[part][name] for part in ("params", "batch_stats")])
 
         changed = np.concatenate(
-            [(np.asarray(leaf) != np.asarray(before)[None]).reshape(tiny.CLIENTS, -1)
-             for leaf, before in zip(own(done.upload), own(state.server), strict=True)], 1
-        )  # fmt: skip
+            [
+                (np.asarray(leaf) != np.asarray(before)[None]).reshape(tiny.CLIENTS, -1)
+                for leaf, before in zip(own(done.upload), own(state.server), strict=True)
+            ],
+            1,
+        )
         np.testing.assert_array_equal(changed.any(1), active[:, j])
         for k in range(tiny.CLIENTS):
             bill = algorithm.traffic(state.server, trees.row(done.upload, k)).up
@@ -352,8 +357,9 @@ def test_an_encoder_that_is_not_used_stays_where_encoders_are_fetched():
     share = n * active[:, names.index("encoder1")]
     mixed = np.tensordot(share / max(share.sum(), 1), np.asarray(leaf(done.upload)), 1)
     wanted = mixed if share.any() else leaf(state.server)
-    np.testing.assert_allclose(leaf(algorithm.receive(state, cohort)[0]), wanted, rtol=1e-5,
-                               atol=1e-6)  # fmt: skip
+    np.testing.assert_allclose(
+        leaf(algorithm.receive(state, cohort)[0]), wanted, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.slow("rounds of its own")

@@ -34,8 +34,9 @@ def test_mixtures_by_hand(alpha):
     learned = MODELS - FIRST
     unit = learned / np.linalg.norm(learned, axis=1, keepdims=True)
     p = COUNTS * HERE / COUNTS[HERE].sum()
-    w = np.array([by_supports(alpha * np.eye(4), -2 * alpha * p - unit @ own, HERE)
-                  for own in unit[HERE]])  # fmt: skip
+    w = np.array(
+        [by_supports(alpha * np.eye(4), -2 * alpha * p - unit @ own, HERE) for own in unit[HERE]]
+    )
     assert (w[:, :3] == 0).any() == (alpha == 0.1)
     rows = jax.tree.map(lambda *a: jnp.stack(a), *[variables([7.0, 7.0])] * 4)
     state = State({"first": variables(FIRST)["params"]}, rows, ())

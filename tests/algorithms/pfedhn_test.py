@@ -123,13 +123,26 @@ def test_the_whole_method_equals_numpy(name: str):
     data, federation = linear.federated(list(xs), list(ys))
     federation = federation._replace(active=np.arange(CLIENTS) < 3)
     training = local_training.sgd(
-        learning_rate=RATE, momentum=0.9, weight_decay=DECAY, clip_norm=CLIP,
-        batch_size=4, steps=STEPS,
-    )  # fmt: skip
+        learning_rate=RATE,
+        momentum=0.9,
+        weight_decay=DECAY,
+        clip_norm=CLIP,
+        batch_size=4,
+        steps=STEPS,
+    )
     algorithm = getattr(algorithms, name)(
-        TwoLayers(), linear.TASK, training, federation, rate=ETA, weight_decay=SERVER_DECAY,
-        clip_norm=SERVER_CLIP, width=5, depth=1, normalize=False, embedding_rate=1.0,
-    )  # fmt: skip
+        TwoLayers(),
+        linear.TASK,
+        training,
+        federation,
+        rate=ETA,
+        weight_decay=SERVER_DECAY,
+        clip_norm=SERVER_CLIP,
+        width=5,
+        depth=1,
+        normalize=False,
+        embedding_rate=1.0,
+    )
     rounds = make_rounds(algorithm, linear.TASK, federation, cohort=1, calls=ROUNDS)
     start = float64(rounds.init(KEY))
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(ROUNDS))
@@ -286,8 +299,9 @@ def test_sizes_share_one_step():
     phi, v = float64(state.server.phi), float64(state.rows.v)
     gradient = {"phi": zeros(phi), "v": np.zeros_like(v)}
     for g, (client, seat) in ((0, (2, 0)), (1, (1, 0)), (1, (3, 1))):
-        change = jax.tree.map(lambda a, b, k=seat: np.float64(a[k]) - np.float64(b[k]),
-                              payloads[g], uploads[g])  # fmt: skip
+        change = jax.tree.map(
+            lambda a, b, k=seat: np.float64(a[k]) - np.float64(b[k]), payloads[g], uploads[g]
+        )
         for layer, leaves in change["params"].items():
             for leaf, value in leaves.items():
                 head = f"head_{g}_params_{layer}_{leaf}"
@@ -297,37 +311,6 @@ def test_sizes_share_one_step():
     wanted, _ = sgd_step({"phi": phi, "v": v}, clipped(gradient, 2.0), zeros(gradient), 0.1, 0.01)
     got = {"phi": float64(server.phi), "v": float64(rows.v)}
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_proposition_1():
-    """θ_i = W v_i on clients with XᵀX = m·I: W spans the first components of uncentred PCA."""
-    rng = np.random.default_rng(4)
-    d, k, clients, m = 5, 2, 6, 8
-    basis = np.linalg.qr(rng.normal(size=(d, d)))[0]
-    solutions = rng.normal(size=(clients, d)) * [3.0, 2.0, 0.6, 0.4, 0.2] @ basis.T + 0.5
-    xs = [np.linalg.qr(rng.normal(size=(m, d)))[0] * m**0.5 for _ in range(clients)]
-    data, federation = linear.federated(xs, [x @ w for x, w in zip(xs, solutions, strict=True)])
-    training = local_training.sgd(learning_rate=0.5, batch_size=m, steps=1)
-    algorithm = algorithms.pfedhn(
-        linear.Linear(), linear.TASK, training, federation, width=0, embedding=k, rate=0.02,
-        weight_decay=0.0, clip_norm=1e9,
-    )  # fmt: skip
-    calls = 1500
-    rounds = make_rounds(algorithm, linear.TASK, federation, cohort=clients, calls=calls)
-    state, _ = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(calls))
-    (head,) = state.server.phi.values()
-    assert set(head) == {"kernel"}
-    spanned = np.linalg.qr(np.asarray(head["kernel"], np.float64).T)[0]
-    found = np.asarray(state.rows.v) @ np.asarray(head["kernel"])
-
-    def distance(points: np.ndarray) -> float:
-        components = np.linalg.svd(points)[2][:k].T
-        return float(np.linalg.norm(spanned @ spanned.T - components @ components.T, 2))
-
-    assert distance(solutions) < 1e-3
-    assert distance(solutions - solutions.mean(0)) > 0.05  # not the centred one
-    left, sigma, right = np.linalg.svd(solutions, full_matrices=False)
-    np.testing.assert_allclose(found, left[:, :k] * sigma[:k] @ right[:k], atol=5e-3)
 
 
 def test_heads_never_travel():
@@ -347,8 +330,9 @@ def test_a_body_serves_another_clients_head():
     """`personal` joins body j with head i."""
     made = make("pfedhn_pc")
     state = jax.jit(made.init)(KEY)
-    home = jax.tree.map(lambda x: x * (1 + jnp.arange(6.0)).reshape(-1, *(1,) * (x.ndim - 1)),
-                        state.clients.own)  # fmt: skip
+    home = jax.tree.map(
+        lambda x: x * (1 + jnp.arange(6.0)).reshape(-1, *(1,) * (x.ndim - 1)), state.clients.own
+    )
     clients = state.clients._replace(own=home)
     mixed, body = jax.jit(
         lambda state, client: (

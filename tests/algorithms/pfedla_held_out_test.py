@@ -57,8 +57,11 @@ def test_with_held_out_examples_the_limits_are_fedavg_and_local():
 
 def test_gains_are_held_out_loss_to_first_order_and_sum_to_zero():
     """Layer 0: θ = 1, 2, 4 and g = −3, so 3, 6, 12 less 7; layer 1 has two leaves."""
-    theta = {"a": jnp.array([[1.0], [2.0], [4.0]]), "b": jnp.array([[1.0, 0], [0, 1], [5, 5]]),
-             "c": jnp.array([[2.0], [0.0], [9.0]])}  # fmt: skip
+    theta = {
+        "a": jnp.array([[1.0], [2.0], [4.0]]),
+        "b": jnp.array([[1.0, 0], [0, 1], [5, 5]]),
+        "c": jnp.array([[2.0], [0.0], [9.0]]),
+    }
     gradient = {"a": jnp.array([-3.0]), "b": jnp.array([2.0, 1.0]), "c": jnp.array([-1.0])}
     layers = layer_mixing.Layers({}, {"a": 0, "b": 1, "c": 1}, 2, (0, 1))
     everyone = jnp.ones(3, bool)

@@ -245,9 +245,18 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
     rate, eta = 0.1, 0.3
     training = local_training.sgd(learning_rate=rate, batch_size=4, epochs=1)
     algorithm = algorithms.pfedla(
-        Linear(), tiny.HALF_SQUARES, training, federation,
-        rate=eta, embedding=4, hidden=5, depth=2, normalise=normalise, step=step, folds=2,
-    )  # fmt: skip
+        Linear(),
+        tiny.HALF_SQUARES,
+        training,
+        federation,
+        rate=eta,
+        embedding=4,
+        hidden=5,
+        depth=2,
+        normalise=normalise,
+        step=step,
+        folds=2,
+    )
     rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=3)
     state = rounds.init(KEY)
     state = state._replace(rows=jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows))
@@ -262,8 +271,10 @@ def test_a_whole_round_equals_numpy(normalise: str, step: str):
     got, _ = rounds.run(KEY, state, jax.tree.map(jnp.asarray, data), 0, 1)
 
     for i in range(3):
-        one = {a: {b: leaf[i] for b, leaf in part.items()} if isinstance(part, dict) else part[i]
-               for a, part in psi.items()}  # fmt: skip
+        one = {
+            a: {b: leaf[i] for b, leaf in part.items()} if isinstance(part, dict) else part[i]
+            for a, part in psi.items()
+        }
         # α of each layer
         v = one["embedding"]
         z1 = v @ one["hidden1"]["kernel"] + one["hidden1"]["bias"]

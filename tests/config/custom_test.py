@@ -18,8 +18,14 @@ from tests.experiments.launch_test import message
 DRAW = np.random.default_rng(0)
 X, Y = DRAW.normal(size=(60, 5)).astype(np.float32), DRAW.integers(0, 3, 60)
 OWNERS = np.arange(60) % 4
-SETTINGS = {"model": "mlp", "partition": "natural", "clients": 4, "rounds": 1, "eval_every": 1,
-            "evaluate_after": False}  # fmt: skip
+SETTINGS = {
+    "model": "mlp",
+    "partition": "natural",
+    "clients": 4,
+    "rounds": 1,
+    "eval_every": 1,
+    "evaluate_after": False,
+}
 
 
 def examples(name="mine", x=X, **given):
@@ -134,9 +140,18 @@ def test_a_function_without_source_has_a_digest_too():
 def test_digests_tell_examples_apart():
     one = custom.digest(examples())
     assert custom.digest(examples("other")) == one
-    assert len({one, custom.digest(examples(x=X + 1e-6)), custom.digest(examples(outputs=4)),
+    assert (
+        len(
+            {
+                one,
+                custom.digest(examples(x=X + 1e-6)),
+                custom.digest(examples(outputs=4)),
                 custom.digest(examples(scale=2.0)),
-                custom.digest(fedjax_pfl.arrays(X, Y, owners=OWNERS[::-1]))}) == 5  # fmt: skip
+                custom.digest(fedjax_pfl.arrays(X, Y, owners=OWNERS[::-1])),
+            }
+        )
+        == 5
+    )
 
 
 def named(name):
@@ -244,10 +259,12 @@ print(custom._compiled(space["typed"].__code__))
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True, text=True, check=True,
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("1", "2", "3")
-    }  # fmt: skip
+    }
     assert len(found) == 1
 
 

@@ -59,11 +59,14 @@ _overrides = st.fixed_dictionaries(
     {},
     optional={
         **{k: _odd for k in configuration.default() if k not in (*_LIKELY, *_SUB, *_DATA)},
-        **{k: _odd | st.fixed_dictionaries({}, optional=dict.fromkeys(v, _odd))
-           for k, v in _SUB.items() if k not in _LIKELY},
+        **{
+            k: _odd | st.fixed_dictionaries({}, optional=dict.fromkeys(v, _odd))
+            for k, v in _SUB.items()
+            if k not in _LIKELY
+        },
         **{k: st.sampled_from(v) | _odd for k, v in _LIKELY.items()},
     },
-)  # fmt: skip
+)
 
 
 @st.composite

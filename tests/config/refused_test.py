@@ -196,8 +196,11 @@ def test_a_dataset_that_is_not_there_says_how_to_get_it(tmp_path):
 def test_messages_of_the_library_name_no_flag():
     """Whoever calls it from Python has none; the commands' own are in experiments/."""
     for path in Path(fedjax_pfl.__file__).parent.rglob("*.py"):
-        strings = (n.value for n in ast.walk(ast.parse(path.read_text()))
-                   if isinstance(n, ast.Constant) and isinstance(n.value, str))  # fmt: skip
+        strings = (
+            n.value
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        )
         flagged = [text for text in strings if re.search(r"--[a-z]+[.=]|--(workdir|config)", text)]
         if path.name != "listing.py" and path.parent.name != "tuning":  # what commands show
             assert flagged == [], path

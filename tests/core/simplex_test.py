@@ -18,8 +18,12 @@ def by_supports(form, linear, among):
     for size in range(1, n + 1):
         for some in itertools.combinations(np.flatnonzero(among), size):
             s = list(some)
-            system = np.block([[2 * form[np.ix_(s, s)], np.ones((size, 1))],
-                               [np.ones((1, size)), np.zeros((1, 1))]])  # fmt: skip
+            system = np.block(
+                [
+                    [2 * form[np.ix_(s, s)], np.ones((size, 1))],
+                    [np.ones((1, size)), np.zeros((1, 1))],
+                ]
+            )
             x = np.zeros(n)
             x[s] = np.linalg.lstsq(system, np.append(-linear[s], 1.0), rcond=None)[0][:size]
             value = x @ form @ x + linear @ x
@@ -41,8 +45,10 @@ def test_one_far_above_the_others_gets_exactly_everything():
 
 
 def test_among_nobody_nothing_is_not_finite():
-    for made in (simplex.project(jnp.ones(2), jnp.zeros(2, bool)),
-                 simplex.least(jnp.eye(2), jnp.zeros(2, bool), 3)):  # fmt: skip
+    for made in (
+        simplex.project(jnp.ones(2), jnp.zeros(2, bool)),
+        simplex.least(jnp.eye(2), jnp.zeros(2, bool), 3),
+    ):
         np.testing.assert_array_equal(made, [0, 0])
 
 

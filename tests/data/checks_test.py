@@ -101,12 +101,16 @@ def plain(x, y, outputs=3):
             r"mine: client 0 \(Amsterdam\): y is -1, no label, in all of its 3 training examples; "
             "leave it out",
         ),
-        (plain(X, (Y - 1).astype(np.int32)), "mine: 4 labels are not classes from 0 to 2, the "
-         "first is -1 in example 0"),
-        (plain(X.astype(np.float16), Y.astype(np.int32)), "mine: x is float16; it must be uint8, "
-         "int32, float32"),
+        (
+            plain(X, (Y - 1).astype(np.int32)),
+            "mine: 4 labels are not classes from 0 to 2, the first is -1 in example 0",
+        ),
+        (
+            plain(X.astype(np.float16), Y.astype(np.int32)),
+            "mine: x is float16; it must be uint8, int32, float32",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_what_a_source_makes(made, line):
     said = message(lambda: federate(made, "natural", clients=3))
     assert re.fullmatch(line, said), said

@@ -313,8 +313,9 @@ def test_owners_of_both_sets_are_numbered_together():
 
 
 def test_clients_without_test_examples_train():
-    _, federation, held = federate(numbered(6, n_test=1, classes=1), "iid", clients=3,
-                                   split="official")  # fmt: skip
+    _, federation, held = federate(
+        numbered(6, n_test=1, classes=1), "iid", clients=3, split="official"
+    )
     assert sorted(held.test.sum(1)) == [0, 0, 1]
     np.testing.assert_array_equal(federation.counts, 2)
 

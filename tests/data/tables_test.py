@@ -43,9 +43,10 @@ def test_a_csv_becomes_numbers_categories_a_target_and_owners(houses):
     np.testing.assert_array_equal(one.owner_train, [0, 0, 1, 1, 2])
     assert one.owner_names.tolist() == ["Bern", "Cairo", "Delhi"]
     assert one.about == {
-        "label": "price", "input": ["rooms", "age", "kind=flat", "kind=house"],
+        "label": "price",
+        "input": ["rooms", "age", "kind=flat", "kind=house"],
         "categories": {"kind": ["flat", "house"]},
-    }  # fmt: skip
+    }
     np.testing.assert_array_equal(one.normalise.features, [True, True, False, False])
 
 
@@ -85,8 +86,9 @@ def test_numbers_are_normalised_by_training_examples_alone(houses, tmp_path):
     np.testing.assert_allclose(data.y[used].mean(), 0, atol=1e-6)
     np.testing.assert_allclose(
         data.y[:, 0] * federation.about["target_deviation"] + federation.about["target_mean"],
-        10 * data.x[:, 0], rtol=1e-5,
-    )  # fmt: skip
+        10 * data.x[:, 0],
+        rtol=1e-5,
+    )
 
 
 def test_each_clients_own_numbers_normalise_it_where_asked(tmp_path):

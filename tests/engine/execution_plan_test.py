@@ -12,10 +12,17 @@ from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.runs import build, runner
 
 BASE = {
-    "algorithm": "fedavg", "model": "lenet", "lenet": {"kernels": (2,), "dense": (4,)},
-    "dataset": "synthetic", "synthetic": {"shape": (12, 12, 1), "examples": 60, "test_examples": 0},
-    "partition": "iid", "clients": 5, "rounds": 2, "eval_every": 1, "devices": 1,
-}  # fmt: skip
+    "algorithm": "fedavg",
+    "model": "lenet",
+    "lenet": {"kernels": (2,), "dense": (4,)},
+    "dataset": "synthetic",
+    "synthetic": {"shape": (12, 12, 1), "examples": 60, "test_examples": 0},
+    "partition": "iid",
+    "clients": 5,
+    "rounds": 2,
+    "eval_every": 1,
+    "devices": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -26,9 +33,13 @@ def test_a_core_without_a_client_is_no_device(cohort, devices, used):
     """Eight cores and five clients: the others help with products, and do not wait."""
     made = configuration.default()
     made.update(
-        clients=5, partition="iid", clients_per_round=cohort, devices=devices, eval_every=1,
+        clients=5,
+        partition="iid",
+        clients_per_round=cohort,
+        devices=devices,
+        eval_every=1,
         phases=({"rounds": 1}, {"rounds": 1, "clients_per_round": 1}),
-    )  # fmt: skip
+    )
     first, later = build.build(made).phases
     assert first.work.mesh is later.work.mesh  # one for the run: the state stays where it is
     assert first.work.devices == used

@@ -70,9 +70,14 @@ def test_examples():
 def test_a_run_says_what_it_needs_and_where_it_goes(monkeypatch):
     made = configuration.default()
     made.update(
-        algorithm="local", dataset="synthetic", partition="iid", clients=20, clients_per_round=2,
-        rounds=3, model="mlp",
-    )  # fmt: skip
+        algorithm="local",
+        dataset="synthetic",
+        partition="iid",
+        clients=20,
+        clients_per_round=2,
+        rounds=3,
+        model="mlp",
+    )
     usual = build.build(made)
     assert [phase.store for phase in usual.phases] == ["device"]
     model = 4 * (64 * 200 + 200 + 200 * 10 + 10)
@@ -86,6 +91,6 @@ def test_a_run_says_what_it_needs_and_where_it_goes(monkeypatch):
 
 @pytest.mark.parametrize(
     ("number", "text"), [(850, "850 B"), (484_728, "485 kB"), (999_600, "1 MB"), (2e18, "2000 PB")]
-)  # fmt: skip
+)
 def test_readable(number, text):
     assert forecast.readable(number) == text

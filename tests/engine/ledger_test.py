@@ -27,10 +27,12 @@ def log(ids, down, up, present=True, dropped=False, rejected=False) -> Log:
     ids = np.array(ids, np.int32)
     flags = [np.broadcast_to(np.array(f, bool), ids.shape) for f in (present, dropped, rejected)]
     bills = [
-        {layer: np.broadcast_to(np.array(amount, np.int32), ids.shape)
-         for layer, amount in bill.items()}
+        {
+            layer: np.broadcast_to(np.array(amount, np.int32), ids.shape)
+            for layer, amount in bill.items()
+        }
         for bill in (down, up)
-    ]  # fmt: skip
+    ]
     return Log(ids, *flags, {}, *bills)
 
 

@@ -53,9 +53,17 @@ def test_a_run_needs_about_as_much_as_xla_allocates():
     found = {}
     for chunk in (2, 5, 10):
         config = configuration.complete(
-            {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "rounds": 2,
-             "eval_every": 2, "chunk": chunk, "conv": "patches"}
-        )  # fmt: skip
+            {
+                "algorithm": "fedavg",
+                "model": "small",
+                "clients": 10,
+                "devices": 1,
+                "rounds": 2,
+                "eval_every": 2,
+                "chunk": chunk,
+                "conv": "patches",
+            }
+        )
         built = build.build(config)
         rounds = built.phases[0].rounds
         key, state = jax.random.key(0), jax.eval_shape(rounds.init, jax.random.key(0))
@@ -101,10 +109,16 @@ def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
 @pytest.mark.slow("programs at full size")
 def test_a_thousand_clients_of_pfedla_fit_into_eight_gigabytes():
     config = {
-        "algorithm": "pfedla", "model": "lenet", "dataset": "synthetic", "clients": 1000,
-        "clients_per_round": 100, "partition": "iid", "memory_gb": 8.0, "devices": 1,
+        "algorithm": "pfedla",
+        "model": "lenet",
+        "dataset": "synthetic",
+        "clients": 1000,
+        "clients_per_round": 100,
+        "partition": "iid",
+        "memory_gb": 8.0,
+        "devices": 1,
         "synthetic": {"shape": (32, 32, 3), "examples": 10_000, "classes": 10},
-    }  # fmt: skip
+    }
     build.build(configuration.complete(config))
     with pytest.raises(UsageError, match=r"needs about [67]\.\d+ GB"):
         build.build(configuration.complete({**config, "memory_gb": 3.0}))

@@ -53,8 +53,16 @@ def test_inactive_clients_and_those_without_examples_are_left_out():
     """Clients 1 (inactive) and 2 (no examples) would change every number."""
     active = np.array([True, False, True, True])
     got = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, TASK)
-    wanted = {"a_mean": 0.375, "a_weighted": 2 / 6, "a_std": 0.125, "a_variance": 1 / 64,
-              "a_worst10": 0.25, "loss": 1.5, "clients": 2, "not_finite": 0}  # fmt: skip
+    wanted = {
+        "a_mean": 0.375,
+        "a_weighted": 2 / 6,
+        "a_std": 0.125,
+        "a_variance": 1 / 64,
+        "a_worst10": 0.25,
+        "loss": 1.5,
+        "clients": 2,
+        "not_finite": 0,
+    }
     assert got == pytest.approx(wanted)
     assert metrics.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), TASK) is None
 
@@ -188,9 +196,17 @@ def test_client_table():
     book = ledger.Ledger({}, {}, [1, 2], [3, 4], [5, 6], [7, 8], [9, 10])
     first, second = metrics.client_table(federation, [{"a": 1}, {"a": 2}], book)
     assert first == {
-        "client": 0, "active": 1, "group": 0, "train_examples": 7, "a": 1,
-        "bytes_down": 1, "bytes_up": 3, "visits": 5, "dropped": 7, "rejected": 9,
-    }  # fmt: skip
+        "client": 0,
+        "active": 1,
+        "group": 0,
+        "train_examples": 7,
+        "a": 1,
+        "bytes_down": 1,
+        "bytes_up": 3,
+        "visits": 5,
+        "dropped": 7,
+        "rejected": 9,
+    }
     assert list(second.values()) == [1, 0, 1, 8, 2, 2, 4, 6, 8, 10]
     named = federation._replace(owners=("Aix", "Bern"))
     assert [row["owner"] for row in metrics.client_table(named, [{}, {}], book)] == ["Aix", "Bern"]
@@ -204,10 +220,14 @@ def log(present, dropped, rejected, loss) -> Log:
 
 LOGS = [
     # one slot dropped, one rejected, one empty; the last round of the call did not run
-    log([[1, 1], [1, 0], [1, 1]], [[0, 1], [0, 0], [0, 0]], [[0, 0], [1, 0], [1, 0]],
-        [[1, 64], [64, 64], [64, 64]]),
+    log(
+        [[1, 1], [1, 0], [1, 1]],
+        [[0, 1], [0, 0], [0, 0]],
+        [[0, 0], [1, 0], [1, 0]],
+        [[1, 64], [64, 64], [64, 64]],
+    ),
     log([[1], [1], [1]], [[0]] * 3, [[0]] * 3, [[2], [6], [64]]),
-]  # fmt: skip
+]
 
 
 def test_training_metrics_of_those_that_arrived():
@@ -236,8 +256,9 @@ def test_a_metric_that_a_client_does_not_define_is_left_out_alone():
     histogram[0] = [[2, 0, 0, 0], [0, 2, 0, 0]]  # all in order: 1
     histogram[1, 1] = 4
     histogram[2] = [[0, 2, 0, 0], [2, 0, 0, 0]]  # none: 0
-    found = Scores({"accuracy": np.array([4, 2, 0.0]), "auroc": histogram}, np.ones(3),
-                   np.array([4, 4, 4]))  # fmt: skip
+    found = Scores(
+        {"accuracy": np.array([4, 2, 0.0]), "auroc": histogram}, np.ones(3), np.array([4, 4, 4])
+    )
     got = metrics.summary(found, everyone(3), task)
     assert (got["accuracy_mean"], got["auroc_mean"], got["auroc_weighted"]) == (0.5, 0.5, 0.5)
     assert (got["auroc_worst10"], got["clients"], got["not_finite"]) == (0, 3, 0)

@@ -193,7 +193,7 @@ DEAD = f"unhealthy (stopped sending heartbeats):\n1\n3\nThe tasks have crashed.\
         ([End(0, -6, "", DEAD)], "process 1, 3 is gone, ", 75),
         ([End(0, GONE, "Gloo failed", "")], "another process is gone (Gloo failed), ", 75),
     ],
-)  # fmt: skip
+)
 def test_what_is_said_about_their_ends(ends: list[End], line: str, status: int):
     said, code = verdict(ends, Given(4), "a:1")
     assert said.startswith(line)

@@ -113,8 +113,12 @@ def test_hypernetworks_say_how_far_apart_models_are_and_how_far_v_went(method):
     assert read.observed == pytest.approx({"spread": 0.2, "moved": 0.1})
     assert read.dead == []
     assert "moved" not in of(method, now).observed
-    still = of(method, {"spread": [0.01, 0.02], "embeddings": v}, first={"embeddings": v},
-               earlier=lines(("spread", "moved")))  # fmt: skip
+    still = of(
+        method,
+        {"spread": [0.01, 0.02], "embeddings": v},
+        first={"embeddings": v},
+        earlier=lines(("spread", "moved")),
+    )
     assert still.dead == ["spread", "moved"]
     assert "is 0.0150 of their length" in still.remarks[0]
     assert f"{method}.embedding_rate" in still.remarks[1]

@@ -18,8 +18,9 @@ from fedjax_pfl.networks import MODELS
 
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"
 FEDAVG = Work("", network="mlp", clients=3, cohort=2, examples=8, epochs=2, batch=4)
-PFEDHN = Work("", clients=4, cohort=1, examples=12, local_steps=3, batch=4, rounds=5,
-              algorithm="pfedhn")  # fmt: skip
+PFEDHN = Work(
+    "", clients=4, cohort=1, examples=12, local_steps=3, batch=4, rounds=5, algorithm="pfedhn"
+)
 ASKED = {
     "pfedhn": [PFEDHN],
     "fl_bench": [FEDAVG, FEDAVG._replace(algorithm="pfedla", network="lenet")],

@@ -107,9 +107,13 @@ def test_names_and_shapes_are_those_of_pytorch():
     work = ours.work(True)
     shapes = {name[6:]: value.shape for name, value in work.items() if name.startswith("start/")}
     assert shapes == {
-        "fc1.weight": (16, 64), "fc1.bias": (16,), "bn1.weight": (16,), "bn1.bias": (16,),
-        "fc2.weight": (10, 16), "fc2.bias": (10,),
-    }  # fmt: skip
+        "fc1.weight": (16, 64),
+        "fc1.bias": (16,),
+        "bn1.weight": (16,),
+        "bn1.bias": (16,),
+        "fc2.weight": (10, 16),
+        "fc2.bias": (10,),
+    }
     assert all(len(np.unique(y)) <= 4 for y in work["y"])
 
 

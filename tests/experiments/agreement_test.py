@@ -21,8 +21,14 @@ TABLES = {
 
 def cell(row: str, column: str, ours: list[float], rounds: int) -> dict:
     seeds = {str(seed): value for seed, value in enumerate(ours)}
-    return {"table": "paper/table1", "row": row, "column": column, "ours": seeds,
-            "rounds": rounds, "published_rounds": 600}  # fmt: skip
+    return {
+        "table": "paper/table1",
+        "row": row,
+        "column": column,
+        "ours": seeds,
+        "rounds": rounds,
+        "published_rounds": 600,
+    }
 
 
 def write(folder: Path, name: str, *cells: dict) -> None:
@@ -34,9 +40,14 @@ def folder(tmp_path):
     """Of four cells with a spread two agree, one at its edge and at the published length."""
     local = cell("local", "a", [41.0, 40.2, 40.6], 60)
     write(tmp_path, "one.json", cell("fedavg", "a", [51.0, 51.0], 600), local)
-    write(tmp_path, "two.json",
-          cell("pfedla", "a", [54.5], 60), cell("fedavg", "b", [57.0], 600),
-          cell("local", "b", [70.0], 600), cell("pfedla", "b", [1.0], 600))  # fmt: skip
+    write(
+        tmp_path,
+        "two.json",
+        cell("pfedla", "a", [54.5], 60),
+        cell("fedavg", "b", [57.0], 600),
+        cell("local", "b", [70.0], 600),
+        cell("pfedla", "b", [1.0], 600),
+    )
     (tmp_path / "other.json").write_text('{"rounds": 60}')
     (tmp_path / "list.json").write_text("[1, 2]")
     return tmp_path
@@ -44,8 +55,10 @@ def folder(tmp_path):
 
 def test_cells_are_counted_by_hand(folder):
     text = agreement.summary(folder, TABLES)
-    assert text.startswith("2 of 4 cells agree with the published number within its spread; "
-                           "at the published length 1 of 2.\n")  # fmt: skip
+    assert text.startswith(
+        "2 of 4 cells agree with the published number within its spread; "
+        "at the published length 1 of 2.\n"
+    )
     rows = [" ".join(line.split()) for line in text.splitlines()]
     assert "paper/table1 a 2 of 3 1 of 1 2 of 3 0.6 1 to 3" in rows
     assert "paper/table1 b 0 of 1 0 of 1 0 of 1 3.0 1" in rows

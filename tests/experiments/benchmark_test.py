@@ -50,8 +50,10 @@ def test_operations_by_hand():
 
 def test_steps():
     assert [work.WORKS[name].client_steps for name in ("lenet-10", "lenet-100", "lenet-1000")] == [
-        200, 2000, 20000,
-    ]  # fmt: skip
+        200,
+        2000,
+        20000,
+    ]
     assert work.WORKS["pfedhn"].client_steps == 2500
     assert work.WORKS["simulation"].client_steps == 250
     assert TINY.client_steps == 2 * 2 * 2
@@ -174,9 +176,10 @@ def test_a_measurement_is_added_to(tmp_path):
     assert benchmark.before(str(path)) == {}
     assert "name the file" in message(benchmark.before, None)
     whole = {
-        "items": {"mlp": {"clients": 1, **WITH}}, "compile_seconds": {"pfedla": 1.0},
+        "items": {"mlp": {"clients": 1, **WITH}},
+        "compile_seconds": {"pfedla": 1.0},
         "compile": {**WITH, "cores_of_others": [0.5, 0.5]},
-    }  # fmt: skip
+    }
     path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
     assert benchmark.before(str(path)) == whole
     # As it was once: of the whole.
@@ -225,14 +228,23 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     """The command, but for what takes time."""
     path, seen = tmp_path / "out.json", {**item(), "date": "2000-01-01", "repeats": 3}
     old = {
-        "machine": benchmark.machine(), "compile_seconds": {}, "compile": {},
+        "machine": benchmark.machine(),
+        "compile_seconds": {},
+        "compile": {},
         "items": {"mlp": {**seen, **WITH, "note": "old"}},
-    }  # fmt: skip
+    }
     path.write_text(json.dumps(old))
     given = Given(
-        work=["lenet-10"], list=False, repeats=3, limit=1.0, torch=False,
-        out=str(path), add=True, picture=str(tmp_path / "out.png"), note="new",
-    )  # fmt: skip
+        work=["lenet-10"],
+        list=False,
+        repeats=3,
+        limit=1.0,
+        torch=False,
+        out=str(path),
+        add=True,
+        picture=str(tmp_path / "out.png"),
+        note="new",
+    )
     monkeypatch.setattr(benchmark.flags, "FLAGS", given)
     monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
     monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
@@ -277,9 +289,11 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
     assert found["cores_of_others"] == [0.5, 0.5]
     assert capsys.readouterr().err == "mlp: FL-bench was not timed: a GPU\n"
     whole = {
-        "items": {"mlp": {**found, "date": "2000-01-01"}}, "compile_seconds": {"pfedla": 3.0},
-        "note": "busy", "machine": benchmark.machine(),
-    }  # fmt: skip
+        "items": {"mlp": {**found, "date": "2000-01-01"}},
+        "compile_seconds": {"pfedla": 3.0},
+        "note": "busy",
+        "machine": benchmark.machine(),
+    }
     text = benchmark.report(json.loads(json.dumps(whole)))
     assert "nothing kept: pfedla 3.0 s." in text
     assert text.endswith("2000-01-01, 3 turns each; busy")
@@ -298,8 +312,18 @@ def steps(monkeypatch):
     return taken
 
 
-HYPER = Work("", clients=4, cohort=1, examples=6, local_steps=2, batch=3, rounds=5,
-             network="small", algorithm="pfedhn", settings={"momentum": 0.9})  # fmt: skip
+HYPER = Work(
+    "",
+    clients=4,
+    cohort=1,
+    examples=6,
+    local_steps=2,
+    batch=3,
+    rounds=5,
+    network="small",
+    algorithm="pfedhn",
+    settings={"momentum": 0.9},
+)
 
 
 @pytest.mark.slow("the benchmark's programs")

@@ -106,11 +106,17 @@ def test_files_of_ours_are_found_from_elsewhere(given, path, rest, tmp_path, mon
 @pytest.mark.parametrize(
     "given",
     [
-        ["--config=pfedal:digits"], ["--config=digits-k1"], ["--config=own/pfedla.py:k1"], [],
-        ["--config=pfedla.py"], ["--config"], ["--workdir=pfedla"], ["--config="],
+        ["--config=pfedal:digits"],
+        ["--config=digits-k1"],
+        ["--config=own/pfedla.py:k1"],
+        [],
+        ["--config=pfedla.py"],
+        ["--config"],
+        ["--workdir=pfedla"],
+        ["--config="],
         ["--config=experiments/configs/../configs/pfedla.py"],
     ],
-)  # fmt: skip
+)
 def test_no_other_word_is_taken_for_one(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert launch.packaged(given) == given
@@ -157,8 +163,11 @@ print("done")
 """
     ran = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")],
-        capture_output=True, text=True, check=False, cwd=ROOT,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+    )
     assert ran.stdout == "done\n", ran.stderr
     assert ran.stderr == (
         f"{tmp_path / 'run'} is not locked, as this system cannot; start no other run in it\n"

@@ -87,12 +87,15 @@ def test_the_arithmetic_of_the_studies():
     [
         (CNN(outputs=62), (28, 28, 1), (3, 3, 3), 2_278_334 - 2049 * 62),
         pytest.param(
-            MobileNet(outputs=62), (32, 32, 3), (2, 2, 2), 2_236_682 - 1281 * 10,
+            MobileNet(outputs=62),
+            (32, 32, 3),
+            (2, 2, 2),
+            2_236_682 - 1281 * 10,
             marks=pytest.mark.slow("fifty layers to trace, three times"),
         ),
     ],
     ids=["cnn", "mobilenet"],
-)  # fmt: skip
+)
 def test_sizes_of_the_testbed(model, image, layout, plain):
     """Encoders are the testbed's networks with 512 outputs, the router's has 128."""
     federation = tiny.federated()[1]._replace(input_shape=image, outputs=62)
@@ -104,6 +107,9 @@ def test_sizes_of_the_testbed(model, image, layout, plain):
     wanted = (
         count * (plain + wide * 512)
         + count * (513 * 256 + 257 * 62)
-        + plain + wide * 128 + 63 * 64 + 193 * router.paths(layout)
-    )  # fmt: skip
+        + plain
+        + wide * 128
+        + 63 * 64
+        + 193 * router.paths(layout)
+    )
     assert trees.size(server) == wanted

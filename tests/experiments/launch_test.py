@@ -32,10 +32,18 @@ def test_values_on_the_command_line():
     """JSON, numbers as people write them, words with quotes and without."""
     made = configuration.default()
     made.clients_per_round = 3
-    pairs = ["momentum=.9", "clip_norm=10.", "model=mlp", 'dataset="mnist"', "rounds=7",
-             "fedprox.mu=1e-3", "augment=True", "evaluate_after=false",
-             "clients_per_round=None",
-             "learning_rate_drops=[.5]"]  # fmt: skip
+    pairs = [
+        "momentum=.9",
+        "clip_norm=10.",
+        "model=mlp",
+        'dataset="mnist"',
+        "rounds=7",
+        "fedprox.mu=1e-3",
+        "augment=True",
+        "evaluate_after=false",
+        "clients_per_round=None",
+        "learning_rate_drops=[.5]",
+    ]
     assert message(launch.change, made, pairs[-1:]).startswith("--set=learning_rate_drops=[.5] is")
     launch.change(made, [*pairs[:-1], "learning_rate_drops=[0.5]"])
     assert (made.momentum, made.clip_norm, made.rounds) == (0.9, 10.0, 7)

@@ -17,9 +17,17 @@ def spread(mean, std=0.01):
 
 
 def line(before, after=None, settings="learning_rate=0.1"):
-    return {"settings": settings, "points": 2, "validation": 0.5, "seeds": [100, 101, 102],
-            "before": spread(before), "after": spread(after) if after else {},
-            "worst tenth": spread(before - 0.2), "megabytes": 12.3456, "seconds": 4.5}  # fmt: skip
+    return {
+        "settings": settings,
+        "points": 2,
+        "validation": 0.5,
+        "seeds": [100, 101, 102],
+        "before": spread(before),
+        "after": spread(after) if after else {},
+        "worst tenth": spread(before - 0.2),
+        "megabytes": 12.3456,
+        "seconds": 4.5,
+    }
 
 
 WHOLE = {
@@ -28,13 +36,15 @@ WHOLE = {
         "digits": {
             "about": {"words": "digits-n10", "rounds": 30, "local_epochs": 2, "budget": 2},
             "methods": {
-                "local": line(0.8, 0.81), "fedbn": {"cannot": "it has no <BatchNorm>"},
-                "fedavg": line(float("nan")), "ditto": line(0.9, settings="ditto.penalty=0.5"),
+                "local": line(0.8, 0.81),
+                "fedbn": {"cannot": "it has no <BatchNorm>"},
+                "fedavg": line(float("nan")),
+                "ditto": line(0.9, settings="ditto.penalty=0.5"),
             },
         },
         "mnist": {"about": {}, "methods": {}},
     },
-}  # fmt: skip
+}
 
 
 ALL = pytest.param(
@@ -60,8 +70,15 @@ def test_ranks_and_cells():
     (first, *others) = board.ranked(WHOLE["columns"]["digits"]["methods"])
     assert [first[0], *(name for name, _ in others)] == ["ditto", "local", "fedbn", "fedavg"]
     rows = board.table("digits", WHOLE["columns"]["digits"]).rows
-    assert rows[0] == ["ditto", "90.00 ± 1.00", "–", "70.00 ± 1.00", "12.3", "4.5",
-                       "ditto.penalty=0.5"]  # fmt: skip
+    assert rows[0] == [
+        "ditto",
+        "90.00 ± 1.00",
+        "–",
+        "70.00 ± 1.00",
+        "12.3",
+        "4.5",
+        "ditto.penalty=0.5",
+    ]
     assert rows[2] == ["fedbn", *"–––––", "it has no <BatchNorm>"]
     assert "mnist" not in board.text(WHOLE)
     assert board.text({"columns": {}}) == "no method has finished yet"
@@ -75,8 +92,11 @@ def test_what_is_written(tmp_path):
     assert not re.search(r"(src|href)=\"http", page)
     assert json.loads((tmp_path / "leaderboard.json").read_text())["commit"] == "abc1234"
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "digits.png", "leaderboard.html", "leaderboard.json", "leaderboard.txt"
-    ]  # fmt: skip
+        "digits.png",
+        "leaderboard.html",
+        "leaderboard.json",
+        "leaderboard.txt",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,10 @@ def test_names_everything_with_a_description_and_its_settings(kind):
     assert list(found) == list(EXPORTED[kind])
     for name, (head, own) in found.items():
         assert len(head.split()) > 1, name
-        usual = {key: "unset" if value is None else str(value).replace(" ", "") or '""'
-                 for key, value in default.get(name, {}).items()}  # fmt: skip
+        usual = {
+            key: "unset" if value is None else str(value).replace(" ", "") or '""'
+            for key, value in default.get(name, {}).items()
+        }
         assert {key: value for key, value, _ in own} == usual, name
         told = configuration.meanings(listing.TABLES[kind][1][name])
         assert {key: " ".join(meaning.split()) for key, _, meaning in own} == told, name

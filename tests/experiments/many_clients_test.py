@@ -12,9 +12,15 @@ from experiments import many_clients
 from fedjax_pfl.engine.streamed import cohort_data
 
 ROW = {
-    "clients": 100, "peak": 2**30, "step": 0.02, "few_step": 0.02, "rounds_between": 1.0,
-    "evaluation": 0.5, "written": 0, "store": "disk",
-}  # fmt: skip
+    "clients": 100,
+    "peak": 2**30,
+    "step": 0.02,
+    "few_step": 0.02,
+    "rounds_between": 1.0,
+    "evaluation": 0.5,
+    "written": 0,
+    "store": "disk",
+}
 
 
 def test_clients_share_a_pool():
@@ -41,9 +47,15 @@ def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
 
     out = tmp_path / "found.json"
     flag = {
-        "clients": ["100", "1000"], "methods": ["local"], "store": "disk", "cohort": 100,
-        "rounds": 3, "written": 0, "only": "", "out": str(out),
-    }  # fmt: skip
+        "clients": ["100", "1000"],
+        "methods": ["local"],
+        "store": "disk",
+        "cohort": 100,
+        "rounds": 3,
+        "written": 0,
+        "only": "",
+        "out": str(out),
+    }
 
     class Flags(dict):
         def __getattr__(self, name):

@@ -32,8 +32,11 @@ def at_hand(monkeypatch):
 
 def there(path, cell, seed, score, options=FULL, finished=True, **given):
     """A made-up run of a cell."""
-    (one,) = [p for p in reproduce.plans(TABLES[options.table], options)
-              if f"{p.cell.row}/{p.cell.column}" == cell]  # fmt: skip
+    (one,) = [
+        p
+        for p in reproduce.plans(TABLES[options.table], options)
+        if f"{p.cell.row}/{p.cell.column}" == cell
+    ]
     config = one.config.copy_and_resolve_references()
     config.update(seed=seed, **given)
     plain = json.loads(json.dumps(configuration.resolved(config)))
@@ -151,8 +154,12 @@ def test_what_is_missing_is_run_and_what_was_cut_goes_on(tmp_path, at_hand, ran,
     options = FULL._replace(out=tmp_path)
     assert reproduce.reproduce(options) == 0
     assert [one[:2] for one in ran] == [
-        ("local", 0), ("per_fedavg", 0), ("local", 1), ("fedavg", 1), ("per_fedavg", 1)
-    ]  # fmt: skip
+        ("local", 0),
+        ("per_fedavg", 0),
+        ("local", 1),
+        ("fedavg", 1),
+        ("per_fedavg", 1),
+    ]
     assert ran[3][2] == cut
     assert len({one[2] for one in ran}) == 5
     captured = capsys.readouterr()
@@ -249,8 +256,9 @@ def test_names_of_cells(at_hand):
     assert chosen("quick", "pfedhn") == {"pfedhn/cifar10-n10"}
     assert len(chosen("quick", "omniglot-n50")) == 8
     assert chosen("full", "local/*100-n50", "fedper/cifar10-n10") == {
-        "local/cifar100-n50", "fedper/cifar10-n10"
-    }  # fmt: skip
+        "local/cifar100-n50",
+        "fedper/cifar10-n10",
+    }
     line = message(chosen, "full", "omniglot")
     assert line == "no cell is 'omniglot'; did you mean omniglot-n50?"
     assert message(chosen, "full", "FedAvg/cifar10-n50").endswith("mean fedavg/cifar10-n50?")

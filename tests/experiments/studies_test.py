@@ -221,8 +221,10 @@ def test_presets_of_factorized_fl(preset, wanted, own):
 
 def test_a_plateau_by_hand():
     """Quarters of two evaluations: 60 and 60.4 after local training, 50 and 51 before it."""
-    last = {"before": (0.2, 0.2, 0.3, 0.3, 0.5, 0.5, 0.5, 0.52),
-            "after": (0.2, 0.2, 0.3, 0.3, 0.6, 0.6, 0.604, 0.604)}  # fmt: skip
+    last = {
+        "before": (0.2, 0.2, 0.3, 0.3, 0.5, 0.5, 0.5, 0.52),
+        "after": (0.2, 0.2, 0.3, 0.3, 0.6, 0.6, 0.604, 0.604),
+    }
     lines = [{k: {"accuracy_mean": v[i]} for k, v in last.items()} for i in range(8)]
 
     def judged(lines, *when):
@@ -234,9 +236,11 @@ def test_a_plateau_by_hand():
 
 @pytest.mark.parametrize(
     ("table", "cell", "when"),
-    [("factorized_fl/table1", "local/cifar10-iid", "after"),
-     ("pfedla/table1", "local/cifar10-n10", "before")],
-)  # fmt: skip
+    [
+        ("factorized_fl/table1", "local/cifar10-iid", "after"),
+        ("pfedla/table1", "local/cifar10-n10", "before"),
+    ],
+)
 def test_the_curve_that_is_judged_is_that_of_the_number(table, cell, when, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "plateau", lambda run, when: f"{when} local training")
     monkeypatch.setattr(reproduce.data, "need", lambda name, data_dir=None: None)

@@ -56,8 +56,10 @@ def test_factorized_fls_published_table_is_whole():
     """The cell of another dataset is none."""
     tables = factorized_fl.PUBLISHED["table1"]
     assert {name: len(rows) for name, rows in tables.items()} == {
-        "cifar10": 9, "svhn_cropped": 9, "domains": 9
-    }  # fmt: skip
+        "cifar10": 9,
+        "svhn_cropped": 9,
+        "domains": 9,
+    }
     assert set(tables["cifar10"]) == set(factorized_fl.ROWS)
     for rows in tables.values():
         for cells in rows.values():
@@ -135,12 +137,27 @@ def test_parts_of_the_published_settings():
 
 def test_measures_by_hand():
     """A fifth of ten clients is a domain, and a third of them a size."""
-    metrics = [{"round": r, "best_round": 5, "bytes_down": 10**9, "bytes_up": 5 * 10**8,
-                "before": {"accuracy_mean": a}, "after": {"accuracy_mean": 1.0}}
-               for r, a in ((5, 0.75), (10, 0.5))]  # fmt: skip
-    clients = [{"client": f"{i}", "group": f"{i % 3}", "before_accuracy": f"{i / 10}",
-                "after_accuracy": f"{i / 10 + 0.05}", "best_before_accuracy": "" if i == 1 else 0.0}
-               for i in range(10)]  # fmt: skip
+    metrics = [
+        {
+            "round": r,
+            "best_round": 5,
+            "bytes_down": 10**9,
+            "bytes_up": 5 * 10**8,
+            "before": {"accuracy_mean": a},
+            "after": {"accuracy_mean": 1.0},
+        }
+        for r, a in ((5, 0.75), (10, 0.5))
+    ]
+    clients = [
+        {
+            "client": f"{i}",
+            "group": f"{i % 3}",
+            "before_accuracy": f"{i / 10}",
+            "after_accuracy": f"{i / 10 + 0.05}",
+            "best_before_accuracy": "" if i == 1 else 0.0,
+        }
+        for i in range(10)
+    ]
     run = run_reader.Run(None, {}, metrics, clients)
 
     def ours(name, column):

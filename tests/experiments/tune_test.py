@@ -18,10 +18,17 @@ from tests.experiments.launch_test import message
 
 
 def test_a_key_is_for_all_methods_or_for_one():
-    texts = ["learning_rate=.1,.03; batch_size=8", "pfedla.rate=.5, 1,.5;pfedla.normalise=relu",
-             "local.learning_rate=1; clip_norm=unset,2; keep_head=true,false"]  # fmt: skip
-    common = {"learning_rate": (0.1, 0.03), "batch_size": (8,), "clip_norm": (None, 2.0),
-              "keep_head": (True, False)}  # fmt: skip
+    texts = [
+        "learning_rate=.1,.03; batch_size=8",
+        "pfedla.rate=.5, 1,.5;pfedla.normalise=relu",
+        "local.learning_rate=1; clip_norm=unset,2; keep_head=true,false",
+    ]
+    common = {
+        "learning_rate": (0.1, 0.03),
+        "batch_size": (8,),
+        "clip_norm": (None, 2.0),
+        "keep_head": (True, False),
+    }
     found = grids.grids(texts, ["pfedla", "local"])
     assert found == {
         "pfedla": {**common, "pfedla.rate": (0.5, 1.0), "pfedla.normalise": ("relu",)},
@@ -36,8 +43,11 @@ def test_a_key_is_for_all_methods_or_for_one():
 
 def test_points_are_in_the_order_of_the_grid():
     assert grids.points("fedavg", {"a": (1, 2), "b": (3, 4)}) == [
-        {"a": 1, "b": 3}, {"a": 1, "b": 4}, {"a": 2, "b": 3}, {"a": 2, "b": 4}
-    ]  # fmt: skip
+        {"a": 1, "b": 3},
+        {"a": 1, "b": 4},
+        {"a": 2, "b": 3},
+        {"a": 2, "b": 4},
+    ]
     assert grids.points("fedavg", {}) == [{}]
 
 
@@ -135,9 +145,16 @@ def made(validation, test=0.5, *, phases=None):
             best = None
         if value is not None and (best is None or value > validation[best - 1]):
             best = i + 1
-        lines.append({"round": i + 1, "phase": phase, "best_round": best,
-                      "before": {"accuracy_mean": test}, "after": {"accuracy_mean": test},
-                      "validation": {"accuracy_mean": value}})  # fmt: skip
+        lines.append(
+            {
+                "round": i + 1,
+                "phase": phase,
+                "best_round": best,
+                "before": {"accuracy_mean": test},
+                "after": {"accuracy_mean": test},
+                "validation": {"accuracy_mean": value},
+            }
+        )
     return comparison.Run(Path("nowhere"), {}, lines, [], True)
 
 
@@ -166,8 +183,10 @@ def test_the_highest_mean_over_seeds_is_chosen_and_test_examples_have_no_part_in
     assert order == [0.1, 1.0, 0.5, 9.0]
     assert choice.chosen(points) is points[1]
     assert choice.spread(points[1]) == {
-        "mean": 0.75, "std": pytest.approx(0.1 / math.sqrt(2)), "seeds": 2
-    }  # fmt: skip
+        "mean": 0.75,
+        "std": pytest.approx(0.1 / math.sqrt(2)),
+        "seeds": 2,
+    }
 
 
 def test_of_equal_ones_the_first_in_the_grid_is_chosen():
@@ -192,8 +211,14 @@ def test_nothing_is_chosen_before_all_are_finished_or_where_no_score_is_finite()
 
 
 def test_the_edge_of_a_grid_is_named():
-    grid = {"a": (0.1, 0.2, 0.3), "b": (0.0, 0.9), "c": ("x",), "d": (3.0,), "e": (1, 2),
-            "f": (None, 2.0, 4.0)}  # fmt: skip
+    grid = {
+        "a": (0.1, 0.2, 0.3),
+        "b": (0.0, 0.9),
+        "c": ("x",),
+        "d": (3.0,),
+        "e": (1, 2),
+        "f": (None, 2.0, 4.0),
+    }
     points = grids.points("fedavg", grid)
 
     def at(**values):
@@ -202,9 +227,11 @@ def test_the_edge_of_a_grid_is_named():
     assert at(a=0.2, b=0.0, e=1, f=None) == []  # below 0, or a count of 1, is nothing
     assert at(a=0.3, f=2.0) == ["a 0.3 is the largest tried", "f 2.0 is the smallest tried"]
     assert at(a=0.1, b=0.9, e=2, f=4.0) == [
-        "a 0.1 is the smallest tried", "b 0.9 is the largest tried", "e 2 is the largest tried",
+        "a 0.1 is the smallest tried",
+        "b 0.9 is the largest tried",
+        "e 2 is the largest tried",
         "f 4.0 is the largest tried",
-    ]  # fmt: skip
+    ]
 
 
 FOUND = {
@@ -230,11 +257,16 @@ def test_the_tables_by_hand():
     assert [row[-1] for row in pfedla.rows] == ["chosen", ""]
     rows = list(csv.DictReader(show.as_csv(FOUND).splitlines()))
     assert rows[0] == {
-        "method": "fedavg", "rank": "1", "learning_rate": "0.01", "momentum": "0.5",
-        "pfedla.rate": "", "validation_mean": "0.8500000000000001",
-        "validation_std": str(choice.spread(FOUND["fedavg"][2])["std"]), "seeds": "2",
+        "method": "fedavg",
+        "rank": "1",
+        "learning_rate": "0.01",
+        "momentum": "0.5",
+        "pfedla.rate": "",
+        "validation_mean": "0.8500000000000001",
+        "validation_std": str(choice.spread(FOUND["fedavg"][2])["std"]),
+        "seeds": "2",
         "chosen": "1",
-    }  # fmt: skip
+    }
     assert show.notes(FOUND, {"fedavg": 9, "pfedla": 2}, 3) == [
         "fedavg: 3 points were drawn of 9; learning_rate 0.01 is the smallest tried.",
         "pfedla: it has 2 points, fewer than the budget of 3: give its grid more values, or it has "
@@ -267,8 +299,12 @@ def test_a_choice_that_was_still_rising_is_named():
 def test_a_lead_within_what_seeds_differ_by_is_named():
     """Leads of .1 and .1; of .3 and -.1, .1 in mean and .28 apart; of .2 and 0, which are .14."""
     best = tried(0.6, 0.8, learning_rate=0.3)
-    others = [tried(0.5, 0.7, learning_rate=0.2), tried(0.3, 0.9, learning_rate=0.1),
-              tried(0.4, 0.8, learning_rate=0.01), tried(None, 0.7, learning_rate=9.0)]  # fmt: skip
+    others = [
+        tried(0.5, 0.7, learning_rate=0.2),
+        tried(0.3, 0.9, learning_rate=0.1),
+        tried(0.4, 0.8, learning_rate=0.01),
+        tried(None, 0.7, learning_rate=9.0),
+    ]
     assert choice.close(best, [*others, best]) == others[1:3]
     said = show.notes({"local": [best, *others[:3]]}, {"local": 4}, None)
     over = "learning_rate=0.1 and over learning_rate=0.01"
@@ -308,15 +344,28 @@ def plain(config):
 
 
 def test_the_preset_gives_what_was_chosen():
-    base = configuration.complete({
-        "data_dir": "/x", "memory_gb": 3.0, "devices": 7, "chunk": 2, "conv": "xla",
-        "tensorboard": True, "checkpoint_every": 3, "dataset": "synthetic",
-        "synthetic": {"shape": (3, 3, 1)}, "clients": 7,
-        "phases": ({"algorithm": "fedavg", "rounds": 3}, {}), "model": "mlp", "local_steps": 2,
-    })  # fmt: skip
-    points = {"fedavg": {"learning_rate": 0.01, "clip_norm": None, "keep_head": True},
-              "pfedla": {"learning_rate": 0.2, "pfedla.rate": 0.05, "pfedla.normalise": "relu"},
-              "pfedme": {"learning_rate": 0.01, "local_epochs": 4}}  # fmt: skip
+    base = configuration.complete(
+        {
+            "data_dir": "/x",
+            "memory_gb": 3.0,
+            "devices": 7,
+            "chunk": 2,
+            "conv": "xla",
+            "tensorboard": True,
+            "checkpoint_every": 3,
+            "dataset": "synthetic",
+            "synthetic": {"shape": (3, 3, 1)},
+            "clients": 7,
+            "phases": ({"algorithm": "fedavg", "rounds": 3}, {}),
+            "model": "mlp",
+            "local_steps": 2,
+        }
+    )
+    points = {
+        "fedavg": {"learning_rate": 0.01, "clip_norm": None, "keep_head": True},
+        "pfedla": {"learning_rate": 0.2, "pfedla.rate": 0.05, "pfedla.normalise": "relu"},
+        "pfedme": {"learning_rate": 0.01, "local_epochs": 4},
+    }
     best = {}
     for method, point in points.items():
         base.algorithm = method

@@ -10,8 +10,12 @@ from fedjax_pfl.report import text_tables
 
 def test_ratios_are_of_neighbours():
     """The machine slowed down within the second turn; medians of each side would say 20, not 2."""
-    taken = [Turn(1.0, "b", 2.0, 1.0), Turn(1.0, "b", 20.0, 1.0), Turn(10.0, "b", 20.0, 1.0),
-             Turn(1.0, "c", 7.0, 1.0)]  # fmt: skip
+    taken = [
+        Turn(1.0, "b", 2.0, 1.0),
+        Turn(1.0, "b", 20.0, 1.0),
+        Turn(10.0, "b", 20.0, 1.0),
+        Turn(1.0, "c", 7.0, 1.0),
+    ]
     assert turns.faster(taken, "b") == (2.0, 2.0, 20.0)
     assert turns.faster(taken, "c") == (7.0, 7.0, 7.0)
 
@@ -55,8 +59,11 @@ def test_turns_alternate_and_whoever_ends_is_left_out():
 
 def test_a_step_beside_one_with_few_clients():
     """20 steps in 4 seconds beside 10 in 2; then, on a machine half as fast, in 12 beside 4."""
-    taken = [Turn(4.0, "", None, 1.0, 2.0), Turn(12.0, "", None, 1.0, 4.0),
-             Turn(4.4, "", None, 1.0, 2.0)]  # fmt: skip
+    taken = [
+        Turn(4.0, "", None, 1.0, 2.0),
+        Turn(12.0, "", None, 1.0, 4.0),
+        Turn(4.4, "", None, 1.0, 2.0),
+    ]
     assert turns.step_ratio(taken, client_steps=20, few_steps=10) == pytest.approx((1.1, 1.0, 1.5))
 
 
@@ -67,22 +74,29 @@ def item(**changes):
         Turn(2.5, "torch", 5.0, 1e3),
     ]
     found = {
-        "about": "LeNet", "clients": 10, "compile_seconds": 1.25,
+        "about": "LeNet",
+        "clients": 10,
+        "compile_seconds": 1.25,
         "who": turns.summary(taken, client_steps=200, operations=1000.0),
-    }  # fmt: skip
+    }
     return {**found, **changes}
 
 
 def test_summary_and_table():
     found = item()
     assert found["who"]["ours"] == {
-        "seconds": 2.0, "ms_per_client_step": 10.0, "share_of_peak": [0.5, 0.4, 0.5],
+        "seconds": 2.0,
+        "ms_per_client_step": 10.0,
+        "share_of_peak": [0.5, 0.4, 0.5],
         "all_seconds": [2.0, 2.0, 2.5],
-    }  # fmt: skip
+    }
     assert found["who"]["torch"] == {
-        "seconds": 5.0, "ms_per_client_step": 25.0, "times_faster": 2.0, "range": [1.5, 2.5],
+        "seconds": 5.0,
+        "ms_per_client_step": 25.0,
+        "times_faster": 2.0,
+        "range": [1.5, 2.5],
         "all_seconds": [3.0, 5.0, 5.0],
-    }  # fmt: skip
+    }
     shown = turns.table({"lenet-10": found}, rivals.NAMES)
     assert shown.rows == [
         ["LeNet: ours", "2", "10", "", "", "1.2", "50 %"],
@@ -119,8 +133,9 @@ def test_targets_say_what_was_not_measured():
     assert rows["CPU, resnet9: 1.2 x PyTorch loop"] == ["", "not measured"]
     assert rows["GPU, lenet-10: 10 x PyTorch loop"] == ["", "not measured"]
     assert rows["a client step as long with 1,000 clients as with 10, within 10 %"] == [
-        "11 % apart", "missed",
-    ]  # fmt: skip
+        "11 % apart",
+        "missed",
+    ]
     assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
     assert sum(verdict == "not measured" for _, verdict in rows.values()) == 3 + 4 + 3
 
@@ -139,9 +154,11 @@ def test_on_a_busy_machine_nothing_is_met_or_missed(what, busy):
     found = {"lenet-10": item(**what), "lenet-1000": item(clients=1000, **what)}
     found["lenet-1000"]["step_beside_few"] = [1.01, 1.0, 1.2]
     whole = {
-        "machine": {"backend": "cpu", "cores": 2}, "items": found,
-        "compile_seconds": {"pfedla": 15.0}, "compile": what,
-    }  # fmt: skip
+        "machine": {"backend": "cpu", "cores": 2},
+        "items": found,
+        "compile_seconds": {"pfedla": 15.0},
+        "compile": what,
+    }
     rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
 
     def told(text, verdict):

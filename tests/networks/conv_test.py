@@ -139,9 +139,13 @@ def test_winograds_transforms_are_exact(side):
 
 @pytest.mark.parametrize(
     ("kernel", "strides", "share"),
-    [((3, 3, 4, 5), (1, 1), 16 / 36), ((5, 5, 4, 5), (1, 1), 36 / 100),
-     ((5, 5, 4, 5), (2, 2), 4 * 16 / 100), ((3, 3, 4, 5), (2, 2), 1)],
-)  # fmt: skip
+    [
+        ((3, 3, 4, 5), (1, 1), 16 / 36),
+        ((5, 5, 4, 5), (1, 1), 36 / 100),
+        ((5, 5, 4, 5), (2, 2), 4 * 16 / 100),
+        ((3, 3, 4, 5), (2, 2), 1),
+    ],
+)
 def test_winograd_multiplies_less(kernel, strides, share):
     """Forward, and for the gradients of images and kernels; it is `patches` where it is no less."""
 
@@ -158,12 +162,18 @@ def test_winograd_multiplies_less(kernel, strides, share):
 
 @pytest.mark.parametrize(
     ("kernel", "strides", "chosen"),
-    [((5, 5, 16, 16), (1, 1), "winograd"), ((3, 3, 16, 32), (1, 1), "winograd"),
-     ((5, 5, 16, 16), (2, 2), "winograd"), ((5, 5, 3, 16), (1, 1), "blocks"),
-     ((5, 5, 32, 8), (1, 1), "blocks"), ((3, 3, 1, 16), (1, 1), "blocks"),
-     ((3, 3, 16, 8), (1, 1), "patches"), ((3, 3, 16, 16), (2, 2), "patches"),
-     ((1, 1, 16, 16), (1, 1), "patches")],
-)  # fmt: skip
+    [
+        ((5, 5, 16, 16), (1, 1), "winograd"),
+        ((3, 3, 16, 32), (1, 1), "winograd"),
+        ((5, 5, 16, 16), (2, 2), "winograd"),
+        ((5, 5, 3, 16), (1, 1), "blocks"),
+        ((5, 5, 32, 8), (1, 1), "blocks"),
+        ((3, 3, 1, 16), (1, 1), "blocks"),
+        ((3, 3, 16, 8), (1, 1), "patches"),
+        ((3, 3, 16, 16), (2, 2), "patches"),
+        ((1, 1, 16, 16), (1, 1), "patches"),
+    ],
+)
 def test_what_is_chosen_on_a_cpu(kernel, strides, chosen):
     x, k = jnp.ones((1, 9, 9, kernel[2])), jnp.ones(kernel)
 
@@ -198,17 +208,13 @@ def test_what_is_not_lowered():
         lowering("fft")
     x, k = jnp.ones((1, 6, 6, 4)), jnp.ones((3, 3, 2, 4))
     with pytest.raises(UsageError, match="does not do groups"):
-        lowering("rows")(
-            x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=2
-        )  # fmt: skip
+        lowering("rows")(x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=2)
     with pytest.raises(UsageError, match="does not do dilation"):
         lowering("patches")(x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME", None, (2, 2), LAYOUT)
     with pytest.raises(UsageError, match="layouts"):
         lowering("patches")(x, jnp.ones((3, 3, 4, 4)), (1, 1), "SAME")
     with pytest.raises(UsageError, match="does not fit"):
-        lowering("patches")(
-            x, jnp.ones((7, 7, 4, 4)), (1, 1), "VALID", dimension_numbers=LAYOUT
-        )  # fmt: skip
+        lowering("patches")(x, jnp.ones((7, 7, 4, 4)), (1, 1), "VALID", dimension_numbers=LAYOUT)
     grouped = lowering("auto")(
         x, k, (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=2
     )

@@ -86,10 +86,15 @@ def test_clients_that_differ_by_chance_take_one_route_and_others_their_own(made)
     bias = variables["params"]["router_gates"]["bias"]
     routes = {}
     for chance in (0.0, 100.0):
-        seen = {"mean": jnp.mean(clients, 0), "square": jnp.mean(jnp.sum(clients**2, 1)),
-                "chance": jnp.float32(chance)}  # fmt: skip
-        with_seen = {**variables, "batch_stats": {**variables["batch_stats"],
-                                                  correlation.STATISTICS: seen}}  # fmt: skip
+        seen = {
+            "mean": jnp.mean(clients, 0),
+            "square": jnp.mean(jnp.sum(clients**2, 1)),
+            "chance": jnp.float32(chance),
+        }
+        with_seen = {
+            **variables,
+            "batch_stats": {**variables["batch_stats"], correlation.STATISTICS: seen},
+        }
         signs = [correlation.Signature(r, jnp.float32(0)) for r in clients]
         routes[chance] = np.stack([correlation.logits(network, with_seen, one) for one in signs])
     wanted = np.asarray(correlation.balanced(bias, LAYOUT))

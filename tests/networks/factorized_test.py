@@ -122,9 +122,9 @@ def test_hadamard_by_hand_and_its_rank():
     for i in (1, 2):
         t, y, x = (factors[f"{name}{i}"] for name in "tyx")
         assert (t.shape, y.shape, x.shape) == ((3, 3, 3, 3), (4, 3), (5, 3))
-        sides.append(sum(
-            t[:, :, r, s, None, None] * np.outer(y[:, r], x[:, s]) for r, s in np.ndindex(3, 3)
-        ))  # fmt: skip
+        sides.append(
+            sum(t[:, :, r, s, None, None] * np.outer(y[:, r], x[:, s]) for r, s in np.ndindex(3, 3))
+        )
     wanted = sides[0] * (sides[1] + 1)
     np.testing.assert_allclose(net.kernel(factors, shape), wanted, rtol=1e-4, atol=1e-6)
     dense = jax.tree.map(np.asarray, net.factors(KEY, (9, 17)))

@@ -73,8 +73,10 @@ def test_every_block_has_its_own_parameters(network):
 def by_hand(variables, x, gates):
     """Equation (13) in NumPy, block by block; what has no input is not there."""
     p = jax.device_get(variables["params"])
-    values = [np.maximum(np.asarray(x) @ p[e]["fc1"]["kernel"] + p[e]["fc1"]["bias"], 0)
-              for e in ("encoder1", "encoder2")]  # fmt: skip
+    values = [
+        np.maximum(np.asarray(x) @ p[e]["fc1"]["kernel"] + p[e]["fc1"]["bias"], 0)
+        for e in ("encoder1", "encoder2")
+    ]
     first, second, last = router.cut(np.asarray(gates), LAYOUT)
     for number, matrix in ((2, first), (3, second)):
         after = []
@@ -171,8 +173,13 @@ def test_an_encoder_without_use_is_not_heard_where_encoders_are_fetched(network)
     modular, variables, x, _ = network
     gates = jnp.array([1.0, 0, 1, 0, 1, 0, 0, 1, 1, 1])  # encoder 2 is closed to both blocks
     assert router.active(gates, LAYOUT, 0).tolist() == [True, False, True, True, True, True]
-    other = {**variables, "params": {**variables["params"], "encoder2": jax.tree.map(
-        lambda p: p + 3, variables["params"]["encoder2"])}}  # fmt: skip
+    other = {
+        **variables,
+        "params": {
+            **variables["params"],
+            "encoder2": jax.tree.map(lambda p: p + 3, variables["params"]["encoder2"]),
+        },
+    }
 
     @functools.partial(jax.jit, static_argnums=0)
     def outputs_and_slopes(fetched, of):

@@ -125,9 +125,12 @@ def test_resnet9_layer_by_layer():
 
     def block(x, i, pad, stride=1):
         x = jax.lax.conv_general_dilated(
-            x, params[f"conv{i}"]["kernel"], (stride,) * 2, [(pad, pad)] * 2,
+            x,
+            params[f"conv{i}"]["kernel"],
+            (stride,) * 2,
+            [(pad, pad)] * 2,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )  # fmt: skip
+        )
         mean, var = (kept[f"norm{i}"][name] for name in ("mean", "var"))
         norm = params[f"norm{i}"]
         return jnp.maximum((x - mean) / jnp.sqrt(var + 1e-5) * norm["scale"] + norm["bias"], 0)

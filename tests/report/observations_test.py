@@ -81,9 +81,11 @@ def test_what_is_unknown_has_its_own_name_and_what_cannot_be_drawn_is_left_out()
 @pytest.mark.slow("draws every figure")
 def test_pictures_can_be_written():
     for name, values in {
-        "alpha": np.random.default_rng(0).random((12, 9, 12)), "pi": np.ones((3, 5)),
-        "embeddings": np.eye(4), "zeros_in_mu": np.zeros(40),
-    }.items():  # fmt: skip
+        "alpha": np.random.default_rng(0).random((12, 9, 12)),
+        "pi": np.ones((3, 5)),
+        "embeddings": np.eye(4),
+        "zeros_in_mu": np.zeros(40),
+    }.items():
         assert page.png(only(name, values)).startswith(b"\x89PNG")
 
 

@@ -324,8 +324,12 @@ def test_did_it_help_is_answered_by_runs_of_the_same_work_beside_it(tmp_path):
     """Gains of .1, .2, .2 and .3 over FedAvg: four of four, p = 2/2^4; Local is .05 better."""
     ours = [0.5, 0.6, 0.6, 0.7]
     finished(tmp_path / "a", work("fedavg"), 0.4, [0.4, 0.4, 0.4, 0.4])
-    finished(tmp_path / "run" / "reference" / "local", work("local"), 0.65,
-             [score + 0.05 for score in ours])  # fmt: skip
+    finished(
+        tmp_path / "run" / "reference" / "local",
+        work("local"),
+        0.65,
+        [score + 0.05 for score in ours],
+    )
     finished(tmp_path / "other seed", work("local", seed=1), 0.1, ours)
     finished(tmp_path / "other data", work("local", partition_seed=1), 0.1, ours)
     finished(tmp_path / "other network", work("local", model="mlp"), 0.1, ours)

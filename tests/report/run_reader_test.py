@@ -95,9 +95,12 @@ def test_other_readers_of_a_configuration(run, content):
 def test_numbers_come_back_as_numbers(run):
     found = run_reader.read(run)
     assert found.clients[2] == {
-        "client": 0, "active": 1, "test_examples": 10, "before_accuracy": 0.5,
+        "client": 0,
+        "active": 1,
+        "test_examples": 10,
+        "before_accuracy": 0.5,
         "after_accuracy": 0.55,
-    }  # fmt: skip
+    }
     assert found.clients[1]["before_accuracy"] is None
     assert (found.seed, found.finished, found.config["clients"]) == (0, True, 3)
 

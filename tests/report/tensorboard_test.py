@@ -110,8 +110,16 @@ def test_a_finished_run_gets_its_file_and_loses_nothing_without_the_setting(tmp_
 
 
 def test_what_is_not_finite_is_left_out():
-    line = {"round": 3, "seconds": 1.0, "phase": 0, "before": {"loss": None, "accuracy_mean": 0.5},
-            "after": None, "train_loss": None, "bytes_up": 7, "best_round": 2}  # fmt: skip
+    line = {
+        "round": 3,
+        "seconds": 1.0,
+        "phase": 0,
+        "before": {"loss": None, "accuracy_mean": 0.5},
+        "after": None,
+        "train_loss": None,
+        "bytes_up": 7,
+        "best_round": 2,
+    }
     assert dict(tensorboard.scalars(line)) == {"before/accuracy_mean": 0.5, "bytes_up": 7}
 
 

@@ -25,8 +25,14 @@ X = DRAW.normal(size=(48, 5)).astype(np.float32)
 Y = (X[:, 0] > 0).astype(int)
 WHO = np.array(["Bern", "Cairo", "Delhi"])[np.arange(48) % 3]
 TOKENS = DRAW.integers(0, 7, (48, 6))
-SETTINGS = {"partition": "natural", "clients": 3, "rounds": 1, "eval_every": 1, "batch_size": 8,
-            "learning_rate": 0.1}  # fmt: skip
+SETTINGS = {
+    "partition": "natural",
+    "clients": 3,
+    "rounds": 1,
+    "eval_every": 1,
+    "batch_size": 8,
+    "learning_rate": 0.1,
+}
 
 
 def examples(x=X, y=Y, **more):
@@ -103,8 +109,9 @@ def test_a_directory_goes_on_with_the_same_network_and_files_are_read_back(tmp_p
     assert export.about(paths[1])["model"]["hidden"] == 3
     head = variables["params"].pop(model.head)
     assert head["kernel"].shape == (2, 2)
-    np.testing.assert_array_equal(head["bias"], result.state.clients.own["params"][model.head][
-        "bias"][1])  # fmt: skip
+    np.testing.assert_array_equal(
+        head["bias"], result.state.clients.own["params"][model.head]["bias"][1]
+    )
 
 
 def test_modules_classes_and_functions_and_their_settings():

@@ -17,14 +17,24 @@ from fedjax_pfl.runs import interrupt, progress, runner
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
 SHORT = {
-    "clients": 4, "rounds": 4, "eval_every": 2, "model": "mlp", "validation_fraction": 0.2,
+    "clients": 4,
+    "rounds": 4,
+    "eval_every": 2,
+    "model": "mlp",
+    "validation_fraction": 0.2,
     "evaluate_after": False,
-}  # fmt: skip
+}
 
 
 def test_a_line_of_an_evaluation_to_the_letter():
-    line = {"round": 10, "before": {"accuracy_mean": 0.8122, "loss": 0.5}, "after": None,
-            "bytes_down": 1_000_000, "bytes_up": 234_000, "seconds": 12.34}  # fmt: skip
+    line = {
+        "round": 10,
+        "before": {"accuracy_mean": 0.8122, "loss": 0.5},
+        "after": None,
+        "bytes_down": 1_000_000,
+        "bytes_up": 234_000,
+        "seconds": 12.34,
+    }
     assert progress.evaluation(ACCURACY, [line], 50) == (
         "round 10 of 50: accuracy 81.22 % before, loss 0.5000, 1.23 MB, 12.3 s"
     )

@@ -11,10 +11,16 @@ pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
 # 120 examples, of which five clients train on 17 or so each.
 BASE = {
-    "algorithm": "fedavg", "model": "lenet", "dataset": "synthetic", "partition": "iid",
-    "lenet": {"kernels": (2,), "dense": (4,), "batch_norm": True}, "clients": 5, "rounds": 1,
-    "synthetic": {"shape": (12, 12, 1), "examples": 120, "test_examples": 0}, "held_out": 1,
-}  # fmt: skip
+    "algorithm": "fedavg",
+    "model": "lenet",
+    "dataset": "synthetic",
+    "partition": "iid",
+    "lenet": {"kernels": (2,), "dense": (4,), "batch_norm": True},
+    "clients": 5,
+    "rounds": 1,
+    "synthetic": {"shape": (12, 12, 1), "examples": 120, "test_examples": 0},
+    "held_out": 1,
+}
 
 
 def built(**changes):

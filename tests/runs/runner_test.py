@@ -46,18 +46,35 @@ def test_the_files_agree_with_each_other_and_the_result(finished):
     assert lines == result.metrics
     assert [line["round"] for line in lines] == [2, 4, 6]
     wanted = {
-        "round", "phase", "seconds", "evaluate_seconds", "compile_seconds", "checkpoint_seconds",
+        "round",
+        "phase",
+        "seconds",
+        "evaluate_seconds",
+        "compile_seconds",
+        "checkpoint_seconds",
         "train_loss",
-        "before", "after", "validation", "bytes_down", "bytes_up", "dropped", "rejected",
+        "before",
+        "after",
+        "validation",
+        "bytes_down",
+        "bytes_up",
+        "dropped",
+        "rejected",
         "best_round",
-    }  # fmt: skip
+    }
     for line in lines:
         assert set(line) == wanted
         for stage in ("before", "after", "validation"):
             assert set(line[stage]) == {
-                "accuracy_mean", "accuracy_weighted", "accuracy_std", "accuracy_variance",
-                "accuracy_worst10", "loss", "clients", "not_finite",
-            }  # fmt: skip
+                "accuracy_mean",
+                "accuracy_weighted",
+                "accuracy_std",
+                "accuracy_variance",
+                "accuracy_worst10",
+                "loss",
+                "clients",
+                "not_finite",
+            }
 
     last, traffic = lines[-1], json.loads((directory / "traffic.json").read_text())
     assert (traffic["total_down"], traffic["total_up"]) == (last["bytes_down"], last["bytes_up"])
@@ -119,8 +136,9 @@ def test_best_is_the_state_of_the_best_round(finished):
     best = result.metrics[-1]["best_round"]
     assert best == max(scores, key=lambda t: (scores[t], -t))  # the first of the best
     seen = [line["best_round"] for line in result.metrics]
-    assert seen == [max((t for t in scores if t <= now), key=lambda t: (scores[t], -t))
-                    for now in scores]  # fmt: skip
+    assert seen == [
+        max((t for t in scores if t <= now), key=lambda t: (scores[t], -t)) for now in scores
+    ]
     assert_same_bits(jax.device_get(after_rounds(result, best)), result.best)
 
 

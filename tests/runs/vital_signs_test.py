@@ -17,9 +17,15 @@ pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 def run(tmp_path_factory, real_report):
     """A rate at which α is one-hot from the first round on; and what was said."""
     given = {
-        "algorithm": "pfedla", "pfedla": {"step": "scaled", "rate": 1e6}, "dataset": "synthetic",
-        "model": "mlp", "clients": 3, "rounds": 5, "eval_every": 1, "evaluate_after": False,
-    }  # fmt: skip
+        "algorithm": "pfedla",
+        "pfedla": {"step": "scaled", "rate": 1e6},
+        "dataset": "synthetic",
+        "model": "mlp",
+        "clients": 3,
+        "rounds": 5,
+        "eval_every": 1,
+        "evaluate_after": False,
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "write", real_report)
         return fedjax_pfl.run(given, tmp_path_factory.mktemp("run") / "one")

@@ -112,8 +112,13 @@ def _commands(program: Program, there: Path, beside: Path) -> dict[str, Callable
         references.find(other._replace(directory=there / "none"))
         return len(Known(there.parent).runs) >= 1
 
-    return {"the same call": again, "compare": compared, "report": reported, "export": exported,
-            "found beside": found}  # fmt: skip
+    return {
+        "the same call": again,
+        "compare": compared,
+        "report": reported,
+        "export": exported,
+        "found beside": found,
+    }
 
 
 def kinds(directory: Path) -> dict[str, Path]:
@@ -188,10 +193,15 @@ def _together(rows: list[Row]) -> list[Row]:
     for row in rows:
         found.setdefault(row.kind, []).append(row)
     return [
-        each[0] if len(each) == 1 else Row(kind, *(sum(r[i] for r in each) for i in (1, 2, 3)),
-                                           f"a file of each of {len(each)} kinds")
+        each[0]
+        if len(each) == 1
+        else Row(
+            kind,
+            *(sum(r[i] for r in each) for i in (1, 2, 3)),
+            f"a file of each of {len(each)} kinds",
+        )
         for kind, each in found.items()
-    ]  # fmt: skip
+    ]
 
 
 def refusals(kind: str, works: dict[str, Callable[[], Any]]) -> Row:
@@ -218,17 +228,28 @@ def arrays() -> list[Row]:
     ragged = np.array([[1, 2], [3]], object)
     natural = {"partition": "natural"}
     works = {
-        "none": _own(None, None), "empty": _own(x[:0], y[:0]), "0-d": _own(1.0, 1),
-        "no features": _own(x[:, :0], y), "flat": _own(x[:, 0], y), "longer": _own(x, y[:7]),
-        "NaN": _own(x * holes[:, None], y), "infinite": _own(x + np.inf, y),
-        "NaN label": _own(x, holes), "text": _own(x.astype(str), y), "objects": _own(ragged, y[:2]),
-        "complex": _own(x * 1j, y), "negative label": _own(x, y - 1),
-        "far labels": _own(x, y * 2_000_000_000), "sparse labels": _own(x, y * 1_000_000),
-        "labels out of range": _own(x, y * 4, outputs=2), "no outputs": _own(x, y, outputs=0),
-        "outputs of text": _own(x, y, outputs="two"), "3-d labels": _own(x, y.reshape(2, 2, 2)),
+        "none": _own(None, None),
+        "empty": _own(x[:0], y[:0]),
+        "0-d": _own(1.0, 1),
+        "no features": _own(x[:, :0], y),
+        "flat": _own(x[:, 0], y),
+        "longer": _own(x, y[:7]),
+        "NaN": _own(x * holes[:, None], y),
+        "infinite": _own(x + np.inf, y),
+        "NaN label": _own(x, holes),
+        "text": _own(x.astype(str), y),
+        "objects": _own(ragged, y[:2]),
+        "complex": _own(x * 1j, y),
+        "negative label": _own(x, y - 1),
+        "far labels": _own(x, y * 2_000_000_000),
+        "sparse labels": _own(x, y * 1_000_000),
+        "labels out of range": _own(x, y * 4, outputs=2),
+        "no outputs": _own(x, y, outputs=0),
+        "outputs of text": _own(x, y, outputs="two"),
+        "3-d labels": _own(x, y.reshape(2, 2, 2)),
         "boolean times": _own(x, y.astype("datetime64[s]")),
-        "test only half": _own(x, y, x_test=x), "test of another shape": _own(x, y, x_test=x[:, :2],
-                                                                             y_test=y),
+        "test only half": _own(x, y, x_test=x),
+        "test of another shape": _own(x, y, x_test=x[:, :2], y_test=y),
         "owners too few": _own(x, y, natural, owners=y[:3]),
         "owners of reals": _own(x, y, natural, owners=y + 0.5),
         "owners below 0": _own(x, y, natural, owners=y - 1),
@@ -240,7 +261,7 @@ def arrays() -> list[Row]:
         "more clients than owners": _own(x, y, natural | {"clients": 3}, owners=y),
         "hidden of 0": _own(x, y, {"mlp": {"hidden": (0,)}}),
         "a network for images": _own(x, y, {"model": "lenet"}),
-    }  # fmt: skip
+    }
     with np.errstate(all="ignore"):
         return [refusals("hostile arrays", works)]
 
@@ -269,11 +290,14 @@ def names() -> list[Row]:
     with scratch() as place:
         (place / "file").write_text("mine")
         works = {
-            **{f"examples called {n!r}": called(n)
-               for n in ("", "a b", "../x", "digits", "rounds", "a.b", "é\n", "class-1")},
+            **{
+                f"examples called {n!r}": called(n)
+                for n in ("", "a b", "../x", "digits", "rounds", "a.b", "é\n", "class-1")
+            },
             **{f"owner {n!r}": owner(n) for n in ("", " ", "a\nb", "a\x00b", "\x1b[2J", "a" * 81)},
             "observe ../evil": lambda: fedjax_pfl.run(observing, algorithm=evil),
-            "a setting of another type": settings({1: 2}), "a list": settings([]),
+            "a setting of another type": settings({1: 2}),
+            "a list": settings([]),
             "a setting that is not there": settings({"round": 3}),
             "a dotted setting": settings({"pfedla.rate": 1}),
             "a method that is not there": settings({"algorithm": "../fedavg"}),
@@ -288,16 +312,21 @@ def names() -> list[Row]:
             "a run beside that is none": lambda: fedjax_pfl.run(
                 {**CONFIG, "beside": "/dev/null"}, place / "run"
             ),
-        }  # fmt: skip
+        }
         return [refusals("hostile names", works)]
 
 
 FOREIGN: dict[str, dict[str, Any]] = {
-    "seed": {"seed": 1}, "rate": {"learning_rate": 0.05}, "batches": {"batch_size": 16},
-    "split": {"partition_seed": 1}, "method": {"algorithm": "fedavg", "fedmn": {}},
-    "method's own": {"fedmn": {**CONFIG["fedmn"], "layout": (1, 2)}}, "rounds": {"rounds": 2},
-    "drop of the rate": {"learning_rate_drops": (0.5,)}, "who is missing": {"dropout": 0.5},
-}  # fmt: skip
+    "seed": {"seed": 1},
+    "rate": {"learning_rate": 0.05},
+    "batches": {"batch_size": 16},
+    "split": {"partition_seed": 1},
+    "method": {"algorithm": "fedavg", "fedmn": {}},
+    "method's own": {"fedmn": {**CONFIG["fedmn"], "layout": (1, 2)}},
+    "rounds": {"rounds": 2},
+    "drop of the rate": {"learning_rate_drops": (0.5,)},
+    "who is missing": {"dropout": 0.5},
+}
 
 
 def foreign() -> list[Row]:

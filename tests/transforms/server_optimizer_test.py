@@ -144,10 +144,25 @@ def test_momentum_is_the_fedavgm_of_the_documents():
 
 
 FOR_IT = (
-    "fedavg", "fedprox", "fedper", "fedrep", "lg_fedavg", "fedbn", "fedavg_plus", "per_fedavg",
-    "pfedme", "pfedpara", "fedem", "ditto", "apfl", "fedala", "fedbabu", "fedrod",
-    "fedsam", "l2gd",
-)  # fmt: skip
+    "fedavg",
+    "fedprox",
+    "fedper",
+    "fedrep",
+    "lg_fedavg",
+    "fedbn",
+    "fedavg_plus",
+    "per_fedavg",
+    "pfedme",
+    "pfedpara",
+    "fedem",
+    "ditto",
+    "apfl",
+    "fedala",
+    "fedbabu",
+    "fedrod",
+    "fedsam",
+    "l2gd",
+)
 
 
 @pytest.mark.parametrize("name", cases.NAMES)

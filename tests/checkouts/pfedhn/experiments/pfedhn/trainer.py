@@ -16,12 +16,31 @@ def eval_model(*_, **__):
 
 
 def train(
-    data_name, data_path, classes_per_node, num_nodes, steps, inner_steps, optim, lr, inner_lr,
-    embed_lr, wd, inner_wd, embed_dim, hyper_hid, n_hidden, n_kernels, bs, device, eval_every,
-    save_path, seed,
-):  # fmt: skip
-    nodes = BaseNodes(data_name, data_path, num_nodes, classes_per_node=classes_per_node,
-                      batch_size=bs)  # fmt: skip
+    data_name,
+    data_path,
+    classes_per_node,
+    num_nodes,
+    steps,
+    inner_steps,
+    optim,
+    lr,
+    inner_lr,
+    embed_lr,
+    wd,
+    inner_wd,
+    embed_dim,
+    hyper_hid,
+    n_hidden,
+    n_kernels,
+    bs,
+    device,
+    eval_every,
+    save_path,
+    seed,
+):
+    nodes = BaseNodes(
+        data_name, data_path, num_nodes, classes_per_node=classes_per_node, batch_size=bs
+    )
     inner, outer, loss = (
         SGD([torch.Tensor(121_182)]),
         SGD([torch.Tensor(7)]),
