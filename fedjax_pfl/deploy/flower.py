@@ -9,9 +9,10 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flwr.app import Array, ArrayRecord, Message, RecordDict
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedjax_pfl.core.errors import UsageError
@@ -22,6 +23,9 @@ from fedjax_pfl.deploy.own_state import describe, whole
 _PART = "message"
 NAME = "client-"  # what nodes are called where they are registered, with their client ids
 ENDED, FAILED = "The run has ended:", "error:"  # the last line of its log begins so
+_BACK = 120.0  # seconds in which a node that went away while it was asked may come back
+_SENT = 3  # times that a request is sent to a node which stays online and reports errors
+_LOOK = 2.0  # seconds between two looks at who is online
 KEYS = "keys.json"  # beside the run directory: by client, the digest of its node's public key
 
 
@@ -56,8 +60,8 @@ def run_by(grid: Grid, path: str) -> None:
     except UsageError as error:
         tell(f"{FAILED} {error}")
         raise
-    except BaseException as error:
-        tell(f"{FAILED} {type(error).__name__}: {error}")
+    except BaseException as error:  # with the SuperLink gone, say: given again, the run goes on
+        tell(" ".join(f"the server's app ends by {type(error).__name__}: {error}".split())[:500])
         raise
 
 
@@ -65,6 +69,13 @@ def _tuples(plain: Any) -> Any:
     if isinstance(plain, dict):
         return {key: _tuples(value) for key, value in plain.items()}
     return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
+
+
+class Online(NamedTuple):
+    """A client's node that is there, and since when."""
+
+    node: int
+    since: str
 
 
 class ByFlower:
@@ -80,10 +91,10 @@ class ByFlower:
         while len(self.nodes()) < self.count and time.monotonic() < until:
             time.sleep(1)
 
-    def nodes(self) -> dict[int, int]:
+    def nodes(self) -> dict[int, Online]:
         """The node of each client that is online, by the names and keys of those registered."""
         path = self.directory.with_name(f"{self.directory.name}.{KEYS}")
-        keys, found = describe(path), dict[int, int]()
+        keys, found = describe(path), dict[int, Online]()
         before = dict(keys)
         for one in self.grid.get_nodes():
             number = one.name.removeprefix(NAME)
@@ -97,7 +108,7 @@ class ByFlower:
                 if number not in before:
                     del keys[number]
                 continue
-            found[int(number)] = one.node_id
+            found[int(number)] = Online(one.node_id, one.last_activated_at)
         if keys != before:
             whole(path, json.dumps(keys, indent=2).encode() + b"\n")
         return found
@@ -111,22 +122,53 @@ class ByFlower:
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
     ) -> Iterator[tuple[int, bytes]]:
-        """See `run.Exchange`; an error of Flower's comes back as a refusal."""
-        until = time.monotonic() + (seconds or 1e9)
-        nodes, left = self.nodes(), dict[str, int]()
-        for i, content in requests.items():
-            if i in nodes:
-                message = Message(packed(content), nodes[i], "query", ttl=(seconds or 3600) + 60)
-                (found,) = self.grid.push_messages([message]) or [""]
-                if found:
-                    left[found] = i
-        while left and time.monotonic() < until:
-            for reply in self.grid.pull_messages(list(left)):
-                i = left.pop(reply.metadata.reply_to_message_id, -1)
-                if i in requests:
-                    yield i, self.read(reply, nodes[i])
-            if left:
+        """See `run.Exchange`. Who is not online is absent at once; who was is waited for.
+
+        What is lost with a process is not delivered again by Flower. Therefore a node that has
+        come back is sent its request again: it answers by the same bytes, if it had before.
+        """
+        until, look = time.monotonic() + (seconds or 1e9), time.monotonic() + _LOOK
+        nodes = self.nodes()
+        one = _Asked({i: content for i, content in requests.items() if i in nodes})
+        self.send(one, nodes, seconds)
+        while one.left and (now := time.monotonic()) < until:
+            for reply in self.grid.pull_messages(list(one.out)):
+                i, node = one.out.pop(reply.metadata.reply_to_message_id, (-1, 0))
+                if i not in one.left or (reply.has_error() and self.failed(one, i, reply)):
+                    continue
+                del one.left[i]
+                yield i, self.read(reply, node)
+            for i in [i for i in one.left if now > one.gone.get(i, now)]:
+                del one.left[i]
+                yield i, refusal({}, f"its node went away, and was not back in {_BACK:.0f} s")
+            if now > look:
+                self.send(one, self.nodes(), seconds)
+                look = now + _LOOK
+            if one.left:
                 time.sleep(0.2)
+
+    def send(self, one: "_Asked", nodes: Mapping[int, Online], seconds: float | None) -> None:
+        """To those who have not had their request since they have come."""
+        for i, (node, since) in nodes.items():
+            if i not in one.left or one.sent.get(i) == since:
+                continue
+            content, ttl = packed(one.left[i]), (seconds or 3600) + 60
+            (found,) = self.grid.push_messages([Message(content, node, "query", ttl=ttl)]) or [""]
+            one.sent[i] = since
+            if found:
+                one.out[found] = i, node
+                one.times[i] = one.times.get(i, 0) + 1
+                one.gone.pop(i, None)
+
+    def failed(self, one: "_Asked", i: int, reply: Message) -> bool:
+        """Whether client i is waited for although Flower reports an error of its node."""
+        if reply.error.code == ErrorCode.NODE_UNAVAILABLE:
+            one.gone.setdefault(i, time.monotonic() + _BACK)
+            return True
+        if one.times[i] >= _SENT:
+            return False
+        one.sent.pop(i, None)
+        return True
 
     def read(self, reply: Message, node: int) -> bytes:
         """An answer's bytes; the text of an error may be anything, and is not passed on."""
@@ -135,3 +177,14 @@ class ByFlower:
         if reply.metadata.src_node_id != node:
             return refusal({}, "it comes from another node")
         return unpacked(reply.content)
+
+
+class _Asked:
+    """Requests whose answers are waited for; everything by client but `out`."""
+
+    def __init__(self, left: Mapping[int, bytes]) -> None:
+        self.left = dict(left)
+        self.out = dict[str, tuple[int, int]]()  # by message: client and node
+        self.sent = dict[int, str]()  # since when the node was there that has the request
+        self.times = dict[int, int]()
+        self.gone = dict[int, float]()  # until when a node is waited for

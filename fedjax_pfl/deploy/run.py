@@ -27,7 +27,7 @@ from fedjax_pfl.runs.build import Built
 from fedjax_pfl.runs.run_state import Member
 
 FILE = "deployed.json"  # in the run directory: the run's name, its starts, and who its clients are
-WIRE = "wire.jsonl"  # a line per round: bytes of messages beside the ledger's
+WIRE = "wire.jsonl"  # a line per round: who was absent; bytes of messages beside the ledger's
 
 
 class Exchange(Protocol):
@@ -162,6 +162,7 @@ class _Running(NamedTuple):
     def all(self) -> Done:
         """From where it stands to the end."""
         standing = self.resumed()
+        self.noted_until(self.member.at.round)
         member, end = self.member, self.built.phases[0].end
         run_state.begin(member)
         short = 0
@@ -245,18 +246,19 @@ class _Running(NamedTuple):
         )
         if scores is not None:
             self.evaluated(standing, scores)
-        self.saved(standing)
         after = member.at.ledger
         self.noted(
             round=t + 1,
             seconds=round(trained - began, 3),
             evaluate_seconds=round(ended - trained, 3),
             answers=fine,
+            absent=sorted(set(opened.requests) - {i for i in came if came[i].fine}),
             ledger_down=after.total_down - before.total_down,
             ledger_up=after.total_up - before.total_up,
             messages_down=moved[0],
             messages_up=moved[1],
         )
+        self.saved(standing)
         return standing
 
     def collected(
@@ -264,7 +266,7 @@ class _Running(NamedTuple):
     ) -> tuple[dict[int, Any], tuple[int, int]]:
         """What has come in time and can be read, by client; and the bytes down and up."""
         came: dict[int, Any] = {}
-        up = 0
+        refused, up = set[int](), 0
         for i, content in self.exchange.ask(opened.requests, self.waiting.seconds):
             up += len(content)
             try:
@@ -272,8 +274,9 @@ class _Running(NamedTuple):
                     raise Refused("it was not asked, or has answered already")
                 came[i] = take(self.server, opened, i, content)
             except Refused as error:
+                refused.add(i)
                 self.tell(f"{opened.kind}, round {opened.round + 1}: client {i}: {error}")
-        for i in sorted(set(opened.requests) - set(came)):
+        for i in sorted(set(opened.requests) - set(came) - refused):
             self.tell(f"{opened.kind}, round {opened.round + 1}: client {i} is absent")
         return came, (sum(map(len, opened.requests.values())), up)
 
@@ -310,10 +313,18 @@ class _Running(NamedTuple):
         member.at = member.at._replace(checkpoint_seconds=total)
 
     def noted(self, **line: Any) -> None:
-        """Bytes of messages beside those of the ledger."""
+        """Who was absent, and the bytes of messages beside those of the ledger."""
         assert self.member.directory is not None
         with self.member.writing(), open(self.member.directory / WIRE, "a") as file:
             file.write(json.dumps(line) + "\n")
+
+    def noted_until(self, t: int) -> None:
+        """Without the lines of rounds that were not saved, and will be made again."""
+        assert self.member.directory is not None
+        path = self.member.directory / WIRE
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        with self.member.writing():
+            own_state.whole(path, b"".join(lines[:t]))
 
     def report(self, directory: Path, rows: list[dict[str, Any]]) -> None:
         """The page and the pictures; what draws is imported here."""

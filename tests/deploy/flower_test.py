@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedjax_pfl.deploy import own_state, run
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import guard, own_state, run, wire
 from fedjax_pfl.runs import runner
 from tests.deploy.run_test import CONFIG, close
 from tests.runs.common import read_metrics
@@ -28,19 +29,44 @@ class Grid:
     """A SuperLink's side: nodes as registered, and answers that were put there."""
 
     def __init__(self, *nodes: tuple[int, str, bytes, str]) -> None:
-        self.all, self.pushed, self.replies = nodes, list[Any](), list[Any]()
+        self.all, self.pushed = nodes, list[Any]()
+        self.replies = list[list[Any]]()  # of each time that they are asked for
+        self.since = "noon"
 
     def get_nodes(self) -> list[Any]:
         words = ("node_id", "name", "public_key", "status")
-        return [SimpleNamespace(**dict(zip(words, one, strict=True))) for one in self.all]
+        since = {"last_activated_at": self.since}
+        return [SimpleNamespace(**dict(zip(words, one, strict=True)), **since) for one in self.all]
 
     def push_messages(self, messages: list[Any]) -> list[str]:
         self.pushed += messages
         return [f"m{len(self.pushed)}"]
 
     def pull_messages(self, ids: list[str]) -> list[Any]:
-        now, self.replies = self.replies, []
-        return now
+        return self.replies.pop(0) if self.replies else []
+
+
+def packed(content: bytes) -> Any:
+    from fedjax_pfl.deploy import flower
+
+    return flower.packed(content)
+
+
+def unpacked(record: Any) -> bytes:
+    from fedjax_pfl.deploy import flower
+
+    return flower.unpacked(record)
+
+
+def refused(answer: bytes) -> str:
+    """Why it was; no text of an error of Flower's is in it."""
+    assert b"patients" not in answer
+    return str(wire.decode(answer, 10_000).facts["refused"])
+
+
+def there(one: Any) -> dict[int, int]:
+    """The nodes by client."""
+    return {i: online.node for i, online in one.nodes().items()}
 
 
 def by(grid: Grid, folder: Path) -> tuple[Any, list[str]]:
@@ -52,54 +78,90 @@ def by(grid: Grid, folder: Path) -> tuple[Any, list[str]]:
 
 def test_a_node_is_the_client_that_it_was_by_its_key(tmp_path: Path):
     one, said = by(Grid((7, NODES[0], b"a", "online"), (8, NODES[1], b"b", "online")), tmp_path)
-    assert one.nodes() == {0: 7, 1: 8}
+    assert there(one) == {0: 7, 1: 8}
     again, _ = by(Grid((17, NODES[0], b"a", "online"), (18, NODES[1], b"b", "offline")), tmp_path)
-    assert again.nodes() == {0: 17}
+    assert there(again) == {0: 17}
     other, said = by(Grid((7, NODES[0], b"c", "online"), (8, NODES[1], b"b", "online")), tmp_path)
-    assert other.nodes() == {1: 8}
-    assert other.nodes() == {1: 8}
+    assert there(other) == {1: 8}
+    assert there(other) == {1: 8}
     assert len(said) == 1
     assert "client-0 has another key" in said[0]
     wrong = Grid((7, "client-9", b"c", "online"), (8, "somebody", b"d", "online"))
-    assert by(wrong, tmp_path)[0].nodes() == {}
+    assert there(by(wrong, tmp_path)[0]) == {}
 
 
 def test_two_names_with_one_key_are_one_client(tmp_path: Path):
     one, said = by(Grid((7, NODES[0], b"a", "online"), (8, NODES[1], b"a", "online")), tmp_path)
-    assert one.nodes() == {0: 7}
+    assert there(one) == {0: 7}
     assert len(said) == 1
 
 
-def test_what_is_not_an_answer_of_the_node_that_was_asked_is_a_refusal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    from fedjax_pfl.deploy import flower, wire
+def reply(to: str, source: int, error: int = 0) -> Any:
+    """As Flower gives it; the text of an error may be anything."""
+    return SimpleNamespace(
+        metadata=SimpleNamespace(reply_to_message_id=to, src_node_id=source),
+        error=SimpleNamespace(code=error, reason="/home/amsterdam/patients.csv"),
+        has_error=lambda: error > 0,
+        content=packed(b"an answer"),
+    )
 
-    def message(content: Any, *_: Any, ttl: float) -> Any:  # Flower's own needs a run of its own
+
+@pytest.fixture
+def grid(monkeypatch: pytest.MonkeyPatch) -> Grid:
+    """Of two nodes; Flower's own messages need a run of its own."""
+    from fedjax_pfl.deploy import flower
+
+    def message(content: Any, *_: Any, ttl: float) -> Any:
         return SimpleNamespace(content=content, ttl=ttl)
 
     monkeypatch.setattr(flower, "Message", message)
-    grid = Grid((7, NODES[0], b"a", "online"), (8, NODES[1], b"b", "online"))
+    monkeypatch.setattr(flower, "_LOOK", 0.0)
+    return Grid((7, NODES[0], b"a", "online"), (8, NODES[1], b"b", "online"))
+
+
+def test_what_is_not_an_answer_of_the_node_that_was_asked_is_a_refusal(grid: Grid, tmp_path: Path):
     one, _ = by(grid, tmp_path)
-
-    def reply(to: str, source: int, error: Any = None) -> Any:
-        facts = SimpleNamespace(reply_to_message_id=to, src_node_id=source)
-        return SimpleNamespace(
-            metadata=facts,
-            error=error,
-            has_error=lambda: error is not None,
-            content=flower.packed(b"an answer"),
-        )
-
-    secret = SimpleNamespace(code=2, reason="/home/amsterdam/patients.csv")
-    grid.replies = [reply("m1", 8), reply("m2", 8, secret), reply("m9", 7)]
+    grid.replies = [[reply("m1", 8), reply("m9", 7), reply("m2", 8)]]
     answers = dict(one.ask({0: b"x", 1: b"y"}, 30))
-    assert [flower.unpacked(m.content) for m in grid.pushed] == [b"x", b"y"]
-    assert "another node" in wire.decode(answers[0], 10_000).facts["refused"]
-    assert "patients" not in str(wire.decode(answers[1], 10_000))
-    grid.replies = [reply("m3", 7), reply("m4", 8)]
-    assert dict(one.ask({0: b"x", 1: b"y"}, 30)) == {0: b"an answer", 1: b"an answer"}
+    assert [unpacked(m.content) for m in grid.pushed] == [b"x", b"y"]
+    assert "another node" in refused(answers[0])
+    assert answers[1] == b"an answer"
     assert dict(one.ask({0: b"x"}, 0.3)) == {}
+
+
+def test_a_node_that_comes_back_is_sent_its_request_again(grid: Grid, tmp_path: Path):
+    from flwr.common.constant import ErrorCode
+
+    one, _ = by(grid, tmp_path)
+    grid.replies = [[reply("m1", 0, ErrorCode.NODE_UNAVAILABLE), reply("m2", 8)], [], []]
+    asked = one.ask({0: b"x", 1: b"y"}, 30)
+    assert next(asked) == (1, b"an answer")
+    assert [unpacked(m.content) for m in grid.pushed] == [b"x", b"y"]
+    grid.since = "one o'clock"
+    grid.replies = [[], [reply("m3", 7)]]
+    assert next(asked) == (0, b"an answer")
+    assert [unpacked(m.content) for m in grid.pushed] == [b"x", b"y", b"x"]
+    assert list(asked) == []
+
+
+def test_a_node_that_stays_away_or_always_fails_is_given_up(
+    grid: Grid, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from flwr.common.constant import ErrorCode
+
+    from fedjax_pfl.deploy import flower
+
+    one, _ = by(grid, tmp_path)
+    failed = ErrorCode.CLIENT_APP_CRASHED
+    grid.replies = [[reply("m1", 7, failed)], [reply("m2", 7, failed)], [reply("m3", 7, failed)]]
+    ((_, said),) = one.ask({0: b"x"}, 30)
+    assert refused(said) == f"Flower reports error {failed} of its node"
+    assert len(grid.pushed) == 3
+    monkeypatch.setattr(flower, "_BACK", 0.5)
+    grid.replies = [[reply("m4", 0, ErrorCode.NODE_UNAVAILABLE)]]
+    ((_, said),) = one.ask({0: b"x"}, 30)
+    assert "was not back in" in refused(said)
+    assert len(grid.pushed) == 4
 
 
 def handshake(authority: Path, certificate: Path, key: Path) -> None:
@@ -121,36 +183,60 @@ def handshake(authority: Path, certificate: Path, key: Path) -> None:
 
 
 def test_certificates_and_keys_are_made_once_and_are_the_owners(tmp_path: Path):
-    from fedjax_pfl.deploy import trial
+    from fedjax_pfl.deploy import keys
 
-    paths = trial.certificates(tmp_path)
-    public = trial.node_key(tmp_path / "client-0.key")
-    there = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert trial.certificates(tmp_path) == paths
-    assert trial.node_key(tmp_path / "client-0.key") == public
-    assert there == {path: path.read_bytes() for path in tmp_path.iterdir()}
+    paths = keys.certificates(tmp_path)
+    public = keys.node_key(tmp_path / "client-0.key")
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert keys.certificates(tmp_path) == paths
+    assert keys.node_key(tmp_path / "client-0.key") == public
+    assert files == {path: path.read_bytes() for path in tmp_path.iterdir()}
     handshake(*paths)
     for name in ("server.key", "client-0.key"):
         assert os.stat(tmp_path / name).st_mode & 0o77 == 0
 
 
-def test_what_a_trial_has_started_is_found_by_its_environment(tmp_path: Path):
+def test_what_a_trial_has_started_ends_with_it_however_that_ends(tmp_path: Path):
+    """One process ends by itself and is started again; the trial is killed; nothing is left."""
+    program = (
+        "import sys, time; from pathlib import Path; from fedjax_pfl.deploy import trial\n"
+        "trial._PAUSE = 0.0; folder = Path(sys.argv[1])\n"
+        "with trial._claimed(folder) as lock, trial._Processes(folder, folder, lock) as started:\n"
+        "  started.start('one', sys.executable, '-c', 'import time; time.sleep(60)')\n"
+        "  print(started.running['one'].pid, flush=True)\n"
+        "  sys.stdin.readline(); started.running['one'].kill(); started.running['one'].wait()\n"
+        "  print(*started.again(), flush=True); time.sleep(60)\n"
+    )
+    words = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(words, stdin=-1, stdout=-1, text=True) as one:
+        assert one.stdin is not None
+        assert one.stdout is not None
+        first = int(one.stdout.readline())
+        assert guard.left(tmp_path) == [first]
+        assert guard.left(tmp_path, "flwr-serverapp") == []
+        one.stdin.write("\n")
+        one.stdin.flush()
+        assert one.stdout.readline() == "one\n"
+        (again,) = guard.left(tmp_path)
+        assert again != first
+        one.kill()
     from fedjax_pfl.deploy import trial
 
-    with trial._Processes(tmp_path, tmp_path / "flwr") as started:
-        started.start("one", sys.executable, "-c", "import time; time.sleep(60)")
-        assert trial.left(tmp_path / "flwr") == [started.running["one"].pid]
-        started.running["one"].kill()
-        started.running["one"].wait()
-        assert started.again() == ["one"]
-        assert trial.left(tmp_path / "flwr") == [started.running["one"].pid]
-    assert trial.left(tmp_path / "flwr") == []
+    with trial._claimed(tmp_path):  # waits until the guard has ended what was left
+        assert guard.left(tmp_path) == []
+
+
+def test_two_trials_in_one_folder(tmp_path: Path):
+    from fedjax_pfl.deploy import trial
+
+    with trial._claimed(tmp_path):
+        other = trial._claimed(tmp_path, 0.3)
+        with pytest.raises(UsageError, match="in use by another trial"):
+            other.__enter__()
 
 
 @pytest.mark.slow("a SuperLink and three nodes, which are fifteen processes, take minutes")
 def test_a_run_over_flower_is_what_the_simulation_is(tmp_path: Path):
-    from fedjax_pfl.deploy import trial
-
     settings = {"rounds": 2, "eval_every": 1, "clients_per_round": 3}
     simulated = runner.run({**CONFIG, **settings}, tmp_path / "simulated")
     config = tmp_path / "config.py"
@@ -173,4 +259,4 @@ def test_a_run_over_flower_is_what_the_simulation_is(tmp_path: Path):
     assert len(set(keys.values())) == 3
     assert len(list((tmp_path / "nodes").glob("node-*/run-*/model.safetensors"))) == 3
     assert len(lines) == 2
-    assert trial.left(tmp_path / "nodes" / "flwr") == []
+    assert guard.left(tmp_path / "nodes" / "flwr") == []
