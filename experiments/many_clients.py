@@ -26,7 +26,6 @@ from absl import flags
 
 from experiments.launch import command
 from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import STORES
 from fedjax_pfl.core import local_training, task
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
@@ -192,7 +191,9 @@ if __name__ == "__main__":
     # Here, because other commands have a --clients of their own.
     flags.DEFINE_list("clients", ["100", "1000", "10000", "100000", "1000000"], "How many.")
     flags.DEFINE_list("methods", ["fedavg", "fedper", "local", "pfedhn"], "Which methods.")
-    flags.DEFINE_enum("store", "disk", STORES[1:], "Where what stays with clients is kept.")
+    flags.DEFINE_enum(
+        "store", "disk", ("device", "host", "disk"), "Where what stays with clients is kept."
+    )
     flags.DEFINE_integer("cohort", 100, "Clients in a round.", lower_bound=1)
     flags.DEFINE_integer("rounds", 3, "So many are measured.", lower_bound=1)
     flags.DEFINE_integer("written", 0, "Clients whose state is written before.", lower_bound=0)

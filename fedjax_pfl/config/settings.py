@@ -7,7 +7,7 @@ from fedjax_pfl import transforms
 from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
 from fedjax_pfl.core.setting import Setting
 
-STORES = ("auto", "device", "host", "disk")
+STORES = ("auto", "device", "sharded", "host", "disk")
 
 _OURS = tuple(OPTIMIZERS)  # which a rate is given to; a caller's own has one inside
 
@@ -347,9 +347,9 @@ GENERAL: dict[str, dict[str, Setting]] = {
         ),
         "store": Setting(
             "auto",
-            "where examples and what stays with clients are kept: on every device; or on the "
-            "host, from where those of a cohort are sent in each round; or, what stays, on disk; "
-            "auto: the first of these that fits well",
+            "where examples and state are kept: on every device; or, the state of clients, sharded "
+            "over devices; or, what stays with clients, on the host or on disk, from where the "
+            "cohort's is sent in each round; auto: the first of these that fits well",
             choices=STORES,
             resumable=True,
         ),

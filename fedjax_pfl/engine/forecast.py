@@ -21,7 +21,8 @@ _SHARE = 0.5  # of a memory that is taken without being asked for
 class Sizes(NamedTuple):
     """Of a phase; bytes and numbers."""
 
-    shared: int  # the server's part, and what it keeps for all clients
+    server: int  # what all share
+    row: int  # what the server keeps for a client
     client: int  # what stays with one
     clients: int
     cohort: int
@@ -30,6 +31,7 @@ class Sizes(NamedTuple):
     sent: int  # those of a cohort at most
     best: bool  # whether a best round is kept beside the last
     points: int = 1  # of a sweep
+    devices: int = 1
 
 
 class Need(NamedTuple):
@@ -50,6 +52,7 @@ class Room(NamedTuple):
     host: float
     disk: float
     apart: bool  # whether a device has memory of its own
+    devices: int = 1  # that this process computes with
 
 
 def readable(number: float) -> str:
@@ -64,11 +67,15 @@ def readable(number: float) -> str:
 def need(sizes: Sizes, store: str) -> Need:
     """What a phase needs with a store."""
     states = 2 if sizes.best else 1
-    shared = sizes.points * sizes.shared
-    if store == "device":
-        state = sizes.points * (sizes.shared + sizes.clients * sizes.client)
+    shared = sizes.points * (sizes.server + sizes.clients * sizes.row)
+    if store in ("device", "sharded"):
+        each = sizes.row + sizes.client
+        state = sizes.points * (sizes.server + sizes.clients * each)
+        held = state
+        if store == "sharded":
+            held = sizes.server + -(-sizes.clients // sizes.devices) * each
         # A copy on its way to a checkpoint, and the best one.
-        return Need(state + sizes.examples, states * state, _KEPT * states * state)
+        return Need(held + sizes.examples, states * state, _KEPT * states * state)
     trained = min(sizes.clients, sizes.rounds * sizes.cohort)
     changed = states * trained * sizes.client
     # The cohort's before and after the round; the next cohort's is on its way.
@@ -83,20 +90,23 @@ def most(each: Sequence[Need]) -> Need:
     return Need(*map(max, zip(*each, strict=True)))
 
 
-def room() -> Room:
-    """What this machine has; how much of its disk is for a run, nobody knows."""
+def room(devices: int = 1) -> Room:
+    """What this machine has; how much of its disk is for a run, nobody knows.
+
+    devices: those of this process that a run uses.
+    """
     host = math.inf
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     first = jax.local_devices()[0]
     apart = first.platform != "cpu"
     known = (first.memory_stats() or {}).get("bytes_limit", math.inf) if apart else host
-    return Room(float(known), float(host), math.inf, apart)
+    return Room(float(known), float(host), math.inf, apart, devices)
 
 
 def lacking(wanted: Need, there: Room) -> str:
     """What there is too little of, in words; nothing where all fits."""
-    host = wanted.host if there.apart else wanted.host + wanted.device
+    host = wanted.host if there.apart else wanted.host + there.devices * wanted.device
     for name, value, limit in (
         ("on a device", wanted.device, there.device),
         ("of memory", host, there.host),
@@ -108,18 +118,23 @@ def lacking(wanted: Need, there: Room) -> str:
 
 
 def _fits_well(wanted: Need, there: Room) -> bool:
-    some = Room(_SHARE * there.device, _SHARE * there.host, there.disk, there.apart)
+    some = there._replace(device=_SHARE * there.device, host=_SHARE * there.host)
     return not lacking(wanted, some)
 
 
-def choose(each: Sequence[Sizes], store: str, there: Room, *, alone: bool) -> str:
+def choose(each: Sequence[Sizes], store: str, there: Room, *, several: bool, processes: int) -> str:
     """The store of a run, where it is auto; UsageError where what is needed is not there.
 
     Args:
       each: of its phases.
-      alone: whether it is one run in one process, without which only the device can be.
+      several: whether a program computes several runs, which are on the device.
+      processes: that compute it; with several of them, devices are all that they have in common.
     """
-    stores = ("device", "host", "disk") if alone else ("device",)
+    sharded = ("sharded",) if each[0].devices > 1 and not several else ()
+    elsewhere = ("host", "disk") if processes == 1 and not several else ()
+    stores = ("device", *sharded, *elsewhere)
+    if store == "sharded" and not sharded:
+        store = "device"  # which one device is
     needs = {name: most([need(sizes, name) for sizes in each]) for name in stores}
     if store == "auto":
         well = [name for name in stores if _fits_well(needs[name], there)]

@@ -36,7 +36,13 @@ def layout(n: int, chunk: int, mesh: Mesh | None) -> Layout:
 
 
 def map_clients(
-    f: Work, shared: PyTree, items: PyTree, use: jax.Array, chunk: int, mesh: Mesh | None
+    f: Work,
+    shared: PyTree,
+    items: PyTree,
+    use: jax.Array,
+    chunk: int,
+    mesh: Mesh | None,
+    before: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
     """f(shared, item) for every item on axis 0: sharded, then chunk by chunk, vmapped in a chunk.
 
@@ -44,6 +50,8 @@ def map_clients(
       use: bool [n]; a chunk in which none is used is not computed, its results are zero.
       chunk: how many clients are vmapped together; 1 maps without vmap.
       mesh: over which the items are spread, or None.
+      before: of an item, what reads arrays that are spread over the mesh; XLA lays that out, before
+        each device computes its own f(shared, (item, before(item))).
     """
     f = jax.jit(f, inline=True)  # traced once, for its results' shapes and for its work
     n, shape = use.shape[0], layout(use.shape[0], chunk, mesh)
@@ -51,6 +59,9 @@ def map_clients(
     items, use = jax.tree.map(
         lambda a: jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))), (items, use)
     )
+    if before is not None and mesh is not None:
+        out = _after(before, f, shape, mesh, shared, items, use)
+        return jax.tree.map(lambda a: a[:n], out)
     own = partial(_on_device, f, shape)
     out = (_on_mesh(own, shape, mesh) if mesh else own)(shared, items, use)
     return jax.tree.map(lambda a: a[:n], out)
@@ -71,6 +82,34 @@ def _on_mesh(own: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[
     # are computed from and communicate that. Replication is not checked, because random keys and
     # loop carries mix values that are replicated with values that are not.
     return jax.shard_map(gathered, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def _after(
+    before: Callable[[PyTree], PyTree],
+    f: Work,
+    shape: Layout,
+    mesh: Mesh,
+    shared: PyTree,
+    items: PyTree,
+    use: jax.Array,
+) -> PyTree:
+    """Chunks of all devices one after the other, so that little of `before` is there at a time."""
+    axis = mesh.axis_names[0]
+
+    def own(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
+        return jax.lax.all_gather(_chunk(f, shape, shared, (items, use)), axis, tiled=True)
+
+    specs = (P(), P(axis), P(axis))
+    on_mesh = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+    def chunk(items_use: tuple[PyTree, jax.Array]) -> PyTree:
+        items, use = items_use
+        return on_mesh(shared, (items, jax.vmap(before)(items)), use)
+
+    each = shape.devices * shape.width
+    cut = jax.tree.map(lambda a: a.reshape(shape.chunks, each, *a.shape[1:]), (items, use))
+    out = jax.lax.map(chunk, cut)
+    return jax.tree.map(lambda a: a.reshape(shape.chunks * each, *a.shape[2:]), out)
 
 
 def _on_device(f: Work, shape: Layout, shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:

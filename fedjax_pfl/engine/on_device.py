@@ -1,4 +1,7 @@
-"""A run whose clients and examples are on every device: all rounds of a call are one program."""
+"""A run whose examples are on every device: all rounds of a call are one program.
+
+Its clients are on every device, too, or spread over them.
+"""
 
 from typing import Any
 
@@ -7,6 +10,7 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Algorithm, State
 from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.engine import spread
 from fedjax_pfl.engine.records import Evaluation, Log, Rounds
 
 
@@ -20,11 +24,11 @@ class OnDevice:
 
     def init(self, start: State | None = None) -> State:
         """The first state, or one that begins where an earlier phase ended."""
-        return self.rounds.init(self.key, start)
+        return self.rounds.init(self.key, start and self.rounds.enter(start))
 
     def enter(self, state: State) -> State:
         """A state as `run` takes it, also from NumPy arrays."""
-        return self.rounds.place(state)
+        return self.rounds.enter(state)
 
     def compile(self, state: State, t: int) -> None:
         """So that no round waits for it."""
@@ -43,7 +47,11 @@ class OnDevice:
 
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
         """What an algorithm shows of its state."""
-        return jax.device_get(jax.jit(algorithm.observe)(state))
+
+        def shown(state: State) -> dict[str, jax.Array]:
+            return algorithm.observe(spread.cut(state))
+
+        return jax.device_get(jax.jit(shown, out_shardings=self.rounds.everywhere)(state))
 
     def _number(self, value: int) -> Any:
         return self.rounds.place(np.int32(value))

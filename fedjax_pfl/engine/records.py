@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
@@ -86,6 +85,8 @@ class Rounds(NamedTuple):
     run: Any
     evaluate: Any
     place: Callable[[PyTree], PyTree]  # puts a tree on the devices that the rounds run on
+    enter: Callable[[State], State]  # puts a state there, as `run` takes it
+    everywhere: Any  # where a tree is that `place` has put, for `jax.jit`
 
 
 class How(NamedTuple):
@@ -105,13 +106,14 @@ class How(NamedTuple):
     validate_after: bool
     evaluated: np.ndarray | None
     chunk: int
-    mesh: Mesh | None
+    mesh: Any  # or None
+    spread: bool  # whether a state's rows and clients are spread over the mesh
 
 
 class Shared(NamedTuple):
     """What all clients of a stage have in common."""
 
     key: jax.Array
-    state: State  # without the clients
+    state: Any  # without the clients; None for what is not to read it
     data: FederatedData
     t: Any

@@ -13,13 +13,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl.core import groups, local_training, trees
+from fedjax_pfl.core import groups, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
-from fedjax_pfl.core.randomness import DROP, INIT, PERSONAL, SAMPLE, SEND, TRAIN, stage_key
+from fedjax_pfl.core.examples import FederatedData, client_data
+from fedjax_pfl.core.randomness import DROP, INIT, SAMPLE, SEND, TRAIN, stage_key
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.engine import multiprocess
+from fedjax_pfl.engine import multiprocess, spread
 from fedjax_pfl.engine.map_clients import map_clients
 from fedjax_pfl.engine.records import (
     Evaluation,
@@ -31,6 +31,7 @@ from fedjax_pfl.engine.records import (
     Seats,
     Shared,
 )
+from fedjax_pfl.engine.scoring import evaluation, score_party
 
 
 class Seat(NamedTuple):
@@ -64,13 +65,16 @@ class Several(NamedTuple):
 
 def compiled(plain: Plain, mesh: Mesh | None = None) -> Rounds:
     """Rounds on one device, or on all of a mesh."""
+    if plain.how is not None and plain.how.spread:
+        return spread.compiled(plain)
     everywhere = NamedSharding(mesh, P()) if mesh else None
     jit = partial(jax.jit, out_shardings=everywhere)
 
     def place(tree: PyTree) -> PyTree:
         return multiprocess.put(tree, everywhere) if everywhere else jax.device_put(tree)
 
-    return Rounds(jit(plain.init), jit(plain.run, donate_argnums=1), jit(plain.evaluate), place)
+    run = jit(plain.run, donate_argnums=1)
+    return Rounds(jit(plain.init), run, jit(plain.evaluate), place, place, everywhere)
 
 
 def make_rounds(algorithm: Algorithm, task: Task, federation: Federation, **how: Any) -> Rounds:
@@ -92,6 +96,7 @@ def plain_rounds(
     evaluated: np.ndarray | None = None,
     chunk: int = 1,
     mesh: Mesh | None = None,
+    by_client: bool = False,
 ) -> Plain:
     """An algorithm's rounds and its evaluation.
 
@@ -104,6 +109,7 @@ def plain_rounds(
       validate_after: whether it is that result which is scored on the validation examples.
       evaluated: the ids of those who are evaluated, in order; None: all. Others have no examples.
       chunk, mesh: see `map_clients`.
+      by_client: whether the state's rows and clients are spread over the mesh; see `spread`.
     """
     active = int(np.sum(federation.active))
     if not 1 <= cohort <= active:
@@ -130,6 +136,7 @@ def plain_rounds(
         evaluated,
         chunk,
         mesh,
+        by_client and mesh is not None,
     )
 
     def init(key: jax.Array, start: State | None = None) -> State:
@@ -142,7 +149,7 @@ def plain_rounds(
         return groups.leave(algorithm, state), logs
 
     def evaluate(key: jax.Array, state: State, data: FederatedData, t: jax.Array) -> Evaluation:
-        return _evaluate(how, key, groups.enter(algorithm, state), data, t)
+        return evaluation(how, key, groups.enter(algorithm, state), data, t)
 
     return Plain(
         init,
@@ -150,7 +157,7 @@ def plain_rounds(
         evaluate,
         partial(_seats, how),
         partial(_meet, how),
-        partial(partial, _score_party, how),
+        partial(partial, score_party, how),
         how,
     )
 
@@ -168,7 +175,7 @@ def _run(
         written = jax.tree.map(lambda whole, new: whole.at[r].set(new), so_far.logs, now.logs)
         return Several(now.state, written)
 
-    return jax.lax.fori_loop(0, rounds, step, Several(state, logs))
+    return jax.lax.fori_loop(0, rounds, step, Several(spread.pinned(how, state), logs))
 
 
 def _round(how: How, key: jax.Array, state: State, data: FederatedData, t: Any) -> Several:
@@ -184,7 +191,7 @@ def _round(how: How, key: jax.Array, state: State, data: FederatedData, t: Any) 
         trees.put(whole, jnp.where(log.arrived, log.ids, n), new)
         for whole, log, new in zip(state.clients, logs, now.clients, strict=True)
     )
-    return Several(now._replace(clients=clients), logs)
+    return Several(spread.pinned(how, now._replace(clients=clients)), logs)
 
 
 def _meet(
@@ -198,7 +205,8 @@ def _meet(
     cohorts, clients, logs = zip(*met, strict=True)
 
     def receive(now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        return how.algorithm.receive(State(*now, ()), cohorts)
+        server, rows = how.algorithm.receive(State(*now, ()), cohorts)
+        return spread.pinned(how, State(server, rows, ()))[:2]
 
     anyone = jnp.any(jnp.concatenate([cohort.arrived for cohort in cohorts]))
     now = (state.server, state.rows)
@@ -243,8 +251,17 @@ def _meet_group(how: How, g: int, shared: Shared, party: Party) -> tuple[Cohort,
 
     dropped = present & (jax.vmap(draw)(ids) < how.dropout)
     seats = Seat(ids, party.places, present, dropped, party.clients)
-    work = partial(_work, how.members[g], how.max_update_norm)
-    met = map_clients(work, shared, seats, present, how.chunk, how.mesh)
+    send, train = partial(_send, how.members[g]), partial(_train, how, how.members[g])
+    if how.spread and jax.tree.leaves(shared.state.rows):
+        # What reads the rows of all clients is computed where they are.
+        known, before = shared._replace(state=None), partial(send, shared)
+        met = map_clients(train, known, seats, present, how.chunk, how.mesh, before)
+    else:
+
+        def work(shared: Shared, seat: Seat) -> Met:
+            return train(shared, (seat, send(shared, seat)))
+
+        met = map_clients(work, shared, seats, present, how.chunk, how.mesh)
 
     arrived = present & ~dropped & met.fine
     safe = jnp.where(arrived, ids, how.federation.clients)
@@ -260,17 +277,22 @@ def _meet_group(how: How, g: int, shared: Shared, party: Party) -> tuple[Cohort,
     return cohort, met.client, Log(ids, present, dropped, rejected, metrics, met.down, met.up)
 
 
-def _work(member: Algorithm, max_update_norm: Any, shared: Shared, seat: Seat) -> Met:
-    """One client's round: it downloads, trains, and its answer is looked at and billed."""
-    key, state, data, t = shared
+def _send(member: Algorithm, shared: Shared, seat: Seat) -> PyTree:
+    """What a client downloads."""
+    key, state, _, t = shared
+    return member.send(state, Visit(seat.i, None, t, stage_key(key, SEND, t, seat.i)))
+
+
+def _train(how: How, member: Algorithm, shared: Shared, sent: tuple[Seat, PyTree]) -> Met:
+    """The rest of a client's round: it trains, and its answer is looked at and billed."""
+    (key, _, data, t), (seat, payload) = shared, sent
     i = seat.i
-    payload = member.send(state, Visit(i, None, t, stage_key(key, SEND, t, i)))
     visit = Visit(i, client_data(data, seat.place), t, stage_key(key, TRAIN, t, i))
     upload, variables, client, metrics = member.train(payload, seat.client, visit)
     fine = trees.all_finite((upload, variables, client))
-    if max_update_norm is not None:
+    if how.max_update_norm is not None:
         moved = trees.squared_norm(trees.change(payload, upload))
-        fine &= moved <= jnp.square(jnp.float32(max_update_norm))
+        fine &= moved <= jnp.square(jnp.float32(how.max_update_norm))
     bill = member.traffic(payload, upload)
     down = _counted(bill.down, seat.present)
     up = _counted(bill.up, seat.present & ~seat.dropped)
@@ -283,63 +305,3 @@ def _counted(bill: dict[str, Any], counts: jax.Array) -> dict[str, jax.Array]:
         if isinstance(amount, int) and amount >= 2**31:
             raise UsageError(f"layer {layer} has {amount:,} bytes; at most 2**31 - 1 can be billed")
     return {layer: jnp.where(counts, jnp.int32(amount), 0) for layer, amount in bill.items()}
-
-
-def _evaluate(
-    how: How, key: jax.Array, state: State, data: FederatedData, t: jax.Array
-) -> Evaluation:
-    """The sum over groups: a client has scores in its own only."""
-    n, some = how.federation.clients, how.evaluated
-    ids = jnp.arange(n, dtype=jnp.int32) if some is None else jnp.asarray(some, jnp.int32)
-
-    def group(g: int) -> Evaluation:
-        own, clients = jnp.asarray(how.membership[g]), state.clients[g]
-        if some is not None:
-            own, clients = trees.row((own, clients), ids)
-        party = Party(Seats(ids, own), ids, data, clients)
-        return _score_party(how, g, key, state._replace(clients=()), party, t)
-
-    first, *others = map(group, range(len(how.members)))
-    for scores in others:
-        first = jax.tree.map(jnp.add, first, scores)
-    if some is None:
-        return first
-    return jax.tree.map(lambda a: jnp.zeros((n, *a.shape[1:]), a.dtype).at[ids].set(a), first)
-
-
-def _score_party(
-    how: How, g: int, key: jax.Array, state: State, party: Party, t: Any
-) -> Evaluation:
-    """Those of a group, [K]; zeros where a seat is empty."""
-    (ids, own), places, data, clients = party
-    work = partial(_scores, how, how.members[g])
-    items = (ids, places, clients)
-    scores = map_clients(work, Shared(key, state, data, t), items, own, how.chunk, how.mesh)
-    return trees.where(own, scores, jax.tree.map(jnp.zeros_like, scores))
-
-
-def _scores(
-    how: How, member: Algorithm, shared: Shared, item: tuple[Any, Any, PyTree]
-) -> Evaluation:
-    """One client's."""
-    key, state, data, t = shared
-    i, place, client = item
-    own = client_data(data, place)
-    test = Split(data.test.rows[place], data.test.size[place])
-    served = member.personal(state, client, Visit(i, own, t, stage_key(key, PERSONAL, t, i)))
-    score = partial(_score, how.task, member, own)
-    before, validation = score(served, test), score(served, own.validation)
-    if not how.after:
-        return Evaluation(before, validation, None)
-    payload = member.send(state, Visit(i, None, t, stage_key(key, SEND, t, i)))
-    visit = Visit(i, own, t, stage_key(key, TRAIN, t, i))
-    _, trained, _, _ = member.train(payload, client, visit)
-    if how.validate_after:
-        validation = score(trained, own.validation)
-    return Evaluation(before, validation, score(trained, test))
-
-
-def _score(
-    task: Task, member: Algorithm, data: ClientData, variables: PyTree, split: Split
-) -> local_training.Scores:
-    return local_training.evaluate(member.predict, variables, data, split, task)

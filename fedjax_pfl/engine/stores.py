@@ -18,6 +18,7 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import spread
 
 PyTree = Any
 _BLOCK = 1 << 26  # bytes of memory that are taken at a time
@@ -303,6 +304,7 @@ class Snapshot(Clients):
 
 def copied(state: State) -> State:
     """A state in NumPy arrays that stays as it is; clients elsewhere as a snapshot of them."""
+    state = spread.gathered(state)
     clients = state.clients
     kept = State(*jax.tree.map(np.array, jax.device_get(state._replace(clients=()))))
     if isinstance(clients, Clients):
@@ -314,4 +316,4 @@ def arrays(state: State) -> State:
     """A state with arrays of all clients, wherever they lie."""
     if isinstance(state.clients, Clients):
         return state._replace(clients=state.clients.whole())
-    return state
+    return spread.gathered(state)

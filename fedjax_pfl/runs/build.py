@@ -111,8 +111,11 @@ def build(
     remarks += [_left_out(config, dataset, federation)]
     said = tuple(dict.fromkeys(line for line in remarks if line))
     needs = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
-    alone = len(configs) == multiprocess.count() == 1
-    store = forecast.choose(needs, config.store, forecast.room(), alone=alone)
+    processes = multiprocess.count()
+    there = forecast.room(phases[0].work.devices // processes)
+    store = forecast.choose(
+        needs, config.store, there, several=len(configs) > 1, processes=processes
+    )
     phases = [phase._replace(store=store) for phase in phases]
     takes = forecast.most([forecast.need(one, store) for one in needs])
     return Built(tuple(phases), arrays, federation, task, said, takes)
@@ -125,9 +128,19 @@ def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
     count = memory_estimate.tree_bytes
     examples, sent = forecast.examples_of(work.arrays, cohort)
     best = bool(np.sum(work.arrays.validation.size))
-    shared, own = count(state._replace(clients=())) // points, count(state.clients) // points
+    server, rows, own = (count(part) // points for part in state)
     return forecast.Sizes(
-        shared, -(-own // clients), clients, cohort, phase.end, examples, sent, best, points
+        server,
+        -(-rows // clients),
+        -(-own // clients),
+        clients,
+        cohort,
+        phase.end,
+        examples,
+        sent,
+        best,
+        points,
+        work.devices,
     )
 
 
@@ -200,11 +213,13 @@ def _short_batches(phase: Phase, state: Any) -> str:
 
 def _check_store(store: str, *, several: bool) -> None:
     """UsageError where what is to be kept elsewhere than on the devices cannot be."""
-    if store in ("auto", "device") or not (several or multiprocess.count() > 1):
+    if several and store not in ("auto", "device"):
+        line, alone = "seeds and sweep are for store=device", "run them one by one"
+    elif multiprocess.count() > 1 and store in ("host", "disk"):
+        line, alone = "several processes are for store=device or sharded", "use one process"
+    else:
         return
-    many = "seeds and sweep are" if several else "several processes are"
-    alone = "run them one by one" if several else "use one process"
-    raise UsageError(f"{many} for store=device, and store is {store}; {alone}, or leave store out")
+    raise UsageError(f"{line}, and store is {store}; {alone}, or leave store out")
 
 
 def _left_out(one: ConfigDict, dataset: data.Dataset, federation: Federation) -> str:

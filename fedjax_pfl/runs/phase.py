@@ -92,7 +92,7 @@ class Work:
         rng = np.random.default_rng([one.partition_seed, 0xE7A1])
         return np.sort(rng.choice(active, most, replace=False)).astype(np.int32)
 
-    def plain(self, chunk: int) -> Callable[..., Plain]:
+    def plain(self, chunk: int, *, by_client: bool = False) -> Callable[..., Plain]:
         """From an algorithm to its rounds, to be compiled."""
         one = self.alike[0]
         return functools.partial(
@@ -108,6 +108,7 @@ class Work:
             evaluated=self.evaluated,
             chunk=chunk,
             mesh=self.mesh,
+            by_client=by_client,
         )
 
     def rounds(self, plan: Plan) -> Rounds:
@@ -128,7 +129,7 @@ class Phase(NamedTuple):
     work: Work
     plan: Plan
     rounds: Rounds
-    store: str = "device"  # where examples and what stays with clients are kept
+    store: str = "device"  # where examples and state are kept
 
     def program(self, folder: Path | None) -> OnDevice | Streamed:
         """Its rounds with the examples, as a run goes through them.
@@ -138,7 +139,9 @@ class Phase(NamedTuple):
         work, store = self.work, self.store
         if store == "device":
             return OnDevice(self.rounds, self.points, work.arrays)
-        plain = work.plain(self.plan.chunk)(self.algorithm)
+        plain = work.plain(self.plan.chunk, by_client=store == "sharded")(self.algorithm)
+        if store == "sharded":
+            return OnDevice(compiled(plain), self.points, work.arrays)
         return Streamed(
             plain, self.points, work.arrays, work.mesh, end=self.end, store=store, folder=folder
         )

@@ -21,7 +21,7 @@ from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.engine import ledger, metrics, multiprocess, stores, sweep, vital_signs
+from fedjax_pfl.engine import ledger, metrics, multiprocess, spread, stores, sweep, vital_signs
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report import tensorboard
@@ -80,7 +80,8 @@ def begin(member: Member) -> None:
 
 
 def save(member: Member, state: State) -> None:
-    """Write a checkpoint of where it stands."""
+    """Write a checkpoint of where it stands; where there are several processes, all call this."""
+    state = spread.gathered(state)
     if member.store:
         began = time.perf_counter()
         with member.writing():
@@ -372,7 +373,7 @@ def restored(
     state, best_state = found["state"]._replace(clients=clients), found.get("best")
     if best is not None and best_state is not None:
         best_state = best_state._replace(clients=best)
-    if built.phases[at.phase].store == "device":
+    if built.phases[at.phase].store in ("device", "sharded"):
         return at, stores.arrays(state), best_state and stores.arrays(best_state)
     return at, state, best_state
 

@@ -19,7 +19,7 @@ from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess
+from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess, spread
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.on_device import OnDevice
 from fedjax_pfl.engine.streamed import Streamed
@@ -287,7 +287,7 @@ def _advance(
                     member.best = None
             if members[0].at.round < phase.end:
                 state = _one_phase(built, phase, program, members, state, bar, stop)
-    return [_state_of(state, i, members) for i in range(len(members))]
+    return [_state_of(state and spread.gathered(state), i, members) for i in range(len(members))]
 
 
 def _stacked(states: Sequence[State]) -> State:

@@ -13,7 +13,8 @@ from fedjax_pfl.engine.forecast import Need, Room, Sizes
 from fedjax_pfl.runs import build
 
 # A thousand clients of 100 bytes, ten in each of five rounds, beside a server of 7.
-SIZES = Sizes(7, 100, 1000, 10, 5, 40_000, 400, best=False)
+SIZES = Sizes(7, 0, 100, 1000, 10, 5, 40_000, 400, best=False)
+ONE = {"several": False, "processes": 1}
 
 
 def test_needs():
@@ -26,6 +27,13 @@ def test_needs():
     assert forecast.need(best, "host").host == 2 * 7 + 40_000 + 2 * 100_000
     assert forecast.need(best, "device").host == 2 * 100_007
     assert forecast.need(SIZES._replace(points=3), "device").device == 3 * 100_007 + 40_000
+    rows = SIZES._replace(row=50)
+    assert forecast.need(rows, "device").device == 150_007 + 40_000
+    assert forecast.need(rows, "host").device == host.device + 50_000
+    assert forecast.need(rows, "disk").disk == disk.disk + 2 * 50_000
+    # 143 clients at most on each of seven devices; the examples are on all.
+    sharded = forecast.need(rows._replace(devices=7), "sharded")
+    assert sharded == Need(7 + 143 * 150 + 40_000, 150_007, 2 * 150_007)
 
 
 @pytest.mark.parametrize(
@@ -40,22 +48,38 @@ def test_needs():
     ],
 )
 def test_auto_takes_the_first_that_fits_well(there, store):
-    assert forecast.choose([SIZES], "auto", there, alone=True) == store
+    assert forecast.choose([SIZES], "auto", there, **ONE) == store
+
+
+@pytest.mark.parametrize(
+    ("store", "there", "how", "wanted"),
+    [
+        ("auto", Room(120_000, 3e5, math.inf, True), ONE, "sharded"),  # 140 kB on the device
+        ("auto", Room(120_000, 3e5, math.inf, True), {**ONE, "processes": 2}, "sharded"),
+        ("auto", Room(1e6, 1e6, math.inf, True), ONE, "device"),
+        # One memory for eight devices: eight times the examples are more than on the host
+        ("auto", Room(3e5, 3e5, math.inf, False, 8), ONE, "host"),
+        ("sharded", Room(1e6, 1e6, math.inf, True), ONE, "sharded"),
+    ],
+)
+def test_state_is_spread_where_that_is_what_fits(store, there, how, wanted):
+    assert forecast.choose([SIZES._replace(devices=8)], store, there, **how) == wanted
+    assert forecast.choose([SIZES], "sharded", Room(1e6, 1e6, math.inf, True), **how) == "device"
 
 
 def test_what_cannot_be_is_refused_with_what_can():
     small = Room(100_000, 200_000, math.inf, True)
     with pytest.raises(UsageError, match=r"needs at least 140 kB on a device.*100 kB; use store=h"):
-        forecast.choose([SIZES], "device", small, alone=True)
+        forecast.choose([SIZES], "device", small, **ONE)
     with pytest.raises(UsageError, match=r"store=device this run.*; take fewer clients"):
-        forecast.choose([SIZES], "auto", small, alone=False)
+        forecast.choose([SIZES], "auto", small, several=True, processes=1)
     none = Room(1000, 1000, math.inf, True)
     with pytest.raises(UsageError, match="take fewer clients or examples, or a smaller model"):
-        forecast.choose([SIZES], "disk", none, alone=True)
+        forecast.choose([SIZES], "disk", none, **ONE)
     with pytest.raises(
         UsageError, match="45 kB of memory, of which there are 44 kB; use store=disk"
     ):
-        forecast.choose([SIZES], "host", Room(1e6, 44_000, math.inf, True), alone=True)
+        forecast.choose([SIZES], "host", Room(1e6, 44_000, math.inf, True), **ONE)
 
 
 def test_examples():
@@ -77,13 +101,14 @@ def test_a_run_says_what_it_needs_and_where_it_goes(monkeypatch):
         clients_per_round=2,
         rounds=3,
         model="mlp",
+        devices=1,
     )
     usual = build.build(made)
     assert [phase.store for phase in usual.phases] == ["device"]
     model = 4 * (64 * 200 + 200 + 200 * 10 + 10)
     assert usual.needs.device == 20 * model + forecast.examples_of(usual.data, 2)[0]
     limit = 1.5 * usual.needs.device
-    monkeypatch.setattr(forecast, "room", lambda: Room(limit, 1e12, math.inf, True))
+    monkeypatch.setattr(forecast, "room", lambda _: Room(limit, 1e12, math.inf, True))
     less = build.build(made)
     assert [phase.store for phase in less.phases] == ["host"]
     assert less.needs.device < usual.needs.device

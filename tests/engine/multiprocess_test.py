@@ -54,6 +54,39 @@ def test_two_processes_compute_what_one_does(
     assert len(metrics(two)) == 3
 
 
+@pytest.mark.slow("four real processes")
+def test_two_processes_share_out_the_state(cache: Path, tmp_path: Path):
+    """Three clients on four devices, and rows that all are compared by: saved, stopped, resumed."""
+
+    def command(store: str, directory: Path) -> Command:
+        changes = {"algorithm": "fedamp", "keep_head": False, "store": store, "rounds": 12}
+        return Command(cache, "--processes=2", f"--workdir={directory}", **changes)
+
+    code, out, error = command("device", tmp_path / "device").ended()
+    assert (code, error) == (0, "")
+    saved = tmp_path / "sharded" / "checkpoints" / "5" / checkpoints.SUMS
+    code, out, error, _ = command("sharded", tmp_path / "sharded").disturbed(
+        1, signal.SIGTERM, saved
+    )
+    assert "store=sharded" in out
+    if code:  # else it had ended before the signal came
+        assert code == 143, error
+        code, out, error = command("sharded", tmp_path / "sharded").ended()
+        assert (code, error) == (0, "")
+        assert "resumed at round" in out
+    for here, there in zip(
+        metrics(tmp_path / "sharded"), metrics(tmp_path / "device"), strict=True
+    ):
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), here, there
+        )
+    config = json.loads((tmp_path / "device" / "config.json").read_text())
+    one = runner.run(config)
+    template = jax.eval_shape(lambda: one.state)
+    states = [restored(tmp_path / name, template) for name in ("sharded", "device")]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), *states)
+
+
 @pytest.mark.slow("six real processes; what is said of each end is tested below")
 def test_a_run_that_is_stopped_and_killed_ends_as_if_it_were_not(
     two: Path, cache: Path, tmp_path: Path

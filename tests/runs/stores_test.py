@@ -55,11 +55,12 @@ def stopped(config, directory):
 
 
 def test_a_run_goes_on_with_another_store(tmp_path):
-    """Of four rounds one on the device, one on the host, the others on disk."""
+    """Of four rounds one on the device, one on the host, one on three devices, one on disk."""
     stopped(CONFIG, tmp_path)
     stopped(CONFIG | {"store": "host"}, tmp_path)
+    stopped(CONFIG | {"store": "sharded"}, tmp_path)
     got = runner.run(CONFIG | {"store": "disk"}, tmp_path)
-    assert got.resumed_at == 2
+    assert got.resumed_at == 3
     wanted = undisturbed(CONFIG)
     assert_same(got, wanted)
     whole = export.restored(tmp_path)
