@@ -8,7 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import MOST_LAYERS, at_least, need, one_of
+from fedjax_pfl.networks.layer_weights import NORMALISE
 
+STEPS = ("held_out", "scaled", "plain")
 PyTree = Any
 
 
@@ -79,3 +83,30 @@ def moved(raw: Callable[[PyTree], jax.Array], psi: PyTree, wanted: jax.Array) ->
     length = optax.tree.norm(direction, squared=True)
     factor = jnp.where(length > 0, jnp.sum(wanted**2) / jnp.where(length > 0, length, 1.0), 0.0)
     return optax.tree.add_scale(psi, factor, direction)
+
+
+def check(
+    federation: Federation,
+    layers: int,
+    k: int,
+    granularity: str,
+    normalise: str,
+    step: str,
+    folds: int,
+    rate: float,
+    sizes: dict[str, int],
+) -> None:
+    """UsageError where pFedLA cannot have these settings; `sizes` are of its hypernetworks."""
+    need(federation.clients >= 2, "pfedla mixes models of clients; clients must be at least 2")
+    need(not federation.groups.any(), "pfedla mixes models of one network; use it without groups")
+    one_of("pfedla.granularity", granularity, ("layer", "model"))
+    one_of("pfedla.normalise", normalise, NORMALISE)
+    one_of("pfedla.step", step, STEPS)
+    need(step != "held_out" or normalise == "softmax", "step=held_out needs normalise=softmax")
+    need(0 <= k <= layers, f"pfedla.k is {k}; choose 0 to {layers} of the {layers} layers")
+    at_least("pfedla.folds", folds, 2)
+    at_least("pfedla.rate", rate, 0)
+    at_least("pfedla.embedding", sizes["embedding"], 1)
+    at_least("pfedla.hidden", sizes["hidden"], 1)
+    depth = sizes["depth"]
+    need(0 <= depth <= MOST_LAYERS, f"pfedla.depth is {depth}; choose 0 to {MOST_LAYERS}")

@@ -27,6 +27,8 @@ down and give the hypernetwork no gradient.
 Deviations: held_out is ours, and the default; it doubles what goes up. The other steps go towards
 the trained model; both public implementations go the other way.
 BatchNorm's statistics stay with the clients, its scale and shift are a layer like any other.
+With candidates=M, sums and means over j are over M clients: i itself, and those others whose
+Δθ had the largest cosines with Δθ_i when both were in a round. With M = N it is the method above.
 """
 
 from functools import partial
@@ -36,8 +38,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from fedjax_pfl.algorithms import candidates as many
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.layer_mixing import gains, largest, mix, moved, rows_of, scaled
+from fedjax_pfl.algorithms.layer_mixing import check, gains, largest, mix, moved, rows_of, scaled
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -49,12 +52,9 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.errors import MOST_LAYERS, at_least, need, one_of
 from fedjax_pfl.core.examples import without_fold
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.networks.layer_weights import NORMALISE, LayerWeights, alpha
-
-STEPS = ("held_out", "scaled", "plain")
+from fedjax_pfl.networks.layer_weights import LayerWeights, alpha
 
 
 class Rows(NamedTuple):
@@ -62,6 +62,7 @@ class Rows(NamedTuple):
 
     theta: PyTree  # its parameters as it last uploaded them
     psi: PyTree  # its hypernetwork's parameters
+    candidates: many.Known  # whom it mixes; empty where that is everybody
 
 
 class Client(NamedTuple):
@@ -86,6 +87,7 @@ def pfedla(
     embedding: int = 100,
     hidden: int = 100,
     depth: int = 3,
+    candidates: int | None = None,
 ) -> Algorithm:
     """Layer-wise mixing by a hypernetwork per client.
 
@@ -100,38 +102,37 @@ def pfedla(
       embedding: length of each hypernetwork's embedding.
       hidden: outputs of each of its hidden layers.
       depth: how many of those there are.
+      candidates: M, how many clients each one mixes, itself included; unset: all. Not as published.
     """
     n, held_out = federation.clients, step == "held_out"
     shapes = common.shapes(model, federation)["params"]
     bytes_of = trees.bytes_per_layer(shapes)
     layers = rows_of(shapes, model.layers if k else (), granularity == "model")
-    _check(federation, layers.number, k, step, normalise)
-    one_of("pfedla.granularity", granularity, ("layer", "model"))
-    for name, x, low in (("embedding", embedding, 1), ("hidden", hidden, 1), ("folds", folds, 2)):
-        at_least(f"pfedla.{name}", x, low)
-    need(0 <= depth <= MOST_LAYERS, f"pfedla.depth is {depth}; choose 0 to {MOST_LAYERS}")
-    at_least("pfedla.rate", rate, 0)
-    sgd = common.trainer(model, task, training)
-    network = LayerWeights(n, layers.number, embedding, hidden, depth, normalise)
+    sizes = {"embedding": embedding, "hidden": hidden, "depth": depth}
+    check(federation, layers.number, k, granularity, normalise, step, folds, rate, sizes)
+    many.check(n, candidates)
+    sgd, m = common.trainer(model, task, training), candidates or n
+    network = LayerWeights(m, layers.number, embedding, hidden, depth, normalise)
 
     def raw(psi: PyTree) -> jax.Array:
         return jnp.asarray(network.apply({"params": psi}))
 
-    def allowed(i: Any) -> jax.Array:
-        """Bool [N]: novel clients weigh nothing for others, and something for themselves."""
-        return jnp.asarray(federation.active) | (jnp.arange(n) == i)
+    def near(rows: Rows, i: Any) -> many.Near:
+        """The models that client i mixes: all, or its candidates'."""
+        return many.near(rows.candidates, rows.theta, i, federation)
 
-    def weights(psi: PyTree, i: Any) -> jax.Array:
-        """α_i: [L, N]."""
-        return alpha(raw(psi), i, allowed(i), normalise)
+    def weights(psi: PyTree, near: many.Near) -> jax.Array:
+        """α_i: [L, N], or [L, M]."""
+        return alpha(raw(psi), near.own, near.allowed, normalise)
 
-    def retained(psi: PyTree, i: Any) -> jax.Array:
+    def retained(psi: PyTree, near: many.Near) -> jax.Array:
         """Bool [L]: the k layers with the largest weight on the client's own."""
-        return largest(weights(psi, i)[:, i], k, layers)
+        return largest(weights(psi, near)[:, near.own], k, layers)
 
-    def served(psi: PyTree, theta: PyTree, i: Any, kept: jax.Array) -> PyTree:
+    def served(psi: PyTree, near: many.Near, kept: jax.Array) -> PyTree:
         """θ̄_i: mixed, but for the retained layers."""
-        return mix(theta, jnp.where(kept[:, None], jax.nn.one_hot(i, n), weights(psi, i)), layers)
+        own = jax.nn.one_hot(near.own, m)
+        return mix(near.theta, jnp.where(kept[:, None], own, weights(psi, near)), layers)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         first = common.initial(model, federation, key, start)
@@ -139,12 +140,13 @@ def pfedla(
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
         psi = jax.vmap(network.init)(keys)["params"]
         stays = Client(trees.repeat(rest, n), common.kept(training, params, federation))
-        return State((), Rows(trees.repeat(params, n), psi), stays)
+        whom = many.first(federation, candidates, key)
+        return State((), Rows(trees.repeat(params, n), psi, whom), stays)
 
     def send(state: State, visit: Visit) -> PyTree:
-        psi = trees.row(state.rows.psi, visit.i)
-        kept = retained(psi, visit.i)
-        return {"params": served(psi, state.rows.theta, visit.i, kept), "retained": kept}
+        psi, others = trees.row(state.rows.psi, visit.i), near(state.rows, visit.i)
+        kept = retained(psi, others)
+        return {"params": served(psi, others, kept), "retained": kept}
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         variables = {"params": payload["params"], **client.rest}
@@ -161,20 +163,20 @@ def pfedla(
         rows = state.rows
 
         def learn(i: jax.Array, payload: PyTree, upload: PyTree) -> PyTree:
-            psi = trees.row(rows.psi, i)
+            psi, others = trees.row(rows.psi, i), near(rows, i)
             if held_out:
-                gain = gains(rows.theta, upload["gradient"], layers, allowed(i))
+                gain = gains(others.theta, upload["gradient"], layers, others.allowed)
                 return moved(raw, psi, jnp.where(payload["retained"][:, None], 0.0, rate * gain))
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
             if step == "scaled":
                 delta = scaled(delta, layers)
-            mixed = partial(served, theta=rows.theta, i=i, kept=payload["retained"])
+            mixed = partial(served, near=others, kept=payload["retained"])
             (direction,) = jax.vjp(mixed, psi)[1](delta)
             return optax.tree.add_scale(psi, rate, direction)
 
         psi = jax.vmap(learn)(cohort.ids, cohort.payloads, cohort.uploads)
-        theta = cohort.put(rows.theta, cohort.uploads["params"])
-        return state.server, Rows(theta, cohort.put(rows.psi, psi))
+        whom = many.after(rows.candidates, cohort, federation)
+        return state.server, cohort.put(rows, Rows(cohort.uploads["params"], psi, whom))
 
     def personal(state: State, client: Client, visit: Visit) -> PyTree:
         return {"params": send(state, visit)["params"], **client.rest}
@@ -186,15 +188,10 @@ def pfedla(
         return Traffic(down, {name: (1 + held_out) * b for name, b in bytes_of.items()})
 
     def observe(state: State) -> dict[str, jax.Array]:
-        return {"alpha": jax.vmap(weights)(state.rows.psi, jnp.arange(n))}
+        def own(psi: PyTree, i: jax.Array) -> jax.Array:
+            return weights(psi, near(state.rows, i))
+
+        alpha = jax.vmap(own)(state.rows.psi, jnp.arange(n))
+        return {"alpha": alpha, **many.observed(state.rows.candidates)}
 
     return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
-
-
-def _check(federation: Federation, layers: int, k: int, step: str, normalise: str) -> None:
-    need(federation.clients >= 2, "pfedla mixes models of clients; clients must be at least 2")
-    need(not federation.groups.any(), "pfedla mixes models of one network; use it without groups")
-    one_of("pfedla.normalise", normalise, NORMALISE)
-    one_of("pfedla.step", step, STEPS)
-    need(step != "held_out" or normalise == "softmax", "step=held_out needs normalise=softmax")
-    need(0 <= k <= layers, f"pfedla.k is {k}; choose 0 to {layers} of the {layers} layers")

@@ -23,6 +23,7 @@ _WIDE = 4  # heat maps side by side
 # By the name that a method gives: title, what it says, and what its columns are.
 _KNOWN = {
     "alpha": ("Weights of layers, α", "how much of each client's layer a client is served", "from"),
+    "candidates": ("Candidates", "whose model is in each of a client's places of α", "place"),
     "affinity": ("Affinity of clients", "how useful a client has found each peer's model", "peer"),
     "u": ("Similarity of u", "cosines between clients' factors u of one layer", "client"),
     "v": ("Similarity of v", "cosines between clients' factors v of one layer", "client"),
