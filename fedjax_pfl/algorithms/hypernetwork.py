@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.hypernetwork_settings import Settings, class_shares, server_optimizer
+from fedjax_pfl.algorithms.hypernetwork_settings import (
+    Settings,
+    class_shares,
+    embedding_of,
+    server_optimizer,
+)
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
@@ -107,7 +112,7 @@ def generated(
 
     def first(key: jax.Array) -> State:
         phi_key, v_key, model_key = jax.random.split(key, 3)
-        v = jax.random.normal(v_key, (n, chosen.embedding or 1 + n // 4))
+        v = jax.random.normal(v_key, (n, embedding_of(chosen, n)))
         v = v if fixed is None else fixed
         made, clients = network.init(phi_key, v[0]), []
         phi, spectral = made["params"], made.get("spectral", {})

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,10 @@ import optax
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import MOST_LAYERS, UsageError, above, at_least, need
 
+# Numbers in an embedding, where nothing is said. The layer that reads them has 100 outputs, so that
+# more tell it nothing; and 1 + N // 4 of them for each of N clients grow with N².
+_MOST = 100
+
 
 class Settings(NamedTuple):
     """Of the hypernetwork, and of how the server trains it.
@@ -21,7 +25,8 @@ class Settings(NamedTuple):
     Args:
       rate, momentum, weight_decay: of the server's SGD, on the hypernetwork and the embeddings.
       clip_norm: largest norm of its gradient.
-      embedding: e, how many numbers a client's embedding v_i has; unset: 1 + N // 4.
+      embedding: e, how many numbers a client's embedding v_i has; unset: 1 + N // 4, 100 at
+        most.
       fixed: v_i is the client's share of each class, p̂_i in section 5.3, and does not learn.
       width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
       depth: how many of those layers follow the first.
@@ -101,6 +106,22 @@ def _check(name: str, settings: Settings) -> None:
         raise UsageError(f"{name}.fixed and {name}.frozen leave nothing to learn; choose one")
     if settings.fixed and settings.embedding is not None:
         raise UsageError(f"{name}.fixed has one number per class; leave {name}.embedding unset")
+
+
+def embedding_of(settings: Settings, clients: int) -> int:
+    """How many numbers the embedding of each of so many clients has."""
+    return settings.embedding or min(1 + clients // 4, _MOST)
+
+
+def remark(name: str, own: Mapping[str, Any], clients: int) -> str:
+    """A line where embeddings are shorter than the authors' code would make them; else nothing."""
+    usual = 1 + clients // 4
+    if own["embedding"] or own["fixed"] or usual <= _MOST:
+        return ""
+    return (
+        f"embeddings of {clients} clients have {_MOST} numbers each; {name}.embedding={usual} is "
+        "what the authors' code has"
+    )
 
 
 def class_shares(name: str, federation: Federation) -> np.ndarray:

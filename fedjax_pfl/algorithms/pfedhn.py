@@ -15,6 +15,7 @@ Deviations: Algorithm 1 subtracts Jᵀ (θ̃_i − θ_i), which leads away, in e
 authors' code, once for each visit and towards θ̃_i. Clipping, momentum and decay are the code's too.
 Its gradient of v is dense: momentum and decay also move clients that were not sampled, if they are
 active. ω_i learns at the clients' rate, unclipped. BatchNorm's statistics stay with the clients.
+An embedding has 100 numbers at most, unless another length is set; the code's have 1 + N // 4.
 """
 
 from typing import Any

@@ -11,6 +11,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from fedjax_pfl import data
+from fedjax_pfl.algorithms import pfedhn, pfedhn_pc
+from fedjax_pfl.algorithms.hypernetwork_settings import remark
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
@@ -108,7 +110,7 @@ def build(
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
-    remarks += [_left_out(config, dataset, federation)]
+    remarks += [_left_out(config, dataset, federation), *map(_embeddings, phases)]
     said = tuple(dict.fromkeys(line for line in remarks if line))
     needs = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
     processes = multiprocess.count()
@@ -220,6 +222,14 @@ def _check_store(store: str, *, several: bool) -> None:
     else:
         return
     raise UsageError(f"{line}, and store is {store}; {alone}, or leave store out")
+
+
+def _embeddings(phase: Phase) -> str:
+    """A line where a method of ours does not take as many numbers as it usually does."""
+    name = phase.config.algorithm
+    if configuration.OURS.algorithm.get(name) not in (pfedhn, pfedhn_pc):
+        return ""
+    return remark(name, phase.config[name], phase.federation.clients)
 
 
 def _left_out(one: ConfigDict, dataset: data.Dataset, federation: Federation) -> str:

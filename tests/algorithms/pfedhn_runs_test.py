@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.config import configuration
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Visit
-from fedjax_pfl.runs import checkpoints, runner
+from fedjax_pfl.runs import build, checkpoints, runner
 
 KEY = jax.random.key(5)
 T = jnp.int32(0)
@@ -30,6 +31,26 @@ SMALL = {
     "devices": 1,
     "evaluate_after": False,
 }
+
+
+@pytest.mark.parametrize(
+    ("clients", "own", "length", "said"),
+    [
+        (396, {}, 100, ""),  # 1 + 99, as published
+        (400, {}, 100, "pfedhn.embedding=101 is what the authors' code has"),
+        (400, {"embedding": 3}, 3, ""),
+        (400, {"fixed": True}, 3, ""),  # shares of three classes
+    ],
+)
+def test_embeddings_of_many_clients_are_no_longer(clients, own, length, said):
+    """By shapes: nothing is compiled."""
+    changes = {"algorithm": "pfedhn", "clients": clients, "pfedhn": own}
+    examples = {**SMALL["synthetic"], "examples": 2000, "test_examples": 0}
+    config = configuration.complete({**SMALL, **changes, "synthetic": examples})
+    made = build.build(config)
+    state = jax.eval_shape(made.phases[0].rounds.init, KEY)
+    assert state.rows.v.shape == (clients, length)
+    assert [said in line for line in made.remarks] == ([True] if said else [])
 
 
 @pytest.mark.slow("a run of two phases")

@@ -22,7 +22,7 @@ LAYERS, HIDDEN = 5, 100
         ("pfedgraph", P, 0),
         # A store, and a hypernetwork with an output for every client in every layer.
         ("pfedla", None, 4 * LAYERS * (HIDDEN + 1)),
-        ("pfedhn", None, 4 * 2 / 4),  # embeddings of N // 4 entries, and their momentum
+        ("pfedhn", 4 * 2 * 100, 0),  # from 400 clients on; embeddings, and their momentum
     ],
 )
 def test_growth(method, each, pairs):
