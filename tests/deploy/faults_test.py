@@ -9,12 +9,14 @@ from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.core import trees
 from fedjax_pfl.deploy import client, own_state, server, wire
 from fedjax_pfl.deploy.client import Refused
-from fedjax_pfl.deploy.programs import Method
+from fedjax_pfl.deploy.programs import AtServer, Method, single
 from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
 from tests.deploy.loopback import Loopback, loopback
@@ -192,6 +194,36 @@ def test_an_upload_that_is_not_fine_is_rejected_billed_and_changes_nothing(
     assert log.rejected.tolist() == [[True, False, False, False]]
     assert all(bytes_up[0, 0] > 0 for bytes_up in log.up.values())
     assert after.settled.tolist() == [own_state.BEGUN, 0, 0, 0]
+
+
+def test_an_upload_that_changes_too_much_is_rejected(made: Loopback):
+    """A norm between the least and the largest change of the four takes some and not others."""
+    standing = server.begin(made.server)
+    opened = server.open_round(made.server, standing, 0)
+    answers = made.ask(opened.requests)
+    came = {i: server.take(made.server, opened, i, content) for i, content in answers.items()}
+    moved = {
+        i: float(jnp.sqrt(trees.squared_norm(trees.change(opened.payloads[i], one.upload))))
+        for i, one in came.items()
+    }
+    least, *_, most = sorted(moved.values())
+    limit = (least + most) / 2
+    judged = AtServer(METHOD._replace(max_update_norm=limit), single(DATA, 0), 4)
+    strict = made.server._replace(programs=judged)
+    fine = {i: server.take(strict, opened, i, content).fine for i, content in answers.items()}
+    assert fine == {i: size <= limit for i, size in moved.items()}
+
+
+def test_a_model_that_is_not_finite_does_not_count_where_nothing_travels(tmp_path: Path):
+    """The server sees no upload of Local: it is the node that looks at its own model."""
+    x = np.array(DATA.x)
+    x[np.asarray(DATA.train.rows)[0, : tiny.TRAIN[0]]] = np.nan
+    local = Method(cases.make("local", FEDERATION), cases.TASK, FEDERATION, 7, after=False)
+    alone = loopback(local, DATA._replace(x=x), 4, tmp_path)
+    standing, (log,) = alone.round(server.begin(alone.server), 0)
+    assert log.rejected.tolist() == [[True, False, False, False]]
+    assert standing.settled.tolist() == [own_state.BEGUN, 0, 0, 0]
+    chex.assert_tree_all_finite(alone.own_state(standing, 0))
 
 
 def test_who_did_not_count_goes_on_from_what_did(made: Loopback):
