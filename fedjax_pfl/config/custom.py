@@ -18,7 +18,7 @@ from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.config.own_networks import name_of, own_network
 from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dataset import Dataset, in_parts
 
 Factory = Callable[..., Any]
 _USUAL = {"algorithm": "fedavg", "task": "classification"}
@@ -196,9 +196,11 @@ def digest(dataset: Dataset) -> str:
         value = getattr(dataset, field)
         if value is not None:
             records = isinstance(value, tuple | Mapping)
-            array = np.ascontiguousarray(repr(value) if records else value)
-            found.update(f"{field}{array.dtype}{array.shape}".encode())
-            found.update(array.tobytes())
+            array = np.asarray(repr(value) if records else value)
+            shape = array.shape or (1,)
+            found.update(f"{field}{array.dtype}{shape}".encode())
+            for part in in_parts(array):
+                found.update(part.tobytes())
     return found.hexdigest()[:16]
 
 

@@ -11,6 +11,9 @@ from fedjax_pfl.core.examples import FederatedData, Split
 _INPUTS, _LABELS = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
 
 
+_AT_ONCE = 1 << 26  # bytes
+
+
 class Problem(NamedTuple):
     """The first of the values that cannot be, in words: what, where, and what to do."""
 
@@ -26,10 +29,9 @@ def problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
     Labels [examples] are classes from 0 to `outputs` - 1; those of positions may be -1, for none.
     """
     for field, values in (("x", x), ("y", y)):
-        wrong = ~np.isfinite(values) if values.dtype.kind == "f" else np.zeros(0, bool)
-        if wrong.any():
-            first = _first(wrong)
-            said = f"{field} has {np.sum(wrong)} values that are not finite, the first"
+        number, first = _not_finite(values)
+        if number:
+            said = f"{field} has {number} values that are not finite, the first"
             return Problem(first[0], said, _column(first), "; remove or replace them")
     if y.dtype.kind not in "iu":
         return None
@@ -41,6 +43,19 @@ def problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
     none = ", nor -1, which is none" if y.ndim > 1 else ""
     said = f"{wrong.sum()} labels are not classes from 0 to {outputs - 1}{none}, the first is"
     return Problem(first[0], f"{said} {y[first]}", _column(first), "")
+
+
+def _not_finite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
+    """How many, and where the first is; some rows at a time, as they may be in a file."""
+    number, first = 0, tuple[int, ...]()
+    step = max(1, _AT_ONCE * len(values) // max(1, values.nbytes))
+    for start in range(0, len(values), step) if values.dtype.kind == "f" else ():
+        wrong = ~np.isfinite(values[start : start + step])
+        if wrong.any():
+            row, *inner = _first(wrong)
+            first = first or (start + row, *inner)
+            number += int(wrong.sum())
+    return number, first
 
 
 def _first(wrong: np.ndarray) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ _FEW_OUTPUTS, _SPARSE = 1000, 10
 
 DataDir = str | os.PathLike[str] | None
 Keep = Callable[[int], np.ndarray | None]  # of so many, which are read; None: all
+_AT_ONCE = 1 << 26  # bytes that are looked at together
 PADDING = -1  # the label of a position that is not there
 
 
@@ -69,8 +70,9 @@ def arrays(
     """Anyone's NumPy arrays, checked.
 
     Args:
-      x, x_test: [examples, ...]; images have channels last. uint8 is scaled to [0, 1] unless
-        `scale` is given; other integers stay integers, such as tokens; real numbers become float32.
+      x, x_test: [examples, ...], also mapped from a file; images have channels last. uint8 is
+        scaled to [0, 1] unless `scale` is given; other integers stay integers, such as tokens; real
+        numbers become float32.
       y, y_test: what is learned, by its type: integer classes [examples]; integer classes of each
         position [examples, positions], such as the next token, -1 where there is none; real targets
         [examples, targets], or [examples] for one; true or false [examples, labels].
@@ -178,7 +180,7 @@ def _checked(
     if not (np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)):
         raise UsageError(f"{what}: x has type {x.dtype}; use numbers")
     if x.dtype != np.uint8:
-        x = _as_int32(what, x) if x.dtype.kind in "iu" else x.astype(np.float32)
+        x = _as_int32(what, x) if x.dtype.kind in "iu" else x.astype(np.float32, copy=False)
     if y.dtype.kind == "f":
         y = y.astype(np.float32)
     elif y.dtype.kind in "iu":
@@ -199,7 +201,7 @@ def _as_int32(what: str, x: np.ndarray) -> np.ndarray:
             f"{what}: x has integers from {x.min():,} to {x.max():,}, beyond 32 bits; give real "
             "numbers, or number them from 0"
         )
-    return x.astype(np.int32)
+    return x.astype(np.int32, copy=False)
 
 
 _LONGEST = 80  # characters of an owner's name
@@ -285,10 +287,21 @@ def kept(dataset: Dataset, keep: Keep) -> Dataset:
 def digest(arrays: Iterable[np.ndarray]) -> str:
     """Of arrays, in their order."""
     found = hashlib.sha256()
-    for array in map(np.ascontiguousarray, arrays):
-        found.update(f"{array.dtype}{array.shape}".encode())
-        found.update(array.tobytes())
+    for array in arrays:
+        found.update(f"{array.dtype}{array.shape or (1,)}".encode())
+        for part in in_parts(array):
+            found.update(part.tobytes())
     return found.hexdigest()[:16]
+
+
+def in_parts(array: np.ndarray) -> Iterator[np.ndarray]:
+    """An array's rows, some at a time: where they are in a file, memory may not hold them all."""
+    if not array.ndim or not array.size:
+        yield array
+        return
+    step = max(1, _AT_ONCE * len(array) // max(1, array.nbytes))
+    for start in range(0, len(array), step):
+        yield array[start : start + step]
 
 
 def nearest_first(word: str, words: Iterable[str], most: int = 12) -> str:

@@ -11,6 +11,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.data import apportion, checks, partitions, request
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.mapped import is_mapped
 from fedjax_pfl.data.normalise import Normalised, normalised
 from fedjax_pfl.data.pool import Pool
 
@@ -60,8 +61,8 @@ def federate(
       groups: architecture groups of equal size, give or take one: client i is in i % groups.
 
     Returns:
-      The arrays (examples that nobody holds are left out), the description, and who holds how many
-      examples of which class.
+      The arrays (without examples that nobody holds, unless they are mapped from a file), the
+      description, and who holds how many examples of which class.
     """
     request.check(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
@@ -295,7 +296,7 @@ def _permuted(
 def _compact(
     normal: Normalised, tables: list[Split], label_map: Any, classes: Any
 ) -> FederatedData:
-    """The arrays without the examples that nobody holds; index tables follow."""
+    """The arrays without the examples that nobody holds, unless they are mapped from a file."""
     x: Any = normal.x
     y: Any = normal.y
     index = [np.asarray(table.rows) for table in tables]
@@ -306,6 +307,7 @@ def _compact(
     used = np.zeros(len(x), bool)
     for i, mask in zip(index, real, strict=True):
         used[i[mask]] = True
+    used |= is_mapped(x)  # what is in a file stays there
     place = (np.cumsum(used) - 1).astype(np.int32)
     moved: list[Any] = [
         np.where(mask, place[i], np.int32(0)) for i, mask in zip(index, real, strict=True)
@@ -320,6 +322,6 @@ def _compact(
         return np.reshape(constant, (1,) * (x.ndim - len(shape)) + shape)
 
     scale, shift = ranked(normal.scale), ranked(normal.shift)
-    return FederatedData(
-        x[used], y[used], train, validation, test, scale, shift, label_map, classes
-    )
+    if not used.all():
+        x, y = x[used], y[used]
+    return FederatedData(x, y, train, validation, test, scale, shift, label_map, classes)

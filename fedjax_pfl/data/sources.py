@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import embedded, image_folder, leaf, prepared, table_sources, text, tfds_images
+from fedjax_pfl.data import (
+    embedded,
+    image_folder,
+    leaf,
+    mapped,
+    prepared,
+    table_sources,
+    text,
+    tfds_images,
+)
 from fedjax_pfl.data.dataset import DataDir, Dataset
 
 Source = Callable[..., Dataset]
@@ -18,6 +27,7 @@ SOURCES: dict[str, Source] = {
     **table_sources.SOURCES,
     "images": image_folder.images,
     "leaf": leaf.leaf,
+    "npy": mapped.npy,
     "text": text.text,
 }
 

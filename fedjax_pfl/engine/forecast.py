@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data.mapped import is_mapped
 
 _KEPT = 2  # checkpoints
 _SHARE = 0.5  # of a memory that is taken without being asked for
@@ -32,6 +33,7 @@ class Sizes(NamedTuple):
     best: bool  # whether a best round is kept beside the last
     points: int = 1  # of a sweep
     devices: int = 1
+    mapped: int = 0  # of the examples, what is in files
 
 
 class Need(NamedTuple):
@@ -80,7 +82,7 @@ def need(sizes: Sizes, store: str) -> Need:
     changed = states * trained * sizes.client
     # The cohort's before and after the round; the next cohort's is on its way.
     device = shared + 3 * sizes.cohort * sizes.client + 2 * sizes.sent
-    host = states * shared + sizes.examples + (changed if store == "host" else 0)
+    host = states * shared + sizes.examples - sizes.mapped + (changed if store == "host" else 0)
     saved = _KEPT * (states * shared + changed)
     return Need(device, host, saved + (changed if store == "disk" else 0))
 
@@ -148,10 +150,13 @@ def choose(each: Sequence[Sizes], store: str, there: Room, *, several: bool, pro
     return store
 
 
-def examples_of(arrays: Any, cohort: int) -> tuple[int, int]:
-    """Bytes of all examples and of those of a cohort at most."""
-    whole = sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(arrays))
+def examples_of(arrays: Any, cohort: int) -> tuple[int, int, int]:
+    """Bytes of all examples, of those of a cohort at most, and of what of all is in files."""
+    leaves = list(map(np.asarray, jax.tree.leaves(arrays)))
+    whole, mapped = (
+        sum(leaf.nbytes for leaf in some) for some in (leaves, filter(is_mapped, leaves))
+    )
     own = np.asarray(arrays.train.size, np.int64) + np.asarray(arrays.validation.size, np.int64)
     number = int(np.sort(own)[-cohort:].sum())
     one = sum(leaf.nbytes for leaf in (arrays.x, arrays.y)) / max(1, len(arrays.y))
-    return whole, math.ceil(one * min(number, len(arrays.y)))
+    return whole, math.ceil(one * min(number, len(arrays.y))), mapped

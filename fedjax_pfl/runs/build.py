@@ -128,7 +128,7 @@ def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
     work, points = phase.work, len(phase.work.alike)
     cohort, clients = work.cohort, work.federation.clients
     count = memory_estimate.tree_bytes
-    examples, sent = forecast.examples_of(work.arrays, cohort)
+    examples, sent, mapped = forecast.examples_of(work.arrays, cohort)
     best = bool(np.sum(work.arrays.validation.size))
     server, rows, own = (count(part) // points for part in state)
     return forecast.Sizes(
@@ -143,6 +143,7 @@ def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
         best,
         points,
         work.devices,
+        mapped,
     )
 
 

@@ -40,7 +40,7 @@ def test_there_are_as_many_as_the_page_shows():
         configuration.specify(settings(row))
 
 
-@pytest.mark.parametrize("row", ["synthetic", "csv", "parquet", "windows", "images", "text"])
+@pytest.mark.parametrize("row", ["synthetic", "csv", "parquet", "windows", "images", "text", "npy"])
 def test_what_the_page_says_can_be_built(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     draw = np.random.default_rng(0)
@@ -55,5 +55,8 @@ def test_what_the_page_says_can_be_built(row, tmp_path, monkeypatch):
         path = Path("photos", "cat" if i % 2 else "dog", f"{i}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(draw.integers(0, 255, (9, 9, 3), np.uint8)).save(path)
+    Path("pool").mkdir()
+    np.save("pool/x.npy", draw.integers(0, 255, (200, 8, 8, 1), np.uint8))
+    np.save("pool/y.npy", np.arange(200) % 5)
     made = build.build(settings(row))
     assert made.federation.clients == 10

@@ -87,8 +87,11 @@ def test_examples():
     empty = Split(np.zeros((3, 1), np.int32), none)
     data = FederatedData(np.zeros((10, 8), np.uint8), none[:1].repeat(10), split, empty, empty)
     # 8 bytes and a label of 4 each; of two clients six examples at most.
-    _, sent = forecast.examples_of(data, 2)
-    assert sent == 6 * 12
+    _, sent, mapped = forecast.examples_of(data, 2)
+    assert (sent, mapped) == (6 * 12, 0)
+    in_a_file = SIZES._replace(mapped=30_000)
+    assert forecast.need(in_a_file, "host").host == forecast.need(SIZES, "host").host - 30_000
+    assert forecast.need(in_a_file, "device") == forecast.need(SIZES, "device")
 
 
 def test_a_run_says_what_it_needs_and_where_it_goes(monkeypatch):
