@@ -9,7 +9,6 @@ machines of several people.
 """
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -43,7 +42,8 @@ def main(argv: Sequence[str]) -> None:
     workdir = Path(chosen.workdir or default_workdir("deploy", sys.argv[1:])).absolute()
     folder = Path(chosen.folder or f"{workdir}-nodes").absolute()
     waiting = {"seconds": chosen.seconds, "least": chosen.least}
-    asked = json.loads(json.dumps(assembly.plain(settings, words)))
+    brought = assembly.brought(given.to_dict())
+    asked = {**assembly.plain(settings, words), **brought}
     files = [str(Path(path).absolute()) for path in chosen.data]
     try:
         with trial.interrupted():

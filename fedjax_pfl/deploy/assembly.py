@@ -47,7 +47,7 @@ def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]
         "beside": settings.beside != "",
         "augment": settings.augment,
         "evaluate_clients": settings.evaluate_clients is not None,
-        "store": settings.store in ("host", "disk"),
+        "store": settings.store not in ("auto", "device"),
     }
     for name, one in wrong.items():
         if one:
@@ -64,6 +64,15 @@ def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]
 def plain(settings: ConfigDict, words: configuration.Words = configuration.OURS) -> dict[str, Any]:
     """Settings as they are written down and sent."""
     return json.loads(json.dumps(configuration.resolved(settings, words)))
+
+
+def brought(given: Mapping[str, Any]) -> dict[str, str]:
+    """What a configuration names as MODULE:NAME but the examples, by what it is.
+
+    Names alone travel: each machine has the code, and `digest` among the settings says which.
+    """
+    named = {kind: str(given.get(kind, "")) for kind in configuration.OURS._fields}
+    return {kind: said for kind, said in named.items() if kind != "dataset" and ":" in said}
 
 
 def facts(data: FederatedData, federation: Federation, **more: Any) -> dict[str, Any]:

@@ -54,7 +54,8 @@ def run_by(grid: Grid, path: str) -> None:
     try:
         waiting = run.Waiting(**asked["waiting"])
         exchange = ByFlower(grid, directory, asked["config"]["clients"], tell)
-        exchange.wait(waiting.seconds)
+        tell(f"Waiting for the nodes of {exchange.count} clients")
+        tell(f"{exchange.wait(waiting.seconds)} of {exchange.count} are online")
         done = run.run(_tuples(asked["config"]), directory, exchange, waiting, tell)
         tell(f"{ENDED} {done.directory}")
     except UsageError as error:
@@ -85,11 +86,12 @@ class ByFlower:
         self.grid, self.directory, self.count, self.tell = grid, directory, clients, tell
         self.said: set[str] = set()
 
-    def wait(self, seconds: float) -> None:
-        """Until all nodes are there, or the time is up."""
+    def wait(self, seconds: float) -> int:
+        """Until all nodes are there, or the time is up; how many are."""
         until = time.monotonic() + seconds
-        while len(self.nodes()) < self.count and time.monotonic() < until:
+        while (there := len(self.nodes())) < self.count and time.monotonic() < until:
             time.sleep(1)
+        return there
 
     def nodes(self) -> dict[int, Online]:
         """The node of each client that is online, by the names and keys of those registered."""

@@ -1,7 +1,8 @@
 """A node: it says what it has, joins a federation, and answers as its client.
 
 All that it keeps lies in one folder of its own, by run. Which data it uses it decides itself: the
-server sends a configuration, and of that the node takes no path and nothing that is executed.
+server sends a configuration, and of that the node takes no path, and of what is executed only names
+that its own file lists too.
 """
 
 import contextlib
@@ -31,6 +32,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MODEL = "model.safetensors"
+CLASSES = "classes.json"  # where clients name their classes: those of all, by output
 
 
 class Node(NamedTuple):
@@ -38,10 +40,12 @@ class Node(NamedTuple):
 
     data: settings of the data, such as {"dataset": "csv:mine.csv"}; None: the node's part of the
       dataset in the server's configuration, for trials in which all nodes can build that.
+    code: methods, networks and tasks that are not the library's and that it runs, as MODULE:NAME.
     """
 
     folder: Path
     data: Mapping[str, Any] | None = None
+    code: tuple[str, ...] = ()
 
 
 def answer(node: Node, content: bytes) -> bytes:
@@ -88,13 +92,16 @@ def _enrolled(node: Node, request: wire.Message) -> bytes:
     return wire.encode({**facts, "request": request.digest, "said": mine.facts})
 
 
-def _settings(request: wire.Message) -> tuple[ConfigDict, configuration.Words]:
+def _settings(node: Node, request: wire.Message) -> tuple[ConfigDict, configuration.Words]:
     given = request.facts.get("settings")
     if not isinstance(given, dict):
         raise Refused("it holds no settings")
-    for kind in configuration.OURS._fields:
-        if kind != "dataset" and ":" in str(given.get(kind, "")):
-            raise Refused(f"its {kind} is code of the server's, which a node does not run")
+    for kind, said in assembly.brought(given).items():
+        if said not in node.code:
+            raise Refused(
+                f"its {kind} is {said[:100]}, which is not the library's; a node runs it where its "
+                "own file has that among its code"
+            )
     return assembly.complete(_tuples(given))
 
 
@@ -106,7 +113,7 @@ def _tuples(plain: Any) -> Any:
 
 
 def _own(node: Node, request: wire.Message) -> assembly.Own:
-    settings, words = _settings(request)
+    settings, words = _settings(node, request)
     if node.data is not None:
         return examples.own(settings, words, node.data)
     if ":" in settings.dataset:
@@ -131,7 +138,7 @@ def _client(node: Node, request: wire.Message) -> Client:
     name = json.dumps([str(node.folder), *parts], sort_keys=True)
     if name in _made:
         return _made[name]
-    settings, words = _settings(request)
+    settings, words = _settings(node, request)
     description, i, run = facts.get("federation"), facts.get("client"), facts.get("run")
     if not isinstance(description, dict) or type(i) is not int or not isinstance(run, str):
         raise Refused("it describes no federation")
@@ -153,7 +160,10 @@ def _client(node: Node, request: wire.Message) -> Client:
         )
         member = method.member(group)
         content = export.packed(result, member, i, t, client_data(data, np.asarray(0)), variables)
+        folder.mkdir(parents=True, exist_ok=True)  # it may not have been in any round
         own_state.whole(folder / MODEL, content)
+        if names := description.get("classes"):  # of outputs, which a model has numbers of
+            own_state.whole(folder / CLASSES, json.dumps(names).encode() + b"\n")
 
     programs = AtClient(method, group, data)
     while len(_made) >= _MOST:

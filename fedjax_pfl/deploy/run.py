@@ -13,10 +13,9 @@ from typing import Any, NamedTuple, Protocol
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly, own_state, server, wire
-from fedjax_pfl.deploy.client import ENROL, Refused
+from fedjax_pfl.deploy.client import ENROL, TRAIN, Refused
 from fedjax_pfl.deploy.programs import AtServer, Method
 from fedjax_pfl.deploy.server import Open, Server, Standing
 from fedjax_pfl.engine import ledger, metrics
@@ -82,14 +81,15 @@ def run(
             f"a round is to have {waiting.least} answers, and asks "
             f"{settings.clients_per_round or settings.clients} clients; want fewer"
         )
+    sent = {**assembly.plain(settings, words), **assembly.brought(given)}
     with run_directory.claimed(Path(workdir), config) as directory:
         run_directory.write_made(directory)
         known = _known(directory)
         if "federation" not in known:
-            known["federation"] = _enrol(settings, words, known, exchange, waiting, tell)
+            known["federation"] = _enrol(settings, sent, known, exchange, waiting, tell)
             _write(directory, known)
         built, method = assembly.built(settings, words, known["federation"])
-        more = {"settings": assembly.plain(settings, words), "federation": known["federation"]}
+        more = {"settings": sent, "federation": known["federation"]}
         programs = AtServer(method, built.data, built.phases[0].work.cohort)
         one = Server(known["run"], known["starts"], programs, more)
         member = Member("", settings, config, directory)
@@ -113,14 +113,14 @@ def _write(directory: Path, known: Mapping[str, Any]) -> None:
 
 def _enrol(
     settings: ConfigDict,
-    words: configuration.Words,
+    sent: Mapping[str, Any],
     known: Mapping[str, Any],
     exchange: Exchange,
     waiting: Waiting,
     tell: Tell,
 ) -> dict[str, Any]:
     """The description of the federation, of what all clients say; it needs all of them, once."""
-    facts = {"kind": ENROL, "run": known["run"], "settings": assembly.plain(settings, words)}
+    facts = {"kind": ENROL, "run": known["run"], "settings": sent}
     said: dict[int, dict[str, Any]] = {}
     for _ in range(waiting.tries):
         left = [i for i in range(settings.clients) if i not in said]
@@ -267,6 +267,7 @@ class _Running(NamedTuple):
         """What has come in time and can be read, by client; and the bytes down and up."""
         came: dict[int, Any] = {}
         refused, up = set[int](), 0
+        what = f"{opened.kind}, round {opened.round + (opened.kind == TRAIN)}"
         for i, content in self.exchange.ask(opened.requests, self.waiting.seconds):
             up += len(content)
             try:
@@ -275,9 +276,9 @@ class _Running(NamedTuple):
                 came[i] = take(self.server, opened, i, content)
             except Refused as error:
                 refused.add(i)
-                self.tell(f"{opened.kind}, round {opened.round + 1}: client {i}: {error}")
+                self.tell(f"{what}: client {i}: {error}")
         for i in sorted(set(opened.requests) - set(came) - refused):
-            self.tell(f"{opened.kind}, round {opened.round + 1}: client {i} is absent")
+            self.tell(f"{what}: client {i} is absent")
         return came, (sum(map(len, opened.requests.values())), up)
 
     def scored(self, standing: Standing, t: int, *, last: bool) -> Evaluation:

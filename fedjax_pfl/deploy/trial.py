@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import guard, keys
+from fedjax_pfl.deploy import assembly, guard, keys, worker
 from fedjax_pfl.deploy.app import HERE
 from fedjax_pfl.deploy.flower import ENDED, FAILED, NAME
 from fedjax_pfl.deploy.run import WIRE
@@ -75,7 +75,7 @@ def run(
                 started.command(
                     "flwr", "supernode", "register", public, "trial", "--name", f"{NAME}{i}"
                 )
-                own = data[i : i + 1]
+                own = _own(folder / f"node-{i}.json", config, data[i : i + 1])
                 started.start(f"worker-{i}", sys.executable, "-m", "fedjax_pfl.deploy.worker",
                               folder / f"node-{i}", *own)  # fmt: skip
                 words = {"folder": folder / f"node-{i}", **({"data": own[0]} if own else {})}
@@ -94,6 +94,16 @@ def run(
                 started.command("flwr", "run", HERE, "trial", "--run-config", asking)
 
             _follow(log, workdir / WIRE, started, submit, tell)
+
+
+def _own(path: Path, config: Mapping[str, Any], data: Sequence[str]) -> list[str]:
+    """A node's file: what it is given, and that it runs the code of this trial's owner."""
+    given = worker.node(path.parent, *data or [""])
+    code = list(assembly.brought(config).values())
+    if not code:
+        return list(data)
+    path.write_text(json.dumps({**(given.data or {}), "code": code}))
+    return [str(path)]
 
 
 def _follow(
@@ -178,6 +188,8 @@ class _Processes:
             **os.environ,
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
+            # A method of one's own lies where the command is given.
+            "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
 

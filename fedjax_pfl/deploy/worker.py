@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -16,27 +15,32 @@ from fedjax_pfl.deploy.app import node_pipe
 from fedjax_pfl.deploy.node import Node, answer
 
 
-def data(path: str) -> dict[str, Any] | None:
-    """The settings of a node's own data, from its JSON file; None where it names none."""
+def node(folder: Path, path: str) -> Node:
+    """A node, as its JSON file says: the settings of its data, and the code that it runs."""
     if not path:
-        return None
+        return Node(folder)
     try:
         found = json.loads(Path(path).expanduser().read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict) or "dataset" not in found:
-        raise UsageError(f'{path} must be {{"dataset": "csv:FILE", ...}}')
-    return found
+    known = isinstance(found, dict) and ("dataset" in found or set(found) == {"code"})
+    code = found.pop("code", []) if known else None
+    if not isinstance(code, list) or not all(isinstance(one, str) for one in code):
+        raise UsageError(
+            f'{path} must be {{"dataset": "csv:FILE", ...}}, with "code": ["MODULE:NAME"] where it '
+            "runs what is not the library's"
+        )
+    return Node(folder, found or None, tuple(code))
 
 
-def serve(node: Node) -> None:
+def serve(one: Node) -> None:
     """Answer requests, one after the other, until the process is ended."""
-    with node_pipe.listening(node.folder) as there:
+    with node_pipe.listening(one.folder) as there:
         while True:
-            one, _ = there.accept()
-            with one:
+            asking, _ = there.accept()
+            with asking:
                 try:
-                    node_pipe.send(one, answer(node, node_pipe.receive(one)))
+                    node_pipe.send(asking, answer(one, node_pipe.receive(asking)))
                 except OSError as error:
                     print(f"an answer was not taken ({error})", file=sys.stderr, flush=True)
 
@@ -48,7 +52,7 @@ def main(arguments: Sequence[str]) -> None:
     folder = Path(arguments[0]).expanduser()
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))
-    serve(Node(folder, data(arguments[1] if len(arguments) > 1 else "")))
+    serve(node(folder, arguments[1] if len(arguments) > 1 else ""))
 
 
 if __name__ == "__main__":

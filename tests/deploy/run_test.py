@@ -1,5 +1,6 @@
 """A whole run over nodes in one process: its directory, its models, and going on after a crash."""
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,16 @@ CONFIG = {
 class Nodes:
     """Nodes that are asked one after the other; the server dies with the nth request."""
 
-    def __init__(self, folder: Path, n: int, until: int = 10**6, data: Any = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        n: int,
+        until: int = 10**6,
+        data: Any = None,
+        code: tuple[str, ...] = (),
+    ) -> None:
         each = data or [None] * n
-        self.nodes = [node.Node(folder / f"node-{i}", each[i]) for i in range(n)]
+        self.nodes = [node.Node(folder / f"node-{i}", each[i], code) for i in range(n)]
         self.left = until
         self.said: list[str] = []
 
@@ -118,11 +126,42 @@ def test_nodes_with_files_of_their_own(tmp_path: Path):
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         about = export.about(path)
         assert (about["outputs"], about["input_shape"]) == (3, [2])
+        names = json.loads((path.parent / node.CLASSES).read_text())
+        assert names == ["maybe", "no", "yes"]
         np.testing.assert_allclose(np.ravel(about["scale"]), 1 / np.array(known["deviation"]), 1e-6)
     data[1]["csv"] = {"input": "age"}
     nodes = Nodes(tmp_path / "other", 2, data=data)
     with pytest.raises(UsageError, match="client 1 has input_shape"):
         run.run(config, tmp_path / "differ", nodes, tell=nodes.said.append)
+
+
+def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "of_mine.py").write_text(
+        "from fedjax_pfl.algorithms import fedavg\n\n\n"
+        "import jax\n"
+        "def scaled(model, task, training, federation, *, by: float = 0.5):\n"
+        "    base = fedavg(model, task, training, federation)\n"
+        "    def receive(state, cohort):\n"
+        "        new, rows = base.receive(state, cohort)\n"
+        "        return jax.tree.map(lambda leaf: by * leaf, new), rows\n"
+        "    return base._replace(receive=receive)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = {"algorithm": "of_mine:scaled", "scaled": {"by": 0.0}}
+    config = {**CONFIG, **own, "rounds": 1, "evaluate_after": False}
+    nodes = Nodes(tmp_path / "no", 3)
+    with pytest.raises(UsageError, match="have not enrolled"):
+        run.run(config, tmp_path / "no", nodes, run.Waiting(tries=1), tell=nodes.said.append)
+    assert all("algorithm is of_mine:scaled" in line for line in nodes.said)
+    nodes = Nodes(tmp_path, 3, code=("of_mine:scaled",))
+    done = run.run(config, tmp_path / "real", nodes, tell=nodes.said.append)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(done.standing.state.server))
+    assert sorted(done.standing.settled) == [-1, 0, 0]
+    for i in range(3):  # one of which has never been in a round
+        (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
+        assert export.about(path)["algorithm"] == "scaled"
 
 
 @pytest.mark.parametrize(

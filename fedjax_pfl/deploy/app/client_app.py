@@ -21,7 +21,7 @@ def answer(message: Message, context: Context) -> Message:
     if made is None:
         from fedjax_pfl.deploy import node, worker
 
-        data = worker.data(str(context.node_config.get("data", "")))
-        made = node.answer(node.Node(folder, data), content)
+        own = worker.node(folder, str(context.node_config.get("data", "")))
+        made = node.answer(own, content)
     array = Array(dtype="uint8", shape=(len(made),), stype="bytes", data=made)
     return Message(RecordDict({"message": ArrayRecord({"message": array})}), reply_to=message)
