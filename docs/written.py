@@ -3,8 +3,8 @@
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
 FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE,
-libraries FILE and summary. What a page names and the code has not is an error; a test sees that
-pages are up to date.
+libraries FILE, accuracies FILE and summary. What a page names and the code has not is an error; a
+test sees that pages are up to date.
 """
 
 import importlib
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments import agree, benchmark
+from experiments.outside import scored
 from experiments.papers import agreement
 from experiments.papers import table as common
 from experiments.papers.table import cell
@@ -183,6 +184,16 @@ def libraries(name: str) -> str:
     return f"{body}\n\nCompared with {commits}. Why some differ:\n\n{why}"
 
 
+def accuracies(name: str) -> str:
+    """Ours and theirs after many rounds: `experiments.agree --rounds`."""
+    whole = json.loads((RESULTS / name).read_text())
+    body = text_tables.markdown([scored.table(whole)]).replace("---:", "---")
+    why = "\n".join(f"- {line}" for line in scored.reasons(whole))
+    commits = ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in whole["commits"].items())
+    said = f"After {whole['rounds']} rounds, over {whole['seeds']} seeds, beside {commits}."
+    return f"{body}\n\n{said}" + (f" Why some are apart:\n\n{why}" if why else "")
+
+
 def stress() -> str:
     """What was done to runs, and what became of them."""
     whole = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
@@ -212,6 +223,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "tables": tables,
     "speed": speed,
     "libraries": libraries,
+    "accuracies": accuracies,
     "stress": stress,
     "summary": summary,
 }

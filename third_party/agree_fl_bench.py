@@ -1,8 +1,9 @@
 """FL-bench's methods (KarhouTam/FL-bench) on the work of `experiments.agree`, from a checkout.
 
 Their server's rounds run as they are, with evaluation switched off by their own settings; what they
-have after each is written down. What is replaced: the dataset, the network, and what Hydra would
-say of the run. Needs what `rival_fl_bench.py` needs.
+have after each is written down. Or, in one more round, what share of test examples each client gets
+right by their own count, before and after its training. What is replaced: the dataset, the network,
+and what Hydra would say of the run. Needs what `rival_fl_bench.py` needs, and cvxpy for FedPAC.
 """
 
 import importlib
@@ -44,15 +45,31 @@ _SERVERS = {
     "fedala": ("fedala", "FedALAServer"),
     "scaffold": ("scaffold", "SCAFFOLDServer"),
     "feddyn": ("feddyn", "FedDynServer"),
+    "fedpac": ("fedpac", "FedPACServer"),
+    "fedas": ("fedas", "FedASServer"),
 }
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
-    """A server of theirs, whose rounds are recorded."""
+    """What does the next of the runs each time that it is called."""
     child.checkout(spec, *_NEEDS)
+    for one in spec["runs"]:
+        if one["algorithm"] not in _SERVERS:
+            raise child.Lacks(f"its adapter does not run {one['algorithm']}")
+    import torch
+
+    torch.set_num_threads(1)  # for a network this small others only wait
+    runs = iter(spec["runs"])
+
+    def run() -> None:
+        served(spec["checkout"], next(runs))()
+
+    return {"versions": child.versions("torch")}, run
+
+
+def served(checkout: str, spec: child.Spec) -> Callable[[], None]:
+    """A server of theirs, whose rounds are recorded."""
     method = spec["algorithm"]
-    if method not in _SERVERS:
-        raise child.Lacks(f"its adapter does not run {method}")
     import numpy as np
     import state
     import torch
@@ -66,16 +83,20 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
         work = dict(stored)
     start = {name[6:]: value for name, value in work.items() if name.startswith("start/")}
     clients, examples = work["y"].shape
-    x = torch.from_numpy(work["x"].reshape(clients * examples, -1))
-    y = torch.from_numpy(work["y"].reshape(-1).astype(np.int64))
+    parts = ("x", "test_x") if "test_x" in work else ("x",)
+    features = work["x"].shape[-1]
+    x = torch.from_numpy(np.concatenate([work[p].reshape(-1, features) for p in parts]))
+    labels = [work[p.replace("x", "y")].reshape(-1) for p in parts]
+    y = torch.from_numpy(np.concatenate(labels).astype(np.int64))
     own = [list(range(i * examples, (i + 1) * examples)) for i in range(clients)]
+    tests = np.arange(clients * examples, len(y)).reshape(clients, -1).tolist()
     everyone = list(range(clients))
     folder = Path("data/mnist")
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "args.json").write_text(json.dumps({"split": "sample"}))
     split = {
         "separation": {"train": everyone, "val": [], "test": everyone, "total": clients},
-        "data_indices": [{"train": own[i], "val": [], "test": []} for i in everyone],
+        "data_indices": [{"train": own[i], "val": [], "test": tests[i]} for i in everyone],
     }
     (folder / "partition.pkl").write_bytes(pickle.dumps(split))
 
@@ -109,16 +130,18 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     fedavg.FLBENCH_ROOT = Path.cwd()
     runtime = types.SimpleNamespace(runtime=types.SimpleNamespace(output_dir="out"))
     fedavg.HydraConfig = types.SimpleNamespace(get=lambda: runtime)
-    config = OmegaConf.load(Path(spec["checkout"]) / "config" / "defaults.yaml")
+    config = OmegaConf.load(Path(checkout) / "config" / "defaults.yaml")
     file, name = _SERVERS[method]
     config.method, config.dataset.name, config.model.name = file, "mnist", "ours"
     config.optimizer.lr = spec["rate"]
     config[file] = spec["settings"]
+    if method == "fedpac":
+        config[file].classifier_lr = spec["rate"]
     config.common.update(
         join_ratio=1.0,
-        global_epoch=spec["rounds"],
+        global_epoch=spec["rounds"] + 1,
         local_epoch=spec["epochs"],
-        batch_size=examples,
+        batch_size=spec.get("batch", examples),
         client_side_evaluation=False,
         use_cuda=False,
         save_log=False,
@@ -127,7 +150,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
         save_metrics=False,
     )
     for place in (config.common.test.client, config.common.test.server):
-        place.update(interval=-1, train=False, val=False, test=False)
+        place.update(interval=-1, train=False, val=False, test=True)
     config.common.test.client.finetune_epoch = 1  # FedBABU asks for it; nothing is evaluated
     kind = getattr(importlib.import_module(f"src.server.{file}"), name)
     config = parse_args(DictConfig(config), file, getattr(kind, "get_hyperparams", None))
@@ -142,8 +165,8 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
         if method == "pfedme":  # what is personal is trained anew in ours
             return {}
         package = server.package(i)
-        for key in ("personalized_model_params", "local_model_params"):
-            if key in package:
+        for key in ("personalized_model_params", "local_model_params", "prev_model_state"):
+            if package.get(key):
                 return state.named(package[key])
         return state.named({**package["regular_model_params"], **package["personal_model_params"]})
 
@@ -154,16 +177,32 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
             shared |= {f"control.{n}": v for n, v in own.items()}
         record.add(shared, {i: of_client(i) for i in everyone})
 
+    def play(t: int) -> None:
+        server.current_epoch = t
+        server.selected_clients = list(server.client_sample_stream[t])
+        server.train_one_round()
+
     def run() -> None:
         note()
         for t in range(spec["rounds"]):
-            server.current_epoch = t
-            server.selected_clients = list(server.client_sample_stream[t])
-            server.train_one_round()
+            play(t)
             note()
         record.write()
 
-    return {"versions": child.versions("torch")}, run
+    def run_scored() -> None:
+        scores, last = state.Scores(spec["out"], clients), spec["rounds"]
+        torch.manual_seed(spec["seed"])
+        for t in range(last):
+            play(t)
+        server.args.common.client_side_evaluation = True
+        play(last)
+        for i in everyone:
+            found = server.client_metrics[i][last]
+            scores.before[i] = found["before"]["test"].accuracy / 100
+            scores.after[i] = found["after"]["test"].accuracy / 100
+        scores.write()
+
+    return run_scored if "seed" in spec else run
 
 
 if __name__ == "__main__":

@@ -2,10 +2,13 @@
 
 Their server's own `train` runs as it is. At the place of each of its evaluations, which it does
 behind sending models to clients, it is written down what server and clients have; saving is left
-out. Needs torch, torchvision, h5py, scikit-learn, matplotlib.
+out. Or, at the last of these places, how many test examples each client gets right by their own
+count, as it is served there and after its training that follows. Needs torch, torchvision, h5py,
+scikit-learn, matplotlib, and cvxpy for FedPAC.
 """
 
 import contextlib
+import copy
 import importlib
 import os
 import random
@@ -31,6 +34,8 @@ _SERVERS = {
     "fedala": "serverala.FedALA",
     "scaffold": "serverscaffold.SCAFFOLD",
     "feddyn": "serverdyn.FedDyn",
+    "fedpac": "serverpac.FedPAC",
+    "fedas": "serveras.FedAS",
     "fedproto": "serverproto.FedProto",
 }
 _OFF = dict.fromkeys(
@@ -52,12 +57,28 @@ _OFF = dict.fromkeys(
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
-    """A server of theirs with clients of theirs, whose rounds are recorded."""
+    """What does the next of the runs each time that it is called."""
     spec["checkout"] = str(Path(spec["checkout"]) / "system")
     child.checkout(spec, "numpy", "torch", "torchvision", "h5py", "sklearn", "matplotlib")
+    for one in spec["runs"]:
+        if one["algorithm"] not in _SERVERS:
+            raise child.Lacks(f"its adapter does not run {one['algorithm']}")
+    import torch
+
+    torch.set_num_threads(1)  # for a network this small others only wait
+    os.makedirs("system")
+    os.chdir("system")
+    runs = iter(spec["runs"])
+
+    def run() -> None:
+        served(next(runs))()
+
+    return {"versions": child.versions("torch")}, run
+
+
+def served(spec: child.Spec) -> Callable[[], None]:
+    """A server of theirs with clients of theirs, whose rounds are recorded."""
     method = spec["algorithm"]
-    if method not in _SERVERS:
-        raise child.Lacks(f"its adapter does not run {method}")
     import numpy as np
     import state
     import torch
@@ -67,26 +88,24 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
         work = dict(stored)
     start = {name[6:]: value for name, value in work.items() if name.startswith("start/")}
     clients, examples = work["y"].shape
-    os.makedirs("system")
     for i in range(clients):
-        for part in ("train", "test"):
-            path = Path("dataset", "work", part, f"{i}.npz")
+        for part, prefix in (("train", ""), ("test", "test_" if "test_x" in work else "")):
+            path = Path("..", "dataset", "work", part, f"{i}.npz")
             path.parent.mkdir(parents=True, exist_ok=True)
-            own = {"x": work["x"][i], "y": work["y"][i]}
+            own = {"x": work[f"{prefix}x"][i], "y": work[f"{prefix}y"][i]}
             np.savez(path, data=np.array(own, dtype=object))
-    os.chdir("system")
     for seeded in (random.seed, np.random.seed, torch.manual_seed):
         seeded(0)
     module, name = _SERVERS[method].split(".")
     settings = {
         **_OFF,
         "dataset": "work",
-        "num_classes": int(work["y"].max()) + 1,
+        "num_classes": len(start["fc2.weight"]),
         "global_rounds": spec["rounds"],
         "algorithm": name,
         "device": "cpu",
         "local_epochs": spec["epochs"],
-        "batch_size": examples,
+        "batch_size": spec.get("batch", examples),
         "local_learning_rate": spec["rate"],
         "goal": "",
         "eval_gap": 1,
@@ -119,6 +138,29 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
             found = {f"control.{n}": v for n, v in own.items()}
         return found
 
+    scores = state.Scores(spec["out"], clients)
+
+    def right(one: Any) -> float:
+        """The share that it gets right; by a copy, as some of theirs change what they score."""
+        copied = copy.deepcopy(one)
+        found = getattr(copied, "test_metrics_personalized", copied.test_metrics)()
+        return float(found[0] / found[1])
+
+    def scored(one: Any, train: Callable[..., None]) -> Callable[..., None]:
+        def trained(*arguments: Any) -> None:
+            train(*arguments)
+            if len(server.Budget) == spec["rounds"]:
+                scores.after[one.id] = right(one)
+
+        return trained
+
+    def score(*_: Any, **__: Any) -> None:
+        for name in ("rs_test_acc", "rs_test_acc_per", "rs_train_loss_per"):
+            getattr(server, name, []).append(0.0)
+        if len(server.Budget) == spec["rounds"]:
+            for one in server.clients:
+                scores.before[one.id] = right(one)
+
     def evaluate(*_: Any, **__: Any) -> None:
         server.rs_test_acc.append(0.0)
         for name in ("rs_test_acc_per", "rs_train_loss_per"):
@@ -134,15 +176,23 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
                 seen |= {f"control.{n}": v for n, v in own.items()}
             record.add(seen, {one.id: of_client(one) for one in server.clients})
 
-    server.evaluate = server.evaluate_personalized = evaluate
+    by_score = "seed" in spec
+    server.evaluate = server.evaluate_personalized = score if by_score else evaluate
     server.save_results = server.save_global_model = lambda: None
+    server.avg_generalization_metrics = lambda: (
+        0.0
+    )  # which FedAS calls at its end, and is not there
+    if by_score:
+        torch.manual_seed(spec["seed"])  # theirs is the same for all clients and runs
+        for one in server.clients:
+            one.train = scored(one, one.train)
 
     def run() -> None:
         with contextlib.redirect_stdout(None):
             server.train()
-        record.write()
+        (scores if by_score else record).write()
 
-    return {"versions": child.versions("torch")}, run
+    return run
 
 
 if __name__ == "__main__":

@@ -54,6 +54,19 @@ def in_order(start: Mapping[str, Any], values: Any) -> dict[str, np.ndarray]:
     return {n: v.detach().cpu().numpy().copy() for n, v in zip(names, values, strict=True)}
 
 
+class Scores:
+    """Each client's share of test examples that it gets right."""
+
+    def __init__(self, path: str, clients: int) -> None:
+        """path: of the .npz file."""
+        self._path = path
+        self.before, self.after = np.full(clients, np.nan), np.full(clients, np.nan)
+
+    def write(self) -> None:
+        """Both of them."""
+        np.savez(self._path, before=self.before, after=self.after)
+
+
 class Record:
     """What is written down round by round."""
 

@@ -16,6 +16,7 @@ class Theirs(NamedTuple):
     settings: Mapping[str, Any]
     epochs: int = EPOCHS  # what it counts as local epochs
     why: str = ""  # it differs, if it does
+    accuracy: str = ""  # and why accuracies do
 
 
 class Method(NamedTuple):
@@ -25,6 +26,7 @@ class Method(NamedTuple):
     pfllib: Theirs | None = None
     fl_bench: Theirs | None = None
     norm: bool = False  # the network has BatchNorm
+    examples: int = 30  # of each client, which are one batch
 
 
 _PFLLIB_PFEDME = (
@@ -72,6 +74,21 @@ _FL_BENCH_FEDDYN = (
     "client/feddyn.py leaves α/2 ‖θ‖² of the quadratic term out of the loss, for a weight decay of "
     "α that has to be set beside it and is 0 by default; the paper, as ours, has the whole term"
 )
+_FL_BENCH_FEDPAC = (
+    "in client/fedpac.py features are held near the client's own means where there are no "
+    "prototypes yet, which is all of the first round; in the paper, as in ours, they are held near "
+    "nothing then. server/fedpac.py also sets weights of heads under 0.001 to 0"
+)
+_PFLLIB_FEDPAC = (
+    "serverpac.py weighs heads in the order in which clients were selected, and mixes them in that "
+    "of `receive_models`, which shuffles them, so that weights go to other clients' heads; mixes "
+    "replace heads of which others are still to be made; and prototypes are plain means over "
+    "clients, where the paper, as ours, weighs by examples of the class"
+)
+_FL_BENCH_FEDAS = (
+    "client/fedas.py trains on with the mean head that comes down, where in the paper, as in ours, "
+    "each has its own; and it aligns the mean of a class's features in a batch, not each of them"
+)
 METHODS = {
     "fedavg": Method({}, Theirs({}), Theirs({})),
     "fedprox": Method({"mu": 0.1}, Theirs({"mu": 0.1}), Theirs({"mu": 0.1})),
@@ -116,6 +133,17 @@ METHODS = {
         {"alpha": 0.1},
         Theirs({"alpha": 0.1}, why=_PFLLIB_FEDDYN),
         Theirs({"alpha": 0.1, "max_grad_norm": 1e9}, why=_FL_BENCH_FEDDYN),
+    ),
+    "fedpac": Method(
+        {"penalty": 1.0, "head_epochs": 1},
+        Theirs({"lamda": 1.0}, why=_PFLLIB_FEDPAC),
+        Theirs({"lamda": 1.0, "train_classifier_round": 1}, EPOCHS + 1, why=_FL_BENCH_FEDPAC),
+    ),
+    "fedas": Method(
+        {"align_rate": 0.01, "align_epochs": 1},
+        Theirs({}),
+        Theirs({"alignment_lr": 0.01, "alignment_epoch": 1}, why=_FL_BENCH_FEDAS),
+        examples=16,  # which is what theirs aligns with
     ),
     "fedproto": Method({"penalty": 1.0}, Theirs({"lamda": 1.0}, why=_PFLLIB_FEDPROTO)),
 }

@@ -20,8 +20,9 @@ from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.normalisation import batch_norm
 
-CLIENTS, EXAMPLES, HIDDEN, CLASSES, RATE, ROUNDS = 4, 30, 16, 10, 0.2, 3
+CLIENTS, HIDDEN, CLASSES, RATE, ROUNDS = 4, 16, 10, 0.2, 3
 Arrays = dict[str, np.ndarray]
+JUDGED = task.classification()
 KEY = 0
 # Of ours, by their name in PyTorch; a kernel is turned over.
 _LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
@@ -45,7 +46,7 @@ class Net(nn.Module):
         return nn.Dense(CLASSES, name="fc2")(nn.relu(x))
 
 
-def work(norm: bool) -> Arrays:
+def work(norm: bool, examples: int = 30) -> Arrays:
     """x [clients, examples, features], y, and the parameters that all start from, as start/NAME."""
     from sklearn.datasets import load_digits
 
@@ -53,7 +54,7 @@ def work(norm: bool) -> Arrays:
     x, y = (source.data / 16).astype(np.float32), source.target
     rng, xs, ys = np.random.default_rng(0), [], []
     for i in range(CLIENTS):
-        own = rng.choice(np.flatnonzero((y - 2 * i) % CLASSES < 4), EXAMPLES, replace=False)
+        own = rng.choice(np.flatnonzero((y - 2 * i) % CLASSES < 4), examples, replace=False)
         xs.append(x[own])
         ys.append(y[own])
     first = dict(Net(norm).init(jax.random.key(KEY), jnp.zeros((1, x.shape[1]))))
@@ -70,15 +71,32 @@ def named(params: Any) -> Arrays:
     return found
 
 
+def params(given: Mapping[str, np.ndarray]) -> Any:
+    """The parameters of the work in our form: the inverse of `named`."""
+    found: dict[str, dict[str, jax.Array]] = {}
+    for whole, value in given.items():
+        if whole.startswith("start/"):
+            layer, leaf = whole[6:].split(".")
+            names = {"bias": "bias", "weight": "kernel" if value.ndim == 2 else "scale"}
+            found.setdefault(layer, {})[names[leaf]] = jnp.asarray(value.T)
+    return found
+
+
 def _federated(given: Mapping[str, np.ndarray]) -> tuple[FederatedData, Federation]:
-    x, y = given["x"].reshape(-1, given["x"].shape[-1]), given["y"].reshape(-1).astype(np.int32)
-    rows = np.arange(len(y), dtype=np.int32).reshape(CLIENTS, EXAMPLES)
-    split = Split(rows, np.full(CLIENTS, EXAMPLES, np.int32))
-    none = Split(rows[:, :0], np.zeros(CLIENTS, np.int32))
-    data = jax.device_put(FederatedData(x, y, split, none, split))
-    counts, groups = np.full(CLIENTS, EXAMPLES), np.zeros(CLIENTS, np.int32)
-    active = np.ones(CLIENTS, bool)
-    return data, Federation(counts, (x.shape[1],), CLASSES, active, groups)
+    """Of train examples, and of test examples where there are some."""
+    clients, features = given["y"].shape[0], given["x"].shape[-1]
+    prefixes = ("", "test_") if "test_x" in given else ("",)
+    x = np.concatenate([given[f"{p}x"].reshape(-1, features) for p in prefixes])
+    y = np.concatenate([given[f"{p}y"].reshape(-1) for p in prefixes]).astype(np.int32)
+    splits, first = [], 0
+    for prefix in prefixes:
+        rows = first + np.arange(given[f"{prefix}y"].size, dtype=np.int32).reshape(clients, -1)
+        splits.append(Split(rows, np.full(clients, rows.shape[1], np.int32)))
+        first += rows.size
+    none = Split(splits[0].rows[:, :0], np.zeros(clients, np.int32))
+    data = jax.device_put(FederatedData(x, y, splits[0], none, splits[-1]))
+    counts, groups = splits[0].size, np.zeros(clients, np.int32)
+    return data, Federation(counts, (features,), CLASSES, np.ones(clients, bool), groups)
 
 
 def rounds(name: str, given: Mapping[str, np.ndarray]) -> Arrays:
@@ -86,24 +104,32 @@ def rounds(name: str, given: Mapping[str, np.ndarray]) -> Arrays:
 
     They are ROUND/server/NAME and ROUND/CLIENT/NAME; round 0 is the start.
     """
-    method = METHODS[name]
-    data, federation = _federated(given)
-    training = local_training.sgd(learning_rate=RATE, batch_size=EXAMPLES, epochs=EPOCHS)
-    factory, judged = getattr(algorithms, name), task.classification()
-    made = factory(Net(method.norm), judged, training, federation, **method.ours)
-    first = dict(Net(method.norm).init(jax.random.key(KEY), jnp.zeros((1, given["x"].shape[-1]))))
-    start = State(first, (), ())
-    begun = made._replace(init=lambda key, _=None: made.init(key, start))
-    engine = make_rounds(begun, judged, federation, cohort=CLIENTS, calls=1, after=False)
+    batch = given["y"].shape[1]
+    training = local_training.sgd(learning_rate=RATE, batch_size=batch, epochs=EPOCHS)
+    plain, begun, data, federation = made(name, given, training)
+    engine = make_rounds(begun, JUDGED, federation, cohort=CLIENTS, calls=1, after=False)
     found: Arrays = {}
     key = jax.random.key(KEY)
     state = engine.init(key)
     for t in range(ROUNDS + 1):
         now = jax.device_get(state)
-        found |= {f"{t}/{part}": value for part, value in _seen(name, made, now, data).items()}
+        found |= {f"{t}/{part}": value for part, value in _seen(name, plain, now, data).items()}
         if t < ROUNDS:
             state, _ = engine.run(key, engine.place(state), data, jnp.int32(t), jnp.int32(1))
     return found
+
+
+def made(
+    name: str, given: Mapping[str, np.ndarray], training: local_training.Training
+) -> tuple[Algorithm, Algorithm, FederatedData, Federation]:
+    """A method, and the same one that begins with the parameters of the work."""
+    method = METHODS[name]
+    data, federation = _federated(given)
+    plain = getattr(algorithms, name)(Net(method.norm), JUDGED, training, federation, **method.ours)
+    first = dict(Net(method.norm).init(jax.random.key(KEY), federation.examples()))
+    start = State({**first, "params": params(given)}, (), ())
+    begun = plain._replace(init=lambda key, _=None: plain.init(key, start))
+    return plain, begun, data, federation
 
 
 def _seen(name: str, made: Algorithm, state: State, data: FederatedData) -> Arrays:

@@ -37,6 +37,17 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def svg_file(figure: Figure, name: str) -> str:
+    """A figure as an SVG file of its own, on white, as a README shows it; the same each time.
+
+    name: of which its ids are made.
+    """
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
+    return buffer.getvalue()
+
+
 def svg(figure: Figure, name: str) -> str:
     """A figure as an element of the page, in the page's colours.
 

@@ -118,7 +118,7 @@ def page(whole: Mapping[str, Any]) -> str:
 
 
 def write(whole: Mapping[str, Any], out: Path) -> None:
-    """leaderboard.json, .txt, .html, and a picture of each split."""
+    """leaderboard.json, .txt, .html, and a picture of each split, .svg."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         plain = json.dumps(whole, indent=1, ensure_ascii=False)
@@ -127,6 +127,7 @@ def write(whole: Mapping[str, Any], out: Path) -> None:
         (out / "leaderboard.html").write_text(page(whole), encoding="utf-8")
         for name, column in whole["columns"].items():
             if column["methods"]:
-                (out / f"{name}.png").write_bytes(html_page.png(draw(name, column).figure))
+                drawn = html_page.svg_file(draw(name, column).figure, name)
+                (out / f"{name}.svg").write_text(drawn, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror})") from None

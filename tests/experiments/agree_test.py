@@ -17,7 +17,7 @@ STAND_IN = """
 import json, sys
 import numpy as np
 
-spec = json.loads(sys.argv[1])
+spec = json.loads(sys.argv[1])["runs"][0]
 if spec["algorithm"] != "fedavg":
     print(json.dumps({"lacks": "its adapter does not run it"}), flush=True)
     sys.exit()
@@ -61,7 +61,8 @@ print(json.dumps({"seconds": 1.0}), flush=True)
 def stand_in(tmp_path, monkeypatch):
     (tmp_path / "agree_pfllib.py").write_text(STAND_IN)
     monkeypatch.setattr(rivals, "HERE", tmp_path)
-    return lambda name: agree.compared("pfllib", [sys.executable], str(tmp_path), name, 120.0)
+    side = agree.Side("pfllib", [sys.executable], str(tmp_path), 120.0)
+    return lambda name: agree.compared(side, name)
 
 
 @pytest.mark.slow("a program of ours; what a comparison makes of numbers is tested below")
@@ -73,7 +74,9 @@ def test_ours_is_fedavg_written_out_in_numpy(stand_in):
 
 def test_what_is_the_same_and_what_is_not(stand_in, monkeypatch, tmp_path):
     """Beside the stand-in's own numbers, in the place of ours."""
-    _, mine = agree.of_theirs("pfllib", [sys.executable], str(tmp_path), "fedavg", 120.0)
+    side = agree.Side("pfllib", [sys.executable], str(tmp_path), 120.0)
+    more = {"rounds": ours.ROUNDS, "rate": ours.RATE}
+    (mine,) = agree.of_theirs(side, [agree.Run("fedavg", ours.work(False), more)])
     monkeypatch.setattr(ours, "rounds", lambda name, given: mine)
     other = METHODS["fedavg"]._replace(pfllib=Theirs({"faster": 1.01}, why="it hurries"))
     monkeypatch.setitem(METHODS, "fedavg", other)

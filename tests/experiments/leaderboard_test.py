@@ -90,9 +90,14 @@ def test_what_is_written(tmp_path):
     assert "it has no &lt;BatchNorm&gt;" in page
     assert "commit abc1234" in page
     assert not re.search(r"(src|href)=\"http", page)
+    drawn = (tmp_path / "digits.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert "ditto</text>" in drawn
+    board.write(WHOLE, tmp_path)
+    assert (tmp_path / "digits.svg").read_text() == drawn
     assert json.loads((tmp_path / "leaderboard.json").read_text())["commit"] == "abc1234"
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "digits.png",
+        "digits.svg",
         "leaderboard.html",
         "leaderboard.json",
         "leaderboard.txt",
