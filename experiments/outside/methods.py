@@ -89,8 +89,12 @@ _FL_BENCH_FEDAS = (
     "client/fedas.py trains on with the mean head that comes down, where in the paper, as in ours, "
     "each has its own; and it aligns the mean of a class's features in a batch, not each of them"
 )
+_ORDERS_OF_BATCHES = (
+    "by the orders of batches, as parameters are the same where batches are; ours with four other "
+    "orders comes to 95.2 to 95.8 after training, over the same three splits and starts"
+)
 METHODS = {
-    "fedavg": Method({}, Theirs({}), Theirs({})),
+    "fedavg": Method({}, Theirs({}, accuracy=_ORDERS_OF_BATCHES), Theirs({})),
     "fedprox": Method({"mu": 0.1}, Theirs({"mu": 0.1}), Theirs({"mu": 0.1})),
     "fedper": Method({}, Theirs({}), Theirs({})),
     "fedrep": Method(
