@@ -206,6 +206,23 @@ def stress() -> str:
     return text_tables.markdown([text_tables.Table("", heads, rows)])
 
 
+def federation() -> str:
+    """What was done to the processes of a federation, and what became of it."""
+    whole = json.loads((HERE.parent / "tests" / "stress" / "federation.json").read_text())
+    found: dict[str, list[tuple[bool, float]]] = {}
+    for run in whole:
+        for kind, wrong, seconds in run["tried"]:
+            found.setdefault(kind, []).append((wrong == "", seconds))
+    rows = []
+    for kind, each in found.items():
+        good, longest = sum(fine for fine, _ in each), max(seconds for _, seconds in each)
+        shown = f"{longest:.0f}" if longest else ""
+        rows.append([kind, str(len(each)), str(good), str(len(each) - good), shown])
+    heads = ["tried", "survived", "lost", "seconds to the next round, at most"]
+    dates = ", ".join(sorted({run["date"] for run in whole}))
+    return f"{text_tables.markdown([text_tables.Table('', heads, rows)])}\n\nMeasured on {dates}."
+
+
 def summary() -> str:
     """How many published cells agree, over the files of results."""
     return agreement.summary(RESULTS, TABLES, "markdown")
@@ -225,6 +242,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "libraries": libraries,
     "accuracies": accuracies,
     "stress": stress,
+    "federation": federation,
     "summary": summary,
 }
 

@@ -1,5 +1,6 @@
 """A small pass of each of the long tries in tests/stress."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.stress.data import data
 from tests.stress.disk import disk
 from tests.stress.kills import kills
 from tests.stress.long import long
+from tests.stress.relay import Counted, relay
 from tests.stress.rot import rot
 from tests.stress.same import distance
 
@@ -90,6 +92,7 @@ def test_the_one_table_has_every_try(monkeypatch):
         "common",
         "cohort",
         "damages",
+        *("federation", "away", "over_flower", "relay"),  # a table of its own, of another page
     }
     for name in functions:
         monkeypatch.setattr(stress, name, noted(name))
@@ -174,3 +177,41 @@ def test_the_table_is_markdown():
         "| x       |     1 |        1 |    0 |      |",
     ]
     assert CONFIG["rounds"] % CONFIG["eval_every"] == 0
+
+
+def test_bytes_are_handed_on_and_counted():
+    async def all_of_it() -> tuple[bytes, Counted]:
+        async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(2 * await reader.read(100))
+            writer.close()
+
+        there = await asyncio.start_server(shout, "127.0.0.1", 0)
+        counted = Counted()
+        between = await relay(0, there.sockets[0].getsockname()[1], counted)
+        port = between.sockets[0].getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"hallo")
+        heard = await reader.read()
+        for one in (writer, there, between):
+            one.close()
+            await one.wait_closed()
+        return heard, counted
+
+    heard, counted = asyncio.run(all_of_it())
+    assert heard == b"hallohallo"
+    assert (counted.up, counted.down) == (5, 10)
+
+
+@SLOW
+def test_a_federation_whose_processes_are_killed(tmp_path: Path):
+    pytest.importorskip("flwr", reason="Flower is not installed; pip install -e '.[dev]' brings it")
+    from tests.stress import federation
+
+    wanted = (federation.app, federation.worker, federation.same_key)
+    faults = [one for one in federation.FAULTS if one.do in wanted]
+    tried = federation.federation(tmp_path / "run", faults, np.random.default_rng(0))
+    assert [one.kind for one in tried] == [*(one.kind for one in faults), federation.END]
+    assert [one.wrong for one in tried] == [""] * 4
+    assert (
+        federation.away(5) == [federation.Tried("two of six nodes absent in a round", "", 0.0)] * 5
+    )
