@@ -2,7 +2,8 @@
 
 python -m experiments.many_clients --clients=100,10000,1000000 --methods=fedper,local --store=disk
 
-Each number of clients is a process of its own: LeNet on 32x32x3 images, 40 for training and 10 for
+Each number of clients is a process of its own: LeNet on 32x32x3 images, or with --model=mlp the MLP
+on 8x8 ones, 40 for training and 10 for
 testing at each client (drawn at random from a pool of 20,000 that clients share), two steps of 20
 in a visit, cohorts of 100. A first round is not measured; then come `--rounds` and an evaluation.
 Beside it, in turns, is the step with ten clients on the device. Times are of the CPU, of all cores
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,28 @@ from fedjax_pfl.engine.rounds import compiled, plain_rounds
 from fedjax_pfl.engine.stores import Clients
 from fedjax_pfl.engine.streamed import Streamed
 from fedjax_pfl.networks import LeNet
+from fedjax_pfl.networks.mlp import MLP
 
 _POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
 _STEPS = _TRAIN // _BATCH
 _FOLDER = os.environ.get("TMPDIR")
-_SETTINGS: dict[str, dict[str, Any]] = {"pfedhn": {"embedding": 64}}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "pfedhn": {"embedding": 64},
+    "pfedla": {"candidates": 10, "embedding": 16, "hidden": 16, "depth": 1},
+}
+# The network, and the shape of its images.
+_MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "lenet": (LeNet, (32, 32, 3)),
+    "mlp": (MLP, (8, 8, 1)),
+}
 
 
-def made(method: str, clients: int, cohort: int) -> tuple[Plain, FederatedData]:
+def made(
+    method: str, clients: int, cohort: int, model: str = "lenet"
+) -> tuple[Plain, FederatedData]:
     """A method's rounds for so many clients, and their examples."""
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (_POOL, 32, 32, 3), np.uint8)
+    rng, (network, shape) = np.random.default_rng(0), _MODELS[model]
+    images = rng.integers(0, 256, (_POOL, *shape), np.uint8)
     labels = rng.integers(0, 10, _POOL, np.int32)
 
     def split(examples: int) -> Split:
@@ -56,9 +68,9 @@ def made(method: str, clients: int, cohort: int) -> tuple[Plain, FederatedData]:
     scale, shift = (np.full((1, 1, 1, 1), value, np.float32) for value in (1 / 64, -2.0))
     data = FederatedData(images, labels, split(_TRAIN), split(0), split(_TEST), scale, shift)
     everyone, none = np.ones(clients, bool), np.zeros(clients, np.int32)
-    federation = Federation(np.full(clients, _TRAIN, np.int32), (32, 32, 3), 10, everyone, none)
+    federation = Federation(np.full(clients, _TRAIN, np.int32), shape, 10, everyone, none)
     algorithm = configuration.ALGORITHMS[method](
-        LeNet(outputs=10),
+        network(outputs=10),
         task.classification(),
         local_training.sgd(epochs=1, batch_size=_BATCH),
         federation,
@@ -72,16 +84,22 @@ def made(method: str, clients: int, cohort: int) -> tuple[Plain, FederatedData]:
 
 
 def measure(
-    method: str, clients: int, cohort: int, rounds: int, store: str, written: int
+    method: str,
+    clients: int,
+    cohort: int,
+    rounds: int,
+    store: str,
+    written: int,
+    model: str = "lenet",
 ) -> dict[str, Any]:
     """In this process: bytes, and CPU seconds of a client's step and of an evaluation."""
-    few, few_data = made(method, 10, 10)
+    few, few_data = made(method, 10, 10, model)
     beside: Any = OnDevice(compiled(few), jax.random.key(0), few_data)
     at_first = beside.enter(beside.init())
     beside.compile(at_first, 0)
     at_first, _ = beside.run(at_first, 0, 1)
 
-    plain, data = made(method, clients, cohort)
+    plain, data = made(method, clients, cohort, model)
     with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
         program: Any = OnDevice(compiled(plain), jax.random.key(0), data)
         if store != "device":
@@ -130,6 +148,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, (memory, step) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure.set_facecolor("white")
     for method, rows in found.items():
         rows = sorted((row for row in rows if row["ok"]), key=lambda row: row["clients"])
         clients = [row["clients"] for row in rows]
@@ -138,9 +157,10 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     memory.axhline(8, color="0.6", linewidth=1)
     memory.set(xlabel="clients", ylabel="peak resident memory, GiB")
     step.axhline(1.15, color="0.6", linewidth=1)
-    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, None))
+    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, 1.6))
     memory.legend()
-    figure.savefig(path, dpi=110)
+    with pyplot.rc_context({"svg.hashsalt": "many_clients"}):
+        figure.savefig(path, metadata={"Date": None})  # the same numbers make the same file
     pyplot.close(figure)
 
 
@@ -151,7 +171,7 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
     if chosen.only:
         method, clients = chosen.only.split(":")
-        few = (chosen.cohort, chosen.rounds, chosen.store, chosen.written)
+        few = (chosen.cohort, chosen.rounds, chosen.store, chosen.written, chosen.model)
         print(json.dumps(measure(method, int(clients), *few)))
         return
     unknown = sorted(set(chosen.methods) - set(configuration.ALGORITHMS))
@@ -161,7 +181,8 @@ def main(argv: Sequence[str]) -> None:
     found: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
     for clients in chosen.clients:
         for method in chosen.methods:
-            rows = found.setdefault(method, [])
+            named = method if chosen.model == "lenet" else f"{method}, {chosen.model}"
+            rows = found.setdefault(named, [])
             known = (int(clients), chosen.store)
             if any((row["clients"], row["store"]) == known for row in rows):
                 continue
@@ -182,10 +203,10 @@ def main(argv: Sequence[str]) -> None:
                     flush=True,
                 )
             out.write_text(json.dumps(found, indent=2) + "\n")
-    draw(found, out.with_suffix(".png"))
+    draw(found, Path(chosen.picture))
 
 
-_PASSED = ("cohort", "rounds", "store", "written")
+_PASSED = ("cohort", "rounds", "store", "written", "model")
 
 if __name__ == "__main__":
     # Here, because other commands have a --clients of their own.
@@ -197,6 +218,8 @@ if __name__ == "__main__":
     flags.DEFINE_integer("cohort", 100, "Clients in a round.", lower_bound=1)
     flags.DEFINE_integer("rounds", 3, "So many are measured.", lower_bound=1)
     flags.DEFINE_integer("written", 0, "Clients whose state is written before.", lower_bound=0)
+    flags.DEFINE_enum("model", "lenet", sorted(_MODELS), "Which network.")
+    flags.DEFINE_string("picture", "docs/many_clients.svg", "Where all numbers are drawn.")
     flags.DEFINE_string("only", "", "METHOD:CLIENTS, to be measured in this process.")
     flags.DEFINE_string("out", "experiments/results/many_clients.json", "Where numbers are kept.")
     command(main)

@@ -54,6 +54,8 @@ def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
         "rounds": 3,
         "written": 0,
         "only": "",
+        "model": "lenet",
+        "picture": str(tmp_path / "picture.svg"),
         "out": str(out),
     }
 
@@ -71,7 +73,10 @@ def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
     assert asked == ["--only=local:100", "--only=local:1000"]
     assert "local, 1000 clients: it is full" in capsys.readouterr().out
     assert [row["ok"] for row in json.loads(out.read_text())["local"]] == [True, False]
-    assert out.with_suffix(".png").stat().st_size > 1000
+    drawn = (tmp_path / "picture.svg").read_bytes()
+    many_clients.main(sys.argv[:1])
+    assert len(drawn) > 1000
+    assert (tmp_path / "picture.svg").read_bytes() == drawn
 
 
 @pytest.mark.slow("compiles LeNet's programs twice")
