@@ -15,7 +15,6 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.engine import sweep
 from fedjax_pfl.engine.rounds import plain_rounds
 from tests import cases, rules, tiny
-from tests.contract_test import STRUCTURES
 
 # What differs between methods is where they keep the optimiser's state, and how many there are.
 pytestmark = pytest.mark.slow("the programs of seven methods; the optimiser has tests of its own")
@@ -56,7 +55,7 @@ def subject(name: str) -> rules.Subject:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("name", STRUCTURES)
+@pytest.mark.parametrize("name", cases.STRUCTURES)
 def test_rule(name: str, rule: Any):
     rule(subject(name))
 

@@ -348,6 +348,8 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
     "fedsam": documents.module("your_method.md", 2).fedsam,
 }
 NAMES = sorted(FACTORIES)
+# Seven that differ in structure: what follows from the engine alone need not be asked of more.
+STRUCTURES = ("clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

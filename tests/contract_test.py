@@ -18,8 +18,7 @@ from tests import cases, programs, rules, tiny
 from tests.cases import NAMES, TASK
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY
 
-# Seven that differ in structure, and the two of them that are asked each time.
-STRUCTURES = ("clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla")
+# The two structures that are asked each time.
 QUICK = ("fedavg", "factorized_fl")
 # Of which the quick run asks the shapes only, which is what a change of the contract breaks: their
 # mathematics have tests of their own, and the programs of all rules take five seconds each.
@@ -68,7 +67,9 @@ def test_rule(name: str, rule: str):
 
 
 @asked_of(
-    ("fedavg", "fedfomo"), STRUCTURES, "another program for what a plain loop shows up to 1e-5"
+    ("fedavg", "fedfomo"),
+    cases.STRUCTURES,
+    "another program for what a plain loop shows up to 1e-5",
 )
 def test_longer_padding_is_invisible(name: str):
     """Nine more rows of padding for every client, which are other shapes to compile for."""
@@ -98,7 +99,7 @@ def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
     chex.assert_trees_all_close(jax.device_get(state), one.run(1)[0], **CLOSE)
 
 
-@asked_of(QUICK, STRUCTURES, "three more programs; spread as a round is, see above")
+@asked_of(QUICK, cases.STRUCTURES, "three more programs; spread as a round is, see above")
 def test_starts_and_scores_do_not_depend_on_devices(name: str, mesh: jax.sharding.Mesh):
     one = subject(name)
     rounds = spread(one, mesh)

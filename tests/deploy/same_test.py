@@ -1,5 +1,6 @@
 """Four nodes give what the simulation gives: states, metrics and, to the byte, the ledger."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,13 @@ def both(name: str, folder: Path, dropout: float) -> Any:
     return simulated, (jax.device_get(whole), moved, made.evaluate(standing, ROUNDS))
 
 
-def asked(names: tuple[str, ...]) -> Any:
+def asked(others: Sequence[str]) -> Any:
     slow = pytest.mark.slow("one method is asked quickly")
-    rest = [pytest.param(name, marks=slow) for name in cases.NAMES if name not in names]
-    return pytest.mark.parametrize("name", [*names, *rest])
+    rest = [pytest.param(name, marks=slow) for name in others if name not in QUICK]
+    return pytest.mark.parametrize("name", [*QUICK, *rest])
 
 
-@asked(QUICK)
+@asked(cases.NAMES)
 def test_nodes_give_what_the_simulation_gives(name: str, tmp_path: Path):
     simulated, real = both(name, tmp_path, 0.0)
     chex.assert_trees_all_close(real[0], simulated[0], **CLOSE)
@@ -58,7 +59,7 @@ def test_nodes_give_what_the_simulation_gives(name: str, tmp_path: Path):
     assert real[1] == simulated[1]
 
 
-@asked(("fedper",))
+@asked(cases.STRUCTURES)
 def test_absent_nodes_are_what_dropout_takes(name: str, tmp_path: Path):
     simulated, real = both(name, tmp_path, DROPOUT)
     assert sum(simulated[1].dropped) > 1

@@ -105,7 +105,11 @@ def has_its_share(state: State, n: int, devices: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [("toy", 8), *(pytest.param(n, d, marks=SLOW) for n in cases.NAMES for d in (2, 8))],
+    [
+        ("toy", 8),
+        *(pytest.param(name, 8, marks=SLOW) for name in cases.NAMES),
+        *(pytest.param(name, 2, marks=SLOW) for name in cases.STRUCTURES),
+    ],
 )
 def test_is_the_run_of_a_state_that_each_device_has(name: str, devices: int):
     """Twenty clients or six; on eight devices, of which one or two then have padding alone."""
