@@ -178,6 +178,7 @@ class _Processes:
         self.folder, self.home = folder, home
         self.running = dict[str, subprocess.Popen[bytes]]()
         self.words, self.at = dict[str, tuple[Any, ...]](), dict[str, float]()
+        self.restarted = set[str]()
         self.guard = subprocess.Popen(
             [sys.executable, "-I", guard.__file__, str(home)],
             stdin=subprocess.PIPE,
@@ -224,13 +225,15 @@ class _Processes:
             raise UsageError(f"{' '.join(map(str, words[:3]))} failed: {said}")
 
     def again(self) -> list[str]:
-        """Start those that have ended again; the names of those that had been there for a while."""
+        """Start those that have ended again; their names, but for such as end again at once."""
         now = time.monotonic()
         ended = [name for name, one in self.running.items() if one.poll() is not None]
         due = {name: self.at[name] for name in ended if now > self.at[name] + _PAUSE}
         for name in due:
             self.start(name, *self.words[name])
-        return [name for name, at in due.items() if now > at + 2 * _PAUSE]
+        at_once = {name for name in self.restarted & set(due) if now <= due[name] + 2 * _PAUSE}
+        self.restarted |= set(due)
+        return [name for name in due if name not in at_once]
 
     def until(self, port: int, name: str, seconds: float = 120.0) -> None:
         """Wait until somebody listens."""

@@ -6,6 +6,7 @@ import os
 import ssl
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -224,6 +225,25 @@ def test_what_a_trial_has_started_ends_with_it_however_that_ends(tmp_path: Path)
 
     with trial._claimed(tmp_path):  # waits until the guard has ended what was left
         assert guard.left(tmp_path) == []
+
+
+def test_a_process_that_ends_is_named_and_not_again_where_it_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Which a SuperNode does that Flower refuses for a minute after it was killed."""
+    from fedjax_pfl.deploy import trial
+
+    now = [100.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
+    monkeypatch.setattr(trial, "time", clock)
+    with trial._claimed(tmp_path) as lock, trial._Processes(tmp_path, tmp_path, lock) as started:
+        started.start("one", sys.executable, "-c", "pass")
+        found = []
+        for after in (1, 15, 16, 40):
+            started.running["one"].wait()
+            now[0] += after
+            found.append(started.again())
+    assert found == [[], ["one"], [], ["one"]]
 
 
 def test_two_trials_in_one_folder(tmp_path: Path):

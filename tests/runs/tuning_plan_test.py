@@ -7,7 +7,6 @@ import pytest
 from experiments import tune as tune
 from experiments.papers.pfedhn import presets as pfedhn
 from fedjax_pfl.config import configuration
-from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.tuning import search, show, trials
 from fedjax_pfl.runs.tuning.trials import Job
 from tests.experiments.launch_test import message
@@ -159,13 +158,6 @@ def test_what_cannot_be_compared_is_refused():
     assert "the preset gives local other examples than fedavg" in message(
         search.plan, each, RATES, None, None
     )
-
-
-@pytest.fixture
-def cached(monkeypatch):
-    """What runs are built of is kept between tests, for the checks before them too."""
-    once = runner.build
-    monkeypatch.setattr(trials, "build", lambda *points, words: once(*points, words=words))
 
 
 def test_what_only_shows_when_it_is_built_is_said_before_anything_is_written(tmp_path):

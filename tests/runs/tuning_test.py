@@ -36,6 +36,13 @@ def tuned(tmp_path_factory):
     return made, out
 
 
+@pytest.fixture
+def cached(monkeypatch):
+    """What runs are built of is kept between tests, for the checks before them too."""
+    once = runner.build
+    monkeypatch.setattr(trials, "build", lambda *points, words: once(*points, words=words))
+
+
 def test_the_rate_that_learns_is_chosen(tuned):
     made, out = tuned
     rows = list(csv.DictReader((out / "tune.csv").read_text().splitlines()))
