@@ -148,7 +148,7 @@ def table(first):
 
 
 def test_the_functions_are_those_of_the_contract():
-    form = r"^ +(\w+) +\(([\w, =]+)\) -> (.+?)\.(?: |$)"
+    form = r"^ *(\w+) +\(([\w, =]+)\) -> (.+?)\.(?: |$)"
     contract = re.findall(form, Algorithm.__doc__, re.M)
     shown = [tuple(row[k].replace("`", "") for k in row) for row in table("Function")]
     assert shown == contract

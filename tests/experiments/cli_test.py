@@ -169,7 +169,8 @@ print("done")
         cwd=ROOT,
     )
     assert ran.stdout == "done\n", ran.stderr
-    assert ran.stderr == (
+    # A newer JAX warns that it cannot lock its own files.
+    assert ran.stderr.endswith(
         f"{tmp_path / 'run'} is not locked, as this system cannot; start no other run in it\n"
     )
 
