@@ -169,7 +169,11 @@ def _rows(
     numbers: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
     """Each group's own numbers, then those of the groups in it."""
-    groups = {name: v for name, v in numbers.items() if isinstance(v, Mapping) and "mean" not in v}
+    groups = {  # those of numbers, and not a mean with its deviation
+        name: v
+        for name, v in numbers.items()
+        if isinstance(v, Mapping) and not isinstance(v.get("mean"), int | float)
+    }
     own = {str(name): _cell(value) for name, value in numbers.items() if name not in groups}
     if own:
         yield path, own

@@ -21,6 +21,7 @@ from experiments.papers.pfedla import studies as pfedla
 from experiments.reproduce import Options
 from fedjax_pfl import data
 from fedjax_pfl.config import configuration
+from fedjax_pfl.report import text_tables
 from tests.experiments.launch_test import message
 from tests.experiments.reproduce_test import shown, there
 
@@ -292,3 +293,11 @@ def test_a_study_is_short_unless_the_papers_length_is_asked_for(
     common.main({"drawn": drawn}, "", ["x", "drawn"], "pfedla", {"": common.Length(20, 50)})
     assert seen == [wanted]
     assert "97.25" in capsys.readouterr().out
+
+
+def test_a_group_may_be_called_mean():
+    """As in Factorized-FL's `distance`, where it holds numbers of several kinds of clients."""
+    kinds = {"mean": {"same": 1.0, "other": 2.0}, "one": {"mean": 3.0, "std": 0.5}}
+    text = text_tables.text(common.shown({"before": kinds}))
+    assert "3 ± 0.5" in text
+    assert "same" in text
