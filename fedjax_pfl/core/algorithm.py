@@ -73,7 +73,13 @@ class Cohort(NamedTuple):
 
     def put(self, rows: PyTree, values: PyTree) -> PyTree:
         """The rows with `values`, stacked, in those of the clients that arrived."""
-        return trees.put(rows, self.ids, values)
+
+        def write(_: Any, whole: PyTree) -> PyTree:
+            return trees.put(whole, self.ids, values)
+
+        # A loop of one step, as XLA writes in place in a loop alone: else, where `values` were made
+        # from other clients' rows, it would copy those of all clients before.
+        return jax.lax.fori_loop(0, self.arrived.any().astype(jnp.int32), write, rows)
 
     def present(self, tree: PyTree) -> PyTree:
         """A tree that is stacked as the uploads are, zero where a client did not arrive."""

@@ -117,6 +117,37 @@ def test_only_those_that_arrived_are_written():
     np.testing.assert_array_equal(log.up["payload"], np.where(log.dropped, 0, 4))
 
 
+def neighbours(clients: int, size: int) -> Algorithm:
+    """A client's first row becomes its upload, which is 1, and its second its neighbour's first."""
+
+    def receive(state, cohort):
+        first, _ = state.rows
+        new = jnp.broadcast_to(cohort.uploads[:, None], (len(cohort.ids), size))
+        return state.server, cohort.put(state.rows, (new, first[(cohort.ids + 1) % clients]))
+
+    def init(key, start=None):
+        rows = jnp.tile(jnp.arange(clients, dtype=jnp.float32)[:, None], (1, size))
+        return State((), (rows, 2 * rows), jnp.zeros(clients))
+
+    return counting(clients)._replace(init=init, receive=receive)
+
+
+def test_rows_are_written_in_place():
+    """Though new ones are made from those of others."""
+    n, size = 500, 1000
+    how = {"cohort": 2, "calls": 1}
+    rounds = make_rounds(neighbours(n, size), tiny.HALF_SQUARES, clients_of(n), **how)
+    arguments = (KEY, rounds.init(KEY), nothing(n), scalar(0), scalar(1))
+    run = rounds.run.lower(*arguments).compile()
+    assert run.memory_analysis().temp_size_in_bytes < n * size
+    state, (log,) = run(*arguments)
+    first, ids = np.arange(n), log.ids[0]
+    second = 2 * first
+    first[ids], second[ids] = 1, (ids + 1) % n
+    for rows, expected in zip(state.rows, (first, second), strict=True):
+        np.testing.assert_array_equal(rows, np.repeat(expected[:, None], size, 1))
+
+
 def test_the_draw_depends_on_seed_and_round_only():
     """Not on chunks, and not on where a call begins."""
     whole = drawn()
