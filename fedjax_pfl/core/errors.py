@@ -10,6 +10,14 @@ class UsageError(ValueError):
     """One line: what is wrong and what would be right. Commands print it and exit with status 2."""
 
 
+def removed(directory: Any) -> UsageError:
+    """Of a run's directory that is not where it was."""
+    return UsageError(
+        f"{directory} was removed or moved during its run; put it back and give the same "
+        "command or call again, or choose another workdir to start anew"
+    )
+
+
 MOST_LAYERS = 1000  # of one kind, which Python goes through one by one
 
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, removed
 from fedjax_pfl.engine import spread
 
 PyTree = Any
@@ -130,6 +130,8 @@ class _File:
 def _writable(folder: Path | None) -> Iterator[None]:
     try:
         yield
+    except FileNotFoundError as error:
+        raise removed(folder) from error
     except OSError as error:
         where = folder or tempfile.gettempdir()
         raise UsageError(

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.config import configuration
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, removed
 from fedjax_pfl.engine.execution_plan import Plan, machine
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.report import run_reader
@@ -94,10 +94,7 @@ def writing(
         if known is None or isinstance(error, UsageError):
             raise
         if not known.is_file():
-            raise UsageError(
-                f"{directory} was removed or moved during its run; put it back and give the same "
-                "command or call again, or choose another workdir to start anew"
-            ) from error
+            raise removed(directory) from error
         if not isinstance(error, OSError):
             raise
         rounds = saved() if saved else []

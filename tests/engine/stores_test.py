@@ -6,6 +6,7 @@ import chex
 import numpy as np
 import pytest
 
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.stores import Clients, Rows
 
 FIRST = {"n": np.int32(2), "w": np.arange(3, dtype=np.float32)}
@@ -43,3 +44,8 @@ def test_a_snapshot_stays_as_it_is_while_clients_go_on(store: str, tmp_path: Pat
     later = now.snapshot()
     now.write(0, np.array([0]), numbered(40))
     chex.assert_trees_all_equal(later.whole(), changed)
+
+
+def test_a_directory_that_is_gone_is_named(tmp_path: Path):
+    with pytest.raises(UsageError, match="gone was removed or moved during its run; put it back"):
+        Rows(FIRST, 5, "disk", tmp_path / "gone")
