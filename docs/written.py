@@ -3,8 +3,8 @@
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
 FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE,
-libraries FILE, accuracies FILE and summary. What a page names and the code has not is an error; a
-test sees that pages are up to date.
+libraries FILE, accuracies FILE, leaderboard COLUMN and summary. What a page names and the code has
+not is an error; a test sees that pages are up to date.
 """
 
 import importlib
@@ -23,6 +23,7 @@ from experiments.papers.tables import TABLES
 from experiments.speed import rivals, turns
 from fedjax_pfl.config import configuration, listing
 from fedjax_pfl.engine.metrics import mean_std
+from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
 
 HERE = Path(__file__).parent
@@ -194,6 +195,13 @@ def accuracies(name: str) -> str:
     return f"{body}\n\n{said}" + (f" Why some are apart:\n\n{why}" if why else "")
 
 
+def leaderboard(name: str) -> str:
+    """A split of `experiments.leaderboard`: its table."""
+    whole = json.loads((RESULTS / "leaderboard.json").read_text())
+    body = text_tables.markdown([board.table(name, whole["columns"][name])])
+    return f"{body}\n\nMade with commit {', '.join(board.commits(whole))}."
+
+
 def stress() -> str:
     """What was done to runs, and what became of them."""
     whole = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
@@ -241,6 +249,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "speed": speed,
     "libraries": libraries,
     "accuracies": accuracies,
+    "leaderboard": leaderboard,
     "stress": stress,
     "federation": federation,
     "summary": summary,

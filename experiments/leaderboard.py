@@ -7,8 +7,8 @@ python -m experiments.leaderboard --only_show               what there is so far
 Of each method so many points of its grid are tried on validation examples, for one seed. The best
 then runs anew with other seeds, and is scored on test examples before and after local training.
 The same command goes on with what was cut, and only reads what is finished; the table is written
-after every method. The folder --out gets all runs, leaderboard.json, a text, a picture, and a page
-whose table can be sorted.
+after every method, beside what earlier calls have put there. The folder --out gets all runs,
+leaderboard.json, a text, a picture of each split, and a page whose table can be sorted.
 """
 
 import sys
@@ -143,8 +143,7 @@ def main(argv: Sequence[str]) -> None:
     columns = chosen(given.columns, COLUMNS, "columns")
     methods = chosen(given.methods, configuration.ALGORITHMS, "methods")
     out, status = Path(given.out), 0
-    whole: dict[str, Any] = {"commit": rivals.commit(str(Path(__file__).parent)), "columns": {}}
-    planned = {}
+    commit, whole, planned = rivals.commit(str(Path(__file__).parent)), board.read(out), {}
     for name in columns:
         each = configured(COLUMNS[name], methods)
         for config in each.values():
@@ -152,16 +151,15 @@ def main(argv: Sequence[str]) -> None:
         planned[name] = plan(each, given.budget)
     try:
         for name, made in planned.items():
-            lines: dict[str, Any] = {}
             about = {**COLUMNS[name]._asdict(), "budget": given.budget}
-            whole["columns"][name] = {"about": about, "methods": lines}
+            lines = board.column(whole, name, about)["methods"]
             for trial in made:
                 try:
                     line = played(trial, given.seeds, out / name, only_show=given.only_show)
                 except UsageError as error:  # of this method; the others go on
                     line = {"cannot": str(error)}
                 if line:
-                    lines[trial.method] = line
+                    lines[trial.method] = board.dated(line, commit, lines.get(trial.method))
                     board.write(whole, out)
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)

@@ -34,6 +34,35 @@ for (const head of document.querySelectorAll("th[scope=col]")) {
 </script>"""
 
 
+def read(out: Path) -> dict[str, Any]:
+    """leaderboard.json of earlier calls, or an empty one."""
+    path = out / "leaderboard.json"
+    if not path.exists():
+        return {"columns": {}}
+    try:
+        whole: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        text(whole)
+        commits(whole)
+        return whole
+    except (OSError, ValueError, TypeError, LookupError, AttributeError):
+        raise UsageError(f"{path} cannot be read; remove it, it is made from the runs") from None
+
+
+def column(whole: dict[str, Any], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
+    """A split's table in the whole: begun anew where what is run has changed."""
+    columns = whole["columns"]
+    if name not in columns or columns[name]["about"] != about:
+        columns[name] = {"about": dict(about), "methods": {}}
+    found: dict[str, Any] = columns[name]
+    return found
+
+
+def dated(line: Mapping[str, Any], commit: str, old: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A line with the commit that it was made with, which is an earlier one if it is the same."""
+    same = old is not None and {**old, "commit": commit} == {**line, "commit": commit}
+    return {**line, "commit": old.get("commit", commit) if old and same else commit}
+
+
 def ranked(methods: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
     """From the best score before local training to the worst; what cannot be run last."""
 
@@ -75,6 +104,12 @@ def text(whole: Mapping[str, Any]) -> str:
     return text_tables.text([table(name, one) for name, one in there.items()])
 
 
+def commits(whole: Mapping[str, Any]) -> list[str]:
+    """With which lines were made."""
+    lines = [line for each in whole["columns"].values() for line in each["methods"].values()]
+    return sorted({line["commit"] for line in lines})
+
+
 def draw(name: str, column: Mapping[str, Any]) -> Picture:
     """A line for each method: its score before and after local training."""
     lines = [entry for entry in reversed(ranked(column["methods"])) if "before" in entry[1]]
@@ -113,7 +148,7 @@ def page(whole: Mapping[str, Any]) -> str:
         shown = html_page.table_block(one.caption, one.heads, rows)
         picture = html_page.figure_block(draw(name, column), name)
         blocks.append(f"<section>\n<h2>{html.escape(name)}</h2>\n{shown}\n{picture}\n</section>")
-    facts = [f"commit {whole['commit']}", "a click on a head sorts by it"]
+    facts = [f"commit {', '.join(commits(whole))}", "a click on a head sorts by it"]
     return html_page.page("Leaderboard", facts, "\n".join(blocks) + _SORT)
 
 

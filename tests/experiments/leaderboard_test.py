@@ -1,6 +1,5 @@
 """The leaderboard: what is planned, how lines are ranked and shown, and one that is made."""
 
-import json
 import re
 
 import pytest
@@ -27,17 +26,17 @@ def line(before, after=None, settings="learning_rate=0.1"):
         "worst tenth": spread(before - 0.2),
         "megabytes": 12.3456,
         "seconds": 4.5,
+        "commit": "abc1234",
     }
 
 
 WHOLE = {
-    "commit": "abc1234",
     "columns": {
         "digits": {
             "about": {"words": "digits-n10", "rounds": 30, "local_epochs": 2, "budget": 2},
             "methods": {
                 "local": line(0.8, 0.81),
-                "fedbn": {"cannot": "it has no <BatchNorm>"},
+                "fedbn": {"cannot": "it has no <BatchNorm>", "commit": "abc1235"},
                 "fedavg": line(float("nan")),
                 "ditto": line(0.9, settings="ditto.penalty=0.5"),
             },
@@ -88,20 +87,43 @@ def test_what_is_written(tmp_path):
     board.write(WHOLE, tmp_path)
     page = (tmp_path / "leaderboard.html").read_text()
     assert "it has no &lt;BatchNorm&gt;" in page
-    assert "commit abc1234" in page
+    assert "commit abc1234, abc1235" in page
     assert not re.search(r"(src|href)=\"http", page)
     drawn = (tmp_path / "digits.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "ditto</text>" in drawn
     board.write(WHOLE, tmp_path)
     assert (tmp_path / "digits.svg").read_text() == drawn
-    assert json.loads((tmp_path / "leaderboard.json").read_text())["commit"] == "abc1234"
+    assert "ditto" in board.read(tmp_path)["columns"]["digits"]["methods"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "digits.svg",
         "leaderboard.html",
         "leaderboard.json",
         "leaderboard.txt",
     ]
+
+
+def test_what_earlier_calls_have_made_stays(tmp_path):
+    """Other splits and methods, and the commit of a line that has not changed."""
+    assert board.read(tmp_path) == {"columns": {}}
+    board.write(WHOLE, tmp_path)
+    whole = board.read(tmp_path)
+    about = WHOLE["columns"]["digits"]["about"]
+    there = board.column(whole, "digits", about)["methods"]
+    assert there == board.read(tmp_path)["columns"]["digits"]["methods"]
+    again = {key: value for key, value in line(0.8, 0.81).items() if key != "commit"}
+    assert board.dated(again, "new", there["local"])["commit"] == "abc1234"
+    assert board.dated(again | {"seconds": 5.0}, "new", there["local"])["commit"] == "new"
+    assert board.dated(again, "new", None)["commit"] == "new"
+    assert board.column(whole, "digits", {**about, "budget": 3})["methods"] == {}
+    assert board.column(whole, "cifar10", about)["methods"] == {}
+    assert list(whole["columns"]) == ["digits", "mnist", "cifar10"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"columns": {"digits": {"methods": {"local": {}}}}}'])
+def test_a_damaged_file_is_named(text, tmp_path):
+    (tmp_path / "leaderboard.json").write_text(text)
+    assert "leaderboard.json cannot be read; remove it" in message(board.read, tmp_path)
 
 
 @pytest.mark.parametrize(
