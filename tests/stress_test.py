@@ -55,8 +55,9 @@ def test_missing_clients_and_bad_uploads():
 
 
 @SLOW
-def test_damaged_checkpoints():
-    assert_nothing_lost(rot(12), 12)
+@pytest.mark.parametrize("store", ["device", "disk"])
+def test_damaged_checkpoints(store):
+    assert_nothing_lost(rot(12, config=CONFIG | common.STORES[store]), 12)
 
 
 @SLOW
@@ -86,7 +87,7 @@ def test_the_one_table_has_every_try(monkeypatch):
         return lambda *arguments: asked.update({name: arguments}) or [Row(name, 1, 1, 0)]
 
     scripts = {path.stem for path in Path(stress.__file__).parent.glob("*.py")}
-    functions = {"each", "missing", "spoilt"} | scripts - {
+    functions = {"each", "missing", "spoilt", "stores"} | scripts - {
         "__init__",
         "__main__",
         "common",
@@ -111,6 +112,7 @@ def test_the_one_table_has_every_try(monkeypatch):
         "processes": (12, 0),
         "long": (2000, 20),
         "attacks": (1.0, 0),
+        "stores": (1.0, 0),
     }
     assert set(stress.everything(only=["rot", "same"])) == {"rot", "same"}
     stress.everything(0.01)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from tests.stress import common
 from tests.stress.attacks import attacks
 from tests.stress.cohort import missing, spoilt
-from tests.stress.common import Row, finish, progress, scratch
+from tests.stress.common import CONFIG, STORES, Row, finish, progress, scratch
 from tests.stress.data import data
 from tests.stress.disk import disk
 from tests.stress.kills import each, kills
@@ -27,7 +27,8 @@ from tests.stress.same import same
 def parts(share: float = 1.0, seed: int = 0) -> dict[str, Callable[[], list[Row]]]:
     """All tries by name: 100 kills, 12 of one of two processes, 100 damaged checkpoints and
     datasets, each damage of each file, 24 disks, 2000 rounds, and for every algorithm a kill, 50
-    rounds with clients missing and three kinds of bad upload."""
+    rounds with clients missing and three kinds of bad upload; and of each store 20 kills, 100
+    damaged checkpoints and 12 disks."""
 
     def part(whole: int) -> int:
         return max(1, round(share * whole))
@@ -44,7 +45,22 @@ def parts(share: float = 1.0, seed: int = 0) -> dict[str, Callable[[], list[Row]
         "same": same,
         "processes": lambda: processes(max(len(VICTIMS), part(12)), seed),
         "long": lambda: long(max(200, part(2000)), 20),
+        "stores": lambda: stores(share, seed),
     }
+
+
+def stores(share: float = 1.0, seed: int = 0) -> list[Row]:
+    """Kills, damaged checkpoints and disks where what stays with clients is elsewhere.
+
+    A checkpoint of a sharded run is that of one on the device.
+    """
+    rows = []
+    for store in ("host", "disk", "sharded"):
+        for tried, number in ((kills, 20), (rot, 100), (disk, 12)):
+            if (tried, store) != (rot, "sharded"):
+                part = max(1, round(share * number))
+                rows += tried(part, seed, CONFIG | STORES[store])[:1]
+    return rows
 
 
 def everything(

@@ -1,5 +1,6 @@
 """Small runs in processes of their own, that faults can be done to, and the table of outcomes."""
 
+import argparse
 import contextlib
 import hashlib
 import io
@@ -26,6 +27,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import stores
 from fedjax_pfl.report import page as report
 from fedjax_pfl.runs import interrupt, run_directory, runner
 
@@ -47,6 +49,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
+# The same where what stays with clients is not on the device, or not on one.
+STORES: dict[str, dict[str, Any]] = {
+    "device": {},
+    "host": {"store": "host"},
+    "disk": {"store": "disk"},
+    "sharded": {"store": "sharded", "devices": 2},
+}
 MEASURED = Path(__file__).parent / "measured.json"  # rows of `python -m tests.stress`
 
 
@@ -71,6 +80,22 @@ def table(rows: list[Row]) -> str:
         for f, w in zip(put, wide, strict=True)
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in [lines[0], rule, *lines[1:]])
+
+
+def of_store(config: dict[str, Any]) -> str:
+    """What a row's name has of it."""
+    return f", store={config['store']}" if "store" in config else ""
+
+
+def given(doc: str | None, **number: int) -> tuple[int, int, dict[str, Any]]:
+    """A command's flags: how many, the seed, and the configuration with the store."""
+    parser = argparse.ArgumentParser(description=doc)
+    ((name, default),) = number.items()
+    parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--store", choices=STORES, default="device")
+    flags = parser.parse_args()
+    return getattr(flags, name), flags.seed, CONFIG | STORES[flags.store]
 
 
 def finish(rows: list[Row]) -> None:
@@ -196,6 +221,7 @@ def _work(
 
     jax.config.update("jax_compilation_cache_dir", programs)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_num_cpu_devices", config["devices"])
     tqdm.set_lock(threading.RLock())  # its own would be left behind by a kill
     said = io.StringIO()
 
@@ -223,7 +249,8 @@ def _work(
         try:
             _begin(fault, directory)
             result = runner.run(config, directory, Stop())
-            tell("result", digest(result.state, result.best))
+            states = [one and stores.arrays(one) for one in (result.state, result.best)]
+            tell("result", digest(states))
         except UsageError as error:
             tell("error", str(error))
         except BaseException:

@@ -1,12 +1,12 @@
-"""SIGKILL anywhere in rounds and saves, again and again: python -m tests.stress.kills --kills=100
+"""SIGKILL anywhere in rounds and saves, again and again.
 
-With --each=1 every algorithm is killed once instead, in a run of its own.
+python -m tests.stress.kills --kills=100 --store=disk
+python -m tests.stress --only=each   every algorithm once, in a run of its own
 
 Nothing may be unrestorable, at most one evaluation's interval may have to be computed again, and
 what comes out in the end is what an undisturbed run gives, bit for bit.
 """
 
-import argparse
 import time
 from typing import Any
 
@@ -20,7 +20,9 @@ from tests.stress.common import (
     Row,
     files,
     finish,
+    given,
     last_round,
+    of_store,
     progress,
     scratch,
     undisturbed,
@@ -63,7 +65,9 @@ def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> 
                 seen = last_round(directory)
     note = f"{runs} runs, {early} before the first call; most lost: {most / EVERY:g} evaluations"
     bad = unrestorable + different + (most > EVERY)
-    return [Row("SIGKILL", done, done - bad, bad, f"{note}; {different} runs differ")]
+    return [
+        Row(f"SIGKILL{of_store(config)}", done, done - bad, bad, f"{note}; {different} runs differ")
+    ]
 
 
 def each(number: int = 1, seed: int = 0, names: tuple[str, ...] = NAMES) -> list[Row]:
@@ -83,9 +87,4 @@ def each(number: int = 1, seed: int = 0, names: tuple[str, ...] = NAMES) -> list
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--each", type=int, default=0)
-    given = parser.parse_args()
-    finish(each(given.each, given.seed) if given.each else kills(given.kills, given.seed))
+    finish(kills(*given(__doc__, kills=100)))

@@ -1,29 +1,42 @@
-"""Damaged checkpoints: python -m tests.stress.rot --faults=100
+"""Damaged checkpoints: python -m tests.stress.rot --faults=100 --store=disk
 
 The newest checkpoint of a run, or all of them, are damaged at random: bits flipped, files cut off,
-overwritten, emptied, removed or put in another's place. Each has to be noticed, with the file or
+overwritten, emptied, removed or put in another's place; with the stores host and disk also files of
+rows, some of which both checkpoints need. Each has to be noticed, with the file or
 the leaf in the warning, and the run has to go on from the one before it, bit for bit; where none
 is left, one line has to say what to do. A part of the faults is done to checkpoints without the
 list of their files' digests, as a kill just before it leaves them: there the leaves' digests have
 to hold, and a fault that changes nothing of what is restored counts as harmless.
 """
 
-import argparse
 import contextlib
 import io
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import ledger
+from fedjax_pfl.engine import ledger, stores
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.build import Built, build
 from fedjax_pfl.runs.run_state import Member, Position, resume
-from tests.stress.common import CONFIG, Row, copied, digest, finish, one_line, progress, scratch
+from tests.stress.common import (
+    CONFIG,
+    Row,
+    copied,
+    digest,
+    finish,
+    given,
+    of_store,
+    one_line,
+    progress,
+    scratch,
+)
 
 KINDS = ("bits flipped", "cut off", "overwritten", "emptied", "removed", "put in another's place")
 
@@ -51,40 +64,40 @@ def damage(kind: str, path: Path, rng: np.random.Generator) -> None:
 
 
 class Resumed:
-    """What a directory's checkpoints are good for: the round, the states, and what is said."""
+    """What a run's checkpoints are good for: the round, the states, and what is said."""
 
     def __init__(self, built: Built, directory: Path) -> None:
-        config = json.loads((directory.parent / "run" / "config.json").read_text())
-        said = io.StringIO()
+        config, said = json.loads((directory / "config.json").read_text()), io.StringIO()
         self.round, self.digest, self.error = -1, "", None
         with contextlib.redirect_stderr(said):
-            store = checkpoints.open_store(directory)
+            store = checkpoints.open_store(directory / "checkpoints")
             start = Position(ledger=ledger.empty(built.federation.clients))
-            run = Member("", built.phases[0].config, config, directory.parent, store, start)
+            run = Member("", built.phases[0].config, config, directory, store, start)
             try:
-                (state,) = resume(built, [run]) or [None]
-                self.round, self.digest = run.at.round, digest(state, run.best, run.at.ledger)
+                state = (resume(built, [run]) or [None])[0]
+                states = [one and stores.arrays(one) for one in (state, run.best)]
+                self.round, self.digest = run.at.round, digest(states, run.at.ledger)
             except UsageError as error:
                 self.error = str(error)
             store.manager.close()
         self.said = said.getvalue()
 
 
-def rot(number: int = 100, seed: int = 0) -> list[Row]:
+def rot(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> list[Row]:
     """So many faults, one after the other, each to a fresh copy."""
     rng = np.random.default_rng(seed)
     tried: Counter[str] = Counter()
     lost: Counter[str] = Counter()
     harmless = fell_back = refused = 0
     with scratch() as place:
-        settings = configuration.complete({**CONFIG, "rounds": 4})
-        built = build(settings)
-        runner.run(settings, place / "run")
-        good = place / "run" / "checkpoints"
-        older, newer = sorted(int(p.name) for p in good.iterdir())
+        settings = configuration.complete({**config, "rounds": 4})
+        built, good = build(settings), place / "run"
+        runner.run(settings, good)
+        older, newer = sorted(int(p.name) for p in (good / "checkpoints").iterdir())
+        of_older = {path.relative_to(good) for path in needed(good, older)}
         new = Resumed(built, copied(good, place / "new"))
         only = copied(good, place / "only")
-        checkpoints.open_store(only).drop(newer)
+        checkpoints.open_store(only / "checkpoints").drop(newer)
         old = Resumed(built, only)
         assert (old.round, new.round, old.said + new.said) == (older, newer, "")
         for count in range(number):
@@ -92,10 +105,11 @@ def rot(number: int = 100, seed: int = 0) -> list[Row]:
             kind, listed, both = KINDS[rng.integers(6)], rng.random() > 0.2, rng.random() < 0.1
             for step in (newer, older) if both else (newer,):
                 if not listed:
-                    (there / str(step) / checkpoints.SUMS).unlink()
-                files = sorted(p for p in (there / str(step)).rglob("*") if p.is_file())
-                files = [p for p in files if p.stat().st_size]
-                damage(kind, files[rng.integers(len(files))], rng)
+                    (there / "checkpoints" / str(step) / checkpoints.SUMS).unlink()
+                files = [p for p in needed(there, step) if p.stat().st_size]
+                path = files[rng.integers(len(files))]
+                damage(kind, path, rng)
+                both |= path.relative_to(there) in of_older
             # Unlisted, a checkpoint cannot know of what nobody reads.
             changed = contents(there) != contents(good, listed)
             got = Resumed(built, there)
@@ -118,22 +132,33 @@ def rot(number: int = 100, seed: int = 0) -> list[Row]:
                 )
     note = f"{fell_back} fell back, {refused} refused (none was good), {harmless} harmless"
     rows = [Row(kind, tried[kind], tried[kind] - lost[kind], lost[kind]) for kind in KINDS]
-    total = Row("checkpoint damaged", number, number - lost.total(), lost.total(), note)
+    whole = f"checkpoint damaged{of_store(config)}"
+    total = Row(whole, number, number - lost.total(), lost.total(), note)
     return [total, *(row._replace(kind=f"- {row.kind}") for row in rows if row.tried)]
 
 
+def needed(directory: Path, step: int) -> list[Path]:
+    """The files that a checkpoint is read from."""
+    own = sorted(p for p in (directory / "checkpoints" / str(step)).rglob("*") if p.is_file())
+    store = checkpoints.open_store(directory / "checkpoints", only_read=True)
+    rows = store.facts(step).get("rows") or {"files": ()}
+    store.manager.close()
+    return [*own, *(directory / "rows" / name for name in rows["files"])]
+
+
 def contents(directory: Path, listed: bool = True) -> dict[str, bytes]:
-    """All files; without the lists of digests where there are none."""
+    """All files of checkpoints; without the lists of digests where there are none."""
+
+    def files() -> Iterator[Path]:
+        for part in ("checkpoints", "rows"):
+            yield from (directory / part).rglob("*")
+
     return {
         str(p.relative_to(directory)): p.read_bytes()
-        for p in directory.rglob("*")
+        for p in files()
         if p.is_file() and (listed or p.name != checkpoints.SUMS)
     }
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    finish(rot(given.faults, given.seed))
+    finish(rot(*given(__doc__, faults=100)))
