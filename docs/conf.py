@@ -118,6 +118,7 @@ baselines
 :hidden:
 :caption: Results
 tuning
+leaderboard
 agreement
 tables
 Our results <results/README>

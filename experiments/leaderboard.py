@@ -14,6 +14,7 @@ leaderboard.json, a text, a picture of each split, and a page whose table can be
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -32,16 +33,19 @@ from fedjax_pfl.runs.tuning.trials import Trial
 
 
 class Column(NamedTuple):
-    """A split: the words of its preset, and how long its runs are."""
+    """A split: the words of its preset, how long its runs are, and what else is set."""
 
     words: str
     rounds: int
     local_epochs: int
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
+# So that two cores will do.
+_LITTLE = {"model": "small", "small.kernels": (4, 8), "fraction": 0.2, "classes.examples": 200}
 COLUMNS = {
     "digits": Column("digits-classes4-n10", 30, 2),
-    "mnist": Column("mnist-classes4-n20", 60, 2),
+    "mnist": Column("mnist-classes4-n20", 30, 2, MappingProxyType(_LITTLE)),
     "cifar10": Column("cifar10-dirichlet0.3-n20", 100, 2),
 }
 RATES = "learning_rate=.02,.05,.1,.2"
@@ -82,6 +86,7 @@ def configured(column: Column, methods: Sequence[str]) -> dict[str, ConfigDict]:
         one = baseline.get_config(f"{method}-{column.words}")
         one.rounds, one.local_epochs, one.eval_every = column.rounds, column.local_epochs, 10
         one.validation_fraction, one.evaluate_after = 0.2, False
+        one.update_from_flattened_dict(column.settings)
         if method == "fedbn":  # which is for networks that have it
             one[one.model].batch_norm = True
         made[method] = one
@@ -151,7 +156,8 @@ def main(argv: Sequence[str]) -> None:
         planned[name] = plan(each, given.budget)
     try:
         for name, made in planned.items():
-            about = {**COLUMNS[name]._asdict(), "budget": given.budget}
+            one = COLUMNS[name]
+            about = {**one._asdict(), "settings": dict(one.settings), "budget": given.budget}
             lines = board.column(whole, name, about)["methods"]
             for trial in made:
                 try:

@@ -50,9 +50,9 @@ def read(out: Path) -> dict[str, Any]:
 
 def column(whole: dict[str, Any], name: str, about: Mapping[str, Any]) -> dict[str, Any]:
     """A split's table in the whole: begun anew where what is run has changed."""
-    columns = whole["columns"]
-    if name not in columns or columns[name]["about"] != about:
-        columns[name] = {"about": dict(about), "methods": {}}
+    columns, plain = whole["columns"], json.loads(json.dumps(about))
+    if name not in columns or columns[name]["about"] != plain:
+        columns[name] = {"about": plain, "methods": {}}
     found: dict[str, Any] = columns[name]
     return found
 
@@ -76,10 +76,11 @@ def ranked(methods: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Mapping[
 def table(name: str, column: Mapping[str, Any]) -> Table:
     """A split's methods, in their rank."""
     about = column["about"]
+    more = "".join(f", {key}={value}" for key, value in about.get("settings", {}).items())
     caption = (
-        f"{name} ({about['words']}), {about['rounds']} rounds of {about['local_epochs']} local "
-        f"epochs: accuracy in per cent, mean ± sample standard deviation over seeds. Settings are "
-        f"the best of {about['budget']} on validation examples."
+        f"{name} ({about['words']}{more}), {about['rounds']} rounds of {about['local_epochs']} "
+        "local epochs: accuracy in per cent, mean ± sample standard deviation over seeds. Settings "
+        f"are the best of {about['budget']} on validation examples."
     )
     return Table(caption, HEADS, [[n, *_cells(line)] for n, line in ranked(column["methods"])])
 

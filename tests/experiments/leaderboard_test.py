@@ -63,6 +63,9 @@ def test_every_method_is_tried_at_as_many_points_of_what_it_has(methods):
     assert set(leaderboard.OWN) < set(configuration.ALGORITHMS)
     assert each["fedbn"].small.batch_norm
     assert not each["fedavg"].small.batch_norm
+    (small,) = leaderboard.configured(leaderboard.COLUMNS["mnist"], ["fedbn"]).values()
+    assert (small.model, small.small.kernels, small.classes.examples) == ("small", (4, 8), 200)
+    assert small.small.batch_norm
 
 
 def test_ranks_and_cells():
@@ -116,7 +119,12 @@ def test_what_earlier_calls_have_made_stays(tmp_path):
     assert board.dated(again | {"seconds": 5.0}, "new", there["local"])["commit"] == "new"
     assert board.dated(again, "new", None)["commit"] == "new"
     assert board.column(whole, "digits", {**about, "budget": 3})["methods"] == {}
-    assert board.column(whole, "cifar10", about)["methods"] == {}
+    some = {**about, "settings": {"kernels": (4, 8)}}
+    board.column(whole, "cifar10", some)["methods"]["local"] = line(0.5)
+    board.write(whole, tmp_path)
+    whole = board.read(tmp_path)
+    assert list(board.column(whole, "cifar10", some)["methods"]) == ["local"]
+    assert "digits-n10, kernels=[4, 8]), 30 rounds" in board.text(whole)
     assert list(whole["columns"]) == ["digits", "mnist", "cifar10"]
 
 
