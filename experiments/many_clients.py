@@ -156,9 +156,11 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         step.semilogx(clients, [row["step"] / row["few_step"] for row in rows], "o-", label=method)
     memory.axhline(8, color="0.6", linewidth=1)
     memory.set(xlabel="clients", ylabel="peak resident memory, GiB")
+    memory.set_yticks(ticks := [0.5, 1, 2, 4, 8, 16], [f"{tick:g}" for tick in ticks])
+    memory.minorticks_off()
     step.axhline(1.15, color="0.6", linewidth=1)
-    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, 1.6))
-    memory.legend()
+    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, 2))
+    step.legend(loc="lower left")
     with pyplot.rc_context({"svg.hashsalt": "many_clients"}):
         figure.savefig(path, metadata={"Date": None})  # the same numbers make the same file
     pyplot.close(figure)
