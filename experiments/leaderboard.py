@@ -42,11 +42,14 @@ class Column(NamedTuple):
 
 
 # So that two cores will do.
-_LITTLE = {"model": "small", "small.kernels": (4, 8), "fraction": 0.2, "classes.examples": 200}
+_LITTLE = {"model": "small", "small.kernels": (4, 8)}
+_MNIST = {**_LITTLE, "fraction": 0.2, "classes.examples": 200}
 COLUMNS = {
     "digits": Column("digits-classes4-n10", 30, 2),
-    "mnist": Column("mnist-classes4-n20", 30, 2, MappingProxyType(_LITTLE)),
-    "cifar10": Column("cifar10-dirichlet0.3-n20", 100, 2),
+    "mnist": Column("mnist-classes4-n20", 30, 2, MappingProxyType(_MNIST)),
+    "cifar10": Column(
+        "cifar10-dirichlet0.3-n20", 30, 2, MappingProxyType({**_LITTLE, "fraction": 0.1})
+    ),
 }
 RATES = "learning_rate=.02,.05,.1,.2"
 # What is tried of a method's own, beside the rates.

@@ -115,7 +115,8 @@ def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
 
     monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar10"))
     monkeypatch.setattr(pfedhn, "ROUNDS", SimpleNamespace(value=900))
-    monkeypatch.setattr(common, "METHODS", SimpleNamespace(value=["pfedhn", "fedavg"]))
+    asked = ["pfedhn", "pfedhn_pc-live", "fedavg"]
+    monkeypatch.setattr(common, "METHODS", SimpleNamespace(value=asked))
     monkeypatch.setattr(common, "PAPER", SimpleNamespace(value=True))
     monkeypatch.setattr(pfedhn.study, "runs", runs)
     found, _ = pfedhn.novel()
@@ -123,9 +124,13 @@ def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
     assert (train.participants, train.pfedhn.frozen, train.rounds) == ("active", False, 900)
     assert (fit.participants, fit.pfedhn.frozen, fit.rounds) == ("held_out", True, 100)
     assert (train.pfedhn.rate, fit.pfedhn.rate) == (0.01, 1.0)
+    live, later = (one.pfedhn_pc for one in configuration.phases(seen["novel1-pfedhn_pc-live"]))
+    assert live.normalize
+    assert (live.rate, live.embedding_rate) == (later.rate, later.embedding_rate)
+    assert (live.frozen, later.frozen) == (False, True)
     assert fit.held_out == 10
     assert [seen[f"novel{a}-fedavg"].dirichlet_classes.novel_alpha for a in (0.1, 1)] == [0.1, 1.0]
-    assert (seen["novel1-fedavg"].evaluate_after, len(seen)) == (True, 8)
+    assert (seen["novel1-fedavg"].evaluate_after, len(seen)) == (True, 12)
     row = found["pfedhn"]["0.25"]  # as served; fine-tuned
     assert row["gap"]["mean"] == pytest.approx(-30)
     assert found["fedavg"]["0.25"]["gap"]["mean"] == pytest.approx(20)

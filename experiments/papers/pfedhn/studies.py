@@ -9,7 +9,8 @@ fifths of as many steps as there are rounds. Each study has 60 of them, and the 
 
 spectral  with and without spectral normalisation
 novel    figures 2 and 7: clients that come later, ever less like those that were trained on
-         (pFedHN and FedAvg at α = .1 and 1; with --paper four methods at four α)
+         (pFedHN and FedAvg at α = .1 and 1; with --paper all at four α; pfedhn-live and
+         pfedhn_pc-live are the live forms, whose new clients have the rate of training)
 figure3  every client's head on every other client's body
 figure4  t-SNE of the embeddings of clients whose classes come in groups
 figure5  local steps
@@ -77,9 +78,13 @@ def novel() -> tuple[dict[str, Any], Figure]:
     # At the rate of training, .01, v moves by a thousandth of its length in a visit; of .01, .1, 1
     # and 10 this one is best on the new clients' validation examples on CIFAR-10.
     v_alone = {"frozen": True, "rate": 1.0}
-    frozen = {"participants": "held_out", "rounds": visits, "pfedhn": v_alone}
+    later = {"participants": "held_out", "rounds": visits}
     methods: dict[str, tuple[str, dict[str, Any]]] = {
-        "pfedhn": ("before", {"phases": ({}, frozen)}),
+        "pfedhn": ("before", {"phases": ({}, {**later, "pfedhn": v_alone})}),
+        **{  # at the rate of training
+            f"{name}-live": ("before", {"phases": ({}, {**later, name: {"frozen": True}})})
+            for name in ("pfedhn", "pfedhn_pc")
+        },
         "fedavg": ("after", {"evaluate_after": True}),
         "per_fedavg": ("after", {"evaluate_after": True}),
         "pfedme": ("after", {"evaluate_after": True}),
@@ -89,7 +94,8 @@ def novel() -> tuple[dict[str, Any], Figure]:
         when, changes = methods[method]
         found[method] = {}
         for alpha in study.scope((0.1, 1.0), (0.1, 0.25, 0.5, 1.0)):
-            config = _config(f"n{clients}", method, held_out=held_out, **changes)
+            words = (f"n{clients}", *method.split("-"))
+            config = _config(*words, held_out=held_out, **changes)
             config.partition = "dirichlet_classes"
             config.dirichlet_classes.update(alpha=0.1, novel_alpha=alpha, equal=False)
             gaps, points = [], []
