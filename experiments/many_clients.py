@@ -8,6 +8,9 @@ testing at each client (drawn at random from a pool of 20,000 that clients share
 in a visit, cohorts of 100. A first round is not measured; then come `--rounds` and an evaluation.
 Beside it, in turns, is the step with ten clients on the device. Times are of the CPU, of all cores
 together, so that other work on the machine does not count.
+
+--pfllib=CHECKOUT and --fl_bench=CHECKOUT measure what those libraries need for two rounds of FedAvg
+on LeNet with as many clients, in place of our methods; each may take --most GiB.
 """
 
 import json
@@ -26,6 +29,9 @@ import numpy as np
 from absl import flags
 
 from experiments.launch import command
+from experiments.speed import rivals
+from experiments.speed.rivals import Child, Gone
+from experiments.speed.work import Work, parameters
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, task
 from fedjax_pfl.core.algorithm import Federation
@@ -42,6 +48,7 @@ from fedjax_pfl.networks.mlp import MLP
 _POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
 _STEPS = _TRAIN // _BATCH
 _FOLDER = os.environ.get("TMPDIR")
+_THEIRS = ("pfllib", "fl_bench")
 _SETTINGS: dict[str, dict[str, Any]] = {
     "pfedhn": {"embedding": 64},
     "pfedla": {"candidates": 10, "embedding": 16, "hidden": 16, "depth": 1},
@@ -135,9 +142,55 @@ def measure(
     }
 
 
-def _peak() -> int:
-    """The most bytes that were resident, of this process alone."""
-    status = Path("/proc/self/status")
+def measure_theirs(
+    start: Sequence[str], checkout: str, clients: int, cohort: int, most: float, limit: float
+) -> dict[str, Any]:
+    """Bytes of another library's process that trains two cohorts by FedAvg; Gone where it cannot.
+
+    start: its Python and its adapter. most: so many GiB may it have. limit: seconds for an answer.
+    """
+    few = min(cohort, clients)
+    work = Work("", clients=clients, cohort=few, examples=_TRAIN, batch=_BATCH)
+    spec = {**work.spec(parameters(LeNet(outputs=10))), "pool": _POOL, "checkout": checkout}
+    child = Child(start, spec, limit)
+    try:
+        if hasattr(resource, "prlimit"):  # before it has imported anything
+            resource.prlimit(child.pid, resource.RLIMIT_DATA, (int(most * 2**30),) * 2)
+        child.ready()
+        child.go()
+        return {"clients": clients, "peak": _peak(child.pid)}
+    finally:
+        child.close()
+
+
+def theirs(keys: Sequence[str], found: dict[str, list[dict[str, Any]]], out: Path) -> None:
+    """Measure those libraries with ever more clients, each until it ends."""
+    flag: Any = flags.FLAGS
+    for key in keys:
+        checkout = rivals.checked(key, flag[key].value)
+        python = rivals.python(f"{key}_python", flag[f"{key}_python"].value)
+        start = [python, str(rivals.HERE / rivals.RIVALS[key].script)]
+        rows = found.setdefault(f"{rivals.NAMES[key]}, fedavg", [])
+        for clients in sorted(map(int, flag.clients)):
+            if rows and not rows[-1]["ok"]:  # more will not do either
+                break
+            if any(row["clients"] == clients for row in rows):
+                continue
+            how = (clients, flag.cohort, flag.most, flag.limit)
+            row: dict[str, Any] = {"clients": clients, "commit": rivals.commit(checkout)}
+            try:
+                row |= measure_theirs(start, checkout, *how)
+                print(f"{key}, {clients} clients: {row['peak'] / 2**30:.2f} GiB", flush=True)
+            except Gone as reason:
+                row["why"] = str(reason)
+                print(f"{key}, {clients} clients: {reason}", flush=True)
+            rows.append({**row, "ok": "why" not in row})
+            out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _peak(process: int | str = "self") -> int:
+    """The most bytes that were resident, of one process alone."""
+    status = Path(f"/proc/{process}/status")
     if status.exists():
         return 1024 * int(status.read_text().split("VmHWM:")[1].split()[0])
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -152,15 +205,18 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     for method, rows in found.items():
         rows = sorted((row for row in rows if row["ok"]), key=lambda row: row["clients"])
         clients = [row["clients"] for row in rows]
-        memory.loglog(clients, [row["peak"] / 2**30 for row in rows], "o-", label=method)
-        step.semilogx(clients, [row["step"] / row["few_step"] for row in rows], "o-", label=method)
+        ours = all("step" in row for row in rows)
+        peaks = [row["peak"] / 2**30 for row in rows]
+        memory.loglog(clients, peaks, "o-" if ours else "x:", label=method)
+        if ours:
+            step.semilogx(clients, [row["step"] / row["few_step"] for row in rows], "o-")
     memory.axhline(8, color="0.6", linewidth=1)
     memory.set(xlabel="clients", ylabel="peak resident memory, GiB")
     memory.set_yticks(ticks := [0.5, 1, 2, 4, 8, 16], [f"{tick:g}" for tick in ticks])
     memory.minorticks_off()
     step.axhline(1.15, color="0.6", linewidth=1)
     step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, 2))
-    step.legend(loc="lower left")
+    step.legend(*memory.get_legend_handles_labels(), loc="lower left", fontsize="small")
     with pyplot.rc_context({"svg.hashsalt": "many_clients"}):
         figure.savefig(path, metadata={"Date": None})  # the same numbers make the same file
     pyplot.close(figure)
@@ -181,8 +237,10 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(f"--methods has {', '.join(unknown)}; see python -m experiments.list")
     out = Path(chosen.out)
     found: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
+    others = [key for key in _THEIRS if chosen[key].value]
+    theirs(others, found, out)
     for clients in chosen.clients:
-        for method in chosen.methods:
+        for method in () if others else chosen.methods:
             named = method if chosen.model == "lenet" else f"{method}, {chosen.model}"
             rows = found.setdefault(named, [])
             known = (int(clients), chosen.store)
@@ -221,6 +279,11 @@ if __name__ == "__main__":
     flags.DEFINE_integer("rounds", 3, "So many are measured.", lower_bound=1)
     flags.DEFINE_integer("written", 0, "Clients whose state is written before.", lower_bound=0)
     flags.DEFINE_enum("model", "lenet", sorted(_MODELS), "Which network.")
+    for _key in _THEIRS:
+        flags.DEFINE_string(_key, None, f"A checkout of {rivals.RIVALS[_key].repository}.")
+        flags.DEFINE_string(f"{_key}_python", None, "The Python that runs it. Default: this one.")
+    flags.DEFINE_float("most", 12.0, "GiB that another library may have.", lower_bound=0.1)
+    flags.DEFINE_float("limit", 3600.0, "Seconds that another library may take.")
     flags.DEFINE_string("picture", "docs/many_clients.svg", "Where all numbers are drawn.")
     flags.DEFINE_string("only", "", "METHOD:CLIENTS, to be measured in this process.")
     flags.DEFINE_string("out", "experiments/results/many_clients.json", "Where numbers are kept.")

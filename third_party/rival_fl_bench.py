@@ -49,7 +49,8 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     from src.utils.models import MODELS, DecoupledModel
 
     clients, examples = spec["clients"], spec["examples"]
-    own = {i: np.arange(i * examples, (i + 1) * examples).tolist() for i in range(clients)}
+    pool = min(spec.get("pool", clients * examples), clients * examples)  # that clients share
+    own = {i: (np.arange(i * examples, (i + 1) * examples) % pool).tolist() for i in range(clients)}
     everyone = list(range(clients))
     folder = Path("data/cifar10")
     folder.mkdir(parents=True)
@@ -61,7 +62,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     (folder / "partition.pkl").write_bytes(pickle.dumps(split))
 
     def images(root: Any, train: bool, download: bool) -> Any:
-        rng, n = np.random.default_rng(0), clients * examples if train else 2
+        rng, n = np.random.default_rng(0), pool if train else 2
         data = rng.integers(256, size=(n, 32, 32, 3), dtype=np.uint8)
         return types.SimpleNamespace(data=data, targets=rng.integers(10, size=n))
 
@@ -82,7 +83,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     config.method, config.dataset.name, config.model.name = method, "cifar10", "benchmark"
     config.optimizer.lr = spec["rate"]
     config.common.update(
-        join_ratio=spec["cohort"] / clients,
+        join_ratio=min(1.0, (spec["cohort"] + 0.5) / clients),  # of which it takes the floor
         global_epoch=1,
         local_epoch=spec["epochs"],
         batch_size=spec["batch"],

@@ -43,13 +43,17 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     from flcore.servers.serveravg import FedAvg
     from networks import NETWORKS
 
-    # It reads ../dataset/NAME/{train,test}/CLIENT.npz.
+    # It reads ../dataset/NAME/{train,test}/CLIENT.npz. Clients who share a pool share files.
     os.makedirs("system")
     rng = np.random.default_rng(0)
+    files = spec.get("pool", spec["clients"] * spec["examples"]) // spec["examples"]
     for i in range(spec["clients"]):
         for part, examples in (("train", spec["examples"]), ("test", 1)):
             path = Path("dataset", "Cifar10", part, f"{i}.npz")
             path.parent.mkdir(parents=True, exist_ok=True)
+            if i >= files:
+                os.link(path.with_name(f"{i % files}.npz"), path)
+                continue
             x = rng.standard_normal((examples, 3, 32, 32), np.float32)
             data = {"x": x, "y": rng.integers(10, size=examples)}
             np.savez(path, data=np.array(data, dtype=object))
@@ -70,7 +74,9 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
             eval_gap=1,
             model=NETWORKS[spec["network"]]().to("cuda" if torch.cuda.is_available() else "cpu"),
             num_clients=spec["clients"],
-            join_ratio=spec["cohort"] / spec["clients"],
+            join_ratio=min(
+                1.0, (spec["cohort"] + 0.5) / spec["clients"]
+            ),  # of which it takes the floor
             top_cnt=1,
             save_folder_name="items",
             time_threthold=1e9,

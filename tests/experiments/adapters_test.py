@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from experiments import many_clients
 from experiments.speed import rivals, work
 from experiments.speed.rivals import Child, Gone
 from experiments.speed.work import Work
@@ -34,16 +35,21 @@ def spec(asked, **changes):
     return {**asked.spec(size), **changes}
 
 
-def adapter(name, place, asked):
-    """It, on a stand-in that stands by itself in a folder."""
+def standing(name, place):
+    """A stand-in's folder, and what starts its adapter."""
     checkout = place / "checkout"
     if not checkout.exists():
         shutil.copytree(CHECKOUTS / name, checkout)
         if name != "fedjax":
             inside = checkout / "system" if name == "pfllib" else checkout
             shutil.copytree(CHECKOUTS / "torch", inside, dirs_exist_ok=True)
-    path = rivals.checked(name, str(checkout))
     start = [sys.executable, str(rivals.HERE / rivals.RIVALS[name].script)]
+    return start, rivals.checked(name, str(checkout))
+
+
+def adapter(name, place, asked):
+    """It, on a stand-in that stands by itself in a folder."""
+    start, path = standing(name, place)
     return Child(start, {**asked, "checkout": path}, 120.0)
 
 
@@ -75,6 +81,17 @@ def test_another_work_is_refused(name, tmp_path):
     other = "fedavg" if name == "pfedhn" else "clustered_fl"
     with pytest.raises(Gone, match=r"^it(s adapter runs| is) "):
         adapter(name, tmp_path, spec(asked, algorithm=other)).ready()
+
+
+@pytest.mark.parametrize("name", ["fl_bench", "pfllib"])
+def test_memory_with_many_clients_who_share_a_pool(name, tmp_path):
+    """501 clients have 40 images each of 20,000, so that the last one's are another's."""
+    start, path = standing(name, tmp_path)
+    row = many_clients.measure_theirs(start, path, 501, 2, most=4.0, limit=120.0)
+    assert row["clients"] == 501
+    assert 10**7 < row["peak"] < 4 * 2**30
+    with pytest.raises(Gone, match="^it (ended|needs) "):
+        many_clients.measure_theirs(start, path, 501, 2, most=0.01, limit=120.0)
 
 
 def test_the_authors_pfedhn_looks_at_one_test_image_and_counts_between_its_steps(tmp_path):

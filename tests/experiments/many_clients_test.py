@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from absl import flags
 
 from experiments import many_clients
+from experiments.speed.rivals import Gone
 from fedjax_pfl.engine.streamed import cohort_data
 
+CHECKOUTS = Path(__file__).parents[1] / "checkouts"
 ROW = {
     "clients": 100,
     "peak": 2**30,
@@ -55,6 +58,12 @@ def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
         "written": 0,
         "only": "",
         "model": "lenet",
+        "pfllib": None,
+        "pfllib_python": None,
+        "fl_bench": None,
+        "fl_bench_python": None,
+        "most": 12.0,
+        "limit": 60.0,
         "picture": str(tmp_path / "picture.svg"),
         "out": str(out),
     }
@@ -77,6 +86,24 @@ def test_each_is_a_process_and_is_measured_once(tmp_path, monkeypatch, capsys):
     many_clients.main(sys.argv[:1])
     assert len(drawn) > 1000
     assert (tmp_path / "picture.svg").read_bytes() == drawn
+
+    def there(start, checkout, clients, cohort, most, limit):
+        asked.append((Path(start[1]).name, clients, cohort, most, limit))
+        if clients == 1000:
+            raise Gone("it has no room")
+        return {"clients": clients, "peak": 2**31}
+
+    flag["pfllib"], flag["clients"] = str(CHECKOUTS / "pfllib"), ["10000", "1000", "100"]
+    monkeypatch.setattr(many_clients, "measure_theirs", there)
+    for _ in range(2):  # it ends with the first number that it cannot do
+        many_clients.main(sys.argv[:1])
+    rival = "rival_pfllib.py"
+    assert asked[2:4] == [(rival, 100, 100, 12.0, 60.0), (rival, 1000, 100, 12.0, 60.0)]
+    assert "pfllib, 1000 clients: it has no room" in capsys.readouterr().out
+    found = json.loads(out.read_text())
+    assert [row["ok"] for row in found["PFLlib, fedavg"]] == [True, False]
+    assert len(found["local"]) == 2
+    assert (tmp_path / "picture.svg").read_bytes() != drawn
 
 
 @pytest.mark.slow("compiles LeNet's programs twice")
