@@ -61,7 +61,7 @@ OWN = {
     "fedala": "fedala.layers=1,2; fedala.weight_rate=.3,1",
     "fedamp": "fedamp.sigma=5,20; fedamp.penalty=.2,1",
     "fedas": "fedas.align_rate=.01,.1",
-    "fedbabu": "fedbabu.epochs=1,5",
+    "fedbabu": "fedbabu.epochs=1,5; fedbabu.rate=.005,.02",
     "feddyn": "feddyn.alpha=.01,.1",
     "fedem": "fedem.components=2,3",
     "fedfomo": "fedfomo.peers=3,5",
