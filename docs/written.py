@@ -197,9 +197,9 @@ def accuracies(name: str) -> str:
 
 def leaderboard(name: str) -> str:
     """A split of `experiments.leaderboard`: its table."""
-    whole = json.loads((RESULTS / "leaderboard.json").read_text())
-    body = text_tables.markdown([board.table(name, whole["columns"][name])])
-    return f"{body}\n\nMade with commit {', '.join(board.commits(whole))}."
+    column = json.loads((RESULTS / "leaderboard.json").read_text())["columns"][name]
+    body = text_tables.markdown([board.table(name, column)])
+    return f"{body}\n\nMade with commit {', '.join(board.commits({'columns': {name: column}}))}."
 
 
 def stress() -> str:
