@@ -90,7 +90,7 @@ def test_memory_with_many_clients_who_share_a_pool(name, tmp_path):
     row = many_clients.measure_theirs(start, path, 501, 2, most=4.0, limit=120.0)
     assert row["clients"] == 501
     assert 10**7 < row["peak"] < 4 * 2**30
-    with pytest.raises(Gone, match="^it (ended|needs) "):
+    with pytest.raises(Gone, match=r"^it (ended|needs) "):
         many_clients.measure_theirs(start, path, 501, 2, most=0.01, limit=120.0)
 
 
