@@ -216,7 +216,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
     memory.minorticks_off()
     step.axhline(1.15, color="0.6", linewidth=1)
     step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, 2))
-    step.legend(*memory.get_legend_handles_labels(), loc="lower left", fontsize="small")
+    memory.legend(loc="upper left", fontsize="small", frameon=False)
     with pyplot.rc_context({"svg.hashsalt": "many_clients"}):
         figure.savefig(path, metadata={"Date": None})  # the same numbers make the same file
     pyplot.close(figure)
