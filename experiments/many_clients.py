@@ -239,8 +239,9 @@ def main(argv: Sequence[str]) -> None:
     found: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
     others = [key for key in _THEIRS if chosen[key].value]
     theirs(others, found, out)
+    methods = [] if others else chosen.methods
     for clients in chosen.clients:
-        for method in () if others else chosen.methods:
+        for method in methods:
             named = method if chosen.model == "lenet" else f"{method}, {chosen.model}"
             rows = found.setdefault(named, [])
             known = (int(clients), chosen.store)

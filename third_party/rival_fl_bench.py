@@ -83,7 +83,8 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     config.method, config.dataset.name, config.model.name = method, "cifar10", "benchmark"
     config.optimizer.lr = spec["rate"]
     config.common.update(
-        join_ratio=min(1.0, (spec["cohort"] + 0.5) / clients),  # of which it takes the floor
+        # Half a client more, as it takes the floor of the product.
+        join_ratio=min(1.0, (spec["cohort"] + 0.5) / clients),
         global_epoch=1,
         local_epoch=spec["epochs"],
         batch_size=spec["batch"],

@@ -74,9 +74,8 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
             eval_gap=1,
             model=NETWORKS[spec["network"]]().to("cuda" if torch.cuda.is_available() else "cpu"),
             num_clients=spec["clients"],
-            join_ratio=min(
-                1.0, (spec["cohort"] + 0.5) / spec["clients"]
-            ),  # of which it takes the floor
+            # Half a client more, as it takes the floor of the product.
+            join_ratio=min(1.0, (spec["cohort"] + 0.5) / spec["clients"]),
             top_cnt=1,
             save_folder_name="items",
             time_threthold=1e9,

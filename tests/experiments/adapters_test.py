@@ -94,6 +94,20 @@ def test_memory_with_many_clients_who_share_a_pool(name, tmp_path):
         many_clients.measure_theirs(start, path, 501, 2, most=0.01, limit=120.0)
 
 
+def test_clients_who_share_a_pool_share_files(tmp_path):
+    """Sixteen images make two clients' files, and the third client has the first one's."""
+    one = adapter("pfllib", tmp_path, spec(FEDAVG, pool=16))
+    one.ready()
+    for part in ("train", "test"):
+        first, second, third = (
+            Path(one._folder.name, "inside", "dataset", "Cifar10", part, f"{i}.npz")
+            for i in range(3)
+        )
+        assert third.samefile(first)
+        assert not second.samefile(first)
+    one.close()
+
+
 def test_the_authors_pfedhn_looks_at_one_test_image_and_counts_between_its_steps(tmp_path):
     """The look is no training batch, and a step more of a client would be other work."""
     with pytest.raises(Gone, match="it takes one client in each step"):
