@@ -5,6 +5,7 @@ refuses a rival whose work is another. That the names are those of the real chec
 versions that they were run with stand in third_party/README.md.
 """
 
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -105,6 +106,16 @@ def test_clients_who_share_a_pool_share_files(tmp_path):
         )
         assert third.samefile(first)
         assert not second.samefile(first)
+    one.close()
+
+
+def test_clients_who_share_a_pool_have_its_images(tmp_path):
+    """Of sixteen: the third client has the first one's eight."""
+    one = adapter("fl_bench", tmp_path, spec(FEDAVG, pool=16))
+    one.ready()
+    split = Path(one._folder.name, "inside", "data", "cifar10", "partition.pkl")
+    held = [own["train"] for own in pickle.loads(split.read_bytes())["data_indices"]]
+    assert held == [[*range(8)], [*range(8, 16)], [*range(8)]]
     one.close()
 
 
