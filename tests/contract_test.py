@@ -52,13 +52,21 @@ of_the_engine = asked_of(QUICK, NAMES, "follows from the engine; two structures 
 
 def every_rule() -> Any:
     """Each method with each rule."""
-    slow = pytest.mark.slow("four programs for a method whose structure others have; see LATER")
-    first, *others = [rule.__name__ for rule in rules.RULES]
-    quick = [
-        (n, rule) for n in NAMES for rule in (first, *others) if rule == first or n not in LATER
-    ]
-    rest = [pytest.param(n, rule, marks=slow) for n in LATER for rule in others]
-    return pytest.mark.parametrize(("name", "rule"), [*quick, *rest])
+    four = pytest.mark.slow("four programs for a method whose structure others have; see LATER")
+    two = pytest.mark.slow(
+        "two more programs; a round is one loop for all, and structures are asked"
+    )
+
+    def asked(name: str, rule: str) -> Any:
+        if name in LATER and rule != rules.RULES[0].__name__:
+            return pytest.param(name, rule, marks=four)
+        looped = rule in {one.__name__ for one in rules.LOOPED}
+        if looped and name not in (*cases.STRUCTURES, *LATER):
+            return pytest.param(name, rule, marks=two)
+        return name, rule
+
+    each = [asked(name, rule.__name__) for name in NAMES for rule in rules.RULES]
+    return pytest.mark.parametrize(("name", "rule"), each)
 
 
 @every_rule()

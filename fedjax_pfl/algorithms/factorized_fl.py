@@ -42,7 +42,7 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.matching import RULES, Signatures, candidates
 from fedjax_pfl.algorithms.pruning import bytes_used, prune, share_pruned, with_l1
 from fedjax_pfl.algorithms.split_model import Client
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import far, local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     Cohort,
@@ -158,7 +158,7 @@ def factorized_fl(
     def send(state: State, visit: Visit) -> PyTree:
         omega = weights(state.rows, visit.i, visit.key)
         stored = {"params": state.rows["params"]}
-        mixed = jax.tree.map(lambda x: jnp.tensordot(omega, x, 1, precision="highest"), stored)
+        mixed = far.mixed(stored, omega)
         if share == "all":
             return {"params": sent(mixed["params"])}
         own = trees.divide(trees.row(stored, visit.i), is_star)[0]
@@ -196,4 +196,5 @@ def factorized_fl(
             found["zeros_in_mu"] = share_pruned((state.rows["params"], state.clients.own), sparsity)
         return found
 
-    return Algorithm(init, send, train, receive, personal, net.apply, traffic, observe)
+    parts = (init, send, train, receive, personal, net.apply, traffic, observe)
+    return Algorithm(*parts, far=("params",))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.local import Client, local
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import far, local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, above, at_least, need, one_of
 from fedjax_pfl.core.task import Task
@@ -59,25 +59,27 @@ def fedamp(
     active = jnp.asarray(federation.active)
     alone = local(model, task, training, federation)
 
-    def pairs(rows: PyTree, i: Any, of: Any) -> jax.Array:
-        """Σ of(θ_j, θ_i) over all parameters, for every j: [N]."""
-        sums = [
-            jnp.sum(of(leaf, leaf[i][None]).reshape(leaf.shape[0], -1), 1)
-            for leaf in jax.tree.leaves(rows)
-        ]
-        return jnp.sum(jnp.stack(sums), 0)
+    def pairs(rows: PyTree, i: Any, *of: Any) -> list[jax.Array]:
+        """Of each function of two numbers Σ of(θ_j, θ_i) over all parameters, for every j: [N]."""
+        mine = jax.tree.leaves(trees.row(rows, i))
+
+        def sums(row: PyTree) -> list[jax.Array]:
+            leaves = list(zip(jax.tree.leaves(row), mine, strict=True))
+            return [jnp.sum(jnp.stack([jnp.sum(f(a, b)) for a, b in leaves])) for f in of]
+
+        return far.each(sums, rows)
 
     def weights(rows: PyTree, i: Any) -> jax.Array:
         """ξ_i: [N]."""
         others = active.at[i].set(False)
         if attention == "cosine":
-            lengths = jnp.sqrt(pairs(rows, i, lambda a, b: a * a + 0 * b))
-            dots = pairs(rows, i, jnp.multiply)
+            squares, dots = pairs(rows, i, lambda a, _: jnp.square(a), jnp.multiply)
+            lengths = jnp.sqrt(squares)
             cosine = dots / jnp.maximum(lengths * lengths[i], 1e-12)
             found = jax.nn.softmax(jnp.where(others, sigma * cosine, -jnp.inf))
             found = (1 - self_weight) * found
         else:
-            squares = pairs(rows, i, lambda a, b: jnp.square(a - b))
+            (squares,) = pairs(rows, i, lambda a, b: jnp.square(a - b))
             found = jnp.where(others, alpha / sigma * jnp.exp(-squares / sigma), 0.0)
             found = found / jnp.maximum(jnp.sum(found), 1.0)
         return found.at[i].set(1 - jnp.sum(found))
@@ -87,8 +89,7 @@ def fedamp(
         return state._replace(rows={"params": state.clients.variables["params"]})
 
     def send(state: State, visit: Visit) -> PyTree:
-        xi = weights(state.rows, visit.i)
-        return jax.tree.map(lambda m: jnp.tensordot(xi, m, 1, precision="highest"), state.rows)
+        return far.mixed(state.rows, weights(state.rows, visit.i))
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         plain = local_training.gradient(model, task, visit.data)
@@ -107,4 +108,6 @@ def fedamp(
         clients = jnp.arange(federation.clients)
         return {"xi": jax.lax.map(lambda i: weights(state.rows, i), clients)}
 
-    return alone._replace(init=init, send=send, train=train, receive=receive, observe=observe)
+    return alone._replace(
+        init=init, send=send, train=train, receive=receive, observe=observe, far=("params",)
+    )

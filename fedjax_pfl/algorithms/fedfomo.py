@@ -162,7 +162,8 @@ def fedfomo(
     def observe(state: State) -> dict[str, jax.Array]:
         return {"affinity": state.rows.affinity}
 
-    return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
+    parts = (init, send, train, receive, personal, model.apply, traffic, observe)
+    return Algorithm(*parts, far=("models",))
 
 
 def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: float) -> None:

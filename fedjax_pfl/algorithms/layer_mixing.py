@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import far, trees
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import MOST_LAYERS, at_least, need, one_of
 from fedjax_pfl.networks.layer_weights import NORMALISE
@@ -45,11 +45,7 @@ def largest(values: jax.Array, k: int, layers: Layers) -> jax.Array:
 
 def mix(theta: PyTree, weights: jax.Array, layers: Layers) -> PyTree:
     """θ̄^l = Σ_j α^{l,j} θ_j^l: stacked parameters [N, ...], weights [L, N]."""
-
-    def mixed(leaf: jax.Array, row: int) -> jax.Array:
-        return jnp.tensordot(weights[row], leaf, 1, precision="highest")
-
-    return jax.tree.map(mixed, theta, layers.of_leaf)
+    return far.mixed(theta, jax.tree.map(lambda row: weights[row], layers.of_leaf))
 
 
 def scaled(delta: PyTree, layers: Layers) -> PyTree:
@@ -66,11 +62,15 @@ def gains(theta: PyTree, gradient: PyTree, layers: Layers, allowed: jax.Array) -
 
     To first order, by how much of a loss with the gradient g it pays to take layer l from client j.
     """
-    found = jnp.zeros((layers.number, len(allowed)))
-    leaves = zip(*map(jax.tree.leaves, (theta, gradient, layers.of_leaf)), strict=True)
-    for stored, g, row in leaves:
-        flat = stored.reshape(len(allowed), -1)
-        found = found.at[row].add(-jnp.matmul(flat, g.reshape(-1), precision="highest"))
+
+    def along(stored: PyTree) -> jax.Array:
+        found = [jnp.zeros(())] * layers.number
+        leaves = zip(*map(jax.tree.leaves, (stored, gradient, layers.of_leaf)), strict=True)
+        for leaf, g, row in leaves:
+            found[row] -= jnp.vdot(leaf, g, precision="highest")
+        return jnp.stack(found)
+
+    found = far.each(along, theta).T
     share = allowed.astype(jnp.float32) / jnp.sum(allowed).astype(jnp.float32)
     mean = jnp.matmul(found, share, precision="highest")
     return jnp.where(allowed[None], found - mean[:, None], 0.0)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.core import far
 from fedjax_pfl.core.algorithm import Cohort, PyTree
 
 RULES = ("similar", "random", "worst", "none")
@@ -55,7 +56,7 @@ class Signatures(NamedTuple):
     def of(self, models: PyTree, leaf: str = "v") -> jax.Array:
         """[K, D] of K models, by default their v*."""
         leaves = reduce(dict.__getitem__, self.layer.split("/"), models["params"])[leaf]
-        return leaves.reshape(len(leaves), -1)
+        return far.each(jnp.ravel, leaves)
 
     def first(self, rows: PyTree) -> PyTree:
         """The rows before the first round."""

@@ -96,4 +96,7 @@ def pfedgraph(
     def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
         return trees.row(state.rows, visit.i)
 
-    return average._replace(init=init, send=send, train=train, receive=receive, personal=personal)
+    far = tuple(common.shapes(model, federation))
+    return average._replace(
+        init=init, send=send, train=train, receive=receive, personal=personal, far=far
+    )

@@ -188,10 +188,11 @@ def pfedla(
         return Traffic(down, {name: (1 + held_out) * b for name, b in bytes_of.items()})
 
     def observe(state: State) -> dict[str, jax.Array]:
-        def own(psi: PyTree, i: jax.Array) -> jax.Array:
-            return weights(psi, near(state.rows, i))
+        def own(i: jax.Array) -> jax.Array:
+            return weights(trees.row(state.rows.psi, i), near(state.rows, i))
 
-        alpha = jax.vmap(own)(state.rows.psi, jnp.arange(n))
+        alpha = jax.lax.map(own, jnp.arange(n), batch_size=256)
         return {"alpha": alpha, **many.observed(state.rows.candidates)}
 
-    return Algorithm(init, send, train, receive, personal, model.apply, traffic, observe)
+    parts = (init, send, train, receive, personal, model.apply, traffic, observe)
+    return Algorithm(*parts, far=("theta", "psi"))

@@ -1,11 +1,12 @@
 """The bias μ of factorised kernels: its L1 penalty, what of it is pruned, and what is billed."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import far, trees
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.local_training import Gradient
@@ -53,7 +54,14 @@ def bytes_used(tree: PyTree) -> dict[str, Any]:
     return {name: amount - less[name] for name, amount in trees.bytes_per_layer(tree).items()}
 
 
-def share_pruned(stacked: PyTree, least: Any) -> jax.Array:
-    """[N]: the share of each client's entries of μ that are smaller."""
-    entries = [mu.reshape(len(mu), -1) for mu in collect_mu(stacked)]
-    return jnp.mean(jnp.abs(jnp.concatenate(entries, 1)) < least, 1)
+def share_pruned(parts: Sequence[PyTree], least: Any) -> jax.Array:
+    """[N]: the share of each client's entries of μ that are smaller, in all the stacked trees."""
+
+    def counted(one: PyTree) -> jax.Array:
+        every = collect_mu(one)
+        small = [jnp.sum(jnp.abs(mu) < least, dtype=jnp.int32) for mu in every]
+        return jnp.stack([sum(small, jnp.int32(0)), jnp.int32(sum(mu.size for mu in every))])
+
+    counts = [far.each(counted, part) for part in parts if jax.tree.leaves(part)]
+    small, entries = jnp.moveaxis(jnp.stack(counts).sum(0), 1, 0)
+    return small / entries

@@ -141,6 +141,8 @@ class Algorithm(NamedTuple):
     predict   (variables, x) -> outputs.
     traffic   (payload, upload) -> Traffic, in bytes.
     observe   (state) -> {name: array}. What a run records of the state at every evaluation.
+    far       names of the parts of `rows` that may lie off the devices: what reads them does so
+              by `far.take`, which is `trees.row`, `far.mixed` and `far.each`; see there.
 
     The state that `send`, `receive` and `personal` see has no clients, `()`: a server cannot look
     into them. `visit.data` is None in `send`, for the same reason.
@@ -158,3 +160,4 @@ class Algorithm(NamedTuple):
     predict: Any
     traffic: Any = everything
     observe: Callable[[State], dict[str, jax.Array]] = nothing
+    far: tuple[str, ...] = ()

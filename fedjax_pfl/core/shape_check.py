@@ -20,7 +20,8 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.groups import grouped, members
+from fedjax_pfl.core.far_check import check_names, check_reads, check_writes, elsewhere
+from fedjax_pfl.core.groups import grouped, has_groups, members
 
 _WANTED = {
     "init": "State(server, rows, clients)",
@@ -88,6 +89,15 @@ def check_shapes(
     _same(name, "receive", "server", after[0], state.server, "init made")
     _same(name, "receive", "rows", after[1], state.rows, "init made")
     _of_type(name, "observe", _called(name, "observe", whole.observe, state), dict)
+    if algorithm.far and not has_groups(algorithm):
+        check_names(name, algorithm.far, state.rows)
+        visit, away = Visit(number, None, number, key), elsewhere(state.rows, algorithm.far, _SEATS)
+        seen = seen._replace(rows=away)
+        check_reads(name, "send", algorithm.send, seen, visit)
+        check_reads(name, "personal", algorithm.personal, seen, client, visit._replace(data=own))
+        check_writes(name, algorithm.receive, seen, cohorts[0])
+        whole_state = State(state.server, away, state.clients[0])
+        check_reads(name, "observe", algorithm.observe, whole_state)
 
 
 def _bill(member: Algorithm, payload: PyTree, upload: PyTree) -> Any:

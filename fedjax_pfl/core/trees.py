@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.core import far
+
 PyTree = Any
 _COLLECTIONS = ("params", "batch_stats")
 
@@ -99,12 +101,18 @@ def repeat(tree: PyTree, n: int) -> PyTree:
 
 def row(tree: PyTree, i: Any) -> PyTree:
     """Row i of every leaf."""
-    return jax.tree.map(lambda leaf: leaf[i], tree)
+    return far.take(tree, i)
 
 
 def put(tree: PyTree, ids: jax.Array, values: PyTree) -> PyTree:
     """Write stacked `values` into rows `ids`; an id out of range is dropped."""
-    return jax.tree.map(lambda a, b: a.at[ids].set(b, mode="drop"), tree, values)
+
+    def write(whole: Any, new: jax.Array) -> Any:
+        if far.is_far(whole):
+            return whole.put(ids, new)
+        return whole.at[ids].set(new, mode="drop")
+
+    return jax.tree.map(write, tree, values, is_leaf=far.is_far)
 
 
 def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -42,24 +42,23 @@ class First(NamedTuple):
 
 def first_state(
     init: Callable[..., Any],
-    clients: Callable[[Any], PyTree],
+    apart: Callable[[Any], tuple[PyTree, PyTree]],
     arguments: PyTree,
     fetch: Callable[[int], Any],
 ) -> tuple[PyTree, list[First]]:
-    """(the state without its clients, each leaf of the clients) of init(*arguments).
+    """(the rest of the state, each leaf of what is apart) of init(*arguments).
 
     Args:
-      clients: of a state, what is [N, ...]; the rest of it is computed as it is.
+      apart: of a state the rest, which is computed as it is, and what is [N, ...].
       arguments: shapes, of which leaf k is `fetch(k)` where it is needed.
     """
     shapes, tree = jax.tree.flatten(arguments)
     states: list[Any] = []
 
     def flat(*leaves: Any) -> list[Any]:
-        state = init(*jax.tree.unflatten(tree, leaves))
-        rest, own = state._replace(clients=()), jax.tree.leaves(clients(state))
+        rest, own = apart(init(*jax.tree.unflatten(tree, leaves)))
         states.append(jax.tree.structure(rest))
-        return [*jax.tree.leaves(rest), *own]
+        return [*jax.tree.leaves(rest), *jax.tree.leaves(own)]
 
     closed = jax.make_jaxpr(flat)(*shapes)
     number = states[-1].num_leaves

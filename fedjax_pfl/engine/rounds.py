@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_pfl.core import groups, trees
+from fedjax_pfl.core import far, groups, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
@@ -204,13 +204,22 @@ def _meet(
     ]
     cohorts, clients, logs = zip(*met, strict=True)
 
-    def receive(now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    def receive(cohorts: Any, now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         server, rows = how.algorithm.receive(State(*now, ()), cohorts)
         return spread.pinned(how, State(server, rows, ()))[:2]
 
     anyone = jnp.any(jnp.concatenate([cohort.arrived for cohort in cohorts]))
     now = (state.server, state.rows)
-    server, rows = jax.lax.cond(anyone, receive, groups.unchanged, now)
+
+    def received(now: Any, cohorts: Any, anyone: jax.Array) -> tuple[PyTree, PyTree]:
+        return jax.lax.cond(anyone, partial(receive, cohorts), groups.unchanged, now)
+
+    if how.mesh is not None and far.leaves_of(state.rows):
+        # Each device asks for rows by itself: XLA would let one ask for all.
+        received = jax.shard_map(
+            received, mesh=how.mesh, in_specs=P(), out_specs=P(), check_vma=False
+        )
+    server, rows = received(now, cohorts, anyone)
     return State(server, rows, clients), logs
 
 

@@ -1,4 +1,4 @@
-"""What stays with clients, where it is not on a device: in this machine's memory, or in a file.
+"""What there is of each client, where that is not on a device: in memory, or in a file.
 
 A client's arrays lie one behind the other as one record. All begin with the same one, and only
 those that have been written take space. A run's best state is kept beside it as those records
@@ -9,13 +9,14 @@ import contextlib
 import os
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from fedjax_pfl.core import far
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError, removed
 from fedjax_pfl.engine import spread
@@ -23,6 +24,7 @@ from fedjax_pfl.engine import spread
 PyTree = Any
 _BLOCK = 1 << 26  # bytes of memory that are taken at a time
 _AT_ONCE = 1 << 26  # bytes that are read at a time, where all clients' are
+_BUFFERS = 1000  # that a system call takes, at most
 
 
 class Form(NamedTuple):
@@ -37,16 +39,18 @@ class Form(NamedTuple):
     def size(self) -> int:
         return self.ends[-1] if self.ends else 0
 
+    def parts(self, rows: PyTree) -> list[np.ndarray]:
+        """Stacked arrays as what lies side by side in records, uint8 [K, ...] each; not copied."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
+        for leaf, dtype in zip(leaves, self.dtypes, strict=True):
+            assert leaf.dtype == dtype
+        flat = [np.ascontiguousarray(leaf).reshape(len(leaf), -1) for leaf in leaves]
+        return [leaf.view(np.uint8) for leaf in flat]
+
     def pack(self, rows: PyTree) -> np.ndarray:
         """Stacked arrays as records, uint8 [K, size]."""
-        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
-        number = len(leaves[0]) if leaves else 0
-        records = np.empty((number, self.size), np.uint8)
-        for leaf, dtype, (start, end) in zip(leaves, self.dtypes, self._parts(), strict=True):
-            assert leaf.dtype == dtype
-            flat = np.ascontiguousarray(leaf).reshape(number, -1)
-            records[:, start:end] = flat.view(np.uint8)
-        return records
+        parts = self.parts(rows)
+        return np.concatenate(parts, 1) if parts else np.empty((0, 0), np.uint8)
 
     def unpack(self, records: np.ndarray) -> PyTree:
         """The inverse."""
@@ -54,9 +58,17 @@ class Form(NamedTuple):
 
     def leaf(self, k: int, records: np.ndarray) -> np.ndarray:
         """One of the arrays in records."""
-        start, end = self._parts()[k]
-        part = np.ascontiguousarray(records[:, start:end])
-        return part.view(self.dtypes[k]).reshape(len(records), *self.shapes[k])
+        start, end = self.part(k)
+        return self.array(k, records[:, start:end])
+
+    def array(self, k: int, part: np.ndarray) -> np.ndarray:
+        """One of the arrays from its part of each record."""
+        flat = np.ascontiguousarray(part).view(self.dtypes[k])
+        return flat.reshape(len(part), *self.shapes[k])
+
+    def part(self, k: int) -> tuple[int, int]:
+        """Where it lies: from, to."""
+        return self._parts()[k]
 
     def _parts(self) -> list[tuple[int, int]]:
         return list(zip((0, *self.ends), self.ends, strict=False))
@@ -78,17 +90,20 @@ class _Memory:
         self.each, self.size = max(1, _BLOCK // size), size
         self.blocks: list[np.ndarray] = []
 
-    def read(self, slots: np.ndarray) -> np.ndarray:
-        found = np.empty((len(slots), self.size), np.uint8)
+    def read(self, slots: np.ndarray, start: int, end: int) -> np.ndarray:
+        found = np.empty((len(slots), end - start), np.uint8)
         for block, here, within in self._by_block(slots):
-            found[here] = block[within]
+            found[here] = block[within, start:end]
         return found
 
-    def write(self, slots: np.ndarray, records: np.ndarray) -> None:
+    def write(self, slots: np.ndarray, parts: Sequence[np.ndarray]) -> None:
         for _ in range(len(self.blocks), 1 + int(slots.max()) // self.each):
             self.blocks.append(np.empty((self.each, self.size), np.uint8))
         for block, here, within in self._by_block(slots):
-            block[within] = records[here]
+            at = 0
+            for part in parts:
+                block[within, at : at + part.shape[1]] = part[here]
+                at += part.shape[1]
 
     def _by_block(self, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         number, within = np.divmod(slots, self.each)
@@ -107,23 +122,25 @@ class _File:
             weakref.finalize(self, os.close, self.file)
             os.unlink(path)
 
-    def read(self, slots: np.ndarray) -> np.ndarray:
-        found = np.empty((len(slots), self.size), np.uint8)
+    def read(self, slots: np.ndarray, start: int, end: int) -> np.ndarray:
+        found = np.empty((len(slots), end - start), np.uint8)
         for n, slot in enumerate(slots.tolist()):
             into, at = memoryview(found[n]), 0
-            while at < self.size:  # no more than 2 GiB come at once
-                got = os.preadv(self.file, [into[at:]], slot * self.size + at)
+            while at < end - start:  # no more than 2 GiB come at once
+                got = os.preadv(self.file, [into[at:]], slot * self.size + start + at)
                 if not got:
                     raise UsageError("the file of what stays with clients has been cut short")
                 at += got
         return found
 
-    def write(self, slots: np.ndarray, records: np.ndarray) -> None:
+    def write(self, slots: np.ndarray, parts: Sequence[np.ndarray]) -> None:
+        parts = parts if len(parts) <= _BUFFERS else [np.concatenate(parts, 1)]
         with _writable(None):
-            for record, slot in zip(records, slots.tolist(), strict=True):
-                at = 0
-                while at < self.size:
-                    at += os.pwrite(self.file, record[at:], slot * self.size + at)
+            for n, slot in enumerate(slots.tolist()):
+                own, start = [part[n] for part in parts], slot * self.size
+                at = os.pwritev(self.file, own, start)
+                while at < self.size:  # not all fitted into one call
+                    at += os.pwrite(self.file, np.concatenate(own)[at:].data, start + at)
 
 
 @contextlib.contextmanager
@@ -146,7 +163,8 @@ class Rows:
     def __init__(self, first: PyTree, clients: int, store: str, folder: Path | None = None) -> None:
         """All begin with `first`, one client's arrays."""
         self.form = form(first)
-        self.first = self.form.pack(jax.tree.map(lambda leaf: np.asarray(leaf)[None], first))
+        row = self.form.pack(jax.tree.map(lambda leaf: np.asarray(leaf)[None], first))
+        self.first = row.reshape(1, self.form.size)  # also where there is nothing
         self.store, self.folder = store, folder
         self.slot = np.full(clients, -1, np.int32)
         self.space = self._new_space()
@@ -164,21 +182,19 @@ class Rows:
     def clients(self) -> int:
         return len(self.slot)
 
-    def records(self, ids: np.ndarray) -> np.ndarray:
-        """uint8 [K, size]."""
-        slots = self.slot[ids]
-        if not self.form.size:
-            return np.empty((len(ids), 0), np.uint8)
-        found = np.empty((len(ids), self.form.size), np.uint8)
+    def records(self, ids: np.ndarray, start: int = 0, end: int | None = None) -> np.ndarray:
+        """uint8 [K, size], or of each record the bytes from `start` to `end`."""
+        slots, end = self.slot[ids], self.form.size if end is None else end
+        found = np.empty((len(ids), end - start), np.uint8)
         there = slots >= 0
-        found[~there] = self.first
-        if there.any():
+        found[~there] = self.first[:, start:end]
+        if there.any() and end > start:
             assert self.space is not None
-            found[there] = self.space.read(slots[there])
+            found[there] = self.space.read(slots[there], start, end)
         return found
 
-    def put(self, ids: np.ndarray, records: np.ndarray) -> None:
-        """Write those of some clients, each of which is named once."""
+    def put(self, ids: np.ndarray, *records: np.ndarray) -> None:
+        """Write those of some clients, each of which is named once; parts that lie side by side."""
         if self.space is None or not len(ids):
             return
         new = ids[self.slot[ids] < 0]
@@ -211,28 +227,34 @@ class Rows:
 
 
 class Clients:
-    """All that stays with clients: `State.clients` where they are not on a device."""
+    """`State.clients`, and what of its rows is far, where they are not on a device."""
 
-    def __init__(self, groups: Sequence[Rows], several: bool) -> None:
-        """`several`: an algorithm has a tuple of groups, and not just one."""
-        self.groups, self.several = tuple(groups), several
+    def __init__(self, groups: Sequence[Rows], several: bool, far: Sequence[str] = ()) -> None:
+        """Rows of each group of architectures, and then of the parts of `State.rows` named `far`.
+
+        Args:
+          several: whether an algorithm has a tuple of groups, and not just one.
+        """
+        self.groups, self.several, self.far = tuple(groups), several, tuple(far)
         self.best: Snapshot | None = None  # of an earlier round, which has to stay as it is
         self.described: Any = None  # where it was last saved
 
-    def records(self, g: int, ids: np.ndarray) -> np.ndarray:
-        """Those of some clients of a group."""
-        return self.groups[g].records(ids)
+    def records(
+        self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
+    ) -> np.ndarray:
+        """Those of some clients of a group, or a part of each."""
+        return self.groups[g].records(ids, start, end)
 
     def write(self, g: int, ids: np.ndarray, rows: PyTree) -> None:
         """Write some clients' arrays, each named once."""
         if self.groups[g].form.size and len(ids):
-            self.put(g, ids, self.groups[g].form.pack(rows))
+            self.put(g, ids, *self.groups[g].form.parts(rows))
 
-    def put(self, g: int, ids: np.ndarray, records: np.ndarray) -> None:
-        """As `write`, of records."""
+    def put(self, g: int, ids: np.ndarray, *records: np.ndarray) -> None:
+        """As `write`, of records or the parts of them."""
         if self.best is not None:
             self.best.before(g, ids)
-        self.groups[g].put(ids, records)
+        self.groups[g].put(ids, *records)
 
     def snapshot(self) -> "Snapshot":
         """All of it as it is now, in the place of an earlier snapshot."""
@@ -243,13 +265,18 @@ class Clients:
         """Some clients' arrays, stacked."""
         return self.groups[g].form.unpack(self.records(g, ids))
 
+    def leaf(self, g: int, k: int, ids: np.ndarray) -> np.ndarray:
+        """One of their arrays."""
+        form = self.groups[g].form
+        return form.array(k, self.records(g, ids, *form.part(k)))
+
     def column(self, g: int, k: int) -> np.ndarray:
         """One leaf of all clients, [N, ...]."""
         rows, form = self.groups[g], self.groups[g].form
         first = form.leaf(k, rows.first)
         whole = np.repeat(first, rows.clients, 0)
         for some in rows.blocks(self.written(g)):
-            whole[some] = form.leaf(k, self.records(g, some))
+            whole[some] = self.leaf(g, k, some)
         return whole
 
     def written(self, g: int) -> np.ndarray:
@@ -260,33 +287,31 @@ class Clients:
         """Bytes of what has been written."""
         return sum(rows.number * rows.form.size for rows in self.groups)
 
-    def shapes(self) -> PyTree:
-        """Those of all of it, as `State.clients` has them on a device."""
+    def filled(self, state: State, leaf: Callable[[int, int], Any]) -> State:
+        """A state whose clients these are, with leaf(group, number) in the place of each of theirs.
 
-        def of(rows: Rows) -> PyTree:
-            each = zip(rows.form.shapes, rows.form.dtypes, strict=True)
-            leaves = [jax.ShapeDtypeStruct((rows.clients, *shape), d) for shape, d in each]
-            return jax.tree.unflatten(rows.form.tree, leaves)
+        The parts of its rows that are far come back to their places, too.
+        """
+        found = []
+        for g, rows in enumerate(self.groups):
+            leaves = [leaf(g, k) for k in range(len(rows.form.shapes))]
+            found.append(jax.tree.unflatten(rows.form.tree, leaves))
+        own = len(found) - len(self.far)
+        parts = dict(zip(self.far, found[own:], strict=True))
+        clients = tuple(found[:own]) if self.several else found[0]
+        return State(state.server, far.joined(state.rows, parts), clients)
 
-        found = tuple(map(of, self.groups))
-        return found if self.several else found[0]
-
-    def whole(self) -> PyTree:
-        """All of it as NumPy arrays of all clients."""
-        found = tuple(
-            jax.tree.unflatten(
-                rows.form.tree, [self.column(g, k) for k in range(len(rows.form.shapes))]
-            )
-            for g, rows in enumerate(self.groups)
-        )
-        return found if self.several else found[0]
+    def shape(self, g: int, k: int) -> jax.ShapeDtypeStruct:
+        """That of a leaf of all clients."""
+        rows = self.groups[g]
+        return jax.ShapeDtypeStruct((rows.clients, *rows.form.shapes[k]), rows.form.dtypes[k])
 
 
 class Snapshot(Clients):
     """Clients as they were: what has changed since is kept."""
 
     def __init__(self, now: Clients) -> None:
-        super().__init__([rows.like() for rows in now.groups], now.several)
+        super().__init__([rows.like() for rows in now.groups], now.several, now.far)
         self.now = now
 
     def before(self, g: int, ids: np.ndarray) -> None:
@@ -294,10 +319,12 @@ class Snapshot(Clients):
         ids = ids[self.groups[g].slot[ids] < 0]
         self.groups[g].put(ids, self.now.groups[g].records(ids))
 
-    def records(self, g: int, ids: np.ndarray) -> np.ndarray:
-        found = self.groups[g].records(ids)
+    def records(
+        self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
+    ) -> np.ndarray:
+        found = self.groups[g].records(ids, start, end)
         same = self.groups[g].slot[ids] < 0
-        found[same] = self.now.groups[g].records(ids[same])
+        found[same] = self.now.groups[g].records(ids[same], start, end)
         return found
 
     def written(self, g: int) -> np.ndarray:
@@ -317,5 +344,5 @@ def copied(state: State) -> State:
 def arrays(state: State) -> State:
     """A state with arrays of all clients, wherever they lie."""
     if isinstance(state.clients, Clients):
-        return state._replace(clients=state.clients.whole())
+        return state.clients.filled(state, state.clients.column)
     return spread.gathered(state)

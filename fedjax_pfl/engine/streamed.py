@@ -5,9 +5,9 @@ computed.
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +21,20 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedjax_pfl.core import groups, trees
 from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
 from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.engine.far_rows import FarRows, apart, names
 from fedjax_pfl.engine.first_rows import First, first_state
 from fedjax_pfl.engine.records import Evaluation, Log, Party, Plain, Seats
 from fedjax_pfl.engine.stores import Clients, Rows
 
 _LEAST = 32  # clients that are evaluated by one call, or all if there are fewer
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """In the place of a leaf that is in a store: its group and number there."""
+
+    g: int
+    k: int
 
 
 class Fetched(NamedTuple):
@@ -108,8 +117,11 @@ class Streamed:
         self.store, self.folder = store, folder
         jit = partial(jax.jit, out_shardings=everywhere)
         self.draw: Any = jit(plain.seats)
-        self.meet: Any = jit(plain.meet, donate_argnums=1)
-        self.score: list[Any] = [jit(plain.score(g)) for g in range(len(self.how.members))]
+        self.meet: Any = jit(self._meet, donate_argnums=1)
+        self.score: list[Any] = [
+            jit(partial(self._score, plain.score(g))) for g in range(len(self.how.members))
+        ]
+        self.far_rows: FarRows | None = None  # as soon as there is a state
         self.worker = ThreadPoolExecutor(1)
         self.coming: tuple[int, Future[list[Fetched]]] | None = None
         self.stale = [np.zeros(0, np.int32) for _ in self.how.members]  # since that was fetched
@@ -119,32 +131,34 @@ class Streamed:
         """The first state, or one that begins where an earlier phase ended."""
         old: Any = None if start is None else start.clients
         if start is not None and not isinstance(old, Clients):
-            old = self._stored([old], several=False)
-        own: dict[int, tuple[int, int]] = {}  # leaf of the arguments: group and leaf in the store
-        arguments: Any = (self.key,)
-        if start is not None:
-            names = [
-                [(g, k) for k in range(len(rows.form.shapes))] for g, rows in enumerate(old.groups)
-            ]
-            arguments = (self.key, start._replace(clients=()))
-            own = dict(enumerate(itertools.chain(*names), len(jax.tree.leaves(arguments))))
-            arguments = (self.key, start._replace(clients=old.shapes()))
+            old = Clients(self._stored([old]), several=False)
+        arguments = (self.key,) if start is None else (self.key, old.filled(start, _Stored))
         leaves = jax.tree.leaves(arguments)
+        # Leaf of the arguments: group and leaf in the store.
+        own = {k: (leaf.g, leaf.k) for k, leaf in enumerate(leaves) if isinstance(leaf, _Stored)}
+
+        def shape(leaf: Any) -> Any:
+            if isinstance(leaf, _Stored):
+                return old.shape(leaf.g, leaf.k)
+            return jax.eval_shape(lambda x: x, leaf)
 
         def fetch(k: int) -> Any:
             return old.column(*own[k]) if k in own else leaves[k]
 
-        def clients(state: State) -> PyTree:
-            return groups.enter(self.how.given, state).clients
-
-        shapes = jax.eval_shape(lambda *a: a, *arguments)
-        forms = clients(jax.eval_shape(self.plain.init, *shapes))
-        rest, firsts = first_state(self.plain.init, clients, shapes, fetch)
-        several, made = groups.has_groups(self.how.given), []
+        shapes = jax.tree.map(shape, arguments)
+        split = partial(apart, self.how.given)
+        forms = split(jax.eval_shape(self.plain.init, *shapes))[1]
+        rest, firsts = first_state(self.plain.init, split, shapes, fetch)
+        made = []
         for tree in forms:
             mine = [firsts.pop(0) for _ in jax.tree.leaves(tree)]
             made.append(self._begun(jax.tree.structure(tree), mine, old, own))
-        return rest._replace(clients=Clients(made, several))
+        return self._known(rest, self._clients(made))
+
+    def _known(self, rest: State, clients: Clients) -> State:
+        """A state, of which the programs know what it looks like from here on."""
+        self.far_rows = self.far_rows or FarRows(clients)
+        return rest._replace(clients=clients)
 
     def _begun(
         self, tree: Any, firsts: Sequence[First], old: Clients | None, own: Mapping[int, Any]
@@ -183,15 +197,18 @@ class Streamed:
 
     def enter(self, state: State) -> State:
         """A state as `run` takes it, from `init`, from an earlier program or from NumPy arrays."""
-        clients, given = state.clients, self.how.given
+        rest, clients = state._replace(clients=()), state.clients
         if not isinstance(clients, Clients):
-            each = groups.enter(given, state).clients
-            clients = self._stored(each, groups.has_groups(given))
-        server, rows_, _ = self.place(state._replace(clients=()))
-        return State(server, rows_, clients)
+            rest, each = apart(self.how.given, state)
+            clients = self._clients(self._stored(each))
+        return self._known(self.place(rest), clients)
 
-    def _stored(self, each: Sequence[PyTree], several: bool) -> Clients:
-        """Arrays of all clients, by group, brought into a store."""
+    def _clients(self, made: Sequence[Rows]) -> Clients:
+        given = self.how.given
+        return Clients(made, groups.has_groups(given), names(given))
+
+    def _stored(self, each: Sequence[PyTree]) -> list[Rows]:
+        """Arrays of all clients brought into a store."""
         made = []
         for tree in each:
             first = trees.row(tree, 0)
@@ -199,7 +216,7 @@ class Streamed:
             for ids in rows.blocks(np.arange(rows.clients)):
                 rows.put(ids, rows.form.pack(trees.row(tree, ids)))
             made.append(rows)
-        return Clients(made, several)
+        return made
 
     def compile(self, state: State, t: int) -> None:
         """So that no round waits for it."""
@@ -215,21 +232,24 @@ class Streamed:
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
         """Rounds t .. t+n-1; the logs as NumPy arrays. The state that it is given is used up."""
         clients, shared, all_logs = state.clients, state._replace(clients=()), []
+        known = self._pointed(clients)
         for r in range(t, t + n):
             parties = self._parties(clients, self._next(clients, r))
             self.coming = None
             if self.end is None or r + 1 < self.end:
                 self.stale = [np.zeros(0, np.int32) for _ in self.stale]
                 self.coming = r + 1, self._fetching(clients, r + 1)
-            now, logs = self.meet(self.key, shared, parties, self._number(r))
-            new, logs = jax.device_get((now.clients, logs))
+            now, written, logs = self.meet(self.key, shared, parties, self._number(r))
+            new, written, logs = jax.device_get((now.clients, written, logs))
             shared = now._replace(clients=())
             if self.coming is not None:
                 self.coming[1].result()  # nothing is written while it is read
             for g, log in enumerate(logs):
                 ids = log.ids[log.arrived]
-                clients.write(g, ids, trees.row(new[g], log.arrived))
+                all_there = log.arrived.all()  # else a copy is made
+                clients.write(g, ids, new[g] if all_there else trees.row(new[g], log.arrived))
                 self.stale[g] = np.union1d(self.stale[g], ids)
+            known.write(clients, written)
             all_logs.append(logs)
         return shared._replace(clients=clients), jax.tree.map(
             lambda *each: np.stack(each), *all_logs
@@ -237,6 +257,7 @@ class Streamed:
 
     def evaluate(self, state: State, t: int) -> Evaluation:
         """As `Rounds.evaluate`, in NumPy: block by block, and the next is fetched meanwhile."""
+        self._pointed(state.clients)
         shared, n = state._replace(clients=()), self.how.federation.clients
         whole: Any = None
         for g, everyone in enumerate(self._evaluated()):
@@ -258,28 +279,49 @@ class Streamed:
 
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
         """What an algorithm shows; of clients that which it reads, of all of them."""
-        shapes = state._replace(clients=state.clients.shapes())
-        given, tree = jax.tree.flatten(shapes)
-        names: list[str] = []
+        known, clients = self._pointed(state.clients), state.clients
+        own = Clients(clients.groups[: len(self.how.members)], clients.several)
+        given, tree = jax.tree.flatten(own.filled(state, own.shape))
+        shown_names: list[str] = []
 
         def flat(*leaves: Any) -> list[Any]:
-            shown = algorithm.observe(jax.tree.unflatten(tree, leaves))
-            names[:] = shown
-            return [shown[name] for name in names]
+            whole = jax.tree.unflatten(tree, leaves)
+            shown = algorithm.observe(whole._replace(rows=known.seen(whole.rows)))
+            shown_names[:] = shown
+            return [shown[name] for name in shown_names]
 
         closed = jax.make_jaxpr(flat)(*given)
-        used, needed = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(names))
-        shared = jax.tree.leaves(state._replace(clients=()))
+        used, needed = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(shown_names))
+        shared = jax.tree.leaves(jax.device_get(state._replace(clients=())))
         columns = [
-            partial(state.clients.column, g, k)
-            for g, rows in enumerate(state.clients.groups)
+            partial(clients.column, g, k)
+            for g, rows in enumerate(own.groups)
             for k in range(len(rows.form.shapes))
         ]
         rows = zip(columns, needed[len(shared) :], strict=True)
         inputs = [leaf for leaf, need in zip(shared, needed, strict=False) if need]
         inputs += [column() for column, need in rows if need]
         shown = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(used, closed.consts)))(*inputs)
-        return dict(zip(names, jax.device_get(shown), strict=True))
+        return dict(zip(shown_names, jax.device_get(shown), strict=True))
+
+    def _meet(self, key: Any, shared: State, parties: Any, t: Any) -> Any:
+        """As `Plain.meet`, and what is to be written of rows that are not on the devices."""
+        assert self.far_rows is not None
+        rows = self.far_rows.seen(shared.rows, len(parties[0].seats.ids))
+        now, logs = self.plain.meet(key, shared._replace(rows=rows), parties, t)
+        rest, written = self.far_rows.taken(now.rows)
+        return now._replace(rows=rest), written, logs
+
+    def _score(self, score: Any, key: Any, shared: State, party: Party, t: Any) -> Evaluation:
+        assert self.far_rows is not None
+        rows = self.far_rows.seen(shared.rows)
+        return score(key, shared._replace(rows=rows), party, t)
+
+    def _pointed(self, clients: Clients) -> FarRows:
+        """The rows off the devices that programs read: these clients'."""
+        assert self.far_rows is not None
+        self.far_rows.point(clients)
+        return self.far_rows
 
     def _number(self, value: int) -> Any:
         return self.place(np.int32(value))

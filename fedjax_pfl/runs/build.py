@@ -14,11 +14,12 @@ from fedjax_pfl import data
 from fedjax_pfl.algorithms import pfedhn, pfedhn_pc
 from fedjax_pfl.algorithms.hypernetwork_settings import remark
 from fedjax_pfl.config import configuration
+from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suited
 from fedjax_pfl.data.augment import on_normalised
-from fedjax_pfl.engine import forecast, memory_estimate, multiprocess, sweep
+from fedjax_pfl.engine import far_rows, forecast, memory_estimate, multiprocess, sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.records import Rounds
 from fedjax_pfl.runs import points
@@ -131,6 +132,7 @@ def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
     examples, sent, mapped = forecast.examples_of(work.arrays, cohort)
     best = bool(np.sum(work.arrays.validation.size))
     server, rows, own = (count(part) // points for part in state)
+    far = far_rows.apart(phase.algorithm, state)[1][len(groups.members(phase.algorithm)) :]
     return forecast.Sizes(
         server,
         -(-rows // clients),
@@ -144,6 +146,7 @@ def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
         points,
         work.devices,
         mapped,
+        -(-count(far) // (points * clients)),
     )
 
 

@@ -149,12 +149,17 @@ def check(folder: Path, now: Described) -> None:
 
 
 def read(
-    folder: Path, now: Described, each: Sequence[PyTree], several: bool, make: Callable[..., Rows]
+    folder: Path,
+    now: Described,
+    each: Sequence[PyTree],
+    several: bool,
+    make: Callable[..., Rows],
+    far: Sequence[str] = (),
 ) -> tuple[Clients, Snapshot | None]:
     """The clients, and those of the best round; files must have been checked.
 
     Args:
-      each: shapes of what stays with the clients of each group, [N, ...].
+      each: shapes of what stays with the clients of each group, [N, ...], and of the rows `far`.
       make: from what all begin with to Rows.
     """
     groups = []
@@ -166,7 +171,7 @@ def read(
             rows = make(trees.row(rows.form.unpack(record), 0))
             _fill(folder, now.state, g, rows)
         groups.append(rows)
-    clients, best = Clients(groups, several), None
+    clients, best = Clients(groups, several, far), None
     if now.best is not None:
         best = clients.snapshot()
         for g, rows in enumerate(best.groups):

@@ -24,6 +24,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import enter, members
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import ClientData, client_data
+from fedjax_pfl.engine.far_rows import FarRows
 from fedjax_pfl.engine.stores import Clients
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard
@@ -216,9 +217,11 @@ def personal(
     kept = state._replace(clients=()) if clients else enter(algorithm, state)
     state, data = jax.device_put(jax.device_get((kept, result.data)))
     seen = state._replace(clients=())
+    far = FarRows(clients) if clients else None
 
     def served(member: Algorithm) -> Any:
         def one(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
+            state = state._replace(rows=far.seen(state.rows)) if far else state
             visit = Visit(i, client_data(data, i), t, stage_key(key, PERSONAL, t, i))
             return member.personal(state, client, visit)
 

@@ -21,7 +21,16 @@ from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.engine import ledger, metrics, multiprocess, spread, stores, sweep, vital_signs
+from fedjax_pfl.engine import (
+    far_rows,
+    ledger,
+    metrics,
+    multiprocess,
+    spread,
+    stores,
+    sweep,
+    vital_signs,
+)
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report import tensorboard
@@ -366,29 +375,30 @@ def restored(
         return at, found["state"], found.get("best")
     now = changed_rows.described(rows)
     changed_rows.check(store.rows, now)
+    phase = built.phases[at.phase]
+    rest, each = far_rows.apart(phase.algorithm, templates[at.phase])
     for name in wanted if now.best is not None else ("state",):
-        wanted[name] = wanted[name]._replace(clients=())
+        wanted[name] = rest
     found = store.restore(step, wanted)
-    clients, best = _clients(built.phases[at.phase], now, templates[at.phase], store)
+    clients, best = _clients(phase, now, each, store)
     state, best_state = found["state"]._replace(clients=clients), found.get("best")
     if best is not None and best_state is not None:
         best_state = best_state._replace(clients=best)
-    if built.phases[at.phase].store in ("device", "sharded"):
+    if phase.store in ("device", "sharded"):
         return at, stores.arrays(state), best_state and stores.arrays(best_state)
     return at, state, best_state
 
 
 def _clients(
-    phase: Phase, now: changed_rows.Described, template: PyTree, store: checkpoints.Store
+    phase: Phase, now: changed_rows.Described, each: Sequence[PyTree], store: checkpoints.Store
 ) -> tuple[stores.Clients, stores.Snapshot | None]:
     """What a checkpoint holds of them, and of those of the best round."""
     kind = "disk" if phase.store == "disk" else "host"
     make = functools.partial(
         stores.Rows, clients=phase.federation.clients, store=kind, folder=store.folder.parent
     )
-    each = groups.enter(phase.algorithm, template).clients
-    several = groups.has_groups(phase.algorithm)
-    return changed_rows.read(store.rows, now, each, several, make)
+    several, names = groups.has_groups(phase.algorithm), far_rows.names(phase.algorithm)
+    return changed_rows.read(store.rows, now, each, several, make, names)
 
 
 def _drop(members: Sequence[Member], after: int) -> None:

@@ -107,7 +107,8 @@ def private_layers(
             raise UsageError("keep_head is for one architecture; use it without groups")
         if not _shares(algorithm, own_shapes, data):
             return algorithm
-        return keeping(algorithm, Client, first, wrap)
+        # A client reads its own head in all rows, which takes arrays.
+        return keeping(algorithm, Client, first, wrap)._replace(far=())
 
     return transform
 

@@ -34,6 +34,30 @@ def test_what_is_right_passes():
         check_shapes(name, cases.make(name, FEDERATION), FEDERATION, DATA)
 
 
+AMP = cases.make("fedamp", FEDERATION)
+
+
+def test_far_rows_are_read_in_three_ways_alone():
+    def line(**changes):
+        with pytest.raises(UsageError) as caught:
+            check_shapes("mine", AMP._replace(**changes), FEDERATION, DATA)
+        return str(caught.value)
+
+    def summed(state, visit):
+        """Of all that there is of the rows, which far ones do not show."""
+        more = sum(jnp.sum(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(state.rows))
+        return jax.tree.map(lambda leaf: leaf + more, AMP.send(state, visit))
+
+    wrong = "reads rows that are far by more than trees.row, far.mixed and far.each"
+    assert line(send=summed) == f"mine: send {wrong}"
+    assert line(observe=lambda state: {"rows": state.rows["params"]}) == f"mine: observe {wrong}"
+    lost = "mine: receive writes rows that are far by more than cohort.put"
+    first = AMP.init(jax.random.key(0)).rows
+    assert line(receive=lambda state, cohort: (state.server, first)) == lost
+    assert line(far=("models",)) == "mine: far names models, and rows have params"
+    check_shapes("mine", AMP._replace(send=summed, far=()), FEDERATION, DATA)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_pfl.engine.stores import Clients, Rows
+from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.engine.stores import Clients, Rows, arrays
 from fedjax_pfl.runs import changed_rows
 from fedjax_pfl.runs.checkpoints import DamagedError
 
@@ -26,8 +27,13 @@ def rows_of(ids, value):
     }
 
 
+def held(clients):
+    """As arrays of all of them."""
+    return arrays(State((), (), clients)).clients
+
+
 def same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one.whole(), other.whole())
+    jax.tree.map(np.testing.assert_array_equal, held(one), held(other))
 
 
 def read(folder, now):
@@ -46,12 +52,12 @@ def test_rows_of_those_that_were_written(store, tmp_path):
     there = clients(store, tmp_path)
     same(there, clients())
     assert there.written(0).tolist() == []
-    wanted = there.whole()[0]
+    wanted = held(there)[0]
     for ids, value in (([2, 5], 1), ([5, 8, 0], 2)):
         there.write(0, np.array(ids), rows_of(ids, value))
         for name, leaf in rows_of(ids, value).items():
             wanted[name][ids] = leaf
-    jax.tree.map(np.testing.assert_array_equal, there.whole(), (wanted, ()))
+    jax.tree.map(np.testing.assert_array_equal, held(there), (wanted, ()))
     some = there.read(0, np.array([8, 1, 5]))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[[8, 1, 5]]), some, wanted)
     assert there.kept() == 4 * SIZE
@@ -61,13 +67,13 @@ def test_rows_of_those_that_were_written(store, tmp_path):
 def test_a_snapshot_stays_as_it_was():
     there = clients()
     there.write(0, np.array([1, 2]), rows_of([1, 2], 1))
-    before = there.whole()
+    before = held(there)
     best = there.snapshot()
     for value in (2, 3):
         there.write(0, np.array([2, 3]), rows_of([2, 3], value))
-    jax.tree.map(np.testing.assert_array_equal, best.whole(), before)
+    jax.tree.map(np.testing.assert_array_equal, held(best), before)
     assert best.kept() == 2 * SIZE  # of clients 2 and 3, once
-    assert there.whole()[0]["n"][3] == 303
+    assert held(there)[0]["n"][3] == 303
 
 
 def test_a_checkpoint_writes_what_has_changed(tmp_path):

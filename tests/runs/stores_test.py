@@ -54,14 +54,21 @@ def stopped(config, directory):
         runner.run(config, directory, stop)
 
 
-def test_a_run_goes_on_with_another_store(tmp_path):
+# Rows that lie elsewhere, too; of pFedLA of a few others, and of Factorized-FL of all.
+PFEDLA = {"algorithm": "pfedla", "pfedla": {"candidates": 3}, "phases": ()}
+FACTORIZED = {"algorithm": "factorized_fl", "factorized_fl": {"minimum": 2}}
+
+
+@pytest.mark.parametrize("method", [{}, PFEDLA, FACTORIZED], ids=["fedper", "pfedla", "factorized"])
+def test_a_run_goes_on_with_another_store(method, tmp_path):
     """Of four rounds one on the device, one on the host, one on three devices, one on disk."""
-    stopped(CONFIG, tmp_path)
-    stopped(CONFIG | {"store": "host"}, tmp_path)
-    stopped(CONFIG | {"store": "sharded"}, tmp_path)
-    got = runner.run(CONFIG | {"store": "disk"}, tmp_path)
+    config = CONFIG | method
+    stopped(config, tmp_path)
+    stopped(config | {"store": "host"}, tmp_path)
+    stopped(config | {"store": "sharded"}, tmp_path)
+    got = runner.run(config | {"store": "disk"}, tmp_path)
     assert got.resumed_at == 3
-    wanted = undisturbed(CONFIG)
+    wanted = undisturbed(config)
     assert_same(got, wanted)
     whole = export.restored(tmp_path)
     for state in (got.state, got.best):

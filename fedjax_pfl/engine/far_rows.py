@@ -1,0 +1,91 @@
+"""A method's rows off the devices: what its programs see of them, and what a round writes there."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedjax_pfl.core import far, groups
+from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
+from fedjax_pfl.engine.stores import Clients
+
+
+def names(algorithm: Algorithm) -> tuple[str, ...]:
+    """The parts of an algorithm's rows that may lie off the devices."""
+    return () if groups.has_groups(algorithm) else algorithm.far
+
+
+def apart(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree, ...]]:
+    """What is on the devices of a state, and what is not: clients by group, and those parts."""
+    rows, parts = far.separate(state.rows, names(algorithm))
+    return State(state.server, rows, ()), (*groups.enter(algorithm, state).clients, *parts.values())
+
+
+class Source:
+    """One part's rows, of the clients that it is pointed at: `far.Source`."""
+
+    def __init__(self, g: int, clients: Clients) -> None:
+        """g: its number among what is kept of clients."""
+        self.g, self.clients = g, clients
+
+    def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
+        """Of some leaves the rows `ids`, [*ids.shape, ...]; of an id above all the last, as JAX."""
+        flat = np.minimum(ids.reshape(-1), self.clients.groups[self.g].clients - 1)
+        each = [self.clients.leaf(self.g, k, flat) for k in leaves]
+        return [leaf.reshape(*ids.shape, *leaf.shape[1:]) for leaf in each]
+
+
+class Written(NamedTuple):
+    """Rows of one part."""
+
+    ids: Any  # int32 [K]; those out of range are none
+    rows: PyTree
+
+
+class FarRows:
+    """The parts of a method's rows that lie with clients that are off the devices."""
+
+    def __init__(self, clients: Clients) -> None:
+        """Of clients of this form; which ones, `point` says."""
+        own = len(clients.groups) - len(clients.far)
+        self.sources = {name: Source(g, clients) for g, name in enumerate(clients.far, own)}
+
+    def point(self, clients: Clients) -> None:
+        """From here on it is these whose rows are read."""
+        for source in self.sources.values():
+            source.clients = clients
+
+    def seen(self, rows: PyTree, number: int = 1) -> PyTree:
+        """In a program: rows as the method knows them, of which so many can be written."""
+        return far.joined(rows, {name: self._leaves(s, number) for name, s in self.sources.items()})
+
+    def _leaves(self, source: Source, number: int) -> PyTree:
+        whole = source.clients.groups[source.g]
+        none = jnp.full(number, whole.clients, jnp.int32)
+
+        def leaf(k: int) -> far.Far:
+            shape, dtype = whole.form.shapes[k], whole.form.dtypes[k]
+            values = jnp.zeros((number, *shape), dtype)
+            return far.Far(source, k, (whole.clients, *shape), dtype, none, values)
+
+        return jax.tree.unflatten(whole.form.tree, list(map(leaf, range(len(whole.form.shapes)))))
+
+    def taken(self, rows: PyTree) -> tuple[PyTree, dict[str, Written]]:
+        """In a program: the rest of the rows, and what is to be written of the parts."""
+        rest, parts = far.separate(rows, tuple(self.sources))
+        found = {}
+        for name, part in parts.items():
+            leaves = jax.tree.leaves(part, is_leaf=far.is_far)
+            values = jax.tree.map(lambda leaf: leaf.values, part, is_leaf=far.is_far)
+            found[name] = Written(leaves[0].ids, values)  # `Cohort.put` writes all of a part
+        return rest, found
+
+    def write(self, clients: Clients, written: dict[str, Written]) -> None:
+        """What `taken` found, in NumPy arrays."""
+        for name, (ids, rows) in written.items():
+            g = self.sources[name].g
+            real = ids < clients.groups[g].clients
+            kept = rows if real.all() else jax.tree.map(lambda leaf, r=real: leaf[r], rows)
+            clients.write(g, ids[real], kept)
