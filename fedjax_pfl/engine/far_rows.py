@@ -32,8 +32,13 @@ class Source:
 
     def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
         """Of some leaves the rows `ids`, [*ids.shape, ...]; of an id above all the last, as JAX."""
-        flat = np.minimum(ids.reshape(-1), self.clients.groups[self.g].clients - 1)
-        each = [self.clients.leaf(self.g, k, flat) for k in leaves]
+        rows = self.clients.groups[self.g]
+        flat = np.minimum(ids.reshape(-1), rows.clients - 1)
+        if len(leaves) == len(rows.form.shapes):  # a record is read at once
+            records = self.clients.records(self.g, flat)
+            each = [rows.form.leaf(k, records) for k in leaves]
+        else:
+            each = [self.clients.leaf(self.g, k, flat) for k in leaves]
         return [leaf.reshape(*ids.shape, *leaf.shape[1:]) for leaf in each]
 
 
