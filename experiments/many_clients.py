@@ -207,15 +207,18 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         clients = [row["clients"] for row in rows]
         ours = all("step" in row for row in rows)
         peaks = [row["peak"] / 2**30 for row in rows]
-        memory.loglog(clients, peaks, "o-" if ours else "x:", label=method)
+        (line,) = memory.loglog(clients, peaks, "o-" if ours else "x:", label=method)
         if ours:
-            step.semilogx(clients, [row["step"] / row["few_step"] for row in rows], "o-")
+            times = [row["step"] / row["few_step"] for row in rows]
+            step.loglog(clients, times, "o-", color=line.get_color())
     memory.axhline(8, color="0.6", linewidth=1)
     memory.set(xlabel="clients", ylabel="peak resident memory, GiB")
     memory.set_yticks(ticks := [0.5, 1, 2, 4, 8, 16], [f"{tick:g}" for tick in ticks])
     memory.minorticks_off()
     step.axhline(1.15, color="0.6", linewidth=1)
-    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1", ylim=(0, 2))
+    step.set(xlabel="clients", ylabel="a step, ten clients on the device = 1")
+    step.set_yticks(ticks := [0.5, 1, 2, 4, 8], [f"{tick:g}" for tick in ticks])
+    step.minorticks_off()
     memory.legend(loc="upper left", fontsize="small", frameon=False)
     with pyplot.rc_context({"svg.hashsalt": "many_clients"}):
         figure.savefig(path, metadata={"Date": None})  # the same numbers make the same file
