@@ -57,9 +57,15 @@ def stopped(config, directory):
 # Rows that lie elsewhere, too; of pFedLA of a few others, and of Factorized-FL of all.
 PFEDLA = {"algorithm": "pfedla", "pfedla": {"candidates": 3}, "phases": ()}
 FACTORIZED = {"algorithm": "factorized_fl", "factorized_fl": {"minimum": 2}}
+METHODS = {  # with heads that stay with clients, rows are on the device
+    "fedper": {},
+    "pfedla": PFEDLA,
+    "factorized": FACTORIZED,
+    "own heads": FACTORIZED | {"keep_head": True},
+}
 
 
-@pytest.mark.parametrize("method", [{}, PFEDLA, FACTORIZED], ids=["fedper", "pfedla", "factorized"])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_a_run_goes_on_with_another_store(method, tmp_path):
     """Of four rounds one on the device, one on the host, one on three devices, one on disk."""
     config = CONFIG | method
