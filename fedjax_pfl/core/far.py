@@ -82,10 +82,10 @@ def take(tree: PyTree, ids: Any) -> PyTree:
 def mixed(tree: PyTree, weights: PyTree) -> PyTree:
     """Σ_j w_j x_j over axis 0 of every leaf; weights: [N], or a tree of them, one for each leaf."""
     leaves, form = _flat(tree)
-    each = [weights] * len(leaves) if hasattr(weights, "ndim") else form.flatten_up_to(weights)
+    own = [weights] * len(leaves) if hasattr(weights, "ndim") else form.flatten_up_to(weights)
     if any(map(is_far, leaves)):
-        return jax.tree.unflatten(form, _mixed(_Leaves(leaves), each))
-    return jax.tree.unflatten(form, list(map(_sum, leaves, each)))
+        return jax.tree.unflatten(form, _mixed(_Leaves(leaves), own))
+    return jax.tree.unflatten(form, list(map(_sum, leaves, own)))
 
 
 def _sum(leaf: jax.Array, weights: jax.Array) -> jax.Array:

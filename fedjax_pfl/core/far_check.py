@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import partial_eval
 
 from fedjax_pfl.core import far
@@ -13,21 +12,20 @@ from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 
 
-class _Nowhere:
-    """A source that nothing is read from: programs are looked at, and not computed."""
-
-    def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
-        raise NotImplementedError
-
-
 def elsewhere(rows: PyTree, names: Sequence[str], number: int) -> PyTree:
     """Rows, of which only shapes matter, with the parts that are named off the devices."""
-    source, (rest, parts) = _Nowhere(), far.separate(rows, names)
+    nowhere: Any = object()  # programs are looked at, and not computed
+    rest, parts = far.separate(rows, names)
     leaves, form = jax.tree.flatten(parts)
     none = jax.ShapeDtypeStruct((number,), jnp.int32)
     made = [
         far.Far(
-            source, k, x.shape, x.dtype, none, jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype)
+            nowhere,
+            k,
+            x.shape,
+            x.dtype,
+            none,
+            jax.ShapeDtypeStruct((number, *x.shape[1:]), x.dtype),
         )
         for k, x in enumerate(leaves)
     ]

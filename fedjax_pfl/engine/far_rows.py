@@ -45,8 +45,8 @@ class Source:
 class Written(NamedTuple):
     """Rows of one part."""
 
-    ids: Any  # int32 [K]; those out of range are none
-    rows: PyTree
+    ids: list[Any]  # int32 [K] of each leaf; those out of range are none
+    leaves: list[Any]  # [K, ...]
 
 
 class FarRows:
@@ -82,15 +82,22 @@ class FarRows:
         rest, parts = far.separate(rows, tuple(self.sources))
         found = {}
         for name, part in parts.items():
-            leaves = jax.tree.leaves(part, is_leaf=far.is_far)
-            values = jax.tree.map(lambda leaf: leaf.values, part, is_leaf=far.is_far)
-            found[name] = Written(leaves[0].ids, values)  # `Cohort.put` writes all of a part
+            leaves = far.leaves_of(part)
+            found[name] = Written([x.ids for x in leaves], [x.values for x in leaves])
         return rest, found
 
     def write(self, clients: Clients, written: dict[str, Written]) -> None:
         """What `taken` found, in NumPy arrays."""
-        for name, (ids, rows) in written.items():
+        for name, (each, leaves) in written.items():
             g = self.sources[name].g
-            real = ids < clients.groups[g].clients
-            kept = rows if real.all() else jax.tree.map(lambda leaf, r=real: leaf[r], rows)
-            clients.write(g, ids[real], kept)
+            n = clients.groups[g].clients
+            ids = each[0]
+            if all((ids < n).all() and np.array_equal(ids, one) for one in each):
+                clients.write(g, ids, leaves)
+                continue
+            # Some are not there, or only some leaves have been written: the others stay.
+            ids = np.unique(np.concatenate([one[one < n] for one in each]))
+            kept = jax.tree.leaves(clients.read(g, ids))
+            for whole, one, leaf in zip(kept, each, leaves, strict=True):
+                whole[np.searchsorted(ids, one[one < n])] = leaf[one < n]
+            clients.write(g, ids, kept)

@@ -21,16 +21,8 @@ from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.engine import (
-    far_rows,
-    ledger,
-    metrics,
-    multiprocess,
-    spread,
-    stores,
-    sweep,
-    vital_signs,
-)
+from fedjax_pfl.engine import ledger, metrics, multiprocess, spread, stores, sweep, vital_signs
+from fedjax_pfl.engine.far_rows import apart, names
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report import tensorboard
@@ -376,9 +368,8 @@ def restored(
     now = changed_rows.described(rows)
     changed_rows.check(store.rows, now)
     phase = built.phases[at.phase]
-    rest, each = far_rows.apart(phase.algorithm, templates[at.phase])
-    for name in wanted if now.best is not None else ("state",):
-        wanted[name] = rest
+    rest, each = apart(phase.algorithm, templates[at.phase])
+    wanted |= dict.fromkeys(wanted if now.best is not None else ("state",), rest)
     found = store.restore(step, wanted)
     clients, best = _clients(phase, now, each, store)
     state, best_state = found["state"]._replace(clients=clients), found.get("best")
@@ -397,8 +388,8 @@ def _clients(
     make = functools.partial(
         stores.Rows, clients=phase.federation.clients, store=kind, folder=store.folder.parent
     )
-    several, names = groups.has_groups(phase.algorithm), far_rows.names(phase.algorithm)
-    return changed_rows.read(store.rows, now, each, several, make, names)
+    several, far = groups.has_groups(phase.algorithm), names(phase.algorithm)
+    return changed_rows.read(store.rows, now, each, several, make, far)
 
 
 def _drop(members: Sequence[Member], after: int) -> None:
