@@ -31,7 +31,7 @@ class Settings(NamedTuple):
       width: outputs of the hypernetwork's layers before its heads; 0 makes it linear, θ_i = W v_i.
       depth: how many of those layers follow the first.
       spectral_norm: divide each weight of the hypernetwork by its largest singular value.
-      normalize: bring what comes into each ReLU to mean 0 and deviation 1 over the layer.
+      normalize: an odd function before the heads: tanh of mean 0 and deviation 1, without biases.
       embedding_rate: the embeddings' gradient counts so many times, after clipping.
       average: take the mean over the clients of a round; else gradients are added, as if they came
         in turn.

@@ -51,8 +51,10 @@ class Hypernetwork(nn.Module):
     """v [e] -> arrays like those of `target`: one linear head for each on a common MLP.
 
     The MLP is a linear layer and `depth` times ReLU and another one, without ReLU before the heads.
-    With `normalize` what comes into a ReLU has mean 0 and deviation 1 over its units first, so that
-    no update can leave a layer without a unit that is alive.
+    With `normalize` that MLP is an odd function of v: it has no bias, and tanh of what has mean 0
+    and deviation 1 over its units in place of ReLU; what comes into the heads has mean 0 and length
+    1. What all clients have in common can then only go into the heads' biases; biases in between,
+    and ReLUs, whose outputs have a mean above 0, turn the heads' inputs into one direction.
     Width 0 leaves heads without a bias alone: the linear hypernetwork θ = W v.
 
     target: a network's parameters, nested dicts, or their shapes; or a tuple of several networks'.
@@ -73,8 +75,11 @@ class Hypernetwork(nn.Module):
         x = v
         for i in range(self.depth + 1 if self.width else 0):
             if i:
-                x = nn.relu(standardized(x) if self.normalize else x)
-            x = Linear(self.width, True, self.spectral_norm, name=f"layer{i + 1}")(x)
+                x = jnp.tanh(standardized(x)) if self.normalize else nn.relu(x)
+            bias = not self.normalize
+            x = Linear(self.width, bias, self.spectral_norm, name=f"layer{i + 1}")(x)
+        if self.normalize and self.width:
+            x = standardized(x) / math.sqrt(self.width)
 
         def head(path: Any, leaf: Any) -> jax.Array:
             name = "head_" + jax.tree_util.keystr(path, simple=True, separator="_")

@@ -4,8 +4,8 @@ python -m experiments.pfedhn --config=experiments/configs/pfedhn.py:cifar10-n50
 
 Presets are words joined with dashes: a dataset (digits, mnist, cifar10, cifar100, omniglot), a
 number of clients (n10, n50, n100), a method (pfedhn, pfedhn_pc, local, fedavg, fedper, lg_fedavg,
-per_fedavg, pfedme), live (a hypernetwork that normalises what comes into a ReLU and does not decay,
-and embeddings with a rate of their own, none of which is in the paper), clients in a round of a
+per_fedavg, pfedme), live (a hypernetwork that is normalised and odd and does not decay, and
+embeddings with a rate of their own, none of which is in the paper), clients in a round of a
 hypernetwork's method (k5: five, in a fifth of the rounds, so that there are as many visits),
 steps100 (communication steps; in place of the paper's 5,000, or of 500 on digits), or sizes (75
 clients in three groups with 8, 16 and 32 kernels in the first layer).
