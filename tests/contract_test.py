@@ -18,26 +18,8 @@ from tests import cases, programs, rules, tiny
 from tests.cases import NAMES, TASK
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY
 
-# The two structures that are asked each time.
+# The two structures of which rules about the engine are asked each time.
 QUICK = ("fedavg", "factorized_fl")
-# Of which the quick run asks the shapes only, which is what a change of the contract breaks: their
-# mathematics have tests of their own, and the programs of all rules take five seconds each.
-LATER = (
-    "apfl",
-    "ditto",
-    "fedamp",
-    "fedala",
-    "fedas",
-    "fedbabu",
-    "feddyn",
-    "fedpac",
-    "fedproto",
-    "fedrod",
-    "fedsam",
-    "l2gd",
-    "pfedgraph",
-    "scaffold",
-)
 subject = cache(rules.subject)
 
 
@@ -51,19 +33,16 @@ of_the_engine = asked_of(QUICK, NAMES, "follows from the engine; two structures 
 
 
 def every_rule() -> Any:
-    """Each method with each rule."""
-    four = pytest.mark.slow("four programs for a method whose structure others have; see LATER")
-    two = pytest.mark.slow(
-        "two more programs; a round is one loop for all, and structures are asked"
-    )
+    """Each method with each rule; of most methods the quick run asks the shapes only.
+
+    Shapes are what a change of the contract breaks; a method's mathematics have tests of their own,
+    and the programs that the other rules need take five seconds for each method.
+    """
+    slow = pytest.mark.slow("two to four programs for a method whose structure another one has")
 
     def asked(name: str, rule: str) -> Any:
-        if name in LATER and rule != rules.RULES[0].__name__:
-            return pytest.param(name, rule, marks=four)
-        looped = rule in {one.__name__ for one in rules.LOOPED}
-        if looped and name not in (*cases.STRUCTURES, *LATER):
-            return pytest.param(name, rule, marks=two)
-        return name, rule
+        quick = name in cases.STRUCTURES or rule == rules.shapes_are_right.__name__
+        return (name, rule) if quick else pytest.param(name, rule, marks=slow)
 
     each = [asked(name, rule.__name__) for name in NAMES for rule in rules.RULES]
     return pytest.mark.parametrize(("name", "rule"), each)

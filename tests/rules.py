@@ -308,9 +308,3 @@ RULES = (
     a_bad_upload_changes_nothing_for_the_others,
     every_byte_is_counted,
 )
-# Those that compute a round as a loop, for which a client's visit and `receive` are compiled too.
-LOOPED = (
-    equals_a_plain_loop,
-    empty_seats_may_hold_anything,
-    a_bad_upload_changes_nothing_for_the_others,
-)
