@@ -101,7 +101,8 @@ def fedmn(
     network = Modular(model, n, layout, width, hidden, dropout, fetched=encoders == "fetched")
     names = blocks(layout, network.first)
     if embed == "correlation":
-        routes = correlation.correlated(correlation.Correlation(model, layout, x_size), n, size)
+        seen_by = correlation.Correlation(model, layout, federation.clients, x_size)
+        routes = correlation.correlated(seen_by, n, size)
     else:
         routes = routing.published(
             routing.Router(model, routing.paths(layout), x_size, y_size), n, size

@@ -8,24 +8,24 @@ stored model of client j, ψ_i the hypernetwork of client i (its embedding v_i i
   θ_i    = local training from θ̄_i, Δθ_i = θ_i − θ̄_i      (Algorithm 1)
   ψ_i   ← ψ_i + η (∂θ̄_i/∂ψ_i)ᵀ Δθ_i                       (10), (11)
 
-The paper leaves α's normalisation, the sizes and η open; its public re-implementations take
-relu(x)/Σ, this step ("plain") and η = .005, with which α stays uniform for hundreds of rounds. With
-step="scaled" Δθ_i^l is divided by its squared norm first, so that η has no unit. Both follow
-training, along which a client's own last model always lies, and so α runs to the identity: Local.
+The paper leaves α's normalisation and η open; public re-implementations take relu(x)/Σ, this step
+("plain") and η = .005, with which α stays uniform. With step="scaled" Δθ_i^l is divided by its
+squared norm, so that η has no unit. Both follow training, along which a client's own last model
+always lies, and so α runs to the identity: Local.
 
 With step="held_out" a client leaves a fold of its examples out of a round's training, another one
-each round, and also uploads g_i, the gradient of the loss on it at θ̄_i. With r_i what softmax makes
-α_i of, J = ∂r_i/∂ψ_i, and c_i^{l,j} = −⟨θ_j^l, g_i^l⟩ less its mean over j (nats, to first order)
+each round, and also uploads g_i, the gradient of the loss on it at θ̄_i, so that it weighs models by
+what helps on examples that were not just trained on. With r_i what softmax makes α_i of, J =
+∂r_i/∂ψ_i, and c_i^{l,j} = −⟨θ_j^l, g_i^l⟩ less its mean over j (nats, to first order)
 
   ψ_i   ← ψ_i + η Jᵀc_i ‖c_i‖² / ‖Jᵀc_i‖²                 r_i moves by η c_i along c_i
-
-so that a client weighs models by what helps on examples that were not just trained on.
 
 HeurpFedLA (12): in every round the k layers with the largest α_i^{l,i} stay θ_i^l; they do not come
 down and give the hypernetwork no gradient.
 
-Deviations: held_out is ours, and the default; it doubles what goes up. The other steps go towards
-the trained model; both public implementations go the other way.
+Deviations: held_out, which doubles what goes up, and refresh=R are ours, and the defaults: in the
+last of every R rounds all layers come down, since one that stays for good never meets the others'.
+The other steps go towards the trained model; both public implementations go the other way.
 BatchNorm's statistics stay with the clients, its scale and shift are a layer like any other.
 With candidates=M, sums and means over j are over M clients: i itself, and those others whose
 Δθ had the largest cosines with Δθ_i when both were in a round. With M = N it is the method above.
@@ -79,6 +79,7 @@ def pfedla(
     federation: Federation,
     *,
     k: int = 0,
+    refresh: int | None = 4,
     granularity: str = "layer",
     normalise: str = "softmax",
     step: str = "held_out",
@@ -93,6 +94,7 @@ def pfedla(
 
     Args:
       k: layers that each client retains (HeurpFedLA); 0 is pFedLA.
+      refresh: once in so many rounds these come down too; unset: never, as published.
       granularity: layer, or model: one weight per client for its whole model.
       normalise: how weights become shares α: softmax, or relu for relu(x)/Σ.
       step: what hypernetworks learn from: held_out examples; or, as published, from training, plain
@@ -109,7 +111,7 @@ def pfedla(
     bytes_of = trees.bytes_per_layer(shapes)
     layers = rows_of(shapes, model.layers if k else (), granularity == "model")
     sizes = {"embedding": embedding, "hidden": hidden, "depth": depth}
-    check(federation, layers.number, k, granularity, normalise, step, folds, rate, sizes)
+    check(federation, layers.number, k, refresh, granularity, normalise, step, folds, rate, sizes)
     many.check(n, candidates)
     sgd, m = common.trainer(model, task, training), candidates or n
     network = LayerWeights(m, layers.number, embedding, hidden, depth, normalise)
@@ -125,9 +127,10 @@ def pfedla(
         """α_i: [L, N], or [L, M]."""
         return alpha(raw(psi), near.own, near.allowed, normalise)
 
-    def retained(psi: PyTree, near: many.Near) -> jax.Array:
+    def retained(psi: PyTree, near: many.Near, t: jax.Array) -> jax.Array:
         """Bool [L]: the k layers with the largest weight on the client's own."""
-        return largest(weights(psi, near)[:, near.own], k, layers)
+        stay = refresh is None or t % refresh != refresh - 1
+        return stay & largest(weights(psi, near)[:, near.own], k, layers)
 
     def served(psi: PyTree, near: many.Near, kept: jax.Array) -> PyTree:
         """θ̄_i: mixed, but for the retained layers."""
@@ -145,7 +148,7 @@ def pfedla(
 
     def send(state: State, visit: Visit) -> PyTree:
         psi, others = trees.row(state.rows.psi, visit.i), near(state.rows, visit.i)
-        kept = retained(psi, others)
+        kept = retained(psi, others, visit.t)
         return {"params": served(psi, others, kept), "retained": kept}
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
@@ -168,8 +171,7 @@ def pfedla(
                 gain = gains(others.theta, upload["gradient"], layers, others.allowed)
                 return moved(raw, psi, jnp.where(payload["retained"][:, None], 0.0, rate * gain))
             delta = jax.tree.map(jnp.subtract, upload["params"], payload["params"])
-            if step == "scaled":
-                delta = scaled(delta, layers)
+            delta = scaled(delta, layers) if step == "scaled" else delta
             mixed = partial(served, near=others, kept=payload["retained"])
             (direction,) = jax.vjp(mixed, psi)[1](delta)
             return optax.tree.add_scale(psi, rate, direction)

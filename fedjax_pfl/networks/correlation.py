@@ -6,14 +6,18 @@ of client k is
 
   r_k[j] = the correlation over its training examples of φx(x)[j] and φy(y)[j]        in −1..1, [d]
 
-of which chance explains S = mean_k Σ_j (1 − r_k[j]²)² / (n_k − 1), where n_k examples were drawn.
-With m̄ and T the mean and the variance (summed over j) of r_k over clients and ρ = max(0, 1 − S/T):
+into which drawing n_k examples brings a variance of S[j] = mean_k (1 − r_k[j]²)² / (n_k − 1). With
+m̄ the mean over the K clients, and λ_i and u_i the eigenvalues and -vectors of the covariance over
+them of D(r_k − m̄), D = diag(S)^−½, chance alone hardly brings a λ above λ₊ = (1 + √(d/K))², the
+edge of Marchenko and Pastur's law. What is above it tells clients apart:
 
-  z_k = balanced(ρ W (r_k − m̄)/√T + (1 − ρ) b)
+  f_i = max(0, 1 − λ₊/λ_i),  ρ = max_i f_i,  s_k = Σ_i f_i u_i u_iᵀ D(r_k − m̄) / √Σ_i f_i² λ_i
+  z_k = balanced(ρ W s_k + (1 − ρ) b)
 
-Clients that differ by no more than chance (ρ = 0) all take the route of b; others one by their
-signature. `balanced` takes the mean over alternatives off: over the sources of a block, and over
-the blocks of the last layer; so that of two just one is open. W and b alone learn.
+Clients that differ by no more than chance (ρ = 0) all take the route of b; others one by what tells
+them apart, and clients of one group the same. `balanced` takes the mean over alternatives off: over
+the sources of a block, and over the blocks of the last layer; so that of two just one is open. W
+and b alone learn.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +40,7 @@ class Signature(NamedTuple):
     """What a client tells of itself."""
 
     r: jax.Array  # [d]
-    chance: jax.Array  # its part of S
+    chance: jax.Array  # [d], its part of S
 
 
 class Correlation(nn.Module):
@@ -44,6 +48,7 @@ class Correlation(nn.Module):
 
     network: Any
     layout: tuple[int, ...]
+    clients: int  # K
     size: int = 128  # d
 
     def setup(self) -> None:
@@ -51,7 +56,7 @@ class Correlation(nn.Module):
         self.router_encoder = self.network.clone(outputs=self.size, parent=None)
         self.router_labels = nn.Dense(self.size, use_bias=False)
         self.router_gates = Gates(router.paths(self.layout))
-        self.router_statistics = Statistics()
+        self.router_statistics = Statistics(self.clients)
 
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Of all examples at once: [B, ...] and [B, C] -> [E]."""
@@ -63,8 +68,8 @@ class Correlation(nn.Module):
 
     def route(self, r: jax.Array) -> jax.Array:
         """[d] -> logits [E]."""
-        standard, clear = self.router_statistics(r)
-        return balanced(self.router_gates(standard, clear), self.layout)
+        apart, clear = self.router_statistics(r)
+        return balanced(self.router_gates(apart, clear), self.layout)
 
 
 class Gates(nn.Module):
@@ -82,16 +87,27 @@ class Gates(nn.Module):
 
 
 class Statistics(nn.Module):
-    """m̄, T and S: running averages, which clients move and the server averages over them."""
+    """m̄, the covariance and S: running averages, which clients move and the server averages."""
+
+    clients: int
 
     @nn.compact
     def __call__(self, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """[d] -> (r − m̄)/√T and ρ"""
-        mean = self.variable("batch_stats", "mean", jnp.zeros, r.shape[-1]).value
-        square = self.variable("batch_stats", "square", jnp.ones, ()).value
-        chance = self.variable("batch_stats", "chance", jnp.ones, ()).value
-        total = jnp.maximum(square - jnp.sum(jnp.square(mean)), 1e-8)
-        return (r - mean) / jnp.sqrt(total), jnp.maximum(1 - chance / total, 0.0)
+        """[d] -> s and ρ"""
+        d = r.shape[-1]
+        mean = self.variable("batch_stats", "mean", jnp.zeros, d).value
+        square = self.variable("batch_stats", "square", jnp.eye, d).value
+        chance = self.variable("batch_stats", "chance", jnp.ones, d).value
+        unit = jnp.where(chance > 0, jax.lax.rsqrt(jnp.where(chance > 0, chance, 1.0)), 0.0)
+        spread, axes = jnp.linalg.eigh((square - jnp.outer(mean, mean)) * jnp.outer(unit, unit))
+        edge = (1 + (d / self.clients) ** 0.5) ** 2
+        kept = jnp.maximum(1 - edge / jnp.maximum(spread, edge), 0.0)
+        along = kept * jnp.dot((r - mean) * unit, axes, precision="highest")
+        size = jnp.sum(jnp.square(kept) * spread)
+        s = jnp.dot(axes, along, precision="highest")
+        return s * jnp.where(
+            size > 0, jax.lax.rsqrt(jnp.where(size > 0, size, 1.0)), 0.0
+        ), kept.max()
 
 
 def moments(seen: jax.Array, told: jax.Array, mask: jax.Array) -> jax.Array:
@@ -108,7 +124,7 @@ def signature(sums: jax.Array, count: Any) -> Signature:
     known = spread > 1e-12
     r = jnp.where(known, (xy - x * y) / jnp.sqrt(jnp.where(known, spread, 1.0)), 0.0)
     r = jnp.clip(r, -1.0, 1.0)
-    return Signature(r, jnp.sum(jnp.where(known, jnp.square(1 - r * r), 0.0)) / (count - 1))
+    return Signature(r, jnp.where(known, jnp.square(1 - r * r), 0.0) / (count - 1))
 
 
 def correlated(network: Correlation, outputs: int, size: int) -> router.Routes:
@@ -156,9 +172,9 @@ def pull(network: Correlation, variables: PyTree, seen: Signature, cotangent: ja
 
 
 def averaged(variables: PyTree, seen: Signature, share: Any) -> PyTree:
-    """The variables with that share of m̄, T and S from this client."""
+    """The variables with that share of m̄, the mean of r rᵀ and S from this client."""
     kept = variables["batch_stats"]
-    own = {"mean": seen.r, "square": jnp.sum(jnp.square(seen.r)), "chance": seen.chance}
+    own = {"mean": seen.r, "square": jnp.outer(seen.r, seen.r), "chance": seen.chance}
     moved = jax.tree.map(lambda a, b: a + share * (b - a), kept[STATISTICS], own)
     return {**variables, "batch_stats": {**kept, STATISTICS: moved}}
 

@@ -55,6 +55,21 @@ def test_with_held_out_examples_the_limits_are_fedavg_and_local():
             chex.assert_trees_all_close(got, wanted(i), rtol=1e-5, atol=1e-6)
 
 
+def test_once_in_so_many_rounds_all_layers_come_down():
+    """With refresh=3 in rounds 2 and 5; in the others, and always where it is unset, k stay."""
+    for refresh, wanted in ((3, [2, 2, 0, 2, 2, 0]), (None, [2] * 6), (1, [0] * 6)):
+        algorithm = make(k=2, refresh=refresh)
+        state = algorithm.init(KEY)._replace(clients=())
+        bill = []
+        for t in range(6):
+            payload = algorithm.send(state, Visit(jnp.int32(1), None, jnp.int32(t), KEY))
+            stays = np.asarray(payload["retained"])
+            down = algorithm.traffic(payload, {}).down
+            assert sum(int(amount) == 0 for amount in down.values()) == stays.sum()
+            bill.append(int(stays.sum()))
+        assert bill == wanted
+
+
 def test_gains_are_held_out_loss_to_first_order_and_sum_to_zero():
     """Layer 0: θ = 1, 2, 4 and g = −3, so 3, 6, 12 less 7; layer 1 has two leaves."""
     theta = {
@@ -91,5 +106,7 @@ def test_held_out_gradients_are_billed():
 
 def test_the_published_form_is_one_word():
     config = presets.get_config("digits-published")
-    assert (config.pfedla.step, config.pfedla.rate) == ("scaled", 0.05)
-    assert presets.get_config("digits").pfedla.step == "held_out"
+    form = config.pfedla
+    assert (form.step, form.rate, form.refresh) == ("scaled", 0.05, None)
+    live = presets.get_config("digits").pfedla
+    assert (live.step, live.refresh) == ("held_out", 4)

@@ -6,7 +6,8 @@ Presets are words joined with dashes: a dataset (digits, mnist, emnist, fashion_
 cifar100), a partition (classes4 is the paper's non-IID.1, dominant2 its non-IID.2; on cifar100
 classes12 and dominant6), a number of clients (n10: all take part; n100: a tenth does), a number of
 retained layers (k1 is HeurpFedLA), or another method in place of pfedla (local, fedavg, ...).
-The word published gives the paper's step, which follows training, in place of held-out examples.
+The word published gives the paper's form: a step that follows training, in place of held-out
+examples, and retained layers that never come down.
 """
 
 import re
@@ -16,7 +17,7 @@ from ml_collections import ConfigDict
 from experiments.papers import preset_words
 from fedjax_pfl.config import configuration
 
-PUBLISHED_FORM = {"step": "scaled", "rate": 0.05}
+PUBLISHED_FORM = {"step": "scaled", "rate": 0.05, "refresh": None}
 
 
 def _retained(config: ConfigDict, match: re.Match[str]) -> None:
