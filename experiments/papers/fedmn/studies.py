@@ -9,7 +9,7 @@ figure2   accuracy against the numbers moved: 1 x a x b blocks against MLPs of a
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
 conflict  two groups that see the same images and number their classes differently: FedMN as
-          published and with correlations, beside Local and FedAvg; --labels=other: of five classes
+          published and with correlations, beside Local, FedAvg and FedPer; --labels=other: of five classes
           the second group calls c by c + 5; --labels=next: of all it calls each by the next one's
           name, so that both groups have the same labels
 gates     entropy of the gates and active blocks over the rounds
@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 from scipy.cluster.hierarchy import fcluster, linkage
+from scipy.special import logit
 from sklearn.metrics import adjusted_rand_score
 
 from experiments.launch import DATA_DIR
@@ -96,8 +97,7 @@ def _seen(result: runner.Result, name: str) -> np.ndarray:
 
 def served(pi: np.ndarray, layout: tuple[int, ...]) -> np.ndarray:
     """bool [clients, gates]: what evaluation opens."""
-    logits = np.log(pi) - np.log1p(-pi)
-    return np.stack([np.asarray(router.decide(jnp.asarray(z), layout)) for z in logits])
+    return np.stack([np.asarray(router.decide(jnp.asarray(z), layout)) for z in logit(pi)])
 
 
 def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
@@ -215,6 +215,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "Local": ("local", {}),
         "FedAvg": ("fedavg", {}),
+        "FedPer": ("fedper", {}),
         "FedMN, as published": ("fedmn", {}),
         "FedMN, correlation": ("fedmn", {"embed": "correlation", "encoders": "fetched"}),
     }
