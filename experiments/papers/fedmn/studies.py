@@ -9,9 +9,9 @@ figure2   accuracy against the numbers moved: 1 x a x b blocks against MLPs of a
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
 conflict  two groups that see the same images and number their classes differently: FedMN as
-          published and with correlations, beside Local, FedAvg and FedPer; --labels=other: of five classes
-          the second group calls c by c + 5; --labels=next: of all it calls each by the next one's
-          name, so that both groups have the same labels
+          published and with correlations, beside Local, FedAvg and FedPer; --labels=other: of five
+          classes the second group calls c by c + 5; --labels=next: of all it calls each by the
+          next one's name, so that both groups have the same labels
 gates     entropy of the gates and active blocks over the rounds
 """
 
