@@ -230,8 +230,9 @@ def _by_graph(first: State, last: State) -> bool:
 
 _LAYOUT = (1, 2, 2)
 _FEDMN = {"layout": _LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.2}
-# An encoder and the router's, labels and gates; then one or two blocks in either layer.
-_ALWAYS = (40 + 32 + 36) + (40 + 32 + 27) + 8 + 48
+# An encoder, the router's gates and its statistics, and one or two blocks in either layer; φx and
+# φy besides, where a client is visited for the first time.
+_ALWAYS, _ONCE = (40 + 32 + 36) + (3 + 1) * 8 + (3 + 9 + 3), (40 + 32 + 27) + 9
 _ROUTES = {4 * (_ALWAYS + 25 * a + 18 * b) for a in (1, 2) for b in (1, 2)}
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
@@ -312,7 +313,11 @@ CASES = {
     "fedavg_plus": Case({"rate": 0.05}, _moved, lambda model: (model, model)),
     "fedem": Case({"components": 2}, _mixed, lambda model: (2 * model, 2 * model)),
     "fedprox": Case({"mu": 0.5}, _held, lambda model: (model, model)),
-    "fedmn": Case(_FEDMN, _routed, lambda model: (_ROUTES, _ROUTES)),
+    "fedmn": Case(
+        _FEDMN,
+        _routed,
+        lambda model: (_ROUTES | {size + 4 * _ONCE for size in _ROUTES}, _ROUTES),
+    ),
     "fedper": Case({}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)),
     "fedrep": Case(
         {"head_epochs": 2}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)

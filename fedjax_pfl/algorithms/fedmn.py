@@ -13,11 +13,12 @@ Deviations: the paper divides by Σ_k |D_k|, which shrinks a block that some cli
 Where gates leave no path the likeliest one opens. The router takes one step an epoch, along the sum
 of the gradients at its gates; clipping, decay and momentum treat it apart.
 
-As published π hardly differs over clients, and its mean over examples cannot see which label goes
-with which image. With embed="correlation", which is not in the paper, π_k follows from how φx(x_i)
-and φy(y_i) correlate at client k, beside the other clients (`networks.correlation`); clients that
-differ by chance only take one route. φx and φy stay as they begin, so that they travel once and do
-not make routes swing. With encoders="fetched" an encoder travels as a block does: where it is used.
+As published, embed="concatenated" and encoders="always", π hardly differs over clients, and its
+mean over examples cannot see which label goes with which image. By default, which is not in the
+paper, π_k follows from how φx(x_i) and φy(y_i) correlate at client k, beside the other clients
+(`networks.correlation`); clients that differ by chance only take one route. φx and φy stay as they
+begin, so that they travel once and do not make routes swing, and an encoder travels as a block
+does: where it is used.
 """
 
 from typing import Any, NamedTuple
@@ -69,8 +70,8 @@ def fedmn(
     gates: str = "hard",
     temperatures: tuple[float, float] = (1.0, 0.1),
     router_rate: float = 1.0,
-    embed: str = "concatenated",
-    encoders: str = "always",
+    embed: str = "correlation",
+    encoders: str = "fetched",
 ) -> Algorithm:
     """Each client trains the blocks that its gates open, and the router that opened them.
 
@@ -87,9 +88,10 @@ def fedmn(
       gates: hard, or soft: used as sampled, which makes every block active.
       temperatures: τ of the gates in the phase's first and last round.
       router_rate: the router's learning rate, as a multiple of the rest's.
-      embed: what the router makes of φx and φy: both side by side, concatenated; or their
-        correlation at a client, in the size of φx.
-      encoders: travel always; or are fetched by those whose route uses them, as blocks are.
+      embed: what the router makes of φx and φy: their correlation at a client, in the size of φx;
+        or, as published, both side by side, concatenated.
+      encoders: are fetched by those whose route uses them, as blocks are; or travel always, as
+        published.
     """
     routing.need_blocks(model, federation)
     check(layout, temperatures, dropout, gates=gates, embed=embed, encoders=encoders)

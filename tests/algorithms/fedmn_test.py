@@ -22,7 +22,7 @@ from tests import cases, rules, tiny
 KEY = jax.random.key(3)
 LAYOUT = (2, 2, 2)
 SMALL = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2}
-SMALL |= {"dropout": 0.0, "embed": "concatenated"}
+SMALL |= {"dropout": 0.0, "embed": "concatenated", "encoders": "always"}
 NAMES = blocks(LAYOUT)
 RATE, CLIENT = 0.5, 3
 # Full batches, in any order the same: one step where gates are soft, two where they are hard.
@@ -282,7 +282,7 @@ def test_correlations_give_routes_that_only_their_gates_learn_and_travel_once():
     visit, train = Visit(CLIENT, own, jnp.int32(0), KEY), jax.jit(algorithm.train)
     done = train(state.server, client, visit)
     seen = done.upload["batch_stats"][correlation.STATISTICS]
-    made = correlation.Correlation(tiny.Net(), LAYOUT, 3)
+    made = correlation.Correlation(tiny.Net(), LAYOUT, tiny.CLIENTS, 3)
     variables = {"params": router_of(state.server), "batch_stats": state.server["batch_stats"]}
     sign = correlation.look(made, variables, own, 3, 16)
     np.testing.assert_allclose(seen["mean"], sign.r, rtol=1e-5, atol=1e-6)  # wholly its own, once
@@ -291,7 +291,8 @@ def test_correlations_give_routes_that_only_their_gates_learn_and_travel_once():
     first_route = jax.nn.sigmoid(correlation.balanced(b, LAYOUT))
     np.testing.assert_allclose(done.client.pi, first_route, rtol=1e-5)
     # Later others are known, and it goes its own way.
-    known = {"mean": sign.r / 2, "square": sign.r @ sign.r, "chance": sign.chance / 4}
+    square = jnp.outer(sign.r, sign.r)
+    known = {"mean": sign.r / 2, "square": square, "chance": sign.chance / 40}
     server = {
         **state.server,
         "batch_stats": {**state.server["batch_stats"], correlation.STATISTICS: known},

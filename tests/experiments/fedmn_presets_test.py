@@ -100,7 +100,12 @@ def test_sizes_of_the_testbed(model, image, layout, plain):
     """Encoders are the testbed's networks with 512 outputs, the router's has 128."""
     federation = tiny.federated()[1]._replace(input_shape=image, outputs=62)
     algorithm = algorithms.fedmn(
-        model, cases.TASK, cases.training(), federation, layout=layout, embed="concatenated"
+        model,
+        cases.TASK,
+        cases.training(),
+        federation,
+        layout=layout,
+        **fedmn.PUBLISHED_FORM,
     )
     server = jax.eval_shape(algorithm.init, jax.random.key(0)).server["params"]
     wide, count = (2049 if layout[0] == 3 else 1281), layout[0]

@@ -217,7 +217,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         "FedAvg": ("fedavg", {}),
         "FedPer": ("fedper", {}),
         "FedMN, as published": ("fedmn", {}),
-        "FedMN, correlation": ("fedmn", {"embed": "correlation", "encoders": "fetched"}),
+        "FedMN": ("fedmn", {"embed": "correlation", "encoders": "fetched"}),
     }
     found: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.6), layout="constrained")
@@ -225,7 +225,7 @@ def conflict() -> tuple[dict[str, Any], Figure]:
     for (label, (method, own)), colour in zip(kinds.items(), study.COLOURS, strict=False):
         config = _config("fedmn")
         config.update(algorithm=method, phases=(), dataset=dataset.name, partition="natural")
-        config.update(clients=12, evaluate_after=False, batch_size=8, eval_every=5)
+        config.update(clients=12, evaluate_after=False, batch_size=8, eval_every=5, fraction=1.0)
         config.fedmn.update(own)
         word = "-".join([method, *list(own)[:1]])
         results = [
