@@ -89,7 +89,7 @@ def check(
     federation: Federation,
     layers: int,
     k: int,
-    refresh: int | None,
+    refresh: int,
     granularity: str,
     normalise: str,
     step: str,
@@ -105,7 +105,7 @@ def check(
     one_of("pfedla.step", step, STEPS)
     need(step != "held_out" or normalise == "softmax", "step=held_out needs normalise=softmax")
     need(0 <= k <= layers, f"pfedla.k is {k}; choose 0 to {layers} of the {layers} layers")
-    at_least("pfedla.refresh", refresh, 1)
+    at_least("pfedla.refresh", refresh, 0)
     at_least("pfedla.folds", folds, 2)
     at_least("pfedla.rate", rate, 0)
     at_least("pfedla.embedding", sizes["embedding"], 1)

@@ -79,7 +79,7 @@ def pfedla(
     federation: Federation,
     *,
     k: int = 0,
-    refresh: int | None = 4,
+    refresh: int = 4,
     granularity: str = "layer",
     normalise: str = "softmax",
     step: str = "held_out",
@@ -94,7 +94,7 @@ def pfedla(
 
     Args:
       k: layers that each client retains (HeurpFedLA); 0 is pFedLA.
-      refresh: once in so many rounds these come down too; unset: never, as published.
+      refresh: once in so many rounds these come down too; 0: never, as published.
       granularity: layer, or model: one weight per client for its whole model.
       normalise: how weights become shares α: softmax, or relu for relu(x)/Σ.
       step: what hypernetworks learn from: held_out examples; or, as published, from training, plain
@@ -129,7 +129,7 @@ def pfedla(
 
     def retained(psi: PyTree, near: many.Near, t: jax.Array) -> jax.Array:
         """Bool [L]: the k layers with the largest weight on the client's own."""
-        stay = refresh is None or t % refresh != refresh - 1
+        stay = not refresh or t % refresh != refresh - 1
         return stay & largest(weights(psi, near)[:, near.own], k, layers)
 
     def served(psi: PyTree, near: many.Near, kept: jax.Array) -> PyTree:

@@ -56,8 +56,8 @@ def test_with_held_out_examples_the_limits_are_fedavg_and_local():
 
 
 def test_once_in_so_many_rounds_all_layers_come_down():
-    """With refresh=3 in rounds 2 and 5; in the others, and always where it is unset, k stay."""
-    for refresh, wanted in ((3, [2, 2, 0, 2, 2, 0]), (None, [2] * 6), (1, [0] * 6)):
+    """With refresh=3 in rounds 2 and 5; in the others, and always where it is 0, k stay."""
+    for refresh, wanted in ((3, [2, 2, 0, 2, 2, 0]), (0, [2] * 6), (1, [0] * 6)):
         algorithm = make(k=2, refresh=refresh)
         state = algorithm.init(KEY)._replace(clients=())
         bill = []
@@ -107,6 +107,6 @@ def test_held_out_gradients_are_billed():
 def test_the_published_form_is_one_word():
     config = presets.get_config("digits-published")
     form = config.pfedla
-    assert (form.step, form.rate, form.refresh) == ("scaled", 0.05, None)
+    assert (form.step, form.rate, form.refresh) == ("scaled", 0.05, 0)
     live = presets.get_config("digits").pfedla
     assert (live.step, live.refresh) == ("held_out", 4)

@@ -374,7 +374,7 @@ def test_bad_settings_are_one_line():
     for own, word in (
         ({"k": 4}, "3 layers"),
         ({"k": -1}, "choose 0"),
-        ({"refresh": 0}, "refresh"),
+        ({"refresh": -1}, "refresh"),
         ({"granularity": "leaf"}, "layer or model"),
         ({"normalise": "max"}, "relu or softmax"),
         ({"step": "long"}, "held_out, scaled or plain"),

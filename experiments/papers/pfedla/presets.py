@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from experiments.papers import preset_words
 from fedjax_pfl.config import configuration
 
-PUBLISHED_FORM = {"step": "scaled", "rate": 0.05, "refresh": None}
+PUBLISHED_FORM = {"step": "scaled", "rate": 0.05, "refresh": 0}
 
 
 def _retained(config: ConfigDict, match: re.Match[str]) -> None:
