@@ -119,6 +119,7 @@ def test_forms_that_are_not_the_papers_are_words():
         plain, live = (pfedhn.get_config(f"cifar10-n50-{name}{word}") for word in ("", "-live"))
         assert (plain[name].normalize, plain[name].weight_decay) == (False, 1e-3)
         assert dict(live[name]) == {**plain[name], **pfedhn.LIVE}
+        assert pfedhn.get_config(f"cifar10-n50-{name}-published")[name] == plain[name]
     routed, plain = fedmn.get_config("mnist"), fedmn.get_config("mnist-published")
     assert (routed.fedmn.embed, routed.fedmn.encoders) == ("correlation", "fetched")
     assert (plain.fedmn.embed, plain.fedmn.encoders) == ("concatenated", "always")
