@@ -151,16 +151,23 @@ def slope(model: Any, task: Task, variables: PyTree, data: ClientData, split: Sp
 
 def shuffled(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
     """A random order of 0..count-1, padding behind it; it does not depend on `longest`."""
-    draws = jax.random.uniform(key, (longest,))
-    return jnp.argsort(jnp.where(jnp.arange(longest) < count, draws, 2.0))
+    return jnp.argsort(_ranks(key, longest, count))
+
+
+def _ranks(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
+    """A random number for each place; padding has the highest."""
+    return jnp.where(jnp.arange(longest) < count, jax.random.uniform(key, (longest,)), 2.0)
 
 
 def _drawn(
     key: jax.Array, longest: int, count: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """`size` different places among 0..count-1 with their mask; padding where there are fewer."""
-    order = shuffled(key, longest, count)
-    return jnp.pad(order, (0, max(size - longest, 0)))[:size], jnp.arange(size) < count
+    """`size` different places among 0..count-1 with their mask; padding where there are fewer.
+
+    The first of `shuffled`, without sorting the rest.
+    """
+    _, first = jax.lax.top_k(-_ranks(key, longest, count), min(size, longest))
+    return jnp.pad(first, (0, max(size - longest, 0))), jnp.arange(size) < count
 
 
 def draw(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:

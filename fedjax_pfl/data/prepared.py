@@ -35,11 +35,8 @@ def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
 
     Looks in `data_dir`, else in TFDS_DATA_DIR, else where tfds keeps its data by default.
     """
-    root = data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
-    home = Path(root).expanduser() / dataset
-    found = home.iterdir() if home.is_dir() else ()
-    versions = [p for p in found if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
-    if versions:
+    root = _root(data_dir)
+    if versions := _versions(root, dataset):
         return max(versions, key=lambda p: tuple(map(int, p.name.split("."))))
     point = "point to another folder with the setting data_dir or TFDS_DATA_DIR"
     name = dataset.split("/")[0]
@@ -56,6 +53,21 @@ def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
         f".download_and_prepare(file_format='array_record')\"` (downloads {_DOWNLOADS[name]}); "
         f"or {point}"
     )
+
+
+def is_there(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> bool:
+    """Whether `find` finds it."""
+    return bool(_versions(_root(data_dir), dataset))
+
+
+def _root(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    return data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
+
+
+def _versions(root: str | os.PathLike[str], dataset: str) -> list[Path]:
+    home = Path(root).expanduser() / dataset
+    found = home.iterdir() if home.is_dir() else ()
+    return [p for p in found if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
 
 
 def splits(folder: Path) -> dict[str, int]:

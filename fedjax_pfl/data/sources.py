@@ -93,7 +93,7 @@ def _part(fraction: float, number: int) -> int:
 def need(name: str, data_dir: DataDir = None) -> None:
     """Raise UsageError, which says how to get it, where a dataset of tfds is not at hand."""
     if name in tfds_images.SOURCES:
-        prepared.find(tfds_images.folder(name), data_dir)
+        prepared.find(tfds_images.folder(tfds_images.source_of(name, data_dir)), data_dir)
 
 
 def source_settings(name: str, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:

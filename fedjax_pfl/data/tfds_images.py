@@ -22,11 +22,20 @@ _NORMAL: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "svhn_cropped": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "omniglot": ((0.9195,), (0.2334,)),
 }
+_WITHIN = {"emnist_digits": "emnist"}  # a larger dataset, whose first classes are these
 
 
 def folder(name: str) -> str:
     """Where tfds keeps a dataset; those of EMNIST are configurations of one."""
     return {"emnist": "emnist/byclass"}.get(name, name.replace("emnist_", "emnist/"))
+
+
+def source_of(name: str, data_dir: DataDir) -> str:
+    """The dataset that is read: `name`, or a larger one where only that is prepared."""
+    larger = _WITHIN.get(name)
+    if larger is None or prepared.is_there(folder(name), data_dir):
+        return name
+    return larger if prepared.is_there(folder(larger), data_dir) else name
 
 
 def _images(
@@ -41,13 +50,17 @@ def _images(
     """
 
     def source(data_dir: DataDir, keep: Keep) -> Dataset:
-        path = prepared.find(folder(name), data_dir)
+        read = source_of(name, data_dir)
+        path = prepared.find(folder(read), data_dir)
         sizes = _sizes(path, "train", "test")
         features = ("image", "label", "coarse_label") if name == "cifar100" else ("image", "label")
-        train, test = (
-            prepared.read(path, split, features, rows=keep(sizes[split]), convert=convert)
-            for split in ("train", "test")
-        )
+
+        def part(split: str) -> dict[str, np.ndarray]:
+            whole = read == name
+            rows = keep(sizes[split]) if whole else _of_first(path, split, outputs, keep)
+            return prepared.read(path, split, features, rows=rows, convert=convert)
+
+        train, test = part("train"), part("test")
         labels = [part["label"].astype(np.int32) - first for part in (train, test)]
         _in_range(path, outputs, *labels)
         _alike(path, len(_NORMAL[name][0]), train["image"], test["image"])
@@ -63,10 +76,20 @@ def _images(
             coarse,
         )
 
+    larger = f", or those of {folder(_WITHIN[name])}" if name in _WITHIN else ""
     source.__doc__ = (
-        f"{outputs} classes of images, {folder(name)} in tfds, with an official test set."
+        f"{outputs} classes of images, {folder(name)} in tfds{larger}, with an official test set."
     )
     return source
+
+
+def _of_first(path: Path, split: str, classes: int, keep: Keep) -> np.ndarray:
+    """Which records of a split are of its first classes, or the part of them that is kept."""
+    ours = np.flatnonzero(prepared.read(path, split, ("label",))["label"] < classes)
+    if not len(ours):
+        raise UsageError(f"{path} has no example of its first {classes} classes in split {split}")
+    kept = keep(len(ours))
+    return ours if kept is None else ours[kept]
 
 
 def _sizes(path: Path, *splits: str) -> dict[str, int]:

@@ -195,6 +195,17 @@ def test_steps_draw_without_replacement(client: int):
         assert len(set(batches[:5].ravel().tolist())) > BATCH
 
 
+@pytest.mark.parametrize("count", [0, 3, 5_000, 6_000])
+def test_a_drawn_batch_is_the_beginning_of_a_random_order(count: int):
+    longest, size, key = 6_000, 64, jax.random.key(count)
+    whole = np.asarray(local_training.shuffled(key, longest, jnp.array(count)))
+    split = Split(jnp.arange(longest), jnp.array(count))
+    data = ClientData(jnp.zeros((longest, 1)), split.rows, split, split, None, None, None, None)
+    batch = jax.jit(local_training.draw, static_argnums=2)(data, split, size, key)
+    assert int(batch.mask.sum()) == min(count, size)
+    np.testing.assert_array_equal(batch.y[batch.mask], whole[: min(count, size)])
+
+
 def test_a_batch_larger_than_the_data_is_all_of_it():
     _, rest, _, metrics = visited(federated(), **ALL)
     for client in range(1, len(SIZES)):

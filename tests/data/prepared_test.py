@@ -87,6 +87,33 @@ def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path):
     np.testing.assert_array_equal(dataset.y_train, np.arange(26))
 
 
+def test_emnists_digits_are_those_of_byclass_where_only_that_is_prepared(tmp_path):
+    images = pictures(30, (4, 4, 1))
+    labels = np.tile(np.arange(3) * 9, 10)  # 0, 9 and the first that is no digit
+    columns = {"image": images, "label": labels}
+    write(tmp_path, "emnist/byclass", {"train": columns, "test": columns})
+    ours = images.swapaxes(1, 2)[labels < 10]
+    dataset = load("emnist_digits", tmp_path)
+    assert dataset.outputs == 10
+    np.testing.assert_array_equal(dataset.x_train, ours)
+    np.testing.assert_array_equal(dataset.y_test, np.tile([0, 9], 10))
+    half = load("emnist_digits", tmp_path, fraction=0.5)
+    assert len(half.y_train) == len(half.y_test) == 10
+    assert all(any((image == one).all() for one in ours) for image in half.x_train)
+    # Its own folder comes first.
+    own = {"image": images[:5], "label": np.arange(5)}
+    write(tmp_path, "emnist/digits", {"train": own, "test": own})
+    np.testing.assert_array_equal(load("emnist_digits", tmp_path).y_train, np.arange(5))
+    # No digit at all, or neither folder.
+    other = tmp_path / "other"
+    letters = {"image": images, "label": labels + 10}
+    write(other, "emnist/byclass", {"train": letters, "test": letters})
+    with pytest.raises(UsageError, match="no example of its first 10 classes in split train"):
+        load("emnist_digits", other)
+    with pytest.raises(UsageError, match="pip install tensorflow"):
+        load("emnist_digits", tmp_path / "nowhere")
+
+
 def test_cifar100_takes_its_superclasses_from_the_data(tmp_path):
     fine = np.arange(100)
     images = pictures(100, (6, 5, 3))
