@@ -3,8 +3,8 @@
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
 FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE,
-libraries FILE, accuracies FILE, leaderboard COLUMN and summary. What a page names and the code has
-not is an error; a test sees that pages are up to date.
+libraries FILE, accuracies FILE, leaderboard COLUMN, summary and cells TABLE COLUMN .... What a page
+names and the code has not is an error; a test sees that pages are up to date.
 """
 
 import importlib
@@ -236,6 +236,11 @@ def summary() -> str:
     return agreement.summary(RESULTS, TABLES, "markdown")
 
 
+def cells(name: str, *columns: str) -> str:
+    """Published cells that were run, and ours beside them."""
+    return text_tables.markdown(agreement.beside(RESULTS, TABLES, name, columns))
+
+
 MARKS: dict[str, Callable[..., str]] = {
     "docstring": docstring,
     "settings": settings,
@@ -253,6 +258,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "stress": stress,
     "federation": federation,
     "summary": summary,
+    "cells": cells,
 }
 
 

@@ -8,9 +8,10 @@ published settings but for the length, which is in communication rounds.
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from experiments.papers.table import Published, Table
+from experiments.papers.table import cell as shown
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import text_tables
@@ -18,34 +19,54 @@ from fedjax_pfl.report import text_tables
 RESULTS = Path(__file__).parent.parent / "results"
 
 
-class Judged(NamedTuple):
+class Ran(NamedTuple):
     """A cell that was run, beside the published one."""
 
     table: str
     row: str
     column: str
-    seeds: int
-    whole: bool  # at the published length
-    gap: float  # ours less published
-    spread: float  # of the published
+    published: Published
+    ours: Sequence[float]  # one for each seed
+    rounds: int
+    published_rounds: int
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether the published number has one; without it nothing says what agrees."""
+        return isinstance(self.published, Sequence)
+
+    @property
+    def gap(self) -> float:
+        """Ours less published."""
+        assert isinstance(self.published, Sequence)
+        return mean_std(self.ours)["mean"] - self.published[0]
 
     @property
     def agrees(self) -> bool:
         """Within the published spread, its end included."""
-        return abs(self.gap) <= self.spread
+        assert isinstance(self.published, Sequence)
+        return abs(self.gap) <= self.published[1]
+
+    @property
+    def whole(self) -> bool:
+        """At the published length."""
+        return self.rounds >= self.published_rounds
 
 
-def read(folder: Path, tables: Mapping[str, Table]) -> list[Judged]:
-    """All cells of a folder's files whose published number has a spread."""
-    found: dict[tuple[str, str, str], tuple[Path, Judged | None]] = {}
+def read(folder: Path, tables: Mapping[str, Table]) -> list[Ran]:
+    """All cells of a folder's files."""
+    found: dict[tuple[str, str, str], tuple[Path, Ran]] = {}
     for path in sorted(folder.glob("*.json")):
         whole = json.loads(path.read_text(encoding="utf-8"))
         for cell in whole.get("cells", ()) if isinstance(whole, dict) else ():
             name = (cell["table"], cell["row"], cell["column"])
             if name in found:
                 raise UsageError(f"{'/'.join(name)} is in {found[name][0].name} and {path.name}")
-            found[name] = (path, _judged(cell, _published(tables, *name, path), name))
-    return [one for _, one in found.values() if one is not None]
+            there = _published(tables, *name, path)
+            ours = list(cell["ours"].values())
+            ran = Ran(*name, there, ours, cell["rounds"], cell["published_rounds"])
+            found[name] = (path, ran)
+    return [ran for _, ran in found.values()]
 
 
 def _published(
@@ -57,28 +78,19 @@ def _published(
         raise UsageError(f"{path.name}: no table has a cell {table}/{row}/{column}") from None
 
 
-def _judged(cell: Mapping[str, Any], there: Published, name: tuple[str, str, str]) -> Judged | None:
-    if there is None or isinstance(there, int | float):
-        return None
-    seeds = list(cell["ours"].values())
-    gap = mean_std(seeds)["mean"] - there[0]
-    whole = cell["rounds"] >= cell["published_rounds"]
-    return Judged(*name, len(seeds), whole, gap, there[1])
-
-
-def _of(cells: Sequence[Judged]) -> str:
+def _of(cells: Sequence[Ran]) -> str:
     return f"{sum(one.agrees for one in cells)} of {len(cells)}"
 
 
-def _line(cells: Sequence[Judged]) -> str:
+def _line(cells: Sequence[Ran]) -> str:
     whole = [one for one in cells if one.whole]
     said = f"{_of(cells)} cells agree with the published number within its spread"
     return f"{said}; at the published length {_of(whole)}."
 
 
-def counted(cells: Sequence[Judged]) -> list[text_tables.Table]:
+def counted(cells: Sequence[Ran]) -> list[text_tables.Table]:
     """A row for each column of a table."""
-    groups: dict[tuple[str, str], list[Judged]] = {}
+    groups: dict[tuple[str, str], list[Ran]] = {}
     for one in cells:
         groups.setdefault((one.table, one.column), []).append(one)
     rows = []
@@ -86,7 +98,7 @@ def counted(cells: Sequence[Judged]) -> list[text_tables.Table]:
         gaps = [one.gap for one in own]
         above = sum(gap > 0 for gap in gaps)
         middle = sorted(map(abs, gaps))[len(gaps) // 2]
-        many = sorted({one.seeds for one in own})
+        many = sorted({len(one.ours) for one in own})
         seeds = " to ".join(map(str, dict.fromkeys((many[0], many[-1]))))
         rows.append([f"{table} {column}", _of(own), _of([one for one in own if one.whole]),
                      f"{above} of {len(own)}", f"{middle:.1f}", seeds])  # fmt: skip
@@ -96,9 +108,30 @@ def counted(cells: Sequence[Judged]) -> list[text_tables.Table]:
 
 def summary(folder: Path, tables: Mapping[str, Table], form: str = "text") -> str:
     """The count, and the table of it."""
-    cells = read(folder, tables)
+    cells = [one for one in read(folder, tables) if one.has_spread]
     if not cells:
         raise UsageError(f"{folder} has no file with cells of a published table")
     body = counted(cells)
     table = text_tables.markdown(body) if form == "markdown" else text_tables.text(body)
     return f"{_line(cells)}\n\n{table}"
+
+
+def beside(
+    folder: Path, tables: Mapping[str, Table], table: str, columns: Sequence[str]
+) -> list[text_tables.Table]:
+    """What was run of some columns of a table: published, ours, how long, and whether it agrees."""
+    cells = {(one.row, one.column): one for one in read(folder, tables) if one.table == table}
+    if unknown := set(columns) - {column for _, column in cells}:
+        raise UsageError(f"no cell of {table} was run in {', '.join(sorted(unknown))}")
+    rows = []
+    for column in columns:
+        for row in tables[table].cells:
+            if (row, column) not in cells:
+                continue
+            one = cells[row, column]
+            label = f"{row}, {column}" if len(columns) > 1 else row
+            rows.append([label, shown(one.published), shown(mean_std(one.ours)),
+                         str(len(one.ours)), f"{one.rounds:,} of {one.published_rounds:,}",
+                         ("yes" if one.agrees else "no") if one.has_spread else "-"])  # fmt: skip
+    heads = ["published", "ours", "seeds", "rounds", "agrees"]
+    return [text_tables.Table("", heads, rows)]

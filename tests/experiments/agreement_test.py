@@ -69,6 +69,23 @@ def test_a_step_over_the_edge_does_not_agree(folder):
     assert agreement.summary(folder, TABLES).startswith("1 of 3 cells")
 
 
+def test_cells_stand_beside_the_published_ones(folder):
+    (table,) = agreement.beside(folder, TABLES, "paper/table1", ["a", "b"])
+    assert table.heads == ["published", "ours", "seeds", "rounds", "agrees"]
+    assert table.rows == [
+        ["fedavg, a", "50.00 ± 1.00", "51.00 ± 0.00", "2", "600 of 600", "yes"],
+        ["local, a", "40.00 ± 0.50", "40.60 ± 0.40", "3", "60 of 600", "no"],
+        ["pfedla, a", "55.00 ± 1.00", "54.50", "1", "60 of 600", "yes"],
+        ["fedavg, b", "60.00 ± 2.00", "57.00", "1", "600 of 600", "no"],
+        ["local, b", "70.00", "70.00", "1", "600 of 600", "-"],
+        ["pfedla, b", "-", "1.00", "1", "600 of 600", "-"],
+    ]
+    (one,) = agreement.beside(folder, TABLES, "paper/table1", ["b"])
+    assert [row[0] for row in one.rows] == ["fedavg", "local", "pfedla"]
+    with pytest.raises(UsageError, match="no cell of paper/table1 was run in c"):
+        agreement.beside(folder, TABLES, "paper/table1", ["a", "c"])
+
+
 def test_what_is_wrong_is_one_line(folder, tmp_path):
     write(folder, "three.json", cell("pfedla", "a", [1.0], 60))
     with pytest.raises(UsageError, match=r"paper/table1/pfedla/a is in three.json and two.json"):
