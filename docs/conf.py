@@ -126,6 +126,7 @@ results/pfedla
 results/pfedhn
 results/fedmn
 results/factorized_fl
+results/made
 questions
 ```
 

@@ -3,8 +3,8 @@
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
 FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE,
-libraries FILE, accuracies FILE, leaderboard COLUMN, summary and cells TABLE COLUMN .... What a page
-names and the code has not is an error; a test sees that pages are up to date.
+libraries FILE, accuracies FILE, leaderboard COLUMN, summary and cells TABLE COLUMN,... ROW ....
+What a page names and the code has not is an error; a test sees that pages are up to date.
 """
 
 import importlib
@@ -236,9 +236,10 @@ def summary() -> str:
     return agreement.summary(RESULTS, TABLES, "markdown")
 
 
-def cells(name: str, *columns: str) -> str:
-    """Published cells that were run, and ours beside them."""
-    return text_tables.markdown(agreement.beside(RESULTS, TABLES, name, columns))
+def cells(name: str, columns: str, *rows: str) -> str:
+    """Published cells that were run, and ours beside them; columns are joined with commas."""
+    each = columns.split(",")
+    return text_tables.markdown(agreement.beside(RESULTS, TABLES, name, each, rows))
 
 
 MARKS: dict[str, Callable[..., str]] = {
@@ -263,7 +264,7 @@ MARKS: dict[str, Callable[..., str]] = {
 
 
 if __name__ == "__main__":
-    for path in [*sorted(HERE.glob("*.md")), RESULTS / "README.md"]:
+    for path in [*sorted(HERE.glob("*.md")), *sorted(RESULTS.glob("*.md"))]:
         text = path.read_text()
         if (new := written(text)) != text:
             path.write_text(new)

@@ -143,18 +143,8 @@ def test_fedavg_on_the_page_of_the_idea_keeps_the_contract():
 
 ROOT = documents.DOCS.parent
 PAGES = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("*.md"))
-OTHERS = (
-    "README.md",
-    "BUILD.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "experiments/results/README.md",
-    "experiments/results/factorized_fl.md",
-    "experiments/results/fedmn.md",
-    "experiments/results/pfedhn.md",
-    "experiments/results/pfedla.md",
-    "third_party/README.md",
-)
+RESULTS = sorted(p.relative_to(ROOT) for p in (ROOT / "experiments" / "results").glob("*.md"))
+OTHERS = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", "third_party/README.md")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +158,7 @@ def written():
     return documents.script("written")
 
 
-@pytest.mark.parametrize("page", [*map(str, PAGES), *OTHERS])
+@pytest.mark.parametrize("page", [*map(str, (*PAGES, *RESULTS)), *OTHERS])
 def test_links_lead_somewhere(page):
     assert documents.lost(ROOT / page) == []
 
@@ -183,7 +173,7 @@ def test_lost_links_are_found(tmp_path):
     assert documents.lost(page) == ["no.png", "there.md#no-title", "no/there.md#data", "#there"]
 
 
-@pytest.mark.parametrize("page", [*PAGES, Path("experiments/results/README.md")], ids=str)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=str)
 def test_pages_say_what_the_code_says(page, written):
     text = (ROOT / page).read_text()
     assert written.written(text) == text, "python docs/written.py brings the pages up to date"

@@ -7,6 +7,7 @@ published settings but for the length, which is in communication rounds.
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,21 +118,27 @@ def summary(folder: Path, tables: Mapping[str, Table], form: str = "text") -> st
 
 
 def beside(
-    folder: Path, tables: Mapping[str, Table], table: str, columns: Sequence[str]
+    folder: Path,
+    tables: Mapping[str, Table],
+    table: str,
+    columns: Sequence[str],
+    rows: Sequence[str] = (),
 ) -> list[text_tables.Table]:
-    """What was run of some columns of a table: published, ours, how long, and whether it agrees."""
+    """Cells of a table that were run: published, ours, how long, and whether they agree.
+
+    rows: which of them; all where none is named.
+    """
     cells = {(one.row, one.column): one for one in read(folder, tables) if one.table == table}
-    if unknown := set(columns) - {column for _, column in cells}:
-        raise UsageError(f"no cell of {table} was run in {', '.join(sorted(unknown))}")
-    rows = []
-    for column in columns:
-        for row in tables[table].cells:
-            if (row, column) not in cells:
-                continue
-            one = cells[row, column]
-            label = f"{row}, {column}" if len(columns) > 1 else row
-            rows.append([label, shown(one.published), shown(mean_std(one.ours)),
-                         str(len(one.ours)), f"{one.rounds:,} of {one.published_rounds:,}",
-                         ("yes" if one.agrees else "no") if one.has_spread else "-"])  # fmt: skip
+    every = product(rows or tables[table].cells, columns)
+    chosen = [cells[name] for name in every if name in cells]
+    there = {word for one in chosen for word in (one.row, one.column)}
+    if missing := [word for word in (*rows, *columns) if word not in there]:
+        raise UsageError(f"no cell of {table} was run in {', '.join(missing)}")
+    lines = []
+    for one in chosen:
+        label = f"{one.row}, {one.column}" if len(columns) > 1 else one.row
+        lines.append([label, shown(one.published), shown(mean_std(one.ours)),
+                      str(len(one.ours)), f"{one.rounds:,} of {one.published_rounds:,}",
+                      ("yes" if one.agrees else "no") if one.has_spread else "-"])  # fmt: skip
     heads = ["published", "ours", "seeds", "rounds", "agrees"]
-    return [text_tables.Table("", heads, rows)]
+    return [text_tables.Table("", heads, lines)]
