@@ -149,7 +149,8 @@ def test_pages_show_all_that_is_published():
         lines = (documents.DOCS / f"{paper}.md").read_text().splitlines()
         found += [line.split()[2:-1] for line in lines if line.startswith("<!-- begin ")]
     for name, table in TABLES.items():
-        of = [m for m in marks[name.partition("/")[0]] if name in m]
+        whole = [m for m in marks[name.partition("/")[0]] if m[0] != "cells"]  # those are ours
+        of = [m for m in whole if name in m]
         shown = {column for m in of for column in m[m.index(name) + 1 :]}
         assert shown == set(table.columns), name
     for paper in STUDIES:
