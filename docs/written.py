@@ -1,9 +1,9 @@
 """What the code says of itself, written into the pages: python docs/written.py
 
 A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ..., beside
-FILE TABLE COLUMN, facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE,
-libraries FILE, accuracies FILE, leaderboard COLUMN, summary and cells TABLE COLUMN,... ROW ....
+docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ...,
+facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE, libraries FILE, accuracies FILE,
+leaderboard COLUMN, stress, federation, summary and cells TABLE COLUMN,... ROW ....
 What a page names and the code has not is an error; a test sees that pages are up to date.
 """
 
@@ -22,7 +22,6 @@ from experiments.papers.table import cell
 from experiments.papers.tables import TABLES
 from experiments.speed import rivals, turns
 from fedjax_pfl.config import configuration, listing
-from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
 
@@ -107,29 +106,6 @@ def published(name: str, *columns: str) -> str:
     rows = [[row, *(cell(cells.get(c)) for c in columns)] for row, cells in table.cells.items()]
     caption = f"Published ({table.about.partition(':')[0]}):"
     return text_tables.markdown([text_tables.Table(caption, list(columns), rows)])
-
-
-def beside(file: str, name: str, column: str) -> str:
-    """A published column and ours, each seed's last evaluation, from a file of results."""
-    table, whole = TABLES[name], json.loads((RESULTS / file).read_text())
-    ours = whole[name.partition("/")[2]]
-    if unknown := set(ours) - set(table.cells):
-        raise KeyError(f"{name} has no row {unknown}")
-
-    def last(row: str) -> list[str]:
-        if row not in ours:
-            return ["0", "not run", "not run"]
-        seeds = ours[row].values()
-        means = [mean_std([seed[when][-1] for seed in seeds]) for when in ("before", "after")]
-        return [str(len(seeds)), *map(cell, means)]
-
-    rows = [[row, cell(cells.get(column)), *last(row)] for row, cells in table.cells.items()]
-    heads = ["published", "seeds", "ours before", "ours after"]
-    caption = (
-        f"{table.about.partition(':')[0]}, {column}; ours before and after local training, at "
-        f"round {whole['rounds']} where the published are at {whole['published_rounds']}:"
-    )
-    return text_tables.markdown([text_tables.Table(caption, heads, rows)])
 
 
 def facts(paper: str, name: str) -> str:
@@ -247,7 +223,6 @@ MARKS: dict[str, Callable[..., str]] = {
     "settings": settings,
     "presets": presets,
     "published": published,
-    "beside": beside,
     "facts": facts,
     "figures": figures,
     "listing": kind,

@@ -4,6 +4,7 @@ python -m experiments.reproduce                                   lists the tabl
 python -m experiments.reproduce --table=pfedla/table1             some minutes on two cores
 python -m experiments.reproduce --table=pfedla/table1 --scale=full --cells=cifar10-n10 --seeds=3
 python -m experiments.reproduce --table=pfedla/table1 --scale=full --only_show
+python -m experiments.reproduce --record --out=runs/full          keeps what has finished there
 python -m experiments.reproduce --summary                         how many cells agree so far
 
 --scale=quick takes few rounds and one seed, and the embedded digits where a column's data are not
@@ -23,9 +24,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import launch
-from experiments.papers import agreement
+from experiments.papers import agreement, record
 from experiments.papers.table import cell as shown
-from experiments.papers.table import plateau
+from experiments.papers.table import mean_of, plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
 from fedjax_pfl import data
 from fedjax_pfl.config import configuration
@@ -239,7 +240,7 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
                 ours = mean_std([measure(one) for one in runs])
                 cells[1], cells[3] = shown(ours), str(len(runs))
                 if published is not None and _same_data(table, place.plan):
-                    cells[2] = f"{ours['mean'] - _mean(published):+.2f}"
+                    cells[2] = f"{ours['mean'] - mean_of(published):+.2f}"
                 if beside:
                     cells[4] = shown(mean_std([beside(one) for one in runs]))
                 remark = ", ".join(sorted({plateau(one, table.reported) for one in runs}))
@@ -250,10 +251,6 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
 
 def _same_data(table: Table, one: Plan) -> bool:
     return one.config is not None and one.config.dataset == table.dataset(one.cell.column)
-
-
-def _mean(published: Any) -> float:
-    return float(published if isinstance(published, int | float) else published[0])
 
 
 def _unfinished(place: Place) -> str:
@@ -377,6 +374,8 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
     chosen = flags.FLAGS
+    if chosen.record:
+        return print("\n".join(record.record(TABLES, Path(chosen.out), agreement.RESULTS)))
     if chosen.summary:
         return print(agreement.summary(agreement.RESULTS, TABLES, chosen.format))
     alike: dict[str, Any] = {n: chosen[n].value for n in {*Options._fields} - {"out", "changes"}}
@@ -393,6 +392,7 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs, and of the table's files.")
     flags.DEFINE_multi_string("set", [], launch.SET_HELP)
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
+    flags.DEFINE_bool("record", False, "Write numbers and curves of --out to experiments/results.")
     flags.DEFINE_bool("summary", False, "Count, over experiments/results, what agrees.")
     flags.DEFINE_enum("format", "text", ["text", "markdown"], "Of what is printed.")
     launch.prepare_devices()

@@ -1,15 +1,15 @@
-"""How many of the published numbers ours agree with: a count over files of results.
+"""How many of the published numbers ours agree with: a count over cells.json.
 
-A file counts where it is JSON with a list `cells`, each {"table", "row", "column", "ours" (by seed,
-in the table's own unit), "rounds", "published_rounds"}: a cell that was run on its own data, in the
-published settings but for the length, which is in communication rounds.
+It has a list `cells`, each {"table", "row", "column", "ours" and "beside" (by seed, in the table's
+own unit), "rounds", "published_rounds"}: a cell that was run on its own data, in the published
+settings but for the length, which is in communication rounds. `record` writes it.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.papers.table import Published, Table
 from experiments.papers.table import cell as shown
@@ -18,6 +18,7 @@ from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import text_tables
 
 RESULTS = Path(__file__).parent.parent / "results"
+CELLS = "cells.json"
 
 
 class Ran(NamedTuple):
@@ -28,6 +29,7 @@ class Ran(NamedTuple):
     column: str
     published: Published
     ours: Sequence[float]  # one for each seed
+    beside: Sequence[float]  # the table's second number, likewise; or nothing
     rounds: int
     published_rounds: int
 
@@ -55,28 +57,22 @@ class Ran(NamedTuple):
 
 
 def read(folder: Path, tables: Mapping[str, Table]) -> list[Ran]:
-    """All cells of a folder's files."""
-    found: dict[tuple[str, str, str], tuple[Path, Ran]] = {}
-    for path in sorted(folder.glob("*.json")):
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        for cell in whole.get("cells", ()) if isinstance(whole, dict) else ():
-            name = (cell["table"], cell["row"], cell["column"])
-            if name in found:
-                raise UsageError(f"{'/'.join(name)} is in {found[name][0].name} and {path.name}")
-            there = _published(tables, *name, path)
-            ours = list(cell["ours"].values())
-            ran = Ran(*name, there, ours, cell["rounds"], cell["published_rounds"])
-            found[name] = (path, ran)
-    return [ran for _, ran in found.values()]
+    """All cells of a folder's file."""
+    path = folder / CELLS
+    if not path.is_file():
+        raise UsageError(f"{folder} has no {CELLS}")
+    return [_ran(cell, tables) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
 
 
-def _published(
-    tables: Mapping[str, Table], table: str, row: str, column: str, path: Path
-) -> Published:
+def _ran(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> Ran:
+    table, row, column = cell["table"], cell["row"], cell["column"]
     try:
-        return tables[table].cells[row][column]
+        there = tables[table].cells[row][column]
     except KeyError:
-        raise UsageError(f"{path.name}: no table has a cell {table}/{row}/{column}") from None
+        raise UsageError(f"{CELLS}: no table has a cell {table}/{row}/{column}") from None
+    ours, second = cell["ours"].values(), cell.get("beside", {}).values()
+    lengths = cell["rounds"], cell["published_rounds"]
+    return Ran(table, row, column, there, list(ours), list(second), *lengths)
 
 
 def _of(cells: Sequence[Ran]) -> str:
@@ -111,7 +107,7 @@ def summary(folder: Path, tables: Mapping[str, Table], form: str = "text") -> st
     """The count, and the table of it."""
     cells = [one for one in read(folder, tables) if one.has_spread]
     if not cells:
-        raise UsageError(f"{folder} has no file with cells of a published table")
+        raise UsageError(f"{folder / CELLS} has no cell with a published spread")
     body = counted(cells)
     table = text_tables.markdown(body) if form == "markdown" else text_tables.text(body)
     return f"{_line(cells)}\n\n{table}"
@@ -126,6 +122,8 @@ def beside(
 ) -> list[text_tables.Table]:
     """Cells of a table that were run: published, ours, how long, and whether they agree.
 
+    The table's second number stands beside ours where all of them have one.
+
     rows: which of them; all where none is named.
     """
     cells = {(one.row, one.column): one for one in read(folder, tables) if one.table == table}
@@ -134,11 +132,14 @@ def beside(
     there = {word for one in chosen for word in (one.row, one.column)}
     if missing := [word for word in (*rows, *columns) if word not in there]:
         raise UsageError(f"no cell of {table} was run in {', '.join(missing)}")
+    with_beside = all(one.beside for one in chosen)
+    second = [tables[table].beside] if with_beside else []
+    heads = ["published", "ours", *second, "seeds", "rounds", "agrees"]
     lines = []
     for one in chosen:
         label = f"{one.row}, {one.column}" if len(columns) > 1 else one.row
-        lines.append([label, shown(one.published), shown(mean_std(one.ours)),
+        second = [shown(mean_std(one.beside))] if with_beside else []
+        lines.append([label, shown(one.published), shown(mean_std(one.ours)), *second,
                       str(len(one.ours)), f"{one.rounds:,} of {one.published_rounds:,}",
                       ("yes" if one.agrees else "no") if one.has_spread else "-"])  # fmt: skip
-    heads = ["published", "ours", "seeds", "rounds", "agrees"]
     return [text_tables.Table("", heads, lines)]

@@ -80,6 +80,11 @@ def published(paper: str) -> dict[str, Any]:
     return json.loads((PAPERS / paper / "published.json").read_text())
 
 
+def mean_of(published: float | Sequence[float]) -> float:
+    """The published number without its deviation."""
+    return float(published if isinstance(published, int | float) else published[0])
+
+
 def readable(paper: str, study: str) -> dict[str, Any]:
     """The numbers that a paper states of the figures that a study is about, by figure."""
     return {

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata
@@ -230,7 +231,22 @@ def write_made(directory: Path) -> None:
     began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     python = ".".join(map(str, sys.version_info[:3]))
     content = {"began": began, "command": _command(), "versions": ", ".join(versions)}
-    write_json(path, content | {"python": python})
+    write_json(path, content | {"python": python} | _commit())
+
+
+def _commit() -> dict[str, str]:
+    """The commit of this library, where it runs from a checkout of its own."""
+    here = Path(__file__)
+    git = ["git", "-C", str(here.parent)]
+    try:
+        subprocess.run(
+            [*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True
+        )
+        asked = [*git, "describe", "--always", "--dirty=, changed"]
+        found = subprocess.run(asked, capture_output=True, check=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {}
+    return {"commit": found.stdout.strip()}
 
 
 def _command() -> str:

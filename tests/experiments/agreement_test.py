@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,41 +16,32 @@ CELLS = {
     "pfedla": {"a": [55.0, 1.0], "b": None},
 }
 TABLES = {
-    "paper/table1": Table("", "", CELLS, str, None, None, "", Quick((), 1)),  # type: ignore[arg-type]
+    "paper/table1": Table("", "", CELLS, str, None, None, "after", Quick((), 1)),  # type: ignore[arg-type]
 }
 
 
-def cell(row: str, column: str, ours: list[float], rounds: int) -> dict:
+def cell(row: str, column: str, ours: list[float], rounds: int, **more: Any) -> dict:
+    where = {"table": "paper/table1", "row": row, "column": column}
     seeds = {str(seed): value for seed, value in enumerate(ours)}
-    return {
-        "table": "paper/table1",
-        "row": row,
-        "column": column,
-        "ours": seeds,
-        "rounds": rounds,
-        "published_rounds": 600,
-    }
+    return where | {"ours": seeds} | more | {"rounds": rounds, "published_rounds": 600}
 
 
-def write(folder: Path, name: str, *cells: dict) -> None:
-    (folder / name).write_text(json.dumps({"cells": cells}))
+def write(folder: Path, *cells: dict) -> None:
+    (folder / "cells.json").write_text(json.dumps({"cells": cells}))
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Of four cells with a spread two agree, one at its edge and at the published length."""
-    local = cell("local", "a", [41.0, 40.2, 40.6], 60)
-    write(tmp_path, "one.json", cell("fedavg", "a", [51.0, 51.0], 600), local)
     write(
         tmp_path,
-        "two.json",
+        cell("fedavg", "a", [51.0, 51.0], 600, beside={"0": 52.0, "1": 53.0}),
+        cell("local", "a", [41.0, 40.2, 40.6], 60),
         cell("pfedla", "a", [54.5], 60),
-        cell("fedavg", "b", [57.0], 600),
+        cell("fedavg", "b", [57.0], 600, beside={"0": 58.0}),
         cell("local", "b", [70.0], 600),
         cell("pfedla", "b", [1.0], 600),
     )
-    (tmp_path / "other.json").write_text('{"rounds": 60}')
-    (tmp_path / "list.json").write_text("[1, 2]")
     return tmp_path
 
 
@@ -65,8 +57,8 @@ def test_cells_are_counted_by_hand(folder):
 
 
 def test_a_step_over_the_edge_does_not_agree(folder):
-    write(folder, "one.json", cell("fedavg", "a", [51.02], 600))
-    assert agreement.summary(folder, TABLES).startswith("1 of 3 cells")
+    write(folder, cell("fedavg", "a", [51.02], 600), cell("pfedla", "a", [54.5], 60))
+    assert agreement.summary(folder, TABLES).startswith("1 of 2 cells")
 
 
 def test_cells_stand_beside_the_published_ones(folder):
@@ -82,17 +74,19 @@ def test_cells_stand_beside_the_published_ones(folder):
     ]
     (some,) = agreement.beside(folder, TABLES, "paper/table1", ["b"], ["pfedla", "local"])
     assert [row[0] for row in some.rows] == ["pfedla", "local"]
+    (whole,) = agreement.beside(folder, TABLES, "paper/table1", ["a", "b"], ["fedavg"])
+    assert whole.heads == ["published", "ours", "after", "seeds", "rounds", "agrees"]
+    assert [row[3] for row in whole.rows] == ["52.50 ± 0.71", "58.00"]
     with pytest.raises(UsageError, match="no cell of paper/table1 was run in fedrep, c"):
         agreement.beside(folder, TABLES, "paper/table1", ["a", "c"], ["local", "fedrep"])
 
 
-def test_what_is_wrong_is_one_line(folder, tmp_path):
-    write(folder, "three.json", cell("pfedla", "a", [1.0], 60))
-    with pytest.raises(UsageError, match=r"paper/table1/pfedla/a is in three.json and two.json"):
-        agreement.summary(folder, TABLES)
-    write(folder, "three.json", cell("pfedlo", "a", [1.0], 60))
-    with pytest.raises(UsageError, match=r"three.json: no table has a cell paper/table1/pfedlo/a"):
-        agreement.summary(folder, TABLES)
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match="no file with cells"):
-        agreement.summary(tmp_path / "empty", TABLES)
+def test_what_is_wrong_is_one_line(tmp_path):
+    with pytest.raises(UsageError, match=r"has no cells.json"):
+        agreement.summary(tmp_path, TABLES)
+    write(tmp_path, cell("pfedlo", "a", [1.0], 60))
+    with pytest.raises(UsageError, match=r"cells.json: no table has a cell paper/table1/pfedlo/a"):
+        agreement.summary(tmp_path, TABLES)
+    write(tmp_path, cell("local", "b", [70.0], 600))
+    with pytest.raises(UsageError, match=r"cells.json has no cell with a published spread"):
+        agreement.summary(tmp_path, TABLES)

@@ -1,6 +1,7 @@
 """Runs on files that are named in the configuration."""
 
 import json
+import subprocess
 
 import numpy as np
 import pytest
@@ -72,3 +73,34 @@ def test_a_network_for_pictures_is_refused_with_one_that_suits_rows(tmp_path):
     given = {"dataset": "speeches", "partition": "natural", "clients": 12}
     with pytest.raises(UsageError, match="there is lstm or transformer"):
         build.build(configuration.complete(given))
+
+
+def test_a_run_of_a_checkout_names_its_commit(tmp_path, monkeypatch):
+    """A copy that is installed in somebody's checkout, where no commit is of it, names none."""
+    here = tmp_path / "library.py"
+    here.write_text("1")
+    monkeypatch.setattr(run_directory, "__file__", str(here))
+
+    def made(name):
+        (tmp_path / name).mkdir()
+        run_directory.write_made(tmp_path / name)
+        return json.loads((tmp_path / name / "made.json").read_text()).get("commit")
+
+    def git(*words):
+        who = ["-c", "user.name=a", "-c", "user.email=a"]
+        done = subprocess.run(
+            ["git", "-C", tmp_path, *who, *words], check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    assert made("no_checkout") is None
+    git("init")
+    assert made("not_in_it") is None
+    git("add", here.name)
+    git("commit", "-m", "first")
+    commit = git("rev-parse", "--short", "HEAD")
+    assert made("in_it") == commit
+    here.write_text("2")
+    assert made("changed") == f"{commit}, changed"
+    monkeypatch.setenv("PATH", "")
+    assert made("no_git") is None

@@ -1,0 +1,141 @@
+"""Runs that are kept as cells, as curves and as a picture: by their settings alone."""
+
+import json
+
+import pytest
+
+from experiments import reproduce
+from experiments.papers import agreement, record
+from experiments.papers.tables import TABLES
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from tests.report.comparison_test import made
+
+NAME = "pfedla/table1"
+TABLE = {NAME: TABLES[NAME]}
+HEAD = {"about": "ours", "cells": []}
+
+
+def there(path, row, score, rounds=(5, 10), finished=True, **given):
+    """A made-up run of pFedLA's first table, CIFAR-10 and ten clients."""
+    config = TABLES[NAME].settings(row, "cifar10-n10", "cifar10", None)
+    config.update({"rounds": rounds[-1], "seed": 0} | given)
+    plain = json.loads(json.dumps(configuration.resolved(config)))
+    return made(path, [score] * 3, plain, finished, rounds=rounds)
+
+
+@pytest.fixture
+def results(tmp_path):
+    folder = tmp_path / "results"
+    folder.mkdir()
+    (folder / "cells.json").write_text(json.dumps(HEAD))
+    return folder
+
+
+def cells(results):
+    """What is kept, by row; and the lines that the file has."""
+    text = (results / "cells.json").read_text()
+    kept = json.loads(text)
+    assert kept["about"] == "ours"
+    return {one["row"]: one for one in kept["cells"]}, text.splitlines()
+
+
+def test_runs_are_cells_by_their_settings(tmp_path, results):
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    there(runs / "a", "local", 0.6, eval_every=5, data_dir="elsewhere")
+    (runs / "a" / "made.json").write_text('{"commit": "abc1234", "versions": "jax 1"}')
+    there(runs / "b", "local", 0.7, seed=2)
+    there(runs / "c", "pfedla", 0.8, rounds=(10, 20))
+    there(runs / "d", "pfedla", 0.1, rounds=(5,), seed=1)  # shorter
+    there(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
+    there(runs / "f", "fedrep", 0.1, finished=False)
+    said = record.record(TABLE, runs, results)
+    assert said == [
+        f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 2",
+        f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0",
+    ]
+    kept, lines = cells(results)
+    assert kept == {
+        "local": {
+            "table": NAME,
+            "row": "local",
+            "column": "cifar10-n10",
+            "ours": {"0": 60.0, "2": 70.0},
+            "beside": {"0": 65.0, "2": 75.0},
+            "rounds": 10,
+            "published_rounds": 600,
+        },
+        "pfedla": {
+            "table": NAME,
+            "row": "pfedla",
+            "column": "cifar10-n10",
+            "ours": {"0": 80.0},
+            "beside": {"0": 85.0},
+            "rounds": 20,
+            "published_rounds": 600,
+        },
+    }
+    assert len(lines) == 5  # one for each cell, and three around them
+    whole = json.loads((results / "pfedla-table1-full.json").read_text())
+    curve = whole["curves"]["local/cifar10-n10"]["0"]
+    assert curve == {
+        "commit": "abc1234",
+        "versions": "jax 1",
+        "round": [5, 10],
+        "before": [30.0, 60.0],
+        "after": [65.0, 65.0],
+        "best_round": None,
+        "megabytes": 25.0,
+    }
+    assert whole["curves"]["local/cifar10-n10"]["2"]["commit"] == "unknown"
+    assert (results / "pfedla-table1-full.png").stat().st_size > 10_000
+    assert agreement.summary(results, TABLE).startswith("0 of 2 cells agree")
+
+    # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
+    later = tmp_path / "later"
+    later.mkdir()
+    there(later / "a", "local", 0.5, seed=1)
+    there(later / "b", "pfedla", 0.9, rounds=(10, 20, 30), seed=1)
+    assert record.record(TABLE, later, results) == [
+        f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 1, 2",
+        f"{NAME} pfedla/cifar10-n10: 30 rounds, seeds 1",
+    ]
+    kept, _ = cells(results)
+    assert kept["local"]["ours"] == {"0": 60.0, "1": 50.0, "2": 70.0}
+    assert (kept["pfedla"]["ours"], kept["pfedla"]["rounds"]) == ({"1": 90.0}, 30)
+    curves = json.loads((results / "pfedla-table1-full.json").read_text())["curves"]
+    assert {label: [*own] for label, own in curves.items()} == {
+        "local/cifar10-n10": ["0", "1", "2"],
+        "pfedla/cifar10-n10": ["1"],
+    }
+    assert f"{NAME} pfedla/cifar10-n10: left out, 30 rounds are there" in record.record(
+        TABLE, runs, results
+    )
+    assert cells(results)[0] == kept
+
+
+def test_one_run_is_kept_in_all_of_its_cells(tmp_path, results):
+    """Table 3 without retained layers is pFedLA's cell of table 1."""
+    there(tmp_path / "runs", "pfedla", 0.8)
+    both = {name: TABLES[name] for name in (NAME, "pfedla/table3")}
+    assert record.record(both, tmp_path / "runs", results) == [
+        f"{NAME} pfedla/cifar10-n10: 10 rounds, seeds 0",
+        "pfedla/table3 k=0/cifar10-accuracy: 10 rounds, seeds 0",
+        "pfedla/table3 k=0/cifar10-MiB: 10 rounds, seeds 0",
+    ]
+
+
+def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):
+    there(tmp_path / "runs", "local", 0.6, finished=False)
+    with pytest.raises(UsageError, match="runs has no finished run of a published cell"):
+        record.record(TABLE, tmp_path / "runs", results)
+    assert [path.name for path in results.iterdir()] == ["cells.json"]
+
+
+def test_the_command_names_what_it_keeps(monkeypatch, capsys):
+    monkeypatch.setattr(record, "record", lambda tables, folder, results: [f"{folder}: all"])
+    given = {"record": True, "out": "runs/full", "summary": False, "format": "text"}
+    monkeypatch.setattr(reproduce.flags, "FLAGS", type("Given", (), given))
+    reproduce.main(["reproduce"])
+    assert capsys.readouterr().out == "runs/full: all\n"
