@@ -46,10 +46,10 @@ def find(table: Table, folder: Path) -> list[Found]:
     for cell in cells_of(table):
         config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
         plain = run_reader.as_read(configuration.resolved(config))
-        if lengths := runs.get(_key(plain, defaults)):
-            longest = max(lengths)
+        if there := runs.get(_key(plain, defaults)):
+            longest = max(there)
             published = sum(phase.rounds for phase in configuration.phases(config))
-            found.append(Found(cell, lengths[longest], longest, published))
+            found.append(Found(cell, there[longest], longest, published))
     return found
 
 
@@ -75,7 +75,7 @@ def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str
         raise UsageError(f"{folder} has no finished run of a published cell; see --scale=full")
     kept = json.loads((results / CELLS).read_text(encoding="utf-8"))
     cells = {(c["table"], c["row"], c["column"]): c for c in kept["cells"]}
-    said = []
+    said: list[str] = []
     for name, own in found.items():
         if own:
             said += _record(name, tables[name], own, cells, results)
@@ -130,9 +130,8 @@ def _curve(run: run_reader.Run) -> dict[str, Any]:
     curve: dict[str, Any] = {key: run.made.get(key, "unknown") for key in ("commit", "versions")}
     curve["round"] = [line["round"] for line in lines]
     for stage in run_reader.STAGES:
-        means = [(line.get(stage) or {}).get("accuracy_mean") for line in lines]
-        if None not in means:
-            curve[stage] = [round(100 * mean, 2) for mean in means]
+        if all(line.get(stage) for line in lines):
+            curve[stage] = [round(100 * line[stage]["accuracy_mean"], 2) for line in lines]
     seen = [line.get("observed") or {} for line in lines]
     for word, value in seen[0].items():
         if isinstance(value, Mapping):
