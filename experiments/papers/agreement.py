@@ -58,10 +58,15 @@ class Ran(NamedTuple):
 
 def read(folder: Path, tables: Mapping[str, Table]) -> list[Ran]:
     """All cells of a folder's file."""
-    path = folder / CELLS
-    if not path.is_file():
-        raise UsageError(f"{folder} has no {CELLS}")
-    return [_ran(cell, tables) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    return [_ran(cell, tables) for cell in load(folder)["cells"]]
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """The file itself; UsageError where there is none, as in a library that was installed."""
+    try:
+        return json.loads((folder / CELLS).read_text(encoding="utf-8"))
+    except OSError:
+        raise UsageError(f"{folder} has no {CELLS}: work in a checkout of the library") from None
 
 
 def _ran(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> Ran:

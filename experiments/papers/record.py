@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 
-from experiments.papers.agreement import CELLS
+from experiments.papers.agreement import CELLS, load
 from experiments.papers.table import Cell, Table, accuracy, after, best, cells_of, mean_of, moved
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
@@ -73,7 +73,7 @@ def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str
     found = {name: find(table, folder) for name, table in tables.items()}
     if not any(found.values()):
         raise UsageError(f"{folder} has no finished run of a published cell; see --scale=full")
-    kept = json.loads((results / CELLS).read_text(encoding="utf-8"))
+    kept = load(results)
     cells = {(c["table"], c["row"], c["column"]): c for c in kept["cells"]}
     said: list[str] = []
     for name, own in found.items():

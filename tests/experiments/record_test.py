@@ -131,6 +131,9 @@ def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):
     with pytest.raises(UsageError, match="runs has no finished run of a published cell"):
         record.record(TABLE, tmp_path / "runs", results)
     assert [path.name for path in results.iterdir()] == ["cells.json"]
+    there(tmp_path / "runs" / "b", "local", 0.6)
+    with pytest.raises(UsageError, match="nowhere has no cells.json: work in a checkout"):
+        record.record(TABLE, tmp_path / "runs", tmp_path / "nowhere")
 
 
 def test_the_command_names_what_it_keeps(monkeypatch, capsys):
