@@ -132,7 +132,7 @@ def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):
         record.record(TABLE, tmp_path / "runs", results)
     assert [path.name for path in results.iterdir()] == ["cells.json"]
     there(tmp_path / "runs" / "b", "local", 0.6)
-    with pytest.raises(UsageError, match="nowhere has no cells.json: work in a checkout"):
+    with pytest.raises(UsageError, match=r"nowhere has no cells\.json: work in a checkout"):
         record.record(TABLE, tmp_path / "runs", tmp_path / "nowhere")
 
 
