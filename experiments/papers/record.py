@@ -27,7 +27,7 @@ Cells = dict[tuple[str, str, str], dict[str, Any]]  # by table, row and column
 
 
 class Found(NamedTuple):
-    """A cell, its longest runs by seed, and the length that is published."""
+    """A cell, its longest runs, by seed, and the length that is published."""
 
     cell: Cell
     runs: Mapping[int, run_reader.Run]
@@ -36,7 +36,7 @@ class Found(NamedTuple):
 
 
 def find(table: Table, folder: Path) -> list[Found]:
-    """The cells of a table of which a folder has finished runs."""
+    """The cells of a table of which a folder has finished runs, none longer than published."""
     defaults = run_reader.known_settings()
     runs: dict[str, dict[int, dict[int, run_reader.Run]]] = {}
     for run in _finished(folder):
@@ -46,9 +46,10 @@ def find(table: Table, folder: Path) -> list[Found]:
     for cell in cells_of(table):
         config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
         plain = run_reader.as_read(configuration.resolved(config))
-        if there := runs.get(_key(plain, defaults)):
-            longest = max(there)
-            published = sum(phase.rounds for phase in configuration.phases(config))
+        there = runs.get(_key(plain, defaults), {})
+        published = sum(phase.rounds for phase in configuration.phases(config))
+        if lengths := [rounds for rounds in there if rounds <= published]:
+            longest = max(lengths)
             found.append(Found(cell, there[longest], longest, published))
     return found
 

@@ -118,10 +118,11 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
 def test_one_run_is_kept_in_all_of_its_cells(tmp_path, results):
     """Table 3 without retained layers is pFedLA's cell of table 1."""
     there(tmp_path / "runs", "pfedla", 0.8)
+    there(tmp_path / "runs" / "longer", "pfedla", 0.9, rounds=(60, 600))  # bytes are of 75 rounds
     both = {name: TABLES[name] for name in (NAME, "pfedla/table3")}
     assert record.record(both, tmp_path / "runs", results) == [
-        f"{NAME} pfedla/cifar10-n10: 10 rounds, seeds 0",
-        "pfedla/table3 k=0/cifar10-accuracy: 10 rounds, seeds 0",
+        f"{NAME} pfedla/cifar10-n10: 600 rounds, seeds 0",
+        "pfedla/table3 k=0/cifar10-accuracy: 600 rounds, seeds 0",
         "pfedla/table3 k=0/cifar10-MiB: 10 rounds, seeds 0",
     ]
 
