@@ -48,8 +48,8 @@ def find(table: Table, folder: Path) -> list[Found]:
         plain = run_reader.as_read(configuration.resolved(config))
         there = runs.get(_key(plain, defaults), {})
         published = sum(phase.rounds for phase in configuration.phases(config))
-        if lengths := [rounds for rounds in there if rounds <= published]:
-            longest = max(lengths)
+        longest = max((rounds for rounds in there if rounds <= published), default=0)
+        if longest:
             found.append(Found(cell, there[longest], longest, published))
     return found
 
