@@ -242,7 +242,7 @@ def _commit() -> dict[str, str]:
         subprocess.run(
             [*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True
         )
-        asked = [*git, "describe", "--always", "--dirty=, changed"]
+        asked = [*git, "describe", "--always", "--dirty"]
         found = subprocess.run(asked, capture_output=True, check=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return {}

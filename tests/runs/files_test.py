@@ -101,6 +101,6 @@ def test_a_run_of_a_checkout_names_its_commit(tmp_path, monkeypatch):
     commit = git("rev-parse", "--short", "HEAD")
     assert made("in_it") == commit
     here.write_text("2")
-    assert made("changed") == f"{commit}, changed"
+    assert made("changed") == f"{commit}-dirty"
     monkeypatch.setenv("PATH", "")
     assert made("no_git") is None
