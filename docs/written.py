@@ -213,9 +213,14 @@ def summary() -> str:
 
 
 def cells(name: str, columns: str, *rows: str) -> str:
-    """Published cells that were run, and ours beside them; columns are joined with commas."""
+    """Published cells that were run, and ours beside them; columns are joined with commas.
+
+    Where no rows are named, those that were not run are.
+    """
     each = columns.split(",")
-    return text_tables.markdown(agreement.beside(RESULTS, TABLES, name, each, rows))
+    body = text_tables.markdown(agreement.beside(RESULTS, TABLES, name, each, rows))
+    left = [] if rows else agreement.not_run(RESULTS, TABLES, name, each)
+    return f"{body}\n\nNot run: {', '.join(left)}." if left else body
 
 
 MARKS: dict[str, Callable[..., str]] = {

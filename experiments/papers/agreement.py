@@ -58,7 +58,11 @@ class Ran(NamedTuple):
 
 def read(folder: Path, tables: Mapping[str, Table]) -> list[Ran]:
     """All cells of a folder's file."""
-    return [_ran(cell, tables) for cell in load(folder)["cells"]]
+    cells = [_ran(cell, tables) for cell in load(folder)["cells"]]
+    places = [(one.table, one.row, one.column) for one in cells]
+    if twice := [place for place in places if places.count(place) > 1]:
+        raise UsageError(f"{CELLS}: {'/'.join(twice[0])} is there twice")
+    return cells
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -137,14 +141,25 @@ def beside(
     there = {word for one in chosen for word in (one.row, one.column)}
     if missing := [word for word in (*rows, *columns) if word not in there]:
         raise UsageError(f"no cell of {table} was run in {', '.join(missing)}")
-    with_beside = all(one.beside for one in chosen)
-    second = [tables[table].beside] if with_beside else []
+    second = [tables[table].beside] if all(one.beside for one in chosen) else []
     heads = ["published", "ours", *second, "seeds", "rounds", "agrees"]
     lines = []
     for one in chosen:
         label = f"{one.row}, {one.column}" if len(columns) > 1 else one.row
-        second = [shown(mean_std(one.beside))] if with_beside else []
-        lines.append([label, shown(one.published), shown(mean_std(one.ours)), *second,
+        also = [shown(mean_std(one.beside)) for _ in second]
+        lines.append([label, shown(one.published), shown(mean_std(one.ours)), *also,
                       str(len(one.ours)), f"{one.rounds:,} of {one.published_rounds:,}",
                       ("yes" if one.agrees else "no") if one.has_spread else "-"])  # fmt: skip
     return [text_tables.Table("", heads, lines)]
+
+
+def not_run(
+    folder: Path, tables: Mapping[str, Table], table: str, columns: Sequence[str]
+) -> list[str]:
+    """The rows that are published in these columns and of which a cell was not run."""
+    there = {(one.row, one.column) for one in read(folder, tables) if one.table == table}
+    return [
+        row
+        for row, cells in tables[table].cells.items()
+        if any(cells.get(one) is not None and (row, one) not in there for one in columns)
+    ]

@@ -10,24 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from matplotlib.axes import Axes
-
+from experiments.papers import picture
 from experiments.papers.agreement import CELLS, load
-from experiments.papers.table import Cell, Table, accuracy, after, best, cells_of, mean_of, moved
+from experiments.papers.picture import Curves
+from experiments.papers.table import Cell, Table, cells_of, moved
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import drawing, run_reader
+from fedjax_pfl.report import run_reader
 from fedjax_pfl.report.comparison import common
 
 FREE = ("rounds", "eval_every")
-DRAWN = (accuracy, after, best)  # measures that are points of the curves
-Curves = dict[str, dict[str, Any]]  # by "row/column" and seed
 Cells = dict[tuple[str, str, str], dict[str, Any]]  # by table, row and column
 
 
 class Found(NamedTuple):
-    """A cell, its longest runs, by seed, and the length that is published."""
+    """A cell, its longest runs by seed, their length, and the published one."""
 
     cell: Cell
     runs: Mapping[int, run_reader.Run]
@@ -76,13 +73,16 @@ def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str
         raise UsageError(f"{folder} has no finished run of a published cell; see --scale=full")
     kept = load(results)
     cells = {(c["table"], c["row"], c["column"]): c for c in kept["cells"]}
-    said: list[str] = []
-    for name, own in found.items():
-        if own:
-            said += _record(name, tables[name], own, cells, results)
     order = [(name, c.row, c.column) for name, table in tables.items() for c in cells_of(table)]
-    kept["cells"] = [cells[place] for place in order if place in cells]
-    (results / CELLS).write_text(_lines("cells", kept), encoding="utf-8")
+    said: list[str] = []
+    try:
+        for name, own in found.items():
+            if own:
+                said += _record(name, tables[name], own, cells, results)
+        kept["cells"] = [cells[place] for place in order if place in cells]
+        (results / CELLS).write_text(_lines("cells", kept), encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{results} cannot be written ({error.strerror})") from None
     return said
 
 
@@ -107,7 +107,8 @@ def _record(
         yield f"{name} {label}: {one.rounds} rounds, seeds {', '.join(cells[place]['ours'])}"
     about = f"{table.about}; {table.ours}. Curves are accuracy in per cent, a mean over clients."
     path.write_text(_lines("curves", {"about": about, "curves": curves}), encoding="utf-8")
-    draw(name, table, curves, path.with_suffix(".png"))
+    if (sheet := picture.picture(name, table, curves)) is not None:
+        sheet.savefig(path.with_suffix(".png"), dpi=110)
 
 
 def _numbers(
@@ -134,7 +135,9 @@ def _curve(run: run_reader.Run) -> dict[str, Any]:
         if all(line.get(stage) for line in lines):
             curve[stage] = [round(100 * line[stage]["accuracy_mean"], 2) for line in lines]
     seen = [line.get("observed") or {} for line in lines]
-    for word, value in seen[0].items():
+    for word, value in seen[-1].items():
+        if not all(word in one for one in seen):
+            continue  # a later state of the library began to observe it
         if isinstance(value, Mapping):
             curve[word] = {name: [round(one[word][name], 3) for one in seen] for name in value}
         else:
@@ -153,65 +156,3 @@ def _lines(key: str, whole: Mapping[str, Any]) -> str:
     begin, end = "[]" if listed else "{}"
     body = ",\n  ".join(rows)
     return f"{head},\n {json.dumps(key)}: {begin}\n  {body}\n {end}}}\n"
-
-
-def draw(name: str, table: Table, curves: Curves, path: Path) -> None:
-    """Accuracy over rounds, a panel for each column; the published number stands at the right.
-
-    Nothing is drawn of a column whose measure is no point of a curve.
-    """
-    there = [label.split("/") for label in curves]
-    columns = [
-        c for c in table.columns
-        if c in {column for _, column in there} and table.measures(c)[0] in DRAWN
-    ]  # fmt: skip
-    if not columns:
-        return
-    rows = [row for row in table.cells if row in {row for row, _ in there}]
-    sheet = drawing.sheet(f"{name}: lines are ours, points the published numbers",
-                          max(drawing.WIDTH, 3.7 * len(columns)), 4.2)  # fmt: skip
-    panels = sheet.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-    heights: list[float] = []
-    for axes, column in zip(panels, columns, strict=True):
-        drawing.dressed(axes).set(title=column, xlabel="round")
-        for i, row in enumerate(rows):
-            if own := curves.get(f"{row}/{column}"):
-                heights += _line(axes, table, row, own, _colour(i))
-        heights += _published(axes, table, column, rows)
-    low, high = min(heights), max(heights)
-    span = max(high - low, 4)
-    panels[0].set(ylabel="accuracy (%)", ylim=(low - span, high + span / 10))
-    handles = {h.get_label(): h for axes in panels for h in axes.get_legend_handles_labels()[0]}
-    sheet.legend(handles.values(), handles.keys(), loc="outside lower center",
-                 ncols=min(len(handles), 6), frameon=False, fontsize=9)  # fmt: skip
-    sheet.savefig(path, dpi=110)
-
-
-def _colour(row: int) -> str:
-    return drawing.COLOURS[row % len(drawing.COLOURS)]
-
-
-def _line(
-    axes: Axes, table: Table, row: str, own: Mapping[str, Any], colour: str
-) -> Sequence[float]:
-    """The mean over seeds, and where they all lie; the heights of its second half."""
-    each = [dict(zip(one["round"], one[table.reported], strict=True)) for one in own.values()]
-    rounds = sorted(set.intersection(*map(set, each)))
-    values = np.array([[curve[r] for r in rounds] for curve in each])
-    axes.plot(rounds, values.mean(0), color=colour, label=row, linewidth=1.4)
-    axes.fill_between(rounds, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
-    return values[:, len(rounds) // 2 :].ravel().tolist()
-
-
-def _published(axes: Axes, table: Table, column: str, rows: Sequence[str]) -> list[float]:
-    """Side by side behind the end of the curves; their heights."""
-    end, heights = axes.get_xlim()[1], list[float]()
-    for i, row in enumerate(rows):
-        value = table.cells[row].get(column)
-        if value is None:
-            continue
-        mean, std = mean_of(value), 0.0 if isinstance(value, int | float) else value[1]
-        axes.errorbar(end * (1 + 0.03 * i), mean, std, fmt="o", markersize=4, color=_colour(i),
-                      capsize=2, linewidth=1)  # fmt: skip
-        heights += [mean - std, mean + std]
-    return heights

@@ -81,11 +81,22 @@ def test_cells_stand_beside_the_published_ones(folder):
         agreement.beside(folder, TABLES, "paper/table1", ["a", "c"], ["local", "fedrep"])
 
 
+def test_rows_that_were_not_run_are_named(folder):
+    """Local was run in both columns; pFedLA's in b is not published."""
+    assert agreement.not_run(folder, TABLES, "paper/table1", ["a", "b"]) == []
+    write(folder, cell("local", "a", [41.0], 60))
+    assert agreement.not_run(folder, TABLES, "paper/table1", ["a"]) == ["fedavg", "pfedla"]
+    assert agreement.not_run(folder, TABLES, "paper/table1", ["b"]) == ["fedavg", "local"]
+
+
 def test_what_is_wrong_is_one_line(tmp_path):
     with pytest.raises(UsageError, match=r"has no cells.json"):
         agreement.summary(tmp_path, TABLES)
     write(tmp_path, cell("pfedlo", "a", [1.0], 60))
     with pytest.raises(UsageError, match=r"cells.json: no table has a cell paper/table1/pfedlo/a"):
+        agreement.summary(tmp_path, TABLES)
+    write(tmp_path, cell("local", "a", [41.0], 60), cell("local", "a", [40.0], 600))
+    with pytest.raises(UsageError, match=r"cells.json: paper/table1/local/a is there twice"):
         agreement.summary(tmp_path, TABLES)
     write(tmp_path, cell("local", "b", [70.0], 600))
     with pytest.raises(UsageError, match=r"cells.json has no cell with a published spread"):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments import reproduce
-from experiments.papers import agreement, record
+from experiments.papers import agreement, picture, record
 from experiments.papers.tables import TABLES
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
@@ -89,7 +89,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
         "megabytes": 25.0,
     }
     assert whole["curves"]["local/cifar10-n10"]["2"]["commit"] == "unknown"
-    assert (results / "pfedla-table1-full.png").stat().st_size > 10_000
+    assert (results / "pfedla-table1-full.png").is_file()
     assert agreement.summary(results, TABLE).startswith("0 of 2 cells agree")
 
     # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
@@ -127,6 +127,55 @@ def test_one_run_is_kept_in_all_of_its_cells(tmp_path, results):
     ]
 
 
+def test_the_picture_has_what_is_measured_and_what_is_published():
+    """Lines are means over seeds; Local's two evaluations in common are at rounds 5 and 10."""
+    curves = {
+        "local/cifar10-n10": {
+            "0": {"round": [5, 10], "before": [30.0, 60.0], "after": [1.0, 1.0]},
+            "1": {"round": [2, 5, 10], "before": [9.0, 40.0, 70.0], "after": [1.0, 1.0, 1.0]},
+        },
+        "pfedla/cifar10-n10": {"0": {"round": [10], "before": [65.0], "after": [1.0]}},
+        "local/emnist-n10": {"0": {"round": [10], "before": [90.0], "after": [1.0]}},
+    }
+    sheet = picture.picture(NAME, TABLE[NAME], curves)
+    emnist, cifar = sheet.axes
+    assert [axes.get_title() for axes in sheet.axes] == ["emnist-n10", "cifar10-n10"]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in cifar.lines[:2]}
+    assert lines == {"local": [[5, 35], [10, 65]], "pfedla": [[10, 65]]}
+    (local, pfedla), (alone,) = cifar.containers, emnist.containers
+    heights = [line[0].get_ydata().tolist() for line in (local, pfedla, alone)]
+    assert heights == [[59.44], [61.43], [89.01]]
+    assert local[0].get_color() == alone[0].get_color() != pfedla[0].get_color()
+    low, high = cifar.get_ylim()
+    assert low < 58.9  # what is published and ours at the end are inside
+    assert high > 90
+    assert [text.get_text() for text in sheet.legends[0].get_texts()] == ["local", "pfedla"]
+
+
+def test_what_is_no_accuracy_has_no_panel():
+    bytes_alone = {"k=0/emnist-MiB": {"0": {"round": [10], "before": [65.0]}}}
+    table = TABLES["pfedla/table3"]
+    assert picture.picture("pfedla/table3", table, bytes_alone) is None
+    both = {**bytes_alone, "k=0/emnist-accuracy": bytes_alone["k=0/emnist-MiB"]}
+    (axes,) = picture.picture("pfedla/table3", table, both).axes
+    assert axes.get_title() == "emnist-accuracy"
+
+
+def test_what_a_method_observes_is_kept_where_all_evaluations_have_it(tmp_path, results):
+    """What a later state of the library began to observe in the same run is left out."""
+    run = there(tmp_path / "runs", "pfedla", 0.8)
+    first, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    first["observed"] = {"one_hot": 0.5, "peers": {"conv1": 3.21}}
+    last["observed"] = {"one_hot": 1.0, "peers": {"conv1": 1.0}, "moved": 2.0}
+    (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+    record.record(TABLE, tmp_path / "runs", results)
+    whole = json.loads((results / "pfedla-table1-full.json").read_text())
+    curve = whole["curves"]["pfedla/cifar10-n10"]["0"]
+    assert curve["one_hot"] == [0.5, 1.0]
+    assert curve["peers"] == {"conv1": [3.21, 1.0]}
+    assert "moved" not in curve
+
+
 def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):
     there(tmp_path / "runs", "local", 0.6, finished=False)
     with pytest.raises(UsageError, match="runs has no finished run of a published cell"):
@@ -135,6 +184,10 @@ def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):
     there(tmp_path / "runs" / "b", "local", 0.6)
     with pytest.raises(UsageError, match=r"nowhere has no cells\.json: work in a checkout"):
         record.record(TABLE, tmp_path / "runs", tmp_path / "nowhere")
+    (results / "pfedla-table1-full.png").mkdir()
+    with pytest.raises(UsageError, match="results cannot be written"):
+        record.record(TABLE, tmp_path / "runs", results)
+    assert cells(results)[0] == {}
 
 
 def test_the_command_names_what_it_keeps(monkeypatch, capsys):

@@ -1,0 +1,74 @@
+"""Curves of a published table's cells, drawn beside the published numbers."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.papers.table import Table, accuracy, after, best, mean_of
+from fedjax_pfl.report import drawing
+
+Curves = dict[str, dict[str, Any]]  # by "row/column" and seed
+ON_CURVES = (accuracy, after, best)  # measures that are points of the curves
+
+
+def picture(name: str, table: Table, curves: Curves) -> Figure | None:
+    """Accuracy over rounds, a panel for each column; the published numbers stand at its right.
+
+    A column whose measure is no point of a curve has no panel; where none has one there is no
+    picture.
+    """
+    labels = [tuple(label.split("/")) for label in curves]
+    columns = [
+        one
+        for one in table.columns
+        if table.measures(one)[0] in ON_CURVES and any(column == one for _, column in labels)
+    ]
+    if not columns:
+        return None
+    there = [row for row in table.cells if any((row, one) in labels for one in columns)]
+    colours = {row: drawing.COLOURS[i % len(drawing.COLOURS)] for i, row in enumerate(there)}
+    width = max(drawing.WIDTH, 3.7 * len(columns))
+    sheet = drawing.sheet(f"{name}: lines are ours, points the published numbers", width, 4.2)
+    panels = sheet.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    heights: list[float] = []
+    for axes, column in zip(panels, columns, strict=True):
+        drawing.dressed(axes).set(title=column, xlabel="round")
+        rows = [row for row in there if (row, column) in labels]
+        for row in rows:
+            own = curves[f"{row}/{column}"]
+            heights += _line(axes, own, table.reported, row, colours[row])
+        end = axes.get_xlim()[1]
+        for i, row in enumerate(rows):
+            heights += _point(axes, table, (row, column), end * (1 + 0.03 * i), colours[row])
+    low, high = min(heights), max(heights)
+    span = max(high - low, 4)  # points below which the beginning is cut off
+    panels[0].set(ylabel="accuracy (%)", ylim=(low - span, high + span / 10))
+    lines = {line.get_label(): line for axes in panels for line in axes.lines}
+    handles, few = [lines[row] for row in there], min(len(there), 6)
+    sheet.legend(handles, there, loc="outside lower center", ncols=few, frameon=False, fontsize=9)
+    return sheet
+
+
+def _line(axes: Axes, own: Mapping[str, Any], stage: str, row: str, colour: str) -> Sequence[float]:
+    """The mean over seeds, and where they all lie; the heights of its second half."""
+    each = [dict(zip(one["round"], one[stage], strict=True)) for one in own.values()]
+    rounds = sorted(set.intersection(*map(set, each)))
+    values = np.array([[curve[r] for r in rounds] for curve in each])
+    axes.plot(rounds, values.mean(0), color=colour, label=row, linewidth=1.4)
+    axes.fill_between(rounds, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
+    return values[:, len(rounds) // 2 :].ravel().tolist()
+
+
+def _point(
+    axes: Axes, table: Table, cell: tuple[str, str], place: float, colour: str
+) -> list[float]:
+    """The published mean and its deviation; their heights."""
+    value = table.cells[cell[0]].get(cell[1])
+    if value is None:
+        return []
+    mean, std = mean_of(value), 0.0 if isinstance(value, int | float) else value[1]
+    axes.errorbar(place, mean, std, fmt="o", markersize=4, color=colour, capsize=2, linewidth=1)
+    return [mean - std, mean + std]
