@@ -95,9 +95,10 @@ def test_a_run_of_a_checkout_names_its_commit(tmp_path, monkeypatch):
 
     assert made("no_checkout") is None
     git("init")
-    assert made("not_in_it") is None
+    git("commit", "--allow-empty", "-m", "somebody's own")
+    assert made("not_of_it") is None
     git("add", here.name)
-    git("commit", "-m", "first")
+    git("commit", "-m", "ours")
     commit = git("rev-parse", "--short", "HEAD")
     assert made("in_it") == commit
     here.write_text("2")
