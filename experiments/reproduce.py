@@ -291,6 +291,8 @@ def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator
         yield f"Not the published settings: {'; '.join(changed)}."
     elif ran:
         yield "The settings are the published ones; ours where the paper is silent."
+    if live := dict.fromkeys(one.cell.row for one in ran if one.cell.row in table.live):
+        yield f"Not in the paper: {', '.join(live)}, in this library's form, which stays alive."
     if not all(_same_data(table, one) for one in ran):
         yield "There is no gap where other data stand in for a column's own."
     if left := dict.fromkeys(one.cell.column for one in plan if one.remark == LEFT_OUT):

@@ -75,13 +75,12 @@ def load(folder: Path) -> dict[str, Any]:
 
 def _ran(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> Ran:
     table, row, column = cell["table"], cell["row"], cell["column"]
-    try:
-        there = tables[table].cells[row][column]
-    except KeyError:
-        raise UsageError(f"{CELLS}: no table has a cell {table}/{row}/{column}") from None
+    own = tables.get(table)
+    if own is None or row not in own.rows or column not in own.columns:
+        raise UsageError(f"{CELLS}: no table has a cell {table}/{row}/{column}")
     ours, second = cell["ours"].values(), cell.get("beside", {}).values()
     lengths = cell["rounds"], cell["published_rounds"]
-    return Ran(table, row, column, there, list(ours), list(second), *lengths)
+    return Ran(table, row, column, own.published(row, column), list(ours), list(second), *lengths)
 
 
 def _of(cells: Sequence[Ran]) -> str:
@@ -136,7 +135,7 @@ def beside(
     rows: which of them; all where none is named.
     """
     cells = {(one.row, one.column): one for one in read(folder, tables) if one.table == table}
-    every = product(rows or tables[table].cells, columns)
+    every = product(rows or tables[table].rows, columns)
     chosen = [cells[name] for name in every if name in cells]
     there = {word for one in chosen for word in (one.row, one.column)}
     if missing := [word for word in (*rows, *columns) if word not in there]:

@@ -28,7 +28,7 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     ]
     if not columns:
         return None
-    there = [row for row in table.cells if any((row, one) in labels for one in columns)]
+    there = [row for row in table.rows if any((row, one) in labels for one in columns)]
     colours = {row: drawing.COLOURS[i % len(drawing.COLOURS)] for i, row in enumerate(there)}
     width = max(drawing.WIDTH, 3.7 * len(columns))
     sheet = drawing.sheet(f"{name}: lines are ours, points the published numbers", width, 4.2)
@@ -66,7 +66,7 @@ def _point(
     axes: Axes, table: Table, cell: tuple[str, str], place: float, colour: str
 ) -> list[float]:
     """The published mean and its deviation; their heights."""
-    value = table.cells[cell[0]].get(cell[1])
+    value = table.published(*cell)
     if value is None:
         return []
     mean, std = mean_of(value), 0.0 if isinstance(value, int | float) else value[1]

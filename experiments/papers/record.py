@@ -127,7 +127,7 @@ def _by_seed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(run: run_reader.Run) -> dict[str, Any]:
-    """What a run brought at each evaluation, and what is said of it as a whole."""
+    """What a run brought at each evaluation, null where nothing; and what is said of the whole."""
     lines = run.metrics
     curve: dict[str, Any] = {key: run.made.get(key, "unknown") for key in ("commit", "versions")}
     curve["round"] = [line["round"] for line in lines]
@@ -136,12 +136,11 @@ def _curve(run: run_reader.Run) -> dict[str, Any]:
             curve[stage] = [round(100 * line[stage]["accuracy_mean"], 2) for line in lines]
     seen = [line.get("observed") or {} for line in lines]
     for word, value in seen[-1].items():
-        if not all(word in one for one in seen):
-            continue  # a later state of the library began to observe it
+        each = [one.get(word) for one in seen]
         if isinstance(value, Mapping):
-            curve[word] = {name: [round(one[word][name], 3) for one in seen] for name in value}
+            curve[word] = {name: [one and round(one[name], 3) for one in each] for name in value}
         else:
-            curve[word] = [round(one[word], 4) for one in seen]
+            curve[word] = [None if one is None else round(one, 4) for one in each]
     whole = {"best_round": lines[-1].get("best_round"), "megabytes": round(moved(run) / 1e6, 1)}
     return curve | whole
 

@@ -32,7 +32,7 @@ class Quick(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table of a paper. Its columns differ in data, its rows in the method."""
+    """A table of a paper, and rows of ours. Columns differ in data, rows in the method."""
 
     about: str  # the paper, and what its numbers are
     ours: str  # what ours are, and the number shown beside them
@@ -45,6 +45,7 @@ class Table(NamedTuple):
     beside: str  # the name of the second
     quick: Quick
     impossible: Callable[[ConfigDict], str] = _possible  # why a cell cannot be run
+    live: Sequence[str] = ()  # rows that no paper has: methods as this library keeps them alive
 
     @property
     def reported(self) -> str:
@@ -55,6 +56,15 @@ class Table(NamedTuple):
     def columns(self) -> list[str]:
         """In the order in which they first appear."""
         return list(dict.fromkeys(column for row in self.cells.values() for column in row))
+
+    @property
+    def rows(self) -> list[str]:
+        """The paper's, and ours."""
+        return [*self.cells, *self.live]
+
+    def published(self, row: str, column: str) -> Published:
+        """The paper's number, where it has one."""
+        return self.cells.get(row, {}).get(column)
 
 
 class Cell(NamedTuple):
@@ -68,11 +78,16 @@ class Cell(NamedTuple):
 def cells_of(table: Table) -> list[Cell]:
     """All cells of a table, column by column."""
     return [
-        Cell(row, column, cells[column])
+        Cell(row, column, table.published(row, column))
         for column in table.columns
-        for row, cells in table.cells.items()
-        if column in cells
+        for row in table.rows
     ]
+
+
+def in_form(method: str) -> str:
+    """A row as words of a preset: one of the paper in the paper's form, a live one in ours."""
+    live = method.endswith("-live")
+    return method.removesuffix("-live") if live else f"{method}-published"
 
 
 def published(paper: str) -> dict[str, Any]:

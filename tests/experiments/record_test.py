@@ -50,12 +50,15 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     there(runs / "d", "pfedla", 0.1, rounds=(5,), seed=1)  # shorter
     there(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
     there(runs / "f", "fedrep", 0.1, finished=False)
+    there(runs / "g", "pfedla-live", 0.9)  # a row that the paper has not
     said = record.record(TABLE, runs, results)
     assert said == [
         f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 2",
         f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0",
+        f"{NAME} pfedla-live/cifar10-n10: 10 rounds, seeds 0",
     ]
     kept, lines = cells(results)
+    assert kept.pop("pfedla-live")["ours"] == {"0": 90.0}
     assert kept == {
         "local": {
             "table": NAME,
@@ -76,7 +79,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
             "published_rounds": 600,
         },
     }
-    assert len(lines) == 5  # one for each cell, and three around them
+    assert len(lines) == 6  # one for each cell, and three around them
     whole = json.loads((results / "pfedla-table1-full.json").read_text())
     curve = whole["curves"]["local/cifar10-n10"]["0"]
     assert curve == {
@@ -90,7 +93,10 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     }
     assert whole["curves"]["local/cifar10-n10"]["2"]["commit"] == "unknown"
     assert (results / "pfedla-table1-full.png").is_file()
-    assert agreement.summary(results, TABLE).startswith("0 of 2 cells agree")
+    assert agreement.summary(results, TABLE).startswith("0 of 2 cells agree")  # of the paper's
+    (beside,) = agreement.beside(results, TABLE, NAME, ["cifar10-n10"], ["pfedla-live"])
+    assert beside.rows == [["pfedla-live", "-", "90.00", "95.00", "1", "10 of 600", "-"]]
+    assert "pfedla-live" not in agreement.not_run(results, TABLE, NAME, ["emnist-n10"])
 
     # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
     later = tmp_path / "later"
@@ -108,6 +114,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert {label: [*own] for label, own in curves.items()} == {
         "local/cifar10-n10": ["0", "1", "2"],
         "pfedla/cifar10-n10": ["1"],
+        "pfedla-live/cifar10-n10": ["0"],
     }
     assert f"{NAME} pfedla/cifar10-n10: left out, 30 rounds are there" in record.record(
         TABLE, runs, results
@@ -161,19 +168,21 @@ def test_what_is_no_accuracy_has_no_panel():
     assert axes.get_title() == "emnist-accuracy"
 
 
-def test_what_a_method_observes_is_kept_where_all_evaluations_have_it(tmp_path, results):
-    """What a later state of the library began to observe in the same run is left out."""
+def test_what_a_method_observes_is_kept_and_null_where_it_did_not(tmp_path, results):
+    """No row has moved at a first evaluation, which has nothing before it."""
     run = there(tmp_path / "runs", "pfedla", 0.8)
     first, last = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     first["observed"] = {"one_hot": 0.5, "peers": {"conv1": 3.21}}
-    last["observed"] = {"one_hot": 1.0, "peers": {"conv1": 1.0}, "moved": 2.0}
+    last["observed"] = {"one_hot": 1.0, "peers": {"conv1": 1.0}, "moving": 0.0}
+    last["observed"]["rank"] = {"fc1": 0.25}
     (run / "metrics.jsonl").write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
     record.record(TABLE, tmp_path / "runs", results)
     whole = json.loads((results / "pfedla-table1-full.json").read_text())
     curve = whole["curves"]["pfedla/cifar10-n10"]["0"]
     assert curve["one_hot"] == [0.5, 1.0]
     assert curve["peers"] == {"conv1": [3.21, 1.0]}
-    assert "moved" not in curve
+    assert curve["moving"] == [None, 0.0]
+    assert curve["rank"] == {"fc1": [None, 0.25]}
 
 
 def test_nothing_is_written_where_nothing_has_finished(tmp_path, results):

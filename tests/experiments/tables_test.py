@@ -135,6 +135,29 @@ def test_parts_of_the_published_settings():
     assert (first["rounds"], second["rounds"]) == (20, 40)
 
 
+@pytest.mark.parametrize(
+    ("name", "cell", "published", "live"),
+    [
+        ("pfedla/table1", "pfedla/emnist-n10", {"step": "scaled"}, {"step": "held_out"}),
+        ("pfedla/table2", "heurpfedla/cifar10-n10", {"k": 1, "refresh": 0}, {"k": 1, "refresh": 4}),
+        ("pfedhn/table1", "pfedhn/cifar10-n50", {"normalize": False}, {"normalize": True}),
+        ("pfedhn/table3", "pfedhn_pc/mnist-n10", {"depth": 1}, {"depth": 1, "embedding_rate": 100}),
+        ("fedmn/table2", "fedmn/emnist", {"encoders": "always"}, {"encoders": "fetched"}),
+        ("factorized_fl/table1", "beta/domains-food", {"compare": "v"}, {"compare": "moved"}),
+        ("factorized_fl/table1", "alpha/cifar10-iid", {"penalty": 5e-4}, {"penalty": 0}),
+    ],
+)
+def test_rows_of_the_paper_are_in_its_form_and_live_ones_in_ours(name, cell, published, live):
+    row, column = cell.split("/")
+    assert f"{row}-live" in TABLES[name].live
+    for config, wanted in (
+        (settings(name, cell), published),
+        (settings(name, f"{row}-live/{column}"), live),
+    ):
+        own = config[config.algorithm]
+        assert {key: own[key] for key in wanted} == wanted
+
+
 def test_measures_by_hand():
     """A fifth of ten clients is a domain, and a third of them a size."""
     metrics = [

@@ -14,6 +14,7 @@ from experiments.papers.table import (
     accuracy,
     after,
     among,
+    in_form,
     moved,
     published,
 )
@@ -39,8 +40,8 @@ DOMAINS = ("household", "food", "trees_flowers", "transport", "animals")
 
 def settings(method: str, setting: str, dataset: str, rounds: int | None) -> ConfigDict:
     """A preset's words without the dataset, and a row."""
-    config = presets.get_config(f"{dataset}-{setting}-{method}")
-    config.update(ROWS[method])
+    config = presets.get_config(f"{dataset}-{setting}-{in_form(method)}")
+    config.update(ROWS.get(method, {}))
     config.rounds = rounds or config.rounds
     return config
 
@@ -91,5 +92,6 @@ TABLES = {
         _measures,
         "before",
         Quick(("cifar10-permuted-noniid",), 10),
+        live=("alpha-live", "beta-live"),
     ),
 }

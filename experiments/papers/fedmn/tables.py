@@ -3,15 +3,15 @@
 from ml_collections import ConfigDict
 
 from experiments.papers.fedmn import presets as presets
-from experiments.papers.table import Quick, Table, accuracy, published
+from experiments.papers.table import Quick, Table, accuracy, in_form, published
 
 PUBLISHED = published("fedmn")
 
 
 def settings(method: str, dataset: str, rounds: int | None) -> ConfigDict:
-    """A preset of a dataset; FedMN as published, a third of the rounds its pre-training."""
-    config = presets.get_config(f"{dataset}-{method}-published")
-    if rounds and method == "fedmn":
+    """A preset of a dataset; FedMN's pre-training is a third of the rounds."""
+    config = presets.get_config(f"{dataset}-{in_form(method)}")
+    if rounds and config.algorithm == "fedmn":
         first = rounds // 3
         early, late = {"algorithm": "fedavg", "rounds": first}, {"rounds": rounds - first}
         config.phases = (early, late) if first else ()
@@ -30,5 +30,6 @@ TABLES = {
         lambda column: (accuracy, None),
         "",
         Quick(("cifar10",), 30),
+        live=("fedmn-live",),
     ),
 }

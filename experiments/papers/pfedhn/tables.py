@@ -84,12 +84,15 @@ def _table(
     )
 
 
+_LIVE = ("pfedhn-live", "pfedhn_pc-live")
 _SIZED = ("cifar10-S", "cifar10-M", "cifar10-L")
 TABLES = {
-    "table1": _table("table1", "eight methods", _plain, ("cifar10-n10",)),
+    "table1": _table("table1", "eight methods", _plain, ("cifar10-n10",))._replace(live=_LIVE),
     "table2": _table("table2", "clients of three sizes", _sizes, _SIZED)._replace(
         ours=f"{_OURS}, of the clients of a size", measures=_size
     ),
-    "table3": _table("table3", "one hidden layer", _plain, ("mnist-n10",), {"mnist": _STEPS}),
+    "table3": _table(
+        "table3", "one hidden layer", _plain, ("mnist-n10",), {"mnist": _STEPS}
+    )._replace(live=_LIVE),
     "table4": _table("table4", "spectral normalisation", _spectral, ("cifar10-n10",)),
 }

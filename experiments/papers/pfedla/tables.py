@@ -12,6 +12,8 @@ from experiments.papers.table import Published, Quick, Table, accuracy, after, m
 CHANGES: dict[str, dict[str, Any]] = {
     "pfedla": {"pfedla": presets.PUBLISHED_FORM},
     "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1, **presets.PUBLISHED_FORM}},
+    "pfedla-live": {"algorithm": "pfedla"},
+    "heurpfedla-live": {"algorithm": "pfedla", "pfedla": {"k": 1}},
     # FedFomo weighs its peers on validation examples, a fifth of what others train on.
     "fedfomo": {"validation_fraction": 0.14},
     # The others' ten epochs, half for the head and half for the body.
@@ -98,6 +100,7 @@ TABLES = {
             "after",
             Quick(("cifar10-n10",), _ROUNDS, _LIGHT, _shrink),
             _without_batch_norm,
+            live=("pfedla-live", "heurpfedla-live"),
         )
         for name, what in (
             ("table1", "a few random classes per client"),
