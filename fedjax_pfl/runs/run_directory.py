@@ -219,19 +219,22 @@ def read_observations(directory: Path, until: int, *, only_read: bool = False) -
 
 
 def write_made(directory: Path) -> None:
-    """made.json: the command, the versions and the date, of when the run began."""
-    path = directory / run_reader.MADE
-    if path.exists():
-        return
+    """made.json: when and by what command a run began, and every state of the software it had."""
     packages = ("fedjax_pfl", "jax", "flax", "optax", "numpy")
     versions = []
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
-    began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     python = ".".join(map(str, sys.version_info[:3]))
-    content = {"began": began, "command": _command(), "versions": ", ".join(versions)}
-    write_json(path, content | {"python": python} | _commit())
+    states = {"versions": ", ".join(versions), "python": python} | _commit()
+    path = directory / run_reader.MADE
+    if not path.exists():
+        began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+        write_json(path, {"began": began, "command": _command()} | states)
+    elif there := run_reader.read_made(directory):
+        later = {key: there.get(key, "unknown") for key in states}
+        later |= {k: f"{later[k]}; then {v}" for k, v in states.items() if not later[k].endswith(v)}
+        write_json(path, there | later)
 
 
 def _commit() -> dict[str, str]:

@@ -188,7 +188,6 @@ def run_points(
                 run_directory.claimed(directory, member.config, fixed)
             )
             with member.writing():
-                run_directory.write_made(directory)
                 run_directory.write_examples(directory, facts)
                 run_directory.write_plans(directory, [phase.plan for phase in built.phases])
                 member.store = checkpoints.open_store(directory / "checkpoints")
@@ -213,6 +212,10 @@ def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, R
             states |= zip([member.name], resume(built.of([i]), [member]) or [], strict=True)
             begin(member)
     left = [i for i, member in enumerate(members) if member.at.round < end]
+    for i in left:
+        if directory := members[i].directory:
+            with members[i].writing():
+                run_directory.write_made(directory)
     # What is finished is not computed again, and what has come further does not wait for the rest.
     saved = [set(store.steps()) if (store := members[i].store) else set[int]() for i in left]
     for group in multiprocess.agree(together(saved)):

@@ -82,7 +82,7 @@ def test_a_run_of_a_checkout_names_its_commit(tmp_path, monkeypatch):
     monkeypatch.setattr(run_directory, "__file__", str(here))
 
     def made(name):
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(exist_ok=True)
         run_directory.write_made(tmp_path / name)
         return json.loads((tmp_path / name / "made.json").read_text()).get("commit")
 
@@ -103,5 +103,10 @@ def test_a_run_of_a_checkout_names_its_commit(tmp_path, monkeypatch):
     assert made("in_it") == commit
     here.write_text("2")
     assert made("changed") == f"{commit}-dirty"
+    assert made("in_it") == made("in_it") == f"{commit}; then {commit}-dirty"  # it goes on
+    assert made("no_checkout") == f"unknown; then {commit}-dirty"
+    (tmp_path / "changed" / "made.json").write_text("{")
+    run_directory.write_made(tmp_path / "changed")  # nothing depends on it
+    assert (tmp_path / "changed" / "made.json").read_text() == "{"
     monkeypatch.setenv("PATH", "")
     assert made("no_git") is None
