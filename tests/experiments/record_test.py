@@ -143,6 +143,7 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
         },
         "pfedla/cifar10-n10": {"0": {"round": [10], "before": [65.0], "after": [1.0]}},
         "local/emnist-n10": {"0": {"round": [10], "before": [90.0], "after": [1.0]}},
+        "pfedla-live/emnist-n10": {"0": {"round": [10], "before": [91.0], "after": [1.0]}},
     }
     sheet = picture.picture(NAME, TABLE[NAME], curves)
     emnist, cifar = sheet.axes
@@ -156,7 +157,9 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
     low, high = cifar.get_ylim()
     assert low < 58.9  # what is published and ours at the end are inside
     assert high > 90
-    assert [text.get_text() for text in sheet.legends[0].get_texts()] == ["local", "pfedla"]
+    assert emnist.lines[1].get_xydata().tolist() == [[10, 91]]
+    drawn = [text.get_text() for text in sheet.legends[0].get_texts()]
+    assert drawn == ["local", "pfedla", "pfedla-live"]
 
 
 def test_what_is_no_accuracy_has_no_panel():
