@@ -39,6 +39,7 @@ def end(home: str | Path) -> None:
         for pid in left(home):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+        time.sleep(0.1)  # one that is just being started has no environment for a moment
         while left(home) and time.monotonic() < until:
             time.sleep(0.1)
 
