@@ -210,10 +210,6 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
     ]
 
 
-def _label(cell: Cell) -> str:
-    return f"{cell.row}/{cell.column}"
-
-
 def _name(table: str, cell: Cell, seed: int, key: str) -> str:
     """Words to read, and a digest by which other settings have another folder."""
     words = f"{table}-{cell.row}-{cell.column}-s{seed}".replace("/", "-")
@@ -302,7 +298,7 @@ def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator
         )
     without = [place.plan for place in places if place.plan.message and not place.runs]
     for message in dict.fromkeys(one.message for one in without):
-        cells = [_label(one.cell) for one in without if one.message == message]
+        cells = [f"{o.cell.row}/{o.cell.column}" for o in without if o.message == message]
         named = ", ".join(cells) if len(cells) < 4 else f"{len(cells)} cells"
         yield f"{named}: {message}"
 

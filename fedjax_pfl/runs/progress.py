@@ -15,6 +15,11 @@ from fedjax_pfl.runs.run_state import Member
 _NAMED = 8  # clients in a line
 
 
+def named(member: Member, line: str) -> str:
+    """A line for people, which says of which run it is where there are several."""
+    return f"{member.name}: {line}" if member.name else line
+
+
 def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
     """The mean over runs that are computed together; nothing where none was scored."""
     found = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]

@@ -314,11 +314,6 @@ def _state_of(state: PyTree, i: int, members: Sequence[Member]) -> PyTree:
     return state if len(members) == 1 else _row(state, np.int32(i))
 
 
-def _named(member: Member, line: str) -> str:
-    """A line for people, which says of which run it is where there are several."""
-    return f"{member.name}: {line}" if member.name else line
-
-
 def _one_phase(
     built: Built,
     phase: Phase,
@@ -369,7 +364,7 @@ def _one_phase(
                     said += progress.not_finite(built, member, scores)
                     keep(member, shown, line)
                 for one_line in said if multiprocess.lead() else ():
-                    bar.write(_named(member, one_line), file=sys.stderr)
+                    bar.write(progress.named(member, one_line), file=sys.stderr)
             if evaluated:
                 metric, lines = built.task.metrics[0], [member.at.metrics[-1] for member in members]
                 bar.set_postfix({metric.name: progress.score(metric, lines, "before")})
