@@ -64,3 +64,11 @@ def test_no_command_imports_another_papers_tables_or_studies():
         for path in (papers / name).glob("*.py"):
             others = [i for i in imported(path) if i.startswith("experiments.papers.")]
             assert not [i for i in others if i.split(".")[2] in names - {name}], path
+
+
+def test_a_file_is_short_enough_to_be_read_top_to_bottom():
+    folders = ("fedjax_pfl", "experiments", "tests")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    lengths = {str(one.relative_to(ROOT)): len(one.read_text().splitlines()) for one in files}
+    assert len(files) > 400
+    assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
