@@ -8,11 +8,12 @@ import pytest
 
 import fedjax_pfl
 from fedjax_pfl import algorithms
+from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
-from fedjax_pfl.runs import interrupt, progress, runner
+from fedjax_pfl.runs import interrupt, progress, run_state, runner
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
@@ -47,6 +48,12 @@ def test_a_line_of_an_evaluation_to_the_letter():
     assert progress.evaluation(SQUARED_ERROR, [lost], 50) == (
         "round 10 of 50: squared error not finite, 1.23 MB, 12.3 s"
     )
+
+
+def test_a_line_says_of_which_run_it_is_where_there_are_several():
+    for name, said in (("seed=1", "seed=1: no model"), ("", "no model")):
+        member = run_state.Member(name, configuration.default(), {})
+        assert progress.named(member, "no model") == said
 
 
 def test_a_model_of_nan_has_no_score(tmp_path, capfd):
