@@ -17,6 +17,7 @@ ON_CURVES = (accuracy, after, best)  # measures that are points of the curves
 def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     """Accuracy over rounds, a panel for each column; the published numbers stand at its right.
 
+    Columns of one dataset have one scale, as they are to be compared.
     A column whose measure is no point of a curve has no panel; where none has one there is no
     picture.
     """
@@ -32,20 +33,24 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     colours = {row: drawing.COLOURS[i % len(drawing.COLOURS)] for i, row in enumerate(there)}
     width = max(drawing.WIDTH, 3.7 * len(columns))
     sheet = drawing.sheet(f"{name}: lines are ours, points the published numbers", width, 4.2)
-    panels = sheet.subplots(1, len(columns), sharey=True, squeeze=False)[0]
-    heights: list[float] = []
+    panels = sheet.subplots(1, len(columns), squeeze=False)[0]
+    heights: dict[str, list[float]] = {}  # by dataset
     for axes, column in zip(panels, columns, strict=True):
         drawing.dressed(axes).set(title=column, xlabel="round")
         rows = [row for row in there if (row, column) in labels]
+        seen = heights.setdefault(table.dataset(column), [])
         for row in rows:
             own = curves[f"{row}/{column}"]
-            heights += _line(axes, own, table.reported, row, colours[row])
+            seen += _line(axes, own, table.reported, row, colours[row])
         end = axes.get_xlim()[1]
         for i, row in enumerate(rows):
-            heights += _point(axes, table, (row, column), end * (1 + 0.03 * i), colours[row])
-    low, high = min(heights), max(heights)
-    span = max(high - low, 4)  # points below which the beginning is cut off
-    panels[0].set(ylabel="accuracy (%)", ylim=(low - span, high + span / 10))
+            seen += _point(axes, table, (row, column), end * (1 + 0.03 * i), colours[row])
+    for axes, column in zip(panels, columns, strict=True):
+        seen = heights[table.dataset(column)]
+        low, high = min(seen), max(seen)
+        span = max(high - low, 4)  # points below which the beginning is cut off
+        axes.set_ylim(low - span, high + span / 10)
+    panels[0].set_ylabel("accuracy (%)")
     lines = {line.get_label(): line for axes in panels for line in axes.lines}
     handles, few = [lines[row] for row in there], min(len(there), 6)
     sheet.legend(handles, there, loc="outside lower center", ncols=few, frameon=False, fontsize=9)
@@ -53,13 +58,13 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
 
 
 def _line(axes: Axes, own: Mapping[str, Any], stage: str, row: str, colour: str) -> Sequence[float]:
-    """The mean over seeds, and where they all lie; the heights of its second half."""
+    """The mean over seeds, and where they all lie; the heights of its second half, and its top."""
     each = [dict(zip(one["round"], one[stage], strict=True)) for one in own.values()]
     rounds = sorted(set.intersection(*map(set, each)))
     values = np.array([[curve[r] for r in rounds] for curve in each])
     axes.plot(rounds, values.mean(0), color=colour, label=row, linewidth=1.4)
     axes.fill_between(rounds, values.min(0), values.max(0), color=colour, alpha=0.2, linewidth=0)
-    return values[:, len(rounds) // 2 :].ravel().tolist()
+    return [*values[:, len(rounds) // 2 :].ravel().tolist(), values.max()]
 
 
 def _point(

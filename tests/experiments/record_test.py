@@ -154,12 +154,24 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
     heights = [line[0].get_ydata().tolist() for line in (local, pfedla, alone)]
     assert heights == [[59.44], [61.43], [89.01]]
     assert local[0].get_color() == alone[0].get_color() != pfedla[0].get_color()
-    low, high = cifar.get_ylim()
-    assert low < 58.9  # what is published and ours at the end are inside
-    assert high > 90
+    # What is published and ours at the end are inside: 59.04 to 70, and 88.54 to 91.
+    assert cifar.get_ylim() == pytest.approx((59.04 - 10.96, 70 + 1.096))
+    assert emnist.get_ylim() == pytest.approx((88.54 - 4, 91 + 0.4))
     assert emnist.lines[1].get_xydata().tolist() == [[10, 91]]
     drawn = [text.get_text() for text in sheet.legends[0].get_texts()]
     assert drawn == ["local", "pfedla", "pfedla-live"]
+
+
+def test_panels_of_one_dataset_have_one_scale():
+    """Published for ten and for a hundred clients: 89.01 ± .47 and 91.25 ± .18.
+
+    A beginning is cut off where it is far below the end, and not where it is above it.
+    """
+    own = {"0": {"round": [2, 3, 5, 10], "before": [10.0, 95.0, 90.0, 90.0], "after": [1.0] * 4}}
+    curves = {f"local/{column}": own for column in ("emnist-n10", "emnist-n100", "cifar10-n10")}
+    ten, hundred, cifar = picture.picture(NAME, TABLE[NAME], curves).axes
+    assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((88.54 - 6.46, 95 + 0.646))
+    assert cifar.get_ylim() != ten.get_ylim()
 
 
 def test_what_is_no_accuracy_has_no_panel():
