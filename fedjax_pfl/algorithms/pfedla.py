@@ -10,8 +10,8 @@ stored model of client j, ψ_i the hypernetwork of client i (its embedding v_i i
 
 The paper leaves α's normalisation and η open; public re-implementations take relu(x)/Σ, this step
 ("plain") and η = .005: α stays uniform. With step="scaled" Δθ_i^l is divided by its squared norm.
-Both follow training, along which a client's own last model lies, and nearly all rows of α run to it:
-Local, but for small layers, which may end as another client's.
+Both follow training, along which a client's own last model lies, and nearly all rows of α run to
+it: Local, but for small layers, which may end as another client's.
 
 With step="held_out" a client leaves a fold of its examples out of a round's training, another one
 each round, and also uploads g_i, the gradient of the loss on it at θ̄_i, so that it weighs models by
