@@ -34,22 +34,25 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     width = max(drawing.WIDTH, 3.7 * len(columns))
     sheet = drawing.sheet(f"{name}: lines are ours, points the published numbers", width, 4.2)
     panels = sheet.subplots(1, len(columns), squeeze=False)[0]
-    heights: dict[str, list[float]] = {}  # by dataset
+    heights: dict[str, list[float]] = {}  # by dataset, as the panels
+    alike: dict[str, list[Axes]] = {}
     for axes, column in zip(panels, columns, strict=True):
         drawing.dressed(axes).set(title=column, xlabel="round")
         rows = [row for row in there if (row, column) in labels]
         seen = heights.setdefault(table.dataset(column), [])
+        alike.setdefault(table.dataset(column), []).append(axes)
         for row in rows:
             own = curves[f"{row}/{column}"]
             seen += _line(axes, own, table.reported, row, colours[row])
         end = axes.get_xlim()[1]
         for i, row in enumerate(rows):
             seen += _point(axes, table, (row, column), end * (1 + 0.03 * i), colours[row])
-    for axes, column in zip(panels, columns, strict=True):
-        seen = heights[table.dataset(column)]
+    for dataset, seen in heights.items():
         low, high = min(seen), max(seen)
         span = max(high - low, 4)  # points below which the beginning is cut off
-        axes.set_ylim(low - span, high + span / 10)
+        lowest = min(axes.dataLim.y0 for axes in alike[dataset])
+        for axes in alike[dataset]:
+            axes.set_ylim(max(low - span, lowest - span / 10), high + span / 10)
     panels[0].set_ylabel("accuracy (%)")
     lines = {line.get_label(): line for axes in panels for line in axes.lines}
     handles, few = [lines[row] for row in there], min(len(there), 6)
