@@ -173,6 +173,12 @@ def test_panels_of_one_dataset_have_one_scale():
     ten, hundred, cifar = picture.picture(NAME, TABLE[NAME], curves).axes
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((88.54 - 6.46, 95 + 0.646))
     assert cifar.get_ylim() != ten.get_ylim()
+    # Nor is there room below the lowest of all that is drawn for the dataset, 87 at the beginning.
+    level = {"0": {"round": [2, 3, 5, 10], "before": [90.0] * 4}}
+    below = {"0": {"round": [2, 3, 5, 10], "before": [87.0, 90.0, 90.0, 90.0]}}
+    curves = {"local/emnist-n10": level, "local/emnist-n100": below}
+    ten, hundred = picture.picture(NAME, TABLE[NAME], curves).axes
+    assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((87 - 0.4, 91.43 + 0.4))
 
 
 def test_what_is_no_accuracy_has_no_panel():
