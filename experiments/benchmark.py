@@ -28,15 +28,16 @@ import jax
 from absl import flags
 
 from experiments.launch import command, prepare_devices
-from experiments.speed import picture, rivals, turns, work
+from experiments.speed import layouts, picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 
 COMPILE = "compile"  # the item that only compiles
-FEW, MANY = "lenet-10", ("lenet-100", "lenet-1000")  # a client step is to take as long
-_ITEMS = (*work.WORKS, COMPILE)
+LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # compare ours with ours
+FEW, MANY = "lenet-10", ("lenet-100", "lenet-1000", "seeds-8")  # a client step is to take as long
+_ITEMS = (*work.WORKS, *LAYOUTS, COMPILE)
 
 
 def listing() -> str:
@@ -46,8 +47,11 @@ def listing() -> str:
         who = [
             rival.name for rival in (rivals.TORCH, *rivals.RIVALS.values()) if name in rival.items
         ]
-        lines.append(f"{name:11} {item.about}\n{'':11} beside {', '.join(who)}")
-    lines.append(f"{COMPILE:11} the default configurations of {', '.join(work.DEFAULTS)}, compiled")
+        beside = f"\n{'':15} beside {', '.join(who)}" if who else ""
+        lines.append(f"{name:15} {item.about}{beside}")
+    for name, network in LAYOUTS.items():
+        lines.append(f"{name:15} {network} with every lowering, chunk and precision of ours")
+    lines.append(f"{COMPILE:15} the default configurations of {', '.join(work.DEFAULTS)}, compiled")
     return "\n".join(lines)
 
 
@@ -111,6 +115,7 @@ def measured(
         "algorithm": item.algorithm,
         "clients": item.clients,
         "cohort": item.cohort,
+        "seeds": item.seeds,
         "client_steps": steps,
         "batch": item.batch,
         "parameters": mine.parameters,
@@ -175,7 +180,7 @@ def before(path: str | None) -> dict[str, Any]:
         raise UsageError(f"--add: {path} was measured on another machine; give another --out")
     items = {name: {**item, **with_what[name]} for name, item in kept["items"].items()}
     compiled = {**found.get("compile", {}), **with_what.get(COMPILE, {})}
-    return {**kept, "items": items, "compile": compiled}
+    return {**kept, "items": items, "compile": compiled, "layouts": found.get("layouts", {})}
 
 
 def _with_what(whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -185,6 +190,7 @@ def _with_what(whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     every = dict(whole["items"])
     if whole["compile_seconds"]:
         every[COMPILE] = whole.get("compile", {})
+    every |= {f"layouts-{network}": own for network, own in whole.get("layouts", {}).items()}
     return {
         name: {key: item.get(key, value) for key, value in usual.items()}
         for name, item in every.items()
@@ -221,6 +227,7 @@ def main(argv: Sequence[str]) -> None:
     old = before(given.out) if given.add else {}
     items, compiled = dict(old.get("items", {})), dict(old.get("compile_seconds", {}))
     compiled_with, now = old.get("compile", {}), told(given.note)
+    laid = dict(old.get("layouts", {}))
     about = {
         "machine": machine(),
         "flops": "by formula: products of convolutions and fully connected layers",
@@ -231,6 +238,10 @@ def main(argv: Sequence[str]) -> None:
             others = [work.others()]
             compiled = {key: round(work.compile_seconds(key), 1) for key in work.DEFAULTS}
             compiled_with = {**now, "cores_of_others": [*others, work.others()]}
+        elif name in LAYOUTS:
+            others, network = [work.others()], LAYOUTS[name]
+            own = layouts.measured(network, layouts.SIZES[network], given.repeats)
+            laid[network] = {**own, **now, "cores_of_others": [*others, work.others()]}
         else:
             everyone = {"torch": rivals.TORCH, **rivals.RIVALS}
             able = {key: how for key, how in commands.items() if name in everyone[key].items}
@@ -249,12 +260,13 @@ def main(argv: Sequence[str]) -> None:
         # Written after each item, so that a long measurement that is cut leaves what it has.
         ordered = {name: items[name] for name in _ITEMS if name in items}
         whole = {**about, "items": ordered, "compile_seconds": compiled, "compile": compiled_with}
+        whole |= {"layouts": laid} if laid else {}
         if given.out:
             Path(given.out).write_text(json.dumps(whole, indent=1) + "\n")
     print(report(whole))
     if given.picture and (points := turns.curve(items)):
         drawn = {name: item for name, item in items.items() if name.startswith("lenet-")}
-        under = conditions({**whole, "items": drawn, "compile_seconds": {}})
+        under = conditions({**whole, "items": drawn, "compile_seconds": {}, "layouts": {}})
         picture.draw(points, rivals.NAMES, under).savefig(given.picture, dpi=110)
 
 
@@ -296,6 +308,8 @@ def report(whole: Mapping[str, Any]) -> str:
     lines = []
     if whole["items"]:
         lines += [text_tables.text([turns.table(whole["items"], rivals.NAMES)]), ""]
+    if laid := whole.get("layouts"):
+        lines += [text_tables.text([layouts.table(laid)]), ""]
     if whole["compile_seconds"]:
         said = ", ".join(f"{key} {value} s" for key, value in whole["compile_seconds"].items())
         lines.append(f"To compile the default configurations, nothing kept: {said}.")

@@ -20,6 +20,7 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.engine import execution_plan
+from fedjax_pfl.runs import points
 from fedjax_pfl.runs.build import build
 
 SHAPE = (32, 32, 3)
@@ -40,6 +41,7 @@ class Work(NamedTuple):
     batch: int = 32
     rate: float = 0.01
     rounds: int = 1
+    seeds: int = 1  # in one program
     algorithm: str = "fedavg"
     settings: Mapping[str, Any] = {}  # others of ours
 
@@ -47,7 +49,7 @@ class Work(NamedTuple):
     def client_steps(self) -> int:
         """Gradient steps on clients, in all."""
         steps = self.local_steps or self.epochs * -(-self.examples // self.batch)
-        return self.rounds * self.cohort * steps
+        return self.seeds * self.rounds * self.cohort * steps
 
     def spec(self, parameters: int) -> dict[str, Any]:
         """What a rival is told."""
@@ -74,6 +76,16 @@ WORKS = {
         algorithm="pfedla",
         settings={"pfedla": {"step": "scaled"}},
     ),
+    "pfedla-1000": Work(
+        "pFedLA on LeNet, a round of 1,000 clients x 20 steps x 32",
+        clients=1000,
+        cohort=1000,
+        examples=64,
+        epochs=10,
+        algorithm="pfedla",
+        settings={"pfedla": {"step": "scaled"}},
+    ),
+    "seeds-8": Work("LeNet, 10 clients x 20 steps x 32, eight seeds at once", seeds=8),
     "pfedhn": Work(
         "pFedHN on LeNet, 50 steps of one of 50 clients x 50 steps x 64",
         clients=50,
@@ -130,6 +142,7 @@ def configured(work: Work) -> ConfigDict:
             "batch_size": work.batch,
             "learning_rate": work.rate,
             "rounds": work.rounds,
+            "seeds": work.seeds,
             "eval_every": work.rounds,
             **work.settings,
         }
@@ -138,7 +151,7 @@ def configured(work: Work) -> ConfigDict:
 
 def ours(work: Work) -> Ours:
     """Compile an item of work."""
-    built = build(configured(work))
+    built = build(*points.expand(configured(work)).values())
     (phase,) = built.phases
     rounds = phase.rounds
     key, arrays = rounds.place((phase.points, built.data))

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from experiments import benchmark
-from experiments.speed import rivals, work
+from experiments.speed import layouts, rivals, work
 from experiments.speed.rivals import Child, Gone
 from experiments.speed.work import Work
 from fedjax_pfl.core import local_training
@@ -159,7 +159,12 @@ def test_our_side_of_the_protocol(tmp_path):
 def test_errors_are_one_line(tmp_path):
     assert "'lenet'; did you mean lenet-10?" in message(benchmark.chosen, ["mlp", "lenet"])
     assert benchmark.chosen(["compile", "mlp"]) == ["mlp", "compile"]
-    assert benchmark.chosen([]) == [*work.WORKS, "compile"]
+    assert benchmark.chosen([])[-4:] == [
+        "layouts-lenet",
+        "layouts-resnet9",
+        "layouts-mlp",
+        "compile",
+    ]
     line = message(rivals.checked, "pfedhn", str(tmp_path))
     assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
     assert message(rivals.python, "fedjax_python", "no/python") == (
@@ -179,6 +184,7 @@ def test_a_measurement_is_added_to(tmp_path):
         "items": {"mlp": {"clients": 1, **WITH}},
         "compile_seconds": {"pfedla": 1.0},
         "compile": {**WITH, "cores_of_others": [0.5, 0.5]},
+        "layouts": {"lenet": {"clients": 2, **WITH}},
     }
     path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
     assert benchmark.before(str(path)) == whole
@@ -210,6 +216,10 @@ def test_items_of_several_measurements_say_with_what_each_was_measured():
     assert benchmark.conditions(mixed) == (
         f"{beginning}; quiet (pfedla); commit abc (mlp); commit def (pfedla); jax 1 (mlp); "
         "jax 2 (pfedla)"
+    )
+    laid = {**whole(mlp=what), "layouts": {"lenet": what | newer}}
+    assert "; quiet (layouts-lenet); commit abc (mlp); commit def (layouts-lenet)" in (
+        benchmark.conditions(laid)
     )
     compiled = {**whole(mlp=what), "compile_seconds": {"pfedla": 1.0}, "compile": what | newer}
     assert "; quiet (compile); commit abc (mlp); commit def (compile)" in benchmark.conditions(
@@ -291,11 +301,13 @@ def test_an_item_without_rivals_but_one_that_lacks_something(monkeypatch, capsys
     whole = {
         "items": {"mlp": {**found, "date": "2000-01-01"}},
         "compile_seconds": {"pfedla": 3.0},
+        "layouts": {"mlp": layouts.measured("mlp", layouts.Size(2, 1, ("patches",)), 1)},
         "note": "busy",
         "machine": benchmark.machine(),
     }
     text = benchmark.report(json.loads(json.dumps(whole)))
     assert "nothing kept: pfedla 3.0 s." in text
+    assert "mlp: products in bfloat16" in text
     assert text.endswith("2000-01-01, 3 turns each; busy")
 
 

@@ -1,0 +1,39 @@
+"""Ways to compute the same steps: which there are, and what is made of their seconds."""
+
+from experiments.speed import layouts
+from experiments.speed.layouts import Layout, Size
+from fedjax_pfl.config.settings import ROWS
+
+SIZE = Size(clients=20, steps=2)
+
+
+def test_each_way_differs_from_the_first_in_one():
+    usual, *others = layouts.layouts(SIZE).values()
+    assert usual == Layout()
+    assert [sum(a != b for a, b in zip(one, usual, strict=True)) for one in others] == [1] * 9
+    assert {one.conv for one in others} == set(ROWS["conv"].choices)
+    plain = layouts.layouts(Size(20, 2, lowerings=()))
+    assert [one.chunk for one in plain.values()] == [None, 1, 10, None, None]
+
+
+def test_ways_take_turns_and_medians_are_of_a_step(monkeypatch):
+    clock, seen = [0.0], []
+    takes = {name: 1.0 + i for i, name in enumerate(layouts.layouts(SIZE))}
+    names = {one: name for name, one in layouts.layouts(SIZE).items()}
+
+    def compiled(network, size, one):
+        def run():
+            seen.append(names[one])
+            # Others are disturbed once: a mean would show it.
+            clock[0] += takes[names[one]] * (10 if seen.count(names[one]) == 2 else 1)
+
+        return run
+
+    monkeypatch.setattr(layouts, "_compiled", compiled)
+    monkeypatch.setattr(layouts.time, "perf_counter", lambda: clock[0])
+    found = layouts.measured("lenet", SIZE, repeats=3)
+    assert seen == list(takes) * 4
+    assert found["ms_per_client_step"] == {name: 25 * s for name, s in takes.items()}
+    rows = layouts.table({"lenet": found}).rows
+    assert rows[0] == ["lenet: all 20 at a time, conv=auto, JAX's precision", "25", "1.00"]
+    assert rows[1] == [f"lenet: conv={layouts.LOWERINGS[0]}", "50", "2.00"]
