@@ -159,12 +159,8 @@ def test_our_side_of_the_protocol(tmp_path):
 def test_errors_are_one_line(tmp_path):
     assert "'lenet'; did you mean lenet-10?" in message(benchmark.chosen, ["mlp", "lenet"])
     assert benchmark.chosen(["compile", "mlp"]) == ["mlp", "compile"]
-    assert benchmark.chosen([])[-4:] == [
-        "layouts-lenet",
-        "layouts-resnet9",
-        "layouts-mlp",
-        "compile",
-    ]
+    laid = ["layouts-lenet", "layouts-resnet9", "layouts-mlp"]
+    assert benchmark.chosen([]) == [*work.WORKS, *laid, "compile"]
     line = message(rivals.checked, "pfedhn", str(tmp_path))
     assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
     assert message(rivals.python, "fedjax_python", "no/python") == (
@@ -245,7 +241,7 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     }
     path.write_text(json.dumps(old))
     given = Given(
-        work=["lenet-10"],
+        work=["lenet-10", "layouts-mlp"],
         list=False,
         repeats=3,
         limit=1.0,
@@ -258,14 +254,19 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     monkeypatch.setattr(benchmark.flags, "FLAGS", given)
     monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
     monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
+    monkeypatch.setattr(layouts, "measured", lambda *of: {"ms_per_client_step": {str(of): 2.0}})
     monkeypatch.setattr(benchmark.jax.config, "update", lambda *_: None)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     benchmark.main(["benchmark"])
-    items = json.loads(path.read_text())["items"]
+    written = json.loads(path.read_text())
+    items, laid = written["items"], written["layouts"]["mlp"]
+    times = {str(("mlp", layouts.SIZES["mlp"], 3)): 2.0}
+    assert laid["ms_per_client_step"] == times
+    assert laid.items() >= benchmark.told("new").items()
     assert items["mlp"] == old["items"]["mlp"]
     assert items["lenet-10"] == {**seen, **benchmark.told("new")}
     out = capsys.readouterr().out
-    assert "new (lenet-10); old (mlp); commit " in out
+    assert "new (lenet-10, layouts-mlp); old (mlp); commit " in out
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -339,7 +340,9 @@ HYPER = Work(
 
 
 @pytest.mark.slow("the benchmark's programs")
-@pytest.mark.parametrize("tiny", [TINY, HYPER], ids=["epochs", "steps"])
+@pytest.mark.parametrize(
+    "tiny", [TINY, HYPER, TINY._replace(seeds=2)], ids=["epochs", "steps", "seeds"]
+)
 def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
     """Steps and batches as they are taken, and in every turn by the clients of further rounds."""
     settings = {**tiny.settings, "devices": 1}  # others would wait for the one that counts

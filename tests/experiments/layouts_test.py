@@ -1,5 +1,9 @@
 """Ways to compute the same steps: which there are, and what is made of their seconds."""
 
+import types
+
+import jax
+
 from experiments.speed import layouts
 from experiments.speed.layouts import Layout, Size
 from fedjax_pfl.config.settings import ROWS
@@ -14,6 +18,26 @@ def test_each_way_differs_from_the_first_in_one():
     assert {one.conv for one in others} == set(ROWS["conv"].choices)
     plain = layouts.layouts(Size(20, 2, lowerings=()))
     assert [one.chunk for one in plain.values()] == [None, 1, 10, None, None]
+
+
+def test_a_way_is_what_is_compiled(monkeypatch):
+    seen = {}
+
+    def ours(item):
+        settings = item.settings
+        way = Layout(settings["conv"], settings["chunk"], jax.config.jax_default_matmul_precision)
+        seen[way] = (item.network, item.clients, item.cohort, item.client_steps)
+        return types.SimpleNamespace(run=lambda: None)
+
+    monkeypatch.setattr(layouts.work, "ours", ours)
+    before = jax.config.jax_default_matmul_precision
+    layouts.measured("lenet", SIZE, repeats=1)
+    assert set(seen.values()) == {("lenet", 20, 20, 40)}
+    ways = [Layout(name, 20, None) for name in ("auto", *layouts.LOWERINGS)]
+    ways += [Layout("auto", chunk, None) for chunk in (1, 10)]
+    ways += [Layout("auto", 20, name) for name in ("highest", "BF16_BF16_F32")]
+    assert list(seen) == ways
+    assert jax.config.jax_default_matmul_precision == before
 
 
 def test_ways_take_turns_and_medians_are_of_a_step(monkeypatch):

@@ -115,6 +115,10 @@ def test_how_constant_a_client_step_is():
         "Beside a client step of LeNet with 10 clients, one takes 1.02 times (0.98 to 1.25) with "
         "100 clients."
     )
+    seeds = item(seeds=8, step_beside_few=[0.5, 0.4, 0.6])
+    assert turns.constant({"seeds-8": seeds}).endswith(
+        "0.50 times (0.40 to 0.60) with 8 seeds at once."
+    )
     figure = picture.draw(turns.curve(found), rivals.NAMES, "2 cores")
     (axes,) = figure.axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")
@@ -131,8 +135,8 @@ def test_targets_say_what_was_not_measured():
     assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == ["2.00 x", "met"]
     assert rows["CPU, mlp: 1.5 x PyTorch loop"] == ["1.49 x", "missed"]
     assert rows["CPU, resnet9: 1.2 x PyTorch loop"] == ["", "not measured"]
-    assert rows["a client step with 1,000 clients at most 1.1 x as long as with 10"] == [
-        "1.11 x",
+    assert rows["a client step as long with 1,000 clients as with 10, within 10 %"] == [
+        "11 % apart",
         "missed",
     ]
     assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
@@ -170,6 +174,6 @@ def test_on_a_busy_machine_nothing_is_met_or_missed(what, busy):
 
     assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == told("2.00 x", "met")
     assert rows["CPU, lenet-1000: 1 x PyTorch loop"] == told("2.00 x", "met")
-    step = "a client step with 1,000 clients at most 1.1 x as long as with 10"
-    assert rows[step] == told("1.01 x", "met")
+    step = "a client step as long with 1,000 clients as with 10, within 10 %"
+    assert rows[step] == told("1% apart".replace("%", " %"), "met")
     assert rows["the default configuration of pfedla compiled in 15 s"] == told("15.0 s", "missed")
