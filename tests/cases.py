@@ -348,7 +348,7 @@ CASES = {
     "pfedme": Case({"beta": 0.8}, _personalised, lambda model: (model, model)),
 }
 FACTORIES: dict[str, Callable[..., Algorithm]] = {
-    **{name: getattr(algorithms, name) for name in algorithms.__all__},
+    **{name: method.factory for name, method in algorithms.METHODS.items()},
     # As a reader writes them.
     "fedavgm": documents.module("your_method.md").fedavgm,
     "fedsam": documents.module("your_method.md", 2).fedsam,

@@ -1,8 +1,11 @@
 """Every algorithm, one factory each: NAME(model, task, training, federation, **its own settings).
 
-The settings in a configuration are the factory's keyword-only arguments; nothing else lists
-them. What they mean stands under `Args:` in its docstring.
+`METHODS` is the one table of them. The settings in a configuration are the factory's keyword-only
+arguments; nothing else lists them. Their meanings stand under `Args:` in its docstring.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.clustered_fl import clustered_fl
@@ -36,37 +39,59 @@ from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.pfedpara import pfedpara
 from fedjax_pfl.algorithms.scaffold import scaffold
 
-__all__ = [
-    "apfl",
-    "clustered_fl",
-    "ditto",
-    "factorized_fl",
-    "fedala",
-    "fedamp",
-    "fedas",
-    "fedavg",
-    "fedavg_plus",
-    "fedbabu",
-    "fedbn",
-    "feddyn",
-    "fedem",
-    "fedfomo",
-    "fedmn",
-    "fedpac",
-    "fedper",
-    "fedproto",
-    "fedprox",
-    "fedrep",
-    "fedrod",
-    "l2gd",
-    "lg_fedavg",
-    "local",
-    "per_fedavg",
-    "pfedgraph",
-    "pfedhn",
-    "pfedhn_pc",
-    "pfedla",
-    "pfedme",
-    "pfedpara",
-    "scaffold",
-]
+
+class Method(NamedTuple):
+    """A factory and its name for people."""
+
+    factory: Callable[..., Any]
+    title: str  # as the paper writes it
+    paper: str  # authors and year; empty if the method has none
+    variant_of: str | None = None  # the paper's method that this library changed
+
+    @property
+    def origin(self) -> str:
+        """The paper of a paper's method, or "variant of this library (of pFedLA)"."""
+        if self.variant_of is None:
+            return self.paper
+        return f"variant of this library (of {METHODS[self.variant_of].title})"
+
+    @property
+    def label(self) -> str:
+        """Title and origin on one line, such as "pFedLA, Ma et al. 2022"."""
+        return ", ".join(filter(None, (self.title, self.origin)))
+
+
+METHODS: dict[str, Method] = {
+    "apfl": Method(apfl, "APFL", "Deng et al. 2020"),
+    "clustered_fl": Method(clustered_fl, "Clustered-FL", "Sattler et al. 2020"),
+    "ditto": Method(ditto, "Ditto", "Li et al. 2021"),
+    "factorized_fl": Method(factorized_fl, "Factorized-FL", "Jeong and Hwang 2022"),
+    "fedala": Method(fedala, "FedALA", "Zhang et al. 2023"),
+    "fedamp": Method(fedamp, "FedAMP", "Huang et al. 2021"),
+    "fedas": Method(fedas, "FedAS", "Yang et al. 2024"),
+    "fedavg": Method(fedavg, "FedAvg", "McMahan et al. 2017"),
+    "fedavg_plus": Method(fedavg_plus, "FedAvg+", "Jiang et al. 2019"),
+    "fedbabu": Method(fedbabu, "FedBABU", "Oh et al. 2022"),
+    "fedbn": Method(fedbn, "FedBN", "Li et al. 2021"),
+    "feddyn": Method(feddyn, "FedDyn", "Acar et al. 2021"),
+    "fedem": Method(fedem, "FedEM", "Marfoq et al. 2021"),
+    "fedfomo": Method(fedfomo, "FedFomo", "Zhang et al. 2021"),
+    "fedmn": Method(fedmn, "FedMN", "Wang et al. 2022"),
+    "fedpac": Method(fedpac, "FedPAC", "Xu et al. 2023"),
+    "fedper": Method(fedper, "FedPer", "Arivazhagan et al. 2019"),
+    "fedproto": Method(fedproto, "FedProto", "Tan et al. 2022"),
+    "fedprox": Method(fedprox, "FedProx", "Li et al. 2020"),
+    "fedrep": Method(fedrep, "FedRep", "Collins et al. 2021"),
+    "fedrod": Method(fedrod, "FedRoD", "Chen and Chao 2022"),
+    "l2gd": Method(l2gd, "L2GD", "Hanzely and Richtárik 2020"),
+    "lg_fedavg": Method(lg_fedavg, "LG-FedAvg", "Liang et al. 2020"),
+    "local": Method(local, "Local", ""),
+    "per_fedavg": Method(per_fedavg, "Per-FedAvg", "Fallah et al. 2020"),
+    "pfedgraph": Method(pfedgraph, "pFedGraph", "Ye et al. 2023"),
+    "pfedhn": Method(pfedhn, "pFedHN", "Shamsian et al. 2021"),
+    "pfedhn_pc": Method(pfedhn_pc, "pFedHN-PC", "Shamsian et al. 2021"),
+    "pfedla": Method(pfedla, "pFedLA", "Ma et al. 2022"),
+    "pfedme": Method(pfedme, "pFedMe", "Dinh et al. 2020"),
+    "pfedpara": Method(pfedpara, "pFedPara", "Hyeon-Woo et al. 2022"),
+    "scaffold": Method(scaffold, "SCAFFOLD", "Karimireddy et al. 2020"),
+}

@@ -23,7 +23,7 @@ from fedjax_pfl.core.errors import MOST_LAYERS, UsageError
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
-    name: getattr(algorithms, name) for name in algorithms.__all__
+    name: method.factory for name, method in algorithms.METHODS.items()
 }
 PARTITIONS: dict[str, Callable[..., Any]] = data.PARTITIONS
 MODELS: dict[str, Callable[..., Any]] = dict(networks.MODELS)

@@ -176,7 +176,7 @@ def test_names_and_facts_of_one_file(tmp_path):
     np.testing.assert_array_equal(labels, examples_of(result, 1).y[:4])
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
+@pytest.mark.parametrize("name", algorithms.METHODS)
 def test_what_every_method_predicts_with_can_be_written_down(name):
     federation = tiny.federated()[1]._replace(input_shape=(8, 8, 1))
     network = networks.SmallCNN(outputs=3, kernels=(2, 4), batch_norm=True)

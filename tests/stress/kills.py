@@ -28,7 +28,7 @@ from tests.stress.common import (
     undisturbed,
 )
 
-NAMES = tuple(sorted(algorithms.__all__))
+NAMES = tuple(sorted(algorithms.METHODS))
 
 
 def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> list[Row]:

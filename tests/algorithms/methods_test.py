@@ -1,0 +1,52 @@
+"""The one table of methods agrees with their docstrings."""
+
+import inspect
+import re
+
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms import METHODS, Method
+
+PAPERS = [name for name, method in METHODS.items() if method.variant_of is None]
+
+
+def test_every_exported_factory_is_in_the_table_under_its_own_name():
+    exported = {
+        name: member
+        for name, member in vars(algorithms).items()
+        if inspect.isfunction(member) and member.__module__.startswith(algorithms.__name__)
+    }
+    assert {name: method.factory for name, method in METHODS.items()} == exported
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_title_and_paper_are_those_of_the_docstring(name):
+    factory, title, paper, _ = METHODS[name]
+    text = " ".join((inspect.getdoc(inspect.getmodule(factory)) or "").split())
+    assert re.search(rf"(?<![\w-]){re.escape(title)}(?![\w+-])", text)
+    if name == "local":
+        assert paper == ""
+        return
+    authors, year = paper.rsplit(" ", 1)
+    first = re.search(rf"{authors.replace(' et al.', '')}.*?\b((19|20)\d\d)\b", text)
+    assert first, paper
+    assert first[1] == year
+
+
+def test_titles_differ():
+    assert len({method.title for method in METHODS.values()}) == len(METHODS)
+
+
+def test_a_variant_is_of_a_papers_method_and_names_its_paper():
+    for _, _, paper, variant_of in METHODS.values():
+        if variant_of is not None:
+            assert METHODS[variant_of].variant_of is None
+            assert METHODS[variant_of].paper == paper
+
+
+def test_a_label_says_whose_method_it_is():
+    assert METHODS["pfedla"].label == "pFedLA, Ma et al. 2022"
+    assert METHODS["local"].label == "Local"
+    variant = Method(METHODS["fedmn"].factory, "FedMN by correlation", "Wang et al. 2022", "fedmn")
+    assert variant.label == "FedMN by correlation, variant of this library (of FedMN)"
