@@ -5,6 +5,9 @@ python -m experiments.benchmark --work=lenet-10     one of them, beside a plain 
 python -m experiments.benchmark --out=FILE.json --picture=FILE.png
                                 --fl_bench=CHECKOUT --fl_bench_python=PYTHON
 
+python -m experiments.benchmark --device=gpu --out=FILE.json --seconds=540
+                                    everything that needs a GPU, most important first
+
 The loop needs the extra `[bench]` (PyTorch). Others are run from checkouts that you have, each in a
 process of its own and, where it needs other packages, by a Python of its own. We and a rival take
 turns (A B A B ...), and what counts is the median of the ratios of neighbours: on a shared machine
@@ -28,7 +31,7 @@ import jax
 from absl import flags
 
 from experiments.launch import command, prepare_devices
-from experiments.speed import layouts, picture, rivals, turns, work
+from experiments.speed import device_list, kernels, layouts, picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
@@ -37,7 +40,8 @@ from fedjax_pfl.report import text_tables
 COMPILE = "compile"  # the item that only compiles
 LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # compare ours with ours
 FEW, MANY = "lenet-10", ("lenet-100", "lenet-1000", "seeds-8")  # a client step is to take as long
-_ITEMS = (*work.WORKS, *LAYOUTS, COMPILE)
+PROFILES = {f"profile-{name}": name for name in ("lenet-100", "mlp", "resnet9")}
+_ITEMS = (*work.WORKS, *LAYOUTS, *PROFILES, COMPILE)
 
 
 def listing() -> str:
@@ -51,6 +55,8 @@ def listing() -> str:
         lines.append(f"{name:15} {item.about}{beside}")
     for name, network in LAYOUTS.items():
         lines.append(f"{name:15} {network} with every lowering, chunk and precision of ours")
+    for name, profiled in PROFILES.items():
+        lines.append(f"{name:15} device time of {profiled} by kernel")
     lines.append(f"{COMPILE:15} the default configurations of {', '.join(work.DEFAULTS)}, compiled")
     return "\n".join(lines)
 
@@ -180,7 +186,8 @@ def before(path: str | None) -> dict[str, Any]:
         raise UsageError(f"--add: {path} was measured on another machine; give another --out")
     items = {name: {**item, **with_what[name]} for name, item in kept["items"].items()}
     compiled = {**found.get("compile", {}), **with_what.get(COMPILE, {})}
-    return {**kept, "items": items, "compile": compiled, "layouts": found.get("layouts", {})}
+    more = {key: found.get(key, {}) for key in ("layouts", "profiles")}
+    return {**kept, "items": items, "compile": compiled, **more}
 
 
 def _with_what(whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -191,6 +198,7 @@ def _with_what(whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     if whole["compile_seconds"]:
         every[COMPILE] = whole.get("compile", {})
     every |= {f"layouts-{network}": own for network, own in whole.get("layouts", {}).items()}
+    every |= {f"profile-{name}": own for name, own in whole.get("profiles", {}).items()}
     return {
         name: {key: item.get(key, value) for key, value in usual.items()}
         for name, item in every.items()
@@ -204,6 +212,9 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
     if given.list:
         print(listing())
+        return
+    if given.device == "gpu":
+        device_list.run_all(given.out, given.seconds)
         return
     names, commits = chosen(given.work), {}
     commands: dict[str, tuple[Sequence[str], str | None]] = {}
@@ -227,11 +238,22 @@ def main(argv: Sequence[str]) -> None:
     old = before(given.out) if given.add else {}
     items, compiled = dict(old.get("items", {})), dict(old.get("compile_seconds", {}))
     compiled_with, now = old.get("compile", {}), told(given.note)
-    laid = dict(old.get("layouts", {}))
+    laid, profiles = dict(old.get("layouts", {})), dict(old.get("profiles", {}))
     about = {
         "machine": machine(),
         "flops": "by formula: products of convolutions and fully connected layers",
     }
+
+    def write() -> dict[str, Any]:
+        """Writes what was measured so far, so that a cut measurement leaves what it has."""
+        ordered = {name: items[name] for name in _ITEMS if name in items}
+        parts = {"items": ordered, "compile_seconds": compiled, "compile": compiled_with}
+        parts |= {key: part for key, part in (("layouts", laid), ("profiles", profiles)) if part}
+        if given.out:
+            Path(given.out).write_text(json.dumps({**about, **parts}, indent=1) + "\n")
+        return {**about, **parts}
+
+    whole = write()
     for name in names:
         print(f"{name} ...", file=sys.stderr)
         if name == COMPILE:
@@ -240,8 +262,15 @@ def main(argv: Sequence[str]) -> None:
             compiled_with = {**now, "cores_of_others": [*others, work.others()]}
         elif name in LAYOUTS:
             others, network = [work.others()], LAYOUTS[name]
-            own = layouts.measured(network, layouts.SIZES[network], given.repeats)
+
+            def save(result: dict[str, Any], network: str = network) -> None:
+                laid[network] = {**result, **now}
+                write()
+
+            own = layouts.measured(network, layouts.SIZES[network], given.repeats, save)
             laid[network] = {**own, **now, "cores_of_others": [*others, work.others()]}
+        elif name in PROFILES:
+            profiles[PROFILES[name]] = {**kernels.profile(work.WORKS[PROFILES[name]]), **now}
         else:
             everyone = {"torch": rivals.TORCH, **rivals.RIVALS}
             able = {key: how for key, how in commands.items() if name in everyone[key].items}
@@ -257,12 +286,7 @@ def main(argv: Sequence[str]) -> None:
             for key, where in commits.items():
                 if key in items[name]["who"]:
                     items[name]["who"][key]["checkout"] = where
-        # Written after each item, so that a long measurement that is cut leaves what it has.
-        ordered = {name: items[name] for name in _ITEMS if name in items}
-        whole = {**about, "items": ordered, "compile_seconds": compiled, "compile": compiled_with}
-        whole |= {"layouts": laid} if laid else {}
-        if given.out:
-            Path(given.out).write_text(json.dumps(whole, indent=1) + "\n")
+        whole = write()
     print(report(whole))
     if given.picture and (points := turns.curve(items)):
         drawn = {name: item for name, item in items.items() if name.startswith("lenet-")}
@@ -310,6 +334,8 @@ def report(whole: Mapping[str, Any]) -> str:
         lines += [text_tables.text([turns.table(whole["items"], rivals.NAMES)]), ""]
     if laid := whole.get("layouts"):
         lines += [text_tables.text([layouts.table(laid)]), ""]
+    if profiled := whole.get("profiles"):
+        lines += [text_tables.text([kernels.table(profiled)]), ""]
     if whole["compile_seconds"]:
         said = ", ".join(f"{key} {value} s" for key, value in whole["compile_seconds"].items())
         lines.append(f"To compile the default configurations, nothing kept: {said}.")
@@ -324,6 +350,8 @@ if __name__ == "__main__":
     flags.DEFINE_bool("list", False, "Show the items and end.")
     flags.DEFINE_integer("repeats", 9, "How often we and each rival take turns.", lower_bound=3)
     flags.DEFINE_float("limit", 600.0, "Seconds that an answer of a rival may take.", 1.0)
+    flags.DEFINE_enum("device", None, ["gpu"], "Measure the whole list for this kind of device.")
+    flags.DEFINE_float("seconds", 540.0, "With --device: when to stop starting items.", 1.0)
     flags.DEFINE_bool("torch", True, "Run the PyTorch loop.")
     flags.DEFINE_string("out", None, "Write the measurements to this JSON file.")
     flags.DEFINE_bool("add", False, "Keep the other items that --out has.")

@@ -48,33 +48,45 @@ def layouts(size: Size) -> dict[str, Layout]:
     }
 
 
-def measured(network: str, size: Size, repeats: int) -> dict[str, Any]:
-    """Milliseconds of a client step in every layout: medians.
+def measured(
+    network: str, size: Size, repeats: int, save: Callable[[dict[str, Any]], None] = lambda _: None
+) -> dict[str, Any]:
+    """Returns the median milliseconds of a client step in every layout.
 
-    They take turns, so that what disturbs one of them disturbs all alike. They are compiled one
-    after the other: on a GPU, compiling tries kernels out by their time.
+    Each layout is compiled and timed in turns with the first one before the next is compiled: on a
+    GPU compiling times candidate kernels, and a cut measurement keeps the layouts that it finished.
+
+    Args:
+      save: Receives the result so far after each layout.
     """
-    every = layouts(size)
-    runs = {name: _compiled(network, size, one) for name, one in every.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in every}
-    for run in runs.values():
-        run()  # what is allocated and loaded at the first call
-    for _ in range(repeats):
-        for name, run in runs.items():
-            began = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - began)
+    layouts_of_network = layouts(size)
     steps = size.clients * size.steps
-    return {
+    result: dict[str, Any] = {
         "clients": size.clients,
         "steps": size.steps,
         "batch": _BATCH,
         "repeats": repeats,
-        "ms_per_client_step": {
-            name: float(f"{1000 * statistics.median(own) / steps:.4g}")
-            for name, own in seconds.items()
-        },
+        "ms_per_client_step": {},
+        "times_the_first": {},
     }
+    baseline: Callable[[], None] | None = None
+    for name, layout in layouts_of_network.items():
+        run = _compiled(network, size, layout)
+        run()  # allocates and loads what the first call needs
+        baseline = baseline or run
+        pairs = [(_seconds(baseline), _seconds(run)) for _ in range(repeats)]
+        own = statistics.median(seconds for _, seconds in pairs)
+        ratio = statistics.median(seconds / first for first, seconds in pairs)
+        result["ms_per_client_step"][name] = float(f"{1000 * own / steps:.4g}")
+        result["times_the_first"][name] = float(f"{ratio:.4g}")
+        save(result)
+    return result
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
 
 
 def _compiled(network: str, size: Size, one: Layout) -> Callable[[], None]:
@@ -91,15 +103,13 @@ def _compiled(network: str, size: Size, one: Layout) -> Callable[[], None]:
         return work.ours(item).run
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> Table:
-    """By network: a way, its time, and how it is to the first."""
-    rows = []
-    for network, own in found.items():
-        times = own["ms_per_client_step"]
-        first = next(iter(times.values()))
-        rows += [
-            [f"{network}: {name}", f"{ms:.3g}", f"{ms / first:.2f}"] for name, ms in times.items()
-        ]
+def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """Returns a table with a row for each network and layout."""
+    rows = [
+        [f"{network}: {name}", f"{ms:.3g}", f"{result['times_the_first'][name]:.2f}"]
+        for network, result in results.items()
+        for name, ms in result["ms_per_client_step"].items()
+    ]
     return Table(
         "One client step, computed in several ways.", ["ms a client step", "to the first"], rows
     )

@@ -160,7 +160,7 @@ def test_errors_are_one_line(tmp_path):
     assert "'lenet'; did you mean lenet-10?" in message(benchmark.chosen, ["mlp", "lenet"])
     assert benchmark.chosen(["compile", "mlp"]) == ["mlp", "compile"]
     laid = ["layouts-lenet", "layouts-resnet9", "layouts-mlp"]
-    assert benchmark.chosen([]) == [*work.WORKS, *laid, "compile"]
+    assert benchmark.chosen([]) == [*work.WORKS, *laid, *benchmark.PROFILES, "compile"]
     line = message(rivals.checked, "pfedhn", str(tmp_path))
     assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
     assert message(rivals.python, "fedjax_python", "no/python") == (
@@ -181,6 +181,7 @@ def test_a_measurement_is_added_to(tmp_path):
         "compile_seconds": {"pfedla": 1.0},
         "compile": {**WITH, "cores_of_others": [0.5, 0.5]},
         "layouts": {"lenet": {"clients": 2, **WITH}},
+        "profiles": {"mlp": {"launches": 3, **WITH}},
     }
     path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
     assert benchmark.before(str(path)) == whole
@@ -242,6 +243,7 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     path.write_text(json.dumps(old))
     given = Given(
         work=["lenet-10", "layouts-mlp"],
+        device=None,
         list=False,
         repeats=3,
         limit=1.0,
@@ -254,7 +256,11 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     monkeypatch.setattr(benchmark.flags, "FLAGS", given)
     monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
     monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
-    monkeypatch.setattr(layouts, "measured", lambda *of: {"ms_per_client_step": {str(of): 2.0}})
+
+    def measured(*given):
+        return {key: {str(given[:3]): 2.0} for key in ("ms_per_client_step", "times_the_first")}
+
+    monkeypatch.setattr(layouts, "measured", measured)
     monkeypatch.setattr(benchmark.jax.config, "update", lambda *_: None)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     benchmark.main(["benchmark"])

@@ -40,24 +40,28 @@ def test_a_way_is_what_is_compiled(monkeypatch):
     assert jax.config.jax_default_matmul_precision == before
 
 
-def test_ways_take_turns_and_medians_are_of_a_step(monkeypatch):
-    clock, seen = [0.0], []
-    takes = {name: 1.0 + i for i, name in enumerate(layouts.layouts(SIZE))}
-    names = {one: name for name, one in layouts.layouts(SIZE).items()}
+def test_each_layout_is_timed_in_turns_with_the_first_and_saved_at_once(monkeypatch):
+    clock, calls, saved = [0.0], [], []
+    seconds = {layout: 1.0 + i for i, layout in enumerate(layouts.layouts(SIZE).values())}
 
-    def compiled(network, size, one):
+    def compiled(network, size, layout):
         def run():
-            seen.append(names[one])
-            # Others are disturbed once: a mean would show it.
-            clock[0] += takes[names[one]] * (10 if seen.count(names[one]) == 2 else 1)
+            calls.append(layout)
+            # One call in three is disturbed: a mean would show it.
+            clock[0] += seconds[layout] * (10 if calls.count(layout) % 5 == 3 else 1)
 
         return run
 
     monkeypatch.setattr(layouts, "_compiled", compiled)
     monkeypatch.setattr(layouts.time, "perf_counter", lambda: clock[0])
-    found = layouts.measured("lenet", SIZE, repeats=3)
-    assert seen == list(takes) * 4
-    assert found["ms_per_client_step"] == {name: 25 * s for name, s in takes.items()}
-    rows = layouts.table({"lenet": found}).rows
+    result = layouts.measured(
+        "lenet", SIZE, 5, lambda partial: saved.append(len(partial["ms_per_client_step"]))
+    )
+    first, second, *_ = layouts.layouts(SIZE).values()
+    assert calls[:22] == [first] * 11 + [second] + [first, second] * 5
+    assert saved == list(range(1, 11))
+    assert list(result["ms_per_client_step"].values()) == [25 * s for s in seconds.values()]
+    assert result["times_the_first"][f"conv={layouts.LOWERINGS[0]}"] == 2.0
+    rows = layouts.table({"lenet": result}).rows
     assert rows[0] == ["lenet: all 20 at a time, conv=auto, JAX's precision", "25", "1.00"]
     assert rows[1] == [f"lenet: conv={layouts.LOWERINGS[0]}", "50", "2.00"]

@@ -1,0 +1,73 @@
+"""Everything worth measuring on a GPU, in order of importance, each item in a process of its own.
+
+An item that hangs or crashes costs its own time limit only, and each writes its results as it goes.
+"""
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedjax_pfl.core.errors import UsageError
+
+
+class Item(NamedTuple):
+    """A command line and the seconds that it may take."""
+
+    arguments: tuple[str, ...]
+    limit: float
+
+
+def _work(name: str, limit: float, *flags: str) -> Item:
+    return Item(("-m", "experiments.benchmark", f"--work={name}", "--repeats=5", *flags), limit)
+
+
+_CONTRACT = ("-m", "pytest", "-q", "-p", "no:benchmark", "-p", "no:cacheprovider")
+ITEMS = {
+    "profile-lenet-100": _work("profile-lenet-100", 60),
+    "lenet-100": _work("lenet-100", 60, "--notorch"),
+    "layouts-lenet": _work("layouts-lenet", 150),
+    "seeds-8": _work("seeds-8", 60, "--notorch"),
+    "pfedla-1000": _work("pfedla-1000", 90, "--notorch", "--repeats=3"),
+    "layouts-resnet9": _work("layouts-resnet9", 150),
+    "profile-resnet9": _work("profile-resnet9", 60),
+    "layouts-mlp": _work("layouts-mlp", 60),
+    "profile-mlp": _work("profile-mlp", 40),
+    "lenet-10": _work("lenet-10", 60),
+    "resnet9": _work("resnet9", 60),
+    "mlp": _work("mlp", 40),
+    "contract": Item((*_CONTRACT, "-n", "8", "-m", "not slow", "tests/contract_test.py"), 240),
+}
+
+
+def run_all(out: str | None, seconds: float) -> None:
+    """Runs the items in turn until the time is over, and prints one line for each."""
+    if not out:
+        raise UsageError("--device needs --out=FILE.json, where each item adds its results")
+    ended = time.monotonic() + seconds
+    for name, item in ITEMS.items():
+        print(f"{name}: {_run(item, out, ended - time.monotonic())}", flush=True)
+
+
+def _run(item: Item, out: str, left: float) -> str:
+    """Runs one item and says how it ended."""
+    if left < 5:
+        return "not started, the time is over"
+    arguments: Sequence[str] = item.arguments
+    if "experiments.benchmark" in arguments:
+        arguments = (*arguments, f"--out={out}", "--add")
+    began = time.monotonic()
+    try:
+        ended = subprocess.run(
+            [sys.executable, *arguments],
+            timeout=min(item.limit, left),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"stopped after {time.monotonic() - began:.0f} s"
+    lines = [line for line in (ended.stdout + ended.stderr).splitlines() if line.strip()]
+    last = "" if not ended.returncode or not lines else f": {lines[-1][:200]}"
+    return f"status {ended.returncode} in {time.monotonic() - began:.0f} s{last}"
