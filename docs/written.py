@@ -20,7 +20,7 @@ from experiments.papers import agreement
 from experiments.papers import table as common
 from experiments.papers.table import cell
 from experiments.papers.tables import TABLES
-from experiments.speed import rivals, turns
+from experiments.speed import kernels, layouts, rivals, turns
 from fedjax_pfl.config import configuration, listing
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
@@ -146,9 +146,14 @@ def tables() -> str:
 
 
 def speed(name: str) -> str:
-    """A measurement of `experiments.benchmark`: its table, its targets and its conditions."""
+    """Returns the tables of a measurement by `experiments.benchmark`, and its conditions."""
     whole = json.loads((RESULTS / name).read_text())
-    shown = [turns.table(whole["items"], rivals.NAMES), turns.targets(whole, rivals.NAMES)]
+    shown = [turns.table(whole["items"], rivals.NAMES)]
+    targets = turns.targets(whole, rivals.NAMES)
+    known = [row for row in targets.rows if row[-1] != "not measured"]
+    shown += [targets._replace(rows=known)] if known else []
+    shown += [layouts.table(part) for part in [whole.get("layouts")] if part]
+    shown += [kernels.table(part, 8) for part in [whole.get("profiles")] if part]
     return f"{text_tables.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
 
 

@@ -65,12 +65,12 @@ def summary(events: Iterable[tuple[str, float]], seconds: float) -> dict[str, An
     }
 
 
-def table(profiles: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Returns a table with a row for each item and kernel."""
+def table(profiles: Mapping[str, Mapping[str, Any]], most: int = _SHOWN) -> Table:
+    """Returns a table with a row for each item and each of its `most` longest kernels."""
     rows = []
     for name, found in profiles.items():
         steps, whole = found["client_steps"], found["device_seconds"] or 1.0
-        for kernel in found["kernels"]:
+        for kernel in found["kernels"][:most]:
             share = 100 * kernel["seconds"] / whole
             microseconds = 1e6 * kernel["seconds"] / steps
             rows.append([f"{name}: {kernel['name'][:60]}", f"{microseconds:.3g}", f"{share:.1f} %"])

@@ -12,6 +12,7 @@ from jax.extend import core
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import LeNet
+from fedjax_pfl.networks.lowerings import conv
 from fedjax_pfl.networks.lowerings.conv import lowering, max_pool
 from fedjax_pfl.networks.lowerings.winograd import _transforms
 
@@ -187,6 +188,22 @@ def test_what_is_chosen_on_a_cpu(kernel, strides, chosen):
     assert program("auto") == program(chosen)
     others = {program(name) for name in ("xla", *PRODUCTS) if program(name) != program(chosen)}
     assert len(others) >= 2  # they do differ
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel", "strides", "chosen"),
+    [
+        ("gpu", (5, 5, 3, 16), (1, 1), "blocks"),
+        ("gpu", (5, 5, 16, 32), (1, 1), "blocks"),
+        ("gpu", (5, 5, 64, 128), (1, 1), "patches"),
+        ("gpu", (5, 5, 16, 16), (2, 2), "patches"),
+        ("gpu", (3, 3, 16, 16), (1, 1), "patches"),
+        ("tpu", (5, 5, 3, 16), (1, 1), "patches"),
+    ],
+)
+def test_lowering_chosen_on_an_accelerator(backend, kernel, strides, chosen, monkeypatch):
+    monkeypatch.setattr(conv.jax, "default_backend", lambda: backend)
+    assert conv._auto(kernel, strides) == chosen
 
 
 def products(jaxpr):
