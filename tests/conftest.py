@@ -16,10 +16,12 @@ import pytest
 # flag it does not know.
 _FASTER = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
 _FASTER = _FASTER if jax.__version_info__ < (0, 11) else ""
-os.environ["XLA_FLAGS"] = f"{_FASTER}--xla_cpu_max_isa=AVX"
+# SSE4_2 or AVX2 round differently: every test has to pass with them too.
+ISA = os.environ.get("FEDJAX_PFL_TEST_ISA", "AVX")
+os.environ["XLA_FLAGS"] = f"{_FASTER}--xla_cpu_max_isa={ISA}"
 # What is compiled is kept, small programs too, for the other processes of a session, those that
 # tests start, and later sessions: a program read from there is the same machine code.
-CACHE = Path(__file__).parents[1] / ".cache" / f"jax-{jax.__version__}"
+CACHE = Path(__file__).parents[1] / ".cache" / f"jax-{jax.__version__}-{ISA}"
 LARGEST = 1_000_000_000  # bytes of it, after which it begins anew
 MANY = 20_000  # memory maps, after which compiled programs are let go between two files
 KEPT = {

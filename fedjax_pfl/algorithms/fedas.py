@@ -1,18 +1,19 @@
-"""FedAS: the body that comes down is aligned with the client's own; means by Fisher information.
+"""FedAS: clients align the downloaded body with their own; the server averages by Fisher weights.
 
-Yang et al., FedAS: Bridging Inconsistency in Personalized Federated Learning, 2024. With z_φ(x)
-what comes into the head of body φ, d numbers, and (φ_k, ω_k) the client's last model:
+Yang et al., FedAS: Bridging Inconsistency in Personalized Federated Learning, 2024. z_φ(x) are the
+d features that body φ computes for the head, and (φ_k, ω_k) is the client's last model:
 
   P_kc = mean_{x of c} z_{φ_k}(x)
-  φ ← φ − η_a ∇ Σ_c mean_{x of c in B} ‖z_φ(x) − P_kc‖²/d, from the φ that came down
+  φ ← φ − η_a ∇ Σ_c mean_{x of c in B} ‖z_φ(x) − P_kc‖²/d, from the downloaded φ
   (φ_k, ω_k) ← SGD on f, both parts together, from (φ, ω_k);   F_k = Σ_B ‖∇f(φ_k, ω_k; B)‖²
-  φ ← Σ_k F_k φ_k / Σ_k F_k, over those that arrived
-A client is served (φ_k, ω_k), its own last model.
+  φ ← Σ_k F_k φ_k / Σ_k F_k, over the clients that returned an update
+The client's model is (φ_k, ω_k), its own last one.
 
-Deviations: F_k, the trace of the Fisher information in the paper, is as in the authors' code: of
-squared gradients of batches, in order, where the trace has those of single examples. The alignment
-has the batches of training (theirs: 16). Clients that are not sampled do nothing; a client that
-has not trained is served the first model.
+Deviations: F_k, the trace of the Fisher information in the paper, sums squared gradients of
+batches, as in the authors' code; the trace sums those of single examples. Here every client aligns
+its own copy of φ; the authors' code aligns one model in place, client after client. The alignment
+uses the batch size of training (theirs: 16). Clients that are not sampled do nothing; a client
+that never trained has the initial model.
 """
 
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from fedjax_pfl.networks import features
 
 
 class Client(NamedTuple):
-    """What stays with a client."""
+    """State kept on the client between rounds."""
 
     own: PyTree  # the variables (φ_k, ω_k)
     momentum: PyTree
@@ -46,11 +47,13 @@ def fedas(
     align_rate: float = 0.01,
     align_epochs: int = 1,
 ) -> Algorithm:
-    """Server: the body φ, which travels. Clients: `Client`. With η_a = 0 they train as FedPer's.
+    """Creates FedAS. With η_a = 0 clients train as in FedPer.
+
+    The server stores the body φ, which clients download; clients store `Client`.
 
     Args:
-      align_rate: η_a, of plain SGD.
-      align_epochs: passes over a client's examples in which the body that came down is aligned.
+      align_rate: η_a, the learning rate of the alignment, which is plain SGD.
+      align_epochs: Passes over a client's examples to align the downloaded body.
     """
     at_least("fedas.align_rate", align_rate, 0)
     at_least("fedas.align_epochs", align_epochs, 1)
@@ -58,26 +61,26 @@ def fedas(
         raise UsageError("fedas makes a prototype of each class; choose a dataset with classes")
     classes = federation.outputs
     features.width("fedas", model, federation)
-    both = features.WithFeatures(model)
-    sgd = common.trainer(model, task, training)
-    by_alignment = local_training.sgd(
+    with_features = features.WithFeatures(model)
+    fit = common.trainer(model, task, training)
+    alignment = local_training.sgd(
         learning_rate=align_rate, batch_size=training.batch_size, epochs=align_epochs
     )
 
     def parts(variables: PyTree) -> tuple[PyTree, PyTree]:
-        """The head, and the body."""
+        """Returns the head and the body."""
         return trees.split(variables, {model.head})
 
     def aligned(body: PyTree, own: PyTree, visit: Visit) -> PyTree:
-        wanted = common.features_by_class(both, own, visit.data, classes).means
+        prototypes = common.features_by_class(with_features, own, visit.data, classes).means
         head = parts(own)[0]
 
         def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
-            own_class = common.by_class(batch, classes).astype(jnp.float32)
-            share = own_class @ (1 / jnp.maximum(jnp.sum(own_class, 0), 1.0))
+            one_hot = common.by_class(batch, classes).astype(jnp.float32)
+            share = one_hot @ (1 / jnp.maximum(jnp.sum(one_hot, 0), 1.0))
 
             def loss(params: PyTree) -> Any:
-                (_, z), after = both.apply(
+                (_, z), new_rest = with_features.apply(
                     trees.join({"params": params, **rest}, head),
                     batch.x,
                     train=True,
@@ -85,14 +88,14 @@ def fedas(
                     rngs={"dropout": key},
                     mutable=list(rest),
                 )
-                away = jnp.mean(jnp.square(z - wanted[batch.y]), -1)
-                return jnp.sum(jnp.where(batch.mask, share * away, 0.0)), after
+                distances = jnp.mean(jnp.square(z - prototypes[batch.y]), -1)
+                return jnp.sum(jnp.where(batch.mask, share * distances, 0.0)), new_rest
 
             return jax.value_and_grad(loss, has_aux=True)(params)
 
-        apart = visit._replace(key=jax.random.fold_in(visit.key, 1))
+        reseeded = visit._replace(key=jax.random.fold_in(visit.key, 1))
         params, rest, _, _ = local_training.fit(
-            by_alignment, gradient, *local_training.split_variables(body), (), apart
+            alignment, gradient, *local_training.split_variables(body), (), reseeded
         )
         return {"params": params, **rest}
 
@@ -111,19 +114,18 @@ def fedas(
         return local_training.total(squared, data, data.train, training.batch_size)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        mine = start is not None and isinstance(start.clients, Client)
-        if start is not None and mine:
+        if start is not None and isinstance(start.clients, Client):
             head = parts(trees.row(start.clients.own, 0))[0]
-            whole = State(trees.join(start.server, head), (), ())
-        first = common.initial(model, federation, key, whole if mine else start)
+            start = start._replace(server=trees.join(start.server, head))
+        first = common.initial(model, federation, key, start)
         own = common.own_first(first, start, Client, federation)
         momentum = common.kept(training, first["params"], federation)
         return State(parts(first)[1], (), Client(own, momentum))
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         body = aligned(payload, client.own, visit)
-        whole = trees.join(body, parts(client.own)[0])
-        own, momentum, metrics = sgd(whole, client.momentum, visit)
+        whole_model = trees.join(body, parts(client.own)[0])
+        own, momentum, metrics = fit(whole_model, client.momentum, visit)
         upload = {**parts(own)[1], "fisher": fisher(own, visit.data)}
         return Trained(upload, own, Client(own, momentum), metrics)
 

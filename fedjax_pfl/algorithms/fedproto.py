@@ -1,17 +1,20 @@
-"""FedProto: clients share what each class looks like to them, and no model.
+"""FedProto: clients share the mean features of each class, its prototype, and no model.
 
-Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, 2022. With z_i(x)
-what comes into client i's head, d numbers:
+Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, 2022. z_i(x) are
+the d features that client i's network computes for its head:
 
-  θ_i ← θ_i − η ∇(f_i + λ mean_x ‖z_i(x) − C_y‖²/d), over the batch, from its own last model
-  C_ic = mean of z_i(x) over its examples of class c, after training
-  C_c ← Σ_k n_kc C_kc / Σ_k n_kc, over those that arrived and have the class; else it stays
-A client is served its model, which takes x for the class whose C_c is nearest to z_i(x).
+  θ_i ← θ_i − η ∇(f_i + λ mean_x ‖z_i(x) − C_y‖²/d), over the batch, from client i's last model
+  C_ic = mean of z_i(x) over the client's examples of class c, after training
+  C_c ← Σ_k n_kc C_kc / Σ_k n_kc, over the clients that returned one; unchanged if none did
+Each client keeps its own model, which predicts the class whose C_c is nearest to z_i(x).
 
-Deviations: the mean of prototypes is weighted by their examples; the paper's equation divides by
-the number of clients once more, and the authors' code has the plain mean. Examples of a class that
-has no prototype yet have no second term, as in the authors' code. Before there is any prototype
-the head decides. All clients have the same network here.
+Deviations: the paper penalises the distance of a client's class prototypes to C_c; here, as in the
+authors' code, the penalty is the mean over examples. The mean of prototypes is weighted by their
+examples; the paper's equation divides by the number of clients once more, and the authors' code
+takes the plain mean. Examples of a class without a prototype have no penalty, as in the authors'
+code. For prediction such a class is farther by 1 than the farthest prototype, so that it is never
+chosen and its loss stays finite. The head predicts until the first prototype exists. All
+clients have the same network here.
 """
 
 import dataclasses
@@ -33,16 +36,23 @@ DECIDERS = ("prototype", "head")
 
 @dataclasses.dataclass(frozen=True)
 class Nearest:
-    """A network whose logits are −‖z − C_c‖²; its own where there is no prototype yet."""
+    """Network with logits −‖z − C_c‖²; uses its own head until the first prototype exists."""
 
     network: Any
 
     def apply(self, variables: PyTree, x: jax.Array) -> jax.Array:
-        """Of the network's variables with `prototypes` [C, d] and `seen` [C] beside them."""
+        """Returns logits [B, C].
+
+        Args:
+          variables: The network's, with `prototypes` [C, d] and `seen` [C], the classes with one.
+          x: Examples.
+        """
         outputs, z = features.WithFeatures(self.network).apply(_network_of(variables), x)
-        gaps = z[:, None] - variables["prototypes"][None]
-        near = jnp.where(variables["seen"][None], -jnp.sum(jnp.square(gaps), -1), -1e9)
-        return jnp.where(jnp.any(variables["seen"]), near, outputs)
+        seen = variables["seen"][None]
+        distances = jnp.sum(jnp.square(z[:, None] - variables["prototypes"][None]), -1)
+        farthest = jnp.max(distances, -1, keepdims=True, where=seen, initial=0.0)
+        logits = -jnp.where(seen, distances, farthest + 1)
+        return jnp.where(jnp.any(seen), logits, outputs)
 
 
 def _network_of(variables: PyTree) -> PyTree:
@@ -58,22 +68,24 @@ def fedproto(
     penalty: float = 1.0,
     decides: str = "prototype",
 ) -> Algorithm:
-    """With λ = 0 its models are Local's. Server: C, and which classes it has. Clients: Local's.
+    """Creates FedProto. With λ = 0 clients train the same models as with Local.
+
+    The server stores the prototypes C and which classes have one; clients store the same as Local.
 
     Args:
-      penalty: λ, how firmly what comes into the head is held near the prototype of its class.
-      decides: by what a client's model is evaluated: the nearest prototype, or its head.
+      penalty: λ, the weight of the distance between an example's features and its prototype.
+      decides: What predicts when a client's model is evaluated: the nearest prototype or its head.
     """
     at_least("fedproto.penalty", penalty, 0)
     one_of("fedproto.decides", decides, DECIDERS)
     if not task.has_classes:
         raise UsageError("fedproto makes a prototype of each class; choose a dataset with classes")
     classes, d = federation.outputs, features.width("fedproto", model, federation)
-    both = features.WithFeatures(model)
-    alone = local(model, task, training, federation)
+    with_features = features.WithFeatures(model)
+    base = local(model, task, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = alone.init(key, start)
+        state = base.init(key, start)
         return state._replace(server=common.no_prototypes(classes, d))
 
     def send(state: State, visit: Visit) -> PyTree:
@@ -85,14 +97,14 @@ def fedproto(
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         data = visit.data
         pulled = common.near_prototypes(task, payload, penalty)
-        gradient = local_training.gradient(both, pulled, data)
+        gradient = local_training.gradient(with_features, pulled, data)
         params, rest, momentum, metrics = local_training.fit(
             training, gradient, *local_training.split_variables(client.variables),
             client.momentum, visit,
         )  # fmt: skip
         own = {"params": params, **rest}
-        there = common.features_by_class(both, own, data, classes)
-        upload = {"prototypes": there.means, "counts": there.counts}
+        statistics = common.features_by_class(with_features, own, data, classes)
+        upload = {"prototypes": statistics.means, "counts": statistics.counts}
         return Trained(upload, served(own, payload), Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:

@@ -1,15 +1,17 @@
-"""pFedGraph: the server weighs clients by how alike they have learned, and mixes a model for each.
+"""pFedGraph: the server averages a model for each client, weighted by the similarity of updates.
 
-Ye et al., Personalized Federated Learning with Inferred Collaboration Graphs, 2023. θ⁰ is the model
-that all began with, p_j = n_j / Σ n, and all sums are over the clients that arrived:
+Ye et al., Personalized Federated Learning with Inferred Collaboration Graphs, 2023. θ⁰ is the
+initial model, p_j = n_j / Σ n, and all sums are over the clients that returned an update:
 
   s_ij = cos(θ_i − θ⁰, θ_j − θ⁰)
-  w_i = argmin_w α ‖w − p‖² − Σ_j w_j s_ij over weights, which is the one next to p + s_i / 2α
+  w_i = argmin_w α ‖w − p‖² − Σ_j w_j s_ij over w ≥ 0 with sum 1: the projection of p + s_i / 2α
   u_i ← Σ_j w_ij θ_j
   θ_i ← θ_i − η ∇(f_i(θ_i; B) − λ cos(θ_i, u_i)), from θ_i = u_i
 
-Deviations: the authors' code sets cosines above .9 to 1, and has no second term in the first round.
-BatchNorm statistics are mixed with the parameters and do not count in cosines.
+Deviations: the authors' code adds the cosine to the loss, so that it pushes a model away, takes it
+to Σ_j w_ij θ_j / ‖θ_j‖, a sum of normalised models, where we take it to u_i, and leaves it out of
+the first round. It also sets similarities above 0.9 to 1. BatchNorm statistics are averaged with
+the parameters and do not count in cosines.
 """
 
 from typing import Any
@@ -35,13 +37,14 @@ def pfedgraph(
     alpha: float = 0.8,
     penalty: float = 0.01,
 ) -> Algorithm:
-    """With α near 0 and λ = 0 it is Local; with a large α it is FedAvg.
+    """Creates pFedGraph. α near 0 with λ = 0 gives Local, a large α gives FedAvg.
 
-    Server: θ⁰. Rows: u_i, which a client is served. Clients: momentum, where it is kept.
+    The server stores θ⁰; the rows are u_i, the model of each client; clients store their momentum
+    if it is kept.
 
     Args:
-      alpha: α, how firmly weights are held near shares of examples; a small one is for those alike.
-      penalty: λ, how firmly a client's model keeps the direction of what it was sent.
+      alpha: α, the weight that keeps w_i near the shares of examples; a small α follows similarity.
+      penalty: λ, the weight of the cosine between a client's model and the model it was sent.
     """
     above("pfedgraph.alpha", alpha, 0)
     at_least("pfedgraph.penalty", penalty, 0)
@@ -62,34 +65,34 @@ def pfedgraph(
     def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         plain = local_training.gradient(model, task, visit.data)
 
-        def turned_away(params: PyTree) -> jax.Array:
+        def negative_cosine(params: PyTree) -> jax.Array:
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(payload["params"]), strict=True)
             dot = sum(jnp.sum(a * b) for a, b in pairs)
             squares = trees.squared_norm(params) * trees.squared_norm(payload["params"])
             return -dot / jnp.sqrt(jnp.maximum(squares, 1e-24))
 
-        def along(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+        def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             loss_rest, grads = plain(params, rest, batch, key)
-            away = jax.grad(turned_away)(params)
-            return loss_rest, jax.tree.map(lambda g, a: g + penalty * a, grads, away)
+            turn = jax.grad(negative_cosine)(params)
+            return loss_rest, jax.tree.map(lambda g, t: g + penalty * t, grads, turn)
 
         params, rest, momentum, metrics = local_training.fit(
-            training, along, *local_training.split_variables(payload), client, visit
+            training, gradient, *local_training.split_variables(payload), client, visit
         )
         variables = {"params": params, **rest}
         return Trained(variables, variables, momentum, metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
-        uploads, here = cohort.present(cohort.uploads), cohort.arrived
+        uploads = cohort.present(cohort.uploads)
         first = jax.tree.map(lambda leaf: leaf[None], state.server["first"])
-        learned = jax.tree.map(jnp.subtract, uploads["params"], first)
-        flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(learned)]
-        dots = sum(jnp.matmul(one, one.T, precision="highest") for one in flat)
-        lengths = jnp.sqrt(jnp.diagonal(dots))
-        alike = dots / jnp.maximum(lengths[:, None] * lengths[None], 1e-24)
+        updates = jax.tree.map(jnp.subtract, uploads["params"], first)
+        flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(updates)]
+        dots = sum(jnp.matmul(leaf, leaf.T, precision="highest") for leaf in flat)
+        norms = jnp.sqrt(jnp.diagonal(dots))
+        cosines = dots / jnp.maximum(norms[:, None] * norms[None], 1e-24)
         shares = cohort.weights / jnp.maximum(jnp.sum(cohort.weights), 1.0)
-        nearest = jax.vmap(simplex.project, (0, None))
-        w = nearest(shares[None] + alike / (2 * alpha), here)
+        project = jax.vmap(simplex.project, (0, None))
+        w = project(shares[None] + cosines / (2 * alpha), cohort.arrived)
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(w, leaf, 1, precision="highest"), uploads)
         return state.server, cohort.put(state.rows, mixed)
 

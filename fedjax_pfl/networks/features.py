@@ -1,4 +1,4 @@
-"""What comes into a network's head, beside what comes out of it."""
+"""Features of an example: the input of a network's head."""
 
 from typing import Any, NamedTuple
 
@@ -10,28 +10,29 @@ from fedjax_pfl.core.errors import UsageError
 
 
 class WithFeatures(NamedTuple):
-    """A network whose outputs are (outputs [B, ...], z [B, d]), z what its head is called with."""
+    """Network that returns (outputs [B, ...], z [B, d]), where z is the input of its head."""
 
     network: Any
 
-    def apply(self, variables: Any, x: jax.Array, *, mutable: Any = False, **how: Any) -> Any:
-        """As the network's own, with z beside its outputs."""
-        seen = []
+    def apply(self, variables: Any, x: jax.Array, *, mutable: Any = False, **options: Any) -> Any:
+        """Calls the network's own `apply` and returns z next to its outputs."""
+        head = self.network.head  # some networks find it by tracing, which must not be intercepted
+        inputs = []
 
-        def watch(call: Any, arguments: Any, more: Any, context: Any) -> Any:
+        def record(call: Any, arguments: Any, keywords: Any, context: Any) -> Any:
             name = "/".join(context.module.path)
-            if context.method_name == "__call__" and name == self.network.head:
-                seen.append(arguments[0])
-            return call(*arguments, **more)
+            if context.method_name == "__call__" and name == head:
+                inputs.append(arguments[0])
+            return call(*arguments, **keywords)
 
-        with nn.intercept_methods(watch):
-            made = self.network.apply(variables, x, mutable=mutable, **how)
-        z = seen[-1] if seen else None
-        return (made, z) if mutable is False else ((made[0], z), made[1])
+        with nn.intercept_methods(record):
+            result = self.network.apply(variables, x, mutable=mutable, **options)
+        z = inputs[-1] if inputs else None
+        return (result, z) if mutable is False else ((result[0], z), result[1])
 
 
 def width(method: str, network: Any, federation: Federation) -> int:
-    """d, or UsageError where the network's head is not called with one vector for an example."""
+    """Returns d. Raises UsageError if the head is not called with one vector per example."""
     x = federation.examples(2)
 
     def features() -> Any:
@@ -41,7 +42,7 @@ def width(method: str, network: Any, federation: Federation) -> int:
     z = jax.eval_shape(features)
     if z is None or z.ndim != 2 or z.shape[0] != x.shape[0]:
         raise UsageError(
-            f"{method} compares what comes into the head, and {network.head} of this network is no "
-            "Flax linen layer that is called with a vector for each example"
+            f"{method} compares the inputs of the head, and {network.head} of this network is not "
+            "a Flax linen layer that is called with a vector for each example"
         )
     return int(z.shape[1])

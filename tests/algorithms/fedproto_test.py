@@ -81,12 +81,22 @@ def test_the_nearest_prototype_decides():
     logits, z = made.predict(served, x), X @ A
     for c in (0, 1):
         np.testing.assert_allclose(logits[:, c], -np.square(z - PROTOTYPES[c]).sum(1), rtol=1e-5)
-    assert (logits[:, 2] < -1e8).all()
     unseen = {**served, "seen": jnp.zeros(3, bool)}
     by_head = make(decides="head")[0]
     plain = by_head.personal(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
     assert set(plain) == {"params"}
     np.testing.assert_array_equal(made.predict(unseen, x), by_head.predict(plain, x))
+
+
+def test_a_class_without_a_prototype_is_farthest_and_its_loss_stays_small():
+    """Distances 1 and 9 to the prototypes, so 10 to class 2."""
+    made, _ = make()
+    unit = {"prototypes": jnp.float32([[0, 0], [2, 0], [7, 7]]), "seen": jnp.asarray(SEEN)}
+    served = made.personal(State(unit, (), ()), Client(deep(np.eye(2), HEAD), ()), None)
+    logits = made.predict(served, jnp.float32([[-1.0, 0.0]]))
+    np.testing.assert_array_equal(logits, [[-1.0, -9.0, -10.0]])
+    loss = CLASSES.loss(logits, jnp.int32([2]), jnp.ones(3, bool))
+    np.testing.assert_allclose(loss, 10 + np.log(np.exp([-1.0, -9.0, -10.0]).sum()), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -107,5 +117,5 @@ def test_a_network_without_a_head_of_vectors_is_refused():
     net = linear.Deep(outputs=3, width=2)
     object.__setattr__(net, "head", "nothing")
     training = local_training.sgd(steps=1)
-    with pytest.raises(UsageError, match=r"^fedproto compares what comes into the head"):
+    with pytest.raises(UsageError, match=r"^fedproto compares the inputs of the head"):
         algorithms.fedproto(net, CLASSES, training, federation)

@@ -1,5 +1,8 @@
 """pFedMe on a scalar quadratic, step by step, and its server."""
 
+from typing import Any
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,6 +71,29 @@ def test_a_large_penalty_ties_theta_to_w():
             State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), T, KEY)
         )
         np.testing.assert_allclose(weights(served) - 1, [2 / penalty], rtol=0.1, atol=1e-6)
+
+
+class Dropped(nn.Module):
+    """A linear network that drops half of its inputs."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        x = nn.Dropout(0.5, deterministic=not train)(x)
+        return nn.Dense(1, use_bias=False, name="fc")(x)
+
+
+def test_each_inner_step_has_a_dropout_mask_of_its_own():
+    """A step moves a weight by 2 if its input is kept. With one mask for all, by 0 or 8 in four."""
+    data, federation = linear.federated([np.ones((1, 64))], [[0.0]])
+    training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=1)
+    task = TASK._replace(loss=lambda outputs, y, classes: outputs[:, 0])
+    settings = {"penalty": 1e-6, "inner_steps": 4, "inner_rate": 1.0}
+    made = algorithms.pfedme(Dropped(), task, training, federation, **settings)
+    start = variables(np.zeros(64))
+    _, trained, _, _ = made.train(start, (), Visit(0, client(data, 0), T, KEY))
+    moved = np.round(-weights(trained), 3)  # what the penalty adds is below 1e-4
+    assert set(moved) <= {0, 2, 4, 6, 8}
+    assert np.isin(moved, (2, 4, 6)).sum() >= 48  # expected: 64 · 14/16 = 56, deviation 2.6
 
 
 @pytest.mark.parametrize(("beta", "expected"), [(1.0, 4.0), (0.25, 8.5), (2.0, -2.0)])

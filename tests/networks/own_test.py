@@ -11,6 +11,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import LSTM, Transformer
 from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, Hadamard
+from fedjax_pfl.networks.features import WithFeatures
 from fedjax_pfl.networks.own import Linen, check, check_tokens
 from fedjax_pfl.networks.own_nnx import Nnx
 from fedjax_pfl.networks.tracing import layers_in_order
@@ -67,6 +68,14 @@ def test_layers_are_in_the_order_of_calls():
         tokens = jnp.zeros(x, jnp.int32)
         shapes = jax.eval_shape(net.init, KEY, tokens)
         assert layers_in_order(net.apply, shapes, tokens) == net.layers
+
+
+def test_features_are_the_inputs_of_the_last_layer():
+    variables = LINEN.init(KEY, X[:1])
+    outputs, z = WithFeatures(Linen("Plain", {}, Plain(), (5,))).apply(variables, X)
+    wanted = X.astype(np.float64) @ variables["params"]["z"]["kernel"] / np.sqrt(1 + 1e-5)
+    np.testing.assert_allclose(z, np.maximum(wanted, 0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(outputs, LINEN.apply(variables, X))
 
 
 @pytest.mark.parametrize("net", [LINEN, NNX])
