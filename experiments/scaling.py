@@ -130,7 +130,7 @@ class Growth(NamedTuple):
 
 
 def growth(method: str, model: str) -> Growth:
-    """Read off three numbers of clients; from 400 on, pFedHN's embeddings grow no more."""
+    """Fits the polynomial to three numbers of clients."""
     one, two, three = (sizes(method, n, model).state for n in (400, 800, 1200))
     pairs = (three - 2 * two + one) / (2 * 400**2)
     # Below a byte for each pair of 40 clients it is a table of another dtype, or rounding.

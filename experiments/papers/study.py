@@ -1,4 +1,4 @@
-"""What studies share: a command line, runs that are done once, means over seeds, output files."""
+"""Command line, runs, means over seeds and output files of all studies."""
 
 import json
 import os
@@ -30,24 +30,30 @@ ROUNDS = flags.DEFINE_integer(
     "rounds", 60, "Rounds of each run. Default: what the study's line says.", lower_bound=2
 )
 PAPER = flags.DEFINE_bool(
-    "paper", False, "The paper's rounds, and every value and method of its figure: hours or days."
+    "paper",
+    False,
+    "Dataset, clients, rounds, seeds, values and methods as in the paper, except those that are "
+    "given: hours or days.",
 )
-CLIENTS = flags.DEFINE_integer("clients", 10, "Clients.", lower_bound=1)
+CLIENTS = flags.DEFINE_integer("clients", 10, "Number of clients.", lower_bound=1)
 METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
-SEEDS = flags.DEFINE_integer("seeds", 1, "Seeds 0, 1, ...", lower_bound=1)
+SEEDS = flags.DEFINE_integer("seeds", 1, "Number of seeds 0, 1, ...", lower_bound=1)
 SET = flags.DEFINE_multi_string("set", [], SET_HELP)
 
-_COLUMNS = 5  # of a table that is printed
-_LISTED = 4  # numbers in a cell
+_COLUMNS = 5  # most columns of a printed table
+_LISTED = 4  # most numbers in a cell
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00")  # safe for the colour-blind
 Study = Callable[[], tuple[dict[str, Any], Figure | None]]
 
 
 class Length(NamedTuple):
-    """Rounds where the command line says none."""
+    """Rounds of a study, and what else --paper sets, unless the command line does."""
 
-    short: int  # with few values and methods, minutes on two cores
-    paper: int  # with --paper
+    short: int  # rounds that take minutes on two cores
+    paper: int  # rounds of the paper
+    dataset: str | None = None  # None leaves the flag's default, here and below
+    clients: int | None = None
+    seeds: int | None = None
 
 
 def run(
@@ -57,7 +63,7 @@ def run(
     rounds: int | None = None,
     dataset: data.Dataset | None = None,
 ) -> runner.Result:
-    """One run under OUT, of ROUNDS unless told; a run that is there already is only read."""
+    """Returns a run under OUT of ROUNDS rounds, unless given; reads it if it exists."""
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     change(config, SET.value)
     words = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
@@ -67,38 +73,38 @@ def run(
 
 
 def runs(config: ConfigDict, name: str) -> list[runner.Result]:
-    """One run per seed, of as many rounds as the configuration says."""
-    each = [config.copy_and_resolve_references() for _ in range(SEEDS.value)]
-    return [run(one, name, seed, config.rounds) for seed, one in enumerate(each)]
+    """Returns the results of one run per seed, with the rounds of the configuration."""
+    copies = [config.copy_and_resolve_references() for _ in range(SEEDS.value)]
+    return [run(copy, name, seed, config.rounds) for seed, copy in enumerate(copies)]
 
 
 def scope(short: Any, paper: Any) -> Any:
-    """What a figure goes over: with --paper all that the paper does."""
+    """Returns `paper` with --paper, else `short`."""
     return paper if PAPER.value else short
 
 
 def chosen(rows: Collection[str], short: Sequence[str] = ()) -> list[str]:
-    """The methods that --methods asks for; without it those of `short`, or with --paper all."""
+    """Returns the methods of --methods; by default those of `short`, or with --paper all."""
     if unknown := set(METHODS.value) - set(rows):
         raise UsageError(f"this study has no method {', '.join(sorted(unknown))}")
     return METHODS.value or list(scope(short or rows, rows))
 
 
 def bars(rows: Mapping[str, Mapping[str, Any]], label: str = "accuracy (%)") -> Figure:
-    """Groups of bars with whiskers: {row: {series: mean and deviation}}."""
+    """Draws groups of bars with whiskers from {row: {series: mean and deviation}}."""
     series = list(dict.fromkeys(name for row in rows.values() for name in row))
     figure = Figure(figsize=(max(4.5, 1.1 * len(rows)), 3.6), layout="constrained")
     axis, width = figure.subplots(), 0.8 / len(series)
     for k, (name, colour) in enumerate(zip(series, COLOURS, strict=False)):
-        there = [(i, row[name]) for i, row in enumerate(rows.values()) if name in row]
-        at = [i + (k - (len(series) - 1) / 2) * width for i, _ in there]
-        heights = [value["mean"] for _, value in there]
-        spread = [value["std"] for _, value in there]
-        whiskers = None if None in spread else spread  # of one seed there is no deviation
-        drawn = axis.bar(at, heights, width, yerr=whiskers, capsize=3, color=colour, label=name)
-        axis.bar_label(drawn, fmt="%.1f", fontsize=7, padding=1)
-    turned: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(rows) > 4 else {}
-    axis.set_xticks(range(len(rows)), list(rows), **turned)
+        values = [(i, row[name]) for i, row in enumerate(rows.values()) if name in row]
+        places = [i + (k - (len(series) - 1) / 2) * width for i, _ in values]
+        heights = [value["mean"] for _, value in values]
+        spread = [value["std"] for _, value in values]
+        whiskers = None if None in spread else spread  # one seed has no deviation
+        bars = axis.bar(places, heights, width, yerr=whiskers, capsize=3, color=colour, label=name)
+        axis.bar_label(bars, fmt="%.1f", fontsize=7, padding=1)
+    rotation: dict[str, Any] = {"rotation": 30, "ha": "right"} if len(rows) > 4 else {}
+    axis.set_xticks(range(len(rows)), list(rows), **rotation)
     axis.set_ylabel(label)
     axis.margins(y=0.1)
     if len(series) > 1:
@@ -113,11 +119,14 @@ def main(
     paper: str,
     lengths: Mapping[str, Length],
 ) -> None:
-    """Run the study that is named; write NAME-DATASET.json and .png; print the numbers.
+    """Runs the named study, writes NAME-DATASET.json and .png, and prints the numbers.
 
-    about: what there is, which is said where no study is named. paper: whose numbers of the same
-    figure are shown beside ours, where it states any. lengths: of each study that is named, and
-    under "" of the others.
+    Args:
+      studies: Functions by name.
+      about: Text to print if no study is named.
+      argv: The command's name and the study's.
+      paper: Folder of the paper whose published numbers of the same figure are printed too.
+      lengths: Rounds by study; those under "" are for all other studies.
     """
     if len(argv) < 2:
         print(about.strip())
@@ -126,10 +135,16 @@ def main(
         raise UsageError(f"name one study; {argv[2]!r} is one word too many")
     if argv[1] not in studies:
         raise UsageError(f"there is no study {argv[1]!r}{nearest(argv[1], studies)}")
-    flags.set_default(ROUNDS, scope(*lengths.get(argv[1], lengths[""])))
+    length = lengths.get(argv[1], lengths[""])
+    flags.set_default(ROUNDS, scope(length.short, length.paper))
+    if PAPER.value:
+        flag_values = zip((DATASET, CLIENTS, SEEDS), length[2:], strict=True)
+        for flag, value in flag_values:
+            if value is not None:
+                flags.set_default(flag, value)
     numbers, figure = studies[argv[1]]()
-    if there := readable(paper, argv[1]):
-        numbers["published"] = there
+    if stated := readable(paper, argv[1]):
+        numbers["published"] = stated
     out = Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     stem = f"{argv[1]}-{DATASET.value}"
@@ -152,24 +167,23 @@ def main(
 
 
 def shown(numbers: Mapping[str, Any]) -> list[Table]:
-    """A study's numbers as tables: those that have the same names are one table's rows."""
+    """Returns a study's numbers as tables; groups with the same names share a table."""
     tables: dict[tuple[str, ...], list[list[str]]] = {}
     for path, cells in _rows(numbers, ()):
-        wide = len(cells) <= _COLUMNS
-        if wide:
+        if len(cells) <= _COLUMNS:
             row = [" / ".join(path) or "all", *cells.values()]
             tables.setdefault(tuple(cells), []).append(row)
         else:
-            one = [[" / ".join((*path, name)), cell] for name, cell in cells.items()]
-            tables.setdefault(("value",), []).extend(one)
+            rows = [[" / ".join((*path, name)), cell] for name, cell in cells.items()]
+            tables.setdefault(("value",), []).extend(rows)
     return [Table("", list(heads), rows) for heads, rows in tables.items()]
 
 
 def _rows(
     numbers: Mapping[str, Any], path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
-    """Each group's own numbers, then those of the groups in it."""
-    groups = {  # those of numbers, and not a mean with its deviation
+    """Yields each group's own numbers, then those of the groups in it."""
+    groups = {  # a mean with its deviation is not a group
         name: v
         for name, v in numbers.items()
         if isinstance(v, Mapping) and not isinstance(v.get("mean"), int | float)
@@ -188,7 +202,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     if isinstance(value, list | tuple):
-        if len(value) > _LISTED or any(isinstance(one, list | tuple | Mapping) for one in value):
+        if len(value) > _LISTED or any(isinstance(v, list | tuple | Mapping) for v in value):
             return f"{len(value)} values, in the file"
         return ", ".join(map(_cell, value))
     return "–" if value is None else str(value)
@@ -197,10 +211,10 @@ def _cell(value: Any) -> str:
 def launch(
     studies: Mapping[str, Study], about: str | None, paper: str, lengths: Mapping[str, Length]
 ) -> None:
-    """The command line of a module of studies: its docstring, the paper, rounds of each study."""
+    """Runs the command line of a paper's studies; `about` is their module's docstring."""
     prepare_devices()
-    ours = (OUT, DATASET, ROUNDS, PAPER, CLIENTS, METHODS, SEEDS, SET, DATA_DIR)
+    shared = (OUT, DATASET, ROUNDS, PAPER, CLIENTS, METHODS, SEEDS, SET, DATA_DIR)
     own = flags.FLAGS.flags_by_module_dict().get(f"experiments.papers.{paper}.studies", [])
-    for flag in [*(flags.FLAGS[one.name] for one in ours), *own]:  # what --help shows
+    for flag in [*(flags.FLAGS[holder.name] for holder in shared), *own]:  # for --help
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     command(lambda argv: main(studies, about or "", argv, paper, lengths))

@@ -189,21 +189,21 @@ def _below(least: float) -> Callable[[Value, Shown], bool]:
     return is_below
 
 
-def _one_body(method: str, help: str) -> dict[str, Sign]:
+def _one_body(method: str) -> dict[str, Sign]:
     return {
         "spread": Sign(
             "how far generated models are from their mean, in lengths of it; the mean over clients",
             _now("spread", np.mean),
             _below(ONE_MODEL),
             "the hypernetwork generates one model for all: what tells them apart is {value:.4f} of "
-            f"their length; see {help}",
+            f"their length; see {method}.rate and {method}.weight_decay",
         ),
         "moved": Sign(
             "how far embeddings have moved since the first evaluation, in lengths of them then",
             _how_far,
             _below(MOVED),
             "embeddings do not learn: they have moved by {value:.5f} of their length; see "
-            f"{method}.embedding_rate",
+            f"{method}.rate",
         ),
     }
 
@@ -230,8 +230,8 @@ SIGNS: dict[str, dict[str, Sign]] = {
             _of_alpha(moving, pairs=True),
         ),
     },
-    "pfedhn": _one_body("pfedhn", "pfedhn.normalize and pfedhn.rate"),
-    "pfedhn_pc": _one_body("pfedhn_pc", "pfedhn_pc.normalize and pfedhn_pc.rate"),
+    "pfedhn": _one_body("pfedhn"),
+    "pfedhn_pc": _one_body("pfedhn_pc"),
     "fedmn": {
         "routes": Sign(
             "different routes in use, of those that have trained: sets of gates with π over ½",

@@ -1,4 +1,4 @@
-"""pFedHN's hypernetwork: a client's embedding in, all parameters of its network out."""
+"""Hypernetwork of pFedHN: maps a client's embedding to all parameters of its network."""
 
 import math
 from collections.abc import Callable
@@ -13,16 +13,15 @@ from flax.core import FrozenDict, unfreeze
 from fedjax_pfl.networks import init
 
 PyTree = Any
-# Of the power iteration before the first use; afterwards the weights change little from step to
-# step and one each is enough.
+# Power iterations before the first use. Later, one per step is enough: weights change little.
 _FIRST_ITERATIONS = 15
 
 
 class Linear(nn.Module):
-    """A fully connected layer, whose weight K may be divided by its largest singular value σ.
+    """A fully connected layer whose weight K may be divided by its largest singular value σ.
 
-    σ = ‖vᵀK‖ with v the left singular vector as the collection `spectral` has it, a constant to the
-    gradient; `advance` keeps it up to date.
+    σ = ‖vᵀK‖ with v the left singular vector in the collection `spectral`. The gradient treats v as
+    a constant; `advance` updates it.
     """
 
     outputs: int
@@ -31,7 +30,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., inputs] -> [..., outputs]."""
+        """Maps [..., inputs] to [..., outputs]."""
         inputs = x.shape[-1]
         start = init.uniform(inputs)
         kernel = self.param("kernel", start, (inputs, self.outputs))
@@ -48,62 +47,53 @@ class Linear(nn.Module):
 
 
 class Hypernetwork(nn.Module):
-    """v [e] -> arrays like those of `target`: one linear head for each on a common MLP.
+    """An MLP with one linear head for each array of a target network.
 
-    The MLP is a linear layer and `depth` times ReLU and another one, without ReLU before the heads.
-    With `normalize` that MLP is an odd function of v: it has no bias, and tanh of what has mean 0
-    and deviation 1 over its units in place of ReLU; what comes into the heads has mean 0 and length
-    1. What all clients have in common can then only go into the heads' biases; biases in between,
-    and ReLUs, whose outputs have a mean above 0, turn the heads' inputs into one direction.
-    Width 0 leaves heads without a bias alone: the linear hypernetwork θ = W v.
-
-    target: a network's parameters, nested dicts, or their shapes; or a tuple of several networks'.
+    The MLP has `depth` hidden layers with ReLU and one more linear layer without, all of `width`
+    units. With width 0 there are only heads, without a bias: the linear hypernetwork θ = W v.
 
     References: Shamsian et al., Personalized Federated Learning using Hypernetworks (2021), section
-    5 and appendix B ("three hidden layers"); layers start as in the authors' PyTorch code.
+    5 and appendix B. The last linear layer, and how layers are initialised, are those of the
+    authors' PyTorch code.
+
+    Args:
+      target: Parameters of the target network as nested dicts, or their shapes; or a tuple of them
+        for several networks.
+      width: Units of each layer before the heads.
+      depth: Number of hidden layers with ReLU.
+      spectral_norm: Divide each weight matrix by its largest singular value.
     """
 
     target: PyTree
     width: int = 100
     depth: int = 3
     spectral_norm: bool = False
-    normalize: bool = False
 
     @nn.compact
     def __call__(self, v: jax.Array) -> PyTree:
-        """The parameters of client v."""
+        """Returns the parameters of the client with embedding v [e]."""
         x = v
         for i in range(self.depth + 1 if self.width else 0):
-            if i:
-                x = jnp.tanh(standardized(x)) if self.normalize else nn.relu(x)
-            bias = not self.normalize
-            x = Linear(self.width, bias, self.spectral_norm, name=f"layer{i + 1}")(x)
-        if self.normalize and self.width:
-            x = standardized(x) / math.sqrt(self.width)
+            x = nn.relu(x) if i else x
+            x = Linear(self.width, True, self.spectral_norm, name=f"layer{i + 1}")(x)
 
         def head(path: Any, leaf: Any) -> jax.Array:
             name = "head_" + jax.tree_util.keystr(path, simple=True, separator="_")
-            made = Linear(math.prod(leaf.shape), self.width > 0, self.spectral_norm, name=name)(x)
-            return made.reshape(leaf.shape).astype(leaf.dtype)
+            flat = Linear(math.prod(leaf.shape), self.width > 0, self.spectral_norm, name=name)(x)
+            return flat.reshape(leaf.shape).astype(leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(head, _thawed(self.target))
 
 
 def _thawed(tree: PyTree) -> PyTree:
-    """With plain dicts; Flax freezes those of a module's fields."""
+    """Returns the tree with plain dicts; Flax freezes those in a module's fields."""
     if isinstance(tree, tuple):
         return tuple(map(_thawed, tree))
     return unfreeze(tree) if isinstance(tree, FrozenDict) else tree
 
 
-def standardized(x: jax.Array) -> jax.Array:
-    """With mean 0 and deviation 1 over the last axis."""
-    x = x - jnp.mean(x, -1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.mean(jnp.square(x), -1, keepdims=True) + 1e-5)
-
-
 def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
-    """`steps` power iterations of v [inputs] towards a kernel's largest left singular vector."""
+    """Runs `steps` power iterations on v [inputs] towards the largest left singular vector."""
 
     def unit(x: jax.Array) -> jax.Array:
         return x / jnp.maximum(jnp.linalg.norm(x), 1e-12)
@@ -112,12 +102,12 @@ def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
         right = unit(jnp.dot(v, kernel, precision="highest"))
         return unit(jnp.dot(kernel, right, precision="highest"))
 
-    # A loop, because fifteen of them for each layer, written out, take seconds to compile.
+    # A loop: fifteen unrolled iterations for each layer take seconds to compile.
     return jax.lax.fori_loop(0, steps, step, v)
 
 
 def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
-    """The collection `spectral` after more power iterations on the weights of φ."""
+    """Returns the collection `spectral` after more power iterations on the weights of φ."""
     return {
         layer: {"vector": iterate(phi[layer]["kernel"], own["vector"], steps)}
         for layer, own in spectral.items()
@@ -125,18 +115,23 @@ def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
 
 
 def spread(generate: Callable[[jax.Array], PyTree], v: jax.Array) -> jax.Array:
-    """How far what each v [N, e] generates is from the mean, in lengths of the mean: [N].
+    """Distance of each generated model from their mean, divided by the mean's norm: [N].
 
-    0 says that all are alike: the last ReLUs of the hypernetwork are dead. One is held at a time.
+    0 means that all clients get one model: the last ReLUs of the hypernetwork are dead. Models are
+    generated one at a time, because N of them may not fit in memory.
+
+    Args:
+      generate: Maps an embedding to a model.
+      v: Embeddings [N, e].
     """
 
-    def add(total: PyTree, one: jax.Array) -> tuple[PyTree, None]:
-        return jax.tree.map(lambda a, b: a + b / len(v), total, generate(one)), None
+    def add(total: PyTree, embedding: jax.Array) -> tuple[PyTree, None]:
+        return jax.tree.map(lambda a, b: a + b / len(v), total, generate(embedding)), None
 
-    nothing = jax.tree.map(jnp.zeros_like, jax.eval_shape(generate, v[0]))
-    mean, _ = jax.lax.scan(add, nothing, v)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(generate, v[0]))
+    mean, _ = jax.lax.scan(add, zeros, v)
 
-    def distance(one: jax.Array) -> jax.Array:
-        return optax.tree.norm(optax.tree.sub(generate(one), mean)) / optax.tree.norm(mean)
+    def distance(embedding: jax.Array) -> jax.Array:
+        return optax.tree.norm(optax.tree.sub(generate(embedding), mean)) / optax.tree.norm(mean)
 
     return jax.lax.map(distance, v)

@@ -32,7 +32,7 @@ def make(name: str = "pfedhn", known: bool = True, **own: Any) -> Any:
         cases.TASK,
         training,
         federation,
-        **{"width": 4, "depth": 1, "normalize": False, "embedding_rate": 1.0, **own},
+        **{"width": 4, "depth": 1, **own},
     )
 
 
@@ -140,8 +140,6 @@ def test_the_whole_method_equals_numpy(name: str):
         clip_norm=SERVER_CLIP,
         width=5,
         depth=1,
-        normalize=False,
-        embedding_rate=1.0,
     )
     rounds = make_rounds(algorithm, linear.TASK, federation, cohort=1, calls=ROUNDS)
     start = float64(rounds.init(KEY))
@@ -222,23 +220,6 @@ def test_a_step_brings_the_generated_model_closer_to_the_trained_one():
 
     before, after = jax.jit(jax.vmap(distances))(jnp.arange(tiny.CLIENTS))
     assert (np.asarray(after) < np.asarray(before) * (1 - 1e-5)).all()
-
-
-def test_embeddings_have_a_rate_of_their_own_and_decay_as_before():
-    """Seven times the gradient of v, after clipping; φ and the decay do not notice."""
-    common = {"rate": 1.0, "momentum": 0.0, "clip_norm": 1.0}
-    state, ids, steps = make().init(KEY), jnp.arange(tiny.CLIENTS), {}
-    payloads, uploads, here = everybody(make(), state)
-    cohort = tiny.cohort(tiny.TRAIN, ids, here, payloads, uploads, T)
-    for times, decay in ((1.0, 0.0), (7.0, 0.0), (7.0, 0.1)):
-        made = make(**common, weight_decay=decay, embedding_rate=times)
-        server, rows = jax.jit(made.receive)(state, cohort)
-        steps[times, decay] = (server.phi, rows.v - state.rows.v)
-    (phi, one), (other, seven), (_, decayed) = steps.values()
-    chex.assert_trees_all_close(phi, other, rtol=1e-6)
-    np.testing.assert_allclose(seven, 7 * one, rtol=1e-3, atol=1e-7)
-    assert np.abs(one).max() > 1e-6
-    np.testing.assert_allclose(decayed - seven, -0.1 * state.rows.v, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.slow("two methods' rounds")

@@ -121,7 +121,7 @@ def test_hypernetworks_say_how_far_apart_models_are_and_how_far_v_went(method):
     )
     assert still.dead == ["spread", "moved"]
     assert "is 0.0150 of their length" in still.remarks[0]
-    assert f"{method}.embedding_rate" in still.remarks[1]
+    assert f"see {method}.rate" in still.remarks[1]
 
 
 def test_fedmn_says_how_many_routes_there_are_and_how_decided_they_are():

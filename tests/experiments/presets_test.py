@@ -11,7 +11,6 @@ from experiments.configs import baseline
 from experiments.papers import preset_words
 from experiments.papers.factorized_fl import presets as factorized_fl
 from experiments.papers.fedmn import presets as fedmn
-from experiments.papers.pfedhn import presets as pfedhn
 from fedjax_pfl.config import configuration
 from tests.experiments.launch_test import message
 
@@ -115,11 +114,6 @@ def test_a_systems_own_words_come_after_the_shared_ones():
 
 
 def test_forms_that_are_not_the_papers_are_words():
-    for name in pfedhn.HYPERNETWORKS:
-        plain, live = (pfedhn.get_config(f"cifar10-n50-{name}{word}") for word in ("", "-live"))
-        assert (plain[name].normalize, plain[name].weight_decay) == (False, 1e-3)
-        assert dict(live[name]) == {**plain[name], **pfedhn.LIVE}
-        assert pfedhn.get_config(f"cifar10-n50-{name}-published")[name] == plain[name]
     routed, plain = fedmn.get_config("mnist"), fedmn.get_config("mnist-published")
     assert (routed.fedmn.embed, routed.fedmn.encoders) == ("correlation", "fetched")
     assert (plain.fedmn.embed, plain.fedmn.encoders) == ("concatenated", "always")

@@ -255,7 +255,7 @@ def test_names_of_cells(at_hand):
 
     assert len(chosen("full", "pfedhn")) == 7
     assert chosen("quick", "pfedhn") == {"pfedhn/cifar10-n10"}
-    assert len(chosen("quick", "omniglot-n50")) == 10
+    assert len(chosen("quick", "omniglot-n50")) == 8
     assert chosen("full", "local/*100-n50", "fedper/cifar10-n10") == {
         "local/cifar100-n50",
         "fedper/cifar10-n10",

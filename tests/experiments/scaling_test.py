@@ -22,7 +22,8 @@ LAYERS, HIDDEN = 5, 100
         ("pfedgraph", P, 0),
         # A store, and a hypernetwork with an output for every client in every layer.
         ("pfedla", None, 4 * LAYERS * (HIDDEN + 1)),
-        ("pfedhn", 4 * 2 * 100, 0),  # from 400 clients on; embeddings, and their momentum
+        # With their momentum: embeddings of 1 + N / 4 numbers, and 100 weights for each of them.
+        ("pfedhn", 8 * (1 + 100 / 4), 2),
     ],
 )
 def test_growth(method, each, pairs):

@@ -25,6 +25,8 @@ from fedjax_pfl.report import text_tables
 from tests.experiments.launch_test import message
 from tests.experiments.reproduce_test import shown, there
 
+FLAGS = (common.ROUNDS, common.DATASET, common.CLIENTS, common.SEEDS)
+
 
 def test_agreement_by_hand():
     overlap = np.array([[4, 3, 1], [3, 4, 2], [1, 2, 4]])
@@ -115,7 +117,7 @@ def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
 
     monkeypatch.setattr(pfedhn, "DATASET", SimpleNamespace(value="cifar10"))
     monkeypatch.setattr(pfedhn, "ROUNDS", SimpleNamespace(value=900))
-    asked = ["pfedhn", "pfedhn_pc-live", "fedavg"]
+    asked = ["pfedhn", "fedavg"]
     monkeypatch.setattr(common, "METHODS", SimpleNamespace(value=asked))
     monkeypatch.setattr(common, "PAPER", SimpleNamespace(value=True))
     monkeypatch.setattr(pfedhn.study, "runs", runs)
@@ -124,13 +126,9 @@ def test_new_clients_fit_v_alone_and_baselines_are_fine_tuned(monkeypatch):
     assert (train.participants, train.pfedhn.frozen, train.rounds) == ("active", False, 900)
     assert (fit.participants, fit.pfedhn.frozen, fit.rounds) == ("held_out", True, 100)
     assert (train.pfedhn.rate, fit.pfedhn.rate) == (0.01, 1.0)
-    live, later = (one.pfedhn_pc for one in configuration.phases(seen["novel1-pfedhn_pc-live"]))
-    assert live.normalize
-    assert (live.rate, live.embedding_rate) == (later.rate, later.embedding_rate)
-    assert (live.frozen, later.frozen) == (False, True)
     assert fit.held_out == 10
     assert [seen[f"novel{a}-fedavg"].dirichlet_classes.novel_alpha for a in (0.1, 1)] == [0.1, 1.0]
-    assert (seen["novel1-fedavg"].evaluate_after, len(seen)) == (True, 12)
+    assert (seen["novel1-fedavg"].evaluate_after, len(seen)) == (True, 8)
     row = found["pfedhn"]["0.25"]  # as served; fine-tuned
     assert row["gap"]["mean"] == pytest.approx(-30)
     assert found["fedavg"]["0.25"]["gap"]["mean"] == pytest.approx(20)
@@ -279,25 +277,50 @@ def test_by_default_a_study_runs_on_what_is_embedded():
 
 @pytest.mark.parametrize(
     ("given", "wanted"),
-    [([], (20, ["beta"])), (["--paper"], (50, ["beta", "alpha"])), (["--rounds=3"], (3, ["beta"]))],
+    [
+        ([], (20, "digits", 10, 1, ["beta"])),
+        (["--paper"], (50, "cifar10", 75, 3, ["beta", "alpha"])),
+        (["--paper", "--dataset=mnist", "--seeds=2"], (50, "mnist", 75, 2, ["beta", "alpha"])),
+        (["--rounds=3"], (3, "digits", 10, 1, ["beta"])),
+    ],
 )
-def test_a_study_is_short_unless_the_papers_length_is_asked_for(
+def test_a_study_is_short_unless_the_papers_settings_are_asked_for(
     given, wanted, tmp_path, capsys, monkeypatch
 ):
     seen = []
 
     def drawn():
-        seen.append((common.ROUNDS.value, common.chosen(["beta", "alpha"], ["beta"])))
+        flag_values = [flag.value for flag in FLAGS]
+        seen.append((*flag_values, common.chosen(["beta", "alpha"], ["beta"])))
         return {"accuracy": 97.25}, None
 
     monkeypatch.setattr(flags, "FLAGS", copy.deepcopy(flags.FLAGS))
-    for name in ("rounds", "paper", "methods", "out", "seeds", "set", "dataset"):
+    for name in ("rounds", "paper", "methods", "out", "seeds", "set", "dataset", "clients"):
         flag = getattr(common, name.upper())
         monkeypatch.setattr(flag, "_flagvalues", flags.FLAGS)
     flags.FLAGS(["x", f"--out={tmp_path}", *given])
-    common.main({"drawn": drawn}, "", ["x", "drawn"], "pfedla", {"": common.Length(20, 50)})
+    length = common.Length(20, 50, "cifar10", 75, 3)
+    common.main({"drawn": drawn}, "", ["x", "drawn"], "pfedla", {"": length})
     assert seen == [wanted]
     assert "97.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("spectral", ("cifar10", 50)),
+        ("novel", ("cifar10", 100)),
+        ("figure3", ("cifar10", 10)),
+        ("figure4", ("cifar100", 100)),
+        ("figure5", ("cifar10", 50)),
+        ("figure6", ("cifar10", 50)),
+        ("fixed", ("cifar10", 50)),
+    ],
+)
+def test_the_paper_of_pfedhn_sets_dataset_and_clients(name, wanted):
+    length = pfedhn.LENGTHS.get(name, pfedhn.LENGTHS[""])
+    assert (length.dataset, length.clients) == wanted
+    assert (length.paper, length.seeds) == (5000, 3)
 
 
 def test_a_group_may_be_called_mean():

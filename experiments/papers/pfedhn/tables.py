@@ -1,4 +1,4 @@
-"""The tables of the pFedHN paper: methods, sizes of networks, MNIST, spectral normalisation."""
+"""Tables of the pFedHN paper: methods, network sizes, MNIST, spectral normalisation."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,17 +11,17 @@ from experiments.papers.table import Measure, Quick, Table, accuracy, among, bes
 PUBLISHED = published("pfedhn")
 _STEPS = 100
 _PAPER = PUBLISHED["source"].partition(", tables")[0]
-_OURS = "accuracy in per cent as served, at the evaluation that is best on validation examples"
+_OURS = "accuracy (%) of the served model at the evaluation with the best validation accuracy"
 
 
 def settings(dataset: str, steps: int | None, *words: str) -> ConfigDict:
-    """A preset of so many communication steps, or of the paper's."""
+    """Returns a preset with `steps` communication steps, or with the paper's number."""
     more = [f"steps{steps}"] if steps else []
     return presets.get_config("-".join([dataset, *words, *more]))
 
 
 def sizes(method: str, dataset: str, steps: int | None) -> ConfigDict:
-    """75 clients (12 on digits) in three sizes; one run has all of them."""
+    """Returns the settings of 75 clients (12 on digits) in three sizes, all in one run."""
     clients, cohort = (12, 3) if dataset == "digits" else (75, 15)
     config = settings(dataset, steps, "sizes", f"n{clients}", method)
     if method != "pfedhn":
@@ -46,7 +46,7 @@ def _sizes(method: str, column: str, dataset: str, rounds: int | None) -> Config
 
 
 def spectral(on: bool, dataset: str, clients: str, steps: int | None) -> ConfigDict:
-    """With or without weights of the hypernetwork divided by their largest singular value."""
+    """Returns the settings of a run with or without spectral normalisation."""
     config = settings(dataset, steps, clients)
     config.pfedhn.spectral_norm = on
     return config
@@ -84,15 +84,12 @@ def _table(
     )
 
 
-_LIVE = ("pfedhn-live", "pfedhn_pc-live")
 _SIZED = ("cifar10-S", "cifar10-M", "cifar10-L")
 TABLES = {
-    "table1": _table("table1", "eight methods", _plain, ("cifar10-n10",))._replace(live=_LIVE),
-    "table2": _table("table2", "clients of three sizes", _sizes, _SIZED)._replace(
-        ours=f"{_OURS}, of the clients of a size", measures=_size
+    "table1": _table("table1", "eight methods", _plain, ("cifar10-n10",)),
+    "table2": _table("table2", "networks of three sizes", _sizes, _SIZED)._replace(
+        ours=f"{_OURS}, over the clients of one size", measures=_size
     ),
-    "table3": _table(
-        "table3", "one hidden layer", _plain, ("mnist-n10",), {"mnist": _STEPS}
-    )._replace(live=_LIVE),
+    "table3": _table("table3", "one hidden layer", _plain, ("mnist-n10",), {"mnist": _STEPS}),
     "table4": _table("table4", "spectral normalisation", _spectral, ("cifar10-n10",)),
 }
