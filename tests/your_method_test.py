@@ -47,7 +47,7 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
         return [re.sub(r"[\d.]+", "0", line).split() for line in text.splitlines()]
 
     found = comparison_page.text(rows).splitlines()
-    first = next(i for i, line in enumerate(found) if line.startswith("fedavg "))
+    first = next(i for i, line in enumerate(found) if line.startswith("FedAvg "))
     assert blank(shown)[1:] == blank("\n".join(found[first : first + 2]))
 
 

@@ -50,17 +50,23 @@ class Method(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """The paper of a paper's method, or "variant of this library (of pFedLA)"."""
-        if self.variant_of is None:
-            return self.paper
-        return f"variant of this library (of {METHODS[self.variant_of].title})"
+        """Whose method it is: a paper's, or "variant of this library (of pFedLA)"."""
+        if self.variant_of is not None:
+            return f"{VARIANT} (of {METHODS[self.variant_of].title})"
+        return f"the method of {self.paper}" if self.paper else ""
 
     @property
     def label(self) -> str:
-        """Title and origin on one line, such as "pFedLA, Ma et al. 2022"."""
+        """Title and origin, such as "pFedLA, the method of Ma et al. 2022"."""
         return ", ".join(filter(None, (self.title, self.origin)))
 
+    @property
+    def row(self) -> str:
+        """Title for tables and figures, marked if the method is a variant of this library."""
+        return self.title if self.variant_of is None else f"{self.title} ({VARIANT})"
 
+
+VARIANT = "variant of this library"
 METHODS: dict[str, Method] = {
     "apfl": Method(apfl, "APFL", "Deng et al. 2020"),
     "clustered_fl": Method(clustered_fl, "Clustered-FL", "Sattler et al. 2020"),

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.config import configuration, settings
 
 WIDTH = 100
@@ -66,6 +67,8 @@ def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]])
         alone = kind == "methods" and homes[factory.__module__] == 1
         said = sys.modules[factory.__module__] if alone else factory
         first = (inspect.getdoc(said) or "").partition("\n")[0]
+        if kind == "methods" and (origin := METHODS[name].origin):
+            first += f" {origin[0].upper()}{origin[1:]}."
         yield from wrapped(f"  {name}".ljust(NAMES + 2) + first, NAMES + 2)
         meanings = configuration.meanings(factory)
         for key in own[name]:

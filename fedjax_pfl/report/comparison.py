@@ -13,7 +13,7 @@ from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.engine.metrics import mean_std
-from fedjax_pfl.report import run_reader
+from fedjax_pfl.report import method_labels, run_reader
 from fedjax_pfl.report.figures import Curve
 from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number
@@ -114,12 +114,21 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
     others = sorted(set(differ) - set(kinds), key=lambda key: ("." in key, key))
     return [
         ", ".join(
-            [one[key] for key in kinds if key in one]
+            [_named(key, one[key]) for key in kinds if key in one]
             + [f"{key}={one[key]}" for key in others if key in one]
         )
-        or one.get("algorithm", "?")
+        or method_labels.row(one.get("algorithm", "?"))
         for one in each
     ]
+
+
+def _named(kind: str, word: str) -> str:
+    return method_labels.row(word) if kind == "algorithm" else word
+
+
+def is_variant(row: Row) -> bool:
+    """Returns True if a row's method is a variant of this library."""
+    return method_labels.is_variant(str(row.config.get("algorithm")))
 
 
 def unfinished(row: Row) -> str:

@@ -26,14 +26,14 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     said = (
         " gain %: the share of clients that a method serves better than Local does." if fair else ""
     )
-    results = Table(
+    results = _table(
         f"{word(metric)}{in_unit(metric)} before and after local training at the last evaluation, "
         "and of the worst tenth of the clients before it: mean ± sample standard deviation over "
         f"seeds. Megabytes are those of all clients, mean over seeds.{said}",
         ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"]
         + ["gain %"] * fair,
         [
-            [_label(row), *_results(row, metric), *[_share(one)] * fair]
+            (row, [*_results(row, metric), *[_share(one)] * fair])
             for row, one in zip(rows, alone, strict=True)
         ],
     )
@@ -43,22 +43,31 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     points = " in points" if metric.unit == "%" else ""
     return [
         results,
-        Table(
+        _table(
             f"Mean difference{points} to {_label(rows[0])}, and p of Wilcoxon's signed-rank test "
             "over clients, each with its mean over seeds, before and after local training.",
             ["before", "p", "after", "p", "clients"],
-            [[_label(row), *_tests(row, rows[0], metric)] for row in rows[1:]],
+            [(row, _tests(row, rows[0], metric)) for row in rows[1:]],
         ),
         *_extremes(rows, metric),
         *vital,
     ]
 
 
+def _table(caption: str, heads: list[str], rows: Sequence[tuple[Row, list[str]]]) -> Table:
+    """A table of rows and their cells, with this library's variants below a line."""
+    papers, variants = (
+        [[_label(row), *cells] for row, cells in rows if comparison.is_variant(row) is which]
+        for which in (False, True)
+    )
+    return Table(caption, heads, papers, variants)
+
+
 def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
     """Who gains and who loses most, where clients have names."""
     found = [(row, comparison.extremes(row, rows[0], "before")) for row in rows[1:]]
     cells = [
-        [_label(row), *(f"{name} {_difference(value, metric)}" for name, value in both)]
+        (row, [f"{name} {_difference(value, metric)}" for name, value in both])
         for row, both in found
         if both
     ]
@@ -66,7 +75,7 @@ def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
         f"The client that gains most and the one that gains least against {_label(rows[0])}, "
         "before local training, mean over seeds."
     )
-    return [Table(caption, ["most", "least"], cells)] if cells else []
+    return [_table(caption, ["most", "least"], cells)] if cells else []
 
 
 def _difference(value: float, metric: Metric) -> str:
@@ -84,12 +93,12 @@ def _vital(rows: Sequence[Row]) -> list[Table]:
         return "–" if value is None else f"{value:.3g}"
 
     return [
-        Table(
+        _table(
             "Vital signs at the last evaluation, means over layers and seeds: whether a method's "
             "own mechanism acts. What each is stands in the report of a run.",
             [name.replace("_", " ") for name in names],
             [
-                [_label(row), *(show(signs.get(name)) for name in names)]
+                (row, [show(signs.get(name)) for name in names])
                 for row, signs in zip(rows, each, strict=True)
                 if signs
             ],
@@ -232,7 +241,10 @@ def _page(rows: Sequence[Row], picture: figures.Picture) -> str:
         + report.table_block(
             table.caption,
             table.heads,
-            [[_breakable(label), *cells] for label, *cells in table.rows],
+            *(
+                [[_breakable(label), *cells] for label, *cells in part]
+                for part in (table.rows, table.variants)
+            ),
         )
         + "\n</section>"
         for title, table in zip(titles, made, strict=False)

@@ -11,6 +11,7 @@ import matplotlib as mpl
 from matplotlib.figure import Figure
 
 from fedjax_pfl.report.figures import Picture
+from fedjax_pfl.report.text_tables import LINE
 
 # What a figure is drawn in on white paper, as what the page's style calls it.
 _COLOURS = {
@@ -93,24 +94,37 @@ def page(title: str, facts: Sequence[str], body: str) -> str:
 """
 
 
-def table_block(caption: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; a row's first cell is HTML and its head, all else is text."""
+def table_block(
+    caption: str,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    variants: Sequence[Sequence[str]] = (),
+) -> str:
+    """A table; a row's first cell is HTML and its head, all else is text.
+
+    variants: rows of variants of this library, in a part of their own below the others.
+    """
     columns = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
-    body = "\n".join(
-        f'<tr><th scope="row">{head}</th>'
-        + "".join(
-            f'<td data-head="{html.escape(column)}">{html.escape(cell)}</td>'
-            for column, cell in zip(heads, cells, strict=True)
+
+    def part(rows: Sequence[Sequence[str]]) -> str:
+        return "\n".join(
+            f'<tr><th scope="row">{head}</th>'
+            + "".join(
+                f'<td data-head="{html.escape(column)}">{html.escape(cell)}</td>'
+                for column, cell in zip(heads, cells, strict=True)
+            )
+            + "</tr>"
+            for head, *cells in rows
         )
-        + "</tr>"
-        for head, *cells in rows
-    )
+
+    line = f'<tr><th colspan="{len(heads) + 1}" scope="rowgroup">{LINE}</th></tr>'
+    below = f"\n<tbody>\n{line}\n{part(variants)}\n</tbody>" if variants else ""
     return f"""<div class="wide"><table>
 <caption>{html.escape(caption)}</caption>
 <thead><tr><td></td>{columns}</tr></thead>
 <tbody>
-{body}
-</tbody>
+{part(rows)}
+</tbody>{below}
 </table></div>"""
 
 

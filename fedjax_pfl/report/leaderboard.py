@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import ACCURACY
-from fedjax_pfl.report import drawing, html_page, text_tables
+from fedjax_pfl.report import drawing, html_page, method_labels, text_tables
 from fedjax_pfl.report.figures import Picture
 from fedjax_pfl.report.numbers import mean_and_deviation
 from fedjax_pfl.report.text_tables import Table
@@ -82,7 +82,17 @@ def table(name: str, column: Mapping[str, Any]) -> Table:
         "local epochs: accuracy in per cent, mean ± sample standard deviation over seeds. Settings "
         f"are the best of {about['budget']} on validation examples."
     )
-    return Table(caption, HEADS, [[n, *_cells(line)] for n, line in ranked(column["methods"])])
+    papers, variants = (
+        [[method_labels.row(name), *_cells(line)] for name, line in part]
+        for part in _apart(column["methods"])
+    )
+    return Table(caption, HEADS, papers, variants)
+
+
+def _apart(methods: Mapping[str, Mapping[str, Any]]) -> list[list[tuple[str, Mapping[str, Any]]]]:
+    """Lines of the papers' methods in their rank, and those of this library's variants."""
+    lines = ranked(methods)
+    return [[x for x in lines if method_labels.is_variant(x[0]) is own] for own in (False, True)]
 
 
 def _cells(line: Mapping[str, Any]) -> list[str]:
@@ -113,7 +123,11 @@ def commits(whole: Mapping[str, Any]) -> list[str]:
 
 def draw(name: str, column: Mapping[str, Any]) -> Picture:
     """A line for each method: its score before and after local training."""
-    lines = [entry for entry in reversed(ranked(column["methods"])) if "before" in entry[1]]
+    papers, variants = (
+        [entry for entry in reversed(part) if "before" in entry[1]]
+        for part in _apart(column["methods"])
+    )
+    lines = [*variants, *papers]  # from the bottom up
     figure: Figure
     figure, axes = drawing.canvas(f"Accuracy on {name}", 1.4 + 0.24 * len(lines))
     for stage, marker, colour in zip(
@@ -130,10 +144,12 @@ def draw(name: str, column: Mapping[str, Any]) -> Picture:
             linewidth=1.2,
             label=f"{stage} local training",
         )
-    axes.set_yticks(range(len(lines)), [method for method, _ in lines])
+    axes.set_yticks(range(len(lines)), [method_labels.row(name) for name, _ in lines])
+    if variants:
+        axes.axhline(len(variants) - 0.5, color=drawing.INK, linewidth=0.8)
     axes.set_xlabel("accuracy (%), mean and deviation over seeds")
     drawing.legend(axes)
-    best = lines[-1][0] if lines else "none"
+    best = method_labels.row(lines[-1][0]) if papers else "none"
     caption = "Methods by their score before local training, each with the settings chosen for it."
     return Picture(figure, caption, f"{len(lines)} methods; the best before training is {best}.")
 
@@ -145,8 +161,11 @@ def page(whole: Mapping[str, Any]) -> str:
         if not column["methods"]:
             continue
         one = table(name, column)
-        rows = [[html.escape(label), *cells] for label, *cells in one.rows]
-        shown = html_page.table_block(one.caption, one.heads, rows)
+        rows, variants = (
+            [[html.escape(label), *cells] for label, *cells in part]
+            for part in (one.rows, one.variants)
+        )
+        shown = html_page.table_block(one.caption, one.heads, rows, variants)
         picture = html_page.figure_block(draw(name, column), name)
         blocks.append(f"<section>\n<h2>{html.escape(name)}</h2>\n{shown}\n{picture}\n</section>")
     facts = [f"commit {', '.join(commits(whole))}", "a click on a head sorts by it"]

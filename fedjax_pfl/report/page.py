@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.engine import vital_signs
-from fedjax_pfl.report import comparison, figures, references
+from fedjax_pfl.report import comparison, figures, method_labels, references
 from fedjax_pfl.report.figures import Picture
 from fedjax_pfl.report.html_page import (
     figure_block,
@@ -148,9 +148,12 @@ def _saving(last: Record, unit: str) -> str:
 
 def _page(run: Run, pictures: Mapping[str, Picture], others: Mapping[str, Run]) -> str:
     config, metrics = run.config, run.metrics
-    title = f"{_setting(config, 'algorithm')} on {_setting(config, 'dataset')}"
+    method = method_labels.row(_setting(config, "algorithm"))
+    title = f"{method} on {_setting(config, 'dataset')}"
     facts = [f"{_setting(config, 'partition')} partition", f"seed {_setting(config, 'seed')}"]
     facts[1:1] = [f"{_setting(config, key)} {key}" for key in ("clients", "rounds")]
+    changed = method_labels.sentence(method_labels.changes(config, known_settings()))
+    facts = [method_labels.label(config), *facts, changed]
     drawn = "\n".join(figure_block(pictures[name], name) for name in pictures)
     body = f"""{_warnings(run)}
 {_headline(metrics, read_deviation(run.directory))}

@@ -12,13 +12,13 @@ from typing import Any
 from fedjax_pfl.config.configuration import Words
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import comparison, run_reader
+from fedjax_pfl.report import comparison, method_labels, run_reader
 from fedjax_pfl.report.comparison import Paired, Row
 from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number, show_score
 from fedjax_pfl.report.run_reader import Run
 
-METHODS = {"fedavg": "FedAvg", "local": "Local"}
+METHODS = {name: method_labels.row(name) for name in ("fedavg", "local")}
 FOLDER = "reference"  # within a run directory
 _MOST = 2000  # directories that are looked into
 _NAMED = 4  # settings in a sentence
@@ -68,7 +68,7 @@ def check(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
 def same_work(run: Run, others: Sequence[Run]) -> dict[str, Run]:
     """Those that can be set beside a run, by the names of their methods."""
     return {
-        METHODS.get(name := str(other.config.get("algorithm")), name): other
+        method_labels.row(str(other.config.get("algorithm"))): other
         for other in others
         if work(other.config) == work(run.config)
     }

@@ -34,19 +34,30 @@ class Table(NamedTuple):
     caption: str
     heads: list[str]  # of the other columns
     rows: list[list[str]]
+    variants: Sequence[list[str]] = ()  # rows below a line: variants of this library
+
+    @property
+    def all_rows(self) -> list[list[str]]:
+        """Rows above and below the line."""
+        return [*self.rows, *self.variants]
+
+
+LINE = "Variants of this library:"
 
 
 def text(tables: Sequence[Table]) -> str:
     """At most 100 columns wide; labels are wrapped."""
     parts = []
     for table in tables:
-        lines = [table.heads, *(cells for _, *cells in table.rows)]
+        lines = [table.heads, *(cells for _, *cells in table.all_rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         room = max(_LEAST, WIDTH - sum(widths) - 2 * len(widths))
-        said = [[""], *(textwrap.wrap(label, room) for label, *_ in table.rows)]
+        said = [[""], *(textwrap.wrap(label, room) for label, *_ in table.all_rows)]
         room = max(len(line) for label in said for line in label)
         out = textwrap.wrap(table.caption, WIDTH)
-        for label, cells in zip(said, lines, strict=True):
+        for number, (label, cells) in enumerate(zip(said, lines, strict=True)):
+            if number == len(table.rows) + 1:
+                out.append(f"{LINE} ".ljust(room + sum(widths) + 2 * len(widths), "-"))
             numbers = "".join(f"  {c.rjust(w)}" for c, w in zip(cells, widths, strict=True))
             out += [(label[0].ljust(room) + numbers).rstrip(), *label[1:]]
         parts.append("\n".join(out))
@@ -75,6 +86,8 @@ def markdown(tables: Sequence[Table]) -> str:
                 line(["", *table.heads]),
                 line(["---", *("---:" for _ in table.heads)]),
                 *map(line, table.rows),
+                *([line([LINE, *("" for _ in table.heads)])] if table.variants else []),
+                *map(line, table.variants),
             ]
         )
         for table in tables
@@ -97,6 +110,8 @@ def latex(tables: Sequence[Table]) -> str:
                 line(["", *table.heads]),
                 r"\hline",
                 *map(line, table.rows),
+                *([r"\hline", rf"{LINE} \\"] if table.variants else []),
+                *map(line, table.variants),
                 r"\hline",
                 r"\end{tabular}",
                 r"\end{table}",

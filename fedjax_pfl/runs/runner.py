@@ -23,7 +23,7 @@ from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess, spr
 from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.on_device import OnDevice
 from fedjax_pfl.engine.streamed import Streamed
-from fedjax_pfl.report import run_reader, tensorboard
+from fedjax_pfl.report import method_labels, run_reader, tensorboard
 from fedjax_pfl.runs import beside, checkpoints, points, progress, run_directory
 from fedjax_pfl.runs.build import Built, build, described, fixed_length
 from fedjax_pfl.runs.interrupt import Stop, Stopped, on_keyboard
@@ -171,13 +171,14 @@ def run_points(
     if workdir is not None:
         each = (run_directory.read_plans(Path(workdir, member.name)) for member in members)
         recorded = execution_plan.agreed(next(filter(None, each), None))
+    for member in members:
+        member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
     built = build(*(member.settings for member in members), words=words, plans=recorded)
+    tell(method_labels.first_line([member.config for member in members], words))
     multiprocess.check_examples(built.data)
     for phase in built.phases:
         tell(execution_plan.describe(phase.plan, phase.work.cohort, phase.work.devices))
     tell(f"state and examples need at least {built.needs}; store={built.phases[0].store}")
-    for member in members:
-        member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
     fixed = functools.cache(functools.partial(fixed_length, built))
     facts = described(built)
     with contextlib.ExitStack() as kept:

@@ -75,7 +75,8 @@ def test_a_run_goes_on_by_its_own_plan(tmp_path):
     assert content["phases"] == [{"conv": "patches", "chunk": 2}]
     same = runner.run_all(base, directory, tell=told.append)[""]
     assert same.phases[0].plan == Plan("patches", 2)
-    plan, needs = told
+    method, plan, needs = told
+    assert method.startswith("FedAvg, the method of McMahan et al. 2017; all settings of the ")
     assert plan == "5 clients a round, 2 at a time on one device, convolutions by patches"
     assert re.fullmatch(r"state and examples need at least device .*, disk .*; store=device", needs)
     other = runner.run({**base, "chunk": 1}, directory)

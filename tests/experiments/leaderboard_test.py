@@ -5,6 +5,7 @@ import re
 import pytest
 
 from experiments import leaderboard
+from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.config import configuration
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.runs.tuning import choice
@@ -73,7 +74,7 @@ def test_ranks_and_cells():
     assert [first[0], *(name for name, _ in others)] == ["ditto", "local", "fedbn", "fedavg"]
     rows = board.table("digits", WHOLE["columns"]["digits"]).rows
     assert rows[0] == [
-        "ditto",
+        "Ditto",
         "90.00 ± 1.00",
         "–",
         "70.00 ± 1.00",
@@ -81,9 +82,28 @@ def test_ranks_and_cells():
         "4.5",
         "ditto.penalty=0.5",
     ]
-    assert rows[2] == ["fedbn", *"–––––", "it has no <BatchNorm>"]
+    assert rows[2] == ["FedBN", *"–––––", "it has no <BatchNorm>"]
     assert "mnist" not in board.text(WHOLE)
     assert board.text({"columns": {}}) == "no method has finished yet"
+
+
+def test_variants_of_this_library_stand_below_a_line(monkeypatch):
+    monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of="fedavg"))
+    column = WHOLE["columns"]["digits"]
+    table = board.table("digits", column)
+    assert [row[0] for row in table.rows] == ["Local", "FedBN", "FedAvg"]
+    assert [row[0] for row in table.variants] == ["Ditto (variant of this library)"]
+    axes = board.draw("digits", column).figure.axes[0]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == ["Ditto (variant of this library)", "FedAvg", "Local"]
+    assert [line.get_ydata() for line in axes.lines if len(set(line.get_ydata())) == 1][-1] == [
+        0.5,
+        0.5,
+    ]
+    page = board.page(WHOLE)
+    assert (
+        page.index(">Local</th>") < page.index("Variants of this library:") < page.index("Ditto (")
+    )
 
 
 def test_what_is_written(tmp_path):
@@ -94,7 +114,7 @@ def test_what_is_written(tmp_path):
     assert not re.search(r"(src|href)=\"http", page)
     drawn = (tmp_path / "digits.svg").read_text()
     assert drawn.startswith("<?xml")
-    assert "ditto</text>" in drawn
+    assert "Ditto</text>" in drawn
     board.write(WHOLE, tmp_path)
     assert (tmp_path / "digits.svg").read_text() == drawn
     assert "ditto" in board.read(tmp_path)["columns"]["digits"]["methods"]

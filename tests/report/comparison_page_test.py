@@ -8,8 +8,10 @@ import re
 import pytest
 from scipy.stats import wilcoxon
 
+from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.report import comparison, comparison_page
+from fedjax_pfl.report import comparison, comparison_page, figures
+from fedjax_pfl.report.numbers import metric_of
 from tests.report import comparison_test
 from tests.report.comparison_test import made, rows_of, settings
 
@@ -22,16 +24,36 @@ def test_text_to_the_letter(pair):
     assert lines[3:6] == [
         "              before         after    worst 10 %  MB down  MB up  rounds  seeds"
         + alone[0],
-        "fedavg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2"
+        "FedAvg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2"
         + alone[1],
-        "local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2"
+        "Local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2"
         + alone[2],
     ]
     p = wilcoxon([0.2, 0.05, 0.05]).pvalue
     assert lines[-2:] == [
         "       before       p   after       p  clients",
-        f"local  +10.00  {p:.4f}  +10.00  {p:.4f}        3",
+        f"Local  +10.00  {p:.4f}  +10.00  {p:.4f}        3",
     ]
+
+
+def test_variants_stand_below_a_line_in_every_format(pair, monkeypatch):
+    monkeypatch.setitem(METHODS, "local", METHODS["local"]._replace(variant_of="fedavg"))
+    label = f"{METHODS['local'].title} (variant of this library)"
+    rows = [pair[1]._replace(label=label), pair[0]]  # the variant was given first
+    (results, tests) = comparison_page.tables(rows)
+    assert [row[0] for row in results.rows] == ["FedAvg"]
+    assert [row[0] for row in results.variants] == [label]
+    assert tests.variants == []
+    lines = comparison_page.text(rows).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("Variants of this library: --"))
+    assert lines[at - 1].startswith("FedAvg ")
+    assert lines[at + 1].startswith("Local ")
+    assert set(map(len, lines[at - 1 : at + 1])) == {len(lines[at])}
+    plain = comparison_page.markdown(rows)
+    assert "|\n| Variants of this library: |  |  |  |  |  |  |  |  |\n| Local (variant" in plain
+    assert "\\hline\nVariants of this library: \\\\\nLocal" in comparison_page.latex(rows)
+    page = comparison_page._page(rows, figures.curves({}, metric_of(pair[0].runs[0].metrics)))
+    assert page.count('scope="rowgroup">Variants of this library:</th></tr>\n<tr><th') == 1
 
 
 def test_text_fits_a_terminal(tmp_path):
@@ -74,7 +96,7 @@ def test_latex_parsed_back(pair):
 def test_csv_parsed_back(pair):
     first, second = csv.DictReader(io.StringIO(comparison_page.as_csv(pair)))
     summary, test = comparison.summary(pair[1]), comparison.paired(pair[1], pair[0], "after")
-    assert (first["label"], first["p_before"], first["paired_clients"]) == ("fedavg", "", "")
+    assert (first["label"], first["p_before"], first["paired_clients"]) == ("FedAvg", "", "")
     assert float(second["accuracy_before_std"]) == summary.before["std"]
     assert float(second["accuracy_worst10_mean"]) == summary.worst10["mean"]
     assert (float(second["difference_after"]), float(second["p_after"])) == test[:2]
@@ -120,7 +142,7 @@ def test_vital_signs_are_columns_where_a_method_has_them(tmp_path):
     table = comparison_page.tables(rows)[-1]
     assert table.heads == ["peers", "one hot"]
     ((label, *cells),) = table.rows
-    assert label.startswith("pfedla")
+    assert label.startswith("pFedLA")
     assert cells == ["2.5", "0"]
     written = list(csv.DictReader(io.StringIO(comparison_page.as_csv(rows))))
     assert [line["observed_peers"] for line in written] == ["2.5", ""]

@@ -90,7 +90,7 @@ def test_runs_that_differ_in_their_seed_and_in_what_is_neutral_are_one_row(tmp_p
     rows = rows_of(*(tmp_path / name for name in "102"))
     assert [[run.seed for run in row.runs] for row in rows] == [[0, 1], [2]]
     assert [row.label for row in rows] == ["partition_seed=0", "partition_seed=1"]
-    assert [row.label for row in rows_of(tmp_path / "0")] == ["fedavg"]
+    assert [row.label for row in rows_of(tmp_path / "0")] == ["FedAvg"]
 
 
 def test_a_setting_that_an_older_run_does_not_know_is_at_its_default(tmp_path):
@@ -110,14 +110,14 @@ def test_a_setting_that_an_older_run_does_not_know_is_at_its_default(tmp_path):
     ("configs", "labels"),
     [
         # The settings of one method are no difference to another, which has none of that name.
-        ([settings("fedavg"), settings("pfedla")], ["fedavg", "pfedla"]),
+        ([settings("fedavg"), settings("pfedla")], ["FedAvg", "pFedLA"]),
         (
             [settings(), settings("fedprox"), settings("fedprox", fedprox={"mu": 1.0})],
-            ["fedavg", "fedprox, fedprox.mu=0.1", "fedprox, fedprox.mu=1.0"],
+            ["FedAvg", "FedProx, fedprox.mu=0.1", "FedProx, fedprox.mu=1.0"],
         ),
         (
             [settings(model="mlp", momentum=0.9), settings("local", model="small", momentum=0.9)],
-            ["fedavg, mlp", "local, small"],
+            ["FedAvg, mlp", "Local, small"],
         ),
         (
             [settings(keep_head=True, batch_size=8), settings(batch_size=16)],
@@ -135,7 +135,7 @@ def test_a_label_is_what_rows_differ_in(configs, labels):
 def test_means_and_sample_deviations_over_seeds_by_hand(pair):
     """Seeds' means .6 and .7: mean .65, std sqrt(2 x .05²) = .0707107; worst .5 and .4."""
     fedavg, local = map(comparison.summary, pair)
-    assert [row.label for row in pair] == ["fedavg", "local"]
+    assert [row.label for row in pair] == ["FedAvg", "Local"]
     assert fedavg.before == pytest.approx({"mean": 0.65, "std": 0.005**0.5, "seeds": 2})
     assert fedavg.after == pytest.approx({"mean": 0.70, "std": 0.005**0.5, "seeds": 2})
     assert fedavg.worst10 == pytest.approx({"mean": 0.45, "std": 0.005**0.5, "seeds": 2})
@@ -150,7 +150,7 @@ def test_one_seed_has_no_deviation_and_no_after_where_it_was_not_evaluated(tmp_p
     assert found.before == pytest.approx({"mean": 0.3, "std": None, "seeds": 1})
     assert found.after is None
     assert comparison_page.tables([row])[0].rows == [
-        ["fedavg", "30.00", "–", "20.00", "20", "5", "10", "1"]
+        ["FedAvg", "30.00", "–", "20.00", "20", "5", "10", "1"]
     ]
 
 
@@ -257,7 +257,7 @@ def test_an_unfinished_run_is_marked(tmp_path):
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 15, "bef')  # being written
     (row,) = rows_of(path)
-    assert comparison_page.tables([row])[0].rows[0][0] == "fedavg (unfinished, round 10)"
+    assert comparison_page.tables([row])[0].rows[0][0] == "FedAvg (unfinished, round 10)"
     assert "unfinished, round 10" in comparison_page.as_csv([row])
     (path / "report.html").touch()
     assert "damaged" in message(comparison.read, path)

@@ -168,7 +168,8 @@ def test_headline_has_last_and_best(tmp_path):
     for expected in ("20 kB", "12 kB down", "8 kB up", "15.0 s"):
         assert expected in page
     assert "5.0 s of them to evaluate</span><span>and 4.0 s to compile" in page
-    assert "fedavg on digits" in page
+    assert "<h1>FedAvg on digits</h1>" in page
+    assert '<p class="facts">FedAvg, the method of McMahan et al. 2017 · ' in page
     assert "<dt>fedavg.weighted</dt><dd>true</dd>" in page
 
 

@@ -1,0 +1,85 @@
+"""Names of the methods of a run, and the settings by which it differs from their defaults."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fedjax_pfl import transforms
+from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.config import configuration
+from fedjax_pfl.config.configuration import Words
+from fedjax_pfl.config.settings import GENERAL
+from fedjax_pfl.report import run_reader
+
+# Settings of every run that change how a method trains.
+_TRAINING = (*GENERAL["Local training"], "zero_head", *transforms.SETTINGS)
+
+
+def row(name: str) -> str:
+    """Returns a method's title for tables and figures; a user's own method keeps its name."""
+    return METHODS[name].row if name in METHODS else name
+
+
+def is_variant(name: str) -> bool:
+    """Returns True for a method that this library changed from a paper's."""
+    return name in METHODS and METHODS[name].variant_of is not None
+
+
+def label(config: Mapping[str, Any]) -> str:
+    """Returns title and origin of a run's method, in order where its phases have several."""
+    names = [str(phase.get("algorithm", "?")) for phase in _phases(config)]
+    labels = [METHODS[n].label if n in METHODS else f"{n}, a method of your own" for n in names]
+    return ", then ".join(dict.fromkeys(labels))
+
+
+def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """Returns KEY=VALUE of method and training settings that differ from their defaults.
+
+    Args:
+      config: A run's settings as plain data.
+      defaults: All settings at their defaults; a method that they lack is left out.
+    """
+    found: dict[str, None] = {}
+    for phase in _phases(config):
+        name = str(phase.get("algorithm"))
+        own, usual = phase.get(name, {}), defaults.get(name, {})
+        pairs = [(f"{name}.{key}", own.get(key), usual[key]) for key in usual if key in own]
+        pairs += [(key, phase.get(key), defaults[key]) for key in _TRAINING if key in phase]
+        found |= {f"{key}={_shown(value)}": None for key, value, u in pairs if value != u}
+    return list(found)
+
+
+def first_line(configs: Sequence[Mapping[str, Any]], words: Words) -> str:
+    """Returns what a run's first line says: its method, and what all of its configurations change.
+
+    Args:
+      configs: Settings as plain data, one for each seed and point of the run.
+      words: All methods, a user's own among them.
+    """
+    defaults = run_reader.as_read(configuration.default(words).to_dict())
+    first, *others = (changes(config, defaults) for config in configs)
+    changed = [pair for pair in first if all(pair in other for other in others)]
+    return f"{label(configs[0])}; {sentence(changed)}"
+
+
+def sentence(changed: Sequence[str]) -> str:
+    """Returns what was changed in words."""
+    if not changed:
+        return "all settings of the method and of training at their defaults"
+    return f"changed from the defaults: {', '.join(changed)}"
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else str(value).replace(" ", "")
+
+
+def _phases(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Settings of each phase: those of the run with the phase's own in their place."""
+    none: tuple[Mapping[str, Any], ...] = ({},)
+    for phase in config.get("phases") or none:
+        yield {
+            **config,
+            **{
+                key: {**config.get(key, {}), **value} if isinstance(value, Mapping) else value
+                for key, value in phase.items()
+            },
+        }

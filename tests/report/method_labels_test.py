@@ -1,0 +1,112 @@
+"""Titles of methods and the settings that differ from their defaults."""
+
+import pytest
+
+from fedjax_pfl.algorithms import METHODS, Method
+from fedjax_pfl.config import configuration
+from fedjax_pfl.report import method_labels, page, run_reader
+from tests.report.page_test import a_run, evaluation, work
+
+DEFAULTS = run_reader.known_settings()
+
+
+def read(**given):
+    """Settings as a run directory holds them."""
+    return run_reader.as_read(configuration.resolved(configuration.complete(given)))
+
+
+def test_a_method_is_named_by_its_title_and_a_users_own_by_its_name():
+    assert method_labels.row("lg_fedavg") == "LG-FedAvg"
+    assert method_labels.row("mine") == "mine"
+    assert method_labels.label(read(algorithm="lg_fedavg")) == (
+        "LG-FedAvg, the method of Liang et al. 2020"
+    )
+    assert method_labels.label({"algorithm": "mine"}) == "mine, a method of your own"
+
+
+def test_a_variant_says_so(monkeypatch):
+    variant = Method(METHODS["fedmn"].factory, "FedMN by heart", "Wang et al. 2022", "fedmn")
+    monkeypatch.setitem(METHODS, "fedmn_heart", variant)
+    assert method_labels.row("fedmn_heart") == "FedMN by heart (variant of this library)"
+    assert method_labels.label({"algorithm": "fedmn_heart"}) == (
+        "FedMN by heart, variant of this library (of FedMN)"
+    )
+
+
+def test_phases_are_named_in_order_and_once():
+    config = read(algorithm="fedmn", phases=({"algorithm": "fedavg"}, {}, {"rounds": 3}))
+    assert method_labels.label(config) == (
+        "FedAvg, the method of McMahan et al. 2017, then FedMN, the method of Wang et al. 2022"
+    )
+
+
+def test_changes_are_those_of_the_method_and_of_training():
+    config = read(
+        algorithm="ditto",
+        ditto={"penalty": 2.0},
+        fedprox={"mu": 3.0},  # not used
+        learning_rate=0.05,
+        local_epochs=5,
+        keep_head=True,
+        rounds=7,  # how long it is
+        clients=12,  # whose data
+    )
+    assert method_labels.changes(config, DEFAULTS) == [
+        "ditto.penalty=2.0",
+        "local_epochs=5",
+        "learning_rate=0.05",
+        "keep_head=True",
+    ]
+    assert method_labels.changes(read(), DEFAULTS) == []
+    assert method_labels.changes({"algorithm": "mine", "mine": {"a": 1}}, DEFAULTS) == []
+
+
+def test_changes_of_phases():
+    phases = ({"algorithm": "fedprox", "fedprox": {"mu": 1.0}}, {"momentum": 0.5})
+    config = read(algorithm="fedmn", fedmn={"width": 64}, phases=phases)
+    assert method_labels.changes(config, DEFAULTS) == [
+        "fedprox.mu=1.0",
+        "fedmn.width=64",
+        "momentum=0.5",
+    ]
+
+
+def test_changes_as_a_sentence():
+    assert method_labels.sentence(["a=1", "b.c=2"]) == "changed from the defaults: a=1, b.c=2"
+    assert method_labels.sentence([]) == (
+        "all settings of the method and of training at their defaults"
+    )
+
+
+def test_the_first_line_has_what_all_runs_change():
+    runs = [read(learning_rate=rate, momentum=0.9) for rate in (0.1, 0.2)]
+    assert method_labels.first_line(runs, configuration.OURS) == (
+        "FedAvg, the method of McMahan et al. 2017; changed from the defaults: momentum=0.9"
+    )
+
+
+def test_the_first_line_knows_the_settings_of_a_users_own_method():
+    def mine(model, task, training, federation, *, strength: float = 1.0):
+        """A method.
+
+        Args:
+          strength: how much.
+        """
+
+    words = configuration.OURS
+    words = words._replace(algorithm={**words.algorithm, "mine": mine})
+    config = read() | {"algorithm": "mine", "mine": {"strength": 2.0}}
+    assert method_labels.first_line([config], words) == (
+        "mine, a method of your own; changed from the defaults: mine.strength=2.0"
+    )
+
+
+@pytest.mark.slow("a page of a run")
+def test_the_head_says_whose_method_it_is_and_what_was_changed(tmp_path, monkeypatch):
+    monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of="fedavg"))
+    config = work("ditto", ditto={"penalty": 2.0}, momentum=0.5)
+    text = page.write(a_run(tmp_path, [evaluation(1)], config)).read_text()
+    assert "<title>Ditto (variant of this library) on digits</title>" in text
+    facts = text[text.index('<p class="facts">') :].partition("</p>")[0]
+    assert ">Ditto, variant of this library (of FedAvg) · " in facts
+    assert facts.endswith(" · changed from the defaults: ditto.penalty=2.0, momentum=0.5")
