@@ -18,7 +18,8 @@ from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.config.own_networks import name_of, own_network
 from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.dataset import Dataset, in_parts
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.numbers import in_parts
 
 Factory = Callable[..., Any]
 _USUAL = {"algorithm": "fedavg", "task": "classification"}

@@ -7,11 +7,9 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.data.numbers import rows_at_once
 
 _INPUTS, _LABELS = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
-
-
-_AT_ONCE = 1 << 26  # bytes
 
 
 class Problem(NamedTuple):
@@ -48,7 +46,7 @@ def problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
 def _not_finite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
     """How many, and where the first is; some rows at a time, as they may be in a file."""
     number, first = 0, tuple[int, ...]()
-    step = max(1, _AT_ONCE * len(values) // max(1, values.nbytes))
+    step = rows_at_once(values)
     for start in range(0, len(values), step) if values.dtype.kind == "f" else ():
         wrong = ~np.isfinite(values[start : start + step])
         if wrong.any():
@@ -70,11 +68,17 @@ def _column(place: tuple[int, ...]) -> str:
     return f", at {list(inner)}"
 
 
-def check_federated(name: str, data: FederatedData, federation: Federation) -> None:
-    """UsageError, with the client and the field, for what no run can train or be scored on."""
+def check_federated(
+    name: str, data: FederatedData, federation: Federation, *, rounded: bool = True
+) -> None:
+    """Raises UsageError, with the client and the field, for what no run can train or be scored on.
+
+    Args:
+      rounded: False: real numbers may still be float64.
+    """
     x, y = np.asarray(data.x), np.asarray(data.y)
     for field, values, known in (("x", x, _INPUTS), ("y", y, _LABELS)):
-        if values.dtype.name not in known:
+        if values.dtype.name not in (*known, *(() if rounded else ("float64",))):
             raise UsageError(f"{name}: {field} is {values.dtype}; it must be {', '.join(known)}")
     labels = federation.outputs if data.label_map is None else data.label_map.shape[1]
     if found := problem(x, y, labels):

@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.dataset import Dataset, Keep, Normalise, kept, owned
+from fedjax_pfl.data import labels
+from fedjax_pfl.data.dataset import PADDING, Dataset, Keep, Normalise, kept, owned
+from fedjax_pfl.data.numbers import as_float
 from fedjax_pfl.data.tables import Table
 
 LABEL_KINDS, CATEGORIES = ("auto", "class", "number"), ("onehot", "index")
 NORMALISE = ("federation", "client", "none")
-_MOST_CLASSES = 100  # whole numbers in a label column of which there are more may be measurements
 _MOST_CATEGORIES = 1000
+_HINT = ", normalise them (normalise, normalise_label), or leave the column out"
 
 
 class Roles(NamedTuple):
@@ -57,22 +59,29 @@ def examples(source: str, tables: tuple[Table, Table | None], roles: Roles, keep
     chosen(source, "normalise", roles.normalise, NORMALISE)
     train, test = tables
     name, sizes = train.name, [train.rows, test.rows if test else 0]
+    files = [table for table in tables if table]
 
     def read(column: str, setting: str) -> np.ndarray:
-        parts = [one.column(column, f"{source}.{setting}") for one in tables if one]
+        return joined(column, [table.column(column, f"{source}.{setting}") for table in files])
+
+    def joined(column: str, parts: list[np.ndarray]) -> np.ndarray:
         if len({(p.shape[1:], p.dtype.kind in "US") for p in parts}) > 1:
             raise UsageError(f"{name}: column {column!r} differs between training and test")
+        if any(p.dtype == np.uint64 for p in parts) and all(_counts(p) for p in parts):
+            parts = [p.astype(np.uint64) for p in parts]  # where NumPy would join them as float64
         whole = np.concatenate(parts)
-        if whole.dtype.kind == "f" and not np.isfinite(whole).all():
-            rows = np.flatnonzero(~np.isfinite(whole.reshape(len(whole), -1)).all(1))
+        with np.errstate(over="ignore"):  # beyond 32 bits it is not finite either
+            bounded = whole.dtype.kind != "f" or np.isfinite(whole.astype(np.float32))
+        if not np.all(bounded):
+            rows = np.flatnonzero(~np.reshape(bounded, (len(whole), -1)).all(1))
             raise UsageError(
                 f"{name}: column {column!r} is not finite in {len(rows)} rows, the first is row "
                 f"{rows[0] + 1}; fill or remove these rows, or leave the column out"
             )
         return whole
 
-    target = read(roles.label, "label")
-    y, outputs, about = _labels(name, source, roles, target, train.classes.get(roles.label, ()))
+    parts = [table.column(roles.label, f"{source}.label") for table in files]
+    y, outputs, about = _labels(source, roles, files, parts, joined(roles.label, parts))
     inputs = [word.strip() for word in roles.input.split(",") if word.strip()]
     inputs = inputs or [c for c in train.columns if c not in (roles.owner, roles.label)]
     if not inputs:
@@ -108,9 +117,14 @@ def examples(source: str, tables: tuple[Table, Table | None], roles: Roles, keep
     return kept(whole, keep)
 
 
+def _counts(values: np.ndarray) -> bool:
+    """Returns True for whole numbers from 0."""
+    return values.dtype.kind in "iu" and bool(np.all(values >= 0))
+
+
 def _names(owner: np.ndarray) -> np.ndarray:
     """Whole numbers from 0 stay, whatever else names owners is text."""
-    return owner if owner.dtype.kind in "iu" and np.all(owner >= 0) else owner.astype(str)
+    return owner if _counts(owner) else owner.astype(str)
 
 
 def _normalise(roles: Roles, numbers: np.ndarray, y: np.ndarray) -> Normalise | None:
@@ -122,43 +136,51 @@ def _normalise(roles: Roles, numbers: np.ndarray, y: np.ndarray) -> Normalise | 
 
 
 def _labels(
-    name: str, source: str, roles: Roles, y: np.ndarray, told: tuple[str, ...]
+    source: str, roles: Roles, files: list[Table], parts: list[np.ndarray], y: np.ndarray
 ) -> tuple[np.ndarray, int, dict[str, Any]]:
     """y, the number of outputs, and what they stand for."""
-    label, number = roles.label, roles.label_kind == "number"
-    if y.dtype.kind in "US" and (number or (y == "").any()):
-        what = "is text" if number else "has empty cells"
+    name, label, kind, setting = (
+        files[0].name,
+        roles.label,
+        roles.label_kind,
+        f"{source}.label_kind",
+    )
+    if y.dtype.kind in "US" and (kind == "number" or (y == "").any()):
+        what = "is text" if kind == "number" else "has empty cells"
         raise UsageError(f"{name}: column {label!r} {what} and cannot be a label so; mend it")
     if y.ndim > 2 or (y.ndim == 2 and y.dtype.kind not in "iuf"):
         raise UsageError(
             f"{name}: column {label!r} is {y.dtype} {list(y.shape)}; a label is one value, or one "
             "for each position"
         )
-    if number or (y.dtype.kind == "f" and roles.label_kind == "auto"):
-        targets = y.astype(np.float32).reshape(len(y), -1)
+    if labels.are_measurements(files, parts, label, setting, kind):
+        apart = np.float64 if roles.normalise_label else np.float32  # until they are normalised
+        targets = as_float(f"{name}: column {label!r}", y, apart, _HINT).reshape(len(y), -1)
         return targets, targets.shape[1], {"label": label}
+    told = files[0].classes.get(label, ())
+    if y.ndim == 1 and not told:
+        numbers, classes = labels.numbered(name, label, setting, kind, y)
+        return numbers, len(classes), {"label": label, "classes": classes}
+    least, end = (0, len(told)) if y.ndim == 1 else (PADDING, labels.MOST_CLASSES)
+    checked = [
+        labels.class_numbers(file.name, part, least=least, end=end)
+        for file, part in zip(files, parts, strict=True)
+    ]
+    y = np.concatenate(checked)
     if y.ndim == 2:  # a class for each position, numbered already
-        return y.astype(np.int32), int(y.max(initial=0)) + 1, {"label": label}
-    if told:
-        return y.astype(np.int32), len(told), {"label": label, "classes": list(told)}
-    classes, numbered = np.unique(y, return_inverse=True)
-    if (
-        y.dtype.kind in "iu"
-        and roles.label_kind == "auto"
-        and len(classes) > max(_MOST_CLASSES, len(y) // 100)
-    ):
-        raise UsageError(
-            f"{name}: column {label!r} has {len(classes):,} different whole numbers: say "
-            f"{source}.label_kind=number to predict them as measurements, or class"
-        )
-    named = {"label": label, "classes": [str(c) for c in classes]}
-    return numbered.astype(np.int32), len(classes), named
+        return y, int(y.max(initial=0)) + 1, {"label": label}
+    return y, len(told), {"label": label, "classes": list(told)}
 
 
 def _inputs(
     name: str, source: str, roles: Roles, columns: list[tuple[str, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """x, which of its features are numbers, and what they are."""
+    apart = np.float32 if roles.normalise == "none" else np.float64  # until they are normalised
+
+    def number(column: str, values: np.ndarray) -> np.ndarray:
+        return as_float(f"{name}: column {column!r}", values, apart, _HINT)
+
     if any(values.ndim > 1 for _, values in columns):
         if len(columns) > 1:
             wide = next(c for c, values in columns if values.ndim > 1)
@@ -175,13 +197,12 @@ def _inputs(
             if x.min() < 0 or x.max() >= 2**31:
                 raise UsageError(f"{name}: column {column!r} has whole numbers outside 0..2^31-1")
             return x.astype(np.int32), np.zeros(x.shape[-1], bool), {"input": [column]}
-        x = x.astype(np.float32)
-        return x, np.ones(x.shape[-1], bool), {"input": [column]}
+        return number(column, x), np.ones(x.shape[-1], bool), {"input": [column]}
     parts, named, numbers = list[np.ndarray](), list[str](), list[bool]()
     categories = dict[str, list[str]]()
     for column, values in columns:
         if values.dtype.kind not in "US":
-            parts.append(values.astype(np.float64)[:, None])
+            parts.append(number(column, values)[:, None])
             named, numbers = [*named, column], [*numbers, True]
             continue
         words, place = np.unique(values, return_inverse=True)
@@ -195,10 +216,10 @@ def _inputs(
             parts.append(place[:, None])
             named, numbers = [*named, column], [*numbers, False]
         else:
-            parts.append(np.eye(len(words))[place])
+            parts.append(np.eye(len(words), dtype=np.float32)[place])
             named += [f"{column}={word}" for word in categories[column]]
             numbers += [False] * len(words)
     x, about = np.concatenate(parts, 1), {"input": named, "categories": categories}
     if roles.categories == "index" and not any(numbers):  # nothing but categories
         return x.astype(np.int32), np.array(numbers), about
-    return x.astype(np.float32), np.array(numbers), about
+    return x.astype(apart if any(numbers) else np.float32), np.array(numbers), about

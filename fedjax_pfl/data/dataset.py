@@ -3,13 +3,14 @@
 import difflib
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import checks
+from fedjax_pfl.data.numbers import as_float, in_parts
 
 _MOST_OUTPUTS = 10_000_000
 # Beyond so many, and so many for each label that occurs, labels are taken for codes, not classes.
@@ -18,14 +19,16 @@ _FEW_OUTPUTS, _SPARSE = 1000, 10
 
 DataDir = str | os.PathLike[str] | None
 Keep = Callable[[int], np.ndarray | None]  # of so many, which are read; None: all
-_AT_ONCE = 1 << 26  # bytes that are looked at together
+LATER = "later"
 PADDING = -1  # the label of a position that is not there
 
 
 class Normalise(NamedTuple):
     """What is brought to mean 0 and deviation 1 as soon as it is known who trains on what."""
 
-    by: str  # federation: over all training examples; client: over each client's own
+    # federation: over all training examples; client: over each client's own; LATER: examples stay
+    # as they are, in float64, for a node that has to hear of the other nodes' first
+    by: str
     features: np.ndarray  # bool [last axis of x]: which; the others stay as they are
     targets: bool  # those of a regression too, always over all training examples
 
@@ -34,7 +37,8 @@ class Dataset(NamedTuple):
     """Labelled examples, not yet given to anybody. NumPy; images as they are stored."""
 
     name: str
-    x_train: np.ndarray  # [examples, ...]: uint8, float32, or int32, which stays as it is
+    # [examples, ...]: uint8, float32, or int32, which stays as it is; float64 where `normalise` is
+    x_train: np.ndarray
     y_train: np.ndarray  # as `arrays` takes them: int32 (PADDING: no label), float32 or bool
     x_test: np.ndarray | None  # None where the source has one pool only
     y_test: np.ndarray | None
@@ -82,7 +86,7 @@ def arrays(
       owner_classes: bool [owners, outputs], where owners differ in the classes that they can have;
         owners are in the order of their numbers or names.
     """
-    x, y = np.asarray(x), _targets(y)
+    x, y = _array(name, "x", x), _targets(_array(name, "y", y))
     classes = y.dtype.kind in "iu"
     several = y.ndim == 2 and (y.shape[1] > 1 if classes else y.dtype.kind in "fb")
     if not several and not (y.ndim == 1 and classes):
@@ -93,7 +97,9 @@ def arrays(
         )
     if (x_test is None) != (y_test is None):
         raise UsageError(f"{name}: give both x_test and y_test, or neither")
-    y_test = None if y_test is None else _targets(y_test)
+    if x_test is not None and y_test is not None:
+        x_test = _array(name, "x_test", x_test)
+        y_test = _targets(_array(name, "y_test", y_test))
     outputs = _outputs(name, x, y, outputs)
     x_train, y_train = _checked(f"{name} (train)", x, y, x, y, outputs, owners)
     if x_test is not None and y_test is not None:
@@ -131,9 +137,18 @@ def arrays(
     )
 
 
+def _array(name: str, what: str, values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except (ValueError, TypeError, OverflowError) as error:
+        line = str(error).splitlines()[0]
+        raise UsageError(
+            f"{name}: {what} is no array: {line}; make its rows equally long"
+        ) from None
+
+
 def _targets(y: np.ndarray) -> np.ndarray:
     """Real numbers [examples] as one target each, [examples, 1]; all else as it is."""
-    y = np.asarray(y)
     return y[:, None] if y.ndim == 1 and np.issubdtype(y.dtype, np.floating) else y
 
 
@@ -167,7 +182,6 @@ def _checked(
     outputs: int,
     owners: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    x, y = np.asarray(x), np.asarray(y)
     if x.ndim < 2 or x.shape[1:] != like.shape[1:] or y.shape[1:] != targets.shape[1:]:
         raise UsageError(
             f"{what}: x is {list(x.shape)} and y {list(y.shape)}; use [examples, ...], with train "
@@ -180,9 +194,10 @@ def _checked(
     if not (np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)):
         raise UsageError(f"{what}: x has type {x.dtype}; use numbers")
     if x.dtype != np.uint8:
-        x = _as_int32(what, x) if x.dtype.kind in "iu" else x.astype(np.float32, copy=False)
+        whole = x.dtype.kind in "iu"
+        x = _as_int32(what, x) if whole else as_float(f"{what}: x", x, np.float32)
     if y.dtype.kind == "f":
-        y = y.astype(np.float32)
+        y = as_float(f"{what}: y", y, np.float32)
     elif y.dtype.kind in "iu":
         y = np.where((y < -1) | (y >= _MOST_OUTPUTS), -2, y).astype(np.int32)
     if y.dtype.kind != targets.dtype.kind and "b" in y.dtype.kind + targets.dtype.kind:
@@ -211,7 +226,7 @@ def _owners(name: str, what: str, owners: np.ndarray | None, examples: int) -> n
     """Whole numbers from 0, or text."""
     if owners is None:
         return None
-    owners = np.asarray(owners)
+    owners = _array(name, what, owners)
     if owners.dtype.kind == "O" and all(isinstance(one, str) for one in owners.flat):
         owners = owners.astype(str)
     numbers = owners.dtype.kind in "iu" and not np.any(owners < 0)
@@ -292,16 +307,6 @@ def digest(arrays: Iterable[np.ndarray]) -> str:
         for part in in_parts(array):
             found.update(part.tobytes())
     return found.hexdigest()[:16]
-
-
-def in_parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    """An array's rows, some at a time: where they are in a file, memory may not hold them all."""
-    if not array.ndim or not array.size:
-        yield array
-        return
-    step = max(1, _AT_ONCE * len(array) // max(1, array.nbytes))
-    for start in range(0, len(array), step):
-        yield array[start : start + step]
 
 
 def nearest_first(word: str, words: Iterable[str], most: int = 12) -> str:

@@ -10,7 +10,7 @@ from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.data import apportion, checks, partitions, request
-from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dataset import LATER, Dataset
 from fedjax_pfl.data.mapped import is_mapped
 from fedjax_pfl.data.normalise import Normalised, normalised
 from fedjax_pfl.data.pool import Pool
@@ -137,7 +137,7 @@ def federate(
     if permute_labels:
         label_map = _permuted(label_map, classes, clients, outputs, permuting)
 
-    data = _compact(normal, tables, label_map, classes)
+    data = _compact(dataset, normal, tables, label_map, classes)
     content = portions(data, stored)
     federation = Federation(
         counts=np.array(tables[_TRAIN].size),
@@ -148,11 +148,12 @@ def federate(
         validation_counts=np.array(tables[_VALIDATION].size),
         class_counts=content.train if y.ndim == 1 else None,
         owners=owners,
-        input_dtype="float32" if normal.scale is not None else x.dtype.name,
+        input_dtype="float32" if dataset.scale is not None or x.dtype.kind == "f" else x.dtype.name,
         each=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
-        about=_about(dataset, normal),
+        about={**(dataset.about or {}), **normal.about} or None,
     )
-    checks.check_federated(dataset.name, data, federation)
+    later = dataset.normalise is not None and dataset.normalise.by == LATER
+    checks.check_federated(dataset.name, data, federation, rounded=not later)
     return data, federation, content
 
 
@@ -260,14 +261,6 @@ def _no_empty_client(tables: list[Split], split: str) -> None:
             )
 
 
-def _about(dataset: Dataset, normal: Normalised) -> dict[str, Any] | None:
-    """What the numbers of examples stand for, and what a normalised target was."""
-    if normal.target is None:
-        return None if dataset.about is None else dict(dataset.about)
-    mean, deviation = normal.target
-    return {**(dataset.about or {}), "target_mean": mean, "target_deviation": deviation}
-
-
 def _domains(pool: Pool, settings: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """int [C] each: the domain of a class (-1 for none), and its number within the domain."""
     domain = np.full(pool.classes, -1)
@@ -294,7 +287,7 @@ def _permuted(
 
 
 def _compact(
-    normal: Normalised, tables: list[Split], label_map: Any, classes: Any
+    dataset: Dataset, normal: Normalised, tables: list[Split], label_map: Any, classes: Any
 ) -> FederatedData:
     """The arrays without the examples that nobody holds, unless they are mapped from a file."""
     x: Any = normal.x
@@ -321,7 +314,7 @@ def _compact(
         shape = np.shape(constant)
         return np.reshape(constant, (1,) * (x.ndim - len(shape)) + shape)
 
-    scale, shift = ranked(normal.scale), ranked(normal.shift)
+    scale, shift = ranked(dataset.scale), ranked(dataset.shift)
     if not used.all():
         x, y = x[used], y[used]
     return FederatedData(x, y, train, validation, test, scale, shift, label_map, classes)

@@ -9,6 +9,7 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.columns import chosen
 from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, kept, owned
+from fedjax_pfl.data.pictures import pixels
 from fedjax_pfl.data.tables import existing
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
@@ -87,20 +88,19 @@ def _files(name: str, folder: Path, levels: int) -> list[Path]:
 
 
 def _read(name: str, file: Path, size: int, mode: str) -> np.ndarray:
-    from PIL import Image
-
     try:
-        with Image.open(file) as opened:
-            picture = np.asarray(opened.convert(mode).resize((size, size)))
-    except (OSError, ValueError) as error:
+        return pixels(file, mode, size)
+    except ValueError as error:
         raise UsageError(f"{name}: {file} cannot be read as a picture: {error}") from None
-    return picture.reshape(size, size, -1)
 
 
 def _listed(name: str, path: str) -> dict[str, str]:
     file = existing("images.owner", path)
-    with open(file, newline="", encoding="utf-8-sig") as opened:
-        rows = list(csv.DictReader(opened))
+    try:
+        with open(file, newline="", encoding="utf-8-sig") as opened:
+            rows = list(csv.DictReader(opened))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{name}: {path} cannot be read as a list of owners: {error}") from None
     if not rows or not {"file", "owner"} <= set(rows[0]):
         there = ", ".join(rows[0]) if rows else "none"
         raise UsageError(f"{name}: {path} must have the columns file and owner; it has {there}")

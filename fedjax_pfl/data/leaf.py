@@ -10,6 +10,8 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import PADDING, DataDir, Dataset, Keep, kept, owned
+from fedjax_pfl.data.labels import class_numbers
+from fedjax_pfl.data.numbers import as_float
 from fedjax_pfl.data.tables import existing
 from fedjax_pfl.data.text import characters, encoded
 
@@ -95,7 +97,7 @@ def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
 
 def _numbers(name: str, xs: tuple[list[Any], ...]) -> list[np.ndarray]:
     try:
-        parts = [np.array(x, np.float32) for x in xs]
+        parts = [as_float(f"{name}: x", np.array(x, np.float64), np.float32) for x in xs]
     except (ValueError, TypeError):
         raise UsageError(f"{name}: examples are not equally many numbers each") from None
     if parts[0].shape[1:] == (_SIDE * _SIDE,):
@@ -106,12 +108,15 @@ def _numbers(name: str, xs: tuple[list[Any], ...]) -> list[np.ndarray]:
 
 
 def _classes(name: str, ys: tuple[list[Any], ...]) -> tuple[list[np.ndarray], int]:
+    files = zip(("train", "test"), ys, strict=True)
     try:
-        parts = [np.array(y).astype(np.int32) for y in ys]
+        parts = [class_numbers(f"{name} ({part})", y) for part, y in files]
+    except UsageError:
+        raise
     except (ValueError, TypeError):
         raise UsageError(f"{name}: labels are not whole numbers") from None
-    if any(part.ndim != 1 or part.min() < 0 for part in parts):
-        raise UsageError(f"{name}: labels are not classes from 0")
+    if any(part.ndim != 1 for part in parts):
+        raise UsageError(f"{name}: labels are lists; use one whole number for each example")
     return parts, int(max(part.max() for part in parts)) + 1
 
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dataset import LATER, Dataset
+from fedjax_pfl.data.numbers import moments, rows_at_once
 
 
 class Normalised(NamedTuple):
@@ -13,9 +14,7 @@ class Normalised(NamedTuple):
 
     x: np.ndarray
     y: np.ndarray
-    scale: Any  # an example becomes x * scale + shift; None: it stays
-    shift: Any
-    target: tuple[float, float] | None  # mean and deviation that a regression's one target had
+    about: dict[str, Any]  # means and deviations of inputs and of a target, as plain data
 
 
 def normalised(
@@ -26,46 +25,58 @@ def normalised(
     trained_on: np.ndarray,
     active: np.ndarray,
 ) -> Normalised:
-    """Examples by what `dataset.normalise` asks for.
+    """Returns examples as `dataset.normalise` requests, computed in float64, stored in float32.
 
-    By the federation, x stays as it is and the constants are given beside it, so that they travel
-    with an exported model. By each client, x is changed. Of numbers that are all the same, the
-    deviation is taken to be 1.
+    So a number far from 0, such as a time in seconds, keeps its differences. Means and deviations
+    of the federation are returned too, for exported models; those of each client are not. Numbers
+    that are all the same have deviation 1.
 
     Args:
-      x, y: all examples.
+      x, y: All examples.
       client: int [examples]: who has an example; -1 where nobody or everybody has it.
       trained_on: bool [examples]: its client trains on it.
       active: bool [N]: clients that take part in training.
     """
-    wanted, scale, shift, target = dataset.normalise, dataset.scale, dataset.shift, None
-    if wanted is None:
-        return Normalised(x, y, scale, shift, None)
-    ours = trained_on & (client >= 0)
-    ours[ours] = active[client[ours]]
+    wanted, about = dataset.normalise, dict[str, Any]()
+    if wanted is None or wanted.by == LATER:
+        return Normalised(x, y, about)
+    joins = trained_on & (client >= 0)
+    joins[joins] = active[client[joins]]
+    training, every = np.flatnonzero(joins), np.arange(len(x))
     if wanted.targets:
-        mean, deviation = _moments(y[ours])
-        y = ((y - mean) / deviation).astype(np.float32)
-        target = (float(mean[0]), float(deviation[0])) if len(mean) == 1 else None
-    which = wanted.features
-    if which.any() and wanted.by == "federation":
-        mean, deviation = _moments(x[ours])
-        scale = np.where(which, 1 / deviation, 1).astype(np.float32)
-        shift = np.where(which, -mean / deviation, 0).astype(np.float32)
-    elif which.any():
-        x = x.astype(np.float32)
+        y, mean, deviation = _standardised(y, np.ones(y.shape[-1], bool), [(every, training)])
+        about |= {"target_mean": mean.tolist(), "target_deviation": deviation.tolist()}
+    if not wanted.features.any():
+        return Normalised(x, y, about)
+    if wanted.by == "federation":
+        x, mean, deviation = _standardised(x, wanted.features, [(every, training)])
+        about |= {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
+    else:
         order = np.argsort(client, kind="stable")
         ends = np.searchsorted(client[order], np.arange(len(active) + 1))
-        for a, b in itertools.pairwise(ends):
-            own = order[a:b]
-            if len(train := own[trained_on[own]]):
-                mean, deviation = _moments(x[train])
-                x[own] = np.where(which, (x[own] - mean) / deviation, x[own])
-    return Normalised(x, y, scale, shift, target)
+        own = [order[a:b] for a, b in itertools.pairwise(ends)]
+        groups = [(rows, train) for rows in own if len(train := rows[trained_on[rows]])]
+        x, _, _ = _standardised(x, wanted.features, groups)
+    return Normalised(x, y, about)
 
 
-def _moments(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation over all axes but the last, float64."""
-    flat = values.reshape(-1, values.shape[-1]).astype(np.float64)
-    mean, deviation = flat.mean(0), flat.std(0)
-    return mean, np.where(deviation > 1e-7 * np.abs(mean), deviation, 1.0)
+def _standardised(
+    values: np.ndarray, which: np.ndarray, groups: list[tuple[np.ndarray, np.ndarray]]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns float32 values, and the mean and deviation of the last group.
+
+    Args:
+      values: Array of shape [examples, ..., features].
+      which: bool [features]; the others stay as they are.
+      groups: Rows to standardise, and those among them whose moments count.
+    """
+    result = np.zeros(values.shape, np.float32)
+    step = rows_at_once(values)
+    for rows, training in groups:
+        mean, deviation = moments(values, training)
+        mean = np.where(which, mean, 0.0)
+        deviation = np.where(which & (deviation > 0), deviation, 1.0)
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step]
+            result[part] = (values[part] - mean) / deviation
+    return result, mean, deviation

@@ -4,19 +4,20 @@ Records are read raw and their images decoded together: image features of tfds d
 at several times the cost.
 """
 
+import math
 import os
 import re
 import struct
 import sys
 import zlib
 from collections.abc import Callable
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data.pictures import pixels
 
 _CHUNK = 1000  # images decoded at a time: bounds the memory of decoded, not yet shrunk images
 _DOWNLOADS = {  # as the catalogue of tfds gives them
@@ -177,17 +178,22 @@ def decode(images: list[bytes]) -> np.ndarray:
 
     header = images[0][:29]
     modes = {(8, 0, 0, 0, 0): ("L", 1), (8, 2, 0, 0, 0): ("RGB", 3)}
-    mode = modes.get(struct.unpack("5B", header[24:29])) if header[12:16] == b"IHDR" else None
-    if mode is None or any(image[:29] != header for image in images):
-        return np.stack([_one(image) for image in images])
-    width, height = struct.unpack(">2I", header[16:24])
+    plain = len(header) == 29 and header[12:16] == b"IHDR"
+    mode = modes.get(struct.unpack("5B", header[24:29])) if plain else None
+    width, height = struct.unpack(">2I", header[16:24]) if plain else (0, 0)
+    large = width * height > (Image.MAX_IMAGE_PIXELS or math.inf)  # which Pillow refuses
+    if mode is None or large or any(image[:29] != header for image in images):
+        return np.stack([pixels(image) for image in images])
     line = 1 + width * mode[1]
     scanlines = []
     for image in images:
-        pixels = zlib.decompress(_idat(image))
-        if len(pixels) != height * line:
+        try:
+            content = zlib.decompressobj().decompress(_idat(image), height * line + 1)
+        except zlib.error as error:
+            raise ValueError(f"a PNG is damaged: {error}") from None
+        if len(content) != height * line:
             raise ValueError("a PNG has too few or too many pixels")
-        scanlines += [bytes(line), pixels]
+        scanlines += [bytes(line), content]
     tall = (width, (height + 1) * len(images))
     # Level 0 stores without compressing: all that is wanted is Pillow's undoing of the filters.
     joined = zlib.compress(b"".join(scanlines), 0)
@@ -204,12 +210,3 @@ def _idat(png: bytes) -> bytes:
             found.append(png[at + 8 : at + 8 + length])
         at += length + 12
     return b"".join(found)
-
-
-def _one(image: bytes) -> np.ndarray:
-    from PIL import Image
-
-    with Image.open(BytesIO(image)) as opened:
-        plain = opened if opened.mode in ("L", "RGB") else opened.convert("RGB")
-        pixels = np.asarray(plain)
-    return pixels[:, :, None] if pixels.ndim == 2 else pixels

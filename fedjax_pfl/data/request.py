@@ -59,6 +59,10 @@ def check_enough(name: str, partition: str, clients: int, split: str, examples: 
     most = examples - (split == "pooled")  # somebody has one more, to test on
     if partition != "natural" and clients > most:  # there owners are counted
         more = ", and one more to test on" if split == "pooled" else ""
+        if most < 1:
+            raise UsageError(
+                f"{name} has {examples} examples, too few for a client; use more of it"
+            )
         raise UsageError(
             f"clients is {clients:,}, and {name} has {examples:,} examples to give them, one each"
             f"{more}: use at most {most:,} clients"
@@ -77,8 +81,10 @@ def check_fractions(
             f"test_fraction={test}, validation_fraction={validation}: use numbers from 0 that "
             "leave something to train on"
         )
-    if split == "shared" and test == 0:
-        raise UsageError("test_fraction=0 leaves nothing to test on: use more with split=shared")
+    if split != "official" and test == 0:
+        raise UsageError(
+            f"test_fraction=0 leaves nothing to test on with split={split}: use 0.1, say"
+        )
 
 
 def completed(partition: str, given: Mapping[str, Any] | None) -> dict[str, Any]:

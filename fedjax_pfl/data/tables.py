@@ -3,7 +3,7 @@
 import csv
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ class Table(NamedTuple):
     rows: int
     read: Callable[[str], np.ndarray]  # [rows, ...]: numbers, text, or uint8 pictures
     classes: dict[str, tuple[str, ...]]  # what the whole numbers of a column stand for, where told
+    cells: Callable[[str], np.ndarray] | None = None  # a column as the file spells it
 
     def column(self, name: str, use: str) -> np.ndarray:
         """One column; `use` is the setting that names it."""
@@ -31,6 +32,10 @@ class Table(NamedTuple):
                 f"{nearest_first(name, self.columns)}"
             )
         return self.read(name)
+
+    def spelled(self, name: str) -> np.ndarray:
+        """Returns the cells of a column as text; without a spelling, its distinct values."""
+        return np.unique(self.read(name)).astype(str) if self.cells is None else self.cells(name)
 
 
 def existing(kind: str, path: str) -> Path:
@@ -70,28 +75,30 @@ def read_csv(path: str, kind: str = "csv") -> Table:
             )
     place = {word: i for i, word in enumerate(head)}
 
+    def cells(column: str) -> np.ndarray:
+        return np.array([row[place[column]].strip() for row in rows])
+
     def read(column: str) -> np.ndarray:
-        return _typed(name, column, [row[place[column]].strip() for row in rows])
+        return _typed(name, column, cells(column))
 
-    return Table(name, tuple(head), len(rows), read, {})
+    return Table(name, tuple(head), len(rows), read, {}, cells)
 
 
-def _typed(name: str, column: str, cells: Sequence[str]) -> np.ndarray:
+def _typed(name: str, column: str, cells: np.ndarray) -> np.ndarray:
     """Whole numbers if all cells are, else real ones, else text."""
-    whole = np.array(cells)
-    for kind in (np.int64, np.float64):
+    for kind in (np.int64, np.uint64, np.float64):
         try:
-            return whole.astype(kind)
+            return cells.astype(kind)
         except (ValueError, OverflowError):
             continue
     wrong = [i for i, cell in enumerate(cells) if not _is_number(cell)]
     if 2 * len(wrong) < len(cells):  # a column of numbers in which some are missing
         raise UsageError(
             f"{name}: column {column!r} has {len(wrong)} cells that are no numbers, the first "
-            f"{cells[wrong[0]][:40]!r} in row {wrong[0] + 1}; fill or remove these rows, or leave "
-            "the column out"
+            f"{str(cells[wrong[0]])[:40]!r} in row {wrong[0] + 1}; fill or remove these rows, or "
+            "leave the column out"
         )
-    return whole
+    return cells
 
 
 def _is_number(cell: str) -> bool:

@@ -54,7 +54,7 @@ def windows(
     table = tables.read_parquet(path, "windows")[0] if parquet else tables.read_csv(path, "windows")
     roles = Roles(owner, input, label, label_kind, "onehot", normalise, normalise_label)
     rows = examples("windows", (table, None), roles, lambda number: None)
-    if rows.x_train.ndim > 2 or rows.x_train.dtype != np.float32:
+    if rows.x_train.ndim > 2 or rows.x_train.dtype.kind != "f":
         raise UsageError(f"{table.name}: each input must be one number in a row")
     return cut(rows, length, stride, horizon, test_share, keep)
 
@@ -62,7 +62,7 @@ def windows(
 def cut(
     rows: Dataset, length: int, stride: int, horizon: int, test_share: float, keep: Keep
 ) -> Dataset:
-    """Windows over rows in the order of time, float32 [windows, length, inputs].
+    """Windows over rows in the order of time, [windows, length, inputs].
 
     The last `test_share` of each owner's rows is its test series, the rows before its training
     series; a window lies in one of them, with its label.

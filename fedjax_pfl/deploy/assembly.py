@@ -148,7 +148,7 @@ def _moments(sums: Sequence[Any]) -> dict[str, Any]:
     means, m2 = (np.array([one[k] for one in sums], np.float64) for k in ("mean", "m2"))
     mean = (n * means).sum(0) / n.sum()
     deviation = np.sqrt((m2 + n * np.square(means - mean)).sum(0) / n.sum())
-    deviation = np.where(deviation > 1e-7 * np.abs(mean), deviation, 1.0)
+    deviation = np.where(deviation > 1e-12 * np.abs(mean), deviation, 1.0)
     return {"mean": mean.tolist(), "deviation": deviation.tolist()}
 
 
@@ -165,7 +165,20 @@ def federation_of(description: Mapping[str, Any]) -> Federation:
         validation_counts=np.array([one["validation"] for one in counts]),
         input_dtype=like["input_dtype"],
         each=tuple(like["each"]),
+        about=_normalisation(description),
     )
+
+
+def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the means and deviations of inputs, for files of models."""
+    if "mean" not in description:
+        return None
+    which = description["like"]["normalise"]["features"]
+    mean, deviation = (description[k] for k in ("mean", "deviation"))
+    return {
+        "input_mean": [m if w else 0.0 for w, m in zip(which, mean, strict=False)],
+        "input_deviation": [d if w else 1.0 for w, d in zip(which, deviation, strict=False)],
+    }
 
 
 def shaped(description: Mapping[str, Any]) -> FederatedData:

@@ -11,7 +11,7 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.dataset import LATER, Dataset
 from fedjax_pfl.deploy.assembly import Own, facts
 from fedjax_pfl.deploy.programs import single
 
@@ -48,8 +48,8 @@ def own(settings: ConfigDict, words: configuration.Words, given: Mapping[str, An
     dataset = _loaded(mine, words)
     wanted = dataset.normalise
     apart = wanted is not None and wanted.by == "federation"
-    if apart:  # by what all nodes' sums say
-        dataset = dataset._replace(normalise=None)
+    if apart and wanted is not None:  # by what all nodes' sums say, and not rounded before
+        dataset = dataset._replace(normalise=wanted._replace(by=LATER))
     arrays, federation, _ = data.federate(
         dataset, "iid", clients=1, seed=mine.partition_seed, **_split(mine)
     )
@@ -61,7 +61,14 @@ def own(settings: ConfigDict, words: configuration.Words, given: Mapping[str, An
         more["input"] = about["input"]
     if apart and wanted is not None:
         more |= _sums(arrays, wanted.features, wanted.targets)
-    return Own(arrays, facts(arrays, federation, **more))
+    return Own(arrays, facts(_rounded(arrays), federation, **more))
+
+
+def _rounded(arrays: FederatedData) -> FederatedData:
+    """Returns examples in the types that programs take."""
+    x, y = (np.asarray(part) for part in (arrays.x, arrays.y))
+    parts: Any = (a.astype(np.float32) if a.dtype.kind == "f" else a for a in (x, y))
+    return arrays._replace(**dict(zip("xy", parts, strict=True)))
 
 
 def fitted(mine: Own, description: Mapping[str, Any]) -> FederatedData:
@@ -74,21 +81,12 @@ def fitted(mine: Own, description: Mapping[str, Any]) -> FederatedData:
         )
     if "mean" not in description:
         return arrays
-    wanted = said["normalise"]
-    width = len(wanted["features"])
+    wanted, width = said["normalise"], len(said["normalise"]["features"])
     mean, deviation = (np.array(description[k]) for k in ("mean", "deviation"))
     which = np.array(wanted["features"], bool)
-    rank = np.ndim(arrays.x)
-    if which.any():
-        scale = np.where(which, 1 / deviation[:width], 1).astype(np.float32)
-        shift = np.where(which, -mean[:width] / deviation[:width], 0).astype(np.float32)
-        spread = (1,) * (rank - 1) + (width,)
-        constants: Any = scale.reshape(spread), shift.reshape(spread)
-        arrays = arrays._replace(scale=constants[0], shift=constants[1])
-    if wanted["targets"]:
-        y: Any = ((np.asarray(arrays.y) - mean[width:]) / deviation[width:]).astype(np.float32)
-        arrays = arrays._replace(y=y)
-    return arrays
+    x: Any = (arrays.x - np.where(which, mean[:width], 0)) / np.where(which, deviation[:width], 1)
+    y: Any = (arrays.y - mean[width:]) / deviation[width:] if wanted["targets"] else arrays.y
+    return _rounded(arrays._replace(x=x, y=y))
 
 
 def _sums(arrays: FederatedData, which: np.ndarray, targets: bool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ its settings, of which only the name and the settings are written; nothing in a 
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
@@ -198,13 +198,20 @@ def packed(
         "input_dtype": about.federation.input_dtype,
         "each": list(about.federation.each),
         "outputs": about.federation.outputs,
-        "scale": _as_list(data.scale),
-        "shift": _as_list(data.shift),
+        **_constants(about.federation.about or {}, data),
         "label_map": _as_list(data.label_map),
         "classes": _as_list(data.classes),
     }
     flat = _flat(variables, about.algorithm)
     return _safetensors().save(flat, metadata={_KEY: json.dumps(facts)})
+
+
+def _constants(about: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
+    """Returns scale and shift of inputs: those that the data have, or their normalisation."""
+    if "input_mean" not in about:
+        return {"scale": _as_list(data.scale), "shift": _as_list(data.shift)}
+    mean, deviation = np.array(about["input_mean"]), np.array(about["input_deviation"])
+    return {"scale": _as_list(1 / deviation), "shift": _as_list(-mean / deviation)}
 
 
 def personal(
@@ -241,8 +248,9 @@ def personal(
 def about(path: str | Path) -> dict[str, Any]:
     """What is written beside a model: whose it is, and what goes in and comes out.
 
-    An example goes in as x * scale + shift where these are not None. Output c stands for the class
-    c of the dataset, or for those that `label_map` gives c; `classes` says which outputs count.
+    An example goes in as x * scale + shift where these are not None, computed in 64 bits. Output c
+    stands for the class c of the dataset, or for those that `label_map` gives c; `classes` says
+    which outputs count.
     """
     _safetensors()
     from safetensors import SafetensorError, safe_open

@@ -258,7 +258,8 @@ def test_novel_clients_and_groups():
         ({"partition": "natural"}, "has no owners"),
         ({"test_fraction": 0.8, "validation_fraction": 0.2}, "leave something to train on"),
         ({"test_fraction": float("nan")}, "leave something to train on"),
-        ({"split": "shared", "test_fraction": 0.0}, "nothing to test on"),
+        ({"split": "shared", "test_fraction": 0.0}, "nothing to test on with split=shared"),
+        ({"test_fraction": 0.0}, "test_fraction=0 leaves nothing to test on with split=pooled"),
         ({"split": "shared", "validation_examples": 5000}, "must lie between 0 and"),
         ({"validation_examples": 50}, "is for split=official or shared"),
     ],
@@ -268,6 +269,11 @@ def test_what_cannot_be_is_one_line(options, message):
     with pytest.raises(UsageError, match=message) as error:
         federate(DIGITS, options.pop("partition"), **options)
     assert "\n" not in str(error.value)
+
+
+def test_one_example_is_too_few_for_any_number_of_clients():
+    with pytest.raises(UsageError, match="has 1 examples, too few for a client"):
+        federate(numbered(1, classes=1), "iid", clients=2)
 
 
 def test_a_client_with_one_example_trains_on_it():

@@ -39,7 +39,7 @@ def test_a_csv_becomes_numbers_categories_a_target_and_owners(houses):
         [[3, 10.5, 1, 0], [4, 20.5, 0, 1], [5, 30.5, 1, 0], [7, 40.5, 0, 1], [2, 0.5, 1, 0]],
     )
     np.testing.assert_array_equal(one.y_train, [[100.5], [200.5], [300.5], [401], [90]])
-    assert (one.x_train.dtype, one.y_train.dtype, one.outputs) == (np.float32, np.float32, 1)
+    assert (one.x_train.dtype, one.y_train.dtype, one.outputs) == (np.float64, np.float64, 1)
     np.testing.assert_array_equal(one.owner_train, [0, 0, 1, 1, 2])
     assert one.owner_names.tolist() == ["Bern", "Cairo", "Delhi"]
     assert one.about == {
@@ -77,18 +77,16 @@ def test_numbers_are_normalised_by_training_examples_alone(houses, tmp_path):
     whole = load(path, owner="who", label="y", label_kind="number")
     data, federation, _ = federate(whole, "natural", clients=2, held_out=1, test_fraction=0.5)
     used = data.train.rows[0, : data.train.size[0]]  # of the only client that takes part
-    x = data.x[used, 0].astype(np.float64)
-    np.testing.assert_allclose(
-        x * data.scale[0, 0] + data.shift[0, 0], (x - x.mean()) / x.std(), atol=1e-6
-    )
-    np.testing.assert_allclose(x.mean() * data.scale[0, 0] + data.shift[0, 0], 0, atol=1e-6)
-    assert (data.scale[0, 1], data.shift[0, 1]) == (1, -7)  # its deviation is 0
+    (mean, _), (deviation, _) = (federation.about[f"input_{k}"] for k in ("mean", "deviation"))
+    x = data.x[:, 0].astype(np.float64) * deviation + mean
+    np.testing.assert_allclose(x, np.round(x), atol=1e-5)  # whole numbers, as in the file
+    own = np.round(x)[used]
+    np.testing.assert_allclose([mean, deviation], [own.mean(), own.std()], rtol=1e-12)
+    np.testing.assert_array_equal(data.x[:, 1], 0)  # all are 7
     np.testing.assert_allclose(data.y[used].mean(), 0, atol=1e-6)
-    np.testing.assert_allclose(
-        data.y[:, 0] * federation.about["target_deviation"] + federation.about["target_mean"],
-        10 * data.x[:, 0],
-        rtol=1e-5,
-    )
+    (mean,), (deviation,) = (federation.about[f"target_{k}"] for k in ("mean", "deviation"))
+    y = data.y[:, 0] * deviation + mean
+    np.testing.assert_allclose(y, 10 * np.round(x), atol=1e-4)
 
 
 def test_each_clients_own_numbers_normalise_it_where_asked(tmp_path):

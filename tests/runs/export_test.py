@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from experiments import launch
 from fedjax_pfl import algorithms, networks
 from fedjax_pfl.config import configuration
-from fedjax_pfl.data import client_data, take
+from fedjax_pfl.data import client_data, load, take
 from fedjax_pfl.engine import ledger
 from fedjax_pfl.runs import export, runner
 from fedjax_pfl.runs.build import build
@@ -174,6 +174,14 @@ def test_names_and_facts_of_one_file(tmp_path):
     np.testing.assert_array_equal(ours, examples_of(result, 1).x[:4])
     labels = np.asarray(facts["label_map"])[result.data.y[rows]]
     np.testing.assert_array_equal(labels, examples_of(result, 1).y[:4])
+
+
+def test_a_file_says_how_raw_numbers_of_a_table_go_in(tmp_path):
+    result = after(1, "fedavg", dataset="wine")
+    (path,) = export.write(result, tmp_path / "models", [0])
+    facts, raw = export.about(path), load("wine").x_train.astype(np.float64)
+    given = (raw * facts["scale"] + facts["shift"]).astype(np.float32)
+    np.testing.assert_allclose(np.sort(given, 0), np.sort(result.data.x, 0), atol=2e-6)
 
 
 @pytest.mark.parametrize("name", algorithms.METHODS)

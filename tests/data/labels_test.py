@@ -1,0 +1,90 @@
+"""Labels of files are checked before they are cast: no value changes silently."""
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import load
+
+
+def csv(folder, labels, test=None, **settings):
+    """Loads a CSV file with these labels, tested on another with the labels `test`."""
+
+    def written(name, cells):
+        path = folder / name
+        path.write_text("a,label\n" + "".join(f"{i}.5,{cell}\n" for i, cell in enumerate(cells)))
+        return str(path)
+
+    more = {"test": written("test.csv", test)} if test else {}
+    return load(f"csv:{written('train.csv', labels)}", **more, **settings)
+
+
+def leaf(folder, labels):
+    for part in ("train", "test"):
+        (folder / part).mkdir()
+        own = {"x": [[1.0, 2.0]] * len(labels), "y": labels}
+        content = {"users": ["u"], "user_data": {"u": own}}
+        (folder / part / "all.json").write_text(json.dumps(content))
+    return load(f"leaf:{folder}")
+
+
+def lists(folder, labels, told=None):
+    """Loads a Parquet file with these labels, of classes with these names."""
+    table = pa.table({"a": [[1, 2]] * len(labels), "label": labels})
+    if told:
+        features = {"label": {"_type": "ClassLabel", "names": told}}
+        about = json.dumps({"info": {"features": features}})
+        table = table.replace_schema_metadata({"huggingface": about})
+    parquet.write_table(table, folder / "t.parquet")
+    return load(f"parquet:{folder / 't.parquet'}")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda at: leaf(at, [0, 2**32 + 1]), "leaf:.* label 4294967297 in example 1"),
+        (lambda at: leaf(at, [0.9, 1.9]), r"leaf:.* label 0\.9 in example 0"),
+        (lambda at: leaf(at, [0, -1]), "leaf:.* label -1 in example 1"),
+        (lambda at: leaf(at, [0, 2**70]), "leaf:.* label 1180591620717411303424 in example 1"),
+        (lambda at: leaf(at, [0, None]), "leaf:.* label None in example 1"),
+        (lambda at: lists(at, [[0, 1], [1, 2**32 + 1]]), r"t\.parquet.* label 4294967297 in ex"),
+        (lambda at: lists(at, [[0, 1], [1, -2]]), r"t\.parquet.* label -2 in example 1"),
+        (lambda at: lists(at, [0.9, 1.0], ["x", "y"]), r"t\.parquet.* label 0\.9 in example 0"),
+        (lambda at: lists(at, [0, 2], ["x", "y"]), r"t\.parquet.* label 2 in example 1"),
+        (lambda at: lists(at, ["0", "0.0"]), r"t\.parquet.* '0' and '0\.0'"),
+        (lambda at: csv(at, ["01", "1"]), r"train\.csv.* '01' and '1'"),
+        (lambda at: csv(at, ["0", "1"], ["01", "0"]), r"test\.csv.* '1' and '01'"),
+        (lambda at: csv(at, ["0", "1"], ["0.0", "1.0"]), r"test\.csv.* '0' and '0\.0'"),
+        (lambda at: csv(at, ["0", "1", "0.0"]), r"train\.csv.* '0' and '0\.0'"),
+        (lambda at: csv(at, ["0", "1", "1.0"], label_kind="class"), r"train\.csv.* '1' and '1\.0'"),
+        (lambda at: csv(at, ["cat", "0", "0.0", "dog", "ox"]), r"train\.csv.* '0' and '0\.0'"),
+        (lambda at: csv(at, ["0", "1"], ["2.0", "3.0"]), r"test\.csv.*'2\.0'.*csv\.label_kind"),
+        (lambda at: csv(at, ["0", "1"], ["0.5", "1.5"]), r"test\.csv.*'0\.5'.*csv\.label_kind"),
+        (lambda at: csv(at, ["0", str(2**64)]), r"train\.csv.* 18446744073709551616.* 64 bits"),
+    ],
+)
+def test_labels_that_a_cast_would_change_are_refused(tmp_path, call, message):
+    with pytest.raises(UsageError, match=message) as error:
+        call(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_labels_that_are_unambiguous_stay(tmp_path):
+    codes = csv(tmp_path, ["007", "010", "007"])
+    assert (codes.y_train.tolist(), codes.outputs) == ([0, 1, 0], 2)
+    large = csv(tmp_path, [str(2**63), str(2**64 - 1), str(2**63)])
+    assert large.about["classes"] == [str(2**63), str(2**64 - 1)]
+    mixed = csv(tmp_path, ["1", "2"], [str(2**64 - 1), str(2**64 - 2)])
+    assert mixed.y_test.tolist() == [3, 2]
+    prices = csv(tmp_path, ["1", "1.0", "2.5"])  # measurements
+    assert prices.y_train[:, 0].tolist() == [1, 1, 2.5]
+    number = csv(tmp_path, ["0", "1"], ["0.0", "1.5"], label_kind="number")
+    assert number.y_test[:, 0].tolist() == [0, 1.5]
+    classes = csv(tmp_path, ["0", "1"], ["2", "1"])
+    assert (classes.outputs, classes.y_test.tolist()) == (3, [2, 1])
+    named = lists(tmp_path, [0, 1, 1], ["x", "y"])
+    assert (named.outputs, named.y_train.dtype) == (2, np.int32)

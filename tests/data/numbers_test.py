@@ -1,0 +1,135 @@
+"""Numbers of tables keep their differences, wherever they lie."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data import arrays, federate, load
+from fedjax_pfl.data.numbers import as_float, moments
+from fedjax_pfl.deploy import examples
+
+SECONDS = 1_700_000_000 + np.arange(100)  # Unix time; float32 tells 2 of these apart
+
+
+def table(folder, ending):
+    """A file with the columns time (Unix seconds) and label (late), and the kind of its source."""
+    late = (np.arange(100) >= 50).astype(int)
+    path = folder / f"times.{ending}"
+    if ending == "csv":
+        rows = "".join(f"{t},{y}\n" for t, y in zip(SECONDS, late, strict=True))
+        path.write_text(f"time,label\n{rows}")
+        return f"csv:{path}"
+    lists = [[float(t), float(t) + 0.5] for t in SECONDS]
+    time = SECONDS if ending == "parquet" else lists
+    parquet.write_table(pa.table({"time": time, "label": late}), path)
+    return f"parquet:{path}"
+
+
+def inputs(data):
+    """Training inputs of all clients as float64, by their row in the federation's array."""
+    rows = np.concatenate(
+        [data.train.rows[i, : data.train.size[i]] for i in range(len(data.train.size))]
+    )
+    return np.sort(data.x[np.sort(rows)].astype(np.float64), 0), rows
+
+
+@pytest.mark.parametrize("ending", ["csv", "parquet", "lists.parquet"])
+def test_a_column_of_unix_seconds_keeps_its_values(tmp_path, ending):
+    dataset = load(table(tmp_path, ending))
+    data, federation, _ = federate(dataset, "iid", clients=2, test_fraction=0.2)
+    assert data.x.dtype == np.float32
+    x, rows = inputs(data)
+    assert len(np.unique(x[:, 0])) == len(rows)
+    mean, deviation = (np.array(federation.about[f"input_{k}"]) for k in ("mean", "deviation"))
+    raw = np.sort(x * deviation + mean, 0)
+    assert set(np.round(raw[:, 0]).astype(int)) <= set(SECONDS.tolist())
+    np.testing.assert_allclose(raw, np.round(2 * raw) / 2, atol=1e-5)
+    np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-6)
+
+
+def test_each_client_is_normalised_before_numbers_are_rounded(tmp_path):
+    rows = "".join(f"{'ab'[i % 2]},{(i % 2) * 1.7e9 + i},{i % 3}\n" for i in range(80))
+    (tmp_path / "far.csv").write_text(f"who,time,label\n{rows}")
+    dataset = load(f"csv:{tmp_path / 'far.csv'}", owner="who", normalise="client")
+    data, _, _ = federate(dataset, "natural", clients=2, test_fraction=0.5)
+    for i in range(2):
+        own = data.x[data.train.rows[i, : data.train.size[i]]]
+        assert len(np.unique(own)) == len(own) == 20
+        np.testing.assert_allclose([own.mean(), own.std()], [0, 1], atol=1e-6)
+
+
+def test_windows_and_targets_far_from_zero(tmp_path):
+    rows = "".join(f"{t},{t}.5\n" for t in SECONDS)
+    (tmp_path / "s.csv").write_text(f"time,next\n{rows}")
+    dataset = load(f"windows:{tmp_path / 's.csv'}", label="next", length=2, stride=2)
+    data, federation, _ = federate(dataset, "iid", clients=1, split="official")
+    own = data.train.rows[0, : data.train.size[0]]
+    about = federation.about
+    step = np.diff(data.x[own][:, :, 0]) * about["input_deviation"][0]
+    np.testing.assert_allclose(step, 1, rtol=1e-5)  # a second
+    np.testing.assert_allclose(
+        data.y[own, 0].astype(np.float64) * about["target_deviation"][0] + about["target_mean"][0],
+        data.x[own, 1, 0].astype(np.float64) * about["input_deviation"][0]
+        + about["input_mean"][0]
+        + 0.5,
+        rtol=0,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda at: load(at, normalise="none"), "'time' has 100 different values .* tell 2 apart"),
+        (lambda at: load(at, label="time", label_kind="number", normalise_label=False), "'time'"),
+        (lambda at: arrays(SECONDS[:, None] + 0.0, np.arange(100)), "x has 100 different .* 2 apa"),
+    ],
+)
+def test_numbers_that_rounding_merges_are_refused(tmp_path, call, message):
+    with pytest.raises(UsageError, match=message) as error:
+        call(table(tmp_path, "csv"))
+    assert "\n" not in str(error.value)
+
+
+def test_whole_numbers_beyond_what_float64_tells_apart_are_refused(tmp_path):
+    rows = "".join(f"{2**60 + i},{i % 2}\n" for i in range(10))
+    (tmp_path / "ids.csv").write_text(f"id,label\n{rows}")
+    with pytest.raises(UsageError, match=r"'id' has 10 different values .* tell 1 apart"):
+        load(f"csv:{tmp_path / 'ids.csv'}")
+
+
+def test_numbers_too_large_for_32_bits_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("a,label\n1.5,0\n1e39,1\n")
+    with pytest.raises(UsageError, match="'a' is not finite in 1 rows, the first is row 2"):
+        load(f"csv:{tmp_path / 'a.csv'}")
+
+
+def test_moments_are_those_of_numpy_in_parts(monkeypatch):
+    monkeypatch.setattr("fedjax_pfl.data.numbers.AT_ONCE", 64)  # bytes: four rows
+    values = np.random.default_rng(0).normal(5, 2, (33, 2))
+    rows = np.arange(3, 33)
+    mean, deviation = moments(values, rows)
+    np.testing.assert_allclose(mean, values[3:].mean(0), rtol=1e-14)
+    np.testing.assert_allclose(deviation, values[3:].std(0), rtol=1e-14)
+
+
+def test_rounding_that_merges_nothing_is_allowed():
+    exact = np.array([[16_000_000.0], [16_000_001.0]])  # float32 holds whole numbers to 2^24
+    np.testing.assert_array_equal(as_float("x", exact, np.float32), exact)
+    constant = np.full((3, 1), 1_000_000.1)
+    assert as_float("x", constant, np.float32).dtype == np.float32
+
+
+def test_a_nodes_numbers_are_rounded_after_all_nodes_sums_are_known(tmp_path):
+    given = {"dataset": table(tmp_path, "csv"), "partition": "iid", "model": "mlp"}
+    settings = configuration.complete(given)
+    mine = examples.own(settings, configuration.OURS, {"dataset": given["dataset"]})
+    assert mine.facts["input_dtype"] == mine.facts["stored_dtype"] == "float32"
+    mean, deviation = SECONDS[0] + 1000.0, 500.0  # over all nodes
+    description = {"mean": [mean], "deviation": [deviation], "classes": ["0", "1"]}
+    x = examples.fitted(mine, description).x
+    assert x.dtype == np.float32
+    np.testing.assert_allclose(np.sort(x[:, 0]), (SECONDS - mean) / deviation, rtol=1e-6)
