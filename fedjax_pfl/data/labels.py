@@ -11,8 +11,10 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.tables import Table
 
 MOST_CLASSES = 10_000_000
-_MANY = 100  # distinct whole numbers; a label column with more of them may hold measurements
-_WHOLE = re.compile(r"[+-]?\d+")
+_DISTINCT_LIMIT = (
+    100  # distinct whole numbers; a label column with more of them may hold measurements
+)
+_INTEGER = re.compile(r"[+-]?\d+")
 
 
 def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLASSES) -> np.ndarray:
@@ -41,8 +43,8 @@ def numbered(
 ) -> tuple[np.ndarray, list[str]]:
     """Returns labels numbered from 0, int32, and the names of the classes."""
     classes, numbers = np.unique(y, return_inverse=True)
-    many = len(classes) > max(_MANY, len(y) // 100)
-    if y.dtype.kind in "iu" and kind == "auto" and many:
+    is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)
+    if y.dtype.kind in "iu" and kind == "auto" and is_large:
         raise UsageError(
             f"{name}: column {label!r} has {len(classes):,} different whole numbers: say "
             f"{setting}=number to predict them as measurements, or class"
@@ -68,27 +70,29 @@ def are_measurements(
     if auto and first.dtype.kind == "f" and np.any(first != np.trunc(first)):
         return True
     cells = [(t.name, np.unique(t.spelled(label)).tolist()) for t in tables]
-    seen = dict[Decimal, str]()
+    first_spelling = dict[Decimal, str]()
     for name, spellings in cells:
         for cell in spellings:
-            if (number := _number(cell)) is not None and seen.setdefault(number, cell) != cell:
+            if (number := _number(cell)) is not None and first_spelling.setdefault(
+                number, cell
+            ) != cell:
                 raise UsageError(
-                    f"{name}: column {label!r} has the labels {seen[number]!r} and {cell!r}, which "
+                    f"{name}: column {label!r} has the labels {first_spelling[number]!r} and {cell!r}, which "
                     "are one number; spell it alike in all files"
                 )
     if not auto or all(part.dtype.kind != "f" for part in parts):
         return False
-    if not (whole := [cell for _, some in cells for cell in some if _WHOLE.fullmatch(cell)]):
+    if not (integers := [cell for _, some in cells for cell in some if _INTEGER.fullmatch(cell)]):
         return True
     for name, spellings in cells:
         for cell in spellings:
-            if not _WHOLE.fullmatch(cell):
+            if not _INTEGER.fullmatch(cell):
                 raise UsageError(
                     f"{name}: column {label!r} has {cell!r}, and whole numbers such as "
-                    f"{whole[0]!r} besides: say {setting}=number to predict measurements, or class"
+                    f"{integers[0]!r} besides: say {setting}=number to predict measurements, or class"
                 )
     raise UsageError(
-        f"{cells[0][0]}: column {label!r} has the whole number {max(whole, key=_size)}, which "
+        f"{cells[0][0]}: column {label!r} has the whole number {max(integers, key=_size)}, which "
         f"takes more than 64 bits: write classes as text, or say {setting}=number to predict "
         "measurements"
     )

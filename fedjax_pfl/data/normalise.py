@@ -54,8 +54,8 @@ def normalised(
     else:
         order = np.argsort(client, kind="stable")
         ends = np.searchsorted(client[order], np.arange(len(active) + 1))
-        own = [order[a:b] for a, b in itertools.pairwise(ends)]
-        groups = [(rows, train) for rows in own if len(train := rows[trained_on[rows]])]
+        client_rows = [order[a:b] for a, b in itertools.pairwise(ends)]
+        groups = [(rows, train) for rows in client_rows if len(train := rows[trained_on[rows]])]
         x, _, _ = _standardised(x, wanted.features, groups)
     return Normalised(x, y, about)
 

@@ -24,10 +24,10 @@ def pixels(file: Path | bytes, mode: str = "", size: int | None = None) -> np.nd
             picture = _of_eight_bits(opened)
             picture = picture.convert(mode or ("L" if picture.mode == "L" else "RGB"))
             picture = picture if size is None else picture.resize((size, size))
-            found = np.asarray(picture)
+            array = np.asarray(picture)
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from None
-    return found[:, :, None] if found.ndim == 2 else found
+    return array[:, :, None] if array.ndim == 2 else array
 
 
 def _of_eight_bits(picture: Any) -> Any:
