@@ -70,15 +70,14 @@ def are_measurements(
     if auto and first.dtype.kind == "f" and np.any(first != np.trunc(first)):
         return True
     cells = [(t.name, np.unique(t.spelled(label)).tolist()) for t in tables]
-    first_spelling = dict[Decimal, str]()
+    spelling = dict[Decimal, str]()
     for name, spellings in cells:
         for cell in spellings:
-            if (number := _number(cell)) is not None and first_spelling.setdefault(
-                number, cell
-            ) != cell:
+            number = _number(cell)
+            if number is not None and spelling.setdefault(number, cell) != cell:
                 raise UsageError(
-                    f"{name}: column {label!r} has the labels {first_spelling[number]!r} and {cell!r}, which "
-                    "are one number; spell it alike in all files"
+                    f"{name}: column {label!r} has the labels {spelling[number]!r} and {cell!r}, "
+                    "which are one number; spell it alike in all files"
                 )
     if not auto or all(part.dtype.kind != "f" for part in parts):
         return False
@@ -89,7 +88,8 @@ def are_measurements(
             if not _INTEGER.fullmatch(cell):
                 raise UsageError(
                     f"{name}: column {label!r} has {cell!r}, and whole numbers such as "
-                    f"{integers[0]!r} besides: say {setting}=number to predict measurements, or class"
+                    f"{integers[0]!r} besides: say {setting}=number to predict measurements, or "
+                    "class"
                 )
     raise UsageError(
         f"{cells[0][0]}: column {label!r} has the whole number {max(integers, key=_size)}, which "
