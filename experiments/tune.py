@@ -2,7 +2,7 @@
 
 python -m experiments.tune --config=experiments/configs/pfedla.py:digits \\
     --config.validation_fraction=.2 --methods=pfedla,fedavg,local --rounds=20 --seeds=2 \\
-    --grid="learning_rate=.1,.03,.01" --grid="pfedla.rate=.2,.5; pfedla.folds=5,10" \\
+    --grid="learning_rate=.1,.03,.01" --grid="pfedla.rate=.2,.5; pfedla.embedding=50,100" \\
     --budget=3 --out=runs/tune/digits
 
 A key of a grid is a training setting, for all methods, or METHOD.SETTING, for one: its own setting,

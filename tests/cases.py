@@ -295,14 +295,12 @@ CASES = {
         _mean_of_clients("control"),
         lambda model: _both(2 * (model // 4) - _NORM // 2),
     ),
-    # Parameters alone travel: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer stays.
-    # A gradient of as many goes up beside them.
+    # Only parameters are sent: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer is retained.
     # Shorter steps, as above: after long ones BatchNorm blows up the rounding of two programs.
     "pfedla": Case(
         {"k": 1, "rate": 0.5},
         _moved,
-        # Less one of three layers; whole in every fourth round.
-        lambda model: ({172, 268, 224, model - 2 * _NORM}, 664),
+        lambda model: ({172, 268, 224}, model - 2 * _NORM),
         training={"learning_rate": 0.03},
     ),
     "fedbn": Case({}, _two_parts({"norm1"}), lambda model: _both(model // 4 - _NORM)),

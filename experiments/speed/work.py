@@ -70,11 +70,9 @@ WORKS = {
     "resnet9": Work(
         "ResNet9, 4 clients x 2 steps x 32", network="resnet9", clients=4, cohort=4, examples=64
     ),
-    # In the published form, which is what others have.
     "pfedla": Work(
         "pFedLA on LeNet, a round of 10 clients x 20 steps x 32",
         algorithm="pfedla",
-        settings={"pfedla": {"step": "scaled"}},
     ),
     "pfedla-1000": Work(
         "pFedLA on LeNet, a round of 1,000 clients x 20 steps x 32",
@@ -83,7 +81,6 @@ WORKS = {
         examples=64,
         epochs=10,
         algorithm="pfedla",
-        settings={"pfedla": {"step": "scaled"}},
     ),
     "seeds-8": Work("LeNet, 10 clients x 20 steps x 32, eight seeds at once", seeds=8),
     "pfedhn": Work(

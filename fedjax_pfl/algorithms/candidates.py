@@ -1,4 +1,4 @@
-"""For many clients: whose models each of them mixes, and who takes whose place."""
+"""pFedLA with many clients: a table of the clients whose models each client mixes."""
 
 from typing import Any, NamedTuple
 
@@ -11,101 +11,123 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Cohort, Federation, PyTree
 from fedjax_pfl.core.errors import need
 
-_NOT_MET = -2.0  # less than any cosine
+_NEVER_COMPARED = -2.0  # less than any cosine
 
 
-class Candidates(NamedTuple):
-    """Of each client M, in places that keep their weights; rows of the server."""
+class CandidateTable(NamedTuple):
+    """For each client, the M clients whose models it mixes. Part of the server's rows.
 
-    ids: jax.Array  # int32 [N, M], the client itself among them
-    likeness: jax.Array  # [N, M]: cosine of their changes in the last round that both were in
+    A slot keeps its mixing weight when its occupant is replaced.
+    """
 
-
-Known = Candidates | tuple[()]  # nothing where each client mixes the models of all
-
-
-class Near(NamedTuple):
-    """What one client mixes: of M clients, or of all."""
-
-    theta: PyTree  # their models, [M, ...]
-    own: jax.Array  # int32: its place among them
-    allowed: jax.Array  # bool [M]: who may weigh something
+    client_ids: jax.Array  # int32 [N, M]; includes the client itself
+    similarity: jax.Array  # [N, M]; cosine of the latest two updates made in the same round
 
 
-def check(n: int, m: int | None) -> None:
-    """UsageError where there cannot be so many candidates."""
-    fits = m is None or 2 <= m <= n
-    need(fits, f"pfedla.candidates is {m}; choose 2 to {n}, the client itself included")
+class MixingInputs(NamedTuple):
+    """The stored models that one client mixes."""
+
+    models: PyTree  # parameters, leaves of shape [M, ...], or [N, ...] without a table
+    own_column: jax.Array  # int32; position of the client's own model
+    allowed: jax.Array  # bool [M]; models that may get a nonzero weight
 
 
-def near(known: Known, theta: PyTree, i: Any, federation: Federation) -> Near:
-    """Novel clients weigh nothing for others, and something for themselves."""
+def check(clients: int, candidates: int | None) -> None:
+    """Raises UsageError unless the number of candidates is between 2 and the number of clients."""
+    need(
+        candidates is None or 2 <= candidates <= clients,
+        f"pfedla.candidates is {candidates}; choose 2 to {clients}, the client itself included",
+    )
+
+
+def select_models(
+    table: CandidateTable | tuple[()], models: PyTree, client_id: Any, federation: Federation
+) -> MixingInputs:
+    """Returns the models that a client mixes and a mask of those with a nonzero weight.
+
+    Held-out clients never contribute to other clients' models.
+
+    Args:
+      table: Candidates of all clients, or () if every client mixes all models.
+      models: Stored parameters of all clients, leaves of shape [N, ...].
+      client_id: The client to build a model for.
+      federation: Tells which clients take part in training.
+    """
     active = jnp.asarray(federation.active)
-    if not isinstance(known, Candidates):
-        return Near(theta, i, active | (jnp.arange(len(active)) == i))
-    ids = known.ids[i]
-    return Near(trees.row(theta, ids), jnp.argmax(ids == i), active[ids] | (ids == i))
+    if not isinstance(table, CandidateTable):
+        return MixingInputs(models, client_id, active | (jnp.arange(len(active)) == client_id))
+    ids = table.client_ids[client_id]
+    is_own = ids == client_id
+    return MixingInputs(trees.row(models, ids), jnp.argmax(is_own), active[ids] | is_own)
 
 
-def first(federation: Federation, most: int | None, key: jax.Array) -> Known:
-    """Each client's own and others at random, by id: each is a candidate of as many, if active.
+def initial_table(
+    federation: Federation, candidates: int | None, key: jax.Array
+) -> CandidateTable | tuple[()]:
+    """Samples the first candidates: each client's own id and others at random, sorted by id.
 
-    Those that are not active come in where there are too few others.
+    Every active client is a candidate of the same number of clients. Held-out clients fill a row
+    only if there are too few active ones. Returns () if `candidates` is None.
     """
-    if most is None:
+    if candidates is None:
         return ()
-    n, taking_part = federation.clients, np.flatnonzero(federation.active)
-    a = len(taking_part)
-    others = jnp.asarray(np.flatnonzero(~federation.active), jnp.int32)
+    n, active_ids = federation.clients, np.flatnonzero(federation.active)
+    a = len(active_ids)
+    held_out_ids = jnp.asarray(np.flatnonzero(~federation.active), jnp.int32)
     order = jnp.concatenate(
-        [jax.random.permutation(key, jnp.asarray(taking_part, jnp.int32)), others]
+        [jax.random.permutation(key, jnp.asarray(active_ids, jnp.int32)), held_out_ids]
     )
-    k = jnp.arange(most)[None]
+    slot = jnp.arange(candidates)[None]
     place = jnp.zeros(n, jnp.int32).at[order].set(jnp.arange(n, dtype=jnp.int32))[:, None]
-    # An active client is followed by the next ones of a circle, and then by those outside of it.
-    inside = jnp.where(k < a, (place + k) % a, k)
-    # One outside is followed by those in the circle, and then by the others outside.
-    outside = jnp.where(k <= a, (place + k) % a, k - 1 + (k - 1 >= place).astype(k.dtype))
-    outside = jnp.where(k == 0, place, outside)
-    return Candidates(
-        jnp.sort(order[jnp.where(place < a, inside, outside)], axis=1),
-        jnp.full((n, most), _NOT_MET),
+    # An active client takes the clients behind it on the circle of active clients, then held-out
+    # ones. A held-out client takes itself, then the circle, then the other held-out clients.
+    of_active = jnp.where(slot < a, (place + slot) % a, slot)
+    others = slot - 1 + (slot - 1 >= place).astype(slot.dtype)
+    of_held_out = jnp.where(slot <= a, (place + slot) % a, others)
+    of_held_out = jnp.where(slot == 0, place, of_held_out)
+    return CandidateTable(
+        client_ids=jnp.sort(order[jnp.where(place < a, of_active, of_held_out)], axis=1),
+        similarity=jnp.full((n, candidates), _NEVER_COMPARED),
     )
 
 
-def after(known: Known, cohort: Cohort, federation: Federation) -> Known:
-    """Those of a cohort after its round, [K, M].
+def updated_rows(
+    table: CandidateTable | tuple[()], cohort: Cohort, federation: Federation
+) -> CandidateTable | tuple[()]:
+    """Updates the candidates of the sampled clients. Returns their rows, of shape [K, M].
 
-    Of a client's candidates and of all that took part in the round, it keeps those whose changes
-    are most like its own, by what was last seen of them. Who comes in takes the place, and the
-    weights, of one who goes.
+    Among its candidates and all active clients of the round, a client keeps those whose updates
+    are most similar to its own, by the latest comparison. A new candidate takes over the slot, and
+    the weights, of the one that it replaces.
     """
-    if not isinstance(known, Candidates):
+    if not isinstance(table, CandidateTable):
         return ()
-    candidates, active = known, jnp.asarray(federation.active)
-    moved = cohort.present(trees.change(cohort.payloads["params"], cohort.uploads["params"]))
-    flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(moved)]
-    like = cosines(jnp.concatenate(flat, 1))
-    may_come = cohort.arrived & active.at[cohort.ids].get(mode="fill", fill_value=False)
+    active = jnp.asarray(federation.active)
+    updates = cohort.present(trees.change(cohort.payloads["params"], cohort.uploads["params"]))
+    flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(updates)]
+    all_cosines = cosines(jnp.concatenate(flat, 1))
+    eligible = cohort.arrived & active.at[cohort.ids].get(mode="fill", fill_value=False)
 
-    def one(i: jax.Array, cosine: jax.Array) -> Candidates:
-        ids, likeness = trees.row(candidates, i)
-        met = (ids[:, None] == cohort.ids[None]) & cohort.arrived[None]
-        likeness = jnp.where(met.any(1), jnp.max(jnp.where(met, cosine, -jnp.inf), 1), likeness)
-        new = jnp.where(may_come & ~met.any(0) & (cohort.ids != i), cosine, -jnp.inf)
-        staying = jnp.where(ids == i, jnp.inf, likeness)
+    def updated_row(i: jax.Array, cosine: jax.Array) -> CandidateTable:
+        ids, similarity = trees.row(table, i)
+        same = (ids[:, None] == cohort.ids[None]) & cohort.arrived[None]
+        compared = jnp.max(jnp.where(same, cosine, -jnp.inf), 1)
+        similarity = jnp.where(same.any(1), compared, similarity)
+        newcomers = jnp.where(eligible & ~same.any(0) & (cohort.ids != i), cosine, -jnp.inf)
+        current = jnp.where(ids == i, jnp.inf, similarity)
         m = ids.shape[0]
-        _, best = jax.lax.top_k(jnp.concatenate([staying, new]), m)  # of two alike the older
-        goes = jnp.ones(m, bool).at[best].set(False, mode="drop")
-        by_likeness = jnp.argsort(-new, stable=True)
-        comes = by_likeness[jnp.cumsum(goes) - 1]
-        return Candidates(
-            jnp.where(goes, cohort.ids[comes], ids), jnp.where(goes, new[comes], likeness)
+        _, best = jax.lax.top_k(jnp.concatenate([current, newcomers]), m)  # a tie keeps the old one
+        replaced = jnp.ones(m, bool).at[best].set(False, mode="drop")
+        by_similarity = jnp.argsort(-newcomers, stable=True)
+        replacement = by_similarity[jnp.cumsum(replaced) - 1]
+        return CandidateTable(
+            client_ids=jnp.where(replaced, cohort.ids[replacement], ids),
+            similarity=jnp.where(replaced, newcomers[replacement], similarity),
         )
 
-    return jax.vmap(one)(cohort.ids, like)
+    return jax.vmap(updated_row)(cohort.ids, all_cosines)
 
 
-def observed(known: Known) -> dict[str, jax.Array]:
-    """Whose the places of α are."""
-    return {"candidates": known.ids} if isinstance(known, Candidates) else {}
+def diagnostics(table: CandidateTable | tuple[()]) -> dict[str, jax.Array]:
+    """Returns the client id behind each column of alpha, for the report."""
+    return {"candidates": table.client_ids} if isinstance(table, CandidateTable) else {}

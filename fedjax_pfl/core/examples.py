@@ -73,23 +73,6 @@ def client_data(data: FederatedData, i: Array) -> ClientData:
     )
 
 
-def without_fold(data: ClientData, t: Array, folds: int) -> tuple[ClientData, Split]:
-    """The client's data without a fold of its training examples, and that fold.
-
-    Round t leaves out the places p with p % folds == t % folds, so that each example is left out
-    once in so many rounds. Who has a single example trains on it.
-    """
-    rows, size = data.train
-    place = jnp.arange(rows.shape[0])
-    held = (place % folds == t % folds) & (place < size) & (size > 1)
-
-    def part(chosen: Array) -> Split:
-        return Split(rows[jnp.argsort(~chosen, stable=True)], jnp.sum(chosen))
-
-    fold, most = part(held), -(-rows.shape[0] // folds)
-    return data._replace(train=part(~held & (place < size))), fold._replace(rows=fold.rows[:most])
-
-
 def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     """Gather and normalise examples.
 

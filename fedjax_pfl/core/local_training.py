@@ -5,7 +5,6 @@ client runs no step more than it needs; vmapped, a step beyond its own leaves it
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -134,19 +133,6 @@ def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
         return jnp.sum(losses) / jnp.maximum(examples, 1.0), rest
 
     return jax.value_and_grad(loss, has_aux=True)
-
-
-def slope(model: Any, task: Task, variables: PyTree, data: ClientData, split: Split) -> PyTree:
-    """The gradient of the mean loss on `split` of a model as it is evaluated, at its parameters."""
-    params, rest = split_variables(variables)
-
-    def loss(params: PyTree, batch: Batch) -> jax.Array:
-        outputs = model.apply({"params": params, **rest}, batch.x)
-        return jnp.sum(jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0))
-
-    sums = total(partial(jax.grad(loss), params), data, split)
-    examples = jnp.maximum(split.size, 1).astype(jnp.float32)
-    return jax.tree.map(lambda leaf: leaf / examples, sums)
 
 
 def shuffled(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:

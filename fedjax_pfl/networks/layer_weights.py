@@ -1,4 +1,4 @@
-"""pFedLA's hypernetwork: one client's weights of everybody's layers."""
+"""pFedLA's hypernetwork: the mixing weights of one client."""
 
 import flax.linen as nn
 import jax
@@ -10,13 +10,15 @@ NORMALISE = ("relu", "softmax")
 
 
 class LayerWeights(nn.Module):
-    """An embedding, hidden layers with ReLU, and one head per model layer: () -> raw [L, N].
+    """Embedding, hidden layers with ReLU and one head per model layer: () -> raw weights [L, N].
 
-    `normalise` makes α of the raw rows. With "relu" the heads' weights start at U(0, 1), so that
-    the rows of α start near 1/N; with "softmax" the heads start at zero and α at exactly 1/N.
+    `normalised` turns the raw weights into alpha. With "relu" the kernels of the heads start at
+    U(0, 1), so that alpha starts near 1/N; with "softmax" the heads start at zero and alpha at
+    exactly 1/N.
 
-    References: Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning (2022),
-    section 3.2, which leaves sizes open; those of its public re-implementations are the defaults.
+    Reference: Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning (2022),
+    Section 3.2: several fully connected layers, one of them for each model layer. The paper gives
+    no sizes; the defaults are those of public re-implementations.
     """
 
     clients: int
@@ -28,7 +30,7 @@ class LayerWeights(nn.Module):
 
     @nn.compact
     def __call__(self) -> jax.Array:
-        """The raw rows, before `alpha`."""
+        """Returns the raw weights, before `normalised`."""
         x = self.param("embedding", nn.initializers.normal(1.0), (self.embedding,))
         for i in range(1, self.depth + 1):
             x = nn.relu(init.dense(x.shape[-1], self.hidden, f"hidden{i}")(x))
@@ -41,14 +43,17 @@ class LayerWeights(nn.Module):
         return jnp.stack(rows)
 
 
-def alpha(raw: jax.Array, own: jax.Array, allowed: jax.Array, normalise: str) -> jax.Array:
-    """Rows that sum to 1 over the clients that are allowed.
+def normalised(
+    raw: jax.Array, own_column: jax.Array, allowed: jax.Array, normalise: str
+) -> jax.Array:
+    """Turns raw weights into alpha, whose rows sum to 1. Returns an array of shape [L, N].
 
     Args:
-      raw: [L, N].
-      own: int, the client itself. A row that is zero everywhere becomes its own model's.
-      allowed: bool [N]; the others weigh nothing.
-      normalise: "relu" for relu(raw)/Σ, or "softmax".
+      raw: Raw weights of shape [L, N].
+      own_column: Column of the client's own model. A row without a positive weight becomes
+        one-hot there.
+      allowed: Bool array of shape [N]; all other columns get the weight 0.
+      normalise: "softmax", or "relu" for relu(raw) / sum(relu(raw)).
     """
     if normalise == "softmax":
         return jax.nn.softmax(jnp.where(allowed, raw, -jnp.inf), axis=-1)
@@ -57,4 +62,4 @@ def alpha(raw: jax.Array, own: jax.Array, allowed: jax.Array, normalise: str) ->
     alive = total > 0
     # The inner where keeps the division, and with it the gradient, finite where it is not used.
     shares = positive / jnp.where(alive, total, 1.0)
-    return jnp.where(alive, shares, jax.nn.one_hot(own, raw.shape[-1]))
+    return jnp.where(alive, shares, jax.nn.one_hot(own_column, raw.shape[-1]))

@@ -1,4 +1,4 @@
-"""pFedLA and HeurpFedLA against numbers worked out apart from them."""
+"""pFedLA and HeurpFedLA against an independent computation in NumPy."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from fedjax_pfl.core.randomness import INIT, stage_key
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks import LeNet
-from fedjax_pfl.networks.layer_weights import alpha
+from fedjax_pfl.networks.layer_weights import normalised
 from fedjax_pfl.networks.mlp import MLP
 from tests import cases, tiny
 
@@ -30,37 +30,37 @@ def make(name: str = "pfedla", changes: dict[str, Any] | None = None, **own: Any
     return getattr(algorithms, name)(tiny.Net(), cases.TASK, training, tiny.federated()[1], **own)
 
 
-def with_noise(leaf, rng):
-    return leaf + jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
+def with_noise(leaf, rng, scale=1.0):
+    return leaf + scale * jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype)
 
 
 def scattered(algorithm: Algorithm) -> State:
-    """A first state whose stored models differ."""
+    """Returns an initial state whose stored models differ."""
     state = algorithm.init(KEY)
     rng = np.random.default_rng(0)
     theta = jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows.theta)
     return state._replace(rows=state.rows._replace(theta=theta))
 
 
-def test_alpha_rows_sum_to_one_and_close_what_is_not_allowed():
+def test_rows_of_alpha_sum_to_one_and_exclude_models_that_are_not_allowed():
     raw = jax.random.normal(KEY, (4, 7))
     allowed = jnp.arange(7) != 2
     for normalise in ("relu", "softmax"):
-        rows = alpha(raw, jnp.int32(1), allowed, normalise)
+        rows = normalised(raw, jnp.int32(1), allowed, normalise)
         np.testing.assert_allclose(rows.sum(1), 1, atol=1e-6)
         assert not rows[:, 2].any()
     positive = np.maximum(np.asarray(raw) * np.asarray(allowed), 0)
-    wanted = positive / positive.sum(1, keepdims=True)
-    np.testing.assert_allclose(alpha(raw, jnp.int32(1), allowed, "relu"), wanted, rtol=1e-6)
+    expected = positive / positive.sum(1, keepdims=True)
+    np.testing.assert_allclose(normalised(raw, jnp.int32(1), allowed, "relu"), expected, rtol=1e-6)
 
 
-def test_a_dead_row_is_the_clients_own_and_has_no_nan():
+def test_a_row_without_a_positive_weight_is_the_clients_own_and_has_a_finite_gradient():
     def f(raw):
-        return jnp.sum(alpha(raw, jnp.int32(1), jnp.ones(3, bool), "relu") ** 2)
+        return jnp.sum(normalised(raw, jnp.int32(1), jnp.ones(3, bool), "relu") ** 2)
 
     raw = jnp.array([[-1.0, -2.0, 0.0], [1.0, 1.0, 2.0]])
     np.testing.assert_array_equal(
-        alpha(raw, jnp.int32(1), jnp.ones(3, bool), "relu")[0], [0.0, 1.0, 0.0]
+        normalised(raw, jnp.int32(1), jnp.ones(3, bool), "relu")[0], [0.0, 1.0, 0.0]
     )
     gradient = jax.grad(f)(raw)
     assert np.isfinite(gradient).all()
@@ -68,20 +68,20 @@ def test_a_dead_row_is_the_clients_own_and_has_no_nan():
 
 
 def test_first_weights():
-    """relu/sum starts near uniform, with a relative spread of about a tenth; softmax at 1/N."""
-    rough = make(normalise="relu", step="plain")
-    a = rough.observe(rough.init(KEY))["alpha"]
+    """relu starts near uniform, with a relative spread of about 0.1; softmax at exactly 1/N."""
+    relu = make(normalise="relu")
+    a = relu.observe(relu.init(KEY))["alpha"]
     chex.assert_shape(a, (N, 3, N))
     np.testing.assert_allclose(a.sum(-1), 1, atol=1e-6)
     assert 0.03 < float(np.std(N * np.asarray(a))) < 0.25
-    soft = make()
-    np.testing.assert_allclose(soft.observe(soft.init(KEY))["alpha"], 1 / N, atol=1e-7)
+    softmax = make()
+    np.testing.assert_allclose(softmax.observe(softmax.init(KEY))["alpha"], 1 / N, atol=1e-7)
 
 
 @pytest.mark.slow("a program for each step")
 @pytest.mark.parametrize("normalise", ["relu", "softmax"])
-def test_a_step_brings_the_mixed_model_closer_to_the_trained_one(normalise: str):
-    algorithm = make(normalise=normalise, step="plain", rate=1e-6)
+def test_a_tiny_step_brings_the_mixed_model_closer_to_the_trained_one(normalise: str):
+    algorithm = make(normalise=normalise, rate=1e-5)
     state = scattered(algorithm)
     ids, t = jnp.arange(N), jnp.int32(0)
     send = jax.jit(
@@ -100,19 +100,20 @@ def test_a_step_brings_the_mixed_model_closer_to_the_trained_one(normalise: str)
     _, rows = algorithm.receive(
         State((), state.rows, ()), tiny.cohort(tiny.TRAIN, ids, everyone, payloads, uploads, t)
     )
-    # The store is what it was, so that only the hypernetwork's step shows.
+    # With the old stored models only the step of the hypernetwork shows.
     closer = send(rows._replace(theta=state.rows.theta), ids)
 
     def flat(tree):
-        return jnp.concatenate([x.reshape(N, -1) for x in jax.tree.leaves(tree)], 1)
+        leaves = [x.reshape(N, -1) for x in jax.tree.leaves(tree["params"])]
+        return np.concatenate(leaves, 1).astype(np.float64)
 
-    before, after, target = (flat(x["params"]) for x in (payloads, closer, uploads))
-    moved = (np.asarray(after, np.float64) - before) * (np.asarray(target, np.float64) - before)
-    assert (moved.sum(1) > 0).all()
+    before, after, target = map(flat, (payloads, closer, uploads))
+    assert (((after - before) * (target - before)).sum(1) > 0).all()
+    assert (((after - target) ** 2).sum(1) < ((before - target) ** 2).sum(1)).all()
 
 
 def one_hot_psi(algorithm: Algorithm, state: State) -> State:
-    """Hypernetworks whose α is one-hot on the client itself, for the relu normalisation."""
+    """Returns a state whose alpha is one-hot on the client itself, for normalise=relu."""
 
     def force(path: Any, leaf: jax.Array) -> jax.Array:
         if "head" not in str(path[0]):
@@ -125,8 +126,8 @@ def one_hot_psi(algorithm: Algorithm, state: State) -> State:
 
 
 @pytest.mark.slow("three methods' runs")
-def test_one_hot_alpha_mixes_to_the_store_and_equals_local():
-    algorithm = make(normalise="relu", step="plain", rate=1e-30)
+def test_with_one_hot_alpha_pfedla_equals_local():
+    algorithm = make(normalise="relu", rate=1e-30)
     data, federation = tiny.federated()
     state = one_hot_psi(algorithm, scattered(algorithm))
     for i in range(N):
@@ -157,26 +158,28 @@ def test_uniform_alpha_is_the_plain_mean():
     payload = algorithm.send(
         State((), state.rows, ()), Visit(jnp.int32(2), None, jnp.int32(0), KEY)
     )
-    wanted = trees.weighted_mean(state.rows.theta, jnp.ones(N))
-    chex.assert_trees_all_close(payload["params"], wanted, rtol=1e-5, atol=1e-6)
+    expected = trees.weighted_mean(state.rows.theta, jnp.ones(N))
+    chex.assert_trees_all_close(payload["params"], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow("three methods' runs")
 def test_retaining_every_layer_equals_local():
     data, federation = tiny.federated()
-    heur = make_rounds(make(k=3, step="scaled"), cases.TASK, federation, cohort=N, calls=2)
+    heur = make_rounds(make(k=3), cases.TASK, federation, cohort=N, calls=2)
     alone = make_rounds(make("local"), cases.TASK, federation, cohort=N, calls=2)
     kept, logs = heur.run(KEY, heur.init(KEY), data, 0, 2)
     own, _ = alone.run(KEY, alone.init(KEY), data, 0, 2)
     scores = [jax.device_get(r.evaluate(KEY, s, data, 2)) for r, s in ((heur, kept), (alone, own))]
     chex.assert_trees_all_close(*scores, rtol=1e-5, atol=1e-5)
     assert not any(np.asarray(amount).any() for amount in logs[0].down.values())
-    first = heur.init(KEY)
-    chex.assert_trees_all_equal(kept.rows.psi, first.rows.psi)  # retained layers give no gradient
+    # From the second round on the stored models differ, and retained layers give a gradient.
+    first = heur.init(KEY).rows.psi
+    for head in ("head000", "head001", "head002"):
+        assert (kept.rows.psi[head]["bias"] != first[head]["bias"]).any(1).all()
 
 
 def test_the_largest_own_weights_are_retained():
-    algorithm = make(k=2, normalise="relu", step="plain")
+    algorithm = make(k=2, normalise="relu")
     state = scattered(algorithm)
     weights = np.asarray(algorithm.observe(state)["alpha"])
     for i in range(N):
@@ -195,7 +198,7 @@ def test_the_largest_own_weights_are_retained():
     ],
 )
 def test_of_equal_weights_the_earlier_layers_are_retained(model, first):
-    """As in rounds 1 and 2 of every run, before hypernetworks tell clients apart."""
+    """As in round 1 of every run, where all stored models are equal."""
     federation, training = tiny.federated()[1], cases.training()
     made = algorithms.pfedla(model, cases.TASK, training, federation, k=len(first))
     state = made.init(KEY)
@@ -211,7 +214,7 @@ def test_model_granularity_has_one_weight_per_client():
     assert algorithm.observe(algorithm.init(KEY))["alpha"].shape == (N, 1, N)
 
 
-def test_novel_clients_weigh_nothing_for_others():
+def test_held_out_clients_do_not_contribute_to_others():
     federation = tiny.federated()[1]._replace(active=np.arange(N) < 4)
     algorithm = algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), federation)
     a = np.asarray(algorithm.observe(algorithm.init(KEY))["alpha"])
@@ -222,134 +225,133 @@ def test_novel_clients_weigh_nothing_for_others():
 
 
 class Linear(nn.Module):
-    """Two linear layers."""
+    """A network of two linear layers, whose gradient is easy to write down."""
 
     outputs: int = 1
+    layers = ("fc1", "fc2")
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         return nn.Dense(self.outputs, name="fc2")(nn.Dense(2, name="fc1")(x))
 
 
+def numpy_alpha(psi: dict[str, Any], normalise: str) -> np.ndarray:
+    """Hypernetwork with two hidden layers in float64. Returns alpha of shape [2, N]."""
+    x = psi["embedding"]
+    for name in ("hidden1", "hidden2"):
+        x = np.maximum(x @ psi[name]["kernel"] + psi[name]["bias"], 0)
+    heads = np.stack([x @ psi[h]["kernel"] + psi[h]["bias"] for h in ("head000", "head001")])
+    positive = np.exp(heads) if normalise == "softmax" else np.maximum(heads, 0)
+    return positive / positive.sum(1, keepdims=True)
+
+
+def numpy_mix(theta: Any, alpha: np.ndarray) -> Any:
+    """Eq. (6): one row of alpha for each of the layers fc1 and fc2."""
+    return {
+        name: {leaf: np.tensordot(row, stored, 1) for leaf, stored in theta[name].items()}
+        for name, row in zip(("fc1", "fc2"), alpha, strict=True)
+    }
+
+
+def numpy_gradient(model: Any, x: np.ndarray, y: np.ndarray) -> Any:
+    """Gradient of half the mean squared error of `Linear`."""
+    hidden = x @ model["fc1"]["kernel"] + model["fc1"]["bias"]
+    error = (hidden @ model["fc2"]["kernel"] + model["fc2"]["bias"] - y) / len(x)
+    back = error @ model["fc2"]["kernel"].T
+    return {
+        "fc1": {"kernel": x.T @ back, "bias": back.sum(0)},
+        "fc2": {"kernel": hidden.T @ error, "bias": error.sum(0)},
+    }
+
+
+def numpy_derivative(f: Any, psi: Any) -> Any:
+    """Central differences of the scalar f by every number in psi."""
+    leaves, tree = jax.tree.flatten(psi)
+    h, derivative = 1e-5, [np.zeros_like(leaf) for leaf in leaves]
+    for slopes, leaf in zip(derivative, leaves, strict=True):
+        for place in np.ndindex(leaf.shape):
+            value, ends = leaf[place], []
+            for step in (h, -h):
+                leaf[place] = value + step
+                ends.append(f(jax.tree.unflatten(tree, leaves)))
+            leaf[place] = value
+            slopes[place] = (ends[0] - ends[1]) / (2 * h)
+    return jax.tree.unflatten(tree, derivative)
+
+
+@pytest.mark.parametrize("clients", [2, 3])
 @pytest.mark.parametrize(
-    ("normalise", "step"), [("relu", "plain"), ("softmax", "scaled"), ("softmax", "held_out")]
+    ("normalise", "k"), [("softmax", 0), ("relu", 0), ("softmax", 1), ("softmax", 2)]
 )
-def test_a_whole_round_equals_numpy(normalise: str, step: str):
-    """Three clients, a two-layer linear network, one full-batch step, three layers of ψ by hand."""
-    rng = np.random.default_rng(5)
-    x, y = rng.normal(size=(12, 3)).astype(np.float32), rng.normal(size=(12, 1)).astype(np.float32)
-    rows = np.arange(12, dtype=np.int32).reshape(3, 4)
-    split = Split(rows, np.full(3, 4, np.int32))
+def test_a_round_follows_equations_6_10_and_11(normalise: str, k: int, clients: int):
+    """One round against NumPy in float64; the Jacobian by finite differences.
+
+    A full batch and one step per client. With k > 0, the k layers with the largest self-weight
+    start from the client's own stored layer, and the updates (10) and (11) are still those of all
+    layers (Algorithm 2).
+    """
+    rng = np.random.default_rng(1)
+    n = 4 * clients
+    x, y = rng.normal(size=(n, 3)).astype(np.float32), rng.normal(size=(n, 1)).astype(np.float32)
+    split = Split(np.arange(n, dtype=np.int32).reshape(clients, 4), np.full(clients, 4, np.int32))
     data = FederatedData(x, y, split, split, split)
-    federation = Federation(np.full(3, 4), (3,), 1, np.ones(3, bool), np.zeros(3, np.int32))
-    rate, eta = 0.1, 0.3
-    training = local_training.sgd(learning_rate=rate, batch_size=4, epochs=1)
+    everyone = np.ones(clients, bool)
+    federation = Federation(np.full(clients, 4), (3,), 1, everyone, np.zeros(clients, np.int32))
+    learning_rate, eta = 0.1, 0.3
+    training = local_training.sgd(learning_rate=learning_rate, batch_size=4, epochs=1)
     algorithm = algorithms.pfedla(
         Linear(),
         tiny.HALF_SQUARES,
         training,
         federation,
+        k=k,
         rate=eta,
         embedding=4,
         hidden=5,
         depth=2,
         normalise=normalise,
-        step=step,
-        folds=2,
     )
-    rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=3)
+    rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=clients)
     state = rounds.init(KEY)
-    state = state._replace(rows=jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows))
+    theta = jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows.theta)
+    psi = jax.tree.map(lambda leaf: with_noise(leaf, rng, 0.4), state.rows.psi)
+    state = state._replace(rows=state.rows._replace(theta=theta, psi=psi))
+    theta, psi = jax.tree.map(
+        lambda leaf: np.array(leaf, np.float64), (state.rows.theta, state.rows.psi)
+    )
+    after, _ = rounds.run(KEY, state, jax.tree.map(jnp.asarray, data), 0, 1)
 
-    def as_float32(tree):
-        return jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
+    for i in range(clients):
+        psi_i = jax.tree.map(lambda leaf, i=i: np.array(leaf[i]), psi)
+        alpha_i = numpy_alpha(psi_i, normalise)
+        retained = np.argsort(-alpha_i[:, i])[:k]
+        used = alpha_i.copy()
+        used[retained] = np.eye(clients)[i]
+        downloaded = numpy_mix(theta, used)
+        gradient = numpy_gradient(downloaded, x[4 * i : 4 * i + 4], y[4 * i : 4 * i + 4])
+        delta = jax.tree.map(lambda g: -learning_rate * g, gradient)
 
-    def wide(tree):
-        return jax.tree.map(lambda a: np.array(a, np.float64), tree)
+        def agreement(psi_i: Any, delta: Any = delta) -> float:
+            """Inner product of the mixed model with delta, whose derivative is J^T delta."""
+            mixed = numpy_mix(theta, numpy_alpha(psi_i, normalise))
+            return sum(jax.tree.leaves(jax.tree.map(np.vdot, mixed, delta)))
 
-    theta, psi = wide(state.rows.theta), wide(state.rows.psi)
-    got, _ = rounds.run(KEY, state, jax.tree.map(jnp.asarray, data), 0, 1)
-
-    for i in range(3):
-        one = {
-            a: {b: leaf[i] for b, leaf in part.items()} if isinstance(part, dict) else part[i]
-            for a, part in psi.items()
-        }
-        # α of each layer
-        v = one["embedding"]
-        z1 = v @ one["hidden1"]["kernel"] + one["hidden1"]["bias"]
-        a1 = np.maximum(z1, 0)
-        z2 = a1 @ one["hidden2"]["kernel"] + one["hidden2"]["bias"]
-        a2 = np.maximum(z2, 0)
-        names = ["fc1", "fc2"]
-        raw = [a2 @ one[f"head{n:03d}"]["kernel"] + one[f"head{n:03d}"]["bias"] for n in range(2)]
-        positive = np.exp if normalise == "softmax" else lambda r: np.maximum(r, 0)
-        weights = [positive(r) / positive(r).sum() for r in raw]
-        mixed = {
-            name: {leaf: np.tensordot(weights[n], theta[name][leaf], 1) for leaf in theta[name]}
-            for n, name in enumerate(names)
-        }
-
-        def slope(mine, mixed=mixed):
-            """The gradient of half the mean squared error."""
-            xi, yi = x[mine].astype(np.float64), y[mine].astype(np.float64)
-            h = xi @ mixed["fc1"]["kernel"] + mixed["fc1"]["bias"]
-            error = (h @ mixed["fc2"]["kernel"] + mixed["fc2"]["bias"] - yi) / len(mine)
-            back = error @ mixed["fc2"]["kernel"].T
-            return {
-                "fc1": {"kernel": xi.T @ back, "bias": back.sum(0)},
-                "fc2": {"kernel": h.T @ error, "bias": error.sum(0)},
-            }
-
-        # one step; where a fold is held out in round 0, it is every second example from the first
-        held_out = step == "held_out"
-        delta = jax.tree.map(lambda g: -rate * g, slope(rows[i][1::2] if held_out else rows[i]))
-        followed = jax.tree.map(np.negative, slope(rows[i][::2])) if held_out else delta
-        # ψ moves along Jᵀ Δθ
-        grad_a2, wanted = np.zeros_like(a2), 0.0
-        along = {}
-        for n, name in enumerate(names):
-            length = sum((leaf**2).sum() for leaf in delta[name].values())
-            grad_alpha = np.array(
-                [
-                    sum((theta[name][leaf][j] * g).sum() for leaf, g in followed[name].items())
-                    for j in range(3)
-                ]
-            ) / (length if step == "scaled" else 1)
-            grad_raw = grad_alpha - (grad_alpha * weights[n]).sum()
-            if held_out:
-                grad_raw = grad_alpha - grad_alpha.mean()
-                wanted += ((eta * grad_raw) ** 2).sum()
-            elif normalise == "softmax":
-                grad_raw *= weights[n]
-            else:
-                grad_raw *= (raw[n] > 0) / positive(raw[n]).sum()
-            along[f"head{n:03d}"] = {"kernel": np.outer(a2, grad_raw), "bias": grad_raw}
-            grad_a2 += one[f"head{n:03d}"]["kernel"] @ grad_raw
-        grad_z2 = grad_a2 * (z2 > 0)
-        grad_z1 = (one["hidden2"]["kernel"] @ grad_z2) * (z1 > 0)
-        along["hidden2"] = {"kernel": np.outer(a1, grad_z2), "bias": grad_z2}
-        along["hidden1"] = {"kernel": np.outer(v, grad_z1), "bias": grad_z1}
-        along["embedding"] = one["hidden1"]["kernel"] @ grad_z1
-        # held_out: of a length with which the raw weights move by η times the gain along it
-        squared = sum((leaf**2).sum() for leaf in jax.tree.leaves(along))
-        size = wanted / (eta * squared) if held_out else eta
-        new = jax.tree.map(lambda p, d, size=size: p + size * d, one, along)
-        trained = jax.tree.map(np.add, mixed, delta)
-        chex.assert_trees_all_close(
-            as_float32(trained), jax.device_get(trees.row(got.rows.theta, i)), rtol=1e-5, atol=1e-6
-        )
-        chex.assert_trees_all_close(
-            as_float32(new), jax.device_get(trees.row(got.rows.psi, i)), rtol=1e-5, atol=1e-6
-        )
+        direction = numpy_derivative(agreement, psi_i)
+        new_psi = jax.tree.map(lambda p, d: p + eta * d, psi_i, direction)
+        trained = jax.tree.map(np.add, downloaded, delta)
+        for expected, rows in ((trained, after.rows.theta), (new_psi, after.rows.psi)):
+            actual = jax.device_get(trees.row(rows, i))
+            expected = jax.tree.map(np.float32, expected)
+            chex.assert_trees_all_close(expected, actual, rtol=1e-5, atol=1e-6)
+        head_steps = [direction[h]["bias"] for h in ("head000", "head001")]
+        if normalise == "softmax":  # relu may close all columns of a row but one
+            assert all(np.abs(step).max() > 1e-3 for step in head_steps)
 
 
 def mebibytes(model: LeNet, shape: tuple[int, ...], stays: list[str]) -> float:
-    """75 rounds of 10 clients, both directions, with the retained layers forced."""
+    """MiB of 75 rounds of 10 clients, both directions, with the given layers retained."""
     federation = Federation(np.full(10, 4), shape, 10, np.ones(10, bool), np.zeros(10, np.int32))
-    algorithm = algorithms.pfedla(
-        model, classification(), cases.training(), federation, step="scaled"
-    )
+    algorithm = algorithms.pfedla(model, classification(), cases.training(), federation)
     shapes = jax.eval_shape(algorithm.init, stage_key(KEY, INIT))
     names = list(trees.layers(shapes.rows.theta))
     payload = {"retained": jnp.array([name in stays for name in names])}
@@ -359,7 +361,7 @@ def mebibytes(model: LeNet, shape: tuple[int, ...], stays: list[str]) -> float:
 
 
 def test_megabytes_of_the_papers_third_table():
-    """EMNIST to the last digit, CIFAR10 within what no whole number of parameters comes closer."""
+    """EMNIST exactly; CIFAR10 within 0.03, as no whole number of parameters gives all four."""
     lenet = LeNet(outputs=10)
     assert mebibytes(lenet, (28, 28, 1), []) == 491.08
     assert mebibytes(lenet, (28, 28, 1), ["fc3"]) == 488.65
@@ -374,12 +376,8 @@ def test_bad_settings_are_one_line():
     for own, word in (
         ({"k": 4}, "3 layers"),
         ({"k": -1}, "choose 0"),
-        ({"refresh": -1}, "refresh"),
         ({"granularity": "leaf"}, "layer or model"),
         ({"normalise": "max"}, "relu or softmax"),
-        ({"step": "long"}, "held_out, scaled or plain"),
-        ({"normalise": "relu"}, "needs normalise=softmax"),
-        ({"folds": 1}, "at least 2"),
         ({"rate": -0.1}, "at least 0"),
     ):
         with pytest.raises(UsageError, match=word):

@@ -103,7 +103,6 @@ def test_meanings_are_read_from_docstrings():
         ("per_fedavg", "variant", VARIANTS),
         ("pfedla", "granularity", ("layer", "model")),
         ("pfedla", "normalise", NORMALISE),
-        ("pfedla", "step", ("held_out", "scaled", "plain")),
     ],
 )
 def test_the_meaning_of_a_methods_setting_names_all_choices(method, name, choices):

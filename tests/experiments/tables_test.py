@@ -138,8 +138,6 @@ def test_parts_of_the_published_settings():
 @pytest.mark.parametrize(
     ("name", "cell", "published", "live"),
     [
-        ("pfedla/table1", "pfedla/emnist-n10", {"step": "scaled"}, {"step": "held_out"}),
-        ("pfedla/table2", "heurpfedla/cifar10-n10", {"k": 1, "refresh": 0}, {"k": 1, "refresh": 4}),
         ("fedmn/table2", "fedmn/emnist", {"encoders": "always"}, {"encoders": "fetched"}),
         ("factorized_fl/table1", "beta/domains-food", {"compare": "v"}, {"compare": "moved"}),
         ("factorized_fl/table1", "alpha/cifar10-iid", {"penalty": 5e-4}, {"penalty": 0}),

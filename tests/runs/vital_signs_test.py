@@ -18,7 +18,7 @@ def run(tmp_path_factory, real_report):
     """A rate at which α is one-hot from the first round on; and what was said."""
     given = {
         "algorithm": "pfedla",
-        "pfedla": {"step": "scaled", "rate": 1e6},
+        "pfedla": {"rate": 1e6},
         "dataset": "synthetic",
         "model": "mlp",
         "clients": 3,

@@ -6,8 +6,6 @@ Presets are words joined with dashes: a dataset (digits, mnist, emnist, fashion_
 cifar100), a partition (classes4 is the paper's non-IID.1, dominant2 its non-IID.2; on cifar100
 classes12 and dominant6), a number of clients (n10: all take part; n100: a tenth does), a number of
 retained layers (k1 is HeurpFedLA), or another method in place of pfedla (local, fedavg, ...).
-The word published gives the paper's form: a step that follows training, in place of held-out
-examples, and retained layers that never come down.
 """
 
 import re
@@ -17,15 +15,9 @@ from ml_collections import ConfigDict
 from experiments.papers import preset_words
 from fedjax_pfl.config import configuration
 
-PUBLISHED_FORM = {"step": "scaled", "rate": 0.05, "refresh": 0}
-
 
 def _retained(config: ConfigDict, match: re.Match[str]) -> None:
     config.pfedla.k = int(match["k"])
-
-
-def _published(config: ConfigDict, match: re.Match[str]) -> None:
-    config.pfedla.update(PUBLISHED_FORM)
 
 
 def get_config(preset: str = "") -> ConfigDict:
@@ -35,9 +27,7 @@ def get_config(preset: str = "") -> ConfigDict:
     config.local_epochs = 10
     if "cifar100" in preset.split("-"):  # before the words, which may say otherwise
         config.classes.per_client, config.dominant.dominant = 12, 6
-    config = preset_words.apply(
-        config, preset, {r"k(?P<k>\d+)": _retained, "published": _published}
-    )
+    config = preset_words.apply(config, preset, {r"k(?P<k>\d+)": _retained})
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":
         config.update(rounds=60, local_epochs=5)

@@ -1,4 +1,4 @@
-"""The pFedLA paper's figures in its own form, and uploads that are compressed.
+"""The figures of the pFedLA paper, and HeurpFedLA with compressed uploads.
 
 Tables: experiments.reproduce.
 
@@ -34,7 +34,7 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def _config(clients: int, **pfedla: Any) -> ConfigDict:
-    config = presets.get_config(f"{DATASET.value}-n{clients}-published")
+    config = presets.get_config(f"{DATASET.value}-n{clients}")
     config.pfedla.update(pfedla)
     return config
 

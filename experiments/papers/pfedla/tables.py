@@ -10,10 +10,7 @@ from experiments.papers.table import Published, Quick, Table, accuracy, after, m
 
 # What a row changes besides the algorithm.
 CHANGES: dict[str, dict[str, Any]] = {
-    "pfedla": {"pfedla": presets.PUBLISHED_FORM},
-    "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1, **presets.PUBLISHED_FORM}},
-    "pfedla-live": {"algorithm": "pfedla"},
-    "heurpfedla-live": {"algorithm": "pfedla", "pfedla": {"k": 1}},
+    "heurpfedla": {"algorithm": "pfedla", "pfedla": {"k": 1}},
     # FedFomo weighs its peers on validation examples, a fifth of what others train on.
     "fedfomo": {"validation_fraction": 0.14},
     # The others' ten epochs, half for the head and half for the body.
@@ -34,7 +31,7 @@ def row(method: str, partition: str, dataset: str, clients: int) -> ConfigDict:
 
 def retained(k: int, dataset: str) -> ConfigDict:
     """The settings of one row of the third table."""
-    config = presets.get_config(f"{dataset}-n10-published")
+    config = presets.get_config(f"{dataset}-n10")
     config.pfedla.k = k
     return config
 
@@ -100,7 +97,6 @@ TABLES = {
             "after",
             Quick(("cifar10-n10",), _ROUNDS, _LIGHT, _shrink),
             _without_batch_norm,
-            live=("pfedla-live", "heurpfedla-live"),
         )
         for name, what in (
             ("table1", "a few random classes per client"),
