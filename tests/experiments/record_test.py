@@ -12,7 +12,7 @@ from fedjax_pfl.core.errors import UsageError
 from tests.report.comparison_test import made
 
 NAME = "pfedla/table1"
-TABLE = {NAME: TABLES[NAME]}
+TABLE = {NAME: TABLES[NAME]._replace(live=("ditto",))}
 HEAD = {"about": "ours", "cells": []}
 
 
@@ -50,15 +50,15 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     there(runs / "d", "pfedla", 0.1, rounds=(5,), seed=1)  # shorter
     there(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
     there(runs / "f", "fedrep", 0.1, finished=False)
-    there(runs / "g", "pfedla-live", 0.9)  # a row that the paper has not
+    there(runs / "g", "ditto", 0.9)  # a row that the paper has not
     said = record.record(TABLE, runs, results)
     assert said == [
         f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 2",
         f"{NAME} pfedla/cifar10-n10: 20 rounds, seeds 0",
-        f"{NAME} pfedla-live/cifar10-n10: 10 rounds, seeds 0",
+        f"{NAME} ditto/cifar10-n10: 10 rounds, seeds 0",
     ]
     kept, lines = cells(results)
-    assert kept.pop("pfedla-live")["ours"] == {"0": 90.0}
+    assert kept.pop("ditto")["ours"] == {"0": 90.0}
     assert kept == {
         "local": {
             "table": NAME,
@@ -94,9 +94,9 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert whole["curves"]["local/cifar10-n10"]["2"]["commit"] == "unknown"
     assert (results / "pfedla-table1-full.png").is_file()
     assert agreement.summary(results, TABLE).startswith("0 of 2 cells agree")  # of the paper's
-    (beside,) = agreement.beside(results, TABLE, NAME, ["cifar10-n10"], ["pfedla-live"])
-    assert beside.rows == [["pfedla-live", "-", "90.00", "95.00", "1", "10 of 600", "-"]]
-    assert "pfedla-live" not in agreement.not_run(results, TABLE, NAME, ["emnist-n10"])
+    (beside,) = agreement.beside(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
+    assert beside.rows == [["ditto", "-", "90.00", "95.00", "1", "10 of 600", "-"]]
+    assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist-n10"])
 
     # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
     later = tmp_path / "later"
@@ -114,7 +114,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert {label: [*own] for label, own in curves.items()} == {
         "local/cifar10-n10": ["0", "1", "2"],
         "pfedla/cifar10-n10": ["1"],
-        "pfedla-live/cifar10-n10": ["0"],
+        "ditto/cifar10-n10": ["0"],
     }
     assert f"{NAME} pfedla/cifar10-n10: left out, 30 rounds are there" in record.record(
         TABLE, runs, results
@@ -143,7 +143,7 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
         },
         "pfedla/cifar10-n10": {"0": {"round": [10], "before": [65.0], "after": [1.0]}},
         "local/emnist-n10": {"0": {"round": [10], "before": [90.0], "after": [1.0]}},
-        "pfedla-live/emnist-n10": {"0": {"round": [10], "before": [91.0], "after": [1.0]}},
+        "ditto/emnist-n10": {"0": {"round": [10], "before": [91.0], "after": [1.0]}},
     }
     sheet = picture.picture(NAME, TABLE[NAME], curves)
     emnist, cifar = sheet.axes
@@ -160,7 +160,7 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
     assert emnist.get_ylim() == pytest.approx((88.54 - 0.4, 91 + 0.4))
     assert emnist.lines[1].get_xydata().tolist() == [[10, 91]]
     drawn = [text.get_text() for text in sheet.legends[0].get_texts()]
-    assert drawn == ["local", "pfedla", "pfedla-live"]
+    assert drawn == ["local", "pfedla", "ditto"]
 
 
 def test_panels_of_one_dataset_have_one_scale():
