@@ -89,7 +89,11 @@ API = {
 BESIDE = re.compile(r"(?<=\d) (?=±|%|[kMGTP]?B\b|ms\b|x\b)|(?<=±) ")
 
 # What pages link to in a clone, and where the site has it.
-LINKS = {"../experiments/results/": "results/", "../fedjax_pfl/algorithms/": "api/methods.md"}
+LINKS = {
+    "../../experiments/results/": "../results/",
+    "../experiments/results/": "results/",
+    "../fedjax_pfl/algorithms/": "api/methods.md",
+}
 NAVIGATION = """
 ```{toctree}
 :hidden:
@@ -112,6 +116,14 @@ pfedhn
 fedmn
 factorized_fl
 baselines
+fidelity
+```
+
+```{toctree}
+:hidden:
+:glob:
+:caption: Papers and code
+fidelity/*
 ```
 
 ```{toctree}

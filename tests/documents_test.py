@@ -144,6 +144,7 @@ def test_fedavg_on_the_page_of_the_idea_keeps_the_contract():
 
 ROOT = documents.DOCS.parent
 PAGES = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("*.md"))
+FIDELITY = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("fidelity/*.md"))
 RESULTS = sorted(p.relative_to(ROOT) for p in (ROOT / "experiments" / "results").glob("*.md"))
 OTHERS = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", "third_party/README.md")
 
@@ -159,7 +160,7 @@ def written():
     return documents.script("written")
 
 
-@pytest.mark.parametrize("page", [*map(str, (*PAGES, *RESULTS)), *OTHERS])
+@pytest.mark.parametrize("page", [*map(str, (*PAGES, *FIDELITY, *RESULTS)), *OTHERS])
 def test_links_lead_somewhere(page):
     assert documents.lost(ROOT / page) == []
 
@@ -219,7 +220,7 @@ def test_the_site_has_its_own_places_for_what_lies_elsewhere(site):
         site._read(None, page.stem, source)
         assert "](../" not in source[0], page
         assert ("{toctree}" in source[0]) == (page.stem == "index")
-    assert set(site.LINKS.values()) == {"results/", "api/methods.md"}
+    assert set(site.LINKS.values()) == {"../results/", "results/", "api/methods.md"}
     assert "Methods" in site.API
 
 
