@@ -1,10 +1,10 @@
-"""What the code says of itself, written into the pages: python docs/written.py
+"""Generates the parts of pages that come from the code: python docs/written.py
 
-A page holds <!-- begin MARK WORD ... -->, what is written there, and <!-- end -->. The marks are
+A page holds <!-- begin MARK WORD ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ...,
 facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE, libraries FILE, accuracies FILE,
 leaderboard COLUMN, stress, federation, summary and cells TABLE COLUMN,... ROW ....
-What a page names and the code has not is an error; a test sees that pages are up to date.
+A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
 
 import importlib
@@ -213,19 +213,22 @@ def federation() -> str:
 
 
 def summary() -> str:
-    """How many published cells agree, over the files of results."""
+    """Returns how many published numbers were run and how many agree."""
     return agreement.summary(RESULTS, TABLES, "markdown")
 
 
 def cells(name: str, columns: str, *rows: str) -> str:
-    """Published cells that were run, and ours beside them; columns are joined with commas.
+    """Returns published cells that were run, with our numbers.
 
-    Where no rows are named, those that were not run are.
+    Args:
+      name: The table.
+      columns: Its columns, joined with commas.
+      *rows: Its rows. Default: all; a line then names those that were not run.
     """
-    each = columns.split(",")
-    body = text_tables.markdown(agreement.beside(RESULTS, TABLES, name, each, rows))
-    left = [] if rows else agreement.not_run(RESULTS, TABLES, name, each)
-    return f"{body}\n\nNot run: {', '.join(left)}." if left else body
+    chosen = columns.split(",")
+    body = text_tables.markdown(agreement.beside(RESULTS, TABLES, name, chosen, rows))
+    missing = [] if rows else agreement.not_run(RESULTS, TABLES, name, chosen)
+    return f"{body}\n\nNot run: {', '.join(missing)}." if missing else body
 
 
 MARKS: dict[str, Callable[..., str]] = {

@@ -1,16 +1,17 @@
-"""A published table with ours beside every cell; what is missing is run, what was cut goes on.
+"""Prints a published table with our numbers; runs what is missing and resumes what was cut.
 
 python -m experiments.reproduce                                   lists the tables
-python -m experiments.reproduce --table=pfedla/table1             some minutes on two cores
+python -m experiments.reproduce --table=pfedla/table1             minutes on two cores
 python -m experiments.reproduce --table=pfedla/table1 --scale=full --cells=cifar10-n10 --seeds=3
 python -m experiments.reproduce --table=pfedla/table1 --scale=full --only_show
-python -m experiments.reproduce --record --out=runs/full          keeps what has finished there
-python -m experiments.reproduce --summary                         how many cells agree so far
+python -m experiments.reproduce --record --out=runs/full          records finished runs
+python -m experiments.reproduce --summary                         counts the cells that agree
 
---scale=quick takes few rounds and one seed, and the embedded digits where a column's data are not
-at hand or its network is too large; --scale=full takes the published settings, three seeds. What is
-not as published is printed below the table. --cells chooses by names of rows and columns: pfedla,
-cifar10-n10, pfedla/cifar10-n10, with * for anything. A run in --out is known by its settings.
+--scale=quick takes few rounds and one seed, and the embedded digits if a column's data are missing
+or its network is too large. --scale=full takes the published settings and three seeds, each with
+its own partition. Settings that are not as published are printed below the table. --cells takes
+rows and columns, with * for anything: pfedla, cifar10-n10, pfedla/cifar10-n10. Runs in --out are
+found by their settings.
 """
 
 import fnmatch
@@ -38,14 +39,15 @@ from fedjax_pfl.report import run_reader, text_tables
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import interrupt, runner
 
-SCALES = {"quick": 1, "full": 3}  # seeds
+SCALES = {"quick": 1, "full": 3}  # number of seeds
+NOT_COMPARED = {"data_dir", "seed", "partition_seed", "eval_every"}  # settings
 NOT_RUN = "not run"
 LEFT_OUT = "left out"
 FAILED = "cannot be run"
 
 
 class Options(NamedTuple):
-    """What a command line asks for."""
+    """Options of the command line."""
 
     table: str
     scale: str = "quick"
@@ -60,24 +62,24 @@ class Options(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """A cell and how it is to be run."""
+    """A cell and the settings to run it with."""
 
     cell: Cell
-    published: ConfigDict  # the settings of the paper
-    config: ConfigDict | None  # those of ours; None: it makes no sense, or is left out
-    remark: str = ""  # why it is not run, in a few words
-    message: str = ""  # and what to do
+    published: ConfigDict  # the paper's settings
+    config: ConfigDict | None  # our settings; None if the cell is impossible or left out
+    remark: str = ""  # a few words on why it is not run
+    message: str = ""  # what to do about it
 
 
 class Place(NamedTuple):
-    """A cell and the runs of it that there are, by seed."""
+    """A cell and its existing runs by seed."""
 
     plan: Plan
     runs: Mapping[int, run_reader.Run]
 
 
 def listing() -> str:
-    """All tables."""
+    """Returns a list of all tables."""
     width = max(map(len, TABLES)) + 4
     lines = ["Tables: python -m experiments.reproduce --table=NAME"]
     for name, table in TABLES.items():
@@ -88,7 +90,7 @@ def listing() -> str:
 
 
 def plans(table: Table, options: Options) -> list[Plan]:
-    """Every cell that is to be shown: all of them, or those that are chosen."""
+    """Returns a plan for every cell to show."""
     made = []
     for cell in _chosen(table, options):
         own = table.dataset(cell.column)
@@ -113,7 +115,7 @@ def plans(table: Table, options: Options) -> list[Plan]:
 
 
 def _chosen(table: Table, options: Options) -> list[Cell]:
-    """A row alone is, in quick, a row in the columns that quick runs."""
+    """Returns the cells that --cells selects; with --scale=quick a row is in quick's columns."""
     every, patterns = cells_of(table), options.cells
     whole = table.columns if options.scale == "full" else table.quick.columns
     names = [
@@ -140,13 +142,13 @@ def _quick(table: Table, cell: Cell, options: Options) -> ConfigDict:
         quick.shrink(config)
     else:
         config = table.settings(cell.row, cell.column, "digits", options.rounds or quick.rounds)
-    # Five evaluations are enough to see a curve, and the best of them on validation examples.
+    # Five evaluations are enough for a curve and for the best validation accuracy.
     config.eval_every = max(1, config.rounds // 5)
     return config
 
 
 def _missing(dataset: str, data_dir: str | None) -> str:
-    """How to get a dataset that is not at hand."""
+    """Returns how to get a missing dataset, or nothing if it exists."""
     try:
         data.need(dataset, data_dir)
     except UsageError as error:
@@ -155,17 +157,17 @@ def _missing(dataset: str, data_dir: str | None) -> str:
 
 
 def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
-    """Seeds in the outer order, so that the whole table is there once before any is there twice."""
+    """Yields all runs, seed by seed, so that the whole table has one seed before any has two."""
     for seed in range(seeds):
-        for one in plan:
-            if one.config is not None:
-                config = one.config.copy_and_resolve_references()
-                config.seed = seed
-                yield one, config
+        for cell_plan in plan:
+            if cell_plan.config is not None:
+                config = cell_plan.config.copy_and_resolve_references()
+                config.seed = config.partition_seed = seed
+                yield cell_plan, config
 
 
 def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
-    """What there is already."""
+    """Returns the existing runs of each cell."""
     known = Known(folder)
     found: dict[int, dict[int, run_reader.Run]] = {id(one): {} for one in plan}
     for one, config in jobs(plan, seeds):
@@ -179,13 +181,10 @@ def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
 
 
 def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
-    """Run what is missing and go on with what was cut; the plan, with what turned out impossible.
-
-    Where one run cannot be the others still are.
-    """
+    """Runs what is missing, resumes what was cut, and returns the plan with failures marked."""
     known, failed = Known(options.out), dict[str, str]()
     todo: dict[str, tuple[Plan, ConfigDict, Path | None]] = {}
-    cells: dict[str, list[int]] = {}  # that a run is for
+    cells: dict[str, list[int]] = {}  # cells of each run
     for one, config in jobs([one for one in plan if not one.message], seeds):
         key, path = known.find(config)
         cells.setdefault(key, []).append(id(one))
@@ -193,7 +192,7 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
             todo.setdefault(key, (one, config, path))
     count = len(cells)
     cut = sum(path is not None for _, _, path in todo.values())
-    facts = f"{count - len(todo)} are there, {cut} go on, {len(todo) - cut} are missing"
+    facts = f"{count - len(todo)} exist, {cut} are resumed, {len(todo) - cut} are missing"
     print(f"{count} run{'s' * (count != 1)}: {facts}", file=sys.stderr)
     with interrupt.on_signals() as stop:
         for number, (key, (one, config, path)) in enumerate(todo.items(), 1):
@@ -211,14 +210,14 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
 
 
 def _name(table: str, cell: Cell, seed: int, key: str) -> str:
-    """Words to read, and a digest by which other settings have another folder."""
+    """Returns a folder name: the cell and seed, and a digest of the settings."""
     words = f"{table}-{cell.row}-{cell.column}-s{seed}".replace("/", "-")
     plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
     return f"{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
-    """One for each column: published, ours, gap, seeds, and what stands beside ours."""
+    """Returns a table per column: published, ours, gap, seeds and the second measure."""
     made = []
     kept = [place for place in places if place.plan.remark != LEFT_OUT]
     for column in dict.fromkeys(place.plan.cell.column for place in kept):
@@ -255,22 +254,22 @@ def _unfinished(place: Place) -> str:
 
 
 def differences(plan: Sequence[Plan]) -> list[str]:
-    """In which settings the runs differ from the published ones, each with all its values."""
-    seen: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for one in plan:
-        if one.config is None:
+    """Returns the settings that differ from the published ones, with all their values."""
+    values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for cell_plan in plan:
+        if cell_plan.config is None:
             continue
-        there, here = (
+        old, new = (
             dict(report.flat(configuration.resolved(config)))
-            for config in (one.published, one.config)
+            for config in (cell_plan.published, cell_plan.config)
         )
-        for key in there.keys() & here.keys() - {"data_dir", "seed", "eval_every"}:
-            if there[key] != here[key]:
-                ours, theirs = seen.setdefault(key, ({}, {}))
-                ours[_in_words(here[key])] = theirs[_in_words(there[key])] = None
-    ordered = sorted(seen.items(), key=lambda item: ("." in item[0], item[0]))
+        for key in old.keys() & new.keys() - NOT_COMPARED:
+            if old[key] != new[key]:
+                ours, theirs = values.setdefault(key, ({}, {}))
+                ours[_in_words(new[key])] = theirs[_in_words(old[key])] = None
+    ordered = sorted(values.items(), key=lambda item: ("." in item[0], item[0]))
     return [
-        f"{key} {' or '.join(ours)} in place of {' or '.join(theirs)}"
+        f"{key} {' or '.join(ours)} instead of {' or '.join(theirs)}"
         for key, (ours, theirs) in ordered
     ]
 
@@ -280,21 +279,21 @@ def _in_words(value: str) -> str:
 
 
 def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator[str]:
-    """What is not as in the paper, and what is missing."""
+    """Yields sentences on what is not as in the paper and what is missing."""
     plan = [place.plan for place in places]
     ran = [one for one in plan if one.config is not None]
     if changed := differences(ran):
         yield f"Not the published settings: {'; '.join(changed)}."
     elif ran:
-        yield "The settings are the published ones; ours where the paper is silent."
-    if live := dict.fromkeys(one.cell.row for one in ran if one.cell.row in table.live):
-        yield f"Not in the paper: {', '.join(live)}, in this library's form, which stays alive."
+        yield "The settings are the published ones, and our choice if the paper is silent."
+    if variants := dict.fromkeys(one.cell.row for one in ran if one.cell.row in table.live):
+        yield f"Variants of this library: {', '.join(variants)}."
     if not all(_same_data(table, one) for one in ran):
-        yield "There is no gap where other data stand in for a column's own."
+        yield "No gap is shown for runs on other data than the column's."
     if left := dict.fromkeys(one.cell.column for one in plan if one.remark == LEFT_OUT):
         yield (
             f"Left out: {', '.join(left)}. --cells=... runs some of them, --scale=full all of "
-            "them, with the published settings."
+            "them in the published settings."
         )
     without = [place.plan for place in places if place.plan.message and not place.runs]
     for message in dict.fromkeys(one.message for one in without):
@@ -304,13 +303,13 @@ def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator
 
 
 def page(options: Options, table: Table, places: Sequence[Place], form: str) -> str:
-    """The whole output, as text or as Markdown."""
+    """Returns the whole output as text or Markdown."""
     seeds = options.seeds or SCALES[options.scale]
     many = f"seeds 0 to {seeds - 1}" if seeds > 1 else "seed 0"
     head = [
         f"{options.table}. {table.about}.",
-        f"Ours, scale {options.scale}, {many}: {table.ours}. Gap: ours less published. "
-        "±: over seeds, sample standard deviation.",
+        f"Ours, scale {options.scale}, {many}: {table.ours}. Gap: ours minus published. "
+        "±: over seeds, each with its own partition.",
     ]
     tail = remarks(options, table, places)
     body = tables(table, places)
@@ -321,7 +320,7 @@ def page(options: Options, table: Table, places: Sequence[Place], form: str) -> 
 
 
 def write(options: Options, table: Table, places: Sequence[Place]) -> None:
-    """The page in both formats, beside the runs."""
+    """Writes the page in both formats next to the runs."""
     stem = f"{options.table.replace('/', '-')}-{options.scale}"
     try:
         for form, suffix in (("text", "txt"), ("markdown", "md")):
@@ -332,7 +331,7 @@ def write(options: Options, table: Table, places: Sequence[Place]) -> None:
 
 
 def reproduce(options: Options) -> int:
-    """Run, print, write; the exit status."""
+    """Runs, prints and writes a table; returns the exit status."""
     if not options.table:
         print(listing())
         return 0
@@ -349,17 +348,17 @@ def reproduce(options: Options) -> int:
             print(stopped, file=sys.stderr)
             status = stopped.code
     places = collect(plan, seeds, options.out)
-    if not options.only_show and options.out.is_dir():  # which it is not where no run came to be
+    if not options.only_show and options.out.is_dir():  # missing if nothing could be run
         write(options, table, places)
     print(page(options, table, places, options.format))
     tried = [place for place in places if place.plan.remark == FAILED]
     if tried and not any(place.runs for place in places):
-        raise UsageError(f"no run came to its end: {tried[0].plan.message}")
+        raise UsageError(f"no run finished: {tried[0].plan.message}")
     return status
 
 
 def _without_value(arguments: list[str]) -> list[str]:
-    """--table without a value asks for the listing, as no --table does."""
+    """Returns the arguments with an empty value for a --table that has none."""
     after = [*arguments[1:], "--"]
     return [
         "--table=" if one == "--table" and following.startswith("--") else one
@@ -381,18 +380,20 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Here, because other commands have flags of these names too.
-    flags.DEFINE_string("table", "", "Which table; without a value all of them are listed.")
-    flags.DEFINE_enum("scale", "quick", list(SCALES), "Minutes, or the published settings.")
+    # Defined here because other commands have flags of these names too.
+    flags.DEFINE_string("table", "", "The table. Without a value all tables are listed.")
+    flags.DEFINE_enum(
+        "scale", "quick", list(SCALES), "quick: minutes; full: the published settings."
+    )
     flags.DEFINE_list("cells", [], "ROW, COLUMN or ROW/COLUMN, with *. Default: as the scale says.")
     flags.DEFINE_integer("seeds", None, "Seeds 0, 1, ... Default: 1, or 3 in full.", lower_bound=1)
-    flags.DEFINE_integer("rounds", None, "In place of the scale's.", lower_bound=1)
-    flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs, and of the table's files.")
+    flags.DEFINE_integer("rounds", None, "Rounds instead of those of the scale.", lower_bound=1)
+    flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs and the table's files.")
     flags.DEFINE_multi_string("set", [], launch.SET_HELP)
-    flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
+    flags.DEFINE_bool("only_show", False, "Print what has been computed and run nothing.")
     flags.DEFINE_bool("record", False, "Write numbers and curves of --out to experiments/results.")
-    flags.DEFINE_bool("summary", False, "Count, over experiments/results, what agrees.")
-    flags.DEFINE_enum("format", "text", ["text", "markdown"], "Of what is printed.")
+    flags.DEFINE_bool("summary", False, "Count the recorded cells that agree.")
+    flags.DEFINE_enum("format", "text", ["text", "markdown"], "Format of the output.")
     launch.prepare_devices()
     sys.argv = _without_value(sys.argv)
     launch.command(main)

@@ -1,17 +1,25 @@
-"""How many of the published numbers ours agree with: a count over cells.json.
+"""Agreement of our cells with the published numbers, counted over cells.json.
 
-It has a list `cells`, each {"table", "row", "column", "ours" and "beside" (by seed, in the table's
-own unit), "rounds", "published_rounds"}: a cell that was run on its own data, in the published
-settings but for the length, which is in communication rounds. `record` writes it.
+The file holds a list `cells` of {"table", "row", "column", "ours", "beside", "partition_seeds",
+"rounds", "published_rounds"}: cells that were run on their own data in the paper's settings, except
+for the number of communication rounds. "ours" and "beside" hold a value per seed in the table's
+unit, "partition_seeds" the seed of each one's partition. `record` writes the file.
+
+A cell agrees if its mean differs from the published one by at most √(s² + t²), where s is the
+published deviation and t ours over at least three seeds. A cell with fewer seeds has no deviation
+to judge by, and is not counted as agreeing or disagreeing. Neither is a cell without a published
+deviation. A deviation over one partition is too small, which makes agreement harder, so such cells
+are judged; the number of partitions stands next to the number of seeds.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.papers.table import Published, Table
+from experiments.papers.table import Cell, Published, Table, cells_of, mean_of
 from experiments.papers.table import cell as shown
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.metrics import mean_std
@@ -19,106 +27,150 @@ from fedjax_pfl.report import text_tables
 
 RESULTS = Path(__file__).parent.parent / "results"
 CELLS = "cells.json"
+SEEDS = 3  # fewest seeds that give a deviation to judge by
+RULE = (
+    "A cell agrees if the means differ by at most both deviations combined, the root of the sum of "
+    "their squares. It can be judged if the paper states a deviation and ours is over at least "
+    "three seeds."
+)
 
 
-class Ran(NamedTuple):
-    """A cell that was run, beside the published one."""
+class RunCell(NamedTuple):
+    """A cell that was run, with the published number."""
 
     table: str
     row: str
     column: str
     published: Published
     ours: Sequence[float]  # one for each seed
-    beside: Sequence[float]  # the table's second number, likewise; or nothing
+    beside: Sequence[float]  # the table's second measure, likewise, or empty
+    partitions: int  # how many different partitions the seeds have
     rounds: int
     published_rounds: int
 
     @property
-    def has_spread(self) -> bool:
-        """Whether the published number has one; without it nothing says what agrees."""
-        return isinstance(self.published, Sequence)
+    def gap(self) -> float:
+        """Our mean minus the published number, which must exist."""
+        assert self.published is not None
+        return mean_std(self.ours)["mean"] - mean_of(self.published)
 
     @property
-    def gap(self) -> float:
-        """Ours less published."""
-        assert isinstance(self.published, Sequence)
-        return mean_std(self.ours)["mean"] - self.published[0]
+    def judged(self) -> bool:
+        """Returns True if both deviations are known."""
+        return isinstance(self.published, Sequence) and len(self.ours) >= SEEDS
 
     @property
     def agrees(self) -> bool:
-        """Within the published spread, its end included."""
+        """Returns True for a judged cell whose gap is at most both deviations combined."""
+        if not self.judged:
+            return False
         assert isinstance(self.published, Sequence)
-        return abs(self.gap) <= self.published[1]
+        combined = math.hypot(self.published[1], mean_std(self.ours)["std"])
+        return abs(self.gap) <= combined * (1 + 1e-9)  # equal up to rounding is equal
 
     @property
-    def whole(self) -> bool:
-        """At the published length."""
+    def verdict(self) -> str:
+        """A word for the column "agrees"."""
+        if self.judged:
+            return "yes" if self.agrees else "no"
+        return "few seeds" if isinstance(self.published, Sequence) else "-"
+
+    @property
+    def full_length(self) -> bool:
+        """Returns True if the run has the published number of rounds."""
         return self.rounds >= self.published_rounds
 
 
-def read(folder: Path, tables: Mapping[str, Table]) -> list[Ran]:
-    """All cells of a folder's file."""
-    cells = [_ran(cell, tables) for cell in load(folder)["cells"]]
-    places = [(one.table, one.row, one.column) for one in cells]
-    if twice := [place for place in places if places.count(place) > 1]:
-        raise UsageError(f"{CELLS}: {'/'.join(twice[0])} is there twice")
+def read(folder: Path, tables: Mapping[str, Table]) -> list[RunCell]:
+    """Returns all cells of a folder's file."""
+    cells = [_run_cell(cell, tables) for cell in load(folder)["cells"]]
+    places = [(cell.table, cell.row, cell.column) for cell in cells]
+    if repeated := [place for place in places if places.count(place) > 1]:
+        raise UsageError(f"{CELLS} has {'/'.join(repeated[0])} twice")
     return cells
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """The file itself; UsageError where there is none, as in a library that was installed."""
+    """Returns the file's content; UsageError if it is missing, as in an installed library."""
     try:
         return json.loads((folder / CELLS).read_text(encoding="utf-8"))
     except OSError:
         raise UsageError(f"{folder} has no {CELLS}: work in a checkout of the library") from None
 
 
-def _ran(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> Ran:
-    table, row, column = cell["table"], cell["row"], cell["column"]
-    own = tables.get(table)
-    if own is None or row not in own.rows or column not in own.columns:
-        raise UsageError(f"{CELLS}: no table has a cell {table}/{row}/{column}")
-    ours, second = cell["ours"].values(), cell.get("beside", {}).values()
-    lengths = cell["rounds"], cell["published_rounds"]
-    return Ran(table, row, column, own.published(row, column), list(ours), list(second), *lengths)
+def _run_cell(cell: Mapping[str, Any], tables: Mapping[str, Table]) -> RunCell:
+    name, row, column = cell["table"], cell["row"], cell["column"]
+    table = tables.get(name)
+    if table is None or row not in table.rows or column not in table.columns:
+        raise UsageError(f"{CELLS}: no table has a cell {name}/{row}/{column}")
+    return RunCell(
+        table=name,
+        row=row,
+        column=column,
+        published=table.published(row, column),
+        ours=list(cell["ours"].values()),
+        beside=list(cell.get("beside", {}).values()),
+        partitions=len(set(cell["partition_seeds"].values())),
+        rounds=cell["rounds"],
+        published_rounds=cell["published_rounds"],
+    )
 
 
-def _of(cells: Sequence[Ran]) -> str:
-    return f"{sum(one.agrees for one in cells)} of {len(cells)}"
+def numbers(table: Table) -> list[Cell]:
+    """Returns the cells of a table that have a published number."""
+    return [cell for cell in cells_of(table) if cell.published is not None]
 
 
-def _line(cells: Sequence[Ran]) -> str:
-    whole = [one for one in cells if one.whole]
-    said = f"{_of(cells)} cells agree with the published number within its spread"
-    return f"{said}; at the published length {_of(whole)}."
+def _range(values: Sequence[int]) -> str:
+    ends = dict.fromkeys((min(values), max(values))) if values else {}
+    return " to ".join(map(str, ends))
 
 
-def counted(cells: Sequence[Ran]) -> list[text_tables.Table]:
-    """A row for each column of a table."""
-    groups: dict[tuple[str, str], list[Ran]] = {}
-    for one in cells:
-        groups.setdefault((one.table, one.column), []).append(one)
-    rows = []
-    for (table, column), own in groups.items():
-        gaps = [one.gap for one in own]
-        above = sum(gap > 0 for gap in gaps)
-        middle = sorted(map(abs, gaps))[len(gaps) // 2]
-        many = sorted({len(one.ours) for one in own})
-        seeds = " to ".join(map(str, dict.fromkeys((many[0], many[-1]))))
-        rows.append([f"{table} {column}", _of(own), _of([one for one in own if one.whole]),
-                     f"{above} of {len(own)}", f"{middle:.1f}", seeds])  # fmt: skip
-    heads = ["agree", "at the published length", "ours is above", "median distance", "seeds"]
-    return [text_tables.Table("", heads, rows)] if rows else []
+def _counts(name: str, published: int, cells: Sequence[RunCell]) -> list[str]:
+    judged, gaps = [cell for cell in cells if cell.judged], [cell.gap for cell in cells]
+    full = sum(cell.full_length for cell in cells)
+    distances = sorted(map(abs, gaps))
+    return [
+        name,
+        str(published),
+        str(full),
+        str(len(cells) - full),
+        f"{sum(cell.agrees for cell in judged)} of {len(judged)}" if judged else "",
+        f"{sum(gap > 0 for gap in gaps)} of {len(gaps)}" if gaps else "",
+        f"{distances[len(distances) // 2]:.1f}" if distances else "",
+        _range([len(cell.ours) for cell in cells]),
+        _range([cell.partitions for cell in cells]),
+    ]
 
 
 def summary(folder: Path, tables: Mapping[str, Table], form: str = "text") -> str:
-    """The count, and the table of it."""
-    cells = [one for one in read(folder, tables) if one.has_spread]
-    if not cells:
-        raise UsageError(f"{folder / CELLS} has no cell with a published spread")
-    body = counted(cells)
-    table = text_tables.markdown(body) if form == "markdown" else text_tables.text(body)
-    return f"{_line(cells)}\n\n{table}"
+    """Returns how many published numbers were run and how many agree, as text or Markdown."""
+    cells = [cell for cell in read(folder, tables) if cell.published is not None]
+    published = {name: len(numbers(table)) for name, table in tables.items()}
+    full, judged = sum(cell.full_length for cell in cells), sum(cell.judged for cell in cells)
+    head = (
+        f"The papers' tables have {sum(published.values())} numbers. {len(cells)} were run in the "
+        f"paper's settings: {full} at the published length, {len(cells) - full} shorter. {judged} "
+        f"can be judged, and {sum(cell.agrees for cell in cells)} of them agree. {RULE}"
+    )
+    heads = [
+        "published",
+        "full",
+        "shorter",
+        "agree",
+        "above",
+        "median gap",
+        "seeds",
+        "partitions",
+    ]
+    rows = [
+        _counts(name, count, [cell for cell in cells if cell.table == name])
+        for name, count in published.items()
+    ]
+    body = [text_tables.Table("", heads, rows)]
+    if form == "markdown":
+        return f"{head}\n\n{text_tables.markdown(body)}"
+    return f"{text_tables.filled(head)}\n\n{text_tables.text(body)}"
 
 
 def beside(
@@ -128,37 +180,47 @@ def beside(
     columns: Sequence[str],
     rows: Sequence[str] = (),
 ) -> list[text_tables.Table]:
-    """Cells of a table that were run: published, ours, how long, and whether they agree.
+    """Returns a table of published and own numbers, their length and whether they agree.
 
-    The table's second number stands beside ours where all of them have one.
+    The table's second measure is shown if all chosen cells have it.
 
-    rows: which of them; all where none is named.
+    Args:
+      folder: Folder of cells.json.
+      tables: All tables by name.
+      table: Name of the table.
+      columns: Its columns to show.
+      rows: Its rows to show. Default: all that were run.
     """
-    cells = {(one.row, one.column): one for one in read(folder, tables) if one.table == table}
-    every = product(rows or tables[table].rows, columns)
-    chosen = [cells[name] for name in every if name in cells]
-    there = {word for one in chosen for word in (one.row, one.column)}
-    if missing := [word for word in (*rows, *columns) if word not in there]:
+    cells = {(cell.row, cell.column): cell for cell in read(folder, tables) if cell.table == table}
+    places = product(rows or tables[table].rows, columns)
+    chosen = [cells[place] for place in places if place in cells]
+    words = {word for cell in chosen for word in (cell.row, cell.column)}
+    if missing := [word for word in (*rows, *columns) if word not in words]:
         raise UsageError(f"no cell of {table} was run in {', '.join(missing)}")
-    second = [tables[table].beside] if all(one.beside for one in chosen) else []
-    heads = ["published", "ours", *second, "seeds", "rounds", "agrees"]
+    second = [tables[table].beside] if all(cell.beside for cell in chosen) else []
+    heads = ["published", "ours", *second, "seeds", "partitions", "rounds", "agrees"]
     lines = []
-    for one in chosen:
-        label = f"{one.row}, {one.column}" if len(columns) > 1 else one.row
-        also = [shown(mean_std(one.beside)) for _ in second]
-        lines.append([label, shown(one.published), shown(mean_std(one.ours)), *also,
-                      str(len(one.ours)), f"{one.rounds:,} of {one.published_rounds:,}",
-                      ("yes" if one.agrees else "no") if one.has_spread else "-"])  # fmt: skip
+    for cell in chosen:
+        label = f"{cell.row}, {cell.column}" if len(columns) > 1 else cell.row
+        lines.append(
+            [
+                label,
+                shown(cell.published),
+                shown(mean_std(cell.ours)),
+                *(shown(mean_std(cell.beside)) for _ in second),
+                str(len(cell.ours)),
+                str(cell.partitions),
+                f"{cell.rounds:,} of {cell.published_rounds:,}",
+                cell.verdict,
+            ]
+        )
     return [text_tables.Table("", heads, lines)]
 
 
 def not_run(
     folder: Path, tables: Mapping[str, Table], table: str, columns: Sequence[str]
 ) -> list[str]:
-    """The rows that are published in these columns and of which a cell was not run."""
-    there = {(one.row, one.column) for one in read(folder, tables) if one.table == table}
-    return [
-        row
-        for row, cells in tables[table].cells.items()
-        if any(cells.get(one) is not None and (row, one) not in there for one in columns)
-    ]
+    """Returns the rows with a number published in these columns that was not run."""
+    run = {(cell.row, cell.column) for cell in read(folder, tables) if cell.table == table}
+    missing = [cell for cell in numbers(tables[table]) if cell.column in columns]
+    return list(dict.fromkeys(cell.row for cell in missing if (cell.row, cell.column) not in run))

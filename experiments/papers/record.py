@@ -1,8 +1,9 @@
-"""Finished runs of published cells, kept in experiments/results: numbers, curves and a picture.
+"""Keeps finished runs of published cells in experiments/results: numbers, curves, a picture.
 
-cells.json gets a cell's numbers by seed; TABLE-full.json every curve, and TABLE-full.png draws it.
-A run is one of a cell where it has the published settings but for its length, how often it is
-evaluated and the seed. A longer run takes the place of shorter ones; seeds of one length add up.
+cells.json gets a cell's numbers by seed, TABLE-full.json every curve, and TABLE-full.png draws it.
+A run belongs to a cell if it has the published settings, except for its rounds, its evaluations,
+its seed and the seed of its partition. A longer run replaces shorter ones; seeds of one length add
+up, and a newer run replaces an older one with the same seed.
 """
 
 import json
@@ -19,12 +20,12 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.report.comparison import common
 
-FREE = ("rounds", "eval_every")
+FREE = ("rounds", "eval_every", "partition_seed")
 Cells = dict[tuple[str, str, str], dict[str, Any]]  # by table, row and column
 
 
-class Found(NamedTuple):
-    """A cell, its longest runs by seed, their length, and the published one."""
+class CellRuns(NamedTuple):
+    """A cell, its longest runs by seed, their length, and the published length."""
 
     cell: Cell
     runs: Mapping[int, run_reader.Run]
@@ -32,22 +33,27 @@ class Found(NamedTuple):
     published_rounds: int
 
 
-def find(table: Table, folder: Path) -> list[Found]:
-    """The cells of a table of which a folder has finished runs, none longer than published."""
+def find(table: Table, folder: Path) -> list[CellRuns]:
+    """Returns the cells with finished runs in a folder, none of them longer than published.
+
+    Of runs of one seed, one whose partition has the same seed is preferred.
+    """
     defaults = run_reader.known_settings()
     runs: dict[str, dict[int, dict[int, run_reader.Run]]] = {}
     for run in _finished(folder):
         lengths = runs.setdefault(_key(run.config, defaults), {})
-        lengths.setdefault(run.metrics[-1]["round"], {})[run.seed] = run
+        by_seed = lengths.setdefault(run.metrics[-1]["round"], {})
+        if run.seed not in by_seed or run.config.get("partition_seed", 0) == run.seed:
+            by_seed[run.seed] = run
     found = []
     for cell in cells_of(table):
         config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
         plain = run_reader.as_read(configuration.resolved(config))
-        there = runs.get(_key(plain, defaults), {})
+        lengths = runs.get(_key(plain, defaults), {})
         published = sum(phase.rounds for phase in configuration.phases(config))
-        longest = max((rounds for rounds in there if rounds <= published), default=0)
+        longest = max((rounds for rounds in lengths if rounds <= published), default=0)
         if longest:
-            found.append(Found(cell, there[longest], longest, published))
+            found.append(CellRuns(cell, lengths[longest], longest, published))
     return found
 
 
@@ -62,12 +68,12 @@ def _finished(folder: Path) -> Iterator[run_reader.Run]:
 def _key(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
     whole = common(config, defaults)
     kept = {key: value for key, value in whole.items() if key not in FREE}
-    phases = [{k: v for k, v in one.items() if k not in FREE} for one in kept["phases"]]
+    phases = [{k: v for k, v in phase.items() if k not in FREE} for phase in kept["phases"]]
     return json.dumps(kept | {"phases": phases}, sort_keys=True)
 
 
 def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str]:
-    """Keep all that has finished in a folder; a line for each cell."""
+    """Records all finished runs of a folder and returns a line for each cell."""
     found = {name: find(table, folder) for name, table in tables.items()}
     if not any(found.values()):
         raise UsageError(f"{folder} has no finished run of a published cell; see --scale=full")
@@ -87,24 +93,24 @@ def record(tables: Mapping[str, Table], folder: Path, results: Path) -> list[str
 
 
 def _record(
-    name: str, table: Table, found: Sequence[Found], cells: Cells, results: Path
+    name: str, table: Table, found: Sequence[CellRuns], cells: Cells, results: Path
 ) -> Iterator[str]:
     path = results / f"{name.replace('/', '-')}-full.json"
     curves: Curves = json.loads(path.read_text("utf-8"))["curves"] if path.is_file() else {}
-    for one in found:
-        place = (name, one.cell.row, one.cell.column)
+    for new in found:
+        place = (name, new.cell.row, new.cell.column)
         label = "/".join(place[1:])
-        there = cells.get(place, {"rounds": 0})
-        if there["rounds"] > one.rounds:
-            yield f"{name} {label}: left out, {there['rounds']} rounds are there"
+        old = cells.get(place, {"rounds": 0})
+        if old["rounds"] > new.rounds:
+            yield f"{name} {label}: left out, {old['rounds']} rounds are recorded"
             continue
-        if there["rounds"] < one.rounds:
-            there = {}
+        if old["rounds"] < new.rounds:
+            old = {}
             curves.pop(label, None)
-        cells[place] = _numbers(table, place, one, there)
-        own = {str(seed): _curve(run) for seed, run in one.runs.items()}
+        cells[place] = _numbers(table, place, new, old)
+        own = {str(seed): _curve(run) for seed, run in new.runs.items()}
         curves[label] = _by_seed(curves.get(label, {}) | own)
-        yield f"{name} {label}: {one.rounds} rounds, seeds {', '.join(cells[place]['ours'])}"
+        yield f"{name} {label}: {new.rounds} rounds, seeds {', '.join(cells[place]['ours'])}"
     about = f"{table.about}; {table.ours}. Curves are accuracy in per cent, a mean over clients."
     path.write_text(_lines("curves", {"about": about, "curves": curves}), encoding="utf-8")
     if (sheet := picture.picture(name, table, curves)) is not None:
@@ -112,14 +118,17 @@ def _record(
 
 
 def _numbers(
-    table: Table, place: tuple[str, str, str], one: Found, there: Mapping[str, Any]
+    table: Table, place: tuple[str, str, str], new: CellRuns, old: Mapping[str, Any]
 ) -> dict[str, Any]:
-    made: dict[str, Any] = dict(zip(("table", "row", "column"), place, strict=True))
-    for key, measure in zip(("ours", "beside"), table.measures(one.cell.column), strict=True):
+    """Returns a cell's entry, with the seeds of its old entry if that has as many rounds."""
+    entry: dict[str, Any] = dict(zip(("table", "row", "column"), place, strict=True))
+    for key, measure in zip(("ours", "beside"), table.measures(new.cell.column), strict=True):
         if measure:
-            own = {str(seed): round(measure(run), 2) for seed, run in one.runs.items()}
-            made[key] = _by_seed(there.get(key, {}) | own)
-    return made | {"rounds": one.rounds, "published_rounds": one.published_rounds}
+            own = {str(seed): round(measure(run), 2) for seed, run in new.runs.items()}
+            entry[key] = _by_seed(old.get(key, {}) | own)
+    partitions = {str(s): run.config.get("partition_seed", 0) for s, run in new.runs.items()}
+    entry["partition_seeds"] = _by_seed(old.get("partition_seeds", {}) | partitions)
+    return entry | {"rounds": new.rounds, "published_rounds": new.published_rounds}
 
 
 def _by_seed(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,7 +136,7 @@ def _by_seed(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(run: run_reader.Run) -> dict[str, Any]:
-    """What a run brought at each evaluation, null where nothing; and what is said of the whole."""
+    """Returns a run's numbers at each evaluation, null where there are none, and its totals."""
     lines = run.metrics
     curve: dict[str, Any] = {key: run.made.get(key, "unknown") for key in ("commit", "versions")}
     curve["round"] = [line["round"] for line in lines]
@@ -146,7 +155,7 @@ def _curve(run: run_reader.Run) -> dict[str, Any]:
 
 
 def _lines(key: str, whole: Mapping[str, Any]) -> str:
-    """JSON with a line for each of what stands under the key, the last one."""
+    """Returns JSON with a line for each item under the key, which is the last one."""
     each = whole[key]
     listed = isinstance(each, list)
     rows = [json.dumps(v) if listed else f"{json.dumps(k)}: {json.dumps(v)}"

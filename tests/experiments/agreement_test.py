@@ -1,4 +1,4 @@
-"""The count of cells that agree with the papers, on a folder made by hand."""
+"""Agreement with the published numbers, on cells worked out by hand."""
 
 import json
 from pathlib import Path
@@ -8,22 +8,31 @@ import pytest
 
 from experiments.papers import agreement
 from experiments.papers.table import Quick, Table
+from experiments.papers.tables import TABLES as PAPERS
 from fedjax_pfl.core.errors import UsageError
 
-CELLS = {
-    "fedavg": {"a": [50.0, 1.0], "b": [60.0, 2.0]},
+NUMBERS = {
+    "fedavg": {"a": [50.0, 3.0], "b": [60.0, 2.0]},
     "local": {"a": [40.0, 0.5], "b": 70.0},
     "pfedla": {"a": [55.0, 1.0], "b": None},
 }
-TABLES = {
-    "paper/table1": Table("", "", CELLS, str, None, None, "after", Quick((), 1)),  # type: ignore[arg-type]
-}
+
+
+def table(numbers: dict) -> Table:
+    return Table("", "", numbers, str, None, None, "after", Quick((), 1))  # type: ignore[arg-type]
+
+
+TABLES = {"paper/table1": table(NUMBERS), "paper/table2": table({"local": {"a": [1.0, 0.1]}})}
+SPREAD_OF_4 = (-4.0, 0.0, 4.0)  # sample deviation 4
 
 
 def cell(row: str, column: str, ours: list[float], rounds: int, **more: Any) -> dict:
     where = {"table": "paper/table1", "row": row, "column": column}
-    seeds = {str(seed): value for seed, value in enumerate(ours)}
-    return where | {"ours": seeds} | more | {"rounds": rounds, "published_rounds": 600}
+    by_seed = {str(seed): value for seed, value in enumerate(ours)}
+    partitions = more.pop("partitions", range(len(ours)))
+    seeds = {str(seed): partition for seed, partition in enumerate(partitions)}
+    lengths = {"rounds": rounds, "published_rounds": 600}
+    return where | {"ours": by_seed, "partition_seeds": seeds} | more | lengths
 
 
 def write(folder: Path, *cells: dict) -> None:
@@ -32,51 +41,70 @@ def write(folder: Path, *cells: dict) -> None:
 
 @pytest.fixture
 def folder(tmp_path):
-    """Of four cells with a spread two agree, one at its edge and at the published length."""
+    """Six cells, three of them with three seeds."""
     write(
         tmp_path,
-        cell("fedavg", "a", [51.0, 51.0], 600, beside={"0": 52.0, "1": 53.0}),
+        cell("fedavg", "a", [55 + x for x in SPREAD_OF_4], 600, partitions=[0, 0, 0]),
         cell("local", "a", [41.0, 40.2, 40.6], 60),
-        cell("pfedla", "a", [54.5], 60),
+        cell("pfedla", "a", [55.0], 60),
         cell("fedavg", "b", [57.0], 600, beside={"0": 58.0}),
-        cell("local", "b", [70.0], 600),
-        cell("pfedla", "b", [1.0], 600),
+        cell("local", "b", [70.0, 70.0, 70.0], 600),
+        cell("pfedla", "b", [1.0], 600),  # no published number
     )
     return tmp_path
 
 
+def verdicts(folder: Path) -> dict[str, str]:
+    cells = agreement.read(folder, TABLES)
+    return {f"{one.row}/{one.column}": one.verdict for one in cells}
+
+
+@pytest.mark.parametrize(("gap", "wanted"), [(5.0, "yes"), (5.01, "no"), (-5.0, "yes")])
+def test_a_cell_agrees_within_both_deviations_combined(gap, wanted, tmp_path):
+    """Published 50 ± 3, ours with deviation 4: the root of 9 + 16 is 5."""
+    write(tmp_path, cell("fedavg", "a", [50 + gap + x for x in SPREAD_OF_4], 600))
+    assert verdicts(tmp_path) == {"fedavg/a": wanted}
+
+
+def test_a_cell_of_fewer_than_three_seeds_or_without_a_published_deviation_has_no_verdict(folder):
+    write(folder, cell("fedavg", "a", [50.0, 50.0], 600), cell("local", "b", [70.0] * 3, 600))
+    assert verdicts(folder) == {"fedavg/a": "few seeds", "local/b": "-"}
+
+
 def test_cells_are_counted_by_hand(folder):
+    """Six numbers are published, of which five were run; two have three seeds and a deviation.
+
+    FedAvg is at 55 ± 4 (published 50 ± 3), Local at 40.6 ± 0.4 (40 ± 0.5): both agree.
+    """
     text = agreement.summary(folder, TABLES)
-    assert text.startswith(
-        "2 of 4 cells agree with the published number within its spread; "
-        "at the published length 1 of 2.\n"
+    head = " ".join(text.split("\n\n")[0].split())
+    assert head.startswith(
+        "The papers' tables have 6 numbers. 5 were run in the paper's settings: 3 at the published "
+        "length, 2 shorter. 2 can be judged, and 2 of them agree."
     )
+    assert "root of the sum of their squares" in head
+    assert "at least three seeds" in head
     rows = [" ".join(line.split()) for line in text.splitlines()]
-    assert "paper/table1 a 2 of 3 1 of 1 2 of 3 0.6 1 to 3" in rows
-    assert "paper/table1 b 0 of 1 0 of 1 0 of 1 3.0 1" in rows
-
-
-def test_a_step_over_the_edge_does_not_agree(folder):
-    write(folder, cell("fedavg", "a", [51.02], 600), cell("pfedla", "a", [54.5], 60))
-    assert agreement.summary(folder, TABLES).startswith("1 of 2 cells")
+    assert "paper/table1 5 3 2 2 of 2 2 of 5 0.6 1 to 3 1 to 3" in rows  # gaps 5, 0.6, 0, -3, 0
+    assert "paper/table2 1 0 0" in rows
 
 
 def test_cells_stand_beside_the_published_ones(folder):
-    (table,) = agreement.beside(folder, TABLES, "paper/table1", ["a", "b"])
-    assert table.heads == ["published", "ours", "seeds", "rounds", "agrees"]
-    assert table.rows == [
-        ["fedavg, a", "50.00 ± 1.00", "51.00 ± 0.00", "2", "600 of 600", "yes"],
-        ["fedavg, b", "60.00 ± 2.00", "57.00", "1", "600 of 600", "no"],
-        ["local, a", "40.00 ± 0.50", "40.60 ± 0.40", "3", "60 of 600", "no"],
-        ["local, b", "70.00", "70.00", "1", "600 of 600", "-"],
-        ["pfedla, a", "55.00 ± 1.00", "54.50", "1", "60 of 600", "yes"],
-        ["pfedla, b", "-", "1.00", "1", "600 of 600", "-"],
+    (shown,) = agreement.beside(folder, TABLES, "paper/table1", ["a", "b"])
+    assert shown.heads == ["published", "ours", "seeds", "partitions", "rounds", "agrees"]
+    assert shown.rows == [
+        ["fedavg, a", "50.00 ± 3.00", "55.00 ± 4.00", "3", "1", "600 of 600", "yes"],
+        ["fedavg, b", "60.00 ± 2.00", "57.00", "1", "1", "600 of 600", "few seeds"],
+        ["local, a", "40.00 ± 0.50", "40.60 ± 0.40", "3", "3", "60 of 600", "yes"],
+        ["local, b", "70.00", "70.00 ± 0.00", "3", "3", "600 of 600", "-"],
+        ["pfedla, a", "55.00 ± 1.00", "55.00", "1", "1", "60 of 600", "few seeds"],
+        ["pfedla, b", "-", "1.00", "1", "1", "600 of 600", "-"],
     ]
     (some,) = agreement.beside(folder, TABLES, "paper/table1", ["b"], ["pfedla", "local"])
     assert [row[0] for row in some.rows] == ["pfedla", "local"]
-    (whole,) = agreement.beside(folder, TABLES, "paper/table1", ["a", "b"], ["fedavg"])
-    assert whole.heads == ["published", "ours", "after", "seeds", "rounds", "agrees"]
-    assert [row[3] for row in whole.rows] == ["52.50 ± 0.71", "58.00"]
+    (second,) = agreement.beside(folder, TABLES, "paper/table1", ["b"], ["fedavg"])
+    assert second.heads[2] == "after"
+    assert second.rows[0][3] == "58.00"
     with pytest.raises(UsageError, match="no cell of paper/table1 was run in fedrep, c"):
         agreement.beside(folder, TABLES, "paper/table1", ["a", "c"], ["local", "fedrep"])
 
@@ -96,8 +124,24 @@ def test_what_is_wrong_is_one_line(tmp_path):
     with pytest.raises(UsageError, match=r"cells.json: no table has a cell paper/table1/pfedlo/a"):
         agreement.summary(tmp_path, TABLES)
     write(tmp_path, cell("local", "a", [41.0], 60), cell("local", "a", [40.0], 600))
-    with pytest.raises(UsageError, match=r"cells.json: paper/table1/local/a is there twice"):
+    with pytest.raises(UsageError, match=r"cells.json has paper/table1/local/a twice"):
         agreement.summary(tmp_path, TABLES)
-    write(tmp_path, cell("local", "b", [70.0], 600))
-    with pytest.raises(UsageError, match=r"cells.json has no cell with a published spread"):
-        agreement.summary(tmp_path, TABLES)
+
+
+def test_the_papers_tables_have_449_numbers():
+    """76 + 76 + 14 of pFedLA, 101 of pFedHN, 32 of FedMN, 72 + 16 + 62 of Factorized-FL."""
+    counts = {name: len(agreement.numbers(table)) for name, table in PAPERS.items()}
+    assert counts == {
+        "pfedla/table1": 76,  # ten methods, eight columns, no FedBN on four of them
+        "pfedla/table2": 76,
+        "pfedla/table3": 14,  # accuracy and traffic of three and four values of k
+        "pfedhn/table1": 56,
+        "pfedhn/table2": 30,
+        "pfedhn/table3": 12,
+        "pfedhn/table4": 3,
+        "fedmn/table2": 32,
+        # Nine methods: eight accuracies on two datasets and six on the domains; costs, which Local
+        # does not have, once for each of the three.
+        "factorized_fl/table1": 9 * (8 + 6) + 8 * 3,
+    }
+    assert sum(counts.values()) == 449

@@ -45,7 +45,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     runs.mkdir()
     there(runs / "a", "local", 0.6, eval_every=5, data_dir="elsewhere")
     (runs / "a" / "made.json").write_text('{"commit": "abc1234", "versions": "jax 1"}')
-    there(runs / "b", "local", 0.7, seed=2)
+    there(runs / "b", "local", 0.7, seed=2, partition_seed=2)
     there(runs / "c", "pfedla", 0.8, rounds=(10, 20))
     there(runs / "d", "pfedla", 0.1, rounds=(5,), seed=1)  # shorter
     there(runs / "e", "fedavg", 0.1, learning_rate=0.5)  # not the published settings
@@ -66,6 +66,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
             "column": "cifar10-n10",
             "ours": {"0": 60.0, "2": 70.0},
             "beside": {"0": 65.0, "2": 75.0},
+            "partition_seeds": {"0": 0, "2": 2},
             "rounds": 10,
             "published_rounds": 600,
         },
@@ -75,6 +76,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
             "column": "cifar10-n10",
             "ours": {"0": 80.0},
             "beside": {"0": 85.0},
+            "partition_seeds": {"0": 0},
             "rounds": 20,
             "published_rounds": 600,
         },
@@ -93,15 +95,19 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     }
     assert whole["curves"]["local/cifar10-n10"]["2"]["commit"] == "unknown"
     assert (results / "pfedla-table1-full.png").is_file()
-    assert agreement.summary(results, TABLE).startswith("0 of 2 cells agree")  # of the paper's
+    summary = agreement.summary(results, TABLE)
+    assert "76 numbers. 2 were run" in summary  # the variant has no published number
     (beside,) = agreement.beside(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
-    assert beside.rows == [["ditto", "-", "90.00", "95.00", "1", "10 of 600", "-"]]
-    assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist_digits-n10"])
+    assert beside.rows == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
+    assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist-n10"])
 
     # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
     later = tmp_path / "later"
     later.mkdir()
     there(later / "a", "local", 0.5, seed=1)
+    there(later / "c", "local", 0.6, seed=2)
+    there(later / "d", "local", 0.7, seed=2, partition_seed=2)
+    there(later / "e", "local", 0.8, seed=2, partition_seed=1)
     there(later / "b", "pfedla", 0.9, rounds=(10, 20, 30), seed=1)
     assert record.record(TABLE, later, results) == [
         f"{NAME} local/cifar10-n10: 10 rounds, seeds 0, 1, 2",
@@ -109,6 +115,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     ]
     kept, _ = cells(results)
     assert kept["local"]["ours"] == {"0": 60.0, "1": 50.0, "2": 70.0}
+    assert kept["local"]["partition_seeds"] == {"0": 0, "1": 0, "2": 2}
     assert (kept["pfedla"]["ours"], kept["pfedla"]["rounds"]) == ({"1": 90.0}, 30)
     curves = json.loads((results / "pfedla-table1-full.json").read_text())["curves"]
     assert {label: [*own] for label, own in curves.items()} == {
@@ -116,7 +123,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
         "pfedla/cifar10-n10": ["1"],
         "ditto/cifar10-n10": ["0"],
     }
-    assert f"{NAME} pfedla/cifar10-n10: left out, 30 rounds are there" in record.record(
+    assert f"{NAME} pfedla/cifar10-n10: left out, 30 rounds are recorded" in record.record(
         TABLE, runs, results
     )
     assert cells(results)[0] == kept
@@ -142,12 +149,12 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
             "1": {"round": [2, 5, 10], "before": [9.0, 40.0, 70.0], "after": [1.0, 1.0, 1.0]},
         },
         "pfedla/cifar10-n10": {"0": {"round": [10], "before": [65.0], "after": [1.0]}},
-        "local/emnist_digits-n10": {"0": {"round": [10], "before": [90.0], "after": [1.0]}},
-        "ditto/emnist_digits-n10": {"0": {"round": [10], "before": [91.0], "after": [1.0]}},
+        "local/emnist-n10": {"0": {"round": [10], "before": [90.0], "after": [1.0]}},
+        "ditto/emnist-n10": {"0": {"round": [10], "before": [91.0], "after": [1.0]}},
     }
     sheet = picture.picture(NAME, TABLE[NAME], curves)
     emnist, cifar = sheet.axes
-    assert [axes.get_title() for axes in sheet.axes] == ["emnist_digits-n10", "cifar10-n10"]
+    assert [axes.get_title() for axes in sheet.axes] == ["emnist-n10", "cifar10-n10"]
     lines = {line.get_label(): line.get_xydata().tolist() for line in cifar.lines[:2]}
     assert lines == {"local": [[5, 35], [10, 65]], "pfedla": [[10, 65]]}
     (local, pfedla), (alone,) = cifar.containers, emnist.containers
@@ -169,28 +176,25 @@ def test_panels_of_one_dataset_have_one_scale():
     A beginning is cut off where it is far below the end, and not where it is above it.
     """
     own = {"0": {"round": [2, 3, 5, 10], "before": [10.0, 95.0, 90.0, 90.0], "after": [1.0] * 4}}
-    curves = {
-        f"local/{column}": own
-        for column in ("emnist_digits-n10", "emnist_digits-n100", "cifar10-n10")
-    }
+    curves = {f"local/{column}": own for column in ("emnist-n10", "emnist-n100", "cifar10-n10")}
     ten, hundred, cifar = picture.picture(NAME, TABLE[NAME], curves).axes
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((88.54 - 6.46, 95 + 0.646))
     assert cifar.get_ylim() != ten.get_ylim()
     # Nor is there room below the lowest of all that is drawn for the dataset, 87 at the beginning.
     level = {"0": {"round": [2, 3, 5, 10], "before": [90.0] * 4}}
     below = {"0": {"round": [2, 3, 5, 10], "before": [87.0, 90.0, 90.0, 90.0]}}
-    curves = {"local/emnist_digits-n10": level, "local/emnist_digits-n100": below}
+    curves = {"local/emnist-n10": level, "local/emnist-n100": below}
     ten, hundred = picture.picture(NAME, TABLE[NAME], curves).axes
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((87 - 0.4, 91.43 + 0.4))
 
 
 def test_what_is_no_accuracy_has_no_panel():
-    bytes_alone = {"k=0/emnist_digits-MiB": {"0": {"round": [10], "before": [65.0]}}}
+    bytes_alone = {"k=0/emnist-MiB": {"0": {"round": [10], "before": [65.0]}}}
     table = TABLES["pfedla/table3"]
     assert picture.picture("pfedla/table3", table, bytes_alone) is None
-    both = {**bytes_alone, "k=0/emnist_digits-accuracy": bytes_alone["k=0/emnist_digits-MiB"]}
+    both = {**bytes_alone, "k=0/emnist-accuracy": bytes_alone["k=0/emnist-MiB"]}
     (axes,) = picture.picture("pfedla/table3", table, both).axes
-    assert axes.get_title() == "emnist_digits-accuracy"
+    assert axes.get_title() == "emnist-accuracy"
 
 
 def test_what_a_method_observes_is_kept_and_null_where_it_did_not(tmp_path, results):

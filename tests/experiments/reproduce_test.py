@@ -38,7 +38,7 @@ def there(path, cell, seed, score, options=FULL, finished=True, **given):
         if f"{p.cell.row}/{p.cell.column}" == cell
     ]
     config = one.config.copy_and_resolve_references()
-    config.update(seed=seed, **given)
+    config.update(seed=seed, partition_seed=seed, **given)
     plain = json.loads(json.dumps(configuration.resolved(config)))
     return made(path, [score] * 3, plain, finished)
 
@@ -67,7 +67,7 @@ def test_the_page_to_the_letter(tmp_path, at_hand):
     assert lines[10:] == [
         "per_fedavg  52.54 ± 1.79       not run",
         "",
-        "Not the published settings: rounds 60 in place of 600.",
+        "Not the published settings: rounds 60 instead of 600.",
     ]
 
 
@@ -96,20 +96,20 @@ def test_quick_says_what_it_leaves_out(tmp_path, at_hand):
     assert text.count("not run") == 11
     said = " ".join(text.split())
     assert "Left out: cifar10-iid, cifar10-permuted-iid, cifar10-noniid, cifar10-GB, svhn" in said
-    assert "dataset digits in place of cifar10" in said
-    assert "rounds 10 in place of 50" in said
-    assert "There is no gap where other data stand in" in said
+    assert "dataset digits instead of cifar10" in said
+    assert "rounds 10 instead of 50" in said
+    assert "No gap is shown for runs on other data" in said
     own = " ".join(shown(Options("pfedla/table1"), tmp_path).split())
     assert "dataset digits" not in own
-    assert "rounds 4 in place of 600; classes.examples 100 in place of 600" in own
+    assert "rounds 4 instead of 600; classes.examples 100 instead of 600" in own
 
 
 def test_runs_are_shown_where_their_data_are_not_at_hand(tmp_path, at_hand):
-    options = FULL._replace(cells=("local/emnist_digits-n10", "fedavg/emnist_digits-n10"), seeds=1)
-    there(tmp_path / "a", "local/emnist_digits-n10", 0, 0.9, options)
-    text = shown(options, tmp_path)
+    options = FULL._replace(cells=("local/emnist-n10", "fedavg/emnist-n10"), seeds=1)
+    there(tmp_path / "a", "local/emnist-n10", 0, 0.9, options)
+    text = " ".join(shown(options, tmp_path).split())
     assert text.count("no data") == text.count("not run") == 1
-    assert text.splitlines()[-1] == "fedavg/emnist_digits-n10: get it there"
+    assert text.splitlines()[-1] == "fedavg/emnist-n10: get it there"
     assert "90.00  +0.99" in text
 
 
@@ -122,13 +122,13 @@ def test_there_is_no_gap_between_different_data(tmp_path, at_hand):
 
 def test_settings_on_the_command_line(tmp_path, at_hand):
     options = FULL._replace(changes=["lenet.batch_norm=false", "momentum=0.9"])
-    text = shown(options, tmp_path)
-    assert "momentum 0.9 in place of 0.0" in text
-    assert "lenet.batch_norm false in place of true" in text
+    text = " ".join(shown(options, tmp_path).split())
+    assert "momentum 0.9 instead of 0.0" in text
+    assert "lenet.batch_norm false instead of true" in text
     bad = FULL._replace(changes=["momentom=0.9"])
     assert "no setting momentom; did you mean momentum?" in message(shown, bad, tmp_path)
-    text = shown(FULL._replace(changes=["clip_norm=10.", "model=mlp"]), tmp_path)
-    assert "clip_norm 10.0 in place of unset; model mlp in place of lenet" in text
+    text = " ".join(shown(FULL._replace(changes=["clip_norm=10.", "model=mlp"]), tmp_path).split())
+    assert "clip_norm 10.0 instead of unset; model mlp instead of lenet" in text
 
 
 # What is run.
@@ -163,7 +163,7 @@ def test_what_is_missing_is_run_and_what_was_cut_goes_on(tmp_path, at_hand, ran,
     assert ran[3][2] == cut
     assert len({one[2] for one in ran}) == 5
     captured = capsys.readouterr()
-    assert "6 runs: 1 are there, 1 go on, 4 are missing" in captured.err
+    assert "6 runs: 1 exist, 1 are resumed, 4 are missing" in captured.err
     assert "local/cifar10-n10: no room for this" in captured.out
     assert "cannot be run" in captured.out
     text, page = ((tmp_path / f"pfedla-table1-full.{x}").read_text() for x in ("txt", "md"))
@@ -183,7 +183,7 @@ def test_one_run_serves_all_of_its_cells(tmp_path, at_hand, ran):
 
 def test_a_run_that_cannot_be_is_said_of_all_of_its_cells(tmp_path, at_hand, ran, capsys):
     options = Options("fedmn/table2", cells=("local/*",), out=tmp_path / "new")
-    assert message(reproduce.reproduce, options) == "no run came to its end: no room for this"
+    assert message(reproduce.reproduce, options) == "no run finished: no room for this"
     assert not options.out.exists()
     assert len(ran) == 1
     assert capsys.readouterr().out.count("cannot be run") == 4
