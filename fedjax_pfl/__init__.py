@@ -1,7 +1,113 @@
-"""Personalised federated learning, compiled."""
+"""Personalised federated learning in JAX: all simulated clients train in one compiled program.
 
-from fedjax_pfl.data import arrays
+The loop, with the parts that it is made of:
+
+    import fedjax_pfl as pfl
+
+    data = pfl.partition(pfl.datasets.digits(), "classes", clients=10, per_client=4)
+    training = pfl.local_sgd(learning_rate=0.05, epochs=5)
+    method = pfl.fedper(pfl.networks.MLP(outputs=10), data.task, training, data.federation)
+
+    simulation = pfl.Simulation(method, data)
+    state = simulation.init()
+    for t in range(20):
+        state, log = simulation.run_round(state, t)
+    scores = simulation.evaluate(state, 20)
+
+`run` and `run_all` do the same from a configuration, with a run directory, checkpoints and a
+report.
+"""
+
+from fedjax_pfl import networks, transforms
+from fedjax_pfl.algorithms import (
+    apfl,
+    clustered_fl,
+    ditto,
+    factorized_fl,
+    fedala,
+    fedamp,
+    fedas,
+    fedavg,
+    fedavg_plus,
+    fedbabu,
+    fedbn,
+    feddyn,
+    fedem,
+    fedfomo,
+    fedmn,
+    fedpac,
+    fedper,
+    fedproto,
+    fedprox,
+    fedrep,
+    fedrod,
+    l2gd,
+    lg_fedavg,
+    local,
+    per_fedavg,
+    pfedgraph,
+    pfedhn,
+    pfedhn_pc,
+    pfedla,
+    pfedme,
+    pfedpara,
+    scaffold,
+)
+from fedjax_pfl.core.algorithm import Algorithm, State
+from fedjax_pfl.core.local_training import local_sgd, local_training
+from fedjax_pfl.data import arrays, datasets
+from fedjax_pfl.data.partition import PartitionedData, partition
+from fedjax_pfl.engine.simulation import Evaluation, RoundLog, Simulation
 from fedjax_pfl.runs.runner import Result, run, run_all
 
 __version__ = "0.1.0"
-__all__ = ["Result", "arrays", "run", "run_all"]
+__all__ = [
+    "Algorithm",
+    "Evaluation",
+    "PartitionedData",
+    "Result",
+    "RoundLog",
+    "Simulation",
+    "State",
+    "apfl",
+    "arrays",
+    "clustered_fl",
+    "datasets",
+    "ditto",
+    "factorized_fl",
+    "fedala",
+    "fedamp",
+    "fedas",
+    "fedavg",
+    "fedavg_plus",
+    "fedbabu",
+    "fedbn",
+    "feddyn",
+    "fedem",
+    "fedfomo",
+    "fedmn",
+    "fedpac",
+    "fedper",
+    "fedproto",
+    "fedprox",
+    "fedrep",
+    "fedrod",
+    "l2gd",
+    "lg_fedavg",
+    "local",
+    "local_sgd",
+    "local_training",
+    "networks",
+    "partition",
+    "per_fedavg",
+    "pfedgraph",
+    "pfedhn",
+    "pfedhn_pc",
+    "pfedla",
+    "pfedme",
+    "pfedpara",
+    "run",
+    "run_all",
+    "scaffold",
+    "transforms",
+]

@@ -16,7 +16,7 @@ DATASETS: dict[str, dict[str, Any]] = {
     "synthetic": {"model": "mlp"},
     "mnist": {"model": "lenet", "learning_rate": 0.005},
     "fashion_mnist": {"model": "lenet", "learning_rate": 0.005},
-    "emnist": {"model": "lenet", "learning_rate": 0.005},
+    "emnist_byclass": {"model": "lenet", "learning_rate": 0.005},
     "emnist_digits": {"model": "lenet", "learning_rate": 0.005},
     "emnist_letters": {"model": "lenet", "learning_rate": 0.005},
     "svhn_cropped": {"model": "lenet"},

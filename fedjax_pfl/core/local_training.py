@@ -13,6 +13,7 @@ import optax
 
 from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
 
@@ -53,6 +54,71 @@ def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **how: Any) -> Trai
       how: as for `training_by`.
     """
     return training_by(optimizers.sgd(momentum, weight_decay), **how)
+
+
+def local_sgd(
+    learning_rate: float = 0.01,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int = 32,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    clip_norm: float | None = None,
+    keep_optimizer: bool = False,
+) -> Training:
+    """Local SGD: what a client does with the model that it receives in a round.
+
+    Args:
+      learning_rate: Learning rate.
+      epochs: Passes over the client's training examples. Default: 1, unless `steps` is given.
+      steps: Number of batches instead of epochs, the same for every client.
+      batch_size: Examples of a gradient step.
+      momentum: Momentum of SGD.
+      weight_decay: Weight decay, added to the gradient before momentum.
+      clip_norm: Largest norm of a gradient. Default: no limit.
+      keep_optimizer: Whether a client keeps its momentum from round to round.
+    """
+    if epochs is not None and steps is not None:
+        raise UsageError("give epochs or steps, not both")
+    return sgd(
+        learning_rate=learning_rate,
+        epochs=epochs or (None if steps else 1),
+        steps=steps,
+        batch_size=batch_size,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        clip_norm=clip_norm,
+        keep_optimizer=keep_optimizer,
+    )
+
+
+def local_training(
+    optimizer: optax.GradientTransformation,
+    *,
+    epochs: int | None = None,
+    steps: int | None = None,
+    batch_size: int = 32,
+    clip_norm: float | None = None,
+    keep_optimizer: bool = False,
+) -> Training:
+    """Local training with any optax optimiser that needs gradients and parameters only.
+
+    Args:
+      optimizer: With its learning rate, such as `optax.adamw(1e-3)`.
+      epochs, steps, batch_size, clip_norm, keep_optimizer: As for `local_sgd`.
+    """
+    if epochs is not None and steps is not None:
+        raise UsageError("give epochs or steps, not both")
+    return training_by(
+        optimizers.with_rate(optimizer),
+        learning_rate=1.0,
+        epochs=epochs or (None if steps else 1),
+        steps=steps,
+        batch_size=batch_size,
+        clip_norm=clip_norm,
+        keep_optimizer=keep_optimizer,
+    )
 
 
 def training_by(

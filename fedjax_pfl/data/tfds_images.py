@@ -16,18 +16,18 @@ _NORMAL: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "mnist": ((0.1307,), (0.3081,)),
     "fashion_mnist": ((0.2860,), (0.3530,)),
-    "emnist": ((0.1736,), (0.3317,)),
+    "emnist_byclass": ((0.1736,), (0.3317,)),
     "emnist_digits": ((0.1733,), (0.3317,)),
     "emnist_letters": ((0.1722,), (0.3309,)),
     "svhn_cropped": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "omniglot": ((0.9195,), (0.2334,)),
 }
-_WITHIN = {"emnist_digits": "emnist"}  # a larger dataset, whose first classes are these
+_WITHIN = {"emnist_digits": "emnist_byclass"}  # a larger dataset, whose first classes are these
 
 
 def folder(name: str) -> str:
     """Where tfds keeps a dataset; those of EMNIST are configurations of one."""
-    return {"emnist": "emnist/byclass"}.get(name, name.replace("emnist_", "emnist/"))
+    return name.replace("emnist_", "emnist/")
 
 
 def source_of(name: str, data_dir: DataDir) -> str:
@@ -242,7 +242,7 @@ SOURCES: dict[str, Callable[..., Dataset]] = {
     "cifar100": _images("cifar100", 100),
     "mnist": _images("mnist", 10),
     "fashion_mnist": _images("fashion_mnist", 10),
-    "emnist": _images("emnist", 62, _upright),
+    "emnist_byclass": _images("emnist_byclass", 62, _upright),
     "emnist_digits": _images("emnist_digits", 10, _upright),
     "emnist_letters": _images("emnist_letters", 26, _upright, first=1),
     "svhn_cropped": _images("svhn_cropped", 10),

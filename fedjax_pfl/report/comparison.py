@@ -72,6 +72,8 @@ def group(runs: Sequence[Run]) -> list[Row]:
     members: dict[str, dict[int, Run]] = {}
     for run in runs:
         shared = common(run.config, known)
+        if run.examples != "":
+            shared["examples"] = run.examples or f"unknown in {run.directory}"
         key = json.dumps(shared, sort_keys=True)
         configs[key] = shared
         seeds = members.setdefault(key, {})
@@ -253,6 +255,10 @@ def _differences(row: Row, first: Row, stage: str) -> np.ndarray | str:
         return "other seeds"
     if problem(row.config) != problem(first.config):
         return "other clients"
+    if len(examples := {run.examples for run in (*row.runs, *first.runs)}) > 1:
+        return "other examples"
+    if None in examples and row is not first:
+        return "examples unknown"
     ours, theirs = _scores(row, stage), _scores(first, stage)
     if ours.keys() != theirs.keys() or not ours:
         return "other clients"

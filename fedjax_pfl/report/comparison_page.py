@@ -1,6 +1,5 @@
 """Rows of runs side by side: tables in four formats, curves, and a page of them."""
 
-import csv
 import html
 import io
 import math
@@ -11,7 +10,7 @@ from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report import comparison, figures, text_tables
+from fedjax_pfl.report import comparison, csv_tables, figures, text_tables
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.comparison import Paired, Row
 from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
@@ -195,10 +194,7 @@ def as_csv(rows: Sequence[Row]) -> str:
         line |= {"paired_clients": None if row is rows[0] else pairs}
         written.append(line | {f"observed_{k}": v for k, v in comparison.vital(row).items()})
     buffer = io.StringIO()
-    heads = list(dict.fromkeys(key for line in written for key in line))
-    writer = csv.DictWriter(buffer, heads, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(written)
+    csv_tables.write(buffer, written)
     return buffer.getvalue().rstrip("\n")
 
 

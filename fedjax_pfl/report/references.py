@@ -70,7 +70,7 @@ def same_work(run: Run, others: Sequence[Run]) -> dict[str, Run]:
     return {
         method_labels.row(str(other.config.get("algorithm"))): other
         for other in others
-        if work(other.config) == work(run.config)
+        if work(other.config) == work(run.config) and other.examples == run.examples
     }
 
 
@@ -95,6 +95,8 @@ def find(run: Run) -> dict[str, Run]:
         except UsageError:
             continue  # damaged, or nothing to compare yet
         apart = len(different(ours, whole))
+        if other.examples != run.examples:
+            continue
         if other.finished and (method not in best or apart < best[method][0]):
             best[method] = apart, other
     return {METHODS[method]: best[method][1] for method in METHODS if method in best}

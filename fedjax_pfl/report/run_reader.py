@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.report import csv_tables
 
 Record = Mapping[str, Any]  # one line of metrics.jsonl
-CONFIG, METRICS, CLIENTS, TRAFFIC, MADE, REPORT = (
+CONFIG, METRICS, CLIENTS, TRAFFIC, MADE, REPORT, EXAMPLES = (
     "config.json",
     "metrics.jsonl",
     "clients.csv",
     "traffic.json",
     "made.json",
     "report.html",
+    "data.json",
 )
 STAGES = ("before", "after", "validation")
 _DEEPEST = 12  # levels of settings in settings, of which there are three
@@ -39,6 +41,8 @@ class Run(NamedTuple):
     traffic: Mapping[str, Any] = {}  # bytes by layer and direction, likewise
     made: Mapping[str, Any] = {}  # the command, the versions and the date
     finished: bool = True
+    # digest of the examples of files; "": the configuration says which examples; None: unknown
+    examples: str | None = ""
 
     @property
     def seed(self) -> int:
@@ -68,7 +72,8 @@ def read(directory: Path) -> Run:
         if (directory / TRAFFIC).is_file():
             traffic = _reading(directory / TRAFFIC, again, _traffic)
     made = read_made(directory)
-    return Run(directory, config, metrics, clients, traffic, made, finished)
+    examples = examples_of(directory, config)
+    return Run(directory, config, metrics, clients, traffic, made, finished, examples)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -86,10 +91,23 @@ def read_made(directory: Path) -> dict[str, Any]:
         return {}
 
 
+def examples_of(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the digest of a run's examples: "" if it reads no files, None if it is unknown."""
+    return read_examples(directory) if ":" in str(config.get("dataset")) else ""
+
+
+def read_examples(directory: Path) -> str | None:
+    """Returns the digest in data.json, or None if it is missing or damaged."""
+    try:
+        return str(_json(directory / EXAMPLES)["digest"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def read_deviation(directory: Path) -> float | None:
     """That of a regression's targets, as far as it is there: nothing depends on it."""
     try:
-        found = float(_json(directory / "data.json")["score_deviation"])
+        found = float(_json(directory / EXAMPLES)["score_deviation"])
         return found if 0 < found < _LARGEST else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -227,7 +245,7 @@ def _clients(path: Path) -> list[dict[str, Any]]:
 def _cell(column: str, text: str, row: int) -> Any:
     """Numbers as numbers, and None where there is none."""
     if column in _TEXTS:
-        return text
+        return csv_tables.unescaped(text)
     if not text:
         return None
     for kind in (int, float):

@@ -1,7 +1,8 @@
 """Runs of the same work that the report sets beside a run: those that are given, or asked for."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -38,6 +39,19 @@ def check(
 
         resolved = [run_reader.as_read(configuration.resolved(one, words)) for one in each]
         references.check(resolved, references.given(settings.beside))
+
+
+def check_examples(configs: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    """Raises UsageError if a run that `beside` names has other examples than those of data.json."""
+    for named in {str(config["beside"]) for config in configs if config.get("beside")}:
+        from fedjax_pfl.report import references
+
+        for run in references.given(named):
+            if run.examples != facts.get("digest", ""):
+                raise UsageError(
+                    f"{run.directory} is a run on other examples, or its data.json is missing; it "
+                    "cannot be set beside this one"
+                )
 
 
 def given(run: run_reader.Run) -> dict[str, run_reader.Run]:

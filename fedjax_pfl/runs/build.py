@@ -19,11 +19,18 @@ from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suited
 from fedjax_pfl.data.augment import on_normalised
-from fedjax_pfl.engine import far_rows, forecast, memory_estimate, multiprocess, sweep
+from fedjax_pfl.engine import (
+    execution_plan,
+    far_rows,
+    forecast,
+    memory_estimate,
+    multiprocess,
+    sweep,
+)
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.records import Rounds
 from fedjax_pfl.runs import points
-from fedjax_pfl.runs.phase import Phase, Work, at_once
+from fedjax_pfl.runs.phase import Phase, Work
 
 # XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
 _SLACK = 4 / 3
@@ -94,7 +101,7 @@ def build(
     phases, states, begin = list[Phase](), list[Any](), 0
     each = [one.phases for one in specified]
     cohorts = (one.settings.clients_per_round or config.clients for one in each[0])
-    mesh = _mesh(config.devices, max(cohorts), several=len(configs) > 1)
+    mesh = execution_plan.mesh(config.devices, max(cohorts), several=len(configs) > 1)
     unread = points.differing(configs)
     for number, same in enumerate(zip(*each, strict=True)):
         alike = [one.settings for one in same]
@@ -258,32 +265,6 @@ def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
     return federation._replace(active=~federation.active)
 
 
-def _mesh(devices: int | None, cohort: int, *, several: bool) -> jax.sharding.Mesh | None:
-    """All devices; on a CPU, unless a number is given, no more than there are clients in a round.
-
-    several: runs are computed by one program, which JAX 0.11 cannot compile for several devices of
-      a CPU: XLA ends the process. 0.10 and 0.12 can.
-
-    A core whose device has no client to train would wait; without one it helps with the products of
-    the others, which takes .6 of the time where there is one client on two cores.
-    """
-    chosen = multiprocess.devices(devices)
-    if devices is None and multiprocess.count() == 1 and chosen[0].platform == "cpu":
-        chosen = chosen[:cohort]
-    on_cpus = chosen[0].platform == "cpu" and len(chosen) > 1
-    if several and on_cpus and jax.__version_info__[:2] == (0, 11):
-        if devices is not None or multiprocess.count() > 1:
-            raise UsageError(
-                f"JAX {jax.__version__} cannot compile several runs as one program over "
-                f"{len(chosen)} CPU devices; use devices=1, run them one by one, or take JAX 0.12"
-            )
-        chosen = chosen[:1]
-    if len(chosen) == 1:
-        return None
-    axis = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((len(chosen),), ("clients",), axis, devices=chosen)
-
-
 def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, Any]:
     """A phase of as many clients at a time as memory_gb has room for; the state's shapes after it.
 
@@ -292,7 +273,7 @@ def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, A
       before: the state's shapes at the end of the phase before.
     """
     one, clients = work.alike[0], work.federation.clients
-    chosen = Plan(one.conv, one.chunk or at_once(clients))
+    chosen = Plan(one.conv, one.chunk or execution_plan.at_once(clients))
     if recorded:
         conv = recorded.conv if one.conv == "auto" else one.conv
         chosen = Plan(conv, one.chunk or recorded.chunk)

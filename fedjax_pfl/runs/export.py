@@ -32,7 +32,7 @@ from fedjax_pfl.networks.modular import Modular, Routed
 from fedjax_pfl.networks.own import Own
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner
-from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.build import build, described
 from fedjax_pfl.runs.run_state import restored as from_checkpoint
 from fedjax_pfl.runs.run_state import table, templates
 
@@ -89,6 +89,7 @@ def restored(
     words, here = custom.added(here, **brought)
     settings = configuration.complete(here, words)
     built = build(settings, words=words, plans=run_directory.read_plans(directory))
+    run_directory.check_examples(directory, described(built))
     store = checkpoints.open_store(folder, only_read=True)
     resolved = json.loads(json.dumps(configuration.resolved(settings, words)))
     try:

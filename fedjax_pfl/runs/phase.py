@@ -22,7 +22,7 @@ from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.data.checks import holder
-from fedjax_pfl.engine import sweep
+from fedjax_pfl.engine import execution_plan, sweep
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.engine.on_device import OnDevice
 from fedjax_pfl.engine.records import Plain, Rounds
@@ -120,7 +120,9 @@ class Work:
         def make(values: Mapping[str, Any]) -> Any:
             return plain(_algorithm(self, plan.conv, values))
 
-        return sweep.make_rounds(make, self._values, self.mesh, at_once(len(self.alike)))
+        return sweep.make_rounds(
+            make, self._values, self.mesh, execution_plan.at_once(len(self.alike))
+        )
 
 
 class Phase(NamedTuple):
@@ -324,11 +326,6 @@ def _suiting(federation: Federation) -> tuple[str, ...]:
     if np.issubdtype(federation.input_dtype, np.integer):
         return ("lstm", "transformer")
     return {1: ("mlp",), 2: ("cnn1d", "mlp")}.get(len(federation.input_shape), ("small", "mlp"))
-
-
-def at_once(count: int) -> int:
-    """On a CPU one client at a time fills a core; an accelerator wants them all together."""
-    return 1 if jax.default_backend() == "cpu" else count
 
 
 def boundary(one: ConfigDict, begin: int, now: int) -> int:

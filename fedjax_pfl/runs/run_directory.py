@@ -1,7 +1,6 @@
 """A run directory's files: what is in it, who may use it, and how they are written whole."""
 
 import contextlib
-import csv
 import datetime
 import errno
 import json
@@ -20,7 +19,7 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError, removed
 from fedjax_pfl.engine.execution_plan import Plan, machine
 from fedjax_pfl.engine.ledger import Ledger
-from fedjax_pfl.report import run_reader
+from fedjax_pfl.report import csv_tables, run_reader
 
 try:
     import fcntl
@@ -181,9 +180,7 @@ def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
     """clients.csv: a row per client."""
     part = directory / "clients.csv.part"
     with open(part, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+        csv_tables.write(file, rows)
     os.replace(part, directory / "clients.csv")
 
 
@@ -263,23 +260,32 @@ def _command() -> str:
 
 
 def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
-    """data.json: what the numbers of examples stand for, and a digest of what files held.
+    """Writes data.json: what the numbers of examples stand for, and a digest of files' examples.
 
-    UsageError where the run began with files that held something else.
+    Raises UsageError if the run began with other examples.
     """
     if not facts:
         return
-    path = directory / "data.json"
-    try:
-        there = json.loads(path.read_text())["digest"]
-    except (OSError, ValueError, TypeError, KeyError):
-        there = facts.get("digest")
-    if there != facts.get("digest"):
+    if (directory / run_reader.EXAMPLES).exists() or any(directory.glob("checkpoints/[0-9]*")):
+        check_examples(directory, facts)
+    write_json(directory / run_reader.EXAMPLES, facts)
+
+
+def check_examples(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Raises UsageError if a run was begun with other examples, or if nothing says with which."""
+    recorded = run_reader.read_examples(directory)
+    if "digest" not in facts or recorded == facts["digest"]:
+        return
+    if recorded is None:
         raise UsageError(
-            f"{directory} was begun with other examples: the files that it reads have changed "
-            "since; put them back, or choose another workdir"
+            f"{directory / run_reader.EXAMPLES} is missing or damaged, so nothing says whether "
+            "this run was begun with the same examples; bring it back from a copy, or choose "
+            "another workdir"
         )
-    write_json(path, facts)
+    raise UsageError(
+        f"{directory} was begun with other examples: the files that it reads have changed "
+        "since; put them back, or choose another workdir"
+    )
 
 
 def write_plans(directory: Path, plans: Sequence[Plan]) -> None:

@@ -71,7 +71,13 @@ def recorded(result: Result) -> run_reader.Run:
     traffic = run_directory.traffic(result.ledger)
     made = run_reader.read_made(result.directory)
     return run_reader.Run(
-        result.directory, result.config, result.metrics, result.clients, traffic, made
+        result.directory,
+        result.config,
+        result.metrics,
+        result.clients,
+        traffic,
+        made,
+        examples=run_reader.examples_of(result.directory, result.config),
     )
 
 
@@ -181,6 +187,7 @@ def run_points(
     tell(f"state and examples need at least {built.needs}; store={built.phases[0].store}")
     fixed = functools.cache(functools.partial(fixed_length, built))
     facts = described(built)
+    beside.check_examples([member.config for member in members], facts)
     with contextlib.ExitStack() as kept:
         stop = stop or kept.enter_context(on_keyboard(saves=workdir is not None))
         for member in members if workdir is not None and multiprocess.lead() else []:

@@ -48,13 +48,13 @@ def test_a_core_without_a_client_is_no_device(cohort, devices, used):
 def test_accelerators_and_several_processes_keep_all_devices(monkeypatch):
     """An idle accelerator costs the others nothing, and each process has its part in a round."""
     there = [SimpleNamespace(platform="gpu")] * 4
-    monkeypatch.setattr(build.multiprocess, "devices", lambda most: there[:most])
-    monkeypatch.setattr(build.jax, "make_mesh", lambda shape, *_, **__: shape)
-    assert build._mesh(None, 1, several=False) == (4,)
+    monkeypatch.setattr(execution_plan.multiprocess, "devices", lambda most: there[:most])
+    monkeypatch.setattr(execution_plan.jax, "make_mesh", lambda shape, *_, **__: shape)
+    assert execution_plan.mesh(None, 1, several=False) == (4,)
     there[:] = [SimpleNamespace(platform="cpu")] * 4
-    assert build._mesh(None, 3, several=False) == (3,)
-    monkeypatch.setattr(build.multiprocess, "count", lambda: 2)
-    assert build._mesh(None, 3, several=False) == (4,)
+    assert execution_plan.mesh(None, 3, several=False) == (3,)
+    monkeypatch.setattr(execution_plan.multiprocess, "count", lambda: 2)
+    assert execution_plan.mesh(None, 3, several=False) == (4,)
 
 
 def test_lines_for_people():

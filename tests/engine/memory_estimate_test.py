@@ -6,7 +6,7 @@ import pytest
 
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import memory_estimate, rounds
+from fedjax_pfl.engine import execution_plan, memory_estimate, rounds
 from fedjax_pfl.engine.map_clients import map_clients
 from fedjax_pfl.runs import build, phase
 from tests import programs
@@ -83,7 +83,7 @@ BASE = {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "r
 @pytest.mark.slow("programs at full size")
 def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
     """As on an accelerator, where all are trained together unless memory is short."""
-    monkeypatch.setattr(build, "at_once", lambda count: count)
+    monkeypatch.setattr(execution_plan, "at_once", lambda count: count)
     tried = []
 
     def make(*arguments, chunk, **settings):

@@ -256,11 +256,8 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     monkeypatch.setattr(benchmark.flags, "FLAGS", given)
     monkeypatch.setattr(benchmark, "prepare_devices", lambda: None)
     monkeypatch.setattr(benchmark, "measured", lambda *_, **__: dict(seen))
-
-    def measured(*given):
-        return {key: {str(given[:3]): 2.0} for key in ("ms_per_client_step", "times_the_first")}
-
-    monkeypatch.setattr(layouts, "measured", measured)
+    keys = ("ms_per_client_step", "times_the_first")
+    monkeypatch.setattr(layouts, "measured", lambda *of: {key: {str(of[:3]): 2.0} for key in keys})
     monkeypatch.setattr(benchmark.jax.config, "update", lambda *_: None)
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     benchmark.main(["benchmark"])

@@ -22,7 +22,7 @@ from tests import cases, tiny
         ("mnist", "clusters", 20, "lenet", (2, 2, 2)),
         ("cifar10", "clusters", 80, "mobilenet", (2, 2, 2)),
         ("cifar100", "pachinko", 100, "mobilenet", (2, 2, 2)),
-        ("emnist", "clusters", 100, "cnn", (3, 3, 3)),
+        ("emnist_byclass", "clusters", 100, "cnn", (3, 3, 3)),
         ("femnist", "natural", 539, "cnn", (3, 3, 3)),
     ],
 )
@@ -51,7 +51,7 @@ def test_methods_have_the_testbeds_settings():
             assert made.learning_rate_drops == (0.5, 0.75)
     assert fedmn.get_config("cifar10-fedprox").fedprox.mu == 1.0
     assert fedmn.get_config("femnist-pfedme").pfedme.penalty == 10.0
-    made = fedmn.get_config("emnist")
+    made = fedmn.get_config("emnist_byclass")
     assert (made.fraction, made.clusters.clusters, made.clusters.alpha) == (0.1, 62, 0.4)
 
 

@@ -69,7 +69,7 @@ def test_the_third_table_of_pfedla_goes_on_from_the_first():
     first, third = TABLES["pfedla/table1"], TABLES["pfedla/table3"]
     for row, k in (("pfedla", "k=0"), ("heurpfedla", "k=1")):
         for there, column in (
-            ("emnist-n10", "emnist-accuracy"),
+            ("emnist_digits-n10", "emnist_digits-accuracy"),
             ("cifar10-n10", "cifar10-accuracy"),
         ):
             assert third.cells[k][column] == first.cells[row][there][0]

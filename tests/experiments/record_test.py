@@ -99,7 +99,7 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     assert "76 numbers. 2 were run" in summary  # the variant has no published number
     (beside,) = agreement.beside(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
     assert beside.rows == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
-    assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist-n10"])
+    assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist_digits-n10"])
 
     # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
     later = tmp_path / "later"
@@ -149,12 +149,12 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
             "1": {"round": [2, 5, 10], "before": [9.0, 40.0, 70.0], "after": [1.0, 1.0, 1.0]},
         },
         "pfedla/cifar10-n10": {"0": {"round": [10], "before": [65.0], "after": [1.0]}},
-        "local/emnist-n10": {"0": {"round": [10], "before": [90.0], "after": [1.0]}},
-        "ditto/emnist-n10": {"0": {"round": [10], "before": [91.0], "after": [1.0]}},
+        "local/emnist_digits-n10": {"0": {"round": [10], "before": [90.0], "after": [1.0]}},
+        "ditto/emnist_digits-n10": {"0": {"round": [10], "before": [91.0], "after": [1.0]}},
     }
     sheet = picture.picture(NAME, TABLE[NAME], curves)
     emnist, cifar = sheet.axes
-    assert [axes.get_title() for axes in sheet.axes] == ["emnist-n10", "cifar10-n10"]
+    assert [axes.get_title() for axes in sheet.axes] == ["emnist_digits-n10", "cifar10-n10"]
     lines = {line.get_label(): line.get_xydata().tolist() for line in cifar.lines[:2]}
     assert lines == {"local": [[5, 35], [10, 65]], "pfedla": [[10, 65]]}
     (local, pfedla), (alone,) = cifar.containers, emnist.containers
@@ -176,25 +176,28 @@ def test_panels_of_one_dataset_have_one_scale():
     A beginning is cut off where it is far below the end, and not where it is above it.
     """
     own = {"0": {"round": [2, 3, 5, 10], "before": [10.0, 95.0, 90.0, 90.0], "after": [1.0] * 4}}
-    curves = {f"local/{column}": own for column in ("emnist-n10", "emnist-n100", "cifar10-n10")}
+    curves = {
+        f"local/{column}": own
+        for column in ("emnist_digits-n10", "emnist_digits-n100", "cifar10-n10")
+    }
     ten, hundred, cifar = picture.picture(NAME, TABLE[NAME], curves).axes
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((88.54 - 6.46, 95 + 0.646))
     assert cifar.get_ylim() != ten.get_ylim()
     # Nor is there room below the lowest of all that is drawn for the dataset, 87 at the beginning.
     level = {"0": {"round": [2, 3, 5, 10], "before": [90.0] * 4}}
     below = {"0": {"round": [2, 3, 5, 10], "before": [87.0, 90.0, 90.0, 90.0]}}
-    curves = {"local/emnist-n10": level, "local/emnist-n100": below}
+    curves = {"local/emnist_digits-n10": level, "local/emnist_digits-n100": below}
     ten, hundred = picture.picture(NAME, TABLE[NAME], curves).axes
     assert ten.get_ylim() == hundred.get_ylim() == pytest.approx((87 - 0.4, 91.43 + 0.4))
 
 
 def test_what_is_no_accuracy_has_no_panel():
-    bytes_alone = {"k=0/emnist-MiB": {"0": {"round": [10], "before": [65.0]}}}
+    bytes_alone = {"k=0/emnist_digits-MiB": {"0": {"round": [10], "before": [65.0]}}}
     table = TABLES["pfedla/table3"]
     assert picture.picture("pfedla/table3", table, bytes_alone) is None
-    both = {**bytes_alone, "k=0/emnist-accuracy": bytes_alone["k=0/emnist-MiB"]}
+    both = {**bytes_alone, "k=0/emnist_digits-accuracy": bytes_alone["k=0/emnist_digits-MiB"]}
     (axes,) = picture.picture("pfedla/table3", table, both).axes
-    assert axes.get_title() == "emnist-accuracy"
+    assert axes.get_title() == "emnist_digits-accuracy"
 
 
 def test_what_a_method_observes_is_kept_and_null_where_it_did_not(tmp_path, results):

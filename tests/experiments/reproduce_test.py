@@ -105,11 +105,11 @@ def test_quick_says_what_it_leaves_out(tmp_path, at_hand):
 
 
 def test_runs_are_shown_where_their_data_are_not_at_hand(tmp_path, at_hand):
-    options = FULL._replace(cells=("local/emnist-n10", "fedavg/emnist-n10"), seeds=1)
-    there(tmp_path / "a", "local/emnist-n10", 0, 0.9, options)
-    text = " ".join(shown(options, tmp_path).split())
+    options = FULL._replace(cells=("local/emnist_digits-n10", "fedavg/emnist_digits-n10"), seeds=1)
+    there(tmp_path / "a", "local/emnist_digits-n10", 0, 0.9, options)
+    text = shown(options, tmp_path)
     assert text.count("no data") == text.count("not run") == 1
-    assert text.splitlines()[-1] == "fedavg/emnist-n10: get it there"
+    assert text.splitlines()[-1] == "fedavg/emnist_digits-n10: get it there"
     assert "90.00  +0.99" in text
 
 

@@ -33,7 +33,7 @@ def test_published_tables_are_whole():
         assert len(rows) == 10
         for method, cells in rows.items():
             missing = {cell for cell, value in cells.items() if value is None}
-            without = {f"{d}-n{n}" for d in ("emnist", "fashion_mnist") for n in (10, 100)}
+            without = {f"{d}-n{n}" for d in ("emnist_digits", "fashion_mnist") for n in (10, 100)}
             assert missing == (without if method == "fedbn" else set())
     assert published["table1"]["rows"]["pfedla"]["cifar10-n10"] == [61.43, 0.56]
     assert published["table2"]["rows"]["heurpfedla"]["cifar100-n100"] == [48.72, 1.75]
@@ -106,7 +106,7 @@ def settings(name, cell, **given):
         ("pfedla/table1", "pfedla/cifar10-n10", {"rounds": 600, "clients_per_round": None}),
         ("pfedla/table1", "fedavg/cifar10-n100", {"rounds": 2500, "clients_per_round": 10}),
         ("pfedla/table1", "pfedme/cifar10-n10", {"local_epochs": None, "local_steps": 20}),
-        ("pfedla/table2", "heurpfedla/emnist-n10", {"dataset": "emnist_digits"}),
+        ("pfedla/table2", "heurpfedla/emnist_digits-n10", {"dataset": "emnist_digits"}),
         ("pfedla/table3", "k=2/cifar10-MiB", {"rounds": 75, "clients": 10}),
         ("pfedhn/table1", "pfedhn/cifar100-n50", {"rounds": 5000, "clients_per_round": 1}),
         ("pfedhn/table1", "local/cifar10-n10", {"rounds": 40}),
@@ -138,7 +138,7 @@ def test_parts_of_the_published_settings():
 @pytest.mark.parametrize(
     ("name", "cell", "published", "live"),
     [
-        ("fedmn/table2", "fedmn/emnist", {"encoders": "always"}, {"encoders": "fetched"}),
+        ("fedmn/table2", "fedmn/emnist_byclass", {"encoders": "always"}, {"encoders": "fetched"}),
         ("factorized_fl/table1", "beta/domains-food", {"compare": "v"}, {"compare": "moved"}),
         ("factorized_fl/table1", "alpha/cifar10-iid", {"penalty": 5e-4}, {"penalty": 0}),
     ],

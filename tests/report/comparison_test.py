@@ -168,6 +168,39 @@ def test_curves_are_means_over_seeds_at_the_rounds_that_all_have(tmp_path):
 # Paired tests.
 
 
+def on_file(path, algorithm, digest, **given):
+    """A run directory whose examples have this digest; None: it is lost."""
+    made(path, [0.5, 0.6], settings(algorithm, dataset="csv:t.csv", **given))
+    if digest is not None:
+        (path / "data.json").write_text(json.dumps({"digest": digest}))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("digests", "reason"),
+    [(("a", "b"), "other examples"), (("a", None), "other examples")],
+)
+def test_runs_on_other_examples_of_one_file_are_not_paired(tmp_path, digests, reason):
+    paths = [tmp_path / name for name in ("fedavg", "local")]
+    for path, digest in zip(paths, digests, strict=True):
+        on_file(path, path.name, digest)
+    rows = rows_of(*paths)
+    assert comparison.paired(rows[1], rows[0], "before") == reason
+    assert reason in comparison_page.text(rows)
+
+
+def test_runs_on_the_same_examples_of_a_file_are_paired_and_unknown_ones_are_not(tmp_path):
+    same = rows_of(*(on_file(tmp_path / name, name, "a") for name in ("fedavg", "local")))
+    assert comparison.paired(same[1], same[0], "before") == (0.0, 1.0, 2)
+    lost = rows_of(*(on_file(tmp_path / f"{n}-lost", n, None) for n in ("fedavg", "local")))
+    assert comparison.paired(lost[1], lost[0], "before") == "examples unknown"
+
+
+def test_the_same_settings_on_other_examples_are_two_rows(tmp_path):
+    rows = rows_of(*(on_file(tmp_path / digest, "fedavg", digest) for digest in "ab"))
+    assert [row.label for row in rows] == ["examples=a", "examples=b"]
+
+
 @pytest.mark.parametrize("stage", ["before", "after"])
 def test_the_paired_test_is_scipys(pair, stage):
     """Differences of seed 0 are .2, 0, .2, and of seed 1 .2, .1, -.1: of a client their mean."""

@@ -4,21 +4,21 @@ import jax
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.runs.build import _mesh
+from fedjax_pfl.engine.execution_plan import mesh
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
 
 def test_a_cpu_has_no_more_devices_than_clients_of_a_round_unless_told():
-    assert _mesh(None, 3, several=False).size == 3
-    assert _mesh(None, 1, several=False) is None
-    assert _mesh(4, 3, several=False).size == 4
+    assert mesh(None, 3, several=False).size == 3
+    assert mesh(None, 1, several=False) is None
+    assert mesh(4, 3, several=False).size == 4
 
 
 def test_several_runs_keep_to_one_cpu_device_where_xla_would_end_the_process(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.11.2")
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
-    assert _mesh(None, 3, several=True) is None
-    assert _mesh(None, 3, several=False).size == 3
+    assert mesh(None, 3, several=True) is None
+    assert mesh(None, 3, several=False).size == 3
     with pytest.raises(UsageError, match=r"JAX 0\.11\.2 cannot compile several runs .* devices=1"):
-        _mesh(2, 3, several=True)
+        mesh(2, 3, several=True)

@@ -9,7 +9,8 @@ import pytest
 import fedjax_pfl
 from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.runs import build, run_directory
+from fedjax_pfl.report import comparison, references, run_reader
+from fedjax_pfl.runs import build, export, run_directory
 
 
 def table(tmp_path, more=""):
@@ -46,6 +47,45 @@ def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_pa
     with pytest.raises(UsageError, match="begun with other examples") as error:
         run_directory.write_examples(tmp_path, other)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"label": "y"}'])
+def test_a_run_whose_digest_is_lost_refuses_to_resume(tmp_path, content):
+    facts = build.described(build.build(configuration.complete(table(tmp_path))))
+    (tmp_path / "checkpoints" / "3").mkdir(parents=True)
+    if content is not None:
+        (tmp_path / "data.json").write_text(content)
+    with pytest.raises(UsageError, match=r"data\.json is missing or damaged, .* copy") as error:
+        run_directory.write_examples(tmp_path, facts)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins(tmp_path):
+    facts = build.described(build.build(configuration.complete(table(tmp_path))))
+    (tmp_path / "checkpoints").mkdir()
+    run_directory.write_examples(tmp_path, facts)
+    assert run_reader.read_examples(tmp_path) == facts["digest"]
+
+
+def test_a_run_is_not_compared_with_one_on_other_examples(tmp_path):
+    """The file is replaced between two runs with the same settings."""
+    settings = {**table(tmp_path), "rounds": 1, "batch_size": 2, "evaluate_after": False}
+    fedjax_pfl.run({**settings, "algorithm": "local"}, tmp_path / "runs" / "alone")
+    path = tmp_path / "t.csv"
+    path.write_text(path.read_text().replace("6,6.5", "6,7.5"))
+    fedjax_pfl.run({**settings, "algorithm": "fedavg"}, tmp_path / "runs" / "together")
+    runs = [comparison.read(tmp_path / "runs" / name) for name in ("alone", "together")]
+    rows = comparison.group(runs)
+    assert comparison.paired(rows[1], rows[0], "before") == "other examples"
+    assert not references.find(runs[1])
+    with pytest.raises(UsageError, match="other examples") as error:
+        fedjax_pfl.run(
+            {**settings, "algorithm": "fedavg", "beside": str(runs[0].directory)},
+            tmp_path / "runs" / "beside",
+        )
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="begun with other examples"):
+        export.restored(runs[0].directory)
 
 
 def test_the_deviation_of_targets_is_that_of_training_examples():

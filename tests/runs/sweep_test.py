@@ -10,7 +10,8 @@ from experiments import launch
 from fedjax_pfl import algorithms, arrays
 from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError, need
-from fedjax_pfl.runs import build, checkpoints, phase, points, run_directory, runner
+from fedjax_pfl.engine import execution_plan
+from fedjax_pfl.runs import build, checkpoints, points, run_directory, runner
 from tests.runs.common import (
     BASE,
     PHASES,
@@ -69,8 +70,7 @@ def test_every_point_has_its_own_best_model_and_phases(tmp_path):
 def test_all_at_once_is_as_one_after_the_other(monkeypatch):
     """As on an accelerator: points are vmapped, and so are a point's clients."""
     one = {**QUICK, "rounds": 1, "eval_every": 1, "dropout": 0.0}
-    for where in (build, phase):
-        monkeypatch.setattr(where, "at_once", lambda count: count)
+    monkeypatch.setattr(execution_plan, "at_once", lambda count: count)
     together = runner.run_all({**one, "seeds": 3, "sweep": "momentum=.9,.5"})
     monkeypatch.undo()
     for name, result in together.items():

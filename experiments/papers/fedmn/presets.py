@@ -3,7 +3,7 @@
 python -m experiments.fedmn --config=experiments/configs/fedmn.py:cifar10
 
 Presets are words joined with dashes: a dataset (digits; mnist; the testbed's cifar10, cifar100,
-emnist and femnist), another method in place of fedmn (local, fedavg, fedprox, fedavg_plus,
+emnist_byclass and femnist), another method in place of fedmn (local, fedavg, fedprox, fedavg_plus,
 clustered_fl, pfedme, fedem), plain (FedMN without pre-training), published (the paper's router, in
 place of one of correlations, and encoders that always travel), a number of clients (n20), or
 another partition (dirichlet0.4, classes4, iid). FedMN begins with a third of its rounds of FedAvg.
@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from experiments.papers import preset_words
 from fedjax_pfl.config import configuration
 
-TESTBED = ("cifar10", "cifar100", "emnist", "femnist")
+TESTBED = ("cifar10", "cifar100", "emnist_byclass", "femnist")
 # The testbed's rates, in its order of datasets.
 RATES = {
     "local": (0.03, 0.01, 0.01, 0.01),
@@ -38,7 +38,12 @@ DATASETS: dict[str, dict[str, Any]] = {
     "mnist": {"model": "lenet", "clients": 20, "fraction": 0.1},
     "cifar10": {"model": "mobilenet", "clients": 80},
     "cifar100": {"model": "mobilenet", "clients": 100, "partition": "pachinko"},
-    "emnist": {"model": "cnn", "clients": 100, "fraction": 0.1, "clusters": {"clusters": 62}},
+    "emnist_byclass": {
+        "model": "cnn",
+        "clients": 100,
+        "fraction": 0.1,
+        "clusters": {"clusters": 62},
+    },
     "femnist": {"model": "cnn", "clients": 539, "partition": "natural"},
 }
 
@@ -69,7 +74,7 @@ def get_config(preset: str = "") -> ConfigDict:
     else:
         config.update(learning_rate=0.05, momentum=0.9)
         config.fedmn.update(width=64, hidden=32, x_size=32, y_size=16, dropout=0.2)
-    if config.dataset in ("emnist", "femnist"):
+    if config.dataset in ("emnist_byclass", "femnist"):
         config.fedmn.layout = (3, 3, 3)
     if config.algorithm != "fedmn":
         config.update(phases=(), rounds=150)

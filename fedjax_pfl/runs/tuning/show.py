@@ -1,6 +1,5 @@
 """What was found, as tables, a picture and a page; of validation examples alone."""
 
-import csv
 import html
 import io
 import itertools
@@ -14,7 +13,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.core.scores import ACCURACY, Metric
-from fedjax_pfl.report import drawing
+from fedjax_pfl.report import csv_tables, drawing
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.figures import Picture
 from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
@@ -153,9 +152,7 @@ def as_csv(found: Found) -> str:
                 }
             )
     buffer = io.StringIO()
-    writer = csv.DictWriter(buffer, list(lines[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(lines)
+    csv_tables.write(buffer, lines)
     return buffer.getvalue().rstrip("\n")
 
 

@@ -1,0 +1,53 @@
+"""Datasets to start from: built-in ones, your own arrays and files, TensorFlow Datasets.
+
+Every function returns a `Dataset`, which `partition` divides among clients.
+"""
+
+from typing import Any
+
+from fedjax_pfl.data import sources
+from fedjax_pfl.data.dataset import DataDir, Dataset
+from fedjax_pfl.data.dataset import arrays as from_arrays
+
+__all__ = ["digits", "from_arrays", "from_csv", "from_images", "from_parquet", "from_tfds"]
+
+
+def digits() -> Dataset:
+    """Returns scikit-learn's 1,797 handwritten digits as images of shape [8, 8, 1].
+
+    >>> digits().x_train.shape
+    (1797, 8, 8, 1)
+    """
+    return sources.load("digits")
+
+
+def from_csv(path: str, **settings: Any) -> Dataset:
+    """Reads a CSV file with a header.
+
+    Args:
+      path: The file.
+      **settings: Settings of the source `csv`, such as `label` (the column to predict) and `owner`
+        (the column that says which client an example belongs to).
+    """
+    return sources.load(f"csv:{path}", **settings)
+
+
+def from_parquet(path: str, **settings: Any) -> Dataset:
+    """Reads a Parquet file or a folder of them; settings as for `from_csv`."""
+    return sources.load(f"parquet:{path}", **settings)
+
+
+def from_images(path: str, **settings: Any) -> Dataset:
+    """Reads a folder of images with one folder per class; settings of the source `images`."""
+    return sources.load(f"images:{path}", **settings)
+
+
+def from_tfds(name: str, data_dir: DataDir = None, *, fraction: float = 1.0) -> Dataset:
+    """Reads a prepared TensorFlow dataset such as "cifar10".
+
+    Args:
+      name: Name of the dataset.
+      data_dir: Folder with prepared datasets. Default: TFDS_DATA_DIR or the default of tfds.
+      fraction: Fraction of the examples to use, sampled at random.
+    """
+    return sources.load(name, data_dir, fraction=fraction)

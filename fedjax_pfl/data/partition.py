@@ -1,0 +1,81 @@
+"""Divides a dataset among clients."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fedjax_pfl.core.algorithm import Federation
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.core.task import TASKS, Task, check_labels, suited
+from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.federate import federate
+
+
+class PartitionedData(NamedTuple):
+    """The examples of all clients, and what a method knows of them before training."""
+
+    examples: FederatedData  # arrays; passed into compiled functions
+    federation: Federation  # number of clients, examples of each, shapes
+    task: Task  # loss and metrics, by the type of the labels
+
+    def __repr__(self) -> str:
+        """Returns one line: the arrays themselves are not printed."""
+        counts = self.federation.counts
+        return (
+            f"PartitionedData({len(counts)} clients, {int(counts.sum())} training examples, "
+            f"{int(np.sum(self.examples.test.size))} test examples)"
+        )
+
+
+def partition(
+    dataset: Dataset,
+    name: str,
+    *,
+    clients: int,
+    seed: int = 0,
+    split: str = "pooled",
+    test_fraction: float = 0.3,
+    validation_fraction: float = 0.0,
+    task: Task | None = None,
+    **settings: Any,
+) -> PartitionedData:
+    """Divides a dataset among clients.
+
+    >>> from fedjax_pfl import datasets
+    >>> partition(datasets.digits(), "classes", clients=10, per_client=4)
+    PartitionedData(10 clients, 1120 training examples, 480 test examples)
+
+    Args:
+      dataset: From `fedjax_pfl.datasets`.
+      name: How examples are divided: "classes", "dirichlet", "iid", "natural", ...
+      clients: Number of clients.
+      seed: Decides everything random in the partition.
+      split: Where test examples come from: "pooled" (a fraction of each client's own examples),
+        "official" (the dataset's own test set) or "shared" (one test set for all clients).
+      test_fraction: Fraction of examples for testing.
+      validation_fraction: Fraction of examples for validation.
+      task: Loss and metrics. Default: classification, regression, multi-label classification or
+        next-token prediction, by the type of the labels.
+      **settings: Settings of the partition, such as `per_client` of "classes".
+    """
+    if not isinstance(dataset, Dataset):
+        raise UsageError(
+            f"partition takes a Dataset, got {type(dataset).__name__}; make one with "
+            "datasets.from_arrays(x, y)"
+        )
+    examples, federation, _ = federate(
+        dataset,
+        name,
+        settings=settings,
+        clients=clients,
+        seed=seed,
+        split=split,
+        test_fraction=test_fraction,
+        validation_fraction=validation_fraction,
+    )
+    if task is None:
+        kind = suited(examples.y)
+        check_labels(kind, examples.y)
+        task = TASKS[kind](federation.outputs)
+    return PartitionedData(examples=examples, federation=federation, task=task)
