@@ -42,8 +42,7 @@ def main(argv: Sequence[str]) -> None:
     workdir = Path(chosen.workdir or default_workdir("deploy", sys.argv[1:])).absolute()
     folder = Path(chosen.folder or f"{workdir}-nodes").absolute()
     waiting = {"seconds": chosen.seconds, "least": chosen.least}
-    brought = assembly.brought(given.to_dict())
-    asked = {**assembly.plain(settings, words), **brought}
+    asked = {**assembly.plain(settings, words), **assembly.brought(given.to_dict())}
     files = [str(Path(path).absolute()) for path in chosen.data]
     try:
         with trial.interrupted():

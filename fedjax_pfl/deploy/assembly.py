@@ -1,12 +1,8 @@
-"""From a configuration, and what nodes say of their examples, to a federation's method.
-
-A node says how many examples it has, of which shapes and classes, and sums for a normalisation; the
-server makes a description of the federation of that, and both sides build the same method of it.
-"""
+"""From a configuration and the description of a federation to its method, alike on both sides."""
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,23 +11,15 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration, custom
+from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.deploy.node_file import OF_DATA
 from fedjax_pfl.deploy.programs import Method
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.runs.build import Built, task_of
 from fedjax_pfl.runs.phase import Phase, Work
-
-_ALIKE = ("input_shape", "input_dtype", "each", "target", "input", "normalise", "constants")
-_SPLITS = ("train", "validation", "test")
-
-
-class Own(NamedTuple):
-    """A node's examples, and what it says of them."""
-
-    data: FederatedData  # of one client
-    facts: dict[str, Any]  # plain data, which leaves the node
 
 
 def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]:
@@ -75,96 +63,30 @@ def brought(given: Mapping[str, Any]) -> dict[str, str]:
     return {kind: said for kind, said in named.items() if kind != "dataset" and ":" in said}
 
 
-def facts(data: FederatedData, federation: Federation, **more: Any) -> dict[str, Any]:
-    """What a node says of its examples: numbers, shapes and names, and no value of any of them.
+def sent(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that the server sends to nodes: those that decide how they train.
 
-    Args:
-      federation: of this client alone.
-      more: `classes`, the names of its classes; `input`, of what goes in; sums.
+    They are the same in every start of a run, so that a node can refuse others.
     """
-    constants = {name: getattr(data, name) for name in ("scale", "shift", "label_map", "classes")}
-    return {
-        "counts": {s: int(np.asarray(getattr(data, s).size)[0]) for s in _SPLITS},
-        "widths": {s: int(getattr(data, s).rows.shape[1]) for s in _SPLITS},
-        "examples": int(data.x.shape[0]),
-        "input_shape": list(federation.input_shape),
-        "input_dtype": federation.input_dtype,
-        "stored_dtype": np.asarray(data.x).dtype.name,
-        "outputs": federation.outputs,
-        "each": list(federation.each),
-        "target": [np.asarray(data.y).dtype.name, list(data.y.shape[1:])],
-        "constants": {
-            name: [np.asarray(value).dtype.name, list(np.shape(value))]
-            for name, value in constants.items()
-            if value is not None
-        },
-        **more,
-    }
-
-
-def agreed(said: Mapping[int, Mapping[str, Any]], settings: ConfigDict) -> dict[str, Any]:
-    """The description of the federation, of what all nodes have said; UsageError if they differ.
-
-    Args:
-      said: by client, all of them.
-    """
-    first = said[0]
-    for i in sorted(said):
-        for name in _ALIKE:
-            here, there = (json.dumps(one.get(name)) for one in (said[i], first))
-            if here != there:
-                raise UsageError(
-                    f"client {i} has {name} {here[:200]}, and client 0 {there[:200]}; all clients' "
-                    "examples must be of one kind"
-                )
-    named = [said[i].get("classes") for i in sorted(said)]
-    classes = None
-    if any(named):
-        if not all(named):
-            raise UsageError("some clients name their classes and some number them; use one way")
-        found = {str(name) for each in named for name in each or ()}
-        whole = all(name.lstrip("-").isdigit() for name in found)
-        classes = sorted(found, key=int) if whole else sorted(found)
-    outputs = len(classes) if classes else max(int(said[i]["outputs"]) for i in said)
-    made = {
-        "counts": [said[i]["counts"] for i in sorted(said)],
-        "outputs": outputs,
-        "classes": classes,
-        "held_out": settings.held_out,
-        "groups": max(1, len(settings.groups)),
-        **_moments([said[i].get("sums") for i in sorted(said)]),
-        "like": {
-            k: first[k] for k in (*_ALIKE, "stored_dtype", "widths", "examples") if k in first
-        },
-    }
-    return json.loads(json.dumps(made))
-
-
-def _moments(sums: Sequence[Any]) -> dict[str, Any]:
-    """Mean and deviation over all clients' training examples, from each one's n, mean and M2."""
-    if not all(sums):
-        return {}
-    n = np.array([one["n"] for one in sums], np.float64)[:, None]
-    means, m2 = (np.array([one[k] for one in sums], np.float64) for k in ("mean", "m2"))
-    mean = (n * means).sum(0) / n.sum()
-    deviation = np.sqrt((m2 + n * np.square(means - mean)).sum(0) / n.sum())
-    deviation = np.where(deviation > 1e-12 * np.abs(mean), deviation, 1.0)
-    return {"mean": mean.tolist(), "deviation": deviation.tolist()}
+    settings, words = complete(given)
+    whole = {**plain(settings, words), **brought(given)}
+    here = {*OF_DATA, *having("resumable")}
+    return {name: value for name, value in whole.items() if name not in here}
 
 
 def federation_of(description: Mapping[str, Any]) -> Federation:
     """A description as algorithms take it."""
-    like, counts = description["like"], description["counts"]
+    alike, counts = description["alike"], description["counts"]
     n = len(counts)
     return Federation(
         counts=np.array([one["train"] for one in counts]),
-        input_shape=tuple(like["input_shape"]),
-        outputs=description["outputs"],
+        input_shape=tuple(alike["input_shape"]),
+        outputs=alike["outputs"],
         active=np.arange(n) < n - description["held_out"],
         groups=np.arange(n, dtype=np.int32) % description["groups"],
         validation_counts=np.array([one["validation"] for one in counts]),
-        input_dtype=like["input_dtype"],
-        each=tuple(like["each"]),
+        input_dtype=alike["input_dtype"],
+        each=tuple(alike["each"]),
         about=_normalisation(description),
     )
 
@@ -173,30 +95,29 @@ def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns the means and deviations of inputs, for files of models."""
     if "mean" not in description:
         return None
-    which = description["like"]["normalise"]["features"]
-    mean, deviation = (description[k] for k in ("mean", "deviation"))
-    return {
-        "input_mean": [m if w else 0.0 for w, m in zip(which, mean, strict=False)],
-        "input_deviation": [d if w else 1.0 for w, d in zip(which, deviation, strict=False)],
-    }
+    which = np.array(description["alike"]["normalise"]["features"], bool)
+    mean, deviation = np.zeros(len(which)), np.ones(len(which))
+    mean[which] = description["mean"][: which.sum()]
+    deviation[which] = description["deviation"][: which.sum()]
+    return {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
 
 
 def shaped(description: Mapping[str, Any]) -> FederatedData:
-    """Examples of the federation's shapes, all zero, in the place of a client's."""
-    like = description["like"]
-    dtype, inner = like["target"]
-    x: Any = np.zeros((1, *like["input_shape"]), like["stored_dtype"])
-    y: Any = np.zeros((1, *inner), dtype)
+    """Returns zero examples of the federation's shapes."""
+    alike = description["alike"]
+    dtype, inner = alike["target"]
+
+    def zeros(shape: Sequence[int], dtype: str) -> Any:  # which nodes may have said to be huge
+        return np.broadcast_to(np.zeros((), dtype), shape)
+
+    x = zeros((1, *alike["input_shape"]), description["stored_dtype"])
+    y = zeros((1, *inner), dtype)
 
     def split(name: str) -> Split:
-        rows: Any = np.zeros((1, like["widths"][name]), np.int32)
-        size: Any = np.zeros(1, np.int32)
-        return Split(rows, size)
+        return Split(zeros((1, description["widths"][name]), "int32"), zeros((1,), "int32"))
 
-    train, validation, test = map(split, _SPLITS)
-    constants: dict[str, Any] = {
-        name: np.zeros(shape, of) for name, (of, shape) in like["constants"].items()
-    }
+    train, validation, test = map(split, ("train", "validation", "test"))
+    constants = {name: zeros(shape, of) for name, (of, shape) in alike["constants"].items()}
     return FederatedData(x, y, train, validation, test, **constants)
 
 

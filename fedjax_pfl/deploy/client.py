@@ -15,13 +15,7 @@ from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.deploy import own_state, wire
 from fedjax_pfl.deploy.own_state import BEGUN, Disk, Visited
 from fedjax_pfl.deploy.programs import At, AtClient, at
-
-MOST = 4_000_000_000  # bytes of a request
-ENROL, TRAIN, EVALUATE = "enrol", "train", "evaluate"
-
-
-class Refused(Exception):
-    """A request or an answer that is not taken; one line that says why."""
+from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
 
 
 class Client(NamedTuple):
@@ -39,40 +33,37 @@ class Client(NamedTuple):
         return at(self.i, t, self.data)
 
 
-def answer(client: Client, content: bytes) -> bytes:
-    """The answer to a request; Refused where it gets none, and then nothing has changed."""
+def answer(client: Client, request: wire.Message) -> bytes:
+    """Returns the answer to a request of a round; raises InvalidError if it gets none.
+
+    Args:
+      request: has the form `schema.REQUEST`.
+    """
     try:
-        request = wire.decode(content, MOST)
         kind, t, settled, start = _stamped(client, request)
         if kind == TRAIN:
             return _train(client, request, t, settled, start)
         return _evaluate(client, request, t, settled)
-    except (wire.WireError, UsageError) as error:
-        raise Refused(str(error)) from None
+    except UsageError as error:
+        raise InvalidError(str(error)) from None
     except OSError as error:
-        raise Refused(
+        raise InvalidError(
             f"its disk cannot be written or read ({error.strerror}); make room on it, and the "
             "client takes part again"
         ) from None
 
 
 def _stamped(client: Client, request: wire.Message) -> tuple[str, int, int, int]:
-    """What a request asks for, if it is for this client and this run."""
-    kind, run, i = (request.facts.get(word) for word in ("kind", "run", "client"))
-    if kind not in (TRAIN, EVALUATE):
-        raise Refused(f"it is no request that a client knows: {str(kind)[:40]!r}")
-    if run != client.run:
-        raise Refused("it is of another run")
-    if i != client.i:
-        raise Refused(f"it is for client {i}, and this is client {client.i}")
-    numbers: list[Any] = [request.facts.get(word) for word in ("round", "settled")]
-    numbers.append(request.envelope.get("start"))
-    if not all(type(n) is int for n in numbers):
-        raise Refused("it names no round, or no start of the server")
-    t, settled, start = numbers
-    if not BEGUN <= settled < max(t, 1) or t < 0 or start < 0:
-        raise Refused(f"round {t} cannot be after round {settled}")
-    return str(kind), t, settled, start
+    """Returns kind, round, settled round and start of a request for this client and this run."""
+    facts, start = request.facts, request.envelope.get("start", -1)
+    kind, t, settled = facts["kind"], facts["round"], facts["settled"]
+    if facts["run"] != client.run:
+        raise InvalidError("it is of another run")
+    if facts["client"] != client.i:
+        raise InvalidError(f"it is for client {facts['client']}, and this is client {client.i}")
+    if start < 0 or settled >= max(t, 1):
+        raise InvalidError(f"it names no start, or a round {t} that cannot be after {settled}")
+    return kind, t, settled, start
 
 
 def _train(client: Client, request: wire.Message, t: int, settled: int, start: int) -> bytes:
@@ -81,9 +72,11 @@ def _train(client: Client, request: wire.Message, t: int, settled: int, start: i
         if newest.request == request.digest:  # again, and the answer may have been lost
             return newest.answer
         if start < newest.start:
-            raise Refused("it is of an earlier start of the server")
+            raise InvalidError("it is of an earlier start of the server")
         if start == newest.start and t <= newest.round:
-            raise Refused(f"round {t} is over for this client, which has been in {newest.round}")
+            raise InvalidError(
+                f"round {t} is over for this client, which has been in {newest.round}"
+            )
     own = _settled(client, settled)
     payload = wire.tree(request, "payload", client.programs.shapes.payload)
     wire.only(request, "payload")
@@ -94,7 +87,7 @@ def _train(client: Client, request: wire.Message, t: int, settled: int, start: i
         "client": client.i,
         "round": t,
         "request": request.digest,
-        "fine": bool(done.fine),
+        "finite": bool(done.fine),
     }
     made = wire.encode(facts, {"upload": done.upload, "metrics": done.metrics})
     state = own_state.packed(done.client)
@@ -107,7 +100,7 @@ def _settled(client: Client, settled: int) -> PyTree:
     if settled == BEGUN:
         return client.programs.first(client.i)
     if settled not in client.disk.rounds():
-        raise Refused(
+        raise InvalidError(
             f"its last visit that counted was in round {settled}, and its folder does not hold it; "
             "bring it back from a copy"
         )
@@ -123,7 +116,7 @@ def _evaluate(client: Client, request: wire.Message, t: int, settled: int) -> by
         payload = wire.tree(request, "payload", shapes.payload)
     wire.only(request, "served", "payload")
     scores = client.programs.score(given, payload, own, client.at(t))
-    if request.facts.get("last") is True and client.keep is not None:
+    if request.facts["last"] and client.keep is not None:
         client.keep(client.programs.personal(given, own, client.at(t)), t)
     facts = {
         "kind": EVALUATE,
@@ -136,7 +129,5 @@ def _evaluate(client: Client, request: wire.Message, t: int, settled: int) -> by
 
 
 def folder(root: str | Path, run: str) -> Path:
-    """Where a client's own state of a run lies, within the folder that it was given."""
-    if not run.isalnum():
-        raise Refused("the name of the run is no name")
+    """Returns the folder of a run, whose name has the form `schema.RUN`, in a node's folder."""
     return Path(root).expanduser() / f"run-{run}"

@@ -1,67 +1,77 @@
-"""A node's own examples: from its own files, or its part of a dataset that all can build."""
+"""A node's own examples, read as its own file says, and what the node says of them.
 
+Nothing here sees a request. Of the examples only `Own.facts` leaves the node: counts, shapes, words
+that the owner has stated, and sums for a normalisation.
+"""
+
+import hashlib
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from fedjax_pfl import data
 from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import having
+from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.data.dataset import LATER, Dataset
-from fedjax_pfl.deploy.assembly import Own, facts
+from fedjax_pfl.deploy import schema, vocabulary
+from fedjax_pfl.deploy.node_file import NodeFile
 from fedjax_pfl.deploy.programs import single
+from fedjax_pfl.deploy.schema import InvalidError
 
 
-def shared(settings: ConfigDict, words: configuration.Words, i: int) -> Own:
-    """Client i's part of the dataset that the configuration names, as a simulation deals it."""
-    whole, federation, _ = data.federate(
-        _loaded(settings, words),
-        settings.partition,
-        settings=_own(settings, settings.partition),
-        clients=settings.clients,
-        seed=settings.partition_seed,
-        permute_labels=settings.permute_labels,
-        held_out=settings.held_out,
-        groups=max(1, len(settings.groups)),
-        **_split(settings),
-    )
-    return Own(single(whole, i), facts(single(whole, i), federation))
+class Own(NamedTuple):
+    """A node's examples, and what it says of them."""
+
+    data: FederatedData  # of one client
+    facts: dict[str, Any]  # plain data, which leaves the node
 
 
-def own(settings: ConfigDict, words: configuration.Words, given: Mapping[str, Any]) -> Own:
-    """What a node's own files hold.
+def own(file: NodeFile) -> Own:
+    """Reads what a node's file names.
 
-    Args:
-      given: settings of the data in the place of the configuration's: `dataset`, as csv:FILE, and
-        the source's own under its name.
+    Raises UsageError for a file that cannot be read so, whose text may quote the examples, and
+    InvalidError for examples of which a node says nothing, whose text does not.
     """
-    allowed = {*having("defines_data"), "data_dir", data.kind(str(given.get("dataset", "")))}
-    for name in given:
-        if name not in allowed:
-            raise UsageError(f"{name} is no setting of a node's data; it may say {_list(allowed)}")
-    mine = settings.copy_and_resolve_references()
-    configuration.override(mine, given)
-    dataset = _loaded(mine, words)
-    wanted = dataset.normalise
-    apart = wanted is not None and wanted.by == "federation"
-    if apart and wanted is not None:  # by what all nodes' sums say, and not rounded before
-        dataset = dataset._replace(normalise=wanted._replace(by=LATER))
-    arrays, federation, _ = data.federate(
-        dataset, "iid", clients=1, seed=mine.partition_seed, **_split(mine)
+    settings = configuration.complete(file.data)
+    kind = data.kind(settings.dataset)
+    of_source = settings.get(kind, {})
+    dataset = data.load(
+        settings.dataset,
+        settings.data_dir,
+        fraction=settings.fraction,
+        fraction_seed=settings.partition_seed,
+        **dict(of_source),
     )
-    more: dict[str, Any] = {}
-    about = dict(federation.about or {})
+    if ":" in settings.dataset:  # not one that everybody can have
+        index = of_source.get("categories") == "index"
+        dataset = vocabulary.stated(dataset, file.labels, file.words, index)
+    how: dict[str, Any] = dict(
+        seed=settings.partition_seed,
+        split=settings.split,
+        test_fraction=settings.test_fraction,
+        validation_fraction=settings.validation_fraction,
+        validation_examples=settings.validation_examples,
+    )
+    if "clients" in file.data:
+        return _shared(dataset, settings, file.client, how)
+    wanted = dataset.normalise
+    summed = wanted is not None and wanted.by == "federation"
+    if summed and wanted is not None:  # by the sums of all nodes, and not rounded before
+        dataset = dataset._replace(normalise=wanted._replace(by=LATER))
+    arrays, federation, _ = data.federate(dataset, "iid", clients=1, **how)
+    about, more = dataset.about or {}, dict[str, Any]()
     if "classes" in about:
-        more["classes"] = [str(name) for name in about["classes"]]
-    if "input" in about:
-        more["input"] = about["input"]
-    if apart and wanted is not None:
-        more |= _sums(arrays, wanted.features, wanted.targets)
-    return Own(arrays, facts(_rounded(arrays), federation, **more))
+        more["classes"] = list(about["classes"])
+    if "input" in about:  # to be compared, and not to be read
+        text = json.dumps([about["input"], about.get("label")]).encode()
+        more["input"] = hashlib.sha256(text).hexdigest()
+    if summed and wanted is not None:
+        more |= _sums(arrays, wanted.features, wanted.targets, file.least_rows)
+    return Own(arrays, _facts(_rounded(arrays), federation, **more))
 
 
 def _rounded(arrays: FederatedData) -> FederatedData:
@@ -71,68 +81,97 @@ def _rounded(arrays: FederatedData) -> FederatedData:
     return arrays._replace(**dict(zip("xy", parts, strict=True)))
 
 
-def fitted(mine: Own, description: Mapping[str, Any]) -> FederatedData:
-    """A node's examples as the federation has them: its numbers of classes, and normalised."""
-    arrays, said = mine
-    if names := said.get("classes"):
-        place = {name: number for number, name in enumerate(description["classes"])}
-        arrays = arrays._replace(
-            y=np.array([place[name] for name in names], np.int32)[np.asarray(arrays.y)]
-        )
-    if "mean" not in description:
-        return arrays
-    wanted, width = said["normalise"], len(said["normalise"]["features"])
-    mean, deviation = (np.array(description[k]) for k in ("mean", "deviation"))
-    which = np.array(wanted["features"], bool)
-    x: Any = (arrays.x - np.where(which, mean[:width], 0)) / np.where(which, deviation[:width], 1)
-    y: Any = (arrays.y - mean[width:]) / deviation[width:] if wanted["targets"] else arrays.y
-    return _rounded(arrays._replace(x=x, y=y))
+def _shared(dataset: Dataset, settings: Any, i: int | None, how: Mapping[str, Any]) -> Own:
+    """The part of client i, as a simulation deals the dataset."""
+    if i is None or i >= settings.clients:
+        raise UsageError(f"client is {i}, and clients {settings.clients}; numbers begin at 0")
+    whole, federation, _ = data.federate(
+        dataset,
+        settings.partition,
+        settings=dict(settings.get(settings.partition, {})),
+        clients=settings.clients,
+        permute_labels=settings.permute_labels,
+        held_out=settings.held_out,
+        **how,
+    )
+    mine = single(whole, i)
+    return Own(mine, _facts(mine, federation))
 
 
-def _sums(arrays: FederatedData, which: np.ndarray, targets: bool) -> dict[str, Any]:
-    """n, mean and the sum of squares about it, of each feature and target of training examples."""
+def _facts(arrays: FederatedData, federation: Federation, **more: Any) -> dict[str, Any]:
+    """What a node says of its examples, see `schema.DESCRIBED`.
+
+    Args:
+      more: names of classes, a digest of the inputs, sums.
+    """
+    splits = ("train", "validation", "test")
+    constants = {name: getattr(arrays, name) for name in ("scale", "shift", "label_map", "classes")}
+    facts = {
+        "counts": {s: int(np.asarray(getattr(arrays, s).size)[0]) for s in splits},
+        "widths": {s: int(getattr(arrays, s).rows.shape[1]) for s in splits},
+        "input_shape": list(federation.input_shape),
+        "input_dtype": federation.input_dtype,
+        "stored_dtype": np.asarray(arrays.x).dtype.name,
+        "outputs": federation.outputs,
+        "each": list(federation.each),
+        "target": [np.asarray(arrays.y).dtype.name, list(arrays.y.shape[1:])],
+        "constants": {
+            name: [np.asarray(value).dtype.name, list(np.shape(value))]
+            for name, value in constants.items()
+            if value is not None
+        },
+        **more,
+    }
+    return json.loads(json.dumps(facts))
+
+
+def _sums(
+    arrays: FederatedData, which: np.ndarray, targets: bool, least_rows: int
+) -> dict[str, Any]:
+    """n, mean and sum of squares about it of the numbers that are normalised, and of no others."""
     rows = np.asarray(arrays.train.rows[0])[: int(arrays.train.size[0])]
-    x = np.asarray(arrays.x)[rows]
-    values = [x.reshape(-1, x.shape[-1]).astype(np.float64)]
+    if len(rows) < least_rows:
+        raise InvalidError(
+            "it has fewer training examples than the rows that its own file lets sums be taken over"
+        )
+    x = np.asarray(arrays.x)[rows][..., np.asarray(which, bool)]
+    values = [x.reshape(-1, x.shape[-1]).astype(np.float64)] if x.shape[-1] else []
     if targets:
         values.append(np.asarray(arrays.y)[rows].astype(np.float64))
     if len({len(part) for part in values}) > 1:
         raise UsageError("inputs of several positions cannot be normalised with a target; say none")
-    whole = np.concatenate(values, 1)
-    mean = whole.mean(0)
+    together = np.concatenate(values, 1)
+    mean = together.mean(0)
     return {
         "sums": {
-            "n": len(whole),
+            "n": len(together),
             "mean": mean.tolist(),
-            "m2": np.square(whole - mean).sum(0).tolist(),
+            "m2": np.square(together - mean).sum(0).tolist(),
         },
         "normalise": {"features": np.asarray(which, bool).tolist(), "targets": bool(targets)},
     }
 
 
-def _loaded(settings: ConfigDict, words: configuration.Words) -> Dataset:
-    return data.load(
-        settings.dataset,
-        settings.data_dir,
-        fraction=settings.fraction,
-        fraction_seed=settings.partition_seed,
-        sources=words.dataset,
-        **_own(settings, data.kind(settings.dataset)),
-    )
+def fitted(mine: Own, description: Mapping[str, Any], i: int) -> FederatedData:
+    """Returns client i's examples normalised as the federation describes.
 
-
-def _own(settings: ConfigDict, name: str) -> dict[str, Any]:
-    return settings.get(name, ConfigDict()).to_dict()
-
-
-def _split(settings: ConfigDict) -> dict[str, Any]:
-    return dict(
-        split=settings.split,
-        test_fraction=settings.test_fraction,
-        validation_fraction=settings.validation_fraction,
-        validation_examples=settings.validation_examples,
-    )
-
-
-def _list(words: Any) -> str:
-    return ", ".join(sorted(word for word in words if word))
+    Raises InvalidError where the description is not of these examples.
+    """
+    arrays, facts = mine
+    counts = description["counts"]
+    alike = {name: facts[name] for name in (*schema.ALIKE, *schema.ALIKE_OPTIONAL) if name in facts}
+    if i >= len(counts) or counts[i] != facts["counts"] or description["alike"] != alike:
+        raise InvalidError("the federation that it describes does not have this node's examples")
+    wanted = facts.get("normalise", {"features": [], "targets": False})
+    which = np.array(wanted["features"], bool)
+    width = int(which.sum()) + (np.shape(arrays.y)[-1] if wanted["targets"] else 0)
+    mean, deviation = (np.array(description.get(k, [])) for k in ("mean", "deviation"))
+    if not len(mean) == len(deviation) == width:
+        raise InvalidError("it describes a normalisation of other columns than this node's")
+    n, x, y = int(which.sum()), arrays.x, arrays.y
+    if n:
+        x = np.array(x)
+        x[..., which] = (x[..., which] - mean[:n]) / deviation[:n]
+    if wanted["targets"]:
+        y = (y - mean[n:]) / deviation[n:]
+    return _rounded(arrays._replace(x=x, y=y))

@@ -6,6 +6,7 @@ first request that it gets its key is written down beside that: another key is r
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,13 +17,15 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import run
+from fedjax_pfl.deploy import run, schema
+from fedjax_pfl.deploy.lines import one_line
 from fedjax_pfl.deploy.node import refusal
+from fedjax_pfl.deploy.node_file import tuples
 from fedjax_pfl.deploy.own_state import describe, whole
 
 _PART = "message"
 NAME = "client-"  # what nodes are called where they are registered, with their client ids
-ENDED, FAILED = "The run has ended:", "error:"  # the last line of its log begins so
+_NUMBER = re.compile("0|[1-9][0-9]{0,6}")  # one way to write each id
 _BACK = 120.0  # seconds in which a node that went away while it was asked may come back
 _SENT = 3  # times that a request is sent to a node which stays online and reports errors
 _LOOK = 2.0  # seconds between two looks at who is online
@@ -41,35 +44,41 @@ def unpacked(record: RecordDict) -> bytes:
     return part[_PART].data if set(part) == {_PART} else b""
 
 
+def outcome_of(log: Path) -> Path:
+    """The file beside a log that says how its run has ended; the log itself is for people."""
+    return log.with_name(f"{log.name}.outcome")
+
+
 def run_by(grid: Grid, path: str) -> None:
     """A run over a SuperLink, as a JSON file says: `config`, `workdir`, `log` and `waiting`."""
     asked = json.loads(Path(path).read_text())
     directory = Path(asked["workdir"])
     directory.parent.mkdir(parents=True, exist_ok=True)
+    outcome = outcome_of(Path(asked["log"]))
+    outcome.unlink(missing_ok=True)
 
     def tell(line: str) -> None:
         with open(asked["log"], "a") as file:
-            file.write(line + "\n")
+            file.write(one_line(line) + "\n")
+
+    def ends(**how: str) -> None:
+        whole(outcome, json.dumps(how).encode() + b"\n")
 
     try:
         waiting = run.Waiting(**asked["waiting"])
         exchange = ByFlower(grid, directory, asked["config"]["clients"], tell)
         tell(f"Waiting for the nodes of {exchange.count} clients")
         tell(f"{exchange.wait(waiting.seconds)} of {exchange.count} are online")
-        done = run.run(_tuples(asked["config"]), directory, exchange, waiting, tell)
-        tell(f"{ENDED} {done.directory}")
+        done = run.run(tuples(asked["config"]), directory, exchange, waiting, tell)
+        tell(f"The run has ended: {done.directory}")
+        ends(directory=str(done.directory))
     except UsageError as error:
-        tell(f"{FAILED} {error}")
+        tell(f"error: {error}")
+        ends(error=one_line(str(error)))
         raise
     except BaseException as error:  # with the SuperLink gone, say: given again, the run goes on
-        tell(" ".join(f"the server's app ends by {type(error).__name__}: {error}".split())[:500])
+        tell(f"the server's app ends by {type(error).__name__}: {error}")
         raise
-
-
-def _tuples(plain: Any) -> Any:
-    if isinstance(plain, dict):
-        return {key: _tuples(value) for key, value in plain.items()}
-    return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
 
 
 class Online(NamedTuple):
@@ -96,13 +105,15 @@ class ByFlower:
     def nodes(self) -> dict[int, Online]:
         """The node of each client that is online, by the names and keys of those registered."""
         path = self.directory.with_name(f"{self.directory.name}.{KEYS}")
-        keys, found = describe(path), dict[int, Online]()
+        keys, found = describe(path, schema.KEYS), dict[int, Online]()
         before = dict(keys)
         for one in self.grid.get_nodes():
             number = one.name.removeprefix(NAME)
             if one.status not in ("", "online") or not one.name.startswith(NAME):
                 continue
-            if not number.isdigit() or int(number) >= self.count:
+            if not _NUMBER.fullmatch(number) or int(number) >= self.count:
+                last = f"{NAME}{self.count - 1}"
+                self.once(f"{one.name!a} is no client's name: use {NAME}0 to {last}; refused")
                 continue
             key = hashlib.sha256(one.public_key).hexdigest()
             if keys.setdefault(number, key) != key or list(keys.values()).count(key) > 1:
@@ -142,7 +153,7 @@ class ByFlower:
                 yield i, self.read(reply, node)
             for i in [i for i in one.left if now > one.gone.get(i, now)]:
                 del one.left[i]
-                yield i, refusal({}, f"its node went away, and was not back in {_BACK:.0f} s")
+                yield i, refusal(f"its node went away, and was not back in {_BACK:.0f} s")
             if now > look:
                 self.send(one, self.nodes(), seconds)
                 look = now + _LOOK
@@ -175,9 +186,9 @@ class ByFlower:
     def read(self, reply: Message, node: int) -> bytes:
         """An answer's bytes; the text of an error may be anything, and is not passed on."""
         if reply.has_error():
-            return refusal({}, f"Flower reports error {reply.error.code} of its node")
+            return refusal(f"Flower reports error {reply.error.code} of its node")
         if reply.metadata.src_node_id != node:
-            return refusal({}, "it comes from another node")
+            return refusal("it comes from another node")
         return unpacked(reply.content)
 
 

@@ -1,29 +1,33 @@
-"""A node: it says what it has, joins a federation, and answers as its client.
+"""A node: it says what it has, joins a run, and answers as its client.
 
-All that it keeps lies in one folder of its own, by run. Which data it uses it decides itself: the
-server sends a configuration, and of that the node takes no path, and of what is executed only names
-that its own file lists too.
+All that it keeps lies in one folder of its own, by run. Its own file decides which examples it has;
+a request decides only how they are trained on. A node keeps which client it is, and which runs it
+has enrolled in, and answers to nothing else.
 """
 
 import contextlib
+import hashlib
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.deploy import assembly, client, examples, own_state, wire
-from fedjax_pfl.deploy.client import ENROL, MOST, Client, Refused
+from fedjax_pfl.deploy import assembly, client, examples, own_state, schema, wire
+from fedjax_pfl.deploy.client import Client
+from fedjax_pfl.deploy.lines import to_stderr
+from fedjax_pfl.deploy.node_file import OF_DATA, NodeFile, tuples
 from fedjax_pfl.deploy.own_state import Disk
 from fedjax_pfl.deploy.programs import AtClient
+from fedjax_pfl.deploy.schema import ENROL, InvalidError
 from fedjax_pfl.runs import export
 
 try:
@@ -32,49 +36,45 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MODEL = "model.safetensors"
-CLASSES = "classes.json"  # where clients name their classes: those of all, by output
+CLASSES = "classes.json"  # names of the model's outputs, where the node's file states them
+CLIENT = "client.json"  # which client the node is, if its own file does not say
+ENROLLED = "enrolled.json"  # in a run's folder: what the node has said of its examples, as a digest
+MOST_BYTES = 4_000_000_000  # of a request, and of what a round holds beside the examples
+MOST_RUNS = 1000  # that a node keeps
 
 
 class Node(NamedTuple):
-    """What a machine brings: a folder that it keeps, and where its examples are.
-
-    data: settings of the data, such as {"dataset": "csv:mine.csv"}; None: the node's part of the
-      dataset in the server's configuration, for trials in which all nodes can build that.
-    code: methods, networks and tasks that are not the library's and that it runs, as MODULE:NAME.
-    """
+    """A folder that a machine keeps, and what its owner has decided."""
 
     folder: Path
-    data: Mapping[str, Any] | None = None
-    code: tuple[str, ...] = ()
+    file: NodeFile
 
 
 def answer(node: Node, content: bytes) -> bytes:
-    """The answer to a request of any kind; one that is refused gets an answer that says why."""
-    facts: dict[str, Any] = {}
+    """Returns the answer to a request; if it is refused, an answer that says why."""
     try:
-        request = wire.decode(content, MOST)
-        facts = request.facts
-        with _alone(node.folder):
-            if facts.get("kind") == ENROL:
-                return _enrolled(node, request)
-            return client.answer(_client(node, request), content)
-    except (Refused, wire.WireError) as error:
-        return refusal(facts, str(error))
-    except Exception as error:  # whose text may hold what is the node's own, and stays here
-        line = (str(error).splitlines() or [""])[0]
-        print(f"{type(error).__name__}: {line}", file=sys.stderr, flush=True)
-        return refusal(facts, f"it failed with {type(error).__name__}; its own log says more")
+        request = wire.decode(content, MOST_BYTES, schema.REQUEST)
+        with _locked(node.folder):
+            _check_client(node, request.facts["client"])
+            settings, words = _settings(node, request.facts["settings"])
+            if request.facts["kind"] == ENROL:
+                return _enrol(node, request)
+            return client.answer(_client(node, request, settings, words), request)
+    except InvalidError as error:
+        return refusal(str(error))
+    except Exception as error:  # whose text may quote the node's own files, and stays here
+        to_stderr(f"{type(error).__name__}: {error}")
+        return refusal(f"it failed with {type(error).__name__}; its own log says more")
 
 
-def refusal(facts: Mapping[str, Any], why: str) -> bytes:
-    """An answer that says why there is none."""
-    known = {word: facts.get(word) for word in ("kind", "run", "client", "round")}
-    return wire.encode({**known, "refused": " ".join(why.split())[:500]})
+def refusal(why: str) -> bytes:
+    """Returns an answer that says why there is no other."""
+    return wire.encode({"kind": "refused", "why": why[:1000]})
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """One request at a time works in a folder; a second process waits for the first."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds a folder for one request; a second process waits for the first."""
     folder.mkdir(parents=True, exist_ok=True)
     held = os.open(folder, os.O_RDONLY)
     try:
@@ -85,46 +85,65 @@ def _alone(folder: Path) -> Iterator[None]:
         os.close(held)
 
 
-def _enrolled(node: Node, request: wire.Message) -> bytes:
-    """What the node says of its examples."""
-    mine = _own(node, request)
-    facts = {"kind": ENROL, "run": request.facts["run"], "client": request.facts["client"]}
-    return wire.encode({**facts, "request": request.digest, "said": mine.facts})
+def _check_client(node: Node, i: int) -> None:
+    """Refuses a request for another client than the one that this node is."""
+    known = own_state.describe(node.folder / CLIENT, schema.CLIENT_FILE)
+    mine = node.file.client if node.file.client is not None else known.get("client", i)
+    if i != mine:
+        raise InvalidError(f"it is for client {i}, and this node is client {mine}")
 
 
-def _settings(node: Node, request: wire.Message) -> tuple[ConfigDict, configuration.Words]:
-    given = request.facts.get("settings")
-    if not isinstance(given, dict):
-        raise Refused("it holds no settings")
-    for kind, said in assembly.brought(given).items():
-        if said not in node.code:
-            raise Refused(
-                f"its {kind} is {said[:100]}, which is not the library's; a node runs it where its "
+def _settings(node: Node, given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]:
+    """The settings of training; refuses those that the node decides itself."""
+    if of_data := sorted(set(given) & OF_DATA):
+        raise InvalidError(
+            f"it names {', '.join(of_data)}; a node's own file decides all that concerns its data"
+        )
+    for kind, name in assembly.brought(given).items():
+        if name not in node.file.code:
+            raise InvalidError(
+                f"its {kind} is {name[:100]}, which is not the library's; a node runs it where its "
                 "own file has that among its code"
             )
-    return assembly.complete(_tuples(given))
+    return assembly.complete(tuples(given))
 
 
-def _tuples(plain: Any) -> Any:
-    """JSON with tuples for lists, as settings are."""
-    if isinstance(plain, dict):
-        return {key: _tuples(value) for key, value in plain.items()}
-    return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
+def _enrol(node: Node, request: wire.Message) -> bytes:
+    """Answers what the node says of its examples: the same each time in a run."""
+    run, i, settings = (request.facts[word] for word in ("run", "client", "settings"))
+    described = examples.own(node.file).facts
+    folder = client.folder(node.folder, run)
+    mine = {"client": i, "settings": _digest(settings), "described": _digest(described)}
+    if not _is_enrolled(folder, mine):
+        if len(list(node.folder.glob("run-*"))) >= MOST_RUNS:
+            raise InvalidError(f"it has been in {MOST_RUNS} runs; its owner may remove old ones")
+        if node.file.client is None:
+            own_state.whole(node.folder / CLIENT, json.dumps({"client": i}).encode() + b"\n")
+        folder.mkdir(exist_ok=True)
+        own_state.whole(folder / ENROLLED, json.dumps(mine).encode() + b"\n")
+    facts = {"kind": ENROL, "run": run, "client": i, "request": request.digest}
+    return wire.encode({**facts, "described": described})
 
 
-def _own(node: Node, request: wire.Message) -> assembly.Own:
-    settings, words = _settings(node, request)
-    if node.data is not None:
-        return examples.own(settings, words, node.data)
-    if ":" in settings.dataset:
-        raise UsageError(
-            f"the server's configuration names the files {settings.dataset}, and a node reads none "
-            "but its own: say which in its own configuration"
+def _is_enrolled(folder: Path, mine: Mapping[str, Any]) -> bool:
+    """Returns True if the node is in a run; refuses if it was otherwise when it enrolled."""
+    known = own_state.describe(folder / ENROLLED, schema.ENROLLED)
+    if not known:
+        return False
+    if known["client"] != mine["client"]:
+        raise InvalidError(f"it is client {known['client']} of this run")
+    if known["settings"] != mine["settings"]:  # with which it might upload what is its own
+        raise InvalidError("its settings are not those that this node enrolled with")
+    if known["described"] != mine["described"]:
+        raise InvalidError(
+            "its examples are not those that it enrolled with; its owner can remove the folder of "
+            "this run, and the node enrols again in a new run"
         )
-    i = request.facts.get("client")
-    if type(i) is not int or not 0 <= i < settings.clients:
-        raise Refused(f"there is no client {i}")
-    return examples.shared(settings, words, i)
+    return True
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 # Programs, by what they were made of: a process that answers several requests compiles once.
@@ -132,40 +151,41 @@ _made: dict[str, Client] = {}
 _MOST = 16
 
 
-def _client(node: Node, request: wire.Message) -> Client:
-    facts = request.facts
-    parts = [facts.get(word) for word in ("settings", "federation", "run", "client")]
-    name = json.dumps([str(node.folder), *parts], sort_keys=True)
+def _client(
+    node: Node, request: wire.Message, settings: ConfigDict, words: configuration.Words
+) -> Client:
+    parts = [request.facts[word] for word in ("settings", "federation", "run", "client")]
+    name = json.dumps([repr(node), *parts], sort_keys=True)
     if name in _made:
         return _made[name]
-    settings, words = _settings(node, request)
-    description, i, run = facts.get("federation"), facts.get("client"), facts.get("run")
-    if not isinstance(description, dict) or type(i) is not int or not isinstance(run, str):
-        raise Refused("it describes no federation")
-    mine = _own(node, request)
-    data = examples.fitted(mine, description)
-    _, method = assembly.built(settings, words, description, data)
-    if not 0 <= i < method.federation.clients:
-        raise Refused(f"there is no client {i}")
+    given, description, run, i = parts
+    mine = examples.own(node.file)
     folder = client.folder(node.folder, run)
+    asked = {"client": i, "settings": _digest(given), "described": _digest(mine.facts)}
+    if not _is_enrolled(folder, asked):
+        raise InvalidError("this node has not enrolled in this run")
+    data = examples.fitted(mine, description, i)
+    _, method = assembly.built(settings, words, description, data)
     disk = Disk(folder / f"client-{i}")
     group = method.group(i)
 
     def keep(variables: PyTree, t: int) -> None:
         result = export.Described(
             algorithm=settings.algorithm,
-            dataset=str((node.data or {}).get("dataset", settings.dataset)),
+            dataset=str(node.file.data["dataset"]),
             seed=settings.seed,
             federation=method.federation,
         )
         member = method.member(group)
         content = export.packed(result, member, i, t, client_data(data, np.asarray(0)), variables)
-        folder.mkdir(parents=True, exist_ok=True)  # it may not have been in any round
         own_state.whole(folder / MODEL, content)
-        if names := description.get("classes"):  # of outputs, which a model has numbers of
+        if names := description["alike"].get("classes"):
             own_state.whole(folder / CLASSES, json.dumps(names).encode() + b"\n")
 
     programs = AtClient(method, group, data)
+    parts_of_round = (programs.shapes.client, programs.shapes.payload, programs.shapes.answer)
+    if sum(map(trees.leaf_bytes, jax.tree.leaves(parts_of_round))) > MOST_BYTES:
+        raise InvalidError(f"its model needs more than {MOST_BYTES:,} bytes in a round")
     while len(_made) >= _MOST:
         del _made[next(iter(_made))]
     _made[name] = Client(run, i, programs, data, disk, keep)

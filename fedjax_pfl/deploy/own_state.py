@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import wire
+from fedjax_pfl.deploy import schema, wire
 
 # Visits that counted and are kept: a server whose newest checkpoint is damaged goes back by one.
 KEPT = 3
@@ -60,6 +60,7 @@ class Disk(NamedTuple):
             )
         line, _, rest = content.partition(b"\n")
         facts = json.loads(line)
+        schema.check(schema.VISIT, facts, path.name)
         cut = facts.pop("answer_bytes")
         return Visited(**facts, answer=rest[:cut], state=rest[cut:])
 
@@ -111,15 +112,17 @@ def packed(state: PyTree) -> bytes:
 
 def unpacked(content: bytes, template: PyTree) -> PyTree:
     """The inverse of `packed`."""
-    return wire.tree(wire.decode(content, len(content)), "client", template)
+    message = wire.decode(content, len(content), schema.EMPTY)
+    return wire.tree(message, "client", template)
 
 
-def describe(path: Path) -> dict[str, Any]:
-    """A JSON file's content; nothing where there is none."""
+def describe(path: Path, form: Any) -> dict[str, Any]:
+    """Returns a JSON file's content, which has a form of `schema`; empty if there is no file."""
     try:
         found = json.loads(path.read_bytes())
+        schema.check(form, found, path.name)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, schema.InvalidError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from None
-    return found if isinstance(found, dict) else {}
+    return found

@@ -191,10 +191,14 @@ def _work(
 def _judge(
     method: Method, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
-    """Whether an upload is finite and not too large, and the bill of the visit."""
-    fine = trees.all_finite(upload)
+    """Whether an upload is finite and not too large, and the bill of the visit.
+
+    An upload is too large if its change has no finite norm in float32: nothing could be computed
+    of what it makes of the server's state.
+    """
+    moved = trees.squared_norm(trees.change(payload, upload))
+    fine = trees.all_finite(upload) & jnp.isfinite(moved)
     if method.max_update_norm is not None:
-        moved = trees.squared_norm(trees.change(payload, upload))
         fine &= moved <= jnp.square(jnp.float32(method.max_update_norm))
     bill = method.member(g).traffic(payload, upload)
     down, up = (jax.tree.map(jnp.int32, part) for part in bill)

@@ -5,18 +5,16 @@ How bytes reach the nodes is an `Exchange`, which this knows nothing of.
 
 import json
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from ml_collections import ConfigDict
-
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import assembly, own_state, server, wire
-from fedjax_pfl.deploy.client import ENROL, TRAIN, Refused
+from fedjax_pfl.deploy import assembly, enrolment, own_state, schema, server
+from fedjax_pfl.deploy.lines import one_line, to_stderr
 from fedjax_pfl.deploy.programs import AtServer, Method
+from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.server import Open, Server, Standing
 from fedjax_pfl.engine import ledger, metrics
 from fedjax_pfl.engine.records import Evaluation
@@ -61,11 +59,6 @@ class Done(NamedTuple):
 Tell = Callable[[str], None]
 
 
-def to_stderr(line: str) -> None:
-    """Where nobody else is told."""
-    print(line, file=sys.stderr, flush=True)
-
-
 def run(
     given: Mapping[str, Any],
     workdir: str | Path,
@@ -73,7 +66,15 @@ def run(
     waiting: Waiting = Waiting(),  # noqa: B008 a tuple of numbers
     tell: Tell = to_stderr,
 ) -> Done:
-    """Train and evaluate what a configuration says with the clients that an exchange reaches."""
+    """Train and evaluate what a configuration says with the clients that an exchange reaches.
+
+    Args:
+      tell: is given each line of the run's log, escaped, because some quote what a node has sent.
+    """
+
+    def say(line: str) -> None:
+        tell(one_line(line))
+
     settings, words = assembly.complete(given)
     config = {**assembly.plain(settings, words), "deployed": True}
     if waiting.least > (settings.clients_per_round or settings.clients):
@@ -81,12 +82,20 @@ def run(
             f"a round is to have {waiting.least} answers, and asks "
             f"{settings.clients_per_round or settings.clients} clients; want fewer"
         )
-    sent = {**assembly.plain(settings, words), **assembly.brought(given)}
+    sent = assembly.sent(given)
     with run_directory.claimed(Path(workdir), config) as directory:
         run_directory.write_made(directory)
         known = _known(directory)
         if "federation" not in known:
-            known["federation"] = _enrol(settings, sent, known, exchange, waiting, tell)
+            known["federation"] = enrolment.enrol(
+                known["run"],
+                known["starts"],
+                settings,
+                sent,
+                lambda requests: exchange.ask(requests, waiting.seconds),
+                waiting.tries,
+                say,
+            )
             _write(directory, known)
         built, method = assembly.built(settings, words, known["federation"])
         more = {"settings": sent, "federation": known["federation"]}
@@ -94,12 +103,12 @@ def run(
         one = Server(known["run"], known["starts"], programs, more)
         member = Member("", settings, config, directory)
         member.store = checkpoints.open_store(directory / "checkpoints")
-        return _Running(built, method, one, member, exchange, waiting, tell).all()
+        return _Running(built, method, one, member, exchange, waiting, say).all()
 
 
 def _known(directory: Path) -> dict[str, Any]:
     """The run's name, which it keeps, and how often it was started, counting this time."""
-    known = own_state.describe(directory / FILE)
+    known = own_state.describe(directory / FILE, schema.DEPLOYED)
     known.setdefault("run", secrets.token_hex(8))
     known["starts"] = known.get("starts", -1) + 1
     _write(directory, known)
@@ -109,43 +118,6 @@ def _known(directory: Path) -> dict[str, Any]:
 def _write(directory: Path, known: Mapping[str, Any]) -> None:
     with run_directory.writing(directory):
         own_state.whole(directory / FILE, json.dumps(known, indent=2).encode() + b"\n")
-
-
-def _enrol(
-    settings: ConfigDict,
-    sent: Mapping[str, Any],
-    known: Mapping[str, Any],
-    exchange: Exchange,
-    waiting: Waiting,
-    tell: Tell,
-) -> dict[str, Any]:
-    """The description of the federation, of what all clients say; it needs all of them, once."""
-    facts = {"kind": ENROL, "run": known["run"], "settings": sent}
-    said: dict[int, dict[str, Any]] = {}
-    for _ in range(waiting.tries):
-        left = [i for i in range(settings.clients) if i not in said]
-        requests = {
-            i: wire.encode({**facts, "client": i}, envelope={"start": known["starts"]})
-            for i in left
-        }
-        for i, content in exchange.ask(requests, waiting.seconds):
-            try:
-                found = wire.decode(content, 10_000_000)
-                if "refused" in found.facts:
-                    raise Refused(f"it has refused: {found.facts['refused']}")
-                wanted = {"kind": ENROL, "run": known["run"], "client": i}
-                if any(found.facts.get(word) != value for word, value in wanted.items()):
-                    raise Refused("it answers another request")
-                said[i] = found.facts["said"]
-            except (Refused, wire.WireError, KeyError) as error:
-                tell(f"client {i} cannot enrol: {error}")
-        if len(said) == settings.clients:
-            return assembly.agreed(said, settings)
-    absent = sorted(set(range(settings.clients)) - set(said))
-    raise UsageError(
-        f"{len(absent)} of {settings.clients} clients have not enrolled, the first is client "
-        f"{absent[0]}; start their nodes and give the same command again"
-    )
 
 
 class _Running(NamedTuple):
@@ -272,9 +244,9 @@ class _Running(NamedTuple):
             up += len(content)
             try:
                 if i not in opened.requests or i in came:
-                    raise Refused("it was not asked, or has answered already")
+                    raise InvalidError("it was not asked, or has answered already")
                 came[i] = take(self.server, opened, i, content)
-            except Refused as error:
+            except InvalidError as error:
                 refused.add(i)
                 self.tell(f"{what}: client {i}: {error}")
         for i in sorted(set(opened.requests) - set(came) - refused):

@@ -5,7 +5,6 @@ time, or wrongly, is absent, as one that `dropout` takes is in the simulation.
 """
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +12,18 @@ import numpy as np
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree, State
-from fedjax_pfl.deploy import wire
-from fedjax_pfl.deploy.client import EVALUATE, TRAIN, Refused
+from fedjax_pfl.core.local_training import Scores
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.deploy import schema, wire
 from fedjax_pfl.deploy.own_state import BEGUN
 from fedjax_pfl.deploy.programs import AtServer
+from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
+from fedjax_pfl.engine import metrics as numbers
 from fedjax_pfl.engine.records import Evaluation, Log
 
 _SLACK = 1_000_000  # bytes of an answer besides its arrays
+_LARGEST = 1e12  # of a loss or metric of one example
+_ROUNDING = 1e-5  # by which a share that was summed in float32 may lie outside of 0 to 1
 
 
 class Standing(NamedTuple):
@@ -35,7 +39,7 @@ class Server(NamedTuple):
     run: str
     start: int  # one more than when it was started before
     programs: AtServer
-    more: Mapping[str, Any] = MappingProxyType({})  # facts of every request
+    more: Mapping[str, Any]  # facts of every request: settings, and the federation's description
 
 
 class Open(NamedTuple):
@@ -114,14 +118,11 @@ def _opened(
 
 
 def _answered(server: Server, opened: Open, i: int, content: bytes, like: PyTree) -> wire.Message:
-    """The answer of client i to what it was asked; Refused where it is anything else."""
+    """Reads the answer of client i to its request; raises InvalidError for anything else."""
     most = sum(map(trees.leaf_bytes, jax.tree.leaves(like))) + _SLACK
-    try:
-        found = wire.decode(content, most)
-    except wire.WireError as error:
-        raise Refused(str(error)) from None
-    if "refused" in found.facts:
-        raise Refused(f"it has refused: {str(found.facts['refused'])[:500]}")
+    found = wire.decode(content, most, schema.ANSWER)
+    if "why" in found.facts:
+        raise InvalidError(f"it has refused: {found.facts['why']}")
     wanted = {
         "kind": opened.kind,
         "run": server.run,
@@ -131,12 +132,12 @@ def _answered(server: Server, opened: Open, i: int, content: bytes, like: PyTree
     }
     for word, value in wanted.items():
         if found.facts.get(word) != value:
-            raise Refused(f"its {word} is {str(found.facts.get(word))[:40]!r}, not {value!r}")
+            raise InvalidError(f"its {word} is not {value!r}")
     return found
 
 
 def take(server: Server, opened: Open, i: int, content: bytes) -> Came:
-    """What client i has answered to a round's request; Refused where it cannot be read.
+    """Reads client i's answer to a round's request; raises InvalidError if it cannot be read.
 
     An upload that is read and is not finite, or is too large, is not refused, but not `fine`: it
     has travelled, and is billed.
@@ -144,27 +145,50 @@ def take(server: Server, opened: Open, i: int, content: bytes) -> Came:
     g = server.programs.method.group(i)
     like = server.programs.shapes[g].answer
     found = _answered(server, opened, i, content, (like.upload, like.metrics))
-    try:
-        upload = wire.tree(found, "upload", like.upload)
-        metrics = wire.tree(found, "metrics", like.metrics)
-        wire.only(found, "upload", "metrics")
-    except wire.WireError as error:
-        raise Refused(str(error)) from None
-    if type(found.facts.get("fine")) is not bool:
-        raise Refused("it does not say whether it is finite")
+    upload = wire.tree(found, "upload", like.upload)
+    metrics = wire.tree(found, "metrics", like.metrics)
+    wire.only(found, "upload", "metrics")
     fine, down, up = jax.device_get(server.programs.judge[g](opened.payloads[i], upload))
-    return Came(upload, metrics, bool(fine) and found.facts["fine"], _plain(down), _plain(up))
+    fine = bool(fine) and found.facts["finite"] and _bounded(metrics)
+    return Came(upload, metrics, fine, _plain(down), _plain(up))
+
+
+def _bounded(metrics: PyTree) -> bool:
+    return all(np.all(np.abs(leaf) <= _LARGEST) for leaf in jax.tree.leaves(metrics))
 
 
 def take_scores(server: Server, opened: Open, i: int, content: bytes) -> Evaluation:
-    """What client i has answered to an evaluation; Refused where it cannot be read."""
+    """Reads client i's answer to an evaluation; raises InvalidError if it cannot be right."""
     like = server.programs.shapes[server.programs.method.group(i)].scores
     found = _answered(server, opened, i, content, like)
-    try:
-        wire.only(found, "scores")
-        return wire.tree(found, "scores", like)
-    except wire.WireError as error:
-        raise Refused(str(error)) from None
+    wire.only(found, "scores")
+    scores: Evaluation = wire.tree(found, "scores", like)
+    counts = server.more["federation"]["counts"][i]
+    for word, part in scores._asdict().items():
+        if part is not None:
+            split = "validation" if word == "validation" else "test"
+            _check_scores(server.programs.method.task, part, counts[split], word)
+    return scores
+
+
+def _check_scores(task: Task, scores: Scores, examples: int, where: str) -> None:
+    """Checks sums over a client's examples: a share is from 0 to 1, other numbers are bounded.
+
+    Numbers that are not finite pass, because reports leave them out.
+
+    Args:
+      examples: how many the client has enrolled with.
+      where: the part of the evaluation.
+    """
+    if scores.examples != examples:
+        raise InvalidError(f"its {where} is not over the {examples} examples that it enrolled with")
+    one = jax.tree.map(lambda leaf: np.asarray(leaf)[None], scores)
+    each = numbers.per_client(one, task)
+    shares = {metric.name for metric in task.metrics if metric.unit == "%"}
+    for name, (value,) in each.items():
+        low, high = (-_ROUNDING, 1 + _ROUNDING) if name in shares else (-_LARGEST, _LARGEST)
+        if np.isfinite(value) and not low <= value <= high:
+            raise InvalidError(f"its {name} in {where} is not from {low:g} to {high:g}")
 
 
 def close_round(
@@ -186,6 +210,9 @@ def close_round(
     if not counted:
         return standing, tuple(logs)
     now = server.programs.receive(standing.state, tuple(cohorts))
+    if not trees.all_finite((now[0], now[1])):  # of finite uploads, which are too large together
+        rejected = {i: one._replace(fine=False) for i, one in came.items()}
+        return close_round(server, standing, opened, rejected)
     settled = standing.settled.copy()
     settled[counted] = opened.round
     return Standing(State(now[0], now[1], ()), settled), tuple(logs)

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import assembly, guard, keys, worker
+from fedjax_pfl.deploy import assembly, guard, keys, node_file, own_state, schema
 from fedjax_pfl.deploy.app import HERE
-from fedjax_pfl.deploy.flower import ENDED, FAILED, NAME
+from fedjax_pfl.deploy.flower import NAME, outcome_of
 from fedjax_pfl.deploy.run import WIRE
 
 # Of a process that has ended: a SuperNode that was killed is refused until Flower has missed its
@@ -43,9 +43,10 @@ def run(
 
     Args:
       folder: of certificates, keys, logs, and of each node.
-      data: of each node the JSON file that names its data; none: its part of the configuration's.
+      data: the JSON file of each node; none: each has its part of the configuration's dataset.
     """
     nodes = config["clients"]
+    files = [_file_of(i, config, data[i : i + 1]) for i in range(nodes)]
     folder.mkdir(parents=True, exist_ok=True)
     os.chmod(folder, 0o700)
     with _claimed(folder) as lock:
@@ -54,7 +55,8 @@ def run(
         home = _home(folder, authority, ports[0])
         guard.end(home)  # of a trial that was killed together with its guard
         log = folder / "run.log"
-        for old in [log, *folder.glob("superlink.db*")]:  # who is who follows from keys alone
+        # Who is who follows from keys alone.
+        for old in [log, outcome_of(log), *folder.glob("superlink.db*")]:
             old.unlink(missing_ok=True)
         settings = folder / "settings.json"
         asked = {"config": config, "workdir": str(workdir), "log": str(log), "waiting": waiting}
@@ -75,17 +77,15 @@ def run(
                 started.command(
                     "flwr", "supernode", "register", public, "trial", "--name", f"{NAME}{i}"
                 )
-                own = _own(folder / f"node-{i}.json", config, data[i : i + 1])
-                started.start(f"worker-{i}", sys.executable, "-m", "fedjax_pfl.deploy.worker",
-                              folder / f"node-{i}", *own)  # fmt: skip
-                words = {"folder": folder / f"node-{i}", **({"data": own[0]} if own else {})}
-                said = " ".join(f"{word}={json.dumps(str(value))}" for word, value in words.items())
+                own = folder / f"node-{i}", folder / f"node-{i}.json"
+                own[1].write_text(json.dumps(files[i]))
+                started.start(f"worker-{i}", sys.executable, "-m", "fedjax_pfl.deploy.worker", *own)
                 started.start(
                     f"node-{i}",
-                    *("flower-supernode", "--superlink", f"127.0.0.1:{ports[0]}"),
+                    *(sys.executable, "-m", "fedjax_pfl.deploy.supernode", own[0]),
+                    *("--superlink", f"127.0.0.1:{ports[0]}"),
                     *("--root-certificates", authority, "--port", ports[2 + i]),
-                    *("--auth-supernode-private-key", folder / f"{NAME}{i}.key"),
-                    *("--node-config", said, *tls),
+                    *("--auth-supernode-private-key", folder / f"{NAME}{i}.key", *tls),
                 )
 
             def submit() -> None:
@@ -96,14 +96,23 @@ def run(
             _follow(log, workdir / WIRE, started, submit, tell)
 
 
-def _own(path: Path, config: Mapping[str, Any], data: Sequence[str]) -> list[str]:
-    """A node's file: what it is given, and that it runs the code of this trial's owner."""
-    given = worker.node(path.parent, *data or [""])
-    code = list(assembly.brought(config).values())
-    if not code:
-        return list(data)
-    path.write_text(json.dumps({**(given.data or {}), "code": code}))
-    return [str(path)]
+def _file_of(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
+    """Returns the content of node i's file: its owner's, or a part of the configured dataset."""
+    if data:
+        content = json.loads(Path(data[0]).read_text())
+    elif ":" in config["dataset"]:
+        raise UsageError(
+            f"dataset is {config['dataset']}, and a node's own file says what it reads; give "
+            "--data=FILE.json,... with one for each node"
+        )
+    else:
+        names = (*node_file.OF_DATA, *node_file.SHARED)
+        content = {name: config[name] for name in names if config.get(name) is not None}
+    if content.setdefault("client", i) != i:
+        raise UsageError(f"{data[0]} is of client {content['client']}, and is given for client {i}")
+    content["code"] = [*content.get("code", []), *assembly.brought(config).values()]
+    node_file.parsed(content, data[0] if data else "the configuration")
+    return content
 
 
 def _follow(
@@ -113,24 +122,25 @@ def _follow(
     submit: Callable[[], None],
     tell: Callable[[str], None],
 ) -> None:
-    """Tell the run's lines as they come, until the last one; what ends before is started again.
+    """Tells the run's lines as they come until it has an outcome; what ends before is restarted.
 
     Args:
       rounds: a file that grows with each of them.
     """
     seen, ends, until, size = 0, 0, 0.0, -1
     while True:
-        alive = bool(guard.left(started.home, _SERVER))  # before its last line is looked for
+        alive = bool(guard.left(started.home, _SERVER))  # before its outcome is looked for
+        outcome = own_state.describe(outcome_of(log), schema.OUTCOME)  # before its last line is
         lines = log.read_text().splitlines(keepends=True) if log.exists() else []
         for line in lines[seen:]:
             if not line.endswith("\n"):
                 break
             seen += 1
-            if line.startswith(FAILED):
-                raise UsageError(line.removeprefix(FAILED).strip())
-            if line.startswith(ENDED):
-                return
             tell(line.rstrip("\n"))
+        if "error" in outcome:
+            raise UsageError(outcome["error"])
+        if outcome:
+            return
         for name in started.again():
             tell(f"{name} has ended, and is started again")
         if alive:

@@ -17,6 +17,8 @@ import jax
 import numpy as np
 
 from fedjax_pfl.core.algorithm import PyTree
+from fedjax_pfl.deploy import schema
+from fedjax_pfl.deploy.schema import InvalidError
 
 _MAGIC = b"fedjax_pfl 1\n"
 _LENGTH = struct.Struct("<Q")
@@ -25,10 +27,6 @@ DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64",
 )  # fmt: skip
-
-
-class WireError(Exception):
-    """A message that is not what it has to be; one line that says why, without its content."""
 
 
 class Message(NamedTuple):
@@ -71,36 +69,43 @@ def encode(
     return b"".join([_MAGIC, lengths[0], around, lengths[1], head, *parts])
 
 
-def decode(content: bytes, most: int) -> Message:
-    """Read a message of at most so many bytes, or WireError."""
+def decode(content: bytes, most: int, form: Any = None) -> Message:
+    """Reads a message of at most `most` bytes; raises InvalidError for anything else.
+
+    Args:
+      form: of its facts, see `schema`; None leaves them unchecked.
+    """
     if len(content) > most:
-        raise WireError(f"it has {len(content):,} bytes, and at most {most:,} are expected")
+        raise InvalidError(f"it has {len(content):,} bytes, and at most {most:,} are expected")
     if not content.startswith(_MAGIC):
-        raise WireError("it does not begin as a message does")
+        raise InvalidError("it does not begin as a message does")
     envelope, at = _object(content, len(_MAGIC))
     begun = at
     head, at = _object(content, at)
     facts, listed = head.get("facts"), head.get("arrays")
     if not isinstance(facts, dict) or not isinstance(listed, list):
-        raise WireError("its head has no facts or no list of arrays")
+        raise InvalidError("its head has no facts or no list of arrays")
+    schema.check(schema.ENVELOPE, envelope, "envelope")
+    if form is not None:
+        schema.check(form, facts, "message")
     arrays: dict[str, np.ndarray] = {}
     for entry in listed:
         name, dtype, shape = _described(entry)
         if name in arrays:
-            raise WireError(f"{name} is there twice")
+            raise InvalidError(f"{name} is there twice")
         size = np.dtype(dtype).itemsize
         for length in shape:
             size *= length
         if size > len(content) - at:
-            raise WireError(f"{name} is longer than the message")
+            raise InvalidError(f"{name} is longer than the message")
         piece = content[at : at + size]
         array = np.frombuffer(piece, np.dtype(dtype).newbyteorder("<"))
         if dtype == "bool" and np.any(np.frombuffer(piece, np.uint8) > 1):
-            raise WireError(f"{name} has bytes that are neither true nor false")
+            raise InvalidError(f"{name} has bytes that are neither true nor false")
         arrays[name] = array.reshape(shape).astype(dtype)
         at += size
     if at != len(content):
-        raise WireError(f"{len(content) - at} bytes stand behind its last array")
+        raise InvalidError(f"{len(content) - at} bytes stand behind its last array")
     return Message(envelope, facts, arrays, hashlib.sha256(content[begun:]).hexdigest())
 
 
@@ -109,22 +114,22 @@ def tree(message: Message, word: str, template: PyTree) -> PyTree:
     wanted = {f"{word}/{name}": leaf for name, leaf in named(template).items()}
     got = {name for name in message.arrays if name.startswith(f"{word}/")}
     for name in sorted(got ^ set(wanted)):
-        raise WireError(f"{name} is {'missing' if name in wanted else 'not expected'}")
+        raise InvalidError(f"{name} is {'missing' if name in wanted else 'not expected'}")
     for name, leaf in wanted.items():
         array = message.arrays[name]
         if (array.shape, array.dtype.name) != (tuple(leaf.shape), np.dtype(leaf.dtype).name):
             there, here = (f"{x.dtype}{list(x.shape)}" for x in (array, leaf))
-            raise WireError(f"{name} is {there}, and {here} is expected")
+            raise InvalidError(f"{name} is {there}, and {here} is expected")
     return jax.tree.unflatten(
         jax.tree.structure(template), [message.arrays[name] for name in wanted]
     )
 
 
 def only(message: Message, *words: str) -> None:
-    """WireError where there are arrays under other words than these."""
+    """InvalidError where there are arrays under other words than these."""
     for name in message.arrays:
         if name.partition("/")[0] not in words:
-            raise WireError(f"{name} is not expected")
+            raise InvalidError(f"{name} is not expected")
 
 
 def _json(content: Any) -> bytes:
@@ -139,16 +144,16 @@ def _object(content: bytes, at: int) -> tuple[dict[str, Any], int]:
     """The JSON object that begins with its length at a place, and where it ends."""
     behind = at + _LENGTH.size
     if behind > len(content):
-        raise WireError("it is cut off")
+        raise InvalidError("it is cut off")
     (length,) = _LENGTH.unpack_from(content, at)
     if length > min(_MOST_HEAD, len(content) - behind):
-        raise WireError("it is cut off, or its head is too long")
+        raise InvalidError("it is cut off, or its head is too long")
     try:
         found = json.loads(content[behind : behind + length].decode(), parse_constant=_refuse)
     except (ValueError, RecursionError):
-        raise WireError("its head is no JSON") from None
+        raise InvalidError("its head is no JSON") from None
     if not isinstance(found, dict):
-        raise WireError("its head is no JSON object")
+        raise InvalidError("its head is no JSON object")
     return found, behind + length
 
 
@@ -160,9 +165,9 @@ def _described(entry: Any) -> tuple[str, str, list[int]]:
     try:
         name, dtype, shape = entry
     except (TypeError, ValueError):
-        raise WireError("its head describes an array wrongly") from None
+        raise InvalidError("its head describes an array wrongly") from None
     lengths: list[Any] = shape if isinstance(shape, list) else [None]
     whole = all(type(n) is int and 0 <= n < 2**40 for n in lengths) and len(lengths) <= 32
     if not isinstance(name, str) or dtype not in DTYPES or not whole:
-        raise WireError("its head describes an array wrongly")
+        raise InvalidError("its head describes an array wrongly")
     return name, dtype, lengths

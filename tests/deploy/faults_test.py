@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.deploy import client, own_state, server, wire
-from fedjax_pfl.deploy.client import Refused
+from fedjax_pfl.deploy import own_state, server, wire
 from fedjax_pfl.deploy.programs import AtServer, Method, single
+from fedjax_pfl.deploy.schema import InvalidError
 from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
-from tests.deploy.loopback import Loopback, loopback
+from tests.deploy.loopback import Loopback, answer, loopback
 
 DATA, FEDERATION = tiny.federated(clients=4)
 METHOD = Method(cases.make("fedper", FEDERATION), cases.TASK, FEDERATION, 7, after=False)
@@ -47,7 +47,7 @@ def files(made: Loopback) -> dict[str, bytes]:
 
 
 def refused(call: Any, *arguments: Any) -> str:
-    with pytest.raises(Refused) as error:
+    with pytest.raises(InvalidError) as error:
         call(*arguments)
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -83,9 +83,9 @@ def test_a_message_comes_back_as_it_was_and_nothing_else_is_read():
         {**sent, "more": sent["b"]},
         {**sent, "w": sent["w"].T},
     ):
-        with pytest.raises(wire.WireError):
+        with pytest.raises(InvalidError):
             wire.tree(found, "payload", wrong)
-    with pytest.raises(wire.WireError, match="bytes"):
+    with pytest.raises(InvalidError, match="bytes"):
         wire.decode(content, len(content) - 1)
 
 
@@ -104,7 +104,7 @@ def test_no_byte_that_is_changed_cut_or_added_raises_anything_else():
             broken[at:at] = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
         try:
             wire.decode(bytes(broken), len(content) + 9)
-        except wire.WireError as error:
+        except InvalidError as error:
             said.add(str(error))
     assert len(said) > 10
     assert not any("\n" in line for line in said)
@@ -139,9 +139,9 @@ def test_replayed_and_reordered_requests_change_nothing(made: Loopback):
         newest = content in dict(old[-4:]).values()
         to = i if newest or draw.random() < 0.7 else (i + 1) % 4
         if newest:  # the last one is answered again, by the same bytes
-            client.answer(made.clients[i], content)
+            answer(made.clients[i], content)
         else:
-            said.add(refused(client.answer, made.clients[to], content).partition(" for this")[0])
+            said.add(refused(answer, made.clients[to], content).partition(" for this")[0])
     assert files(made) == there
     assert {"round 0 is over", "round 1 is over", "round 2 is over"} <= said
 
@@ -184,7 +184,7 @@ def test_an_upload_that_is_not_fine_is_rejected_billed_and_changes_nothing(
     value = {"nan": np.nan, "large": np.inf, "says so": 0.0}[what]
     bad = changed(answers[0], name, array=found.arrays[name] + np.float32(value))
     if what == "says so":
-        bad = changed(answers[0], fine=False)
+        bad = changed(answers[0], finite=False)
     came = {i: server.take(made.server, opened, i, c) for i, c in {**answers, 0: bad}.items()}
     assert not came[0].fine
     without = {i: one for i, one in came.items() if i}
@@ -242,7 +242,7 @@ def test_a_crash_between_saving_and_answering_loses_nothing(
 ):
     standing = server.begin(made.server)
     opened = server.open_round(made.server, standing, 0)
-    wanted = client.answer(made.clients[0], opened.requests[0])
+    wanted = answer(made.clients[0], opened.requests[0])
     there = files(made)
     for path in made.clients[0].disk.folder.iterdir():
         path.unlink()
@@ -256,7 +256,7 @@ def test_a_crash_between_saving_and_answering_loses_nothing(
     with monkeypatch.context() as at_first:
         at_first.setattr(os, "replace", before)  # it dies while it writes
         with pytest.raises(Killed):
-            client.answer(made.clients[0], opened.requests[0])
+            answer(made.clients[0], opened.requests[0])
     assert made.clients[0].disk.rounds() == []
     with monkeypatch.context() as at_last:
         at_last.setattr(own_state.Disk, "rounds", before)  # it dies when it has written
@@ -265,7 +265,7 @@ def test_a_crash_between_saving_and_answering_loses_nothing(
         with pytest.raises(Killed):
             disk.write(visited, own_state.BEGUN)
     monkeypatch.setattr(type(made.clients[0].programs), "work", None)
-    assert client.answer(made.clients[0], opened.requests[0]) == wanted
+    assert answer(made.clients[0], opened.requests[0]) == wanted
     assert there.keys() <= files(made).keys()
 
 
@@ -282,9 +282,9 @@ def test_a_full_disk_is_one_line_and_the_client_takes_part_again(
 
     with monkeypatch.context() as now:
         now.setattr(os, "fsync", full)
-        assert "No space left" in refused(client.answer, made.clients[0], opened.requests[0])
+        assert "No space left" in refused(answer, made.clients[0], opened.requests[0])
     assert files(made) == there
-    assert client.answer(made.clients[0], opened.requests[0])
+    assert answer(made.clients[0], opened.requests[0])
 
 
 def test_a_damaged_file_is_named_and_not_read(made: Loopback):
@@ -295,11 +295,9 @@ def test_a_damaged_file_is_named_and_not_read(made: Loopback):
     content[-3] ^= 1
     path.write_bytes(bytes(content))
     opened = server.open_round(made.server, standing, 1)
-    assert "visit-000000000 is damaged" in refused(
-        client.answer, made.clients[0], opened.requests[0]
-    )
+    assert "visit-000000000 is damaged" in refused(answer, made.clients[0], opened.requests[0])
     path.unlink()
-    assert "does not hold it" in refused(client.answer, made.clients[0], opened.requests[0])
+    assert "does not hold it" in refused(answer, made.clients[0], opened.requests[0])
 
 
 def test_a_server_goes_on_from_its_checkpoint_with_the_same_bits(made: Loopback, tmp_path: Path):
@@ -321,9 +319,9 @@ def test_a_server_goes_on_from_its_checkpoint_with_the_same_bits(made: Loopback,
     opened = server.open_round(made.server, again, 2)  # of the start before, which still runs
     for i, content in restarted.ask(server.open_round(restarted.server, again, 2).requests).items():
         assert content
-        assert client.answer(made.clients[i], opened.requests[i]) == content  # the same question
+        assert answer(made.clients[i], opened.requests[i]) == content  # the same question
     late = server.open_round(made.server, again, 3)
-    assert "earlier start" in refused(client.answer, made.clients[0], late.requests[0])
+    assert "earlier start" in refused(answer, made.clients[0], late.requests[0])
 
 
 def test_a_server_that_goes_back_takes_its_clients_along(made: Loopback):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import guard, own_state, run, wire
+from fedjax_pfl.deploy import guard, own_state, run, schema, wire
 from fedjax_pfl.runs import runner
 from tests.deploy.run_test import CONFIG, close
 from tests.runs.common import read_metrics
@@ -63,7 +63,7 @@ def unpacked(record: Any) -> bytes:
 def refused(answer: bytes) -> str:
     """Why it was; no text of an error of Flower's is in it."""
     assert b"patients" not in answer
-    return str(wire.decode(answer, 10_000).facts["refused"])
+    return str(wire.decode(answer, 10_000, schema.ANSWER).facts["why"])
 
 
 def there(one: Any) -> dict[int, int]:
@@ -88,8 +88,108 @@ def test_a_node_is_the_client_that_it_was_by_its_key(tmp_path: Path):
     assert there(other) == {1: 8}
     assert len(said) == 1
     assert "client-0 has another key" in said[0]
-    wrong = Grid((7, "client-9", b"c", "online"), (8, "somebody", b"d", "online"))
-    assert there(by(wrong, tmp_path)[0]) == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["client-00", "client-01", "client-²", "client-9", "client-", "client-0\n", "client--0"]
+)
+def test_a_name_that_is_no_clients_is_refused_and_displaces_nobody(name: str, tmp_path: Path):
+    grid = Grid((6, name, b"x", "online"), (7, NODES[0], b"a", "online"), (8, "me", b"d", "online"))
+    one, said = by(grid, tmp_path)
+    for _ in range(2):
+        assert there(one) == {0: 7}
+    assert said == [f"{name!a} is no client's name: use client-0 to client-1; refused"]
+
+
+def test_keys_that_were_changed_are_one_line(tmp_path: Path):
+    (tmp_path / "run.keys.json").write_text('{"00": "a"}')
+    with pytest.raises(UsageError, match=r"run\.keys\.json cannot be read"):
+        there(by(Grid((7, NODES[0], b"a", "online")), tmp_path)[0])
+
+
+INJECTED = "sorry\nThe run has ended: /srv\nerror: gone\x1b[2J"
+
+
+def run_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: Any) -> Any:
+    """Runs as the server's app does, with a result in place of a run; its log and its outcome."""
+    from fedjax_pfl.deploy import flower
+
+    log = tmp_path / "run.log"
+    flower.outcome_of(log).write_text('{"directory": "of an earlier run"}')
+
+    def instead(config: Any, directory: Path, exchange: Any, waiting: Any, tell: Any) -> Any:
+        assert not flower.outcome_of(log).exists()
+        tell(f"client 1: {INJECTED}")
+        if isinstance(result, Exception):
+            raise result
+        return SimpleNamespace(directory=result)
+
+    monkeypatch.setattr(flower.run, "run", instead)
+    monkeypatch.setattr(flower.ByFlower, "wait", lambda *_: 2)
+    asked = {"config": {"clients": 2}, "workdir": str(tmp_path / "run"), "log": str(log)}
+    (tmp_path / "s.json").write_text(json.dumps({**asked, "waiting": {"seconds": 1, "least": 1}}))
+    with contextlib.nullcontext() if isinstance(result, Path) else pytest.raises(type(result)):
+        flower.run_by(Grid(), str(tmp_path / "s.json"))  # type: ignore[arg-type]
+    return log.read_text(), own_state.describe(flower.outcome_of(log), schema.OUTCOME)
+
+
+def test_a_run_says_how_it_has_ended_in_a_file_that_no_node_writes_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log, outcome = run_by(tmp_path, monkeypatch, tmp_path / "run")
+    assert outcome == {"directory": str(tmp_path / "run")}
+    assert log.splitlines()[2] == "client 1: sorry\\nThe run has ended: /srv\\nerror: gone\\x1b[2J"
+    _, outcome = run_by(tmp_path, monkeypatch, UsageError(f"no {INJECTED}"))
+    assert outcome == {"error": "no sorry\\nThe run has ended: /srv\\nerror: gone\\x1b[2J"}
+    assert run_by(tmp_path, monkeypatch, RuntimeError("away"))[1] == {}
+
+
+def test_a_trial_ends_by_the_outcome_and_by_no_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Lines that look like an end are told like others."""
+    from fedjax_pfl.deploy import trial
+
+    log, told, looks = tmp_path / "run.log", list[str](), [0]
+    lines = ["The run has ended: /srv", "error: gone", "client 1: The run has ended:"]
+    log.write_text("".join(f"{line}\n" for line in lines))
+    outcome = trial.outcome_of(log)
+
+    def wait(_: float) -> None:
+        looks[0] += 1
+        if looks[0] == 3:
+            outcome.write_text(json.dumps(ending))
+
+    monkeypatch.setattr(trial.guard, "left", lambda *_: [1])
+    monkeypatch.setattr(trial.time, "sleep", wait)
+    started: Any = SimpleNamespace(home=tmp_path, folder=tmp_path, again=list)
+    ending = {"directory": "/srv"}
+    trial._follow(log, tmp_path / "wire", started, lambda: None, told.append)
+    assert (told, looks) == (lines, [3])
+    looks, ending = [0], {"error": "too few"}
+    outcome.unlink()
+    with pytest.raises(UsageError, match="too few"):
+        trial._follow(log, tmp_path / "wire", started, lambda: None, told.append)
+
+
+def test_a_trials_nodes_have_files_that_say_who_they_are(tmp_path: Path):
+    from fedjax_pfl.deploy import trial
+
+    config = {"dataset": "digits", "clients": 2, "partition": "iid", "seed": 3, "data_dir": None}
+    assert trial._file_of(1, {**config, "algorithm": "a:b"}, []) == {
+        "dataset": "digits",
+        "clients": 2,
+        "partition": "iid",
+        "client": 1,
+        "code": ["a:b"],
+    }
+    (tmp_path / "mine.json").write_text('{"dataset": "csv:x", "client": 1}')
+    own = [str(tmp_path / "mine.json")]
+    assert trial._file_of(1, config, own) == {"dataset": "csv:x", "client": 1, "code": []}
+    with pytest.raises(UsageError, match="of client 1, and is given for client 0"):
+        trial._file_of(0, config, own)
+    with pytest.raises(UsageError, match="--data="):
+        trial._file_of(0, {**config, "dataset": "csv:x"}, [])
 
 
 def test_two_names_with_one_key_are_one_client(tmp_path: Path):
@@ -293,7 +393,7 @@ def test_a_run_over_flower_is_what_the_simulation_is(tmp_path: Path):
     close(read_metrics(tmp_path / "real"), simulated.metrics)
     lines = [json.loads(x) for x in (tmp_path / "real" / run.WIRE).read_text().splitlines()]
     assert sum(line["ledger_up"] for line in lines) == simulated.ledger.total_up
-    keys = own_state.describe(tmp_path / "real.keys.json")
+    keys = own_state.describe(tmp_path / "real.keys.json", schema.KEYS)
     assert len(set(keys.values())) == 3
     assert len(list((tmp_path / "nodes").glob("node-*/run-*/model.safetensors"))) == 3
     assert len(lines) == 2

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core.randomness import DROP, stage_key
-from fedjax_pfl.deploy import client, server
-from fedjax_pfl.deploy.client import Client, Refused
+from fedjax_pfl.deploy import client, schema, server, wire
+from fedjax_pfl.deploy.client import Client
 from fedjax_pfl.deploy.own_state import Disk
 from fedjax_pfl.deploy.programs import AtClient, AtServer, Method, single
 from fedjax_pfl.deploy.server import Server, Standing
@@ -27,7 +27,7 @@ class Loopback(NamedTuple):
     messages: list[bytes]
 
     def ask(self, requests: Mapping[int, bytes]) -> dict[int, bytes]:
-        answers = {i: client.answer(self.clients[i], content) for i, content in requests.items()}
+        answers = {i: answer(self.clients[i], content) for i, content in requests.items()}
         self.messages.extend([*requests.values(), *answers.values()])
         return answers
 
@@ -54,12 +54,34 @@ class Loopback(NamedTuple):
         return client._settled(self.clients[i], int(standing.settled[i]))
 
 
+def answer(one: Client, content: bytes) -> bytes:
+    """As a node gives it."""
+    return client.answer(one, wire.decode(content, len(content), schema.REQUEST))
+
+
+def described(data: Any, n: int) -> dict[str, Any]:
+    """The parts of a federation's description that its clients' examples say."""
+    splits = ("train", "validation", "test")
+    sizes = {name: np.asarray(getattr(data, name).size) for name in splits}
+    shape = list(np.shape(data.x)[1:])
+    alike = {"input_shape": shape, "input_dtype": "float32", "each": [], "outputs": 1}
+    return {
+        "counts": [{name: int(size[i]) for name, size in sizes.items()} for i in range(n)],
+        "held_out": 0,
+        "groups": 1,
+        "alike": {**alike, "target": ["int32", []], "constants": {}},
+        "widths": {name: 1 for name in splits},
+        "stored_dtype": "float32",
+    }
+
+
 def loopback(method: Method, data: Any, cohort: int, folder: Path, start: int = 0) -> Loopback:
     n = method.federation.clients
     own = [single(data, i) for i in range(n)]
     programs = AtClient(method, 0, own[0])
     clients = {i: Client(RUN, i, programs, own[i], Disk(folder / f"client-{i}")) for i in range(n)}
-    return Loopback(Server(RUN, start, AtServer(method, own[0], cohort)), clients, [])
+    more = {"settings": {}, "federation": described(data, n)}
+    return Loopback(Server(RUN, start, AtServer(method, own[0], cohort), more), clients, [])
 
 
 def dropped(seed: int, dropout: float, t: int) -> Callable[[int], bool]:
@@ -76,4 +98,4 @@ def stacked(each: Any) -> Any:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
 
 
-__all__ = ["RUN", "Loopback", "Refused", "dropped", "loopback", "stacked"]
+__all__ = ["RUN", "Loopback", "answer", "dropped", "loopback", "stacked"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import node, run
+from fedjax_pfl.deploy import node, node_file, run, schema
 from fedjax_pfl.runs import export, runner
 from tests.runs.common import BASE, read_metrics
 
@@ -22,6 +22,18 @@ CONFIG = {
     "eval_every": 1,
     "devices": 1,
 }
+
+
+# What a node of a trial has in its file: its part of the dataset of CONFIG.
+PART = {
+    name: CONFIG[name]
+    for name in ("dataset", "synthetic", "partition", "validation_fraction", "clients")
+}
+
+
+def made_node(folder: Path, **content: Any) -> node.Node:
+    """A node by the content of its file."""
+    return node.Node(folder, node_file.parsed(json.loads(json.dumps(content)), "node.json"))
 
 
 class Nodes:
@@ -35,10 +47,11 @@ class Nodes:
         data: Any = None,
         code: tuple[str, ...] = (),
     ) -> None:
-        each = data or [None] * n
-        self.nodes = [node.Node(folder / f"node-{i}", each[i], code) for i in range(n)]
+        each = data or [{**PART, "client": i, "code": code} for i in range(n)]
+        self.nodes = [made_node(folder / f"node-{i}", **each[i]) for i in range(n)]
         self.left = until
         self.said: list[str] = []
+        self.answers: list[bytes] = []  # every byte that has left a node
 
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
@@ -47,7 +60,12 @@ class Nodes:
             self.left -= 1
             if self.left < 0:
                 raise KeyboardInterrupt
-            yield i, node.answer(self.nodes[i], content)
+            self.answers.append(self.answer(i, content))
+            yield i, self.answers[-1]
+
+    def answer(self, i: int, content: bytes) -> bytes:
+        """The answer of a node, which tests of hostile ones replace."""
+        return node.answer(self.nodes[i], content)
 
 
 def numbers(metrics: Any) -> Any:
@@ -107,32 +125,37 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
 
 
 def test_nodes_with_files_of_their_own(tmp_path: Path):
-    """Numbers are normalised by what all have, and classes get the same numbers everywhere."""
+    """Numbers are normalised by what all have, and classes are numbered as the files state."""
     draw = np.random.default_rng(0)
     data, names = [], (("no", "yes"), ("maybe", "yes"))
+    labels = ["no", "maybe", "yes"]
     for i, (one, other) in enumerate(names):
         x = draw.normal(3 + 5 * i, 2, (30 + 10 * i, 2))
         rows = [f"{a},{b},{other if a > 3 + 5 * i else one}" for a, b in x]
         (tmp_path / f"{i}.csv").write_text("\n".join(["age,dose,label", *rows]))
-        data.append({"dataset": f"csv:{tmp_path / f'{i}.csv'}"})
+        path = tmp_path / f"{i}.csv"
+        own = {"labels": labels, "least_rows": 15, "validation_fraction": 0.2}
+        data.append({"dataset": f"csv:{path}", **own})
     config = {**CONFIG, "clients": 2, "clients_per_round": 2, "rounds": 1}
     nodes = Nodes(tmp_path, 2, data=data)
     done = run.run(config, tmp_path / "real", nodes, tell=nodes.said.append)
     assert [row["train_examples"] for row in done.clients] == [15, 20]
-    known = node.own_state.describe(tmp_path / "real" / run.FILE)["federation"]
-    assert known["classes"] == ["maybe", "no", "yes"]
+    path = tmp_path / "real" / run.FILE
+    known = node.own_state.describe(path, schema.DEPLOYED)["federation"]
+    assert known["alike"]["classes"] == labels
     assert 5 < known["mean"][0] < 7
     for i in range(2):
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         about = export.about(path)
         assert (about["outputs"], about["input_shape"]) == (3, [2])
         names = json.loads((path.parent / node.CLASSES).read_text())
-        assert names == ["maybe", "no", "yes"]
+        assert names == labels
         np.testing.assert_allclose(np.ravel(about["scale"]), 1 / np.array(known["deviation"]), 1e-6)
     data[1]["csv"] = {"input": "age"}
     nodes = Nodes(tmp_path / "other", 2, data=data)
-    with pytest.raises(UsageError, match="client 1 has input_shape"):
+    with pytest.raises(UsageError, match="1 of 2 clients have not enrolled, the first is client 1"):
         run.run(config, tmp_path / "differ", nodes, tell=nodes.said.append)
+    assert "client 1 cannot enrol: its input_shape differs from that of client 0" in nodes.said[-1]
 
 
 def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
@@ -179,12 +202,3 @@ def test_what_only_a_simulation_has_is_refused_before_anything_is_written(
     with pytest.raises(UsageError, match=word):
         run.run({**CONFIG, **changes}, tmp_path / "run", Nodes(tmp_path, 3))
     assert not (tmp_path / "run").exists()
-
-
-def test_a_node_reads_no_file_that_the_server_names(tmp_path: Path):
-    (tmp_path / "private.csv").write_text("a,label\n1,yes\n2,no\n")
-    config = {**CONFIG, "dataset": f"csv:{tmp_path / 'private.csv'}"}
-    nodes = Nodes(tmp_path, 3)
-    with pytest.raises(UsageError, match="have not enrolled"):
-        run.run(config, tmp_path / "run", nodes, run.Waiting(tries=1), tell=nodes.said.append)
-    assert all("cannot enrol" in line and str(tmp_path) not in line for line in nodes.said)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from experiments.configs import pfedla
-from fedjax_pfl.deploy import guard, run
+from fedjax_pfl.deploy import guard, run, schema
 from fedjax_pfl.runs import export, runner
 from tests.deploy.run_test import close
 from tests.runs.common import read_metrics
@@ -85,7 +85,7 @@ def test_a_trial_that_was_ended_goes_on_and_ends_as_one_that_was_not(tmp_path: P
         json.loads(line) for line in (tmp_path / "real" / run.WIRE).read_text().splitlines()
     ]
     assert len({line["round"] for line in lines}) == len(lines)
-    known = run.own_state.describe(tmp_path / "real" / run.FILE)
+    known = run.own_state.describe(tmp_path / "real" / run.FILE, schema.DEPLOYED)
     assert known["starts"] == 3
     traffic = [(tmp_path / name / "traffic.json").read_text() for name in ("real", "simulated")]
     assert traffic[0] == traffic[1]

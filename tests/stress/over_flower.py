@@ -91,7 +91,8 @@ class Federation:
 
     def _of(self, pid: int, i: int) -> bool:
         with contextlib.suppress(OSError):
-            return f"/node-{i}" in Path(f"/proc/{pid}/cmdline").read_text()
+            words = Path(f"/proc/{pid}/cmdline").read_text()
+            return f"/node-{i}\0" in words or f"/client-{i}.key" in words
         return False
 
     def until(self, there: Callable[[], bool], what: str, seconds: float = LIMIT) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +15,19 @@ _LENGTH = struct.Struct("<Q")
 _SOCKET = "worker"
 
 
-def ask(folder: Path, content: bytes) -> bytes | None:
-    """What the worker of a folder answers; None where there is no worker."""
-    with contextlib.suppress(ConnectionError, FileNotFoundError), _socket(folder) as (there, place):
-        there.connect(place)
-        send(there, content)
-        return receive(there)
-    return None
+def ask(folder: Path, content: bytes, seconds: float = 120.0) -> bytes:
+    """Returns the answer of a folder's worker, which may just be starting again."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            with _socket(folder) as (there, place):
+                there.connect(place)
+                send(there, content)
+                return receive(there)
+        except OSError:  # whose text may have the folder's path, and would be sent
+            if time.monotonic() > until:
+                raise RuntimeError("the node's worker does not answer; start it") from None
+            time.sleep(0.5)
 
 
 @contextlib.contextmanager
