@@ -254,9 +254,12 @@ def test_a_payload_of_another_shape_is_refused(federation: dict[str, Any], tmp_p
 def test_rounds_and_names_out_of_bounds_are_refused(tmp_path: Path):
     one = own(tmp_path)
     described(one)
-    for facts in ({"round": 10**9}, {"settled": 0}, {"run": "../x"}, {"client": 10**9}):
-        assert why(one, asked("train", **facts))
-    assert "unknown" not in why(one, asked("shutdown"))
+    wrong = {"round": 10**9, "settled": -2, "run": "../x", "client": 10**9, "settings": {"a/b": 1}}
+    for name, value in wrong.items():
+        line = why(one, asked("train", **{name: value}))
+        assert line.startswith(("message.", "name 0 in message."))
+        assert name in line
+    assert why(one, asked("shutdown")).startswith("message.kind must be enrol or train or")
     assert why(one, b"\x80\x04cos\nsystem\n") == "it does not begin as a message does"
 
 

@@ -247,5 +247,5 @@ if __name__ == "__main__":
     for run in itertools.chain([away()], federations(given.share, given.seed)):
         keep(run)
         runs.append(run)
-    print("python docs/written.py puts the table into docs/deploy.md")
+    print("python docs/written.py puts the table into docs/robustness.md")
     finish(rows([one for run in runs for one in run]))
