@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_pfl import data
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import examples, node_file, vocabulary
+from fedjax_pfl.deploy import examples, node_file, schema, vocabulary
 
 ROWS = "city,age,kind,label\nBern,1,a,yes\nRome,2,b,no\nBern,3,b,yes\nOslo,4,a,no\n"
 CITIES, KINDS = ["Paris", "Oslo", "Rome", "Bern"], ["b", "a"]
@@ -31,7 +31,7 @@ def test_classes_and_words_are_numbered_as_they_are_stated(tmp_path: Path):
         [0, 1, 0, 0, 4, 0, 1],
     ]
     np.testing.assert_array_equal(made.x_train, wanted)
-    assert made.x_train.dtype == np.float32
+    assert made.x_train.dtype == loaded(tmp_path).x_train.dtype
     assert (made.y_train.tolist(), made.outputs) == ([1, 0, 1, 0], 3)
     assert made.normalise.features.tolist() == [False] * 4 + [True] + [False] * 2
     names = ["city=Paris", "city=Oslo", "city=Rome", "city=Bern", "age", "kind=b", "kind=a"]
@@ -99,3 +99,21 @@ def test_only_numbers_that_are_normalised_are_summed(tmp_path: Path):
     assert facts["normalise"] == {"features": [False, False, True], "targets": False}
     assert (facts["sums"]["n"], len(facts["sums"]["mean"])) == (28, 1)
     assert 2 < facts["sums"]["mean"][0] < 4
+
+
+def test_numbers_are_normalised_before_they_are_rounded(tmp_path: Path):
+    """Seconds of 2023, of which float32 would keep one of 128."""
+    start = 1_700_000_000
+    rows = "".join(f"{start + i},{i},{i % 2}\n" for i in range(40))
+    (tmp_path / "t.csv").write_text("time,count,label\n" + rows)
+    content = {"dataset": f"csv:{tmp_path / 't.csv'}", "labels": 2, "test_fraction": 0.3}
+    mine = examples.own(node_file.parsed(json.loads(json.dumps(content)), "x"))
+    assert mine.facts["stored_dtype"] == mine.facts["input_dtype"] == "float32"
+    mean, deviation = [start + 10.0, 0.0], [2.0, 1.0]
+    alike = {k: mine.facts[k] for k in (*schema.ALIKE, *schema.ALIKE_OPTIONAL) if k in mine.facts}
+    description = {"counts": [mine.facts["counts"]], "alike": alike}
+    description |= {"mean": mean, "deviation": deviation}
+    x = examples.fitted(mine, description, 0).x
+    assert x.dtype == np.float32
+    assert sorted(x[:, 0].tolist()) == [(i - 10) / 2 for i in range(40)]
+    np.testing.assert_array_equal(np.sort(x[:, 1]), np.arange(40))
