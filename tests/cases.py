@@ -101,7 +101,7 @@ def _generated(own: set[str]) -> Callable[[State, State], bool]:
 
 
 def _matched(first: State, last: State) -> bool:
-    """Some are mixed and others not, and of μ some entries are pruned and others not."""
+    """Some clients are mixed and others not, and some entries of μ are pruned and others not."""
     made = algorithms.factorized_fl(
         tiny.Net(), TASK, training(), tiny.federated()[1], **CASES["factorized_fl"].settings
     )
@@ -237,20 +237,24 @@ _ROUTES = {4 * (_ALWAYS + 25 * a + 18 * b) for a in (1, 2) for b in (1, 2)}
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 _PROTOTYPES = 4 * tiny.CLASSES * tiny.HIDDEN
-_FACTORS = {
-    4 * (5 * (tiny.FEATURES + tiny.HIDDEN) + _NORM // 2 + _HEAD + entries)
-    for entries in range(tiny.FEATURES * tiny.HIDDEN + 1)
-}
+
+
+def _factors(rank: int, head: int) -> set[int]:
+    """Possible bytes: u and v, BatchNorm's scale and shift, the head, nonzero entries of μ."""
+    fixed = rank * (tiny.FEATURES + tiny.HIDDEN) + _NORM // 2 + head
+    return {4 * (fixed + entries) for entries in range(tiny.FEATURES * tiny.HIDDEN + 1)}
+
+
 CASES = {
-    # u and v of rank 5, BatchNorm's scale and shift, the head, and as much of μ as is not zero.
     "factorized_fl": Case(
         {"tau": 0.9999, "minimum": 2, "sparsity": 0.02, "rank": 5},
         _matched,
-        lambda model: (_FACTORS, _FACTORS),
+        lambda model: (_factors(5, 0), _factors(5, 0)),
         # With a low rank and long steps a feature may come to next to nothing, and there
         # BatchNorm blows up rounding beyond what the contract allows.
         training={"learning_rate": 0.03},
     ),
+    "factorized_fl_moved": Case({}, _moved, lambda model: (_factors(1, _HEAD),) * 2),
     "fedavg": Case({}, _moved, lambda model: (model, model)),
     "fedavgm": Case({"beta": 0.5}, _moved, lambda model: (model, model)),
     "fedsam": Case({}, _moved, lambda model: (model, model)),

@@ -11,6 +11,7 @@ from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.clustered_fl import clustered_fl
 from fedjax_pfl.algorithms.ditto import ditto
 from fedjax_pfl.algorithms.factorized_fl import factorized_fl
+from fedjax_pfl.algorithms.factorized_fl_moved import factorized_fl_moved
 from fedjax_pfl.algorithms.fedala import fedala
 from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedas import fedas
@@ -72,6 +73,9 @@ METHODS: dict[str, Method] = {
     "clustered_fl": Method(clustered_fl, "Clustered-FL", "Sattler et al. 2020"),
     "ditto": Method(ditto, "Ditto", "Li et al. 2021"),
     "factorized_fl": Method(factorized_fl, "Factorized-FL", "Jeong and Hwang 2022"),
+    "factorized_fl_moved": Method(
+        factorized_fl_moved, "Factorized-FL (moved)", "Jeong and Hwang 2022", "factorized_fl"
+    ),
     "fedala": Method(fedala, "FedALA", "Zhang et al. 2023"),
     "fedamp": Method(fedamp, "FedAMP", "Huang et al. 2021"),
     "fedas": Method(fedas, "FedAS", "Yang et al. 2024"),

@@ -1,35 +1,31 @@
-"""Factorized-FL: kernels in factors, of which similar clients mix some.
+"""Factorized-FL: every kernel is a product of two vectors plus a sparse matrix.
 
 Jeong and Hwang, Factorized-FL: Personalized Federated Learning with Parameter Factorization &
-Similarity Matching, 2022. Every kernel but the head's is W = π(u vᵀ + μ), (1) to (3). With v* that
-of the last layer before the head, for client k and all stored models i, from one snapshot:
+Similarity Matching, 2022. Every kernel, the classifier's included, is W = π(u vᵀ + μ), with μ = 0
+at the start, (1) to (3). The server stores what each client k uploaded last. With v* of the layer
+before the classifier it computes, for client k and all stored models i, from one snapshot:
 
-  σ_i = cos(v*_k, v*_i), σ_k = 1          compare="v"                 (4)
+  σ_i = cos(v*_k, v*_i), σ_k = 1                                                       (4)
   candidates: σ_i ≥ τ, and in any case the `minimum` most similar
-  ω_i = exp(ε σ_i) / Σ exp(ε σ_j) over the candidates only             (5)
-  u_k ← Σ_i ω_i u_i                     alpha, share="u"
+  ω_i = exp(ε σ_i) / Σ exp(ε σ_j) over the candidates
+  u_k ← Σ_i ω_i u_i                     alpha, share="u"                               (5)
   (u_k, v_k, μ_k) ← Σ_i ω_i (u_i, v_i, μ_i)      beta, share="all"
-  local training on f + λ ‖μ‖₁                                         (6)
+  local training on f + λ ‖μ‖₁                                                         (6)
 
-Entries of μ under λ are pruned for evaluation, and where μ travels they are not billed, in either
-direction. The head is mixed with the rest; BatchNorm's statistics, and in alpha all but u and the
-head, stay with the client. Of v* alpha uploads the one that the server needs, and gets none back.
+Equation (5) covers layers 1 to L−1: the classifier is never mixed and never uploaded. Alpha uploads
+u and v* and downloads u. Beta also mixes biases and BatchNorm's scale and shift. BatchNorm's
+statistics stay with the client. Entries of μ below λ are pruned for evaluation and are not billed.
 
-What is changed so that the mechanism acts, each with the setting that restores the paper's form:
+Where the paper is silent: u and v start from Xavier's uniform distribution, as in the authors'
+code, `minimum` and the pruning are theirs too, and clients that were not sampled are mixed as they
+last uploaded. Where the paper is unclear: (5) prints Σ u_i where a weighted sum is meant, and a
+score below τ is dropped, as (4) defines the set, not set to zero, as the text says. Random and
+worst peers are weighted by ω as well.
 
-  u vᵀ starts as the best of its rank of the plain network's kernel and μ as the rest, in place of
-  u and v from Xavier's distribution and μ = 0                                  (start="factors")
-  σ is of d_k = Σ_t (v*_k trained − v*_k served), what training at client k has moved v* by, and
-  σ_k = max_{i≠k} σ_i; v* itself hardly leaves its common start at a small rate and all of it at a
-  large one, so that one τ and ε would not do for both                             (compare="v")
-  the L1 term has a λ of its own, 0 where nothing is said: at the λ that prunes its gradient eats
-  up μ within a run                                                                (penalty=λ)
-
-Deviations: (5) has a plain sum in place of Σ ω_i u_i, and leaves open whether a score under τ is 0
-or left out; here it is left out. The head is mixed too, as in the authors' code, where the L1 term
-has no gradient. What is not billed does not travel, so that entries that move less than λ in a
-round start over; pruned="evaluation" bills as published, and they travel. Clients that were not
-sampled are mixed as they last uploaded; random and worst peers are weighed by ω as well.
+Where the authors' code differs: its penalty has no gradient (penalty=False), it folds kernels as
+[O, I, F, F] (layout="oihw"), it resets the classifier every round unless labels are permuted, it
+starts a dense μ at random, alpha also mixes BatchNorm's scale and shift, and a client's mixture
+replaces its model before the next client's is computed.
 """
 
 from typing import Any
@@ -38,24 +34,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.matching import RULES, Signatures, candidates
-from fedjax_pfl.algorithms.pruning import bytes_used, prune, share_pruned, with_l1
-from fedjax_pfl.algorithms.split_model import Client
-from fedjax_pfl.core import far, local_training, trees
-from fedjax_pfl.core.algorithm import (
-    Algorithm,
-    Cohort,
-    Federation,
-    PyTree,
-    State,
-    Traffic,
-    Trained,
-    Visit,
+from fedjax_pfl.algorithms.factor_mixing import (
+    Matching,
+    Penalty,
+    body_layers,
+    factor_mixing,
+    stacked_leaf,
 )
+from fedjax_pfl.algorithms.matching import RULES, candidates, cosine, cosines
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.core.errors import at_least, need, one_of
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.networks.factorized import LAYOUTS, STARTS, Factorized
+from fedjax_pfl.networks.factorized import LAYOUTS, Factorized
+from fedjax_pfl.networks.zero_head import ZeroHead
 
 
 def factorized_fl(
@@ -70,40 +62,34 @@ def factorized_fl(
     minimum: int = 1,
     matching: str = "similar",
     peers: int = 3,
-    compare: str = "moved",
-    penalty: float = 0.0,
     sparsity: float = 5e-4,
-    pruned: str = "travel",
+    penalty: bool = True,
+    pruned: str = "evaluation",
     rank: int = 1,
     layout: str = "kernel",
     bias: bool = True,
-    start: str = "plain",
 ) -> Algorithm:
-    """Rows: what was uploaded, [N, ...]. Clients: `Client`.
+    """Rows: the latest uploads, [N, ...]. Clients: `Client`.
 
     Args:
-      share: what is mixed beside the head: all (beta), or u (alpha).
+      share: what is mixed: all (beta), or u (alpha).
       tau: τ, the least similarity of a candidate.
       scale: ε; the larger, the more a similar model weighs.
       minimum: the least number of candidates, the client itself included.
       matching: similar; random or worst, as controls; or none, for the mean weighted by examples.
-      peers: how many others are mixed in where matching is random or worst.
-      compare: what cosines are of: how training has moved v* (moved), or v* itself (v).
-      penalty: λ, of the gradient of the penalty on μ.
-      sparsity: entries of μ that are smaller are pruned; λ in the paper as well.
-      pruned: when that is: travel, before they travel; or evaluation, and they travel unbilled.
-      rank: of u vᵀ, which with μ makes a kernel.
+      peers: number of other clients to mix if matching is random or worst.
+      sparsity: λ, of the penalty on μ; smaller entries of μ are pruned.
+      penalty: whether λ ‖μ‖₁ has a gradient; it has none in the authors' code.
+      pruned: when μ is pruned: for evaluation and the bill only (evaluation), or also before it
+        travels (travel).
+      rank: rank of u vᵀ.
       layout: how a convolution's kernel becomes a matrix: kernel, mixed or oihw.
       bias: whether there is a μ.
-      start: from the plain network's kernels (plain), or u and v drawn and μ zero (factors).
     """
     one_of("factorized_fl.share", share, ("all", "u"))
     one_of("factorized_fl.matching", matching, RULES)
-    one_of("factorized_fl.compare", compare, ("moved", "v"))
     one_of("factorized_fl.pruned", pruned, ("travel", "evaluation"))
     one_of("factorized_fl.layout", layout, LAYOUTS)
-    one_of("factorized_fl.start", start, STARTS)
-    at_least("factorized_fl.penalty", penalty, 0)
     at_least("factorized_fl.sparsity", sparsity, 0)
     at_least("factorized_fl.rank", rank, 1)
     members, control = int(np.sum(federation.active)), matching in ("random", "worst")
@@ -111,90 +97,43 @@ def factorized_fl(
     need(1 <= minimum <= members, f"factorized_fl.minimum is {minimum}; {choices}")
     fits = not control or 1 <= peers < max(members, 2)
     need(fits, f"factorized_fl.peers is {peers}; choose 1 to {members - 1}")
+    drawn = not isinstance(model, ZeroHead)
+    need(drawn, "factorized_fl starts the last layer from factors; set zero_head=False")
     shape, dtype = federation.input_shape, federation.input_dtype
-    net = Factorized(model, shape, rank, layout, bias, start, input_dtype=dtype)
-    need(net.factorized, "factorized_fl leaves the last layer whole, and this network has no other")
-    n, last, active = federation.clients, net.factorized[-1], jnp.asarray(federation.active)
+    net = Factorized(model, shape, rank, layout, bias, input_dtype=dtype)
+    body = body_layers(net)
+    last, active = body[-1], jnp.asarray(federation.active)
     counts = jnp.asarray(federation.counts, jnp.float32)
-    signatures = Signatures(last, compare == "moved" and matching != "none")
-
-    def is_star(layer: str, leaf: str) -> bool:
-        return (layer, leaf) == (last, "v")
 
     def is_mixed(layer: str, leaf: str) -> bool:
-        return share == "all" or leaf == "u" or layer == net.head
-
-    def travels(layer: str, leaf: str) -> bool:
-        return is_mixed(layer, leaf) or is_star(layer, leaf)
-
-    def sent(params: PyTree) -> PyTree:
-        return prune(params, sparsity) if pruned == "travel" else params
+        return layer != net.head if share == "all" else layer in body and leaf == "u"
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
-        """ω of client i: [N]; a novel client weighs something for itself only."""
+        """Returns ω of client i, [N]. A novel client counts for itself only."""
         allowed = active.at[i].set(True)
         if matching == "none":
             return jnp.where(allowed, counts, 0.0) / jnp.sum(jnp.where(allowed, counts, 0.0))
-        sigma = signatures.likeness(rows, i, active.at[i].set(False))
+        sigma = cosine(stacked_leaf(rows, last, "v"), i)
         chosen = candidates(sigma, minimum, sigma >= tau, allowed, i)
         if control:
             order = -sigma if matching == "worst" else jax.random.uniform(key, sigma.shape)
             chosen = candidates(order, peers + 1, jnp.zeros_like(allowed), allowed, i)
         return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
 
-    def init(key: jax.Array, start: State | None = None) -> State:
-        params, rest = local_training.split_variables(common.initial(net, federation, key, None))
-        uploaded, own = trees.divide({"params": params}, travels)
-        rows = signatures.first(trees.repeat(uploaded, n))
-        momentum = common.kept(training, params, federation)
-        stays = Client(trees.repeat({**own, **rest}, n), momentum)
-        if start is None:
-            return State((), rows, stays)
-        kept = start.clients.own if isinstance(start.clients, Client) else None
-        same = trees.alike((start.rows, kept), (rows, stays.own))
-        need(same, "factorized_fl starts from its own factors, of the same settings; put it first")
-        return State((), start.rows, Client(kept, momentum))
+    def observe(rows: PyTree) -> dict[str, jax.Array]:
+        recorded = {leaf: cosines(stacked_leaf(rows, last, leaf)) for leaf in ("u", "v")}
+        if matching != "random":  # random peers differ from round to round
+            clients, key = jnp.arange(federation.clients), jax.random.key(0)
+            recorded["weights"] = jax.vmap(weights, (None, 0, None))(rows, clients, key)
+        return recorded
 
-    def send(state: State, visit: Visit) -> PyTree:
-        omega = weights(state.rows, visit.i, visit.key)
-        stored = {"params": state.rows["params"]}
-        mixed = far.mixed(stored, omega)
-        if share == "all":
-            return {"params": sent(mixed["params"])}
-        own = trees.divide(trees.row(stored, visit.i), is_star)[0]
-        return trees.join(trees.divide(mixed, is_mixed)[0], own)
-
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        params, rest = local_training.split_variables(trees.join(payload, client.own))
-        gradient = with_l1(local_training.gradient(net, task, visit.data), penalty)
-        params, rest, momentum, metrics = local_training.fit(
-            training, gradient, params, rest, client.momentum, visit
-        )
-        trained = {"params": prune(params, sparsity), **rest}
-        upload, _ = trees.divide({"params": sent(params)}, travels)
-        own = {**trees.divide({"params": params}, travels)[1], **rest}
-        return Trained(upload, trained, Client(own, momentum), metrics)
-
-    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
-        return state.server, cohort.put(state.rows, signatures.after(state.rows, cohort))
-
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
-        variables = trees.join(send(state, visit), client.own)
-        return {**variables, "params": prune(variables["params"], sparsity)}
-
-    def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        """What alpha gets back of v* is its own last upload, and free."""
-        down = trees.divide(payload, is_mixed)[0]
-        return Traffic(*(bytes_used(prune(tree, sparsity)) for tree in (down, upload)))
-
-    def observe(state: State) -> dict[str, jax.Array]:
-        found = signatures.observed(state.rows)
-        if matching != "random":  # each round draws its own
-            every, key = jnp.arange(n), jax.random.key(0)
-            found["weights"] = jax.vmap(weights, (None, 0, None))(state.rows, every, key)
-        if bias:
-            found["zeros_in_mu"] = share_pruned((state.rows["params"], state.clients.own), sparsity)
-        return found
-
-    parts = (init, send, train, receive, personal, net.apply, traffic, observe)
-    return Algorithm(*parts, far=("params",))
+    rules = Matching(
+        compared=last,
+        weights=weights,
+        first=lambda rows: rows,
+        updated=lambda rows, cohort: cohort.uploads,
+        observe=observe,
+    )
+    gradient = sparsity if penalty else 0.0
+    regulariser = Penalty(gradient=gradient, least=sparsity, pruned_travel=pruned == "travel")
+    return factor_mixing(net, task, training, federation, rules, regulariser, is_mixed)

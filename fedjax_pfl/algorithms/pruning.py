@@ -1,4 +1,4 @@
-"""The bias μ of factorised kernels: its L1 penalty, what of it is pruned, and what is billed."""
+"""The sparse matrix μ of factorised kernels: its L1 penalty, pruning and bill."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from fedjax_pfl.core.local_training import Gradient
 
 
 def with_l1(plain: Gradient, penalty: Any) -> Gradient:
-    """The gradient of loss + λ ‖μ‖₁; the loss that it reports is without the second."""
+    """Adds the gradient of penalty · ‖μ‖₁. The reported loss does not include the penalty."""
 
     def add(g: jax.Array, mu: jax.Array) -> jax.Array:
         return g + penalty * jnp.sign(mu)
@@ -26,41 +26,41 @@ def with_l1(plain: Gradient, penalty: Any) -> Gradient:
 
 
 def _on_mu(f: Any, tree: PyTree, *others: PyTree) -> PyTree:
-    """f on every μ and what belongs to it in the other trees; the rest of `tree` stays."""
+    """Applies f to every μ and its counterparts in the other trees. Other leaves are unchanged."""
 
-    def one(path: tuple[Any, ...], leaf: Any, *more: Any) -> Any:
-        return f(leaf, *more) if path[-1] == jax.tree_util.DictKey("mu") else leaf
+    def apply(path: tuple[Any, ...], leaf: Any, *counterparts: Any) -> Any:
+        return f(leaf, *counterparts) if path[-1] == jax.tree_util.DictKey("mu") else leaf
 
-    return jax.tree_util.tree_map_with_path(one, tree, *others)
+    return jax.tree_util.tree_map_with_path(apply, tree, *others)
 
 
 def collect_mu(tree: PyTree) -> list[jax.Array]:
-    """Every μ in a tree."""
-    found: list[jax.Array] = []
-    _on_mu(found.append, tree)
-    return found
+    """Returns every μ in a tree."""
+    matrices: list[jax.Array] = []
+    _on_mu(matrices.append, tree)
+    return matrices
 
 
 def prune(tree: PyTree, least: float) -> PyTree:
-    """Entries of every μ that are smaller become zero."""
+    """Sets entries of every μ that are smaller than `least` to zero."""
     return _on_mu(lambda mu: jnp.where(jnp.abs(mu) < least, 0.0, mu), tree)
 
 
 def bytes_used(tree: PyTree) -> dict[str, Any]:
-    """Bytes per layer: of μ only what is not zero, of everything else all."""
-    nothing = jax.tree.map(lambda leaf: 0, tree)
-    unused = _on_mu(lambda _, mu: mu.dtype.itemsize * jnp.sum(mu == 0), nothing, tree)
-    less = {name: sum(amounts) for name, amounts in trees.layers(unused).items()}
-    return {name: amount - less[name] for name, amount in trees.bytes_per_layer(tree).items()}
+    """Returns bytes by layer, counting only the nonzero entries of μ."""
+    zeros = jax.tree.map(lambda leaf: 0, tree)
+    unused = _on_mu(lambda _, mu: mu.dtype.itemsize * jnp.sum(mu == 0), zeros, tree)
+    saved = {name: sum(amounts) for name, amounts in trees.layers(unused).items()}
+    return {name: amount - saved[name] for name, amount in trees.bytes_per_layer(tree).items()}
 
 
 def share_pruned(parts: Sequence[PyTree], least: Any) -> jax.Array:
-    """[N]: the share of each client's entries of μ that are smaller, in all the stacked trees."""
+    """Returns the share of each client's entries of μ below `least`, [N], over stacked trees."""
 
-    def counted(one: PyTree) -> jax.Array:
-        every = collect_mu(one)
-        small = [jnp.sum(jnp.abs(mu) < least, dtype=jnp.int32) for mu in every]
-        return jnp.stack([sum(small, jnp.int32(0)), jnp.int32(sum(mu.size for mu in every))])
+    def counted(tree: PyTree) -> jax.Array:
+        matrices = collect_mu(tree)
+        small = [jnp.sum(jnp.abs(mu) < least, dtype=jnp.int32) for mu in matrices]
+        return jnp.stack([sum(small, jnp.int32(0)), jnp.int32(sum(mu.size for mu in matrices))])
 
     counts = [far.each(counted, part) for part in parts if jax.tree.leaves(part)]
     small, entries = jnp.moveaxis(jnp.stack(counts).sum(0), 1, 0)

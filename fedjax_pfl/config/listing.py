@@ -69,7 +69,8 @@ def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]])
         first = (inspect.getdoc(said) or "").partition("\n")[0]
         if kind == "methods" and (origin := METHODS[name].origin):
             first += f" {origin[0].upper()}{origin[1:]}."
-        yield from wrapped(f"  {name}".ljust(NAMES + 2) + first, NAMES + 2)
+        head = f"  {name} ".ljust(NAMES + 2)
+        yield from wrapped(head + first, len(head))
         meanings = configuration.meanings(factory)
         for key in own[name]:
             yield from _row(key, defaults[name][key], meanings[key], NAMES - 2, after)

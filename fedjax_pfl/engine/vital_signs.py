@@ -208,6 +208,30 @@ def _one_body(method: str) -> dict[str, Sign]:
     }
 
 
+def _matched(method: str) -> dict[str, Sign]:
+    """Signs of a method that mixes the models of matched clients with weights ω [N, N]."""
+    return {
+        "peers": Sign(
+            "models mixed into what a client is served, in effect: the exponential of ω's entropy",
+            _now("weights", lambda omega: peers(omega).mean()),
+            lambda value, shown: mean(value) > EVEN * shown.now["weights"].shape[-1],
+            "every client is served the plain mean: ω mixes {value:.1f} models; see "
+            f"{method}.scale and {method}.minimum",
+        ),
+        "candidates": Sign(
+            "the share of all models that a client mixes in, its own included",
+            _now("weights", lambda omega: np.mean(np.asarray(omega) > 0)),
+        ),
+        "alone": Sign(
+            "the share of clients that are served their own last factors, with ω over .99",
+            _now("weights", lambda omega: np.mean(np.diagonal(omega) > ONE_HOT)),
+            lambda value, shown: mean(value) == 1.0,
+            "every client trains alone: its own ω is over .99 in {value:.0%} of rows; see "
+            f"{method}.scale and {method}.tau",
+        ),
+    }
+
+
 SIGNS: dict[str, dict[str, Sign]] = {
     "pfedla": {
         "peers": Sign(
@@ -245,26 +269,8 @@ SIGNS: dict[str, dict[str, Sign]] = {
             "all clients are routed alike: π deviates by {value:.4f} over them; see fedmn.embed",
         ),
     },
-    "factorized_fl": {
-        "peers": Sign(
-            "models mixed into what a client is served, in effect: the exponential of ω's entropy",
-            _now("weights", lambda omega: peers(omega).mean()),
-            lambda value, shown: mean(value) > EVEN * shown.now["weights"].shape[-1],
-            "every client is served the plain mean: ω mixes {value:.1f} models; see "
-            "factorized_fl.scale and factorized_fl.minimum",
-        ),
-        "candidates": Sign(
-            "the share of all models that a client mixes in, its own included",
-            _now("weights", lambda omega: np.mean(np.asarray(omega) > 0)),
-        ),
-        "alone": Sign(
-            "the share of clients that are served their own last factors, with ω over .99",
-            _now("weights", lambda omega: np.mean(np.diagonal(omega) > ONE_HOT)),
-            lambda value, shown: mean(value) == 1.0,
-            "every client trains alone: its own ω is over .99 in {value:.0%} of rows; see "
-            "factorized_fl.scale and factorized_fl.compare",
-        ),
-    },
+    "factorized_fl": _matched("factorized_fl"),
+    "factorized_fl_moved": _matched("factorized_fl_moved"),
     "fedfomo": {
         "positive": Sign(
             "the share of the weights given to peers since the last evaluation that are positive",

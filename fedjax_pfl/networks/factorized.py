@@ -1,7 +1,8 @@
 """Networks whose kernels are made of factors, from any network, without a second copy of it.
 
-A reparametrised network has the same layers under the same names; only the kernels of its layers,
-all but the head's, are replaced by factors. It is used like the network itself.
+A reparametrised network has the same layers under the same names. Only kernels are replaced by
+factors: all of them in `Factorized`, all but the head's in `SplitKernels` and `Hadamard`. It is
+used like the network itself.
 """
 
 import abc
@@ -18,7 +19,6 @@ from fedjax_pfl.core import trees
 
 PyTree = Any
 LAYOUTS = ("kernel", "mixed", "oihw")
-STARTS = ("plain", "factors")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,19 +28,20 @@ class Reparametrised(abc.ABC):
     model: Any
     input_shape: tuple[int, ...]
     input_dtype: str = dataclasses.field(default="float32", kw_only=True)
-    sizes = (2, 3, 4)  # axes of kernels that have factors; of others, the network's own stay
+    sizes = (2, 3, 4)  # numbers of axes of the kernels that have factors; other kernels stay whole
+    whole_head = True  # the head keeps its plain kernel
 
     @abc.abstractmethod
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        """First factors of a kernel, drawn."""
+        """Returns initial factors for a kernel of this shape, sampled at random."""
 
     def first(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
-        """First factors of a kernel that the network itself would start with."""
+        """Returns initial factors for the kernel that the network itself would start with."""
         return self.factors(key, kernel.shape)
 
     @abc.abstractmethod
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """The kernel that factors stand for."""
+        """Returns the kernel of this shape that the factors make."""
 
     @property
     def head(self) -> str:
@@ -52,16 +53,17 @@ class Reparametrised(abc.ABC):
 
     @cached_property
     def factorized(self) -> tuple[str, ...]:
-        """The layers that have factors, from the input to the output."""
+        """Names of the layers that have factors, from the input to the output."""
         leaves = jax.tree_util.tree_leaves_with_path(self._plain)
         kernel = jax.tree_util.DictKey("kernel")
         found = {
             trees.layer_name(p) for p, leaf in leaves if p[-1] == kernel and leaf.ndim in self.sizes
         }
-        return tuple(name for name in self.layers if name in found and name != self.head)
+        found -= {self.head} if self.whole_head else set()
+        return tuple(name for name in self.layers if name in found)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """As the network's own, but for the kernels."""
+        """Initialises the network, with factors in place of kernels."""
         variables = dict(self.model.init(key, x))
 
         def cut(tree: PyTree, path: tuple[str, ...] = ()) -> PyTree:
@@ -76,12 +78,12 @@ class Reparametrised(abc.ABC):
         return {**variables, "params": cut(variables["params"])}
 
     def apply(self, variables: PyTree, *arguments: Any, **more: Any) -> Any:
-        """As the network's own."""
+        """Applies the network to kernels computed from the factors."""
         params = self.plain(variables["params"])
         return self.model.apply({**variables, "params": params}, *arguments, **more)
 
     def plain(self, params: PyTree) -> PyTree:
-        """The parameters that the network itself understands."""
+        """Returns the parameters in the network's own form, with kernels."""
 
         def join(plain: PyTree, part: PyTree, path: tuple[str, ...] = ()) -> PyTree:
             made = {}
@@ -104,12 +106,9 @@ class Reparametrised(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Factorized(Reparametrised):
-    """W = π(u vᵀ + μ), with u and v [·, rank].
+    """W = π(u vᵀ + μ) in every layer, the head included.
 
-    start says where from. plain: from the kernel W that the network itself would start with, u vᵀ
-    the best approximation of the unfolded W, with columns of u and v of one length, and μ what is
-    left, so that it computes the same. factors: u and v from Xavier's distribution and μ zero, as
-    published.
+    u and v start from Xavier's uniform distribution and μ at zero.
 
     A dense kernel [I, O] has u [I, rank] and v [O, rank]. For a convolution's [F, F, I, O]
       kernel  u [F·F, rank], v [I·O, rank]: of rank 1 and with μ = 0 all F×F kernels are multiples
@@ -123,7 +122,7 @@ class Factorized(Reparametrised):
     rank: int = 1
     layout: str = "kernel"
     bias: bool = True  # whether there is a μ
-    start: str = "plain"
+    whole_head = False
 
     def _sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
         if len(shape) == 2:
@@ -133,31 +132,10 @@ class Factorized(Reparametrised):
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
         rows, columns = self._sides(shape)
-        one, other = jax.random.split(key)
+        u_key, v_key = jax.random.split(key)
         xavier = nn.initializers.xavier_uniform()
-        made = {"u": xavier(one, (rows, self.rank)), "v": xavier(other, (columns, self.rank))}
+        made = {"u": xavier(u_key, (rows, self.rank)), "v": xavier(v_key, (columns, self.rank))}
         return made | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
-
-    def first(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
-        if self.start == "factors":
-            return self.factors(key, kernel.shape)
-        matrix = self._unfold(kernel)
-        u, scale, v = jnp.linalg.svd(matrix, full_matrices=False)
-        root = jnp.sqrt(scale[None, : self.rank])
-        made = {"u": u[:, : self.rank] * root, "v": v[: self.rank].T * root}
-        low = jnp.matmul(made["u"], made["v"].T, precision="highest")
-        return made | ({"mu": matrix - low} if self.bias else {})
-
-    def _unfold(self, kernel: jax.Array) -> jax.Array:
-        """The matrix that `kernel` folds."""
-        rows, columns = self._sides(kernel.shape)
-        if kernel.ndim > 2:
-            kernel = kernel.reshape(_window(kernel.shape))
-        if kernel.ndim > 2 and self.layout == "mixed":
-            kernel = kernel.transpose(2, 0, 3, 1)
-        if kernel.ndim > 2 and self.layout == "oihw":
-            kernel = kernel.transpose(3, 2, 0, 1)
-        return kernel.reshape(rows, columns)
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
         matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")
@@ -172,8 +150,26 @@ class Factorized(Reparametrised):
         return matrix.reshape(shape)
 
 
+@dataclasses.dataclass(frozen=True)
+class SplitKernels(Factorized):
+    """W = π(u vᵀ + μ) that starts as the plain network's kernel. The head stays whole.
+
+    u vᵀ is the best approximation of rank one of the unfolded kernel, u and v have the same length,
+    and μ is the remainder, so that the network computes what the plain one does.
+    """
+
+    whole_head = True
+
+    def first(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
+        matrix = kernel.reshape(self._sides(kernel.shape))
+        u, scale, v = jnp.linalg.svd(matrix, full_matrices=False)
+        root = jnp.sqrt(scale[0])
+        made = {"u": u[:, :1] * root, "v": v[:1].T * root}
+        return made | {"mu": matrix - jnp.matmul(made["u"], made["v"].T, precision="highest")}
+
+
 def _window(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """[F, I, O] as [F, 1, I, O]."""
+    """Returns the shape [F, I, O] as [F, 1, I, O], and a shape of four axes unchanged."""
     return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
 
 
@@ -191,7 +187,7 @@ class Hadamard(Reparametrised):
     gamma: float = 0.0
 
     def rank(self, shape: tuple[int, ...]) -> int:
-        """The rank of each of the two factors of a kernel."""
+        """Returns the rank of each of the two factors of a kernel."""
         *window, inputs, outputs = shape
         least = math.ceil(math.sqrt(max(inputs, outputs)))
         area = math.prod(window)

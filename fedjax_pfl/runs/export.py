@@ -27,7 +27,7 @@ from fedjax_pfl.data import ClientData, client_data
 from fedjax_pfl.engine.far_rows import FarRows
 from fedjax_pfl.engine.stores import Clients
 from fedjax_pfl.networks import MODELS
-from fedjax_pfl.networks.factorized import Factorized, Hadamard
+from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels
 from fedjax_pfl.networks.modular import Modular, Routed
 from fedjax_pfl.networks.own import Own
 from fedjax_pfl.report import run_reader
@@ -46,6 +46,7 @@ NETWORKS: dict[str, Callable[..., Any]] = {
     "modular": Modular,
     "nearest": Nearest,
     "routed": Routed,
+    "split_kernels": SplitKernels,
 }
 
 

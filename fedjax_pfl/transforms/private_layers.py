@@ -145,6 +145,9 @@ def _shares(algorithm: Algorithm, own: PyTree, data: FederatedData) -> bool:
         return payload, upload, trained, (state.server, state.rows)
 
     payload, upload, trained, stored = jax.eval_shape(visit, key, i)
+    names = set(trees.layers(own))
+    if names <= set(trees.layers(trained)) and not names & set(trees.layers(upload)):
+        return False  # as factorized_fl, whose head has factors and never travels
 
     def whole(tree: PyTree) -> dict[str, tuple[int, ...]]:
         found = _found(tree, own, 0)

@@ -90,6 +90,51 @@ def test_the_control_of_factorized_fl_mixes_with_nobody(monkeypatch):
     assert (made["beta"].factorized_fl.tau, made["beta"].factorized_fl.minimum) == (0, 10)
 
 
+def test_how_often_clients_are_matched_by_hand():
+    """The last mixture is not counted: no round downloads it."""
+    weights = np.array([[[1, 0], [0.5, 0.5]], [[0.2, 0.8], [0.5, 0.5]], [[0.5, 0.5], [0, 1]]])
+    np.testing.assert_array_equal(factorized_fl.frequency(weights), [[2, 1], [2, 2]])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("single", [], ("cifar10", "iid", 20, 20)),
+        ("figure6", [], ("cifar10", "permuted-noniid", 20, 50)),
+        ("figure6", ["--setting=domains", "--dataset=cifar100"], ("cifar100", "domains", 20, 100)),
+        ("similarity", [], ("cifar100", "domains", 20, 100)),
+        ("architectures", ["--rounds=7", "--clients=8"], ("cifar100", "domains", 8, 7)),
+    ],
+)
+def test_paper_sets_data_clients_and_rounds(name, given, wanted, tmp_path, monkeypatch):
+    monkeypatch.setattr(flags, "FLAGS", copy.deepcopy(flags.FLAGS))
+    used = {
+        "dataset": common.DATASET,
+        "setting": factorized_fl.SETTING,
+        "clients": common.CLIENTS,
+        "rounds": common.ROUNDS,
+    }
+    for flag in (
+        *used.values(),
+        common.PAPER,
+        common.OUT,
+        common.METHODS,
+        common.SEEDS,
+        common.SET,
+    ):
+        monkeypatch.setattr(flag, "_flagvalues", flags.FLAGS)
+    seen = []
+
+    def study():
+        seen.append(tuple(flag.value for flag in used.values()))
+        return {"x": 1.0}, None
+
+    flags.FLAGS(["x", "--paper", f"--out={tmp_path}", *given])
+    studies = {name: factorized_fl.as_published(name, study)}
+    common.main(studies, "", ["x", name], "factorized_fl", factorized_fl.LENGTHS)
+    assert seen == [wanted]
+
+
 def test_nearest_neighbours_by_hand():
     points, group = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 0, 0, 1])
     assert pfedhn.alike(points, group) == 0.5  # the third is nearest to the fourth
@@ -174,8 +219,8 @@ def test_grouping_finds_blocks_and_distance_knows_directions():
     assert factorized_fl.grouping(blocks, truth[[0, 2, 4, 1, 3, 5]]) < 0.1
     one = {"a": np.array([3.0, 0.0]), "b": np.array([0.0])}
     across = {"a": np.array([0.0, 0.1]), "b": np.array([0.0])}
-    assert gradient_distances.apart(one, one) == 0
-    assert gradient_distances.apart(one, across) == pytest.approx(2**0.5)
+    assert gradient_distances.distance(one, one) == 0
+    assert gradient_distances.distance(one, across) == pytest.approx(2**0.5)
 
 
 @pytest.mark.parametrize(("labels", "classes", "shift"), [("other", 5, 5), ("next", 10, 1)])
@@ -197,26 +242,31 @@ def test_contradicting_groups_see_the_same_classes_under_other_numbers(
 @pytest.mark.parametrize(
     ("preset", "wanted", "own"),
     [
-        ("permuted-noniid", {"clients": 10, "keep_head": True, "model": "small"}, {"minimum": 5}),
+        ("permuted-noniid", {"clients": 10, "keep_head": False, "model": "small"}, {"minimum": 5}),
         ("cifar10-iid", {"clients": 20, "keep_head": False, "augment": True}, {"minimum": 20}),
         ("cifar10-permuted-noniid-alpha", {"permute_labels": True}, {"share": "u", "tau": 0.0}),
-        ("cifar100-domains", {"rounds": 100, "keep_head": True}, {"tau": 0.95, "minimum": 4}),
-        ("mnist-noniid-w16-fedavg", {"algorithm": "fedavg", "augment": False}, {}),
-        ("permuted-noniid", {"zero_head": True}, {"start": "plain", "penalty": 0.0}),
-        ("noniid", {"zero_head": False}, {"compare": "moved"}),
         (
-            "domains-published-cifar100",
-            {"zero_head": False},
-            {"start": "factors", "compare": "v", "penalty": 5e-4, "scale": 20.0},
+            "cifar100-domains",
+            {"rounds": 100, "zero_head": False},
+            {"tau": 0.95, "minimum": 4, "scale": 20.0, "sparsity": 5e-4, "penalty": True},
         ),
-        ("permuted-noniid-fedavg", {"zero_head": False}, {}),
+        ("mnist-noniid-w16-fedavg", {"algorithm": "fedavg", "augment": False}, {}),
+        ("permuted-noniid-fedavg", {"zero_head": False, "keep_head": True}, {}),
+        (
+            "permuted-noniid-factorized_fl_moved",
+            {"zero_head": True, "keep_head": True},
+            {"scale": 1.0},
+        ),
+        ("noniid-factorized_fl_moved-alpha", {"zero_head": False}, {"share": "u"}),
+        ("domains-cifar100-factorized_fl_moved", {"zero_head": True}, {"scale": 5.0}),
     ],
 )
 def test_presets_of_factorized_fl(preset, wanted, own):
     made = factorized_presets.get_config(preset)
     configuration.specify(made)
     assert {key: made[key] for key in wanted} == wanted
-    assert {key: made.factorized_fl[key] for key in own} == own
+    section = made[made.algorithm] if own else {}
+    assert {key: section[key] for key in own} == own
     assert made.resnet9.width == (16 if "w16" in preset else 64)
 
 

@@ -10,7 +10,7 @@ from flax import nnx
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import LSTM, Transformer
-from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, Hadamard
+from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, Hadamard, SplitKernels
 from fedjax_pfl.networks.features import WithFeatures
 from fedjax_pfl.networks.own import Linen, check, check_tokens
 from fedjax_pfl.networks.own_nnx import Nnx
@@ -239,11 +239,15 @@ def test_kernels_of_one_dimension_have_factors(layout):
     module = nn.Sequential([nn.Conv(4, (3,)), lambda x: x.sum(1), nn.Dense(2)])
     plain = Linen("conv", {}, module, (6, 3))
     net = Factorized(plain, (6, 3), 2, layout)
-    assert net.factorized == ("layers_0",)
+    assert net.factorized == ("layers_0", "layers_2")
     x = np.random.default_rng(1).normal(size=(2, 6, 3)).astype(np.float32)
-    variables = net.init(KEY, x)
+    params = net.init(KEY, x)["params"]
+    kernel = net.plain(params)["layers_0"]["kernel"]
+    np.testing.assert_array_equal(kernel, net.kernel(params["layers_0"], (3, 1, 3, 4))[:, 0])
+    assert net.apply({"params": params}, x).shape == (2, 2)
+    split = SplitKernels(plain, (6, 3))
     wanted = plain.apply(plain.init(KEY, x), x)
-    np.testing.assert_allclose(net.apply(variables, x), wanted, atol=1e-5)
+    np.testing.assert_allclose(split.apply(split.init(KEY, x), x), wanted, atol=1e-5)
     hadamard = Hadamard(plain, (6, 3))
     assert hadamard.apply(hadamard.init(KEY, x), x).shape == (2, 2)
 

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from fedjax_pfl.networks import LeNet
-from fedjax_pfl.networks.factorized import Factorized
+from fedjax_pfl.networks.factorized import SplitKernels
 from fedjax_pfl.networks.zero_head import ZeroHead
 
 KEY = jax.random.key(2)
@@ -41,7 +41,7 @@ def trained(net, y):
 
 
 @pytest.mark.slow("several methods' runs")
-@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: Factorized(net, (8, 8, 1))])
+@pytest.mark.parametrize("wrap", [lambda net: net, lambda net: SplitKernels(net, (8, 8, 1))])
 def test_the_order_of_labels_does_not_matter_to_the_layers_below(wrap):
     other = jnp.array([2, 0, 1])[Y]
     net = wrap(ZeroHead(SMALL))

@@ -39,7 +39,7 @@ def test_fedavg_without_its_head_is_fedper():
 
 
 @pytest.mark.slow("two programs for each method")
-@pytest.mark.parametrize("name", ["fedfomo", "pfedla", "per_fedavg", "factorized_fl"])
+@pytest.mark.parametrize("name", ["fedfomo", "pfedla", "per_fedavg", "factorized_fl_moved"])
 def test_no_head_leaves_its_client(name):
     """What the server has of heads is what it began with; clients' differ; bytes have none."""
     made, plain = kept(name), cases.make(name, FEDERATION)
@@ -60,11 +60,11 @@ def test_no_head_leaves_its_client(name):
     _, whole = after_rounds(plain, 2)
     assert "fc2" in whole.up
     model = served(made, state, 2)
-    if name in ("pfedla", "factorized_fl"):
+    if name in ("pfedla", "factorized_fl_moved"):
         np.testing.assert_allclose(model["params"]["fc2"]["kernel"], own[2], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["local", "fedper", "fedrep", "pfedhn_pc"])
+@pytest.mark.parametrize("name", ["local", "fedper", "fedrep", "pfedhn_pc", "factorized_fl"])
 def test_what_is_not_shared_anyway_is_as_it_was(name):
     made = cases.make(name, FEDERATION)
     assert at_home(made) is made

@@ -1,22 +1,23 @@
-"""The Factorized-FL paper's figures. Tables: experiments.reproduce.
+"""The figures of the Factorized-FL paper. Its table: experiments.reproduce.
 
 python -m experiments.studies factorized_fl figure6 --dataset=mnist --setting=permuted-noniid-w16
 
 --setting is a preset's words without the dataset: iid, noniid, permuted-iid, permuted-noniid or
 domains, and wN for a ResNet9 with N kernels in its first layer. Accuracy is after local training.
 
-Each has 20 rounds; the paper has 50, and 100 between domains (--rounds=100). --paper asks for its
-50 and for all methods and values, in place of some of them.
+Each runs 20 rounds on digits with 10 clients. --paper uses the paper's data, 20 clients, and its 50
+rounds (100 between domains), with all methods and values of the figure. Flags that you set win.
 
 figure6     accuracy over rounds, and over bytes; --methods=local,fedavg,beta chooses
-similarity  figures 7a to 7f: who resembles whom in u and in v over rounds, and who is mixed
+similarity  figures 7a to 7f: cosines of u and of v over rounds, and how often clients are matched
 components  figure 7g: without matching, without μ, random and worst matching with three peers,
-            and with nobody at all
-rank, tau, layout  figures 7h, 7i and 7k
-single      figure 7j: one client, factorised against plain, and the numbers that each has
-sparsity    zeros in μ over rounds, for several λ
-distance    figures 1b and 4: updates of a model on a part of the data against those on another
-            part, the same with other labels, and foreign data; whole, u and v
+            and each client alone
+rank, tau, layout  figures 7h, 7i and the first part of 7k
+architectures  figure 7k: other networks, plain and factorised
+single      figure 7j: one client over 20 epochs, factorised against plain, and its parameters
+sparsity    pruned entries of μ over rounds, for several λ
+distance    figures 1b, 1c and 4: distances between updates of models on the same, relabelled and
+            foreign data; of whole models, u and v
 """
 
 from collections.abc import Mapping
@@ -32,10 +33,10 @@ from sklearn.metrics import adjusted_rand_score
 from experiments.papers import study as common
 from experiments.papers.factorized_fl import gradient_distances
 from experiments.papers.factorized_fl import presets as presets
-from experiments.papers.factorized_fl.tables import ROWS
-from experiments.papers.study import CLIENTS, DATASET, mean_std
+from experiments.papers.factorized_fl.tables import ROWS, TABLES
+from experiments.papers.study import CLIENTS, DATASET, PAPER, ROUNDS, mean_std
 from experiments.papers.table import accuracy, after, moved, plateau
-from fedjax_pfl.algorithms.pruning import collect_mu
+from fedjax_pfl.algorithms.pruning import collect_mu, prune
 from fedjax_pfl.core import trees
 from fedjax_pfl.runs import runner
 
@@ -50,24 +51,27 @@ COLOURS = (
     "#0072b2",
     "#cc79a7",
     "#d55e00",
+    "#8c564b",
+    "#17becf",
 )
+METHODS = (*ROWS, *TABLES["table1"].live)
 
 
 def config(*words: str, **own: Any) -> ConfigDict:
-    """The preset with `own` settings of Factorized-FL."""
+    """Returns a preset's settings, with these settings of Factorized-FL."""
     made = presets.get_config("-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *words]))
     made.factorized_fl.update(own)
     return made
 
 
 def runs(made: ConfigDict, name: str) -> list[runner.Result]:
-    """One run per seed."""
-    made.rounds = common.ROUNDS.value
+    """Runs the settings once per seed."""
+    made.rounds = ROUNDS.value
     return common.runs(made, f"{name}-{SETTING.value}-n{CLIENTS.value}")
 
 
 def numbers(results: list[runner.Result]) -> dict[str, Any]:
-    """What a row shows."""
+    """Summarises the runs of one row over seeds."""
     return {
         "after": mean_std(list(map(after, results))),
         "before": mean_std([accuracy(r) for r in results]),
@@ -83,11 +87,11 @@ def _method(name: str) -> list[runner.Result]:
 
 
 def figure6() -> tuple[dict[str, Any], Figure]:
-    """Curves of every method."""
+    """Plots accuracy over rounds and over bytes, one curve per method."""
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    found: dict[str, Any] = {}
-    for name in common.chosen(ROWS, ("local", "fedavg", "alpha", "beta")):
+    measured: dict[str, Any] = {}
+    for name in common.chosen(METHODS, ("local", "fedavg", "alpha", "beta")):
         results = _method(name)
         curve = 100 * np.mean(
             [[m["after"]["accuracy_mean"] for m in r.metrics] for r in results], 0
@@ -96,17 +100,17 @@ def figure6() -> tuple[dict[str, Any], Figure]:
         rounds = [m["round"] for m in lines]
         gigabytes = [(m["bytes_down"] + m["bytes_up"]) / 1e9 for m in lines]
         over = {"round": rounds, "after": curve.tolist(), "gigabytes": gigabytes}
-        found[name] = {**numbers(results), "over rounds": over}
-        colour = COLOURS[list(ROWS).index(name)]
+        measured[name] = {**numbers(results), "over rounds": over}
+        colour = COLOURS[METHODS.index(name)]
         left.plot(rounds, curve, color=colour, label=name)
         if gigabytes[-1]:
             right.plot(gigabytes, curve, color=colour)
-        else:  # without traffic a method is a level to be reached
+        else:  # a method without traffic is a level
             right.axhline(curve[-1], color=colour, linestyle=":")
     left.set(xlabel="round", ylabel="accuracy after local training (%)")
     right.set(xlabel="gigabytes, both directions", xscale="log")
     figure.legend(frameon=False, ncols=5, loc="outside upper center")
-    return found, figure
+    return measured, figure
 
 
 def _bars(rows: Mapping[str, Any]) -> Figure:
@@ -115,12 +119,12 @@ def _bars(rows: Mapping[str, Any]) -> Figure:
 
 
 def _compare(study: str, variants: Mapping[str, ConfigDict]) -> tuple[dict[str, Any], Figure]:
-    found = {name: numbers(runs(made, f"{study}-{name}")) for name, made in variants.items()}
-    return found, _bars(found)
+    measured = {name: numbers(runs(made, f"{study}-{name}")) for name, made in variants.items()}
+    return measured, _bars(measured)
 
 
 def components() -> tuple[dict[str, Any], Figure]:
-    """Beta's parts, one at a time; peers as in the paper."""
+    """Removes the parts of beta, one at a time. Three peers, as in the paper."""
     variants = {
         "fedavg": config("fedavg"),
         "factorized, no matching": config(matching="none"),
@@ -136,51 +140,84 @@ def components() -> tuple[dict[str, Any], Figure]:
 
 
 def rank() -> tuple[dict[str, Any], Figure]:
-    """γ: rank 1 is the method."""
+    """Varies γ, the rank. Rank 1 is the method."""
     return _compare(
         "rank", {f"rank {r}": config(rank=r) for r in common.scope((1, 4), (1, 2, 4, 8))}
     )
 
 
 def tau() -> tuple[dict[str, Any], Figure]:
-    """τ, with one candidate at least, so that it is felt."""
+    """Varies τ, with `minimum` 1, because a larger one overrides it."""
     values = common.scope((-1.0, 0.5, 0.95), (-1.0, 0.0, 0.5, 0.8, 0.95))
     return _compare("tau", {f"τ = {v:g}": config(tau=v, minimum=1) for v in values})
 
 
 def layout() -> tuple[dict[str, Any], Figure]:
-    """How a kernel is cut into u and v."""
+    """Varies how a kernel becomes a matrix, of which u and v are the factors."""
     return _compare("layout", {v: config(layout=v) for v in ("kernel", "mixed", "oihw")})
 
 
+def architectures() -> tuple[dict[str, Any], Figure]:
+    """Compares plain FedAvg with beta on networks of different layers."""
+    convolutions = "small" if DATASET.value == "digits" else "lenet"
+    networks: dict[str, tuple[str, dict[str, Any]]] = {
+        "dense": ("mlp", {}),
+        "convolutional": (convolutions, {"batch_norm": False}),
+        "with BatchNorm": (convolutions, {"batch_norm": True}),
+    }
+    if DATASET.value != "digits":  # whose 8 pixels are fewer than ResNet9 needs
+        networks["with skip connections"] = ("resnet9", {})
+    variants = {}
+    for name, (model, settings) in networks.items():
+        for word in ("fedavg", "beta"):
+            made = variants[f"{name}: {word}"] = config(word)
+            made.model = model
+            made[model].update(settings)
+    return _compare("architectures", variants)
+
+
 def sparsity() -> tuple[dict[str, Any], Figure]:
-    """λ: zeros in μ over rounds, and what they cost in accuracy."""
+    """Varies λ: pruned entries of μ over rounds, and accuracy."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axis = figure.subplots()
-    found = {}
+    measured = {}
     for value in common.scope((5e-4, 5e-2), (5e-5, 5e-4, 5e-3, 5e-2)):
-        results = runs(config(sparsity=value, penalty=value), f"sparsity-{value:g}")
+        results = runs(config(sparsity=value), f"sparsity-{value:g}")
         zeros = [np.mean(r.observations["zeros_in_mu"][1], 1) for r in results]
         rounds = results[0].observations["zeros_in_mu"][0]
         share = 100 * np.mean(zeros, 0)
-        found[f"{value:g}"] = {"round": rounds, "zeros": share.tolist(), **numbers(results)}
+        measured[f"{value:g}"] = {"round": rounds, "zeros": share.tolist(), **numbers(results)}
         axis.plot(rounds, share, label=f"λ = {value:g}")
     axis.set(xlabel="round", ylabel="entries of μ that are pruned (%)", ylim=(0, 102))
     axis.legend(frameon=False)
-    return found, figure
+    return measured, figure
 
 
 def grouping(similarity: np.ndarray, truth: np.ndarray) -> float:
-    """Adjusted Rand index of complete linkage on 1 − similarity [N, N], cut as the truth is."""
+    """Returns the adjusted Rand index of complete linkage on 1 − similarity [N, N].
+
+    The tree is cut into as many clusters as `truth` [N] has.
+    """
     distance = np.clip(1 - similarity, 0, None)
     upper = distance[np.triu_indices(len(distance), 1)]
-    found = fcluster(linkage(upper, "complete"), len(np.unique(truth)), "maxclust")
-    return float(adjusted_rand_score(truth, found))
+    measured = fcluster(linkage(upper, "complete"), len(np.unique(truth)), "maxclust")
+    return float(adjusted_rand_score(truth, measured))
+
+
+def frequency(weights: np.ndarray) -> np.ndarray:
+    """Counts how often each client was mixed into each, [N, N].
+
+    Args:
+      weights: ω after every round, [R, N, N]. The last one is not used by any round.
+    """
+    return (weights[:-1] > 0).sum(0)
 
 
 def similarity() -> tuple[dict[str, Any], Figure]:
-    """Cosines of u and v of the last factorised layer, and mean weights, over the clients."""
-    (result, *_) = results = runs(config(), "similarity")
+    """Shows cosines of u and v before the classifier, and how often clients are matched."""
+    made = config()
+    made.eval_every = 1
+    (result, *_) = results = runs(made, "similarity")
     rounds, shown = result.observations["v"][0], result.observations
     truth = None
     if "domains" in SETTING.value:
@@ -189,63 +226,99 @@ def similarity() -> tuple[dict[str, Any], Figure]:
     figure = Figure(figsize=(13, 6), layout="constrained")
     axes = figure.subplots(2, 4)
     for row, name in enumerate(("u", "v")):
-        least = float(np.min(shown[name][1]))  # all that there is to see may lie close to 1
+        least = float(np.min(shown[name][1]))  # all cosines may be close to 1
         for column, e in enumerate(picked):
             image = axes[row, column].imshow(shown[name][1][e], vmin=least, vmax=1, cmap="Blues")
             axes[row, column].set(title=f"{name}, round {rounds[e]}")
         figure.colorbar(image, ax=axes[row, :3])
-    image = axes[0, 3].imshow(np.mean(shown["weights"][1], 0), cmap="Blues", vmin=0)
-    axes[0, 3].set(title="ω, mean over evaluations")
+    matched = frequency(np.asarray(shown["weights"][1]))
+    image = axes[0, 3].imshow(matched, cmap="Blues", vmin=0)
+    axes[0, 3].set(title=f"times matched in {len(rounds)} rounds")
     figure.colorbar(image, ax=axes[0, 3])
-    found: dict[str, Any] = {"round": list(map(int, rounds))}
+    measured: dict[str, Any] = {"round": list(map(int, rounds)), "times matched": matched.tolist()}
     for name in ("u", "v"):
         off = ~np.eye(CLIENTS.value, dtype=bool)
-        found[f"mean cosine of {name}"] = [float(m[off].mean()) for m in shown[name][1]]
+        measured[f"mean cosine of {name}"] = [float(m[off].mean()) for m in shown[name][1]]
         if truth is not None:
             by_seed = [[grouping(m, truth) for m in r.observations[name][1]] for r in results]
-            found[f"adjusted Rand index of {name}"] = np.mean(by_seed, 0).tolist()
+            measured[f"adjusted Rand index of {name}"] = np.mean(by_seed, 0).tolist()
             axes[1, 3].plot(rounds, np.mean(by_seed, 0), label=name)
     if truth is None:
         axes[1, 3].axis("off")
     else:
         axes[1, 3].set(xlabel="round", ylabel="adjusted Rand index", ylim=(-0.1, 1.05))
         axes[1, 3].legend(frameon=False)
-    return {**found, **numbers(results)}, figure
+    return {**measured, **numbers(results)}, figure
+
+
+def parameters(result: runner.Result) -> int:
+    """Counts the parameters of the first client's model without pruned entries of μ."""
+    state = result.state
+    if result.phases[-1].config.algorithm != "factorized_fl":
+        return int(trees.size(state.server))
+    model = trees.row((state.rows, state.clients.own), 0)
+    model = prune(model, result.phases[-1].config.factorized_fl.sparsity)
+    zeros = sum(int((np.asarray(mu) == 0).sum()) for mu in collect_mu(model))
+    return int(trees.size(model)) - zeros
 
 
 def single() -> tuple[dict[str, Any], Figure]:
-    """Client 0 alone: one epoch in each round; and how many numbers its model is made of."""
+    """Trains client 0 alone, one epoch per round, and counts its parameters."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axis = figure.subplots()
-    found = {}
+    measured = {}
     for name, word in (("plain", "fedavg"), ("factorised", "beta")):
         made = config(word, minimum=1)
         made.update(local_epochs=1, clients_per_round=1, held_out=CLIENTS.value - 1, eval_every=1)
         results = runs(made, f"single-{name}")
         curve = 100 * np.array([[m["before"]["accuracy_mean"] for m in r.metrics] for r in results])
-        state = results[0].state
-        model = {"params": state.server["params"]} if name == "plain" else trees.row(state.rows, 0)
-        zeros = sum(int((np.asarray(mu) == 0).sum()) for mu in collect_mu(model))
-        found[name] = {"before": curve.mean(0).tolist(), "numbers": trees.size(model) - zeros}
+        size = parameters(results[0])
+        measured[name] = {"before": curve.mean(0).tolist(), "parameters": size}
         axis.plot(
             range(1, curve.shape[1] + 1),
             curve.mean(0),
-            label=f"{name}, {found[name]['numbers']:,} numbers",
+            label=f"{name}, {size:,} parameters",
         )
     axis.set(xlabel="epoch", ylabel="accuracy (%)")
     axis.legend(frameon=False)
-    return found, figure
+    return measured, figure
 
 
-LENGTHS = {"": common.Length(20, 50)}
-STUDIES: dict[str, common.Study] = {
+# The paper's data of each figure; of the others CIFAR-100's domains.
+DATA = {
+    "figure6": ("cifar10", "permuted-noniid"),
+    "single": ("cifar10", "iid"),
+    "distance": ("mnist", "iid"),
+}
+
+
+def as_published(name: str, study: common.Study) -> common.Study:
+    """Makes --paper choose the paper's data, clients and rounds where no flag does."""
+
+    def with_paper() -> tuple[dict[str, Any], Figure | None]:
+        if PAPER.value:
+            dataset, setting = DATA.get(name, ("cifar100", "domains"))
+            flags.set_default(DATASET, dataset)
+            flags.set_default(SETTING, setting)
+            flags.set_default(CLIENTS, 20)
+            if "domains" in SETTING.value:
+                flags.set_default(ROUNDS, 100)
+        return study()
+
+    return with_paper
+
+
+LENGTHS = {"": common.Length(20, 50), "single": common.Length(20, 20)}
+_FIGURES: dict[str, common.Study] = {
     "figure6": figure6,
     "similarity": similarity,
     "components": components,
     "rank": rank,
     "tau": tau,
     "layout": layout,
+    "architectures": architectures,
     "single": single,
     "sparsity": sparsity,
     "distance": gradient_distances.study,
 }
+STUDIES = {name: as_published(name, study) for name, study in _FIGURES.items()}

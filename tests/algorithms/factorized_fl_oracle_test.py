@@ -1,0 +1,155 @@
+"""One round of Factorized-FL against NumPy in float64, on a dense and a convolutional network."""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import State
+from fedjax_pfl.engine import rounds
+from tests import cases, tiny
+
+KEY = jax.random.key(3)
+N, OUT = tiny.CLIENTS, tiny.CLASSES
+RATE, LAMBDA, TAU, SCALE, MINIMUM = 0.3, 0.05, 0.1, 3.0, 2
+
+
+class TwoLayers(nn.Module):
+    """A layer of F×F windows (or dense, F = 0), ReLU, a mean over places, and a dense head."""
+
+    window: int = 0
+    head = "fc2"
+    layers = ("one", "fc2")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        if self.window:
+            x = nn.Conv(4, (self.window, self.window), padding="VALID", name="one")(x)
+            return nn.Dense(OUT, name="fc2")(nn.relu(x).mean((1, 2)))
+        return nn.Dense(OUT, name="fc2")(nn.relu(nn.Dense(4, name="one")(x)))
+
+
+def windows(x: np.ndarray, f: int) -> np.ndarray:
+    """What each window sees, [B, Y, X, F, F, I]; a dense layer sees all of x in one of size 1."""
+    if not f:
+        return x[:, None, None, None, None, :]
+    seen = np.lib.stride_tricks.sliding_window_view(x, (f, f), axis=(1, 2))
+    return np.moveaxis(seen, 3, -1)
+
+
+def similar_clients(v: np.ndarray) -> np.ndarray:
+    """ω [N, N] by loops, from (4) and (5)."""
+    omega = np.zeros((N, N))
+    for k in range(N):
+        sigma = {i: v[k] @ v[i] / np.linalg.norm(v[k]) / np.linalg.norm(v[i]) for i in range(N)}
+        sigma[k] = 1.0
+        closest = sorted(sigma, key=lambda i: -sigma[i])
+        chosen = {i for i in sigma if sigma[i] >= TAU} | set(closest[:MINIMUM])
+        total = sum(np.exp(SCALE * sigma[i]) for i in chosen)
+        for i in chosen:
+            omega[k, i] = np.exp(SCALE * sigma[i]) / total
+    return omega
+
+
+def step(params: Any, x: np.ndarray, y: np.ndarray, f: int, penalty: float) -> Any:
+    """One gradient step on cross-entropy + penalty ‖μ‖₁, by hand."""
+    seen = windows(x, f)
+    first, head = params["one"], params["fc2"]
+    w1 = (first["u"] @ first["v"].T + first["mu"]).reshape(*seen.shape[3:], -1)
+    w2 = head["u"] @ head["v"].T + head["mu"]
+    a = np.einsum("nyxfgi,fgio->nyxo", seen, w1) + first["bias"]
+    z = np.maximum(a, 0).mean((1, 2))
+    logits = z @ w2 + head["bias"]
+    p = np.exp(logits - logits.max(1, keepdims=True))
+    delta = (p / p.sum(1, keepdims=True) - np.eye(OUT)[y]) / len(y)
+    back = (delta @ w2.T)[:, None, None, :] * (a > 0) / (a.shape[1] * a.shape[2])
+    slopes = {
+        "one": (np.einsum("nyxfgi,nyxo->fgio", seen, back), back.sum((0, 1, 2))),
+        "fc2": (z.T @ delta, delta.sum(0)),
+    }
+    new = {}
+    for layer, (by_kernel, by_bias) in slopes.items():
+        own = params[layer]
+        slope = by_kernel.reshape(own["mu"].shape)
+        new[layer] = {
+            "u": own["u"] - RATE * slope @ own["v"],
+            "v": own["v"] - RATE * slope.T @ own["u"],
+            "mu": own["mu"] - RATE * (slope + penalty * np.sign(own["mu"])),
+            "bias": own["bias"] - RATE * by_bias,
+        }
+    return new
+
+
+def stored(state: State, k: int) -> Any:
+    """All parameters of client k's last model, uploaded ones and its own."""
+    parts = (state.rows["params"], state.clients.own["params"])
+    found: Any = {}
+    for part in parts:
+        for layer, leaves in part.items():
+            found.setdefault(layer, {}).update(
+                {name: np.asarray(leaf[k], np.float64) for name, leaf in leaves.items()}
+            )
+    return found
+
+
+def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
+    """The round functions, the data, and a state in which all parts of all clients differ."""
+    rng = np.random.default_rng(2)
+    data, federation = tiny.federated()
+    if f:
+        x = rng.normal(size=(len(data.x), 4, 4, 2)).astype(np.float32)
+        data = data._replace(x=jnp.asarray(x))
+        federation = federation._replace(input_shape=(4, 4, 2))
+    made = algorithms.factorized_fl(
+        TwoLayers(f),
+        cases.TASK,
+        local_training.sgd(learning_rate=RATE, batch_size=64, epochs=1),
+        federation,
+        share=share,
+        tau=TAU,
+        scale=SCALE,
+        minimum=MINIMUM,
+        sparsity=LAMBDA,
+        penalty=penalty,
+    )
+    engine = rounds.make_rounds(made, cases.TASK, federation, cohort=N, calls=1, after=False)
+    state = engine.init(KEY)
+
+    def scatter(leaf: jax.Array) -> jax.Array:
+        return leaf + rng.normal(size=leaf.shape).astype(np.float32)
+
+    return engine, data, jax.tree.map(scatter, state)
+
+
+@pytest.mark.parametrize("penalty", [True, False])
+@pytest.mark.parametrize("share", ["u", "all"])
+@pytest.mark.parametrize("f", [0, 3], ids=["dense", "conv"])
+def test_a_round_equals_numpy(f, share, penalty):
+    engine, data, before = setting(f, share, penalty)
+    models = [stored(before, k) for k in range(N)]
+    # A copy, because the engine may reuse the state's memory.
+    after, _ = engine.run(KEY, jax.tree.map(jnp.copy, before), data, jnp.int32(0), jnp.int32(1))
+    after = jax.device_get(after)
+    omega = similar_clients(np.stack([model["one"]["v"].ravel() for model in models]))
+    assert ((omega > 0).sum(1) < N).any()
+    assert ((omega > 0).sum(1) > MINIMUM).any()
+    for k in range(N):
+        mixed = {name: dict(leaves) for name, leaves in models[k].items()}
+        for leaf in ("u",) if share == "u" else ("u", "v", "mu", "bias"):
+            mixed["one"][leaf] = sum(omega[k, i] * models[i]["one"][leaf] for i in range(N))
+        picked = np.asarray(data.train.rows[k])[: int(data.train.size[k])]
+        x, y = (np.asarray(part)[picked] for part in (data.x, data.y))
+        wanted = step(mixed, x.astype(np.float64), y, f, LAMBDA if penalty else 0.0)
+        got = stored(after, k)
+        assert set(got) == {"one", "fc2"}
+        for layer, leaves in wanted.items():
+            for leaf, value in leaves.items():
+                np.testing.assert_allclose(got[layer][leaf], value, atol=1e-5)
+    # Alpha uploads u and v of the layer before the classifier, beta all of that layer.
+    names = {"u", "v"} if share == "u" else {"u", "v", "mu", "bias"}
+    assert {layer: set(part) for layer, part in after.rows["params"].items()} == {"one": names}
