@@ -84,7 +84,7 @@ def test_a_worse_peer_has_no_share_and_shares_sum_to_one():
     mixed, share = mixture(variables(STORED[0]), stacked(STORED[1:]), given)
     np.testing.assert_allclose(share, [0.25, 0.0, 0.75], rtol=1e-6)
     expected = 0.25 * STORED[1] + 0.75 * STORED[3]
-    np.testing.assert_allclose(weights(mixed), expected, rtol=1e-6)
+    np.testing.assert_allclose(weights(mixed), expected, rtol=1e-5)
 
 
 def test_where_all_are_worse_the_previous_model_stays():
@@ -114,7 +114,7 @@ def test_an_equal_model_has_weight_zero():
     sent = payload(STORED[0], peers)
     upload, *_ = made.train(sent, home(STORED[0]), Visit(0, client(data, 0), T, KEY))
     np.testing.assert_array_equal(upload["weights"][jnp.array([0, 2])], 0.0)
-    np.testing.assert_allclose(weights(upload), STORED[1], rtol=1e-6)
+    np.testing.assert_allclose(weights(upload), STORED[1], rtol=1e-5)
 
 
 def test_local_training_follows_the_mixture():
@@ -192,8 +192,9 @@ def test_the_payload_holds_the_own_model_and_those_of_the_peers():
     state = made.init(KEY)
     state = state._replace(rows=state.rows._replace(models=stacked(STORED)))
     got = made.send(state, Visit(2, None, T, KEY))
-    np.testing.assert_allclose(weights(got), STORED[2])
-    np.testing.assert_allclose(weights(got["peers"]), STORED[np.asarray(got["ids"])])
+    stored = STORED.astype(np.float32)
+    np.testing.assert_array_equal(weights(got), stored[2])
+    np.testing.assert_array_equal(weights(got["peers"]), stored[np.asarray(got["ids"])])
 
 
 def test_the_server_stores_models_and_adds_up_weights():
@@ -210,8 +211,9 @@ def test_the_server_stores_models_and_adds_up_weights():
         )
     wanted = np.zeros((4, 4))
     wanted[1, [0, 2]], wanted[3, [0, 1]] = [2, 4], [6, -8]
-    np.testing.assert_allclose(rows.affinity, wanted)
-    np.testing.assert_allclose(weights(rows.models), [STORED[0], [7, 7], STORED[2], [8, 8]])
+    np.testing.assert_array_equal(rows.affinity, wanted)
+    models = np.float32([STORED[0], [7, 7], STORED[2], [8, 8]])
+    np.testing.assert_array_equal(weights(rows.models), models)
 
 
 def test_personal_mixes_the_peers_of_highest_affinity():
