@@ -89,7 +89,7 @@ def program(name: str, devices: int, *, by_client: bool) -> OnDevice:
 
 
 def alike(one: Any, other: Any) -> None:
-    chex.assert_trees_all_close(jax.device_get(one), jax.device_get(other), rtol=1e-6, atol=1e-6)
+    chex.assert_trees_all_close(jax.device_get(one), jax.device_get(other), rtol=1e-5, atol=1e-5)
 
 
 def has_its_share(state: State, n: int, devices: int) -> None:
