@@ -1,7 +1,7 @@
 """The server's side of enrolment: from what each node says of its examples to the federation.
 
-What a node says is checked before it is kept. A node that says something else than the others is
-refused and asked again, so that its owner can mend it while the server waits.
+What a node says is checked before it is kept. A node that says something wrong, or something else
+than most others, is refused and asked again.
 """
 
 import json
@@ -147,7 +147,10 @@ def enrol(
             tell(f"client {i} cannot enrol: {line}")
             del described[i]
         if len(described) == settings.clients:
-            return agreed(described, settings)
+            try:
+                return agreed(described, settings)
+            except InvalidError as error:
+                raise UsageError(f"what the nodes say together is out of bounds: {error}") from None
     absent = sorted(set(range(settings.clients)) - set(described))
     raise UsageError(
         f"{len(absent)} of {settings.clients} clients have not enrolled, the first is client "

@@ -1,6 +1,6 @@
 """A node's own examples, read as its own file says, and what the node says of them.
 
-Nothing here sees a request. Of the examples only `Own.facts` leaves the node: counts, shapes, words
+Nothing here sees a request. Only `NodeExamples.facts` leaves the node: counts, shapes, words
 that the owner has stated, and sums for a normalisation.
 """
 
@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fedjax_pfl import data
@@ -16,21 +17,29 @@ from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.data.dataset import LATER, Dataset
+from fedjax_pfl.data.dataset import LATER, Dataset, in_parts
 from fedjax_pfl.deploy import schema, vocabulary
 from fedjax_pfl.deploy.node_file import NodeFile
 from fedjax_pfl.deploy.programs import single
 from fedjax_pfl.deploy.schema import InvalidError
 
 
-class Own(NamedTuple):
+class NodeExamples(NamedTuple):
     """A node's examples, and what it says of them."""
 
     data: FederatedData  # of one client
     facts: dict[str, Any]  # plain data, which leaves the node
 
+    def digest(self) -> str:
+        """Returns a digest of the examples, which stays at the node."""
+        found = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode())
+        for leaf in jax.tree.leaves(self.data):
+            for part in in_parts(np.asarray(leaf)):
+                found.update(part.tobytes())
+        return found.hexdigest()
 
-def own(file: NodeFile) -> Own:
+
+def read(file: NodeFile) -> NodeExamples:
     """Reads what a node's file names.
 
     Raises UsageError for a file that cannot be read so, whose text may quote the examples, and
@@ -49,7 +58,7 @@ def own(file: NodeFile) -> Own:
     if ":" in settings.dataset:  # not one that everybody can have
         index = of_source.get("categories") == "index"
         dataset = vocabulary.stated(dataset, file.labels, file.words, index)
-    how: dict[str, Any] = dict(
+    split: dict[str, Any] = dict(
         seed=settings.partition_seed,
         split=settings.split,
         test_fraction=settings.test_fraction,
@@ -57,21 +66,21 @@ def own(file: NodeFile) -> Own:
         validation_examples=settings.validation_examples,
     )
     if "clients" in file.data:
-        return _shared(dataset, settings, file.client, how)
+        return _shared(dataset, settings, file.client, split)
     wanted = dataset.normalise
     summed = wanted is not None and wanted.by == "federation"
     if summed and wanted is not None:  # by the sums of all nodes, and not rounded before
         dataset = dataset._replace(normalise=wanted._replace(by=LATER))
-    arrays, federation, _ = data.federate(dataset, "iid", clients=1, **how)
+    arrays, federation, _ = data.federate(dataset, "iid", clients=1, **split)
     about, more = dataset.about or {}, dict[str, Any]()
     if "classes" in about:
         more["classes"] = list(about["classes"])
     if "input" in about:  # to be compared, and not to be read
-        text = json.dumps([about["input"], about.get("label")]).encode()
+        text = json.dumps([about["input"], about.get("label"), file.words]).encode()
         more["input"] = hashlib.sha256(text).hexdigest()
     if summed and wanted is not None:
         more |= _sums(arrays, wanted.features, wanted.targets, file.least_rows)
-    return Own(arrays, _facts(_rounded(arrays), federation, **more))
+    return NodeExamples(arrays, _facts(_rounded(arrays), federation, **more))
 
 
 def _rounded(arrays: FederatedData) -> FederatedData:
@@ -81,7 +90,9 @@ def _rounded(arrays: FederatedData) -> FederatedData:
     return arrays._replace(**dict(zip("xy", parts, strict=True)))
 
 
-def _shared(dataset: Dataset, settings: Any, i: int | None, how: Mapping[str, Any]) -> Own:
+def _shared(
+    dataset: Dataset, settings: Any, i: int | None, split: Mapping[str, Any]
+) -> NodeExamples:
     """The part of client i, as a simulation deals the dataset."""
     if i is None or i >= settings.clients:
         raise UsageError(f"client is {i}, and clients {settings.clients}; numbers begin at 0")
@@ -92,14 +103,14 @@ def _shared(dataset: Dataset, settings: Any, i: int | None, how: Mapping[str, An
         clients=settings.clients,
         permute_labels=settings.permute_labels,
         held_out=settings.held_out,
-        **how,
+        **split,
     )
     mine = single(whole, i)
-    return Own(mine, _facts(mine, federation))
+    return NodeExamples(mine, _facts(mine, federation))
 
 
 def _facts(arrays: FederatedData, federation: Federation, **more: Any) -> dict[str, Any]:
-    """What a node says of its examples, see `schema.DESCRIBED`.
+    """Returns what a node says of its examples, as `schema.DESCRIBED` has it.
 
     Args:
       more: names of classes, a digest of the inputs, sums.
@@ -140,19 +151,19 @@ def _sums(
         values.append(np.asarray(arrays.y)[rows].astype(np.float64))
     if len({len(part) for part in values}) > 1:
         raise UsageError("inputs of several positions cannot be normalised with a target; say none")
-    together = np.concatenate(values, 1)
-    mean = together.mean(0)
+    values_of_rows = np.concatenate(values, 1)
+    mean = values_of_rows.mean(0)
     return {
         "sums": {
-            "n": len(together),
+            "n": len(values_of_rows),
             "mean": mean.tolist(),
-            "m2": np.square(together - mean).sum(0).tolist(),
+            "m2": np.square(values_of_rows - mean).sum(0).tolist(),
         },
         "normalise": {"features": np.asarray(which, bool).tolist(), "targets": bool(targets)},
     }
 
 
-def fitted(mine: Own, description: Mapping[str, Any], i: int) -> FederatedData:
+def fitted(mine: NodeExamples, description: Mapping[str, Any], i: int) -> FederatedData:
     """Returns client i's examples normalised as the federation describes.
 
     Raises InvalidError where the description is not of these examples.

@@ -1,8 +1,7 @@
-"""A node: it says what it has, joins a run, and answers as its client.
+"""A node: it describes its examples, joins runs, and answers as one client.
 
-All that it keeps lies in one folder of its own, by run. Its own file decides which examples it has;
-a request decides only how they are trained on. A node keeps which client it is, and which runs it
-has enrolled in, and answers to nothing else.
+Its own file decides which examples it has; a request decides only how to train on them. The node's
+folder says which client it is and which runs it has enrolled in. It refuses every other request.
 """
 
 import contextlib
@@ -94,7 +93,7 @@ def _check_client(node: Node, i: int) -> None:
 
 
 def _settings(node: Node, given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]:
-    """The settings of training; refuses those that the node decides itself."""
+    """Returns the settings of training; refuses those that the node decides itself."""
     if of_data := sorted(set(given) & OF_DATA):
         raise InvalidError(
             f"it names {', '.join(of_data)}; a node's own file decides all that concerns its data"
@@ -109,11 +108,11 @@ def _settings(node: Node, given: Mapping[str, Any]) -> tuple[ConfigDict, configu
 
 
 def _enrol(node: Node, request: wire.Message) -> bytes:
-    """Answers what the node says of its examples: the same each time in a run."""
+    """Describes the node's examples: in the same way each time in a run."""
     run, i, settings = (request.facts[word] for word in ("run", "client", "settings"))
-    described = examples.own(node.file).facts
+    own = examples.read(node.file)
     folder = client.folder(node.folder, run)
-    mine = {"client": i, "settings": _digest(settings), "described": _digest(described)}
+    mine = {"client": i, "settings": _digest(settings), "examples": own.digest()}
     if not _is_enrolled(folder, mine):
         if len(list(node.folder.glob("run-*"))) >= MOST_RUNS:
             raise InvalidError(f"it has been in {MOST_RUNS} runs; its owner may remove old ones")
@@ -122,11 +121,11 @@ def _enrol(node: Node, request: wire.Message) -> bytes:
         folder.mkdir(exist_ok=True)
         own_state.whole(folder / ENROLLED, json.dumps(mine).encode() + b"\n")
     facts = {"kind": ENROL, "run": run, "client": i, "request": request.digest}
-    return wire.encode({**facts, "described": described})
+    return wire.encode({**facts, "described": own.facts})
 
 
 def _is_enrolled(folder: Path, mine: Mapping[str, Any]) -> bool:
-    """Returns True if the node is in a run; refuses if it was otherwise when it enrolled."""
+    """Returns True if the node has enrolled in a run; refuses if something has changed since."""
     known = own_state.describe(folder / ENROLLED, schema.ENROLLED)
     if not known:
         return False
@@ -134,7 +133,7 @@ def _is_enrolled(folder: Path, mine: Mapping[str, Any]) -> bool:
         raise InvalidError(f"it is client {known['client']} of this run")
     if known["settings"] != mine["settings"]:  # with which it might upload what is its own
         raise InvalidError("its settings are not those that this node enrolled with")
-    if known["described"] != mine["described"]:
+    if known["examples"] != mine["examples"]:
         raise InvalidError(
             "its examples are not those that it enrolled with; its owner can remove the folder of "
             "this run, and the node enrols again in a new run"
@@ -159,9 +158,9 @@ def _client(
     if name in _made:
         return _made[name]
     given, description, run, i = parts
-    mine = examples.own(node.file)
+    mine = examples.read(node.file)
     folder = client.folder(node.folder, run)
-    asked = {"client": i, "settings": _digest(given), "described": _digest(mine.facts)}
+    asked = {"client": i, "settings": _digest(given), "examples": mine.digest()}
     if not _is_enrolled(folder, asked):
         raise InvalidError("this node has not enrolled in this run")
     data = examples.fitted(mine, description, i)

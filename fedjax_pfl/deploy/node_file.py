@@ -27,15 +27,15 @@ _OF_PARTITION = ("partition", "permute_labels", "held_out", *configuration.PARTI
 
 
 class NodeFile(NamedTuple):
-    """What a node's owner has decided.
+    """Decisions of a node's owner.
 
-    data: settings of the examples, `dataset` among them. With `clients` the node takes the part of
-      client `client` of a dataset that so many share, otherwise all examples of its own files.
+    data: settings of the examples, such as `dataset`. With `clients` the node takes one client's
+      part of a shared dataset, otherwise all examples of its own files.
     client: its number; None: the first request says it, and the node keeps it.
     labels, words: the classes of the label, and the words of each input column of text; a number
       says how many classes there are, or how many places words are hashed to.
     least_rows: rows that sums need before they leave the node.
-    code: methods, networks and tasks that are not the library's and that it runs, as MODULE:NAME.
+    code: user-defined methods, networks and tasks that it runs, as MODULE:NAME.
     """
 
     data: Mapping[str, Any]

@@ -86,20 +86,19 @@ def run(
     with run_directory.claimed(Path(workdir), config) as directory:
         run_directory.write_made(directory)
         known = _known(directory)
-        if "federation" not in known:
-            known["federation"] = enrolment.enrol(
-                known["run"],
-                known["starts"],
-                settings,
-                sent,
-                lambda requests: exchange.ask(requests, waiting.seconds),
-                waiting.tries,
-                say,
-            )
-            _write(directory, known)
-        built, method = assembly.built(settings, words, known["federation"])
-        more = {"settings": sent, "federation": known["federation"]}
+        federation = known.get("federation") or enrolment.enrol(
+            known["run"],
+            known["starts"],
+            settings,
+            sent,
+            lambda requests: exchange.ask(requests, waiting.seconds),
+            waiting.tries,
+            say,
+        )
+        built, method = assembly.built(settings, words, federation)
+        more = {"settings": sent, "federation": federation}
         programs = AtServer(method, built.data, built.phases[0].work.cohort)
+        _write(directory, {**known, "federation": federation})  # which a method could be built of
         one = Server(known["run"], known["starts"], programs, more)
         member = Member("", settings, config, directory)
         member.store = checkpoints.open_store(directory / "checkpoints")
@@ -107,9 +106,13 @@ def run(
 
 
 def _known(directory: Path) -> dict[str, Any]:
-    """The run's name, which it keeps, and how often it was started, counting this time."""
+    """Returns the run's name and how often it was started, this time included.
+
+    Nodes bind themselves to a name when they enrol, so that it changes until all have enrolled.
+    """
     known = own_state.describe(directory / FILE, schema.DEPLOYED)
-    known.setdefault("run", secrets.token_hex(8))
+    if "federation" not in known:
+        known["run"] = secrets.token_hex(8)
     known["starts"] = known.get("starts", -1) + 1
     _write(directory, known)
     return known

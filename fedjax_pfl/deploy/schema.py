@@ -15,7 +15,7 @@ class InvalidError(Exception):
     """A value does not have its form; one line that says where, without the value."""
 
 
-class Whole(NamedTuple):
+class Integer(NamedTuple):
     """A whole number."""
 
     least: int
@@ -39,10 +39,10 @@ class Text(NamedTuple):
     pattern: str
 
 
-class Word(NamedTuple):
+class Choice(NamedTuple):
     """One of some words."""
 
-    words: tuple[str, ...]
+    options: tuple[str, ...]
 
 
 class Items(NamedTuple):
@@ -97,91 +97,91 @@ class Settings(NamedTuple):
 _MOST_SETTINGS = 1000  # values in one group or list of settings
 
 
-def check(form: Any, value: Any, where: str) -> None:
+def check(form: Any, value: Any, path: str) -> None:
     """Raises InvalidError unless `value` has the form.
 
     Args:
-      where: name of the value in the error.
+      path: name of the value in the error.
     """
     match form:
-        case Whole(least, most):
-            _need(type(value) is int and least <= value <= most, where,
+        case Integer(least, most):
+            _need(type(value) is int and least <= value <= most, path,
                   f"a whole number from {least} to {most}")  # fmt: skip
         case Real(least, most):
-            number = type(value) in (int, float) and -math.inf < value < math.inf
-            _need(number and least <= value <= most, where, f"a number from {least} to {most}")
+            is_finite = type(value) in (int, float) and -math.inf < value < math.inf
+            _need(is_finite and least <= value <= most, path, f"a number from {least} to {most}")
         case Flag():
-            _need(type(value) is bool, where, "true or false")
+            _need(type(value) is bool, path, "true or false")
         case Text(pattern):
             matches = isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII)
-            _need(matches, where, f"text of the form {pattern}")
-        case Word(words):
-            known = isinstance(value, str) and value in words
-            _need(known, where, " or ".join(words))
+            _need(matches, path, f"text of the form {pattern}")
+        case Choice(options):
+            is_option = isinstance(value, str) and value in options
+            _need(is_option, path, " or ".join(options))
         case Items(of, most, least):
-            _need(isinstance(value, list) and least <= len(value) <= most, where,
+            _need(isinstance(value, list) and least <= len(value) <= most, path,
                   f"a list of {least} to {most} values")  # fmt: skip
             for i, item in enumerate(value):
-                check(of, item, f"{where}[{i}]")
+                check(of, item, f"{path}[{i}]")
         case Pair(first, second):
-            _need(isinstance(value, list) and len(value) == 2, where, "a list of two values")
-            check(first, value[0], f"{where}[0]")
-            check(second, value[1], f"{where}[1]")
+            _need(isinstance(value, list) and len(value) == 2, path, "a list of two values")
+            check(first, value[0], f"{path}[0]")
+            check(second, value[1], f"{path}[1]")
         case Table(names, of, most):
-            _need(isinstance(value, dict) and len(value) <= most, where,
+            _need(isinstance(value, dict) and len(value) <= most, path,
                   f"an object of at most {most} values")  # fmt: skip
             for number, name in enumerate(value):
-                check(names, name, f"name {number} in {where}")
-                check(of, value[name], f"{where}.{name}")
+                check(names, name, f"name {number} in {path}")
+                check(of, value[name], f"{path}.{name}")
         case Fields(required, optional):
-            _check_fields(required, optional, value, where)
+            _check_fields(required, optional, value, path)
         case Either(first, second):
-            simple = type(value) is int if isinstance(first, Whole) else isinstance(value, list)
-            check(first if simple else second, value, where)
+            simple = type(value) is int if isinstance(first, Integer) else isinstance(value, list)
+            check(first if simple else second, value, path)
         case ByKind(kinds):
             kind: Any = value.get("kind") if isinstance(value, dict) else None
-            check(Word(tuple(kinds)), kind, f"{where}.kind")
-            check(kinds[kind], value, where)
+            check(Choice(tuple(kinds)), kind, f"{path}.kind")
+            check(kinds[kind], value, path)
         case Settings(depth):
-            _check_settings(value, depth, where)
+            _check_settings(value, depth, path)
         case _:
             raise TypeError(f"{form} is no form")
 
 
-def _need(condition: Any, where: str, what: str) -> None:
+def _need(condition: Any, path: str, requirement: str) -> None:
     if not condition:
-        raise InvalidError(f"{where} must be {what}")
+        raise InvalidError(f"{path} must be {requirement}")
 
 
 def _check_fields(
-    required: Mapping[str, Any], optional: Mapping[str, Any], value: Any, where: str
+    required: Mapping[str, Any], optional: Mapping[str, Any], value: Any, path: str
 ) -> None:
-    _need(isinstance(value, dict), where, "an object")
+    _need(isinstance(value, dict), path, "an object")
     for name in required:
-        _need(name in value, where, f"an object with the field {name}")
-    known = {**required, **optional}
-    _need(set(value) <= set(known), where, f"an object without fields but {', '.join(known)}")
-    for name, form in known.items():
+        _need(name in value, path, f"an object with the field {name}")
+    fields = {**required, **optional}
+    _need(set(value) <= set(fields), path, f"an object without fields but {', '.join(fields)}")
+    for name, form in fields.items():
         if name in value:
-            check(form, value[name], f"{where}.{name}")
+            check(form, value[name], f"{path}.{name}")
 
 
-def _check_settings(value: Any, depth: int, where: str) -> None:
-    what = f"settings: numbers, text and groups of them, at most {_MOST_SETTINGS} together"
-    _need(depth >= 0, where, what)
+def _check_settings(value: Any, depth: int, path: str) -> None:
+    requirement = f"settings: numbers, text and groups of them, at most {_MOST_SETTINGS} together"
+    _need(depth >= 0, path, requirement)
     if isinstance(value, dict):
-        _need(len(value) <= _MOST_SETTINGS, where, what)
+        _need(len(value) <= _MOST_SETTINGS, path, requirement)
         for number, name in enumerate(value):
-            check(NAME, name, f"name {number} in {where}")
-            _check_settings(value[name], depth - 1, f"{where}.{name}")
+            check(NAME, name, f"name {number} in {path}")
+            _check_settings(value[name], depth - 1, f"{path}.{name}")
     elif isinstance(value, list):
-        _need(len(value) <= _MOST_SETTINGS, where, what)
+        _need(len(value) <= _MOST_SETTINGS, path, requirement)
         for i, item in enumerate(value):
-            _check_settings(item, depth - 1, f"{where}[{i}]")
+            _check_settings(item, depth - 1, f"{path}[{i}]")
     elif isinstance(value, str):
-        _need(len(value) <= 1000, where, what)
+        _need(len(value) <= 1000, path, requirement)
     elif value is not None and type(value) is not bool:
-        check(Either(Whole(-(2**53), 2**53), Real(-1e300, 1e300)), value, where)
+        check(Either(Integer(-(2**53), 2**53), Real(-1e300, 1e300)), value, path)
 
 
 # The forms of messages.
@@ -200,23 +200,23 @@ NAME = Text(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 SPOKEN = Text(r"[^\x00-\x1f\x7f]{1,200}")  # names that people have chosen
 RUN = Text(r"[0-9a-f]{4,64}")
 DIGEST = Text(r"[0-9a-f]{64}")
-CLIENT = Whole(0, MOST_CLIENTS - 1)
-ROUND = Whole(0, MOST_ROUNDS)
-SETTLED = Whole(-1, MOST_ROUNDS)
-_COUNT = Whole(0, MOST_EXAMPLES)
-_SHAPE = Items(Whole(0, MOST_ELEMENTS), 8)
-_NUMBERS = Word(("bool", "uint8", "int32", "float32"))
-_SPLITS = {"train": Whole(1, MOST_EXAMPLES), "validation": _COUNT, "test": _COUNT}
-_WIDTHS = dict.fromkeys(_SPLITS, Whole(1, MOST_EXAMPLES))
+CLIENT = Integer(0, MOST_CLIENTS - 1)
+ROUND = Integer(0, MOST_ROUNDS)
+SETTLED = Integer(-1, MOST_ROUNDS)
+_COUNT = Integer(0, MOST_EXAMPLES)
+_SHAPE = Items(Integer(0, MOST_ELEMENTS), 8)
+_NUMBERS = Choice(("bool", "uint8", "int32", "float32"))
+_SPLITS = {"train": Integer(1, MOST_EXAMPLES), "validation": _COUNT, "test": _COUNT}
+_WIDTHS = dict.fromkeys(_SPLITS, Integer(1, MOST_EXAMPLES))
 _CONSTANT = Pair(_NUMBERS, _SHAPE)
 
 # What all nodes must say alike, see `enrolment.agreed`.
 ALIKE = {
-    "input_shape": Items(Whole(1, MOST_ELEMENTS), 8, 1),
+    "input_shape": Items(Integer(1, MOST_ELEMENTS), 8, 1),
     "input_dtype": _NUMBERS,
     "each": _SHAPE,
     "target": Pair(_NUMBERS, _SHAPE),
-    "outputs": Whole(1, MOST_OUTPUTS),
+    "outputs": Integer(1, MOST_OUTPUTS),
     "constants": Fields({}, dict.fromkeys(("scale", "shift", "label_map", "classes"), _CONSTANT)),
 }
 ALIKE_OPTIONAL = {
@@ -226,7 +226,7 @@ ALIKE_OPTIONAL = {
 }
 SUMS = Fields(
     {
-        "n": Whole(1, MOST_EXAMPLES * 1000),
+        "n": Integer(1, MOST_EXAMPLES * 1000),
         "mean": Items(Real(-LARGEST, LARGEST), MOST_NAMES, 1),
         "m2": Items(Real(0, LARGEST**2 * MOST_EXAMPLES), MOST_NAMES, 1),
     }
@@ -243,8 +243,8 @@ DESCRIBED = Fields(
 FEDERATION = Fields(
     {
         "counts": Items(Fields(_SPLITS), MOST_CLIENTS, 1),
-        "held_out": Whole(0, MOST_CLIENTS),
-        "groups": Whole(1, 1000),
+        "held_out": Integer(0, MOST_CLIENTS),
+        "groups": Integer(1, 1000),
         "alike": Fields(ALIKE, ALIKE_OPTIONAL),
         "widths": Fields(_WIDTHS),
         "stored_dtype": _NUMBERS,
@@ -255,24 +255,24 @@ FEDERATION = Fields(
     },
 )
 
-ENVELOPE = Fields({}, {"start": Whole(0, 2**53)})
+ENVELOPE = Fields({}, {"start": Integer(0, 2**53)})
 _TO_CLIENT = {"run": RUN, "client": CLIENT, "settings": Table(NAME, Settings(), 1000)}
 _IN_ROUND = {**_TO_CLIENT, "federation": FEDERATION, "round": ROUND, "settled": SETTLED}
 REQUEST = ByKind(
     {
-        ENROL: Fields({"kind": Word((ENROL,)), **_TO_CLIENT}),
-        TRAIN: Fields({"kind": Word((TRAIN,)), **_IN_ROUND}),
-        EVALUATE: Fields({"kind": Word((EVALUATE,)), **_IN_ROUND, "last": Flag()}),
+        ENROL: Fields({"kind": Choice((ENROL,)), **_TO_CLIENT}),
+        TRAIN: Fields({"kind": Choice((TRAIN,)), **_IN_ROUND}),
+        EVALUATE: Fields({"kind": Choice((EVALUATE,)), **_IN_ROUND, "last": Flag()}),
     }
 )
 _OF_CLIENT = {"run": RUN, "client": CLIENT, "request": DIGEST}
 _REFUSED = "refused"
-REFUSAL = Fields({"kind": Word((_REFUSED,)), "why": Text(r"(?s:.){0,1000}")})
+REFUSAL = Fields({"kind": Choice((_REFUSED,)), "why": Text(r"(?s:.){0,1000}")})
 ANSWER = ByKind(
     {
-        ENROL: Fields({"kind": Word((ENROL,)), **_OF_CLIENT, "described": DESCRIBED}),
-        TRAIN: Fields({"kind": Word((TRAIN,)), **_OF_CLIENT, "round": ROUND, "finite": Flag()}),
-        EVALUATE: Fields({"kind": Word((EVALUATE,)), **_OF_CLIENT, "round": ROUND}),
+        ENROL: Fields({"kind": Choice((ENROL,)), **_OF_CLIENT, "described": DESCRIBED}),
+        TRAIN: Fields({"kind": Choice((TRAIN,)), **_OF_CLIENT, "round": ROUND, "finite": Flag()}),
+        EVALUATE: Fields({"kind": Choice((EVALUATE,)), **_OF_CLIENT, "round": ROUND}),
         _REFUSED: REFUSAL,
     }
 )
@@ -281,21 +281,26 @@ EMPTY = Fields({})
 # The forms of files.
 
 VISIT = Fields(
-    {"round": ROUND, "start": Whole(0, 2**53), "request": DIGEST, "answer_bytes": Whole(0, 2**40)}
+    {
+        "round": ROUND,
+        "start": Integer(0, 2**53),
+        "request": DIGEST,
+        "answer_bytes": Integer(0, 2**40),
+    }
 )
 CLIENT_FILE = Fields({"client": CLIENT})  # client.json of a node's folder
-# enrolled.json of a run at a node: what it was asked and has said at first, as digests
-ENROLLED = Fields({"client": CLIENT, "settings": DIGEST, "described": DIGEST})
+# enrolled.json of a run at a node: what it was asked at first, and its examples, as digests
+ENROLLED = Fields({"client": CLIENT, "settings": DIGEST, "examples": DIGEST})
 DEPLOYED = Fields(
-    {}, {"run": RUN, "starts": Whole(0, 2**53), "federation": FEDERATION}
+    {}, {"run": RUN, "starts": Integer(0, 2**53), "federation": FEDERATION}
 )  # deployed.json of a run directory
 KEYS = Table(Text("0|[1-9][0-9]{0,6}"), DIGEST, MOST_CLIENTS)
 OUTCOME = Fields({}, {"directory": Text(r"(?s:.){1,4096}"), "error": Text(r"(?s:.){0,2000}")})
-_VOCABULARY = Either(Whole(1, MOST_OUTPUTS), Items(SPOKEN, MOST_NAMES, 1))
+_VOCABULARY = Either(Integer(1, MOST_OUTPUTS), Items(SPOKEN, MOST_NAMES, 1))
 NODE_FILE_OWN = {
     "client": CLIENT,
     "labels": _VOCABULARY,
     "words": Table(SPOKEN, _VOCABULARY, 1000),
-    "least_rows": Whole(1, MOST_EXAMPLES),
+    "least_rows": Integer(1, MOST_EXAMPLES),
     "code": Items(Text(r"[\w.]{1,200}:\w{1,200}"), 100),
 }

@@ -9,6 +9,7 @@ where a message is sent again; what lies behind it is the same, and so is its di
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -170,4 +171,6 @@ def _described(entry: Any) -> tuple[str, str, list[int]]:
     whole = all(type(n) is int and 0 <= n < 2**40 for n in lengths) and len(lengths) <= 32
     if not isinstance(name, str) or dtype not in DTYPES or not whole:
         raise InvalidError("its head describes an array wrongly")
+    if math.prod(max(n, 1) for n in lengths) > 2**40:  # NumPy counts so, even if one length is 0
+        raise InvalidError("its head describes an array that is too large")
     return name, dtype, lengths

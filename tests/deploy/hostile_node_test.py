@@ -93,16 +93,26 @@ def test_a_bad_enrolment_is_one_line_and_does_not_end_a_run(what: str, tmp_path:
 
 
 def test_a_description_is_kept_only_when_it_was_checked(tmp_path: Path):
-    """A run whose node was hostile goes on with the same directory when it is honest."""
+    """A run whose node was hostile goes on with the same directory when it is honest.
+
+    Nor is it kept if no method can be built of it.
+    """
     nodes = Hostile(tmp_path, WRONG["a count that is text"])
     waiting = run.Waiting(tries=2)
     with pytest.raises(UsageError, match="have not enrolled"):
         run.run(ONE_ROUND, tmp_path / "run", nodes, waiting, nodes.said.append)
-    known = own_state.describe(tmp_path / "run" / run.FILE, schema.DEPLOYED)
-    assert set(known) == {"run", "starts"}
+    first = own_state.describe(tmp_path / "run" / run.FILE, schema.DEPLOYED)
+    assert set(first) == {"run", "starts"}
     nodes = Nodes(tmp_path, 3)
+    with pytest.raises(UsageError, match="auroc"):
+        run.run(
+            {**ONE_ROUND, "metrics": "auroc"}, tmp_path / "no", nodes, waiting, nodes.said.append
+        )
+    assert set(json.loads((tmp_path / "no" / run.FILE).read_text())) == {"run", "starts"}
     done = run.run(ONE_ROUND, tmp_path / "run", nodes, waiting, nodes.said.append)
     assert len(done.clients) == 3
+    known = own_state.describe(tmp_path / "run" / run.FILE, schema.DEPLOYED)
+    assert known["run"] != first["run"]
 
 
 def test_text_of_a_node_is_one_escaped_line_of_a_runs_log(tmp_path: Path):

@@ -31,10 +31,15 @@ def table(path: Path, rows: int = 40, word: str = SECRET) -> Path:
     return path
 
 
-def own(tmp_path: Path, rows: int = 40, **more: Any) -> node.Node:
-    """A node whose owner lets ids and ages be used, and names be hashed."""
+def own(tmp_path: Path, rows: int | None = 40, **more: Any) -> node.Node:
+    """A node whose owner lets ids and ages be used, and names be hashed.
+
+    Args:
+      rows: of its file; None: the file stays as it is.
+    """
+    path = tmp_path / "own.csv"
     content = {
-        "dataset": f"csv:{table(tmp_path / 'own.csv', rows)}",
+        "dataset": f"csv:{path if rows is None else table(path, rows)}",
         "labels": ["no", "yes"],
         "words": {"nickname": 8},
         "test_fraction": 0.25,
@@ -174,6 +179,11 @@ def test_sums_leave_once_in_a_run(tmp_path: Path):
     """The same ones again, or none: not those of the examples of another day."""
     first = described(own(tmp_path))
     assert described(own(tmp_path)) == first
+    text = (tmp_path / "own.csv").read_text()
+    (tmp_path / "own.csv").write_text(text.replace(SECRET, "Person3"))
+    changed = own(tmp_path, None)
+    assert changed.file.words == {"nickname": 8}
+    assert "not those that it enrolled with" in why(changed, asked())
     later = own(tmp_path, 41)
     assert "not those that it enrolled with" in why(later, asked())
     assert described(later, run=OTHER)["sums"] != first["sums"]

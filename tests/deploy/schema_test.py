@@ -170,6 +170,16 @@ def test_settings_nest_to_a_depth():
         schema.check(schema.REQUEST, put(TRAIN, "settings.learning_rate", deep), "message")
 
 
+@pytest.mark.parametrize("shape", [[0, 2**39, 2**39], [2**39, 0, 2**39], [2**40], [0] * 33, [-1]])
+def test_an_array_of_an_impossible_shape(shape: list[int]):
+    """NumPy refuses some that have no elements."""
+    head = json.dumps({"facts": {}, "arrays": [["upload/w", "float32", shape]]}).encode()
+    lengths = [len(part).to_bytes(8, "little") for part in (b"{}", head)]
+    content = b"".join([b"fedjax_pfl 1\n", lengths[0], b"{}", lengths[1], head])
+    with pytest.raises(InvalidError, match="its head describes an array"):
+        wire.decode(content, len(content))
+
+
 @pytest.mark.parametrize("envelope", [{"start": -1}, {"start": "0"}, {"more": 1}])
 def test_an_envelope_out_of_bounds(envelope: Any):
     content = wire.encode({}, envelope=envelope)
@@ -216,7 +226,7 @@ def test_a_nodes_file():
         (schema.DEPLOYED, {"run": RUN, "federation": put(FEDERATION, "counts.0.train", "many")}),
         (schema.DEPLOYED, []),
         (schema.KEYS, {"00": DIGEST}),
-        (schema.ENROLLED, {"client": 0, "described": DIGEST}),
+        (schema.ENROLLED, {"client": 0, "examples": DIGEST}),
         (schema.OUTCOME, {"error": 1}),
     ],
 )

@@ -95,7 +95,7 @@ def test_only_numbers_that_are_normalised_are_summed(tmp_path: Path):
         "words": {"city": ["Bern", "Rome"]},
         "test_fraction": 0.3,
     }
-    facts = examples.own(node_file.parsed(json.loads(json.dumps(content)), "x")).facts
+    facts = examples.read(node_file.parsed(json.loads(json.dumps(content)), "x")).facts
     assert facts["normalise"] == {"features": [False, False, True], "targets": False}
     assert (facts["sums"]["n"], len(facts["sums"]["mean"])) == (28, 1)
     assert 2 < facts["sums"]["mean"][0] < 4
@@ -107,7 +107,7 @@ def test_numbers_are_normalised_before_they_are_rounded(tmp_path: Path):
     rows = "".join(f"{start + i},{i},{i % 2}\n" for i in range(40))
     (tmp_path / "t.csv").write_text("time,count,label\n" + rows)
     content = {"dataset": f"csv:{tmp_path / 't.csv'}", "labels": 2, "test_fraction": 0.3}
-    mine = examples.own(node_file.parsed(json.loads(json.dumps(content)), "x"))
+    mine = examples.read(node_file.parsed(json.loads(json.dumps(content)), "x"))
     assert mine.facts["stored_dtype"] == mine.facts["input_dtype"] == "float32"
     mean, deviation = [start + 10.0, 0.0], [2.0, 1.0]
     alike = {k: mine.facts[k] for k in (*schema.ALIKE, *schema.ALIKE_OPTIONAL) if k in mine.facts}

@@ -1,4 +1,4 @@
-"""How a node's short-lived Flower process asks the node's worker: bytes over a socket in a folder.
+"""A socket in the node's folder, over which Flower's short-lived process asks the node's worker.
 
 Nothing but the standard library, because a process that imports more for each message waits for it.
 """
