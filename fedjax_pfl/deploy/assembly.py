@@ -1,4 +1,4 @@
-"""From a configuration and the description of a federation to its method, alike on both sides."""
+"""Builds a method from a configuration and a federation's description, alike on both sides."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from fedjax_pfl.runs.phase import Phase, Work
 
 
 def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]:
-    """The settings of a run on real machines; UsageError for what only a simulation has."""
+    """Completes the settings of a run on real machines; refuses those of simulations."""
     words, given = custom.added(given)
     settings = configuration.complete(given, words)
     configuration.specify(settings, words)
@@ -50,14 +50,14 @@ def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]
 
 
 def plain(settings: ConfigDict, words: configuration.Words = configuration.OURS) -> dict[str, Any]:
-    """Settings as they are written down and sent."""
+    """Returns settings as plain data, as they are stored and sent."""
     return json.loads(json.dumps(configuration.resolved(settings, words)))
 
 
 def brought(given: Mapping[str, Any]) -> dict[str, str]:
-    """What a configuration names as MODULE:NAME but the examples, by what it is.
+    """Returns by kind the code that a configuration names as MODULE:NAME.
 
-    Names alone travel: each machine has the code, and `digest` among the settings says which.
+    Only names are sent: each machine has the code, and its setting `digest` says which.
     """
     named = {kind: str(given.get(kind, "")) for kind in configuration.OURS._fields}
     return {kind: said for kind, said in named.items() if kind != "dataset" and ":" in said}
@@ -75,7 +75,7 @@ def sent(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def federation_of(description: Mapping[str, Any]) -> Federation:
-    """A description as algorithms take it."""
+    """Converts a description to the form that algorithms take."""
     alike, counts = description["alike"], description["counts"]
     n = len(counts)
     return Federation(
@@ -127,7 +127,7 @@ def built(
     description: Mapping[str, Any],
     arrays: FederatedData | None = None,
 ) -> tuple[Built, Method]:
-    """What runs are described and reported by, and what both sides compute by.
+    """Builds the record that reports read, and the method that both sides compute with.
 
     Args:
       arrays: of the client whose side this is; None: at the server, which has none.
@@ -153,7 +153,7 @@ def built(
 
 
 def observed(method: Method, state: State) -> dict[str, np.ndarray]:
-    """What the method shows of its state, as far as that is the server's.
+    """Returns those of the method's observations that depend on the server's state alone.
 
     Args:
       state: without clients.

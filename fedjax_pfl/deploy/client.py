@@ -1,8 +1,7 @@
-"""A client on a machine of its own: it answers the server's requests, each with bytes for bytes.
+"""A client on a machine of its own: it answers the server's requests, bytes for bytes.
 
-What it holds of its own, examples and state, leaves only through `train`'s upload and through sums.
-An answer is on disk before it is given, so that a request that comes again, after whatever has
-happened in between, gets the same bytes and is not trained twice.
+Its examples and client-side state leave only as `train`'s upload and as sums. An answer is written
+to disk before it is sent, so that a repeated request gets the same bytes and is not trained twice.
 """
 
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
 
 
 class Client(NamedTuple):
-    """What a node is for a run."""
+    """A node in one run."""
 
     run: str  # the run's own name, which no other run has
     i: int
@@ -96,7 +95,7 @@ def _train(client: Client, request: wire.Message, t: int, settled: int, start: i
 
 
 def _settled(client: Client, settled: int) -> PyTree:
-    """The client's state after the last visit that has counted."""
+    """Returns the client's state after the last visit that counted."""
     if settled == BEGUN:
         return client.programs.first(client.i)
     if settled not in client.disk.rounds():

@@ -1,7 +1,7 @@
-"""Flower carries bytes between the server and the nodes; who is who is looked at here.
+"""Carries bytes between the server and the nodes over Flower, and identifies the nodes.
 
-A node's client id follows from its name where it is registered, client-0 and so on, and with the
-first request that it gets its key is written down beside that: another key is refused from then on.
+A node's client id follows from the name under which it is registered, such as client-0. Its key is
+stored with the first request; another key is refused from then on.
 """
 
 import hashlib
@@ -33,24 +33,24 @@ KEYS = "keys.json"  # beside the run directory: by client, the digest of its nod
 
 
 def packed(content: bytes) -> RecordDict:
-    """Bytes as Flower carries them, one array of them."""
+    """Packs bytes as Flower carries them: as one array."""
     array = Array(dtype="uint8", shape=(len(content),), stype="bytes", data=content)
     return RecordDict({_PART: ArrayRecord({_PART: array})})
 
 
 def unpacked(record: RecordDict) -> bytes:
-    """The inverse; empty where it is anything else, which no reader takes for a message."""
+    """Inverse of `packed`. Returns no bytes for any other record."""
     part: Any = record.array_records.get(_PART, {})
     return part[_PART].data if set(part) == {_PART} else b""
 
 
 def outcome_of(log: Path) -> Path:
-    """The file beside a log that says how its run has ended; the log itself is for people."""
+    """Returns the path of the file that says how a run has ended; its log is for people only."""
     return log.with_name(f"{log.name}.outcome")
 
 
 def run_by(grid: Grid, path: str) -> None:
-    """A run over a SuperLink, as a JSON file says: `config`, `workdir`, `log` and `waiting`."""
+    """Runs over a SuperLink what a JSON file says: `config`, `workdir`, `log` and `waiting`."""
     asked = json.loads(Path(path).read_text())
     directory = Path(asked["workdir"])
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def run_by(grid: Grid, path: str) -> None:
 
 
 class Online(NamedTuple):
-    """A client's node that is there, and since when."""
+    """A client's node that is online, and the time since when."""
 
     node: int
     since: str
@@ -96,14 +96,14 @@ class ByFlower:
         self.said: set[str] = set()
 
     def wait(self, seconds: float) -> int:
-        """Until all nodes are there, or the time is up; how many are."""
+        """Waits until all nodes are online or the time is up; returns their number."""
         until = time.monotonic() + seconds
         while (there := len(self.nodes())) < self.count and time.monotonic() < until:
             time.sleep(1)
         return there
 
     def nodes(self) -> dict[int, Online]:
-        """The node of each client that is online, by the names and keys of those registered."""
+        """Returns the online node of each client, identified by its registered name and key."""
         path = self.directory.with_name(f"{self.directory.name}.{KEYS}")
         keys, found = describe(path, schema.KEYS), dict[int, Online]()
         before = dict(keys)
@@ -127,7 +127,7 @@ class ByFlower:
         return found
 
     def once(self, line: str) -> None:
-        """Tell a line that has not been told."""
+        """Tells a line once."""
         if line not in self.said:
             self.said.add(line)
             self.tell(line)
@@ -135,10 +135,10 @@ class ByFlower:
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
     ) -> Iterator[tuple[int, bytes]]:
-        """See `run.Exchange`. Who is not online is absent at once; who was is waited for.
+        """See `run.Exchange`. An offline node is absent at once; one that goes offline may return.
 
-        What is lost with a process is not delivered again by Flower. Therefore a node that has
-        come back is sent its request again: it answers by the same bytes, if it had before.
+        Flower does not deliver again what was lost with a process. A node that returns is therefore
+        sent its request again, and repeats its answer if it had one.
         """
         until, look = time.monotonic() + (seconds or 1e9), time.monotonic() + _LOOK
         nodes = self.nodes()
@@ -161,7 +161,7 @@ class ByFlower:
                 time.sleep(0.2)
 
     def send(self, one: "_Asked", nodes: Mapping[int, Online], seconds: float | None) -> None:
-        """To those who have not had their request since they have come."""
+        """Sends requests to nodes that have not had theirs since they came online."""
         for i, (node, since) in nodes.items():
             if i not in one.left or one.sent.get(i) == since:
                 continue
@@ -174,7 +174,7 @@ class ByFlower:
                 one.gone.pop(i, None)
 
     def failed(self, one: "_Asked", i: int, reply: Message) -> bool:
-        """Whether client i is waited for although Flower reports an error of its node."""
+        """Returns True to wait for client i although Flower reports an error of its node."""
         if reply.error.code == ErrorCode.NODE_UNAVAILABLE:
             one.gone.setdefault(i, time.monotonic() + _BACK)
             return True
@@ -184,7 +184,7 @@ class ByFlower:
         return True
 
     def read(self, reply: Message, node: int) -> bytes:
-        """An answer's bytes; the text of an error may be anything, and is not passed on."""
+        """Returns an answer's bytes; the text of an error is not passed on."""
         if reply.has_error():
             return refusal(f"Flower reports error {reply.error.code} of its node")
         if reply.metadata.src_node_id != node:
@@ -193,7 +193,7 @@ class ByFlower:
 
 
 class _Asked:
-    """Requests whose answers are waited for; everything by client but `out`."""
+    """Requests that wait for answers; all fields but `out` are by client."""
 
     def __init__(self, left: Mapping[int, bytes]) -> None:
         self.left = dict(left)

@@ -1,9 +1,9 @@
-"""Ends what a trial on one machine has started, as soon as the trial has ended, however it did.
+"""Ends the processes of a trial on one machine when the trial has ended or was killed.
 
 python -I guard.py HOME
 
-It reads its standard input, whose other end only the trial holds, so that a trial that was killed
-is noticed too. It is started by its path and needs nothing but the standard library.
+It waits for the end of its standard input, whose other end only the trial holds. It is started by
+its path and needs only the standard library.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _SECONDS = 10.0  # that processes have to end by themselves
 
 
 def left(home: str | Path, word: str = "") -> list[int]:
-    """Processes that have this home for Flower in their environment, whoever started them.
+    """Returns the processes that have this home for Flower in their environment.
 
     Args:
       word: of their command line.
@@ -33,7 +33,7 @@ def left(home: str | Path, word: str = "") -> list[int]:
 
 
 def end(home: str | Path) -> None:
-    """End them all: they are asked, and those that stay are killed."""
+    """Ends these processes by SIGTERM, and those that stay by SIGKILL."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         until = time.monotonic() + _SECONDS
         for pid in left(home):

@@ -16,7 +16,7 @@ _DAYS = 30
 
 
 def node_key(path: Path) -> Path:
-    """A node's private key, made if it is not there; the path of its public key."""
+    """Makes a node's private key if there is none; returns the path of its public key."""
     public = path.with_name(f"{path.name}.pub")
     if not path.exists():
         key = ec.generate_private_key(ec.SECP384R1())
@@ -27,7 +27,7 @@ def node_key(path: Path) -> Path:
 
 
 def certificates(folder: Path, hosts: Sequence[str] = ("127.0.0.1",)) -> tuple[Path, Path, Path]:
-    """An authority of this folder's own, and a certificate with its key for some hosts."""
+    """Makes an authority, and a certificate with its key for some hosts, if there are none."""
     paths = folder / "ca.crt", folder / "server.pem", folder / "server.key"
     if all(path.exists() for path in paths):
         return paths
@@ -86,6 +86,6 @@ def _pem(key: Any, form: serialization.PrivateFormat) -> bytes:
 
 
 def _secret(path: Path, content: bytes) -> None:
-    """A file that only its owner reads."""
+    """Writes a file that only its owner can read."""
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)

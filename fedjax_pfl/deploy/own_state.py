@@ -1,8 +1,7 @@
-"""What stays with a client, on its own disk only: a file for each visit, written before it answers.
+"""Client-side state on the client's own disk: a file per visit, written before its answer is sent.
 
-A visit's file holds the client's state after it, and the answer. Whether the visit has counted, the
-client learns from the server's next request, which names the last one that did (`settled`); what
-did not count is then removed, and the client goes on from what did.
+A file holds the answer of a visit and the client's state after it. The server's next request names
+the last visit that counted (`settled`). The client continues from that one and removes later ones.
 """
 
 import hashlib
@@ -38,7 +37,7 @@ class Disk(NamedTuple):
     folder: Path
 
     def rounds(self) -> list[int]:
-        """Of the visits that there are, the newest first."""
+        """Returns the rounds of all visits on disk, newest first."""
         found = (_NAME.fullmatch(path.name) for path in self.folder.glob("visit-*"))
         return sorted((int(one[1]) for one in found if one), reverse=True)
 
@@ -47,7 +46,7 @@ class Disk(NamedTuple):
         return self.read(rounds[0]) if rounds else None
 
     def read(self, t: int) -> Visited:
-        """UsageError where the file does not hold what was written."""
+        """Reads a visit; raises UsageError if the file is damaged."""
         path = self._path(t)
         try:
             digest, _, content = path.read_bytes().partition(b"\n")
@@ -65,7 +64,7 @@ class Disk(NamedTuple):
         return Visited(**facts, answer=rest[:cut], state=rest[cut:])
 
     def write(self, visited: Visited, settled: int) -> None:
-        """Add a visit, whole or not at all, and remove those that will not be asked for."""
+        """Adds a visit, whole or not at all, and removes those that no request will name."""
         facts = {
             "round": visited.round,
             "start": visited.start,
@@ -87,7 +86,7 @@ class Disk(NamedTuple):
 
 
 def whole(path: Path, content: bytes) -> None:
-    """Replace a file at once, and only when its content is on the disk."""
+    """Replaces a file atomically, after its content is on the disk."""
     part = path.with_name(f".{path.name}.part")
     try:
         with open(part, "wb") as file:
@@ -106,12 +105,12 @@ def whole(path: Path, content: bytes) -> None:
 
 
 def packed(state: PyTree) -> bytes:
-    """A client's state for its file."""
+    """Packs a client's state for its file."""
     return wire.encode({}, {"client": state})
 
 
 def unpacked(content: bytes, template: PyTree) -> PyTree:
-    """The inverse of `packed`."""
+    """Inverse of `packed`."""
     message = wire.decode(content, len(content), schema.EMPTY)
     return wire.tree(message, "client", template)
 

@@ -1,4 +1,4 @@
-"""The compiled parts of a round, each for the place in which it is computed."""
+"""Compiled parts of a round, one for each place that computes."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ _NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class Method(NamedTuple):
-    """What both sides know of a federation's work, from its settings and its description."""
+    """Everything that both sides know of a federation: its method, task, sizes and seed."""
 
     algorithm: Algorithm
     task: Task
@@ -32,11 +32,11 @@ class Method(NamedTuple):
 
     @property
     def whole(self) -> Algorithm:
-        """As `groups.grouped` makes it."""
+        """The algorithm as one of groups."""
         return groups.grouped(self.algorithm)
 
     def group(self, i: int) -> int:
-        """Of a client, among those of architectures."""
+        """Returns the architecture group of a client."""
         return int(self.federation.groups[i]) if groups.has_groups(self.algorithm) else 0
 
     def member(self, g: int) -> Algorithm:
@@ -44,7 +44,7 @@ class Method(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a client's visit comes to; all but `client` travels."""
+    """Result of a client's visit; all but `client` is sent."""
 
     upload: PyTree
     metrics: dict[str, jax.Array]
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """Of one group's messages, for the strict reading of them."""
+    """Shapes of one group's messages, which readers require."""
 
     state: State  # the server's, without clients
     client: PyTree
@@ -64,7 +64,7 @@ class Shapes(NamedTuple):
 
 
 def shapes(method: Method, g: int, data: FederatedData) -> Shapes:
-    """What a group's functions take and give, from the shapes of a client's examples.
+    """Computes the shapes that a group's functions take and return.
 
     Args:
       data: of one client, or its shapes.
@@ -84,7 +84,7 @@ def shapes(method: Method, g: int, data: FederatedData) -> Shapes:
 
 
 class At(NamedTuple):
-    """Who works, when, and with which examples."""
+    """Client, round and examples of a visit."""
 
     i: Any
     t: Any
@@ -92,12 +92,12 @@ class At(NamedTuple):
 
 
 def at(i: int, t: int, data: FederatedData) -> At:
-    """With numbers as compiled programs take them."""
+    """Converts numbers to the types of compiled programs."""
     return At(np.int32(i), np.int32(t), data)
 
 
 class AtClient:
-    """The programs of the clients of a group whose examples have such shapes."""
+    """Programs of the clients of one group."""
 
     def __init__(self, method: Method, g: int, data: FederatedData) -> None:
         self.method, self.g = method, g
@@ -112,24 +112,24 @@ class AtClient:
         return trees.row(state.clients[self.g], i)
 
     def first(self, i: int) -> PyTree:
-        """A client's state before the first round, which anybody can build from the seed."""
+        """Returns a client's state before the first round, which follows from the seed."""
         return jax.device_get(self._first(np.int32(i)))
 
     def work(self, payload: PyTree, client: PyTree, at: At) -> Answer:
-        """Its local work of a round."""
+        """Trains locally for one round."""
         return jax.device_get(self._work(payload, client, *at))
 
     def score(self, given: Any, payload: PyTree, client: PyTree, at: At) -> Evaluation:
-        """Sums over its examples, as the simulation's evaluation has them."""
+        """Sums metrics over the client's examples, as a simulation does."""
         return jax.device_get(self._score(given, payload, client, *at))
 
     def personal(self, given: Any, client: PyTree, at: At) -> PyTree:
-        """The variables of its own model."""
+        """Returns the variables of the client's own model."""
         return jax.device_get(self._finish(given, client, *at))
 
 
 class AtServer:
-    """The server's programs; of `data`, any client's, only the shapes are read."""
+    """Programs of the server; `data` gives shapes alone."""
 
     def __init__(self, method: Method, data: FederatedData, cohort: int) -> None:
         self.method, self.cohort = method, cohort
@@ -148,11 +148,11 @@ class AtServer:
         )
 
     def _init(self) -> State:
-        """The first state without the clients' part, which each of them builds itself."""
+        """Initialises the state without the clients' part, which clients build themselves."""
         return self.method.whole.init(stage_key(_key(self.method), INIT))._replace(clients=())
 
     def cohort_of(self, g: int, ids: Any, payloads: PyTree, uploads: PyTree, t: int) -> Cohort:
-        """As the engine makes it: an id out of range where a client did not arrive.
+        """Builds a cohort as the engine does: an absent client has an id out of range.
 
         Args:
           ids: those that arrived, by their seats; None in the others.
@@ -191,7 +191,7 @@ def _work(
 def _judge(
     method: Method, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
-    """Whether an upload is finite and not too large, and the bill of the visit.
+    """Returns whether an upload is finite and not too large, and the bill of the visit.
 
     An upload is too large if its change has no finite norm in float32: nothing could be computed
     of what it makes of the server's state.
@@ -227,7 +227,7 @@ def _finish(
 
 
 def _visit(method: Method, data: Any, i: jax.Array, t: jax.Array) -> Visit:
-    """An evaluation's, of a client whose examples may be shapes."""
+    """Returns the visit of an evaluation; the examples may be shapes."""
     known = not isinstance(jax.tree.leaves(data)[0], jax.ShapeDtypeStruct)
     own = client_data(data, 0) if known else jax.eval_shape(client_data, data, _NUMBER)
     return Visit(i, own, t, stage_key(_key(method), PERSONAL, t, i))
@@ -244,7 +244,7 @@ def _score(
     t: jax.Array,
     data: FederatedData,
 ) -> Evaluation:
-    """As the engine scores one client, with what the server's part of it came to."""
+    """Scores one client as the engine does, given the server's part of its model."""
     member = method.member(g)
     own = client_data(data, 0)
     test = Split(data.test.rows[0], data.test.size[0])
@@ -264,9 +264,9 @@ def _score(
 
 
 def single(data: FederatedData, i: int) -> FederatedData:
-    """One client's part of a federation's examples, and nobody else's.
+    """Returns one client's examples alone.
 
-    Shapes are the same for all clients, so that on one machine they share compiled programs.
+    All clients get the same shapes, so that on one machine they share compiled programs.
     """
     splits = (data.train, data.validation, data.test)
 

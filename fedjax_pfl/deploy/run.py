@@ -1,6 +1,6 @@
-"""A run on real machines: rounds, evaluations, the run directory, and going on after a crash.
+"""A run on real machines: rounds, evaluations, the run directory, and resuming after a crash.
 
-How bytes reach the nodes is an `Exchange`, which this knows nothing of.
+An `Exchange` carries the bytes to the nodes.
 """
 
 import json
@@ -28,17 +28,17 @@ WIRE = "wire.jsonl"  # a line per round: who was absent; bytes of messages besid
 
 
 class Exchange(Protocol):
-    """Takes requests to clients and brings what they answer, each when it comes."""
+    """Carries requests to clients and yields their answers as they come."""
 
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
     ) -> Iterator[tuple[int, bytes]]:
-        """(client, answer) as they come, until all have answered or the time is up."""
+        """Yields (client, answer) until all have answered or the time is up."""
         ...
 
 
 class Waiting(NamedTuple):
-    """How long the server waits, and for how many."""
+    """How long the server waits, and for how many answers."""
 
     seconds: float = 600.0  # for the answers of a round
     least: int = 1  # answers that a round needs; with fewer it is asked for again
@@ -46,7 +46,7 @@ class Waiting(NamedTuple):
 
 
 class Done(NamedTuple):
-    """What a run on real machines leaves at the server."""
+    """Results of a run at the server."""
 
     directory: Path
     metrics: list[dict[str, Any]]
@@ -66,7 +66,7 @@ def run(
     waiting: Waiting = Waiting(),  # noqa: B008 a tuple of numbers
     tell: Tell = to_stderr,
 ) -> Done:
-    """Train and evaluate what a configuration says with the clients that an exchange reaches.
+    """Trains and evaluates a configuration with the clients that an exchange reaches.
 
     Args:
       tell: is given each line of the run's log, escaped, because some quote what a node has sent.
@@ -124,7 +124,7 @@ def _write(directory: Path, known: Mapping[str, Any]) -> None:
 
 
 class _Running(NamedTuple):
-    """The parts of a run; of these `member` keeps count while it goes on."""
+    """Parts of a run; `member` holds its progress."""
 
     built: Built
     method: Method
@@ -135,7 +135,7 @@ class _Running(NamedTuple):
     tell: Tell
 
     def all(self) -> Done:
-        """From where it stands to the end."""
+        """Runs from the last checkpoint to the end."""
         standing = self.resumed()
         self.noted_until(self.member.at.round)
         member, end = self.member, self.built.phases[0].end
@@ -161,7 +161,7 @@ class _Running(NamedTuple):
         return Done(member.directory, lines, rows, member.at.ledger, standing, member.resumed_at)
 
     def resumed(self) -> Standing:
-        """Where the newest checkpoint that is whole left it, or the beginning."""
+        """Restores the newest intact checkpoint, or begins."""
         store, member = self.member.store, self.member
         assert store is not None
         run_state.start(self.built, member)
@@ -189,7 +189,7 @@ class _Running(NamedTuple):
         return standing
 
     def round(self, standing: Standing) -> Standing:
-        """One round, its evaluation where one is due, and its checkpoint."""
+        """Runs one round with its evaluation, if due, and its checkpoint."""
         member, began = self.member, time.perf_counter()
         t, one = member.at.round, self.built.phases[0]
         opened = server.open_round(self.server, standing, t)
@@ -239,7 +239,7 @@ class _Running(NamedTuple):
     def collected(
         self, opened: Open, take: Callable[..., Any]
     ) -> tuple[dict[int, Any], tuple[int, int]]:
-        """What has come in time and can be read, by client; and the bytes down and up."""
+        """Returns by client the answers that came in time and can be read, and the bytes moved."""
         came: dict[int, Any] = {}
         refused, up = set[int](), 0
         what = f"{opened.kind}, round {opened.round + (opened.kind == TRAIN)}"
@@ -257,14 +257,14 @@ class _Running(NamedTuple):
         return came, (sum(map(len, opened.requests.values())), up)
 
     def scored(self, standing: Standing, t: int, *, last: bool) -> Evaluation:
-        """An evaluation by all clients; who does not answer has no scores in it."""
+        """Evaluates all clients; a client without an answer has no scores."""
         everyone = range(self.method.federation.clients)
         opened = server.open_evaluation(self.server, standing, t, everyone, last=last)
         came, _ = self.collected(opened, server.take_scores)
         return server.scores_of_all(self.server, came)
 
     def evaluated(self, standing: Standing, scores: Evaluation) -> None:
-        """An evaluation's line, and what is told of it."""
+        """Writes and tells an evaluation's line."""
         member = self.member
         shown = assembly.observed(self.method, standing.state)
         line = run_state.measured(self.built, member, scores, standing.state, shown)
@@ -275,7 +275,7 @@ class _Running(NamedTuple):
         self.tell(progress.evaluation(metric, [line], self.built.phases[0].end))
 
     def saved(self, standing: Standing) -> None:
-        """After every round: what clients are told next must never be ahead of what is saved."""
+        """Saves a checkpoint after every round, before clients are told that it has counted."""
         member, began = self.member, time.perf_counter()
         assert member.store is not None
         trees = {"state": standing.state, "settled": standing.settled}
@@ -289,13 +289,13 @@ class _Running(NamedTuple):
         member.at = member.at._replace(checkpoint_seconds=total)
 
     def noted(self, **line: Any) -> None:
-        """Who was absent, and the bytes of messages beside those of the ledger."""
+        """Writes the absent clients of a round, and the bytes of its messages."""
         assert self.member.directory is not None
         with self.member.writing(), open(self.member.directory / WIRE, "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def noted_until(self, t: int) -> None:
-        """Without the lines of rounds that were not saved, and will be made again."""
+        """Removes lines of rounds that were not saved and will run again."""
         assert self.member.directory is not None
         path = self.member.directory / WIRE
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
@@ -303,7 +303,7 @@ class _Running(NamedTuple):
             own_state.whole(path, b"".join(lines[:t]))
 
     def report(self, directory: Path, rows: list[dict[str, Any]]) -> None:
-        """The page and the pictures; what draws is imported here."""
+        """Writes the report; imports drawing code only here."""
         from fedjax_pfl.report import observations, page
 
         member = self.member

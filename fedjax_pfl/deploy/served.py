@@ -1,10 +1,10 @@
-"""What a client is served, computed in two places: the server's part, and the client's.
+"""Splits `personal` into the server's part and the client's.
 
-`personal` takes the server's state together with the client's own state and examples, and here
-neither may leave its place. So its program is walked through in both: the server computes what
-follows from its own state (and from round, id and key, which both know), the client all the rest,
-and what crosses over is what the client's part reads of the server's. For FedAvg that is the model,
-for pFedLA the client's own mixture of layers, for FedFomo the peers that were chosen for it.
+`personal` takes the server's state, the client's state and the client's examples, none of which may
+leave its machine. Both machines therefore walk through its program. The server computes values that
+depend on its own state (and on round, id and key, which both know), the client all others. The
+values that the client reads of the server's part are sent: the model for FedAvg, the client's
+mixture of layers for pFedLA, the chosen peers for FedFomo.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class _Side(NamedTuple):
 
 
 def serve(personal: Personal, state: State, client: PyTree, visit: Visit) -> list[Any]:
-    """At the server: what the client's part reads, in the order in which it does.
+    """Computes at the server the values that the client's part reads, in that order.
 
     Args:
       client: shapes, as are the examples in `visit`.
@@ -62,7 +62,7 @@ def serve(personal: Personal, state: State, client: PyTree, visit: Visit) -> lis
 def finish(
     personal: Personal, served: Sequence[Any], state: State, client: PyTree, visit: Visit
 ) -> PyTree:
-    """At the client: the variables, from what `serve` gave.
+    """Computes the variables at the client from the values of `serve`.
 
     Args:
       state: shapes.
@@ -93,7 +93,7 @@ def _walk(personal: Personal, state: State, client: PyTree, visit: Visit, side: 
 
 
 def _of(path: tuple[Any, ...]) -> int:
-    """Who has an argument: the state, the client's part of it, or what is in a visit."""
+    """Returns the machine that has an argument."""
     if path[0].idx < 2:
         return (_SERVER, _CLIENT)[path[0].idx]
     return _CLIENT if path[1].name == "data" else _EITHER
@@ -106,7 +106,7 @@ def _shape(leaf: Any) -> Any:
 def _program(
     jaxpr: Any, constants: Sequence[_Value], inputs: Sequence[_Value], side: _Side
 ) -> list[_Value]:
-    """The results of a program; what nothing hangs on is left out."""
+    """Evaluates a program without the parts that no result needs."""
     every = [*constants, *inputs]
     whole = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     kept, used = dce_jaxpr(whole, [True] * len(jaxpr.outvars))
@@ -145,7 +145,7 @@ def _operation(equation: Any, given: Sequence[_Value], side: _Side) -> list[_Val
 
 
 def _evaluated(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """The results of one operation."""
+    """Evaluates one operation."""
     primitive = equation.primitive
     with equation.ctx.manager:
         made = primitive.bind(*values, **primitive.get_bind_params(equation.params))
@@ -153,13 +153,13 @@ def _evaluated(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
 
 
 def _bytes(aval: Any) -> int:
-    """Of a random key, whose size does not matter, 0."""
+    """Returns the bytes of a value; 0 for a random key."""
     plain = jax.dtypes.issubdtype(aval.dtype, jax.numpy.number) or aval.dtype == bool
     return trees.leaf_bytes(aval) if plain else 0
 
 
 def _read(value: _Value, side: _Side) -> Any:
-    """A value where the client reads it."""
+    """Returns a value that the client reads."""
     if value.who == _SERVER and not value.crossed:
         if value.rows:
             raise UsageError(

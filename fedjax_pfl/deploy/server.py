@@ -1,7 +1,7 @@
-"""The server of a federation of real machines: a round's requests, its answers, and what they make.
+"""The server's side of a round: requests, answers, and the new state.
 
-It is as the engine computes a round, with the clients' part elsewhere. Whoever has not answered in
-time, or wrongly, is absent, as one that `dropout` takes is in the simulation.
+It computes a round as the engine does, with the clients' part on other machines. A client whose
+answer is late or wrong is absent, like a client that `dropout` removes from a simulation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,14 +27,14 @@ _ROUNDING = 1e-5  # by which a share that was summed in float32 may lie outside 
 
 
 class Standing(NamedTuple):
-    """Where the server stands between two rounds."""
+    """State of the server between two rounds."""
 
     state: State  # whose clients are ()
     settled: np.ndarray  # int [N]: the last round in which each client's visit has counted
 
 
 class Server(NamedTuple):
-    """What does not change during a start of the server."""
+    """Everything that stays the same while the server runs."""
 
     run: str
     start: int  # one more than when it was started before
@@ -43,7 +43,7 @@ class Server(NamedTuple):
 
 
 class Open(NamedTuple):
-    """A round, or an evaluation, whose requests are out."""
+    """A round or an evaluation whose requests were sent."""
 
     kind: str
     round: int
@@ -63,19 +63,19 @@ class Came(NamedTuple):
 
 
 def begin(server: Server) -> Standing:
-    """Before the first round."""
+    """Returns the state before the first round."""
     clients = server.programs.method.federation.clients
     return Standing(server.programs.init(), np.full(clients, BEGUN, np.int64))
 
 
 def sample(server: Server, t: int) -> list[int]:
-    """The ids of a round's cohort, in their order."""
+    """Returns the sorted ids of a round's cohort."""
     each = jax.device_get(server.programs.seats(np.int32(t)))
     return sorted(int(i) for seats in each for i in seats.ids[seats.present])
 
 
 def open_round(server: Server, standing: Standing, t: int) -> Open:
-    """The requests of a round."""
+    """Makes the requests of a round."""
     facts = {"kind": TRAIN, "run": server.run, "round": t}
     payloads = {i: _payload(server, standing, i, t) for i in sample(server, t)}
     return _opened(server, standing, facts, {i: {"payload": p} for i, p in payloads.items()})
@@ -84,7 +84,7 @@ def open_round(server: Server, standing: Standing, t: int) -> Open:
 def open_evaluation(
     server: Server, standing: Standing, t: int, ids: Iterable[int], *, last: bool = False
 ) -> Open:
-    """The requests of an evaluation.
+    """Makes the requests of an evaluation.
 
     Args:
       last: it is the end, and clients keep their models.
@@ -139,8 +139,7 @@ def _answered(server: Server, opened: Open, i: int, content: bytes, like: PyTree
 def take(server: Server, opened: Open, i: int, content: bytes) -> Came:
     """Reads client i's answer to a round's request; raises InvalidError if it cannot be read.
 
-    An upload that is read and is not finite, or is too large, is not refused, but not `fine`: it
-    has travelled, and is billed.
+    An upload that is not finite, or too large, is read and billed, but it is not `fine`.
     """
     g = server.programs.method.group(i)
     like = server.programs.shapes[g].answer
@@ -194,7 +193,7 @@ def _check_scores(task: Task, scores: Scores, examples: int, where: str) -> None
 def close_round(
     server: Server, standing: Standing, opened: Open, came: Mapping[int, Came]
 ) -> tuple[Standing, tuple[Log, ...]]:
-    """The server's state after a round, and its log, a row for each group.
+    """Computes the server's state after a round, and a log for each group.
 
     Args:
       came: by client, those that answered in time and could be read.
@@ -221,7 +220,7 @@ def close_round(
 def _cohort(
     server: Server, opened: Open, g: int, own: list[int], came: Mapping[int, Came]
 ) -> tuple[Any, Log]:
-    """One group's part of a round, with as many seats in every round."""
+    """Builds one group's cohort, which has the same number of seats in every round."""
     programs, like = server.programs, server.programs.shapes[g]
     seats: list[int | None] = [*own, *[None] * (programs.cohort - len(own))]
     arrived = [i if i is not None and i in came and came[i].fine else None for i in seats]
@@ -258,7 +257,7 @@ def _bill(
     came: Mapping[int, Came],
     empty: tuple[PyTree, PyTree, PyTree],
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of a visit; of one that was not heard of, the download, as if nothing came up."""
+    """Returns the bytes of a visit; an absent client is billed for its download alone."""
     if i is not None and i in came:
         return came[i].down, came[i].up
     payload = empty[0] if i is None else opened.payloads[i]
@@ -276,7 +275,7 @@ def _plain(bill: Mapping[str, Any]) -> dict[str, int]:
 
 
 def scores_of_all(server: Server, came: Mapping[int, Evaluation]) -> Evaluation:
-    """The sums of all clients, [N]; zeros, no examples, where one has not answered."""
+    """Stacks the sums of all clients, [N]; a client without an answer has zeros."""
     method = server.programs.method
     template = server.programs.shapes[0].scores
     zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)

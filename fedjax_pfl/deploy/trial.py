@@ -1,7 +1,7 @@
-"""A federation on one machine, to try: a SuperLink, nodes with TLS and keys, and an end to all.
+"""A trial federation on one machine: a SuperLink, and nodes with TLS and keys.
 
-Everything lies in one folder. What ends before the run has is started again, and everything that
-was started ends with the trial, even where that is killed (`guard`).
+Everything lies in one folder. A process that ends too early is started again. All processes end
+with the trial, even if it is killed (`guard`).
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def run(
     tell: Callable[[str], None],
     data: Sequence[str] = (),
 ) -> None:
-    """A run with as many nodes as the configuration has clients, all on this machine.
+    """Runs as many nodes as the configuration has clients, all on this machine.
 
     Args:
       folder: of certificates, keys, logs, and of each node.
@@ -122,7 +122,7 @@ def _follow(
     submit: Callable[[], None],
     tell: Callable[[str], None],
 ) -> None:
-    """Tells the run's lines as they come until it has an outcome; what ends before is restarted.
+    """Tells the run's lines until it has an outcome, and restarts processes that end before.
 
     Args:
       rounds: a file that grows with each of them.
@@ -162,7 +162,7 @@ def _follow(
 
 @contextlib.contextmanager
 def _claimed(folder: Path, seconds: float = 30.0) -> Iterator[int]:
-    """The folder for this trial alone; what one before has started may still be ending."""
+    """Locks the folder; processes of an earlier trial may still be ending."""
     held = os.open(folder, os.O_RDONLY)
     until = time.monotonic() + seconds
     try:
@@ -182,7 +182,7 @@ def _claimed(folder: Path, seconds: float = 30.0) -> Iterator[int]:
 
 
 class _Processes:
-    """What was started, each in a session of its own; a guard ends it all."""
+    """Started processes, each in a session of its own; a guard ends them."""
 
     def __init__(self, folder: Path, home: Path, lock: int) -> None:
         self.folder, self.home = folder, home
@@ -213,7 +213,7 @@ class _Processes:
             one.wait()
 
     def start(self, name: str, *words: Any) -> None:
-        """A process whose output goes to a file of its name."""
+        """Starts a process whose output goes to a file of its name."""
         self.words[name], self.at[name] = words, time.monotonic()
         with open(self.folder / f"{name}.log", "ab") as out:
             self.running[name] = subprocess.Popen(
@@ -226,7 +226,7 @@ class _Processes:
             )
 
     def command(self, *words: Any) -> None:
-        """A command that ends by itself."""
+        """Runs a command to its end."""
         done = subprocess.run(
             [str(word) for word in words], env=self.environment, capture_output=True, text=True
         )
@@ -235,7 +235,7 @@ class _Processes:
             raise UsageError(f"{' '.join(map(str, words[:3]))} failed: {said}")
 
     def again(self) -> list[str]:
-        """Start those that have ended again; their names, but for such as end again at once."""
+        """Restarts ended processes; returns the names of those that did not end at once again."""
         now = time.monotonic()
         ended = [name for name, one in self.running.items() if one.poll() is not None]
         due = {name: self.at[name] for name in ended if now > self.at[name] + _PAUSE}
@@ -246,7 +246,7 @@ class _Processes:
         return [name for name in due if name not in at_once]
 
     def until(self, port: int, name: str, seconds: float = 120.0) -> None:
-        """Wait until somebody listens."""
+        """Waits until a process listens on a port."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             one = self.running[name]
@@ -262,7 +262,7 @@ class _Processes:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody uses now."""
+    """Returns free ports of the loopback device."""
     with contextlib.ExitStack() as kept:
         held = [kept.enter_context(socket.socket()) for _ in range(count)]
         for one in held:
@@ -271,7 +271,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def _home(folder: Path, authority: Path, port: int) -> Path:
-    """A home for Flower's commands, with a connection named trial."""
+    """Makes a home for Flower's commands, with a connection named trial."""
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
     lines = ["[superlink]", 'default = "trial"', "", "[superlink.trial]"]
@@ -282,7 +282,7 @@ def _home(folder: Path, authority: Path, port: int) -> Path:
 
 @contextlib.contextmanager
 def interrupted() -> Iterator[None]:
-    """What ends by SIGTERM ends as by Ctrl-C, so that what it started is ended too."""
+    """Lets SIGTERM act like Ctrl-C, so that started processes end too."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

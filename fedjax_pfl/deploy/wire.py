@@ -1,10 +1,10 @@
-"""What travels between machines: plain facts, and trees of arrays by name, dtype and shape.
+"""Messages between machines: plain facts, and trees of arrays by name, dtype and shape.
 
-No pickle, nothing that is executed. A reader says which arrays it expects, and takes no others.
+Nothing is pickled or executed. A reader states which arrays it expects and takes no others.
 
-A message is the line `fedjax_pfl 1`, a length, an envelope in JSON, a length, a head in JSON that
-lists the arrays, and their bytes, little-endian, one behind the other. The envelope may differ
-where a message is sent again; what lies behind it is the same, and so is its digest.
+A message is the line `fedjax_pfl 1`, a length, a JSON envelope, a length, a JSON head that lists
+the arrays, and their little-endian bytes. A repeated message may have another envelope; the rest,
+and so the digest, stays the same.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ DTYPES = (
 
 
 class Message(NamedTuple):
-    """A message that was read; its arrays are still without a tree."""
+    """A decoded message; its arrays are still without a tree."""
 
     envelope: dict[str, Any]
     facts: dict[str, Any]
@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
 
 def named(tree: PyTree) -> dict[str, Any]:
-    """The leaves of a tree by their paths, such as params/fc1/kernel."""
+    """Returns the leaves of a tree by path, such as params/fc1/kernel."""
     found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -55,7 +55,7 @@ def encode(
     trees: Mapping[str, PyTree] | None = None,
     envelope: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """A message; the same arguments give the same bytes."""
+    """Encodes a message; the same arguments give the same bytes."""
     listed, parts = [], []
     for word, tree in (trees or {}).items():
         for name, leaf in named(tree).items():
@@ -111,7 +111,7 @@ def decode(content: bytes, most: int, form: Any = None) -> Message:
 
 
 def tree(message: Message, word: str, template: PyTree) -> PyTree:
-    """The arrays under a word as a tree with exactly the template's names, shapes and dtypes."""
+    """Returns the arrays under a word as a tree of the template's names, shapes and dtypes."""
     wanted = {f"{word}/{name}": leaf for name, leaf in named(template).items()}
     got = {name for name in message.arrays if name.startswith(f"{word}/")}
     for name in sorted(got ^ set(wanted)):
@@ -127,7 +127,7 @@ def tree(message: Message, word: str, template: PyTree) -> PyTree:
 
 
 def only(message: Message, *words: str) -> None:
-    """InvalidError where there are arrays under other words than these."""
+    """Raises InvalidError if there are arrays under other words."""
     for name in message.arrays:
         if name.partition("/")[0] not in words:
             raise InvalidError(f"{name} is not expected")
@@ -142,7 +142,7 @@ def _little(array: np.ndarray) -> np.ndarray:
 
 
 def _object(content: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """The JSON object that begins with its length at a place, and where it ends."""
+    """Reads the JSON object whose length stands at `at`; returns it and its end."""
     behind = at + _LENGTH.size
     if behind > len(content):
         raise InvalidError("it is cut off")

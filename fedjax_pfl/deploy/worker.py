@@ -1,4 +1,4 @@
-"""A node's process that stays, and keeps what is compiled: Flower starts one for each message.
+"""A node's long-lived process, which keeps compiled programs between messages.
 
 python -m fedjax_pfl.deploy.worker FOLDER NODE.json
 """
@@ -17,7 +17,7 @@ from fedjax_pfl.deploy.node_app import node_pipe
 
 
 def serve(one: Node) -> None:
-    """Answer requests, one after the other, until the process is ended."""
+    """Answers requests one by one until the process ends."""
     with node_pipe.listening(one.folder) as there:
         while True:
             asking, _ = there.accept()
