@@ -224,7 +224,7 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
         here = [place for place in kept if place.plan.cell.column == column]
         measure, beside = table.measures(column)
         heads = ["published", "ours", "gap", "seeds", *([table.beside] if beside else []), "remark"]
-        rows = []
+        rows, variants = list[list[str]](), list[list[str]]()
         for place in here:
             runs = [one for one in place.runs.values() if one.finished]
             published = place.plan.cell.published
@@ -239,8 +239,9 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
                 if beside:
                     cells[4] = shown(mean_std([beside(one) for one in runs]))
                 remark = ", ".join(sorted({plateau(one, table.reported) for one in runs}))
-            rows.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
-        made.append(text_tables.Table(column, heads, rows))
+            part = variants if place.plan.cell.row in table.variants else rows
+            part.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
+        made.append(text_tables.Table(column, heads, rows, variants))
     return made
 
 
@@ -286,8 +287,6 @@ def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator
         yield f"Not the published settings: {'; '.join(changed)}."
     elif ran:
         yield "The settings are the published ones, and our choice if the paper is silent."
-    if variants := dict.fromkeys(one.cell.row for one in ran if one.cell.row in table.live):
-        yield f"Variants of this library: {', '.join(variants)}."
     if not all(_same_data(table, one) for one in ran):
         yield "No gap is shown for runs on other data than the column's."
     if left := dict.fromkeys(one.cell.column for one in plan if one.remark == LEFT_OUT):

@@ -1,11 +1,24 @@
-"""The code that documents show: it is run, as a reader would run it. And where links lead."""
+"""The code and the commands that documents show, as a reader runs them; and where links lead."""
 
 import importlib.util
+import inspect
 import re
+import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+
+from absl import flags
+from ml_collections import config_flags
+
+from experiments import cli, launch, reproduce, studies
+from experiments import list as listing
+from experiments.papers import study
+from experiments.papers.tables import TABLES
+from fedjax_pfl.config import configuration, custom, selection
+from fedjax_pfl.core.errors import UsageError
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -62,3 +75,80 @@ def _plain(page: Path) -> str:
 
 def _anchor(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+_COMMAND = re.compile(
+    r"(?:python -m experiments\.(\w+)|fedjax-pfl (\w+))((?:\"[^\"\n]*\"|[^`\"|\n])*)"
+)
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """Commands that a text shows, each with its arguments; one for each turn of a shell's loop."""
+    joined = re.sub(r" *\\\\?\n\s*", " ", text)
+    joined = re.sub(r"(?<!`)`(?!`)[^`]+`(?!`)", lambda span: span[0].replace("\n", " "), joined)
+    found = []
+    for match in _COMMAND.finditer(joined):
+        line = re.split(r" {2,}(?!-)| #|\)$", match[3])[0].rstrip(" .,;")
+        loop = re.findall(r"^for method in (.+); do$", joined[: match.start()], re.M)
+        each = loop[-1].split() if loop and "$method" in line else ["$method"]
+        found += [(match[1] or match[2], shlex.split(line.replace("$method", one))) for one in each]
+    return found
+
+
+def refused(name: str, arguments: Sequence[str]) -> str:
+    """Why a command cannot run as it is shown; capital letters stand for a reader's own words."""
+    if name == "cli" or name.isupper():
+        return ""
+    if name not in cli.COMMANDS:
+        return f"no command {name}"
+    words = [word for word in arguments if not word.startswith("--")]
+    given = [word.removeprefix("--").partition("=")[::2] for word in arguments if "--" in word]
+    sources = [inspect.getsource(importlib.import_module(f"experiments.{name}"))]
+    sources += [inspect.getsource(module) for module in (launch, study)]
+    if name == "studies" and words[:1] and words[0] in studies.SYSTEMS:
+        own = importlib.import_module(f"experiments.papers.{words[0]}.studies")
+        sources.append(inspect.getsource(own))
+        if words[1:] and words[1].islower() and words[1] not in own.STUDIES:
+            return f"no study {words[1]}"
+    settings = [word for word in arguments if re.match(r"--(no)?config", word)]
+    for flag, value in given:
+        if flag.startswith(("config", "noconfig")):
+            continue
+        made = rf'"{flag}"|\}}_{flag.rpartition("_")[2]}"'  # or a library's name and this word
+        if not any(re.search(made, source) for source in sources):
+            return f"no flag --{flag}"
+        settings += [f"--config.{value}"] * (flag == "set")
+    try:
+        launch.check_keys(settings)
+        if name == "list" and (unknown := set(words) - set(listing.KINDS)):
+            return f"no kind {unknown}"
+        if name == "reproduce" and (table := dict(given).get("table", "NAME")) != "NAME":
+            reproduce.plans(TABLES[table], reproduce.Options(table, cells=_cells(dict(given))))
+        return _preset(name, [word for word in arguments if re.match(r"--(no)?config", word)])
+    except (UsageError, flags.Error, KeyError) as error:
+        return str(error)
+
+
+def _cells(given: Mapping[str, str]) -> list[str]:
+    return given["cells"].split(",") if "cells" in given else []
+
+
+def _preset(name: str, arguments: Sequence[str]) -> str:
+    """Reads a configuration as the command does, and checks that its settings can be together."""
+    first = next((word.partition("=")[2] for word in arguments if "--config=" in word), "")
+    own = not (launch.CONFIGS / f"{name}.py").is_file()
+    if (own and not first) or first.startswith("runs/") or re.search(r"[A-Z]{3}|\.\.\.", first):
+        return ""  # no configuration, one that another command writes, or a reader's own
+    if arguments and first and not arguments[0].startswith("--config="):
+        return "--config has to come before the settings that it brings"
+    values = flags.FlagValues()
+    path = str(launch.CONFIGS / f"{name}.py")
+    given = [name, *launch.packaged(arguments)]
+    holder = config_flags.DEFINE_config_file("config", path, flag_values=values, sys_argv=given)
+    values(given)
+    changes = config_flags.get_override_values(values["config"])
+    words, settings = custom.added(holder.value.to_dict())
+    complete = configuration.complete(settings, words)
+    selection.check_given(selection.nested(changes), [complete], words)
+    configuration.specify(complete, words)
+    return ""

@@ -1,5 +1,6 @@
 """The documents' programs run, are as short as they say, and do what they say."""
 
+import ast
 import re
 import shlex
 from pathlib import Path
@@ -14,7 +15,7 @@ from experiments.papers.pfedla import presets as pfedla
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.config import listing
+from fedjax_pfl.config import configuration, listing
 from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.algorithm import Algorithm, State, Trained
 from fedjax_pfl.core.shape_check import check_shapes
@@ -147,6 +148,76 @@ PAGES = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("*.md"))
 FIDELITY = sorted(p.relative_to(ROOT) for p in documents.DOCS.glob("fidelity/*.md"))
 RESULTS = sorted(p.relative_to(ROOT) for p in (ROOT / "experiments" / "results").glob("*.md"))
 OTHERS = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", "third_party/README.md")
+
+
+def shown_commands():
+    """Every command on a page and in a docstring of a command, with where it stands."""
+    texts = {str(p): (ROOT / p).read_text() for p in (*PAGES, *FIDELITY, *RESULTS, *OTHERS)}
+    for path in sorted((ROOT / "experiments").rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text()))
+        texts[str(path.relative_to(ROOT))] = docstring or ""
+    return [(place, *one) for place, text in texts.items() for one in documents.commands(text)]
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")  # with which config files are read
+def test_every_command_on_a_page_can_be_given():
+    """Commands, presets, settings and flags exist, and the settings can be together."""
+    found = shown_commands()
+    assert len(found) > 120
+    assert {"README.md", "docs/index.md", "experiments/reproduce.py"} < {one[0] for one in found}
+    assert [(*one, why) for one in found if (why := documents.refused(*one[1:]))] == []
+
+
+def test_commands_are_found_on_a_page():
+    page = (
+        "Give `fedjax-pfl list\nsettings`, or\n\n"
+        "    python -m experiments.pfedla --config.rounds=2 \\\n        --config.sweep='a=1; b=2'\n"
+        "    python -m experiments.compare RUN    prints two tables\n\n"
+        "```sh\nfor method in fedavg local; do\n    fedjax-pfl baseline --config=baseline:$method\n"
+        "done\n```\n| `fedjax-pfl export RUN` | cell |\n"
+    )
+    assert documents.commands(page) == [
+        ("list", ["settings"]),
+        ("pfedla", ["--config.rounds=2", "--config.sweep=a=1; b=2"]),
+        ("compare", ["RUN"]),
+        ("baseline", ["--config=baseline:fedavg"]),
+        ("baseline", ["--config=baseline:local"]),
+        ("export", ["RUN"]),
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:the load_module")
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        ("fedjax-pfl pfedlb", "no command pfedlb"),
+        ("fedjax-pfl pfedla --config=pfedla:digits-x1", "'x1' is no word"),
+        ("fedjax-pfl pfedla --config.pfedla.rato=1", "no setting pfedla.rato"),
+        ("fedjax-pfl pfedla --config.rounds=0", "must be at least 1"),
+        ("fedjax-pfl pfedla --config.rounds=2 --config=pfedla:digits", "has to come before"),
+        ("fedjax-pfl baseline --config.pfedla.rate=2", "counts with algorithm=pfedla only"),
+        ("fedjax-pfl pfedla --epochs=2", "no flag --epochs"),
+        ("fedjax-pfl list methodz", "no kind"),
+        ("fedjax-pfl studies pfedla figure66", "no study figure66"),
+        ("fedjax-pfl studies pfedla figure6 --set=pfedla.rato=1", "no setting pfedla.rato"),
+        ("fedjax-pfl reproduce --table=pfedla/table9", "pfedla/table9"),
+        ("fedjax-pfl reproduce --table=pfedla/table1 --cells=mnist-n9", "no cell is 'mnist-n9'"),
+    ],
+)
+def test_a_command_that_cannot_be_given_is_found(command, why):
+    ((name, arguments),) = documents.commands(command)
+    assert why in documents.refused(name, arguments)
+
+
+@pytest.mark.parametrize("page", [*map(str, (*PAGES, *FIDELITY, *RESULTS)), *OTHERS])
+def test_settings_of_methods_that_a_page_names_exist(page):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`(\w+)\.(\w+)(?:[=` ])", text)
+    files = {"py", "md", "json", "ipynb", "png", "svg"}
+    own = {(name, key) for name, key in named if name in algorithms.METHODS and key not in files}
+    there = configuration.default()
+    lost = {(name, key) for name, key in own if key not in {**there, **there.get(name, {})}}
+    assert lost == set()  # of training there may be values for one method, in a grid
 
 
 @pytest.fixture(scope="module")

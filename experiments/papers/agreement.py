@@ -199,10 +199,11 @@ def beside(
         raise UsageError(f"no cell of {table} was run in {', '.join(missing)}")
     second = [tables[table].beside] if all(cell.beside for cell in chosen) else []
     heads = ["published", "ours", *second, "seeds", "partitions", "rounds", "agrees"]
-    lines = []
+    lines, variants = list[list[str]](), list[list[str]]()
     for cell in chosen:
         label = f"{cell.row}, {cell.column}" if len(columns) > 1 else cell.row
-        lines.append(
+        part = variants if cell.row in tables[table].variants else lines
+        part.append(
             [
                 label,
                 shown(cell.published),
@@ -214,7 +215,7 @@ def beside(
                 cell.verdict,
             ]
         )
-    return [text_tables.Table("", heads, lines)]
+    return [text_tables.Table("", heads, lines, variants)]
 
 
 def not_run(

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.papers.table import Table, accuracy, after, best, mean_of
+from fedjax_pfl.algorithms import VARIANT
 from fedjax_pfl.report import drawing
 
 Curves = dict[str, dict[str, Any]]  # by "row/column" and seed
@@ -55,8 +56,9 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
             axes.set_ylim(max(low - span, lowest - span / 10), high + span / 10)
     panels[0].set_ylabel("accuracy (%)")
     lines = {line.get_label(): line for axes in panels for line in axes.lines}
+    names = [f"{row} ({VARIANT})" if row in table.variants else row for row in there]
     handles, few = [lines[row] for row in there], min(len(there), 6)
-    sheet.legend(handles, there, loc="outside lower center", ncols=few, frameon=False, fontsize=9)
+    sheet.legend(handles, names, loc="outside lower center", ncols=few, frameon=False, fontsize=9)
     return sheet
 
 

@@ -45,7 +45,7 @@ class Table(NamedTuple):
     beside: str  # the name of the second
     quick: Quick
     impossible: Callable[[ConfigDict], str] = _possible  # why a cell cannot be run
-    live: Sequence[str] = ()  # rows that no paper has: methods as this library keeps them alive
+    variants: Sequence[str] = ()  # rows that no paper has: variants of this library
 
     @property
     def reported(self) -> str:
@@ -59,8 +59,8 @@ class Table(NamedTuple):
 
     @property
     def rows(self) -> list[str]:
-        """The paper's, and ours."""
-        return [*self.cells, *self.live]
+        """The paper's methods, then variants of this library."""
+        return [*self.cells, *self.variants]
 
     def published(self, row: str, column: str) -> Published:
         """The paper's number, where it has one."""

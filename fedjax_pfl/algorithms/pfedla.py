@@ -1,6 +1,6 @@
 """pFedLA and HeurpFedLA: the server mixes the clients' models layer by layer.
 
-Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning, 2022. The server
+Ma et al., Layer-wise Model Aggregation for Personalized Federated Learning, 2022. The server
 stores the latest model θ_j of every client j and one hypernetwork per client, with parameters ψ_i
 and an embedding v_i. Its output α_i [L, N] has one row per layer, which sums to 1. In every round
 

@@ -16,7 +16,7 @@ class LayerWeights(nn.Module):
     U(0, 1), so that alpha starts near 1/N; with "softmax" the heads start at zero and alpha at
     exactly 1/N.
 
-    Reference: Ma et al., Layer-wised Model Aggregation for Personalized Federated Learning (2022),
+    Reference: Ma et al., Layer-wise Model Aggregation for Personalized Federated Learning (2022),
     Section 3.2: several fully connected layers, one of them for each model layer. The paper gives
     no sizes; the defaults are those of public re-implementations.
     """

@@ -12,7 +12,7 @@ from fedjax_pfl.core.errors import UsageError
 from tests.report.comparison_test import made
 
 NAME = "pfedla/table1"
-TABLE = {NAME: TABLES[NAME]._replace(live=("ditto",))}
+TABLE = {NAME: TABLES[NAME]._replace(variants=("ditto",))}
 HEAD = {"about": "ours", "cells": []}
 
 
@@ -98,7 +98,8 @@ def test_runs_are_cells_by_their_settings(tmp_path, results):
     summary = agreement.summary(results, TABLE)
     assert "76 numbers. 2 were run" in summary  # the variant has no published number
     (beside,) = agreement.beside(results, TABLE, NAME, ["cifar10-n10"], ["ditto"])
-    assert beside.rows == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
+    assert beside.rows == []
+    assert beside.variants == [["ditto", "-", "90.00", "95.00", "1", "1", "10 of 600", "-"]]
     assert "ditto" not in agreement.not_run(results, TABLE, NAME, ["emnist_digits-n10"])
 
     # What comes later: a seed more adds up, a longer run replaces, a shorter one is left out.
@@ -167,7 +168,7 @@ def test_the_picture_has_what_is_measured_and_what_is_published():
     assert emnist.get_ylim() == pytest.approx((88.54 - 0.4, 91 + 0.4))
     assert emnist.lines[1].get_xydata().tolist() == [[10, 91]]
     drawn = [text.get_text() for text in sheet.legends[0].get_texts()]
-    assert drawn == ["local", "pfedla", "ditto"]
+    assert drawn == ["local", "pfedla", "ditto (variant of this library)"]
 
 
 def test_panels_of_one_dataset_have_one_scale():

@@ -94,6 +94,10 @@ def test_full_without_cells_is_the_whole_table(tmp_path, at_hand):
 def test_quick_says_what_it_leaves_out(tmp_path, at_hand):
     text = shown(Options("factorized_fl/table1"), tmp_path)
     assert text.count("not run") == 11
+    papers, line, variants = text.partition("Variants of this library: --")
+    assert line
+    assert "\nbeta " in papers
+    assert all(f"\n{row} " in variants for row in TABLES["factorized_fl/table1"].variants)
     said = " ".join(text.split())
     assert "Left out: cifar10-iid, cifar10-permuted-iid, cifar10-noniid, cifar10-GB, svhn" in said
     assert "dataset digits instead of cifar10" in said

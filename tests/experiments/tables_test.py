@@ -128,7 +128,7 @@ def test_parts_of_the_published_settings():
     assert settings("pfedla/table3", "k=2/cifar10-MiB").pfedla.k == 2
     assert settings("pfedla/table1", "heurpfedla/cifar10-n10").pfedla.k == 1
     assert settings("factorized_fl/table1", "fedfomo/cifar10-iid").fedfomo.reference == "last"
-    rows = TABLES["factorized_fl/table1"].live
+    rows = TABLES["factorized_fl/table1"].variants
     for row, share in zip(rows, ("u", "all"), strict=True):
         made = settings("factorized_fl/table1", f"{row}/domains-food")
         assert (made.algorithm, made.factorized_fl_moved.share) == ("factorized_fl_moved", share)
@@ -148,7 +148,7 @@ def test_parts_of_the_published_settings():
 )
 def test_rows_of_the_paper_are_in_its_form_and_live_ones_in_ours(name, cell, published, live):
     row, column = cell.split("/")
-    assert f"{row}-live" in TABLES[name].live
+    assert f"{row}-live" in TABLES[name].variants
     for config, wanted in (
         (settings(name, cell), published),
         (settings(name, f"{row}-live/{column}"), live),

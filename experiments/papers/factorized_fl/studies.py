@@ -54,7 +54,7 @@ COLOURS = (
     "#8c564b",
     "#17becf",
 )
-METHODS = (*ROWS, *TABLES["table1"].live)
+METHODS = (*ROWS, *TABLES["table1"].variants)
 
 
 def config(*words: str, **own: Any) -> ConfigDict:

@@ -91,6 +91,6 @@ TABLES = {
         _measures,
         "before",
         Quick(("cifar10-permuted-noniid",), 10),
-        live=("factorized_fl_moved-alpha", "factorized_fl_moved-beta"),
+        variants=("factorized_fl_moved-alpha", "factorized_fl_moved-beta"),
     ),
 }

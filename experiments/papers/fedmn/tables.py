@@ -30,6 +30,6 @@ TABLES = {
         lambda column: (accuracy, None),
         "",
         Quick(("cifar10",), 30),
-        live=("fedmn-live",),
+        variants=("fedmn-live",),
     ),
 }
