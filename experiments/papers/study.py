@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 from experiments.launch import DATA_DIR, SET_HELP, change, command, prepare_devices
 from experiments.papers.table import readable
-from fedjax_pfl import data
 from fedjax_pfl.config.configuration import nearest
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine.metrics import mean_std as mean_std
@@ -61,15 +60,19 @@ def run(
     name: str,
     seed: int,
     rounds: int | None = None,
-    dataset: data.Dataset | None = None,
+    **components: Any,
 ) -> runner.Result:
-    """Returns a run under OUT of ROUNDS rounds, unless given; reads it if it exists."""
+    """Returns a run under OUT of ROUNDS rounds, unless given; reads it if it exists.
+
+    Args:
+      components: Your own dataset or algorithm, as for `runner.run`.
+    """
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
     change(config, SET.value)
     words = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
     path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
     print(f"{path} ...", flush=True)
-    return runner.run(config, Path(OUT.value) / path, dataset=dataset)
+    return runner.run(config, Path(OUT.value) / path, **components)
 
 
 def runs(config: ConfigDict, name: str) -> list[runner.Result]:

@@ -1,19 +1,22 @@
-"""The figures of the pFedLA paper, and HeurpFedLA with compressed uploads.
+"""The figures of the pFedLA paper, a sweep of its rate, and HeurpFedLA with compressed uploads.
 
 Tables: experiments.reproduce.
 
 python -m experiments.studies pfedla figure6 --dataset=mnist --seeds=3 --rounds=60
 
-Each has 60 rounds; the paper's models have 600, which --paper asks for.
+Each has 60 rounds. With --paper they have CIFAR-10 and 600 rounds; the paper's other datasets are
+--dataset=emnist_digits, fashion_mnist or cifar100.
 
-figure1  layer-wise against model-wise mixing: six clients, nine classes
-figure5  a client's weights in the first, middle and last period
-figure6  eight clients in a chain of overlapping classes: α per layer
-figure7  the weights of one client in all layers
-retained  accuracy and megabytes with k = 0, 1, 2, 3 retained layers, drawn
+figure1      mixing by similarity of layers or of models: six clients, nine classes
+figure5      weights of a client in the first, middle and last period
+figure6      eight clients in a chain of overlapping classes: alpha of each layer
+figure7      the weights of one client in all layers
+retained     accuracy and megabytes with k = 0, 1, 2, 3 retained layers, as a picture
+rates        the served model over a range of eta, beside Local, FedAvg and HeurpFedLA
 compression  HeurpFedLA with quantised and sparsified uploads: accuracy against bytes
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +27,10 @@ from scipy.stats import spearmanr
 
 from experiments.papers import study
 from experiments.papers.pfedla import presets as presets
+from experiments.papers.pfedla.similarity import similarity
 from experiments.papers.pfedla.tables import retained as settings_of_retained
-from experiments.papers.study import DATASET, SEEDS, mean_std, run
+from experiments.papers.study import COLOURS, DATASET, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved, plateau
-from fedjax_pfl.core import trees
 from fedjax_pfl.runs import runner
 
 BLUE, ORANGE = "#0072b2", "#d55e00"
@@ -40,7 +43,7 @@ def _config(clients: int, **pfedla: Any) -> ConfigDict:
 
 
 def _listed(classes: Sequence[tuple[int, ...]], **pfedla: Any) -> ConfigDict:
-    """Clients with given classes; on digits as many images as there are for all of them."""
+    """Returns settings with the given classes per client, and 600 images or what digits has."""
     config = _config(len(classes), **pfedla)
     most = max(sum(c in own for own in classes) for c in range(10))
     config.partition = "listed"
@@ -51,38 +54,42 @@ def _listed(classes: Sequence[tuple[int, ...]], **pfedla: Any) -> ConfigDict:
 
 
 def _layers(result: runner.Result) -> list[str]:
-    return list(trees.layers(result.state.rows.theta))
+    return list(result.ledger.down)
 
 
 def figure1() -> tuple[dict[str, Any], Figure]:
-    """Layer-wise against model-wise mixing; the weights of client 1 at the end."""
+    """Accuracy of client 1 with similarities of layers or of models; its weights at the end."""
     classes = [(0, 1, 2), (1, 2, 3), (2, 3, 4), (4, 5, 6), (5, 6, 7), (6, 7, 8)]
-    found: dict[str, Any] = {}
-    figure = Figure(figsize=(10, 3.6))
+    numbers: dict[str, Any] = {}
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for kind, colour in (("layer", BLUE), ("model", ORANGE)):
-        results = [
-            run(_listed(classes, granularity=kind), f"figure1-{kind}", seed)
-            for seed in range(SEEDS.value)
-        ]
-        for when in ("before", "after"):
-            found[f"{kind}_{when}"] = mean_std([accuracy(r, when) for r in results])
-        curve = [[line["before"]["accuracy_mean"] for line in r.metrics] for r in results]
-        rounds = [line["round"] for line in results[0].metrics]
-        left.plot(rounds, 100 * np.mean(curve, 0), color=colour, label=f"{kind}-wise")
+    for place, (kind, colour) in enumerate((("layer", BLUE), ("model", ORANGE))):
+        results = []
+        for seed in range(SEEDS.value):
+            config = _listed(classes)
+            with config.unlocked():
+                config.algorithm, config.similarity = "similarity", {"granularity": kind}
+            results.append(run(config, f"figure1-{kind}", seed, algorithm=similarity))
+        scores = [100 * r.clients[0]["before_accuracy"] for r in results]
+        numbers[f"{kind}-wise"] = {
+            "client 1": mean_std(scores),
+            "all clients": mean_std([accuracy(r) for r in results]),
+        }
+        left.bar(place, np.mean(scores), 0.6, color=colour)
         if kind == "layer":
-            weights = results[0].observations["alpha"][1][-1][0]
-            names = _layers(results[0])
-    left.set(xlabel="round", ylabel="accuracy before local training (%)")
-    left.legend(frameon=False)
+            weights, names = results[0].observations["alpha"][1][-1][0], _layers(results[0])
+            numbers["weights of client 1"] = dict(zip(names, weights.tolist(), strict=True))
+    left.set(ylabel="accuracy of client 1 (%)", ylim=(max(0, left.dataLim.y1 - 40), 101))
+    left.set_xticks((0, 1), ("layer-wise", "model-wise"))
     image = right.imshow(weights, aspect="auto", cmap="Blues")
-    right.set(yticks=range(len(names)), yticklabels=names, xlabel="client", title="α of client 1")
+    right.set(yticks=range(len(names)), yticklabels=names, xlabel="client")
+    right.set_title("weights of client 1")
     figure.colorbar(image, ax=right)
-    return found, figure
+    return numbers, figure
 
 
 def figure5() -> tuple[dict[str, Any], Figure]:
-    """Weights of a target client 0; client 1 has the same classes, client 2 three of the four."""
+    """Weights of client 0; client 1 has the same four classes, client 2 three of them."""
     classes = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 1, 2, 4), (4, 5, 6, 7)]
     classes += [(5, 6, 7, 8), (6, 7, 8, 9), (4, 5, 8, 9), (4, 6, 7, 9)]
     results = [run(_listed(classes), "figure5", seed) for seed in range(SEEDS.value)]
@@ -90,12 +97,12 @@ def figure5() -> tuple[dict[str, Any], Figure]:
     rounds, names = results[0].observations["alpha"][0], _layers(results[0])
     periods = {"first": 0, "middle": len(rounds) // 2, "last": len(rounds) - 1}
     groups = {"itself": [0], "same classes": [1], "three shared": [2], "others": [3, 4, 5, 6, 7]}
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     figure = Figure(figsize=(12, 3.4))
     for axis, (period, e) in zip(figure.subplots(1, 3, sharey=True), periods.items(), strict=True):
         for g, (group, ids) in enumerate(groups.items()):
             values = alphas[:, e][:, :, ids].mean(axis=(0, 2))
-            found[f"{period}, round {rounds[e]}: {group}"] = dict(
+            numbers[f"{period}, round {rounds[e]}: {group}"] = dict(
                 zip(names, values.tolist(), strict=True)
             )
             axis.bar(np.arange(len(names)) + g / 5, values, 0.2, label=group)
@@ -105,12 +112,15 @@ def figure5() -> tuple[dict[str, Any], Figure]:
     handles = figure.axes[0].get_legend_handles_labels()
     figure.legend(*handles, frameon=False, ncols=len(groups), loc="upper center", fontsize=9)
     figure.subplots_adjust(top=0.8)
-    return found, figure
+    return numbers, figure
 
 
 def agreement(alpha: np.ndarray, overlap: np.ndarray) -> tuple[float, float, float]:
-    """How α [N, N] orders clients: rank correlation with overlap off the diagonal, share of rows
-    whose largest weight is the client's own, mean own weight.
+    """Measures how alpha [N, N] orders clients.
+
+    Returns:
+      Rank correlation with the overlap off the diagonal, share of rows whose largest weight is the
+      client's own, and mean own weight.
     """
     off = ~np.eye(len(alpha), dtype=bool)
     correlation = spearmanr(alpha[off], overlap[off]).statistic
@@ -119,33 +129,33 @@ def agreement(alpha: np.ndarray, overlap: np.ndarray) -> tuple[float, float, flo
 
 
 def figure6() -> tuple[dict[str, Any], Figure]:
-    """Eight clients, neighbours share three of their four classes."""
+    """Alpha of eight clients whose neighbours share three of their four classes."""
     classes = [tuple((i + c) % 10 for c in range(4)) for i in range(7)] + [(7, 8, 9, 0)]
     overlap = np.array([[len({*a} & {*b}) for b in classes] for a in classes])
     results = [run(_listed(classes), "figure6", seed) for seed in range(SEEDS.value)]
     alphas = np.stack([r.observations["alpha"][1][-1] for r in results])
     names = _layers(results[0])
-    found: dict[str, Any] = {
+    numbers: dict[str, Any] = {
         when: mean_std([accuracy(r, when) for r in results]) for when in ("before", "after")
     }
-    found["curve"] = [plateau(r) for r in results]
+    numbers["curve"] = [plateau(r) for r in results]
     figure = Figure(figsize=(3 * len(names), 3), layout="constrained")
     axes = figure.subplots(1, len(names), squeeze=False)[0]
     for j, (axis, name) in enumerate(zip(axes, names, strict=True)):
         measures = zip(*(agreement(a[:, j], overlap) for a in alphas), strict=True)
         words = ("rank_correlation", "own_is_largest", "own_weight")
-        found[name] = {w: mean_std(values) for w, values in zip(words, measures, strict=True)}
-        # Against 1/N, because near-uniform weights would all read .125.
+        numbers[name] = {w: mean_std(values) for w, values in zip(words, measures, strict=True)}
+        # As a multiple of 1/N: near-uniform weights would all read 0.125.
         image = axis.imshow(alphas[:, :, j].mean(0) * len(classes), cmap="viridis")
         axis.set(title=name, xlabel="client")
         figure.colorbar(image, ax=axis, shrink=0.7, format="%.4f")
     axes[0].set_ylabel("client")
-    figure.suptitle("α of each layer, as a multiple of 1/N")
-    return found, figure
+    figure.suptitle("alpha of each layer, as a multiple of 1/N")
+    return numbers, figure
 
 
 def figure7() -> tuple[dict[str, Any], Figure]:
-    """All layers' weights of client 0 at the end of a run on the paper's first split."""
+    """Weights of client 0 in all layers after a run on the paper's first split."""
     result = run(_config(10), "figure7", 0)
     alpha, names = result.observations["alpha"][1][-1][0], _layers(result)
     figure = Figure(figsize=(8, 3.4))
@@ -157,23 +167,88 @@ def figure7() -> tuple[dict[str, Any], Figure]:
     return {name: alpha[j].tolist() for j, name in enumerate(names)}, figure
 
 
+RATES = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+
+
+def rates() -> tuple[dict[str, Any], Figure]:
+    """Accuracy and models mixed per layer by eta; a seed also sets the split."""
+    numbers: dict[str, Any] = {}
+    for split in ("dominant2", "classes4"):
+        rows: dict[str, dict[str, Any]] = {
+            "local": {"algorithm": "local"},
+            "fedavg": {"algorithm": "fedavg"},
+        }
+        rows |= {f"eta {rate:g}": {"pfedla": {"rate": rate}} for rate in RATES}
+        rows["eta 0.5, k = 1"] = {"pfedla": {"k": 1}}
+        numbers[split] = {}
+        for name, changes in rows.items():
+            results = []
+            for seed in range(SEEDS.value):
+                config = presets.get_config(f"{DATASET.value}-{split}-n10")
+                config.update(changes)
+                config.partition_seed = seed
+                results.append(run(config, f"rates-{split}-{name}", seed))
+            numbers[split][name] = rate_numbers([r.metrics[-1] for r in results])
+    return numbers, draw_rates(numbers)
+
+
+def rate_numbers(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one row of `rates` from the last lines of the metrics of all seeds."""
+    row: dict[str, Any] = {
+        when: mean_std([100 * line[when]["accuracy_mean"] for line in lines])
+        for when in ("before", "after")
+    }
+    if any("peers" in line.get("observed", {}) for line in lines):
+        layers = lines[0]["observed"]["peers"]
+        row["peers"] = {
+            n: float(np.mean([x["observed"]["peers"][n] for x in lines])) for n in layers
+        }
+        row["moving"] = float(np.mean([line["observed"].get("moving", np.nan) for line in lines]))
+    return row
+
+
+def draw_rates(numbers: dict[str, Any]) -> Figure:
+    """Draws accuracy above, and models mixed per layer below, against eta; one column per split."""
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots(2, len(numbers), squeeze=False, sharex=True, sharey="row")
+    for (split, rows), (above, below) in zip(numbers.items(), axes.T, strict=True):
+        swept = {float(n.split()[1]): row for n, row in rows.items() if re.fullmatch(r"eta \S+", n)}
+        for when, style in (("before", "o-"), ("after", "s--")):
+            means = [row[when]["mean"] for row in swept.values()]
+            spread = [row[when]["std"] or 0 for row in swept.values()]
+            above.errorbar([*swept], means, spread, fmt=style, color=BLUE, label=f"pFedLA, {when}")
+        for name, colour in (("fedavg", "black"), ("local", ORANGE)):
+            if name in rows:
+                above.axhline(rows[name]["before"]["mean"], color=colour, ls=":", label=name)
+        for layer, colour in zip(next(iter(swept.values()))["peers"], COLOURS, strict=False):
+            values = [row["peers"][layer] for row in swept.values()]
+            below.plot([*swept], values, "o-", color=colour, label=layer)
+        above.set(title=split, xscale="log")
+        below.set(xlabel="eta")
+    axes[0, 0].set_ylabel("accuracy (%)")
+    axes[1, 0].set_ylabel("models mixed")
+    for axis in axes[:, -1]:
+        axis.legend(frameon=False, fontsize=8)
+    return figure
+
+
 def retained() -> tuple[dict[str, Any], Figure]:
-    """Retained layers against accuracy and megabytes (MiB, both directions)."""
-    found: dict[str, Any] = {}
+    """Accuracy and MiB, both directions, with 0 to 3 retained layers."""
+    numbers: dict[str, Any] = {}
     for k in range(4):
         made = [settings_of_retained(k, DATASET.value) for _ in range(SEEDS.value)]
         results = [run(config, f"table3-k{k}", seed) for seed, config in enumerate(made)]
         sizes = [moved(r) / 2**20 for r in results]
-        found[f"k={k}"] = {
+        numbers[f"k={k}"] = {
             "before": mean_std([accuracy(r) for r in results]),
             "after": mean_std([accuracy(r, "after") for r in results]),
             "mebibytes": mean_std(sizes),
         }
-    return found, _against_bytes(found)
+    return numbers, _against_bytes(numbers)
 
 
 def compression() -> tuple[dict[str, Any], Figure]:
-    """HeurpFedLA, k = 1, with smaller uploads."""
+    """Accuracy and MiB of HeurpFedLA, k = 1, with compressed uploads."""
     settings: dict[str, dict[str, Any]] = {
         "whole": {},
         "8 bits": {"upload_bits": 8},
@@ -181,7 +256,7 @@ def compression() -> tuple[dict[str, Any], Figure]:
         "top 10 %": {"upload_top_k": 0.1},
         "top 10 %, 8 bits": {"upload_top_k": 0.1, "upload_bits": 8},
     }
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, changes in settings.items():
         results = []
         for seed in range(SEEDS.value):
@@ -189,22 +264,22 @@ def compression() -> tuple[dict[str, Any], Figure]:
             config.update(changes)
             results.append(run(config, f"compression-{name}", seed))
         sizes = [moved(r) / 2**20 for r in results]
-        found[name] = {
+        numbers[name] = {
             "before": mean_std([accuracy(r) for r in results]),
             "after": mean_std([accuracy(r, "after") for r in results]),
             "mebibytes": mean_std(sizes),
         }
-    return found, _against_bytes(found)
+    return numbers, _against_bytes(numbers)
 
 
-def _against_bytes(found: dict[str, Any]) -> Figure:
+def _against_bytes(numbers: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(6, 3.8))
     axis = figure.subplots()
     for when, marker, colour in (("before", "o", BLUE), ("after", "s", ORANGE)):
-        x = [row["mebibytes"]["mean"] for row in found.values()]
-        y = [row[when]["mean"] for row in found.values()]
+        x = [row["mebibytes"]["mean"] for row in numbers.values()]
+        y = [row[when]["mean"] for row in numbers.values()]
         axis.plot(x, y, marker, color=colour, label=f"{when} local training")
-    for name, row in found.items():
+    for name, row in numbers.items():
         place = (row["mebibytes"]["mean"], row["before"]["mean"])
         axis.annotate(name, place, xytext=(4, -12), textcoords="offset points", fontsize=8)
     axis.set(xlabel="MiB moved, both directions", ylabel="accuracy (%)")
@@ -213,12 +288,13 @@ def _against_bytes(found: dict[str, Any]) -> Figure:
     return figure
 
 
-LENGTHS = {"": study.Length(60, 600)}
+LENGTHS = {"": study.Length(60, 600, dataset="cifar10")}
 STUDIES: dict[str, study.Study] = {
     "figure1": figure1,
     "figure5": figure5,
     "figure6": figure6,
     "figure7": figure7,
     "retained": retained,
+    "rates": rates,
     "compression": compression,
 }

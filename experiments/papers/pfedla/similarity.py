@@ -1,0 +1,100 @@
+"""Mixing by similarity, without a hypernetwork: the toy example of pFedLA's Figure 1."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.layer_mixing import LayerRows, layer_rows, mix
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Trained,
+    Visit,
+)
+from fedjax_pfl.core.task import Task
+
+
+def layer_cosines(theta: PyTree, i: Any, layers: LayerRows) -> jax.Array:
+    """Computes the cosine of each layer of client `i` with that of every client.
+
+    Args:
+      theta: Stacked parameters, leaves of shape [N, ...].
+      i: The client.
+      layers: Row of each layer; all leaves of a row are compared as one vector.
+
+    Returns:
+      Array of shape [L, N].
+    """
+    products = [jnp.zeros(())] * layers.number
+    squares = [jnp.zeros(())] * layers.number
+    leaves = zip(*map(jax.tree.leaves, (theta, layers.of_leaf)), strict=True)
+    for leaf, row in leaves:
+        flat = leaf.reshape(leaf.shape[0], -1)
+        products[row] = products[row] + jnp.matmul(flat, flat[i], precision="highest")
+        squares[row] = squares[row] + jnp.sum(flat**2, 1)
+    lengths = jnp.sqrt(jnp.stack(squares))
+    return jnp.stack(products) / jnp.maximum(lengths * lengths[:, i, None], 1e-12)
+
+
+def similarity(
+    model: Any,
+    task: Task,
+    training: local_training.Training,
+    federation: Federation,
+    *,
+    granularity: str = "layer",
+    sharpness: float = 10.0,
+) -> Algorithm:
+    """Mixes models by the similarity of their layers, or of the whole models.
+
+    Args:
+      granularity: layer, or model.
+      sharpness: factor of the cosines before the softmax. The paper names no measure.
+    """
+    n = federation.clients
+    shapes = common.shapes(model, federation)["params"]
+    layers = layer_rows(shapes, (), granularity == "model")
+    local_sgd = common.trainer(model, task, training)
+
+    def alpha(theta: PyTree, i: Any) -> jax.Array:
+        return jax.nn.softmax(sharpness * layer_cosines(theta, i, layers), axis=-1)
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        params, rest = local_training.split_variables(common.initial(model, federation, key, start))
+        momentum = common.kept(training, params, federation)
+        clients = {"rest": trees.repeat(rest, n), "momentum": momentum}
+        return State((), trees.repeat(params, n), clients)
+
+    def send(state: State, visit: Visit) -> PyTree:
+        return mix(state.rows, alpha(state.rows, visit.i), layers)
+
+    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
+        variables = {"params": payload, **client["rest"]}
+        trained, momentum, metrics = local_sgd(variables, client["momentum"], visit)
+        params, rest = local_training.split_variables(trained)
+        return Trained(params, trained, {"rest": rest, "momentum": momentum}, metrics)
+
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        return state.server, cohort.put(state.rows, cohort.uploads)
+
+    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
+        return {"params": send(state, visit), **client["rest"]}
+
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {"alpha": jax.vmap(alpha, (None, 0))(state.rows, jnp.arange(n))}
+
+    return Algorithm(
+        init=init,
+        send=send,
+        train=train,
+        receive=receive,
+        personal=personal,
+        predict=model.apply,
+        observe=observe,
+    )

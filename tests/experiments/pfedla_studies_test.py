@@ -1,0 +1,80 @@
+"""pFedLA's studies: mixing by similarity, and the sweep of eta."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.papers.pfedla import studies
+from experiments.papers.pfedla.similarity import layer_cosines, similarity
+from fedjax_pfl.algorithms.layer_mixing import layer_rows
+from fedjax_pfl.core.algorithm import State, Visit
+from tests import cases, tiny
+
+THETA = {
+    "a": {"bias": jnp.array([[3.0], [0], [4]]), "kernel": jnp.array([[4.0], [5], [-3]])},
+    "b": {"kernel": jnp.array([[1.0, 0], [1, 1], [0, 2]])},
+}
+
+
+def test_a_layer_is_compared_as_one_vector():
+    """Layer a: (3, 4), (0, 5), (4, -3); layer b: (1, 0), (1, 1), (0, 2)."""
+    shapes = jax.tree.map(lambda leaf: leaf[0], THETA)
+    by_layer = layer_cosines(THETA, 0, layer_rows(shapes, (), False))
+    np.testing.assert_allclose(by_layer, [[1, 0.8, 0], [1, 0.5**0.5, 0]], atol=1e-6)
+    by_model = layer_cosines(THETA, 0, layer_rows(shapes, (), True))
+    lengths = np.sqrt([26, 27, 29])
+    expected = np.array([26, 21, 0]) / (lengths[0] * lengths)
+    np.testing.assert_allclose(by_model, [expected], atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("layer", 3), ("model", 1)])
+def test_similar_models_weigh_more(kind: str, rows: int):
+    """Client 0 and 1 have the same model, the others the opposite one."""
+    federation = tiny.federated()[1]
+    made = similarity(
+        tiny.Net(), cases.TASK, cases.training(), federation, granularity=kind, sharpness=np.log(3)
+    )
+    state = made.init(jax.random.key(0))
+    signs = jnp.where(jnp.arange(tiny.CLIENTS) < 2, 1.0, -1.0)
+
+    def stored(leaf: jax.Array) -> jax.Array:
+        return signs.reshape(-1, *(1,) * (leaf.ndim - 1)) * jnp.ones(leaf.shape)
+
+    state = state._replace(rows=jax.tree.map(stored, state.rows))
+    alpha = np.asarray(made.observe(state)["alpha"])
+    assert alpha.shape == (tiny.CLIENTS, rows, tiny.CLIENTS)
+    # exp(log 3 * 1) = 3 for two clients, 1/3 for four.
+    np.testing.assert_allclose(alpha[0, :, 0], 3 / (6 + 4 / 3), rtol=1e-5)
+    sent = made.send(State((), state.rows, ()), Visit(jnp.int32(0), None, jnp.int32(0), None))
+    expected = (6 - 4 / 3) / (6 + 4 / 3)
+    for leaf in jax.tree.leaves(sent):
+        np.testing.assert_allclose(leaf, expected, rtol=1e-5)
+
+
+def test_rows_of_the_sweep_of_eta():
+    def line(before: float, **observed: float) -> dict:
+        return {
+            "before": {"accuracy_mean": before},
+            "after": {"accuracy_mean": 0.9},
+            "observed": {"peers": {"fc1": 10 * before}, **observed} if observed else {},
+        }
+
+    row = studies.rate_numbers([line(0.5, moving=1.0), line(0.7, moving=0.5)])
+    assert row["before"]["mean"] == pytest.approx(60)
+    assert row["after"]["std"] == pytest.approx(0)
+    assert row["peers"] == {"fc1": pytest.approx(6)}
+    assert row["moving"] == 0.75
+    local = studies.rate_numbers([line(0.4)])
+    assert set(local) == {"before", "after"}
+    rows = {"local": local, "eta 0.5": row, "eta 2": row, "eta 0.5, k = 1": row}
+    figure = studies.draw_rates({"classes4": rows})
+    above, below = figure.axes
+    (layer,) = below.lines
+    assert layer.get_xydata().tolist() == [[0.5, 6], [2, 6]]  # without HeurpFedLA
+    assert above.get_title() == "classes4"
+
+
+def test_paper_means_the_papers_dataset_and_rounds():
+    length = studies.LENGTHS[""]
+    assert (length.paper, length.dataset) == (600, "cifar10")
