@@ -239,7 +239,7 @@ SIGNS: dict[str, dict[str, Sign]] = {
             _layer_peers,
             _all_alike,
             "every client is served the plain mean of all models: α mixes {value:.1f} of them in "
-            "every layer; see pfedla.rate and pfedla.step",
+            "every layer; see pfedla.rate",
             _of_layers,
         ),
         "one_hot": Sign(
@@ -247,7 +247,7 @@ SIGNS: dict[str, dict[str, Sign]] = {
             _of_alpha(one_hot),
             lambda value, shown: mean(value) == 1.0,
             "every client is served one client's last model, as a rule its own: α is one-hot in "
-            "{value:.0%} of its rows; see pfedla.step and pfedla.rate",
+            "{value:.0%} of its rows; see pfedla.rate",
         ),
         "moving": Sign(
             "the share of clients whose α has moved since the evaluation before",
