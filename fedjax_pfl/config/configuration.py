@@ -120,6 +120,20 @@ def nearest(word: Any, words: Any, whole: str = "{}") -> str:
 
 
 _FEW_WORDS = 25
+# Names of settings in other libraries.
+_CALLED_ELSEWHERE = {
+    "lr": "learning_rate",
+    "local_learning_rate": "learning_rate",
+    "epochs": "local_epochs",
+    "num_clients": "clients",
+    "n_clients": "clients",
+    "num_rounds": "rounds",
+    "global_rounds": "rounds",
+    "method": "algorithm",
+    "network": "model",
+    "random_seed": "seed",
+    "gpu": "devices",
+}
 
 
 def complete(given: Mapping[str, Any], words: Words = OURS) -> ConfigDict:
@@ -136,6 +150,8 @@ def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> 
             group, _, last = str(key).partition(".")
             if isinstance(config.get(group), ConfigDict):  # as it is called everywhere else
                 hint = f"; write {{{group!r}: {{{last!r}: {value!r}}}}}"
+            elif not prefix and key in _CALLED_ELSEWHERE:
+                hint = f"; did you mean {_CALLED_ELSEWHERE[key]}?"
             else:
                 hint = nearest(key, config.keys(), f"{prefix}{{}}")
             raise UsageError(f"there is no setting {prefix}{key}{hint}")

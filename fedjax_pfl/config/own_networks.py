@@ -35,6 +35,11 @@ def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
             f"model= is given an NNX module, {name}, that has its parameters already; give its "
             "class, or a function of rngs that makes it"
         )
+    if _is_torch(given):
+        raise UsageError(
+            f"model={name} is a PyTorch module, and clients train in JAX; give a Flax module, such "
+            "as fedjax_pfl.networks.MLP(outputs=10)"
+        )
     if not (isinstance(given, nn.Module) or callable(given)):
         raise UsageError(
             f"model= brings a linen module, an NNX module's class or a function that makes one, "
@@ -68,6 +73,12 @@ def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
         ]
     )
     return network
+
+
+def _is_torch(given: Any) -> bool:
+    """Returns True for a PyTorch module or its class; PyTorch itself is not imported."""
+    classes = (given if isinstance(given, type) else type(given)).__mro__
+    return any(one.__module__.partition(".")[0] == "torch" for one in classes)
 
 
 def _nnx_network(

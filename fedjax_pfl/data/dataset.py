@@ -55,6 +55,12 @@ class Dataset(NamedTuple):
     # What its numbers stand for, as plain data: columns, classes, characters
     about: Mapping[str, Any] | None = None
 
+    def __repr__(self) -> str:
+        """Returns one line: the arrays themselves are not printed."""
+        tested = "" if self.x_test is None else f" and {len(self.x_test):,} test"
+        shape = list(self.x_train.shape[1:])
+        return f"Dataset({self.name!r}: {len(self.x_train):,}{tested} examples of shape {shape})"
+
 
 def arrays(
     x: np.ndarray,
@@ -87,6 +93,11 @@ def arrays(
         owners are in the order of their numbers or names.
     """
     x, y = _array(name, "x", x), _targets(_array(name, "y", y))
+    if y.dtype.kind in "US":
+        raise UsageError(
+            f"{name}: y holds text; number the classes first: "
+            "classes, y = numpy.unique(y, return_inverse=True)"
+        )
     classes = y.dtype.kind in "iu"
     several = y.ndim == 2 and (y.shape[1] > 1 if classes else y.dtype.kind in "fb")
     if not several and not (y.ndim == 1 and classes):

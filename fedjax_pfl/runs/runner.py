@@ -7,27 +7,26 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from fedjax_pfl import data
 from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Federation, PyTree, State
+from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess, spread
-from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.engine.on_device import OnDevice
 from fedjax_pfl.engine.streamed import Streamed
-from fedjax_pfl.report import method_labels, run_reader, tensorboard
+from fedjax_pfl.report import method_labels, tensorboard
 from fedjax_pfl.runs import beside, checkpoints, points, progress, run_directory
 from fedjax_pfl.runs.build import Built, build, described, fixed_length
 from fedjax_pfl.runs.interrupt import Stop, Stopped, on_keyboard
 from fedjax_pfl.runs.phase import Phase, boundary
+from fedjax_pfl.runs.result import Result, recorded, write_report
 from fedjax_pfl.runs.run_state import (
     Member,
     begin,
@@ -43,42 +42,8 @@ from fedjax_pfl.runs.run_state import (
 )
 
 
-class Result(NamedTuple):
-    """What a run leaves behind."""
-
-    config: dict[str, Any]
-    metrics: list[dict[str, Any]]  # one per evaluation, as in metrics.jsonl
-    clients: list[dict[str, Any]]  # one per client, as in clients.csv
-    ledger: Ledger
-    state: State
-    best: State | None  # of the last phase, by validation; None without validation examples
-    phases: tuple[Phase, ...]
-    data: data.FederatedData
-    federation: Federation
-    directory: Path | None
-    observations: run_directory.Observations  # what the algorithm shows of its state
-    resumed_at: int | None  # the round that a resumed run went on from
-
-
 def _silent(line: str) -> None:
     """Where nobody asked to be told."""
-
-
-def recorded(result: Result) -> run_reader.Run:
-    """A run's record, as its report and a comparison take it."""
-    if result.directory is None:
-        raise UsageError("the run was given no workdir, and has no record to show")
-    traffic = run_directory.traffic(result.ledger)
-    made = run_reader.read_made(result.directory)
-    return run_reader.Run(
-        result.directory,
-        result.config,
-        result.metrics,
-        result.clients,
-        traffic,
-        made,
-        examples=run_reader.examples_of(result.directory, result.config),
-    )
 
 
 def run(
@@ -256,18 +221,6 @@ def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, R
                 write_report(result)
     multiprocess.agree("done")
     return results
-
-
-def write_report(result: Result) -> None:
-    """The page and the pictures of a run that has ended."""
-    # What draws takes half a second to import, and only a run with a directory comes here.
-    from fedjax_pfl.report import observations, page
-    from fedjax_pfl.report.partition_picture import draw_partition
-
-    pictures = {"partition": draw_partition(result.data, result.federation)}
-    pictures |= observations.draw(result.observations, list(result.ledger.down))
-    pictures |= observations.signs(result.phases[-1].config.algorithm, result.metrics)
-    page.write(recorded(result), pictures, beside.given(recorded(result)))
 
 
 def _advance(

@@ -242,6 +242,15 @@ def test_building_compiles_nothing(caplog):
     assert not [r for r in caplog.records if "Finished XLA compilation" in r.getMessage()]
 
 
+@pytest.mark.parametrize(
+    ("other", "setting"),
+    [("lr", "learning_rate"), ("num_clients", "clients"), ("epochs", "local_epochs")],
+)
+def test_names_of_other_libraries_are_answered_with_the_setting(other, setting):
+    with pytest.raises(UsageError, match=f"no setting {other}; did you mean {setting}?"):
+        configuration.complete({other: 1})
+
+
 def test_a_setting_whose_name_is_no_text_is_one_line():
     with pytest.raises(UsageError, match="there is no setting 77; the nearest of") as error:
         configuration.complete({77: 2})

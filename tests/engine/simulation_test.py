@@ -147,12 +147,20 @@ def test_mistakes_are_reported_in_one_line_before_anything_is_compiled(method, d
         loop.personal_model(loop.init(), 4)
     with pytest.raises(UsageError, match="partition takes a Dataset, got tuple"):
         pfl.partition((np.zeros((3, 2)), np.zeros(3)), "iid", clients=2)
+    with pytest.raises(UsageError, match="y holds text; number the classes first"):
+        pfl.arrays(np.zeros((2, 2)), np.array(["cat", "dog"]))
+    torch_module = type("Net", (), {"__module__": "torch.nn.modules"})
+    with pytest.raises(UsageError, match="model=Net is a PyTorch module, and clients train in"):
+        pfl.run({"dataset": "digits"}, model=torch_module)
     with pytest.raises(UsageError, match="epochs or steps, not both"):
         pfl.local_sgd(epochs=1, steps=1)
 
 
-def test_reprs_are_one_short_line(method, data):
+def test_reprs_are_one_short_line(method, data, whole_run):
     assert repr(data) == "PartitionedData(4 clients, 112 training examples, 48 test examples)"
+    assert repr(pfl.datasets.digits()) == "Dataset('digits': 1,797 examples of shape [8, 8, 1])"
+    assert repr(whole_run).startswith("Result(fedper, 4 rounds, accuracy 0.")
+    assert repr(whole_run).endswith(" after local training)")
     assert repr(Simulation(method, data)) == "Simulation(4 clients, 4 per round, store='device')"
 
 

@@ -13,7 +13,8 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
-from fedjax_pfl.runs import interrupt, progress, run_state, runner
+from fedjax_pfl.runs import interrupt, progress, run_state
+from fedjax_pfl.runs.result import recorded
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
@@ -165,7 +166,7 @@ def test_references_are_run_beside_it_and_answer_whether_it_helped(
     with pytest.raises(UsageError, match="reference is for a run with a workdir"):
         fedjax_pfl.run(config)
     result = fedjax_pfl.run(config, tmp_path / "run")
-    record = runner.recorded(result)
+    record = recorded(result)
     assert record.made["began"].endswith("UTC")
     assert "jax " in record.made["versions"]
     found = references.find(record)
