@@ -23,7 +23,7 @@ SHARED = ("clients", "held_out")
 # Settings that only a node's own file may have: who holds what, and where it lies.
 _ROWS = (*(name for name in having("defines_data") if name not in SHARED), "data_dir")
 OF_DATA = frozenset({*_ROWS, *configuration.PARTITIONS, *configuration.DATASETS})
-_OF_PARTITION = ("partition", "permute_labels", "held_out", *configuration.PARTITIONS)
+_OF_PARTITION = frozenset({*SHARED, "partition", "permute_labels", *configuration.PARTITIONS})
 
 
 class NodeFile(NamedTuple):
@@ -65,7 +65,7 @@ def parsed(content: Any, where: str) -> NodeFile:
     except schema.InvalidError as error:
         raise UsageError(str(error)) from None
     mine = {name: value for name, value in content.items() if name not in own}
-    if "clients" not in mine and (extra := sorted(set(mine) & set(_OF_PARTITION))):
+    if "clients" not in mine and (extra := sorted(set(mine) & _OF_PARTITION)):
         raise UsageError(f"{where} has {extra[0]}, which needs clients: how many share the dataset")
     if "clients" in mine and "client" not in content:
         raise UsageError(f"{where} has clients; say which of them the node is, as client")
