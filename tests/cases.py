@@ -117,13 +117,18 @@ def _two_factors(first: State, last: State) -> bool:
     return set(stays) == {"x2", "y2"} and _moved(first, last)
 
 
-def _routed(first: State, last: State) -> bool:
-    """Somebody's route leaves out a block, somebody's does not; the router moved."""
-    gates = last.clients.gates
-    used = jax.device_get(jax.jit(jax.vmap(lambda own: router.active(own, _LAYOUT)))(gates))
-    router_layers = trees.split(last.server["params"], {"router_gates"})[0]
-    moved = _moved(trees.split(first.server["params"], {"router_gates"})[0], router_layers)
-    return moved and not bool(used.all()) and bool(used.any(0).all())
+def _routed(trimmed: bool) -> Callable[[State, State], bool]:
+    """Returns a check that blocks are active for some clients only, and that the router moved."""
+
+    def fired(first: State, last: State) -> bool:
+        active = jax.jit(jax.vmap(lambda gates: router.active(gates, _LAYOUT, trimmed)))
+        used = jax.device_get(active(last.clients.gates))
+        gates = [
+            trees.split(state.server["params"], {"router_gates"})[0] for state in (first, last)
+        ]
+        return _moved(*gates) and not bool(used.all()) and bool(used.any(0).all())
+
+    return fired
 
 
 def _held(first: State, last: State) -> bool:
@@ -229,11 +234,12 @@ def _by_graph(first: State, last: State) -> bool:
 
 
 _LAYOUT = (1, 2, 2)
-_FEDMN = {"layout": _LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.2}
-# An encoder, the router's gates and its statistics, and one or two blocks in either layer; φx and
-# φy besides, where a client is visited for the first time.
-_ALWAYS, _ONCE = (40 + 32 + 36) + (3 + 1) * 8 + (3 + 9 + 3), (40 + 32 + 27) + 9
-_ROUTES = {4 * (_ALWAYS + 25 * a + 18 * b) for a in (1, 2) for b in (1, 2)}
+_POOL = {"layout": _LAYOUT, "width": 4, "hidden": 5, "dropout": 0.2}
+# Encoder, φx and router, or encoder and the router's gates; then one or two blocks in either layer.
+_ALWAYS, _LIGHT = (108 + 99) + 4 * 2 + 6 * 8, 108 + 4 * 8 + (3 + 9 + 3)
+_BLOCKS = (25 + 18, 25 + 36, 50 + 18, 50 + 36)
+_ROUTES, _PATHS = ({4 * (size + blocks) for blocks in _BLOCKS} for size in (_ALWAYS, _LIGHT))
+_ONCE = {size + 4 * (99 + 9) for size in _PATHS}  # φx and φy with a client's first visit
 _NORM = 4 * tiny.HIDDEN  # scale, bias, mean and variance
 _HEAD = (tiny.HIDDEN + 1) * tiny.CLASSES
 _PROTOTYPES = 4 * tiny.CLASSES * tiny.HIDDEN
@@ -317,9 +323,10 @@ CASES = {
     "fedem": Case({"components": 2}, _mixed, lambda model: (2 * model, 2 * model)),
     "fedprox": Case({"mu": 0.5}, _held, lambda model: (model, model)),
     "fedmn": Case(
-        _FEDMN,
-        _routed,
-        lambda model: (_ROUTES | {size + 4 * _ONCE for size in _ROUTES}, _ROUTES),
+        {**_POOL, "x_size": 3, "y_size": 2}, _routed(trimmed=False), lambda model: (_ROUTES,) * 2
+    ),
+    "fedmn_correlation": Case(
+        {**_POOL, "size": 3}, _routed(trimmed=True), lambda model: (_PATHS | _ONCE, _PATHS)
     ),
     "fedper": Case({}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)),
     "fedrep": Case(
@@ -387,8 +394,8 @@ def make(
 def real(name: str) -> dict[str, float]:
     """An algorithm's real-valued settings; not those that shape its program, which say so."""
     settings = {**configuration.settings(FACTORIES[name]), **CASES[name].settings}
-    shaping = {"pfedpara": {"gamma"}, "fedmn": {"dropout"}}.get(name, set())
-    return {k: v for k, v in settings.items() if type(v) is float and k not in shaping}
+    shaping = "gamma" if name == "pfedpara" else "dropout"
+    return {k: v for k, v in settings.items() if type(v) is float and k != shaping}
 
 
 def model_bytes() -> int:

@@ -267,7 +267,7 @@ def test_what_the_code_says_is_on_the_pages(written):
     assert all(f"`{name}`" in text("tables.md") for name in TABLES)
     assert documents.blocks("settings.md", "text") == [listing.listing("settings") + "\n"]
     assert "| `learning_rate` | `0.01` | `0.01` | `0.005` | `0.01` |" in text("pfedla.md")
-    assert "| `rounds` | `150` | `150` | `200` |" in text("fedmn.md")  # phases together
+    assert "| `rounds` | `295` | `295` | `200` |" in text("fedmn.md")  # phases together
     assert "`test_fraction`" not in text("pfedhn.md")
     assert "| pfedhn | 46.98 ± 1.91 |" in text("pfedla.md")
     assert text("pfedla.md").count("Not run: pfedhn, pfedla, heurpfedla.") == 2

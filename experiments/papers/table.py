@@ -84,12 +84,6 @@ def cells_of(table: Table) -> list[Cell]:
     ]
 
 
-def in_form(method: str) -> str:
-    """A row as words of a preset: one of the paper in the paper's form, a live one in ours."""
-    live = method.endswith("-live")
-    return method.removesuffix("-live") if live else f"{method}-published"
-
-
 def published(paper: str) -> dict[str, Any]:
     """The numbers of a paper, as they are kept in experiments/papers."""
     return json.loads((PAPERS / paper / "published.json").read_text())

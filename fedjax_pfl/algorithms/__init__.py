@@ -23,6 +23,7 @@ from fedjax_pfl.algorithms.feddyn import feddyn
 from fedjax_pfl.algorithms.fedem import fedem
 from fedjax_pfl.algorithms.fedfomo import fedfomo
 from fedjax_pfl.algorithms.fedmn import fedmn
+from fedjax_pfl.algorithms.fedmn_correlation import fedmn_correlation
 from fedjax_pfl.algorithms.fedpac import fedpac
 from fedjax_pfl.algorithms.fedper import fedper
 from fedjax_pfl.algorithms.fedproto import fedproto
@@ -87,6 +88,9 @@ METHODS: dict[str, Method] = {
     "fedem": Method(fedem, "FedEM", "Marfoq et al. 2021"),
     "fedfomo": Method(fedfomo, "FedFomo", "Zhang et al. 2021"),
     "fedmn": Method(fedmn, "FedMN", "Wang et al. 2022"),
+    "fedmn_correlation": Method(
+        fedmn_correlation, "FedMN-correlation", "Wang et al. 2022", "fedmn"
+    ),
     "fedpac": Method(fedpac, "FedPAC", "Xu et al. 2023"),
     "fedper": Method(fedper, "FedPer", "Arivazhagan et al. 2019"),
     "fedproto": Method(fedproto, "FedProto", "Tan et al. 2022"),

@@ -1,125 +1,202 @@
-"""The local epochs of FedMN: gates are drawn, the open blocks train, and the router takes a step.
+"""The rounds of a modular network with a router, which `fedmn` and its variant share."""
 
-The equations are in `fedmn`.
-"""
-
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import PyTree, Visit
-from fedjax_pfl.core.errors import UsageError, need, one_of
+from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+    Traffic,
+    Trained,
+    Visit,
+)
+from fedjax_pfl.core.errors import UsageError, at_least, need
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.networks import router as routing
-from fedjax_pfl.networks.modular import Modular, WithLogits, blocks, keep_inactive
-
-CHOICES = {
-    "gates": ("hard", "soft"),
-    "embed": ("concatenated", "correlation"),
-    "encoders": ("always", "fetched"),
-}
-
-
-class Epochs(NamedTuple):
-    """What a local epoch hands to the next."""
-
-    theta: PyTree
-    psi: PyTree
-    momentum: list[PyTree]  # of both
-    used: jax.Array  # bool [B]: blocks that were active in any epoch so far
-    z: jax.Array  # [E] the logits of this epoch
-    opened: jax.Array  # [E] and the gates sampled from them
-    loss: jax.Array  # the sum
+from fedjax_pfl.networks import router
+from fedjax_pfl.networks.modular import (
+    Modular,
+    Routed,
+    WithLogits,
+    block_of,
+    blocks,
+    keep_inactive,
+    pretrained,
+)
+from fedjax_pfl.networks.own import Own
 
 
-def trainer(
-    network: Modular,
-    routes: routing.Routes,
+class Client(NamedTuple):
+    """State kept on the client between rounds."""
+
+    pi: jax.Array  # [E], probabilities of its last round; 0 before the first
+    gates: jax.Array  # [E], gates sampled in that round
+    momentum: list[PyTree]  # of network and router, if clients keep it
+
+
+def check(
+    name: str,
+    model: Any,
+    federation: Federation,
+    layout: Any,
+    temperatures: Any,
+    dropout: float,
+    **sizes: int,
+) -> None:
+    """Raises UsageError if the method `name` cannot work with these settings or this network."""
+    user_defined = isinstance(getattr(model, "model", model), Own)  # also with a head of zeros
+    if user_defined or federation.each:
+        what = f"{model.name}, a network of your own" if user_defined else "tokens"
+        raise UsageError(
+            f"{name} routes examples with one label through blocks of our networks, not {what}; "
+            "use another method"
+        )
+    if len(layout) < 2 or min(layout) < 1:
+        raise UsageError(f"{name}.layout is {layout}; give two layers or more, each with a block")
+    if len(temperatures) != 2 or min(temperatures) <= 0:
+        raise UsageError(f"{name}.temperatures is {temperatures}; give two numbers above 0")
+    share = (dropout >= 0) & (dropout < 1)
+    need(share, f"{name}.dropout is {dropout}; it must be at least 0 and below 1")
+    for size, value in sizes.items():
+        at_least(f"{name}.{size}", value, 1)
+
+
+def assemble(
+    model: Any,
     task: Task,
     training: local_training.Training,
+    federation: Federation,
     *,
+    network: Modular,
+    routing: router.Routing,
     hard: bool,
     temperatures: tuple[float, float],
-    router_rate: float,
-) -> Callable[[PyTree, PyTree, list[PyTree], Any, Visit], tuple[Epochs, int]]:
-    """(θ, ψ, momentum of both, what `look` saw, visit) -> what the last epoch leaves, and how many.
+) -> Algorithm:
+    """Returns the algorithm: clients sample gates, train active blocks, and step the router.
 
-    Steps, where they are counted instead of epochs, are one epoch.
+    Server: variables of encoders, blocks and router. Clients: `Client`. A phase starts from its own
+    kind or from a global `model`, whose layers, except its head, fill every encoder and φx.
     """
-    layout, first = network.layout, network.first
-    paths, names = routing.paths(layout), blocks(layout, first)
-    one_epoch = training._replace(epochs=training.epochs and 1, keep=True)
-    epochs = training.epochs or 1
+    layout, names = network.layout, blocks(network.layout, network.trimmed)
+    paths = router.paths(layout)
 
-    def network_epoch(
-        theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, visit: Visit
-    ) -> tuple[PyTree, PyTree, jax.Array, jax.Array]:
-        """SGD at fixed gates: θ, its momentum, the loss, and Σ of the gradients at the logits z."""
+    def draw(key: jax.Array) -> tuple[PyTree, PyTree]:
+        """Initialises the variables of the network, θ, and of the router, ψ."""
+        x, y = federation.examples(), jnp.zeros((1, federation.outputs))
+        return dict(network.init(key, x)), dict(routing.init(key, x, y))
+
+    shapes = jax.eval_shape(draw, jax.random.key(0))
+    bytes_of = trees.bytes_per_layer(trees.join(*shapes))
+
+    def divide(variables: PyTree) -> tuple[PyTree, PyTree]:
+        """Splits the server's variables into θ and ψ, which share no layer's name."""
+        return trees.split(variables, trees.layers(shapes[0]))
+
+    def init(key: jax.Array, start: State | None = None) -> State:
+        server = trees.join(*draw(key))
+        if start is not None and trees.alike(server, start.server):
+            server = start.server
+        elif start is not None:
+            trained = common.initial(model, federation, key, start)
+            server = pretrained(server, trees.split(trained, {model.head})[1], layout[0])
+        closed = jnp.zeros((federation.clients, paths))
+        momentum = [common.kept(training, part["params"], federation) for part in divide(server)]
+        return State(server, (), Client(pi=closed, gates=closed, momentum=momentum))
+
+    def fit(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, visit: Visit) -> Any:
+        """Runs SGD at fixed gates; also returns the sum over batches of the gradient at z."""
         whole = local_training.gradient(WithLogits(network, sample), task, visit.data)
 
         def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
-            rest, pulled = carried
+            rest, cotangent = carried
             (loss, rest), grads = whole({**params, "logits": z}, rest, batch, key)
-            return (loss, (rest, pulled + grads.pop("logits"))), grads
+            return (loss, (rest, cotangent + grads.pop("logits"))), grads
 
         params, rest = local_training.split_variables(theta)
-        params, (rest, pulled), trace, metrics = local_training.fit(
-            one_epoch, gradient, params, (rest, jnp.zeros(paths)), trace, visit
+        params, (rest, cotangent), trace, metrics = local_training.fit(
+            training, gradient, params, (rest, jnp.zeros(paths)), trace, visit
         )
-        return {"params": params, **rest}, trace, metrics["loss"], pulled
+        return {"params": params, **rest}, trace, cotangent, metrics["loss"]
 
-    def router_step(
+    def step_router(
         psi: PyTree, trace: PyTree, grads: PyTree, visit: Visit
     ) -> tuple[PyTree, PyTree]:
         params = psi["params"]
+        trace = trace if training.keep else training.optimizer.init(params)
         updates, trace = training.optimizer.update(grads, trace, params)
-        new = local_training.descend(params, updates, router_rate * training.rate(visit.t))
-        # Decay would move the frozen ones too.
-        new |= {name: params[name] for name in routes.frozen}
-        return {**psi, "params": new}, trace
+        new = local_training.descend(params, updates, training.rate(visit.t))
+        new |= {name: params[name] for name in routing.frozen}  # decay would move them
+        return {**psi, "params": new}, trace if training.keep else ()
 
-    def train(
-        theta: PyTree, psi: PyTree, momentum: list[PyTree], seen: Any, visit: Visit
-    ) -> tuple[Epochs, int]:
-        tau = routing.temperature(visit.t - training.begin, training.rounds, *temperatures)
+    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        theta, psi = divide(payload)
+        trace, psi_trace = client.momentum
+        noise_key, fit_key = jax.random.split(visit.key)
+        tau = router.temperature(visit.t - training.begin, training.rounds, *temperatures)
+        noise = jax.random.logistic(noise_key, (paths,))
+        sample = partial(router.sample, noise=noise, tau=tau, layout=layout, hard=hard)
+        psi, z, pullback = routing.route(psi, visit)
+        gates = sample(z)
+        active = router.active(gates, layout, network.trimmed)
+        fitted = fit(theta, trace, z, sample, visit._replace(key=fit_key))
+        new_theta, new_trace, cotangent, loss = fitted
+        # Decay and momentum would also move blocks that the client does not hold.
+        theta, trace = keep_inactive(active, names, (new_theta, new_trace), (theta, trace))
+        psi, psi_trace = step_router(psi, psi_trace, pullback(cotangent), visit)
+        first = {"first": ~jnp.any(client.pi > 0)} if routing.frozen else {}
+        return Trained(
+            {**trees.join(theta, psi), "active": active, **first},
+            {**theta, "gates": router.decide(routing.logits(psi, visit.data), layout)},
+            Client(pi=jax.nn.sigmoid(z), gates=gates, momentum=[trace, psi_trace]),
+            {"loss": loss, "active_blocks": jnp.sum(active).astype(jnp.float32)},
+        )
 
-        def epoch(e: Any, now: Epochs) -> Epochs:
-            noise_key, fit_key = jax.random.split(jax.random.fold_in(visit.key, e))
-            noise = jax.random.logistic(noise_key, (paths,))
-            sample = partial(routing.sample, noise=noise, tau=tau, layout=layout, hard=hard)
-            trace, psi_trace = now.momentum
-            z = routes.logits(now.psi, visit.data, seen)
-            opened = sample(z)
-            active = routing.active(opened, layout, first)
-            new, moved, more, pulled = network_epoch(
-                now.theta, trace, z, sample, visit._replace(key=fit_key)
-            )
-            # Decay and momentum would move blocks, too, that the client has not fetched.
-            theta, trace = keep_inactive(active, names, (new, moved), (now.theta, trace))
-            grads = routes.pull(now.psi, visit.data, seen, pulled)
-            psi, psi_trace = router_step(now.psi, psi_trace, grads, visit)
-            used, loss = now.used | active, now.loss + more
-            return Epochs(theta, psi, [trace, psi_trace], used, z, opened, loss)
+    def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
+        def mean(layer: str, old: jax.Array, new: jax.Array) -> jax.Array:
+            block = block_of(layer, names)
+            if block is None:
+                return cohort.mean(new, old)
+            active = cohort.uploads["active"][:, names.index(block)]
+            return cohort.mean(new, old, jnp.where(active, cohort.weights, 0.0))
 
-        none, closed = jnp.zeros(len(names), bool), jnp.zeros(paths)
-        start = Epochs(theta, psi, momentum, none, closed, closed, jnp.zeros(()))
-        return jax.lax.fori_loop(0, epochs, epoch, start), epochs
+        uploaded = {name: cohort.uploads[name] for name in state.server}
+        return trees.map_layers(mean, state.server, uploaded), state.rows
 
-    return train
+    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+        theta, psi = divide(state.server)
+        return {**theta, "gates": router.decide(routing.logits(psi, visit.data), layout)}
 
+    def traffic(payload: PyTree, upload: PyTree) -> Traffic:
+        """Bills active blocks, both ways; a frozen part of the router comes once, down only."""
+        active = dict(zip(names, upload["active"], strict=True))
+        holds = {layer: active.get(block_of(layer, names) or "", True) for layer in bytes_of}
+        up = {layer: jnp.where(holds[layer], size, 0) for layer, size in bytes_of.items()}
+        down = dict(up)
+        for layer in up:
+            if layer.partition("/")[0] in routing.frozen:
+                down[layer] = jnp.where(upload["first"], up[layer], 0)
+                up[layer] = jnp.zeros_like(up[layer])
+        return Traffic(down=down, up=up)
 
-def check(layout: Any, temperatures: Any, dropout: float, **words: str) -> None:
-    """Whether FedMN's own settings can be; words: its choices."""
-    if len(layout) < 2 or min(layout) < 1:
-        raise UsageError(f"fedmn.layout is {layout}; give two layers or more, each with a block")
-    for name, value in words.items():
-        one_of(f"fedmn.{name}", value, CHOICES[name])
-    if len(temperatures) != 2 or min(temperatures) <= 0:
-        raise UsageError(f"fedmn.temperatures is {temperatures}; give two numbers above 0")
-    share = (dropout >= 0) & (dropout < 1)
-    need(share, f"fedmn.dropout is {dropout}; it must be at least 0 and below 1")
+    def observe(state: State) -> dict[str, jax.Array]:
+        return {"pi": state.clients.pi, "gates": state.clients.gates}
+
+    return Algorithm(
+        init=init,
+        send=fedavg(model, task, training, federation).send,
+        train=train,
+        receive=receive,
+        personal=personal,
+        predict=Routed(network).apply,
+        traffic=traffic,
+        observe=observe,
+    )

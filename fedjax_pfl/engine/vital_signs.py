@@ -189,6 +189,23 @@ def _below(least: float) -> Callable[[Value, Shown], bool]:
     return is_below
 
 
+def _routes(advice: str) -> dict[str, Sign]:
+    """Signs of a method that routes clients through a pool of blocks."""
+    return {
+        "routes": Sign(
+            "different routes in use, of those that have trained: sets of gates with π over ½",
+            _visited(routes),
+        ),
+        "gate_bits": Sign("entropy of a gate in bits; 1 is a coin", _visited(gate_bits)),
+        "deviation": Sign(
+            "deviation of π over clients, the mean over gates",
+            _visited(lambda pi: pi.std(0).mean()),
+            _below(ONE_ROUTE),
+            f"all clients are routed alike: π deviates by {{value:.4f}} over them{advice}",
+        ),
+    }
+
+
 def _one_body(method: str) -> dict[str, Sign]:
     return {
         "spread": Sign(
@@ -256,19 +273,8 @@ SIGNS: dict[str, dict[str, Sign]] = {
     },
     "pfedhn": _one_body("pfedhn"),
     "pfedhn_pc": _one_body("pfedhn_pc"),
-    "fedmn": {
-        "routes": Sign(
-            "different routes in use, of those that have trained: sets of gates with π over ½",
-            _visited(routes),
-        ),
-        "gate_bits": Sign("entropy of a gate in bits; 1 is a coin", _visited(gate_bits)),
-        "deviation": Sign(
-            "deviation of π over clients, the mean over gates",
-            _visited(lambda pi: pi.std(0).mean()),
-            _below(ONE_ROUTE),
-            "all clients are routed alike: π deviates by {value:.4f} over them; see fedmn.embed",
-        ),
-    },
+    "fedmn": _routes("; see fedmn_correlation"),
+    "fedmn_correlation": _routes(""),
     "factorized_fl": _matched("factorized_fl"),
     "factorized_fl_moved": _matched("factorized_fl_moved"),
     "fedfomo": {

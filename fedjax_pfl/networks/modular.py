@@ -20,11 +20,9 @@ class Modular(nn.Module):
     """Encoders in the first layer, Linear + ReLU + dropout between, Linear in the last.
 
     Each block has its own parameters: encoder1, ..., then block2_1, block2_2, ... in layer 2. An
-    encoder is `network` with `width` outputs, and ReLU. A block's input is the mean of what its
-    open gates bring, 0 where none is open; so is the network's output over the last layer. A block
-    without input gives no output, or its bias would count. A block whose output is not used gives
-    its gates no gradient, because a client does not fetch it. Nor do encoders without use, where
-    `fetched`.
+    encoder is `network` with `width` outputs, and ReLU. A block's input is the mean of its active
+    predecessors, weighted by their gates; so is the network's output over the last layer. Blocks
+    that the client does not hold (`router.present`) count nowhere and give their gates no gradient.
     """
 
     network: Any
@@ -33,12 +31,7 @@ class Modular(nn.Module):
     width: int = 512
     hidden: int = 256
     dropout: float = 0.5
-    fetched: bool = False  # encoders are fetched where they are used, as blocks are
-
-    @property
-    def first(self) -> int:
-        """The first layer whose blocks are fetched where they are used."""
-        return 0 if self.fetched else 1
+    trimmed: bool = False  # blocks that do not reach the output, encoders too, are not held
 
     @nn.compact
     def __call__(
@@ -48,14 +41,14 @@ class Modular(nn.Module):
         train: bool = False,
         mask: jax.Array | None = None,
     ) -> jax.Array:
-        """[B, ...], gates [E] in 0..1 (None: all open) and a mask bool [B] -> [B, outputs]."""
+        """Maps [B, ...], gates [E] in 0..1 (None: all open) and a mask [B] to [B, outputs]."""
         gates = jnp.ones(router.paths(self.layout)) if gates is None else gates
         encoders = [
             self.network.clone(outputs=self.width, parent=self, name=f"encoder{j}")
             for j in range(1, self.layout[0] + 1)
         ]
         values = [nn.relu(encoder(x, train=train, mask=mask)) for encoder in encoders]
-        layers = self._on_paths(gates)
+        layers = self._between_held(gates)
         for number, layer in enumerate(layers[:-1], 2):
             last = number == len(self.layout)
             values = [
@@ -64,16 +57,13 @@ class Modular(nn.Module):
             ]
         return mean(layers[-1][0], values)
 
-    def _on_paths(self, gates: jax.Array) -> list[jax.Array]:
-        """The gates' matrices, closed where a block on one side is not on a path (nor fetched).
+    def _between_held(self, gates: jax.Array) -> list[jax.Array]:
+        """Returns the gates' matrices, 0 where the client does not hold both blocks.
 
-        A gate between two blocks that are on paths keeps its gradient, closed or open.
+        A gate between two blocks that it holds keeps its value and gradient, closed or open.
         """
-        fed, used = router.connected(gates, self.layout)
-        here = [f & u for f, u in zip(fed[:-1], used[:-1], strict=True)] + [used[-1]]
-        here[0] = here[0] if self.fetched else fed[0]
-        matrices = router.cut(gates, self.layout)
-        sides = zip(matrices, here[:-1], here[1:], strict=True)
+        held = [*router.present(gates, self.layout, self.trimmed), jnp.ones((1, 1), bool)]
+        sides = zip(router.cut(gates, self.layout), held[:-1], held[1:], strict=True)
         return [jnp.where(before & after.T, m, 0.0) for m, before, after in sides]
 
     def _block(self, x: jax.Array, name: str, train: bool, last: bool) -> jax.Array:
@@ -84,56 +74,56 @@ class Modular(nn.Module):
 
 
 class WithLogits(NamedTuple):
-    """The network as one with its gates' logits among the parameters."""
+    """The network with its gates' logits among the parameters."""
 
     network: Modular
     sample: Callable[[jax.Array], jax.Array]  # gates from logits
 
-    def apply(self, variables: Any, x: jax.Array, **how: Any) -> Any:
-        """As a module's own."""
+    def apply(self, variables: Any, x: jax.Array, **options: Any) -> Any:
+        """Applies the network as a module does."""
         params = dict(variables["params"])
         gates = self.sample(params.pop("logits"))
-        return self.network.apply({**variables, "params": params}, x, gates, **how)
+        return self.network.apply({**variables, "params": params}, x, gates, **options)
 
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """The network as one with its gates among the variables."""
+    """The network with its gates among the variables."""
 
     network: Modular
 
     def apply(self, variables: Any, x: jax.Array) -> jax.Array:
-        """In evaluation mode."""
-        own = {name: tree for name, tree in variables.items() if name != "gates"}
-        return jnp.asarray(self.network.apply(own, x, variables["gates"].astype(jnp.float32)))
+        """Applies the network in evaluation mode."""
+        theta = {name: tree for name, tree in variables.items() if name != "gates"}
+        return jnp.asarray(self.network.apply(theta, x, variables["gates"].astype(jnp.float32)))
 
 
 def mean(gates: jax.Array, values: list[jax.Array]) -> jax.Array:
-    """(13): Σ_k c_k u_k / Σ_k c_k, and 0 where all gates are closed.
+    """Returns sum_k c_k u_k / sum_k c_k, (13), and 0 if all gates are 0.
 
-    Where they are, the gradient in a gate is what opening it alone would bring.
+    If all are 0, the gradient in a gate is what opening it alone would bring.
     """
     total = jnp.sum(gates)
     # No product of matrices: its precision may be low, and one open gate must change no bit.
-    brought = sum(gate * value for gate, value in zip(gates, values, strict=True))
-    return jnp.asarray(brought) / jnp.where(total > 0, total, 1.0)
+    weighted = sum(gate * value for gate, value in zip(gates, values, strict=True))
+    return jnp.asarray(weighted) / jnp.where(total > 0, total, 1.0)
 
 
-def blocks(layout: tuple[int, ...], first: int = 1) -> list[str]:
-    """Names in the order of `router.active`: blocks, and before them encoders, where first = 0."""
-    encoders = [] if first else [f"encoder{j}" for j in range(1, layout[0] + 1)]
+def blocks(layout: tuple[int, ...], trimmed: bool = False) -> list[str]:
+    """Returns names in the order of `router.active`: blocks, after the encoders if `trimmed`."""
+    encoders = [f"encoder{j}" for j in range(1, layout[0] + 1)] if trimmed else []
     return encoders + [
         f"block{i}_{j}" for i, n in enumerate(layout[1:], 2) for j in range(1, n + 1)
     ]
 
 
 def block_of(layer: str, names: list[str]) -> str | None:
-    """Which of the blocks a layer, named by its path, is in."""
+    """Returns the block that a layer, named by its path, belongs to."""
     return next((word for word in layer.split("/") if word in names), None)
 
 
 def pretrained(variables: Any, body: Any, encoders: int) -> Any:
-    """The variables with the layers of `body` in every encoder, and in the router's."""
+    """Returns the variables with the layers of `body` in every encoder, and in the router's."""
     slots = [*(f"encoder{j}" for j in range(1, encoders + 1)), "router_encoder"]
     return {
         name: {
@@ -145,7 +135,7 @@ def pretrained(variables: Any, body: Any, encoders: int) -> Any:
 
 
 def keep_inactive(active: jax.Array, names: list[str], new: Any, old: Any) -> Any:
-    """The new tree, but the old leaves in blocks that are not active; of momentum, too."""
+    """Returns the new tree (variables, momentum) with the old leaves in blocks not active."""
 
     def choose(layer: str, new: jax.Array, old: jax.Array) -> jax.Array:
         block = block_of(layer, names)

@@ -1,8 +1,8 @@
-"""FedMN's routing: from a client's whole training set to the gates between blocks.
+"""FedMN's router: from a client's whole training set to the gates between blocks.
 
-A layout n_1 x ... x n_L has a gate for every pair of blocks in neighbouring layers and one from
-every block of the last layer to the output: E = Σ_l n_l n_{l+1} + n_L. Gates are one vector [E];
-`cut` makes a matrix [n_{l+1}, n_l] of each layer's, the last one [1, n_L].
+A layout n_1 x ... x n_L has one gate for every pair of blocks in neighbouring layers and one from
+every block of the last layer to the output: E = sum_l n_l n_{l+1} + n_L. Gates are one vector [E];
+`cut` splits it into a matrix [n_{l+1}, n_l] for each layer, the last one [1, n_L].
 
 References: Wang et al., Personalized Federated Learning via Heterogeneous Modular Networks (2022),
 equations (5), (9), (10) and (13).
@@ -16,44 +16,32 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Federation
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks import init
-from fedjax_pfl.networks.own import Own
 
 PyTree = Any
 EMBEDDINGS = ("router_encoder", "router_labels")  # φx and φy
 Layout = tuple[int, ...]
+Pullback = Callable[[jax.Array], PyTree]  # cotangent [E] -> gradient in ψ's parameters
 
 
-def need_blocks(model: Any, federation: Federation) -> None:
-    """UsageError where encoders cannot be copies of the network, or examples have no one label."""
-    own = isinstance(getattr(model, "model", model), Own)  # also with a head of zeros
-    if own or federation.each:
-        what = f"{model.name}, a network of your own" if own else "tokens"
-        raise UsageError(
-            f"fedmn routes examples with one label through blocks of our networks, not {what}; use "
-            "another method"
-        )
-
-
-class Routes(NamedTuple):
-    """How a client comes to its gates; ψ are the variables of a router."""
+class Routing(NamedTuple):
+    """How the logits of a client's gates follow from its data; ψ are the router's variables."""
 
     init: Callable[..., PyTree]  # (key, x [B, ...], y [B, C]) -> ψ
-    look: Callable[[PyTree, ClientData], Any]  # what of its examples all logits of a visit take
-    averaged: Callable[[PyTree, Any, Any], PyTree]  # (ψ, seen, share): with that share from here
-    logits: Callable[[PyTree, ClientData, Any], jax.Array]  # (ψ, data, seen) -> [E]
-    pull: Callable[..., PyTree]  # (ψ, data, seen, cotangent [E]) -> the gradient in ψ's parameters
-    frozen: tuple[str, ...] = ()  # modules that do not learn
+    logits: Callable[[PyTree, ClientData], jax.Array]  # (ψ, data) -> [E]
+    # (ψ, visit) -> ψ with the statistics of this visit, the logits [E] and their pullback
+    route: Callable[[PyTree, Visit], tuple[PyTree, jax.Array, Pullback]]
+    frozen: tuple[str, ...] = ()  # modules that do not learn; sent with a client's first visit
 
 
 class Router(nn.Module):
-    """h([φx(x), φy(y)]) for each example: one number per gate; the client's logits are their mean.
+    """Computes h([φx(x), φy(y)]) for each example: one number per gate.
 
-    φx is a network with `x_size` outputs, φy a linear map of the one-hot label (or the targets of a
-    regression); side by side they are normalised to length 1 for each example.
+    φx is a network with `x_size` outputs, φy a linear map of the one-hot label (or of the targets
+    of a regression). Their concatenation is normalised to length 1 for each example. The logits of
+    a client are the mean over its examples.
     """
 
     network: Any
@@ -63,41 +51,38 @@ class Router(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """[B, ...] and [B, C] -> [B, E]. BatchNorm goes by its running statistics."""
-        seen = self.network.clone(outputs=self.x_size, parent=self, name="router_encoder")(x)
-        told = init.dense(y.shape[-1], self.y_size, "router_labels")(y)
-        joint = jnp.concatenate([seen, told], -1)
+        """Maps [B, ...] and [B, C] to [B, E]. BatchNorm uses its running statistics."""
+        image = self.network.clone(outputs=self.x_size, parent=self, name="router_encoder")(x)
+        label = init.dense(y.shape[-1], self.y_size, "router_labels")(y)
+        joint = jnp.concatenate([image, label], -1)
         joint /= jnp.sqrt(jnp.sum(jnp.square(joint), -1, keepdims=True) + 1e-12)
         return init.dense(self.x_size + self.y_size, self.gates, "router_gates")(joint)
 
 
-def published(router: Router, outputs: int, size: int) -> Routes:
-    """The paper's: examples are read for every epoch, `size` at a time, since φx and φy learn."""
+def concatenated(router: Router, outputs: int, size: int) -> Routing:
+    """Returns the paper's routing, (10). Examples are read in batches of `size`."""
 
-    def averaged(psi: PyTree, seen: Any, share: Any) -> PyTree:
-        return psi
-
-    def look(psi: PyTree, data: ClientData) -> None:
-        return None
-
-    def of_client(psi: PyTree, data: ClientData, seen: Any) -> jax.Array:
+    def logits_of(psi: PyTree, data: ClientData) -> jax.Array:
         return logits(router, psi, data, outputs, size)
 
-    def pulled(psi: PyTree, data: ClientData, seen: Any, cotangent: jax.Array) -> PyTree:
-        return pull(router, psi, data, outputs, size, cotangent)
+    def route(psi: PyTree, visit: Visit) -> tuple[PyTree, jax.Array, Pullback]:
+        def pullback(cotangent: jax.Array) -> PyTree:
+            return pull(router, psi, visit.data, outputs, size, cotangent)
 
-    return Routes(router.init, look, averaged, of_client, pulled)
+        return psi, logits_of(psi, visit.data), pullback
+
+    return Routing(init=router.init, logits=logits_of, route=route)
 
 
 def logits(
     router: Router, variables: PyTree, data: ClientData, outputs: int, size: int
 ) -> jax.Array:
-    """logit π: the mean of h over the client's training examples, (9), `size` at a time. [E]."""
+    """Returns logit π, (9): the mean of h over the client's training examples, [E]."""
 
-    def one(batch: Batch) -> jax.Array:
+    def share_of(batch: Batch) -> jax.Array:
         return _share(router, variables, data, outputs, batch)
 
-    return local_training.total(one, data, data.train, size)
+    return local_training.total(share_of, data, data.train, size)
 
 
 def pull(
@@ -108,41 +93,41 @@ def pull(
     size: int,
     cotangent: jax.Array,
 ) -> PyTree:
-    """The gradient of ⟨cotangent, logits⟩ in the parameters, through every training example."""
+    """Returns the gradient of ⟨cotangent, logits⟩, through every training example."""
     params, rest = local_training.split_variables(variables)
 
-    def one(batch: Batch) -> PyTree:
-        def along(params: PyTree) -> jax.Array:
+    def gradient(batch: Batch) -> PyTree:
+        def product(params: PyTree) -> jax.Array:
             share = _share(router, {"params": params, **rest}, data, outputs, batch)
             return jnp.sum(share * cotangent)
 
-        return jax.grad(along)(params)
+        return jax.grad(product)(params)
 
-    return local_training.total(one, data, data.train, size)
+    return local_training.total(gradient, data, data.train, size)
 
 
 def _share(
     router: Router, variables: PyTree, data: ClientData, outputs: int, batch: Batch
 ) -> jax.Array:
-    """What a batch adds to the mean."""
+    """Returns the part of the mean that a batch contributes."""
     values = jnp.asarray(router.apply(variables, batch.x, targets(batch, outputs)))
     total = jnp.sum(jnp.where(batch.mask[:, None], values, 0.0), 0)
     return total / jnp.maximum(data.train.size, 1).astype(jnp.float32)
 
 
 def targets(batch: Batch, outputs: int) -> jax.Array:
-    """[B, C]"""
+    """Returns one-hot labels, or the targets of a regression, [B, C]."""
     classes = jnp.issubdtype(batch.y.dtype, jnp.integer)
     return jax.nn.one_hot(batch.y, outputs) if classes else batch.y.astype(jnp.float32)
 
 
 def paths(layout: Layout) -> int:
-    """E, the number of gates."""
+    """Returns E, the number of gates."""
     return sum(a * b for a, b in zip(layout, (*layout[1:], 1), strict=True))
 
 
 def cut(vector: jax.Array, layout: Layout) -> list[jax.Array]:
-    """[E] -> a matrix [n_{l+1}, n_l] for every layer, [1, n_L] for the last."""
+    """Splits [E] into a matrix [n_{l+1}, n_l] for every layer, [1, n_L] for the last."""
     matrices, first = [], 0
     for before, after in zip(layout, (*layout[1:], 1), strict=True):
         matrices.append(vector[first : first + before * after].reshape(after, before))
@@ -151,37 +136,47 @@ def cut(vector: jax.Array, layout: Layout) -> list[jax.Array]:
 
 
 def temperature(t: Any, rounds: int, first: float, last: float) -> jax.Array:
-    """τ falls exponentially from `first` in round 0 to `last` in the last of `rounds`."""
-    done = jnp.asarray(t, jnp.float32) / max(rounds - 1, 1)
-    return first * (last / first) ** jnp.clip(done, 0.0, 1.0)
+    """Returns τ, which falls exponentially from `first` in round 0 to `last` in the last round."""
+    progress = jnp.asarray(t, jnp.float32) / max(rounds - 1, 1)
+    return first * (last / first) ** jnp.clip(progress, 0.0, 1.0)
 
 
 def sample(logits: jax.Array, noise: jax.Array, tau: Any, layout: Layout, hard: bool) -> jax.Array:
-    """Binary-concrete gates, (5): σ((noise + logit π) / τ), noise = log ε − log(1 − ε).
+    """Returns binary-concrete gates V, (5): σ((noise + logit π) / τ).
 
-    Hard gates are exactly 0 or 1, with the gradient of the soft ones.
+    A gate is open if V > ½. Soft gates are the values V, except that if no path is open the
+    likeliest one is opened with V = 1. Hard gates are exactly 0 or 1. The gradient of both is that
+    of σ.
+
+    Args:
+      logits: logit π, [E].
+      noise: log ε − log(1 − ε) with ε uniform, [E].
     """
-    drawn = (logits + noise) / tau
-    soft = jax.nn.sigmoid(drawn)
-    if not hard:
-        return soft
-    # In this order: soft − soft is exactly 0, soft + (hard − soft) is not exactly hard.
-    return decide(drawn, layout).astype(soft.dtype) + (soft - jax.lax.stop_gradient(soft))
+    scaled = (logits + noise) / tau
+    soft, opened = jax.nn.sigmoid(scaled), decide(scaled, layout)
+    # In this order: soft − soft is exactly 0, soft + (opened − soft) is not exactly `opened`.
+    straight = opened.astype(soft.dtype) + (soft - jax.lax.stop_gradient(soft))
+    return straight if hard else jnp.where(opened & (soft <= 0.5), straight, soft)
 
 
 def decide(logits: jax.Array, layout: Layout) -> jax.Array:
-    """bool [E]: the gates above one half; where they leave no path, the likeliest one besides."""
+    """Returns which gates have π > ½, bool [E]; if they leave no path, the likeliest one too."""
     above = logits > 0
     reached, _ = connected(above, layout)
     return above | (~reached[-1][0, 0] & _likeliest(jax.nn.log_sigmoid(logits), layout))
 
 
-def connected(gates: jax.Array, layout: Layout) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Which blocks have input, and which have use: bool [1, n_l] for each layer, and the output's.
+def connected(opened: jax.Array, layout: Layout) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns which blocks have an input, and which reach the output.
 
-    Encoders always have input, and the output always has use.
+    Args:
+      opened: bool [E].
+
+    Returns:
+      Two lists of bool [1, n_l], one entry for each layer and one for the output. Encoders always
+      have an input.
     """
-    matrices = [m.astype(bool) for m in cut(gates, layout)]
+    matrices = cut(opened, layout)
     fed, used = [jnp.ones((1, layout[0]), bool)], [jnp.ones((1, 1), bool)]
     for m in matrices:
         fed.append((m & fed[-1]).any(1)[None])
@@ -190,21 +185,34 @@ def connected(gates: jax.Array, layout: Layout) -> tuple[list[jax.Array], list[j
     return fed, used
 
 
-def active(gates: jax.Array, layout: Layout, first: int = 1) -> jax.Array:
-    """Bool: the blocks on a path from an encoder to the output; encoders, too, where first = 0."""
-    fed, used = connected(gates, layout)
-    here = zip(fed[first:-1], used[first:-1], strict=True)
-    return jnp.concatenate([(f & u)[0] for f, u in here])
+def present(gates: jax.Array, layout: Layout, trimmed: bool = False) -> list[jax.Array]:
+    """Returns which blocks a client holds: bool [1, n_l] for each layer.
+
+    A gate is open above ½. As in the paper a client holds all encoders, and the blocks that have
+    an input. If `trimmed`, it holds only what also reaches the output, encoders included.
+    """
+    fed, used = connected(gates > 0.5, layout)
+    pairs = zip(fed[:-1], used[:-1], strict=True)
+    return [f & u for f, u in pairs] if trimmed else fed[:-1]
+
+
+def active(gates: jax.Array, layout: Layout, trimmed: bool = False) -> jax.Array:
+    """Returns a_m of section II-E, bool: the blocks behind the encoders that a client holds.
+
+    If `trimmed` the encoders come first: see `present`.
+    """
+    held = present(gates, layout, trimmed)
+    return jnp.concatenate([layer[0] for layer in held[0 if trimmed else 1 :]])
 
 
 def _likeliest(score: jax.Array, layout: Layout) -> jax.Array:
-    """bool [E]: the path from an encoder to the output with the largest sum of scores."""
-    matrices, to_go = cut(score, layout), [jnp.zeros(1)]
+    """Returns the path from an encoder to the output with the largest sum of scores, bool [E]."""
+    matrices, ahead = cut(score, layout), [jnp.zeros(1)]
     for m in reversed(matrices):
-        to_go.insert(0, jnp.max(m + to_go[0][:, None], 0))
-    block, chosen = jnp.argmax(to_go[0]), []
-    for m, ahead in zip(matrices, to_go[1:], strict=True):
-        following = jnp.argmax(m[:, block] + ahead)
+        ahead.insert(0, jnp.max(m + ahead[0][:, None], 0))
+    block, chosen = jnp.argmax(ahead[0]), []
+    for m, best in zip(matrices, ahead[1:], strict=True):
+        following = jnp.argmax(m[:, block] + best)
         chosen.append(jnp.zeros(m.shape, bool).at[following, block].set(True).ravel())
         block = following
     return jnp.concatenate(chosen)

@@ -49,6 +49,6 @@ def test_a_label_says_whose_method_it_is():
     assert METHODS["pfedla"].label == "pFedLA, the method of Ma et al. 2022"
     assert METHODS["pfedla"].row == METHODS["pfedla"].title == "pFedLA"
     assert METHODS["local"].label == "Local"
-    variant = Method(METHODS["fedmn"].factory, "FedMN by correlation", "Wang et al. 2022", "fedmn")
-    assert variant.label == "FedMN by correlation, variant of this library (of FedMN)"
-    assert variant.row == "FedMN by correlation (variant of this library)"
+    variant = Method(METHODS["fedmn"].factory, "FedMN-correlation", "Wang et al. 2022", "fedmn")
+    assert variant.label == "FedMN-correlation, variant of this library (of FedMN)"
+    assert variant.row == "FedMN-correlation (variant of this library)"

@@ -33,7 +33,9 @@ def test_fedmn_on_each_dataset(preset, partition, clients, model, layout):
     assert (made.model, made.fedmn.layout) == (model, layout)
     phases = configuration.phases(made)
     assert [p.algorithm for p in phases] == ["fedavg", "fedmn"]
-    assert sum(p.rounds for p in phases) == 150
+    testbed = preset in fedmn.TESTBED
+    assert [p.rounds for p in phases] == [145 if testbed else 50, 150]
+    assert [p.learning_rate for p in phases] == ([0.07, 0.02] if testbed else [0.05, 0.05])
     assert {p.model for p in phases} == {model}
     assert made.test_fraction == 0.2
     assert not made.evaluate_after  # fine-tuned FedAvg is a column of its own
@@ -60,6 +62,10 @@ def test_words_change_a_preset():
     assert fedmn.get_config("mnist-n5").clients == 5
     made = fedmn.get_config("digits-fedem-dirichlet0.4")
     assert (made.algorithm, made.partition, made.phases) == ("fedem", "dirichlet", ())
+    made = fedmn.get_config("emnist-fedmn_correlation")
+    assert made.algorithm == "fedmn_correlation"
+    assert made.fedmn_correlation.layout == (3, 3, 3)
+    assert [p.rounds for p in configuration.phases(made)] == [145, 150]
 
 
 def test_the_published_table_is_whole():
@@ -105,7 +111,6 @@ def test_sizes_of_the_testbed(model, image, layout, plain):
         cases.training(),
         federation,
         layout=layout,
-        **fedmn.PUBLISHED_FORM,
     )
     server = jax.eval_shape(algorithm.init, jax.random.key(0)).server["params"]
     wide, count = (2049 if layout[0] == 3 else 1281), layout[0]

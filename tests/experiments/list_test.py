@@ -99,7 +99,7 @@ def test_meanings_are_read_from_docstrings():
         ("factorized_fl", "share", ("all", "u")),
         ("factorized_fl", "pruned", ("travel", "evaluation")),
         ("fedfomo", "reference", REFERENCES),
-        ("fedmn", "gates", ("hard", "soft")),
+        ("fedmn", "gates", ("soft", "hard")),
         ("per_fedavg", "variant", VARIANTS),
         ("pfedla", "granularity", ("layer", "model")),
         ("pfedla", "normalise", NORMALISE),

@@ -10,7 +10,6 @@ from experiments import launch
 from experiments.configs import baseline
 from experiments.papers import preset_words
 from experiments.papers.factorized_fl import presets as factorized_fl
-from experiments.papers.fedmn import presets as fedmn
 from fedjax_pfl.config import configuration
 from tests.experiments.launch_test import message
 
@@ -111,9 +110,3 @@ def test_a_systems_own_words_come_after_the_shared_ones():
     made = preset_words.apply(configuration.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
     assert (made.seed, made.dataset) == (12, "mnist")
     assert "own" in message(preset_words.apply, configuration.default(), "ownn", {"own": use})
-
-
-def test_forms_that_are_not_the_papers_are_words():
-    routed, plain = fedmn.get_config("mnist"), fedmn.get_config("mnist-published")
-    assert (routed.fedmn.embed, routed.fedmn.encoders) == ("correlation", "fetched")
-    assert (plain.fedmn.embed, plain.fedmn.encoders) == ("concatenated", "always")

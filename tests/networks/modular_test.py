@@ -124,8 +124,8 @@ def test_a_closed_gate_feels_what_opening_it_would_bring(network):
     got = gradient(gates)
     assert np.isfinite(got).all()
     assert got[1] != 0  # closed, between two that are on a path
-    # Out of block2_2, which has no input, and into it and block3_2, which are not fetched.
-    assert not np.asarray(got)[[2, 3, 5, 6, 7]].any()
+    # Out of block2_2, which has no input, and into it and block3_2, which has none either.
+    assert not np.asarray(got)[[2, 3, 5, 7]].any()
     assert np.isfinite(gradient(jnp.zeros(10))).all()
 
 
@@ -156,8 +156,8 @@ def test_keep_inactive_finds_blocks_in_any_tree():
         assert [float(part[name]["kernel"][0]) for name in names] == [1, 0, 0, 1]
 
 
-def test_keep_inactive_keeps_encoders_that_are_fetched():
-    names = blocks(LAYOUT, 0)
+def test_keep_inactive_keeps_encoders_of_a_trimmed_network():
+    names = blocks(LAYOUT, trimmed=True)
     assert names[:3] == ["encoder1", "encoder2", "block2_1"]
 
     def tree(value):
@@ -168,11 +168,11 @@ def test_keep_inactive_keeps_encoders_that_are_fetched():
     assert [float(new[name]["fc1"]["bias"][0]) for name in names] == [1, 0, 1, 1, 0, 1]
 
 
-def test_an_encoder_without_use_is_not_heard_where_encoders_are_fetched(network):
-    """Neither what it gives nor, in the gates' gradient, what it would give."""
+def test_a_trimmed_network_ignores_an_encoder_without_use(network):
+    """Its output does not matter, nor does it reach the gates' gradient."""
     modular, variables, x, _ = network
     gates = jnp.array([1.0, 0, 1, 0, 1, 0, 0, 1, 1, 1])  # encoder 2 is closed to both blocks
-    assert router.active(gates, LAYOUT, 0).tolist() == [True, False, True, True, True, True]
+    assert router.active(gates, LAYOUT, True).tolist() == [True, False, True, True, True, True]
     other = {
         **variables,
         "params": {
@@ -182,16 +182,16 @@ def test_an_encoder_without_use_is_not_heard_where_encoders_are_fetched(network)
     }
 
     @functools.partial(jax.jit, static_argnums=0)
-    def outputs_and_slopes(fetched, of):
-        made = modular.clone(fetched=fetched)
+    def outputs_and_slopes(trimmed, of):
+        made = modular.clone(trimmed=trimmed)
 
         def total(g):
             return jnp.sum(made.apply(of, x, g))
 
         return made.apply(of, x, gates), jax.grad(total)(gates)
 
-    for fetched in (False, True):
-        one, two = (outputs_and_slopes(fetched, of) for of in (variables, other))
+    for trimmed in (False, True):
+        one, two = (outputs_and_slopes(trimmed, of) for of in (variables, other))
         np.testing.assert_array_equal(one[0], two[0])
-        assert bool((one[1][jnp.array([1, 3])] == 0).all()) == fetched
-        assert bool((one[1] == two[1]).all()) == fetched
+        assert bool((one[1][jnp.array([1, 3])] == 0).all()) == trimmed
+        assert bool((one[1] == two[1]).all()) == trimmed

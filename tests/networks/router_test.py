@@ -31,17 +31,22 @@ def test_paths_by_the_papers_formula():
 
 
 def test_gates_open_with_probability_pi_at_every_temperature():
-    """Chi-square over 13 gates of different π, 20,000 draws each; every τ opens the same ones."""
+    """Chi-square over 11 gates of different π, 20,000 draws each; every τ opens the same ones.
+
+    One path is always open, so that none has to be opened.
+    """
     pi, draws = np.linspace(0.05, 0.95, GATES), 20_000
-    z = jnp.asarray(np.log(pi / (1 - pi)), jnp.float32)
+    always, free = [0, 6, 12], np.setdiff1d(np.arange(GATES), [0, 6, 12])
+    z = jnp.asarray(np.log(pi / (1 - pi)), jnp.float32).at[jnp.array(always)].set(1e9)
     noise = jax.random.logistic(KEY, (draws, GATES))
     opened, distance = [], []
     for tau in (1.0, 0.3, 0.1, 1e-3):
         soft = jax.vmap(lambda n, tau=tau: router.sample(z, n, tau, LAYOUT, False))(noise)
         opened.append(np.asarray(soft > 0.5))
         distance.append(float(jnp.mean(jnp.minimum(soft, 1 - soft))))
-        statistic = np.sum((opened[-1].sum(0) - draws * pi) ** 2 / (draws * pi * (1 - pi)))
-        assert statistic < chi2.ppf(0.999, GATES)
+        assert opened[-1][:, always].all()
+        deviation = (opened[-1].sum(0) - draws * pi) ** 2 / (draws * pi * (1 - pi))
+        assert deviation[free].sum() < chi2.ppf(0.999, len(free))
     assert all((each == opened[0]).all() for each in opened)
     assert distance == sorted(distance, reverse=True)
     assert distance[-1] < 1e-3  # τ → 0: Bernoulli
@@ -63,7 +68,11 @@ def test_hard_gates_are_exactly_0_or_1_with_the_soft_gradient():
     assert set(np.unique(hard)) == {0.0, 1.0}
     np.testing.assert_array_equal(gradient, soft_gradient)
     assert (np.abs(gradient) > 0).all()
-    wanted = weights[None] * soft * (1 - soft) / tau
+    v = 1 / (1 + np.exp(-(np.asarray(z, float) + noise) / tau))
+    wanted = weights[None] * v * (1 - v) / tau
+    rescued = (soft == 1) & (v < 0.5)  # opened because no path was
+    np.testing.assert_allclose(soft, np.where(rescued, 1, v), rtol=1e-4, atol=1e-6)
+    assert rescued.any()
     np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -94,16 +103,37 @@ def test_one_path_is_kept_and_it_is_the_likeliest():
     assert 10 < kept < 50
 
 
-def test_active_blocks_lie_on_open_paths():
+def test_active_blocks_have_an_input():
+    """a_m of the paper; trimmed, a block and an encoder must also reach the output."""
     rng = np.random.default_rng(1)
-    active = jax.jit(lambda gates: router.active(gates, LAYOUT))
+    active, trimmed = (
+        jax.jit(lambda gates, t=t: router.active(gates, LAYOUT, t)) for t in (False, True)
+    )
     first, second, _ = router.cut(np.arange(GATES), LAYOUT)
+    dead_ends = 0
     for _ in range(60):
-        gates = rng.random(GATES) < 0.4
-        found, _ = routes(gates)
-        middle = [any(p[0] in first[b] for p in found) for b in range(3)]
-        last = [any(p[1] in second[c] for p in found) for c in range(2)]
-        np.testing.assert_array_equal(active(gates), middle + last)
+        gates = rng.random(GATES)
+        opened = gates > 0.5
+        middle = [opened[first[b]].any() for b in range(3)]
+        end = [(opened[second[c]] & middle).any() for c in range(2)]
+        np.testing.assert_array_equal(active(gates), middle + end)
+        found, _ = routes(opened)
+        encoders = [any(p[0] in first[:, a] for p in found) for a in range(2)]
+        useful = [any(p[0] in first[b] for p in found) for b in range(3)]
+        useful += [any(p[1] in second[c] for p in found) for c in range(2)]
+        np.testing.assert_array_equal(trimmed(gates), encoders + useful)
+        dead_ends += sum(middle + end) - sum(useful)
+    assert dead_ends > 0
+
+
+def test_soft_gates_keep_a_path():
+    """All logits far below 0: the likeliest path is open with V = 1, the other gates are 0."""
+    z = jnp.full(GATES, -50.0).at[jnp.array([2, 8, 13])].set(-40.0)  # an encoder to the output
+    soft, hard = (router.sample(z, jnp.zeros(GATES), 0.1, LAYOUT, hard) for hard in (False, True))
+    np.testing.assert_array_equal(soft, hard)
+    wanted = router.decide(z, LAYOUT)
+    np.testing.assert_array_equal(soft, wanted)
+    assert int(wanted.sum()) == 3
 
 
 def test_temperature_falls_exponentially():

@@ -8,10 +8,10 @@ figure2   accuracy against the numbers moved: 1 x a x b blocks against MLPs of a
           FedAvg; --blocks=8, and with --paper --blocks=8,9,10
 paths     the routes by which each client is served
 grouping  clients in groups with classes of their own: do routes find the groups?
-conflict  two groups that see the same images and number their classes differently: FedMN as
-          published and with correlations, beside Local, FedAvg and FedPer; --labels=other: of five
-          classes the second group calls c by c + 5; --labels=next: of all it calls each by the
-          next one's name, so that both groups have the same labels
+conflict  two groups see the same images and number their classes differently: FedMN and FedMN by
+          correlation beside Local, FedAvg and FedPer. --labels=other: there are five classes, and
+          the second group calls class c by c + 5. --labels=next: there are ten, and it calls each
+          class by the name of the next, so that both groups have the same labels
 gates     entropy of the gates and active blocks over the rounds
 """
 
@@ -33,6 +33,7 @@ from experiments.papers.fedmn import tables as tables
 from experiments.papers.study import DATASET, ROUNDS, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved
 from fedjax_pfl import data
+from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.networks import router
 from fedjax_pfl.runs import runner
 
@@ -44,7 +45,7 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def _config(method: str = "fedmn") -> ConfigDict:
-    """A preset of the dataset; FedMN's pre-training is a third of the rounds."""
+    """Returns a preset of the dataset for so many rounds, FedMN's pre-training included."""
     return tables.settings(method, DATASET.value, ROUNDS.value)
 
 
@@ -212,26 +213,18 @@ def conflict() -> tuple[dict[str, Any], Figure]:
     each = {"other": 70, "next": 140}[LABELS.value] if DATASET.value == "digits" else 300
     dataset = contradicting(DATASET.value, DATA_DIR.value, each, LABELS.value)
     true = np.arange(12) // 6
-    kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "Local": ("local", {}),
-        "FedAvg": ("fedavg", {}),
-        "FedPer": ("fedper", {}),
-        "FedMN, as published": ("fedmn", {}),
-        "FedMN": ("fedmn", {"embed": "correlation", "encoders": "fetched"}),
-    }
     found: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axis = figure.subplots()
-    for (label, (method, own)), colour in zip(kinds.items(), study.COLOURS, strict=False):
-        config = _config("fedmn")
-        config.update(algorithm=method, phases=(), dataset=dataset.name, partition="natural")
-        config.update(clients=12, evaluate_after=False, batch_size=8, eval_every=5, fraction=1.0)
-        config.fedmn.update(own)
-        word = "-".join([method, *list(own)[:1]])
+    methods = study.chosen(("local", "fedavg", "fedper", "fedmn", "fedmn_correlation"))
+    for method, colour in zip(methods, study.COLOURS, strict=False):
+        config = _config("plain")
+        config.update(algorithm=method, dataset=dataset.name, partition="natural", clients=12)
+        config.update(evaluate_after=False, batch_size=8, eval_every=5, fraction=1.0)
         results = [
             run(
                 config.copy_and_resolve_references(),
-                f"conflict-{LABELS.value}-{word}",
+                f"conflict-{LABELS.value}-{method}",
                 seed,
                 dataset=dataset,
             )
@@ -239,13 +232,13 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         ]
         curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
         rounds = [m["round"] for m in results[0].metrics]
-        axis.plot(rounds, np.mean(curves, 0), color=colour, label=label)
-        found[label] = {"accuracy": mean_std([accuracy(r) for r in results])}
-        if method == "fedmn":
-            layout = tuple(config.fedmn.layout)
+        axis.plot(rounds, np.mean(curves, 0), color=colour, label=METHODS[method].title)
+        found[method] = {"accuracy": mean_std([accuracy(r) for r in results])}
+        if method in tables.presets.ROUTED:
             pi = [_seen(r, "pi")[-1] for r in results]
+            layout = tuple(config[method].layout)
             routes = [np.unique(served(p, layout), axis=0, return_inverse=True)[1] for p in pi]
-            found[label] |= {
+            found[method] |= {
                 "different_routes": mean_std([len(np.unique(one)) for one in routes]),
                 "routes_shared_by_both_groups": mean_std(
                     [len(np.intersect1d(one[true == 0], one[true == 1])) for one in routes]

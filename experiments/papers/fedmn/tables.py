@@ -3,17 +3,18 @@
 from ml_collections import ConfigDict
 
 from experiments.papers.fedmn import presets as presets
-from experiments.papers.table import Quick, Table, accuracy, in_form, published
+from experiments.papers.table import Quick, Table, accuracy, published
 
 PUBLISHED = published("fedmn")
 
 
 def settings(method: str, dataset: str, rounds: int | None) -> ConfigDict:
-    """A preset of a dataset; FedMN's pre-training is a third of the rounds."""
-    config = presets.get_config(f"{dataset}-{in_form(method)}")
-    if rounds and config.algorithm == "fedmn":
-        first = rounds // 3
-        early, late = {"algorithm": "fedavg", "rounds": first}, {"rounds": rounds - first}
+    """Returns a preset; `rounds` are shared by FedMN and its pre-training as they are there."""
+    config = presets.get_config(f"{dataset}-{method}")
+    if rounds and config.phases:
+        pretraining = config.phases[0]["rounds"]
+        first = rounds * pretraining // (pretraining + config.rounds)
+        early, late = {**config.phases[0], "rounds": first}, {"rounds": rounds - first}
         config.phases = (early, late) if first else ()
     config.rounds = rounds or config.rounds
     return config
@@ -30,6 +31,6 @@ TABLES = {
         lambda column: (accuracy, None),
         "",
         Quick(("cifar10",), 30),
-        variants=("fedmn-live",),
+        variants=("fedmn_correlation",),
     ),
 }

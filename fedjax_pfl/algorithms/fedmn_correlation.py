@@ -1,0 +1,60 @@
+"""FedMN-correlation: its router sees which label goes with which image.
+
+A variant of this library, not of Wang et al., 2022. FedMN averages embeddings of images and
+labels side by side, so groups of clients that number the same classes differently look alike to its
+router. Here the logits follow from how φx(x) and φy(y) correlate over a client's examples, compared
+with the other clients (`networks.correlation`). Three more things differ from `fedmn`:
+
+  gates are hard;
+  a client holds a block, or an encoder, only if it lies on a path from an encoder to the output;
+  φx and φy keep their first values and are downloaded once.
+"""
+
+from typing import Any
+
+from fedjax_pfl.algorithms.routed_training import assemble, check
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import Algorithm, Federation
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.networks.correlation import Correlation, correlated
+from fedjax_pfl.networks.modular import Modular
+
+
+def fedmn_correlation(
+    model: Any,
+    task: Task,
+    training: local_training.Training,
+    federation: Federation,
+    *,
+    layout: tuple[int, ...] = (2, 2, 2),
+    width: int = 512,
+    hidden: int = 256,
+    dropout: float = 0.5,
+    size: int = 128,
+    temperatures: tuple[float, float] = (1.0, 0.1),
+) -> Algorithm:
+    """Each client trains the blocks on its paths, which follow from its correlations.
+
+    Args:
+      layout: Number of blocks in each layer. The first layer holds encoders, each a copy of
+        `model`.
+      width: Outputs of an encoder.
+      hidden: Outputs of the blocks between the first and the last layer.
+      dropout: Probability that one of those outputs is dropped in training.
+      size: Outputs of φx and of φy.
+      temperatures: Temperature τ in the first and in the last round of the phase.
+    """
+    sizes = {"width": width, "hidden": hidden, "size": size}
+    check("fedmn_correlation", model, federation, layout, temperatures, dropout, **sizes)
+    n = federation.outputs
+    router = Correlation(model, layout, federation.clients, size)
+    return assemble(
+        model,
+        task,
+        training,
+        federation,
+        network=Modular(model, n, layout, width, hidden, dropout, trimmed=True),
+        routing=correlated(router, n, training),
+        hard=True,
+        temperatures=temperatures,
+    )

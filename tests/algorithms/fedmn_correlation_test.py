@@ -1,0 +1,122 @@
+"""FedMN-correlation: what learns, what travels, and what is averaged."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Visit
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.networks import correlation, router
+from fedjax_pfl.networks.modular import blocks
+from tests import cases, tiny
+
+KEY = jax.random.key(3)
+LAYOUT, CLIENT = (2, 2, 2), 3
+SIZES = {"layout": LAYOUT, "width": 4, "hidden": 5, "size": 3, "dropout": 0.0}
+
+
+def make(training: local_training.Training) -> Algorithm:
+    federation = tiny.federated()[1]
+    return algorithms.fedmn_correlation(tiny.Net(), cases.TASK, training, federation, **SIZES)
+
+
+def router_of(tree: Any) -> Any:
+    return {name: layer for name, layer in tree["params"].items() if name.startswith("router")}
+
+
+@pytest.mark.slow("rounds of its own")
+def test_only_the_map_to_gates_learns_and_embeddings_travel_once():
+    """φx and φy stay bit for bit, and are billed with the first visit."""
+    training = local_training.sgd(learning_rate=0.5, batch_size=16, steps=2, rounds=5)
+    data = tiny.federated()[0]
+    algorithm = make(training)
+    state = jax.jit(algorithm.init)(KEY)
+    client, own = trees.row(state.clients, CLIENT), client_data(data, CLIENT)
+    visit, train = Visit(CLIENT, own, jnp.int32(0), KEY), jax.jit(algorithm.train)
+    done = train(state.server, client, visit)
+    seen = done.upload["batch_stats"][correlation.STATISTICS]
+    made = correlation.Correlation(tiny.Net(), LAYOUT, tiny.CLIENTS, 3)
+    variables = {"params": router_of(state.server), "batch_stats": state.server["batch_stats"]}
+    sign = correlation.look(made, variables, own, 3, 16)
+    np.testing.assert_allclose(seen["mean"], sign.r, rtol=1e-5, atol=1e-6)  # wholly its own, once
+    # In the first round a client is the mean of all that it knows of: all take the route of b.
+    b = state.server["params"]["router_gates"]["bias"]
+    first_route = jax.nn.sigmoid(correlation.balanced(b, LAYOUT))
+    np.testing.assert_allclose(done.client.pi, first_route, rtol=1e-5)
+    # Later others are known, and it goes its own way.
+    square = jnp.outer(sign.r, sign.r)
+    known = {"mean": sign.r / 2, "square": square, "chance": sign.chance / 40}
+    server = {
+        **state.server,
+        "batch_stats": {**state.server["batch_stats"], correlation.STATISTICS: known},
+    }
+    visited = client._replace(pi=jnp.full(10, 0.5))
+    learnt = train(server, visited, visit._replace(t=jnp.int32(1), key=jax.random.key(5)))
+    for name in router.EMBEDDINGS:
+        chex.assert_trees_all_equal(learnt.upload["params"][name], server["params"][name])
+    before, after = (tree["params"]["router_gates"]["kernel"] for tree in (server, learnt.upload))
+    assert before.shape[0] == 3  # of φx, whatever φy's size is
+    assert np.abs(after - before).max() > 0
+    bills = {}
+    for first in (True, False):
+        bills[first] = jax.jit(algorithm.traffic)(server, {**done.upload, "first": first})
+    assert bool(done.upload["first"])
+    assert not bool(learnt.upload["first"])
+    embeddings = trees.bytes_per_layer({k: server["params"][k] for k in router.EMBEDDINGS})
+    embeddings = sum(embeddings.values()) + 4 * 2 * tiny.HIDDEN  # and BatchNorm's statistics
+    down = {first: int(sum(bill.down.values())) for first, bill in bills.items()}
+    assert down[True] - down[False] == embeddings
+    assert int(sum(bills[True].up.values())) == down[False]
+
+
+@pytest.mark.slow("rounds of its own")
+def test_an_encoder_without_use_neither_changes_nor_travels():
+    """It stays bit for bit, is not billed, and is averaged over the clients that use it."""
+    algorithm = make(cases.training())
+    data, names = tiny.federated()[0], blocks(LAYOUT, trimmed=True)
+    state, ids = jax.jit(algorithm.init)(KEY), jnp.arange(tiny.CLIENTS)
+
+    def one(i: jax.Array, client: Any) -> Any:
+        visit = Visit(i, client_data(data, i), jnp.int32(0), jax.random.fold_in(KEY, i))
+        return algorithm.train(state.server, client, visit)
+
+    done = jax.jit(jax.vmap(one))(ids, state.clients)
+    active = np.asarray(done.upload["active"])
+    assert active.shape == (tiny.CLIENTS, 6)
+    assert not active[:, :2].all()
+    bytes_of = trees.bytes_per_layer(state.server)
+    for j, name in enumerate(("encoder1", "encoder2")):
+
+        def own(tree: Any, name: str = name) -> Any:
+            return jax.tree.leaves([tree[part][name] for part in ("params", "batch_stats")])
+
+        changed = np.concatenate(
+            [
+                (np.asarray(leaf) != np.asarray(before)[None]).reshape(tiny.CLIENTS, -1)
+                for leaf, before in zip(own(done.upload), own(state.server), strict=True)
+            ],
+            1,
+        )
+        np.testing.assert_array_equal(changed.any(1), active[:, j])
+        for k in range(tiny.CLIENTS):
+            bill = algorithm.traffic(state.server, trees.row(done.upload, k)).up
+            billed = sum(int(v) for layer, v in bill.items() if layer.startswith(name))
+            whole = sum(v for layer, v in bytes_of.items() if layer.startswith(name))
+            assert billed == whole * active[k, j]
+    n, leaf = (
+        np.asarray(tiny.TRAIN, float),
+        lambda tree: tree["params"]["encoder1"]["fc1"]["kernel"],
+    )
+    cohort = tiny.cohort(n, ids, jnp.ones(tiny.CLIENTS, bool), state.server, done.upload, 0)
+    share = n * active[:, names.index("encoder1")]
+    mixed = np.tensordot(share / max(share.sum(), 1), np.asarray(leaf(done.upload)), 1)
+    wanted = mixed if share.any() else leaf(state.server)
+    np.testing.assert_allclose(
+        leaf(algorithm.receive(state, cohort)[0]), wanted, rtol=1e-5, atol=1e-6
+    )

@@ -1,0 +1,164 @@
+"""One round of FedMN, from gates to aggregation, against NumPy in float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training
+from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.networks import MLP
+from tests import cases, tiny
+
+LAYOUT, RATE, TAU, STEP = (2, 2, 2), 0.5, 10**-0.5, 1e-6
+SIZES = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.0}
+BLOCKS = ("block2_1", "block2_2", "block3_1", "block3_2")
+CLIENTS = np.array([0, 3, 5])
+
+
+def dense(layer: Any, x: np.ndarray) -> np.ndarray:
+    return x @ layer["kernel"] + layer["bias"]
+
+
+def sigmoid(z: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-z))
+
+
+def logits(params: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Equation (9)."""
+    image = dense(params["router_encoder"]["fc1"], x)
+    joint = np.concatenate([image, dense(params["router_labels"], np.eye(tiny.CLASSES)[y])], 1)
+    joint /= np.linalg.norm(joint, axis=1, keepdims=True)
+    return dense(params["router_gates"], joint).mean(0)
+
+
+def active_blocks(opened: np.ndarray) -> np.ndarray:
+    """Section II-E, written out for 2 x 2 x 2: blocks with an open gate from an active block."""
+    second = [opened[0] or opened[1], opened[2] or opened[3]]
+    third = [
+        any(opened[4 + 2 * j + i] and second[i] for i in range(2))  # i feeds j
+        for j in range(2)
+    ]
+    return np.array([*second, *third], bool)
+
+
+def loss(params: Any, gates: np.ndarray, active: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
+    """Mean cross-entropy of the network that a client holds, with (13) weighted by the gates."""
+
+    def mean(row: np.ndarray, values: list[Any]) -> np.ndarray:
+        pairs = [(c, u) for c, u in zip(row, values, strict=True) if u is not None]
+        return np.sum([c * u for c, u in pairs], 0) / sum(c for c, _ in pairs)
+
+    values: list[Any] = [np.maximum(dense(params[f"encoder{j}"]["fc1"], x), 0) for j in (1, 2)]
+    for number, matrix in ((2, gates[:4].reshape(2, 2)), (3, gates[4:8].reshape(2, 2))):
+        after: list[Any] = []
+        for j, row in enumerate(matrix):
+            held = active[2 * (number - 2) + j]
+            out = dense(params[f"block{number}_{j + 1}"], mean(row, values)) if held else None
+            after.append(np.maximum(out, 0) if held and number == 2 else out)
+        values = after
+    out = mean(gates[8:], values)
+    peak = out.max(1)
+    normaliser = np.log(np.exp(out - peak[:, None]).sum(1)) + peak
+    return float(np.mean(normaliser - out[np.arange(len(y)), y]))
+
+
+def slopes(f: Any, tree: Any) -> Any:
+    """Central differences of f in every entry of a tree of float64 arrays."""
+
+    def of(array: np.ndarray) -> np.ndarray:
+        gradient = np.zeros_like(array)
+        for place in np.ndindex(array.shape):
+            before = array[place]
+            array[place] = before + STEP
+            above = f()
+            array[place] = before - STEP
+            gradient[place] = (above - f()) / (2 * STEP)
+            array[place] = before
+        return gradient
+
+    return jax.tree.map(of, tree)
+
+
+def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, hard: bool) -> Any:
+    """One full-batch step of a client: parameters after it, a_m, and π before it."""
+    params = jax.tree.map(lambda p: np.array(p, np.float64), server)
+    z = logits(params, x, y)
+    soft = sigmoid((z + noise) / TAU)
+    opened = soft > 0.5
+    active = active_blocks(opened)
+    assert (opened[8:] & active[2:]).any()  # a path is open without help
+    gates = opened.astype(float) if hard else soft.copy()
+    psi = {name: layer for name, layer in params.items() if name.startswith("router")}
+    theta = {name: layer for name, layer in params.items() if name not in psi}
+    d_theta = slopes(lambda: loss(params, gates, active, x, y), theta)
+    d_gates = slopes(lambda: loss(params, gates, active, x, y), gates)
+    pulled = d_gates * soft * (1 - soft) / TAU  # (5), in both readings
+    d_psi = slopes(lambda: float(logits(params, x, y) @ pulled), psi)
+    stepped = jax.tree.map(lambda p, g: p - RATE * g, params, {**d_theta, **d_psi})
+    return stepped, active, sigmoid(z)
+
+
+@pytest.mark.parametrize("gates", ["soft", "hard"])
+def test_a_round_is_the_papers(gates):
+    data, federation = tiny.federated()
+    training = local_training.sgd(learning_rate=RATE, batch_size=16, epochs=1, begin=20, rounds=5)
+    algorithm = algorithms.fedmn(
+        MLP(hidden=()), cases.TASK, training, federation, **SIZES, gates=gates
+    )
+    state = jax.jit(algorithm.init)(jax.random.key(1))
+    server, keys = state.server, jax.random.split(jax.random.key(40), len(CLIENTS))
+
+    def train(i: jax.Array, client: Any, key: jax.Array) -> Any:
+        return algorithm.train(server, client, Visit(i, client_data(data, i), jnp.int32(22), key))
+
+    clients = jax.tree.map(lambda leaf: leaf[CLIENTS], state.clients)
+    done = jax.jit(jax.vmap(train))(jnp.asarray(CLIENTS), clients, keys)
+    cohort = tiny.cohort(
+        tiny.TRAIN, jnp.asarray(CLIENTS), jnp.ones(3, bool), server, done.upload, 22
+    )
+    new, _ = jax.jit(lambda c: algorithm.receive(State(server, (), ()), c))(cohort)
+
+    wanted, numpy_data = [], jax.device_get(data)
+    for i, key in zip(CLIENTS, keys, strict=True):
+        noise = jax.random.logistic(jax.random.split(key)[0], (10,))
+        rows = numpy_data.train.rows[i][: tiny.TRAIN[i]]
+        x, y = numpy_data.x[rows].astype(np.float64), numpy_data.y[rows]
+        wanted.append(local_round(server["params"], x, y, np.asarray(noise), gates == "hard"))
+    active = np.stack([a for _, a, _ in wanted])
+    assert not active.all()
+    np.testing.assert_array_equal(done.upload["active"], active)
+    np.testing.assert_allclose(done.client.pi, [pi for _, _, pi in wanted], rtol=1e-5)
+    n = tiny.TRAIN[CLIENTS].astype(float)
+    for name, layer in new["params"].items():
+        used = active[:, BLOCKS.index(name)] if name in BLOCKS else np.ones(3)
+        if not used.any():
+            jax.tree.map(np.testing.assert_array_equal, layer, server["params"][name])
+            continue
+        share = n * used / np.sum(n * used)
+        stacked = [params[name] for params, _, _ in wanted]
+        mean = jax.tree.map(lambda *each, w=share: np.tensordot(w, np.stack(each), 1), *stacked)
+        jax.tree.map(
+            lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5),
+            layer,
+            mean,
+        )
+    moved = np.abs(
+        np.asarray(new["params"]["router_gates"]["bias"] - server["params"]["router_gates"]["bias"])
+    )
+    assert moved.max() > 1e-3  # the router learns, or the comparison above shows nothing
+
+    first = jax.tree.map(lambda leaf: leaf[0], done.client)
+    own = Visit(0, client_data(data, 0), jnp.int32(23), keys[0])
+    served = algorithm.personal(State(new, (), ()), first, own)["gates"]
+    rows = numpy_data.train.rows[0][: tiny.TRAIN[0]]
+    z = logits(jax.device_get(new["params"]), numpy_data.x[rows], numpy_data.y[rows])
+    opened = z > 0
+    if (opened[8:] & active_blocks(opened)[2:]).any():
+        np.testing.assert_array_equal(served, opened)
+    else:
+        assert (opened <= np.asarray(served)).all()
