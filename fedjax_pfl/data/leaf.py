@@ -12,10 +12,12 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import PADDING, DataDir, Dataset, Keep, kept, owned
 from fedjax_pfl.data.labels import class_numbers
 from fedjax_pfl.data.numbers import as_float
+from fedjax_pfl.data.prepared import root_of
 from fedjax_pfl.data.tables import existing
 from fedjax_pfl.data.text import characters, encoded
 
 _SIDE = 28  # FEMNIST's pictures are listed pixel by pixel
+_CHARACTERS = 62
 _TEXT = 4  # of a tweet of Sent140: id, date, query, user, text
 
 
@@ -66,6 +68,40 @@ def leaf(
         about=about,
     )
     return kept(whole, keep)
+
+
+def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
+    """LEAF's FEMNIST, handwritten characters by writer, 62 classes.
+
+    Reads the folders train and test of *.json that LEAF's preprocess.sh writes; they are in the
+    folder femnist of data_dir. Standardised by the training images.
+    """
+    pictures = leaf(None, _keep_all, str(femnist_folder(data_dir)))
+    if pictures.x_train.shape[1:] != (_SIDE, _SIDE, 1) or pictures.outputs > _CHARACTERS:
+        raise UsageError(
+            f"{pictures.name} has examples of shape {pictures.x_train.shape[1:]} in "
+            f"{pictures.outputs} classes, not images of 62 characters"
+        )
+    std = max(float(pictures.x_train.std()), 1e-6)
+    scale = np.array([1 / std], np.float32)
+    shift = np.array([-float(pictures.x_train.mean()) / std], np.float32)
+    named = pictures._replace(name="femnist", outputs=_CHARACTERS, scale=scale, shift=shift)
+    return kept(named, keep)
+
+
+def femnist_folder(data_dir: DataDir) -> Path:
+    """Returns the folder of FEMNIST's train and test; UsageError says how to get it."""
+    folder = Path(root_of(data_dir)).expanduser() / "femnist"
+    if not (folder / "train").is_dir():
+        raise UsageError(
+            f"no FEMNIST in {folder}: copy the folders train and test there that preprocess.sh of "
+            "LEAF's femnist writes, or set data_dir to the folder that contains femnist"
+        )
+    return folder
+
+
+def _keep_all(examples: int) -> None:
+    del examples
 
 
 def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:

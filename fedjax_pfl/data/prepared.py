@@ -36,17 +36,11 @@ def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
 
     Looks in `data_dir`, else in TFDS_DATA_DIR, else where tfds keeps its data by default.
     """
-    root = _root(data_dir)
+    root = root_of(data_dir)
     if versions := _versions(root, dataset):
         return max(versions, key=lambda p: tuple(map(int, p.name.split("."))))
     point = "point to another folder with the setting data_dir or TFDS_DATA_DIR"
     name = dataset.split("/")[0]
-    if name not in _DOWNLOADS:
-        raise UsageError(
-            f"dataset {dataset} is not in {root}: tfds does not build it without TensorFlow "
-            f"Federated, so write {dataset}/1.0.0 in its array_record format (splits train and "
-            f"test, features image, label, writer); or {point}"
-        )
     raise UsageError(
         f"dataset {dataset} is not in {root}: run `{sys.executable} -m pip install tensorflow`, "
         f'then `{sys.executable} -c "import tensorflow_datasets as tfds; '
@@ -58,10 +52,11 @@ def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
 
 def is_there(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> bool:
     """Whether `find` finds it."""
-    return bool(_versions(_root(data_dir), dataset))
+    return bool(_versions(root_of(data_dir), dataset))
 
 
-def _root(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+def root_of(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+    """Returns the folder that holds named datasets."""
     return data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
 
 

@@ -25,6 +25,7 @@ SOURCES: dict[str, Source] = {
     **embedded.SOURCES,
     **tfds_images.SOURCES,
     **table_sources.SOURCES,
+    "femnist": leaf.femnist,
     "images": image_folder.images,
     "leaf": leaf.leaf,
     "npy": mapped.npy,
@@ -91,7 +92,9 @@ def _part(fraction: float, number: int) -> int:
 
 
 def need(name: str, data_dir: DataDir = None) -> None:
-    """Raise UsageError, which says how to get it, where a dataset of tfds is not at hand."""
+    """Raises UsageError, which says how to get it, if a named dataset is missing."""
+    if name == "femnist":
+        leaf.femnist_folder(data_dir)
     if name in tfds_images.SOURCES:
         prepared.find(tfds_images.folder(tfds_images.source_of(name, data_dir)), data_dir)
 

@@ -1,4 +1,4 @@
-"""Images by name, which tfds prepares: CIFAR, MNIST and their like, Omniglot, FEMNIST."""
+"""Images by name, which tfds prepares: CIFAR, MNIST and their like, Omniglot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import prepared
-from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, owned, standardise
+from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, standardise
 
 # Mean and standard deviation per channel of the training images, pixels in [0, 1], as commonly
 # published. Omniglot's were measured on the two small background sets, shrunk as they are here.
@@ -197,46 +197,6 @@ def omniglot(data_dir: DataDir, keep: Keep) -> Dataset:
     )
 
 
-def femnist(data_dir: DataDir, keep: Keep) -> Dataset:
-    """Handwritten characters by writer, 62 classes.
-
-    tfds builds no FEMNIST without TensorFlow Federated. This reads a folder `femnist` in its
-    array_record format with the splits train and test (each writer in both, as in LEAF) and the
-    features image (28x28x1), label and writer (a number or a name). Standardised by what was read.
-    """
-    path = prepared.find("femnist", data_dir)
-    _sizes(path, "train", "test")
-    features = ("image", "label", "writer")
-    train, test = (prepared.read(path, split, features) for split in ("train", "test"))
-    for part in (train, test):
-        if part["writer"].dtype.kind == "S":
-            part["writer"] = np.char.decode(part["writer"], errors="replace")
-    writers = np.unique(np.concatenate([train["writer"], test["writer"]]))
-    kept = keep(len(writers))
-    writers = writers if kept is None else writers[kept]
-    for part in (train, test):
-        ours = np.isin(part["writer"], writers)
-        part.update({key: values[ours] for key, values in part.items()})
-        part["label"] = part["label"].astype(np.int32)
-    _in_range(path, 62, train["label"], test["label"])
-    _alike(path, 1, train["image"], test["image"])
-    pixels = train["image"]
-    constants = (float(pixels.mean()) / 255,), (max(float(pixels.std()), 1.0) / 255,)
-    owners, owners_test, names = owned(str(path), train["writer"], test["writer"])
-    return Dataset(
-        "femnist",
-        pixels,
-        train["label"],
-        test["image"],
-        test["label"],
-        62,
-        *standardise(*constants),
-        owner_train=owners,
-        owner_test=owners_test,
-        owner_names=names,
-    )
-
-
 SOURCES: dict[str, Callable[..., Dataset]] = {
     "cifar10": _images("cifar10", 10),
     "cifar100": _images("cifar100", 100),
@@ -247,5 +207,4 @@ SOURCES: dict[str, Callable[..., Dataset]] = {
     "emnist_letters": _images("emnist_letters", 26, _upright, first=1),
     "svhn_cropped": _images("svhn_cropped", 10),
     "omniglot": omniglot,
-    "femnist": femnist,
 }

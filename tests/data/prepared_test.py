@@ -153,21 +153,6 @@ def test_shrinking_takes_means_by_area():
     np.testing.assert_array_equal(small, [[40, 80], [160, 200]])
 
 
-def test_femnist_is_read_by_writer(tmp_path):
-    train = {"image": pictures(4), "label": [0, 61, 3, 3], "writer": ["Åsa", "w1", "Åsa", "w5"]}
-    test = {"image": pictures(2), "label": [1, 2], "writer": ["w5", "w1"]}
-    write(tmp_path, "femnist", {"train": train, "test": test})
-    dataset = load("femnist", tmp_path)
-    np.testing.assert_array_equal(dataset.owner_train, [2, 0, 2, 1])
-    np.testing.assert_array_equal(dataset.owner_test, [1, 0])
-    assert dataset.owner_names.tolist() == ["w1", "w5", "Åsa"]
-    some = load("femnist", tmp_path, fraction=0.67)  # of the writers
-    assert len(np.unique(np.concatenate([some.owner_train, some.owner_test]))) == 2
-    x = dataset.x_train * dataset.scale + dataset.shift
-    assert abs(x.mean()) < 1e-5
-    assert abs(x.std() - 1) < 1e-5
-
-
 def test_a_missing_dataset_says_what_to_do(tmp_path):
     with pytest.raises(UsageError) as error:
         load("cifar10", tmp_path)
@@ -175,8 +160,6 @@ def test_a_missing_dataset_says_what_to_do(tmp_path):
     for part in ("-m pip install tensorflow", "download_and_prepare", "162 MiB", "TFDS_DATA"):
         assert part in message
     assert "\n" not in message
-    with pytest.raises(UsageError, match="features image, label, writer"):
-        load("femnist", tmp_path)
 
 
 def record(folder, split="train"):

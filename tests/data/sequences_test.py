@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.papers.fedmn.presets import get_config
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import federate, load
+from fedjax_pfl.data import federate, load, need
+from fedjax_pfl.runs.build import build
 
 PLAY = """First Citizen:
 abcab
@@ -65,6 +67,38 @@ def leaf_folder(root, train, test):
             }
             (root / part / f"all_data_{i}.json").write_text(json.dumps(own))
     return f"leaf:{root}"
+
+
+def test_femnist_is_leafs_folder_in_the_data_folder(tmp_path):
+    """The preset of the paper's column reads it: each writer is a client, split anew 80/20."""
+    images = np.random.default_rng(0).random((4, 10, 784)).round(3)
+    labels = [[0, 61, 3, 3, 5, 1, 2, 4, 9, 8]] * 4
+    train = {
+        f"w{i}": (x[:8].tolist(), y[:8])
+        for i, (x, y) in enumerate(zip(images, labels, strict=True))
+    }
+    test = {
+        f"w{i}": (x[8:].tolist(), y[8:])
+        for i, (x, y) in enumerate(zip(images, labels, strict=True))
+    }
+    with pytest.raises(UsageError, match=r"no FEMNIST in .*preprocess\.sh"):
+        load("femnist", tmp_path)
+    with pytest.raises(UsageError, match="no FEMNIST"):
+        need("femnist", tmp_path)
+    leaf_folder(tmp_path / "femnist", train, test)
+    need("femnist", tmp_path)
+    one = load("femnist", tmp_path)
+    assert (one.x_train.shape, one.outputs) == ((32, 28, 28, 1), 62)
+    assert one.owner_names.tolist() == ["w0", "w1", "w2", "w3"]
+    x = one.x_train * one.scale + one.shift
+    np.testing.assert_allclose((x.mean(), x.std()), (0, 1), atol=1e-5)
+    assert len(np.unique(load("femnist", tmp_path, fraction=0.5).owner_train)) == 2
+    preset = get_config("femnist-n3")
+    preset.data_dir = str(tmp_path)
+    preset.fedmn.update(width=2, hidden=2, x_size=2, y_size=2)
+    federation = build(preset).phases[-1].work.federation
+    np.testing.assert_array_equal(federation.counts, [8, 8, 8])
+    assert (federation.input_shape, federation.outputs) == ((28, 28, 1), 62)
 
 
 def test_leafs_pictures_users_and_split_are_kept(tmp_path):

@@ -62,7 +62,7 @@ def test_words_change_a_preset():
     assert fedmn.get_config("mnist-n5").clients == 5
     made = fedmn.get_config("digits-fedem-dirichlet0.4")
     assert (made.algorithm, made.partition, made.phases) == ("fedem", "dirichlet", ())
-    made = fedmn.get_config("emnist-fedmn_correlation")
+    made = fedmn.get_config("emnist_byclass-fedmn_correlation")
     assert made.algorithm == "fedmn_correlation"
     assert made.fedmn_correlation.layout == (3, 3, 3)
     assert [p.rounds for p in configuration.phases(made)] == [145, 150]
