@@ -117,18 +117,12 @@ def _two_factors(first: State, last: State) -> bool:
     return set(stays) == {"x2", "y2"} and _moved(first, last)
 
 
-def _routed(trimmed: bool) -> Callable[[State, State], bool]:
-    """Returns a check that blocks are active for some clients only, and that the router moved."""
-
-    def fired(first: State, last: State) -> bool:
-        active = jax.jit(jax.vmap(lambda gates: router.active(gates, _LAYOUT, trimmed)))
-        used = jax.device_get(active(last.clients.gates))
-        gates = [
-            trees.split(state.server["params"], {"router_gates"})[0] for state in (first, last)
-        ]
-        return _moved(*gates) and not bool(used.all()) and bool(used.any(0).all())
-
-    return fired
+def _routed(first: State, last: State) -> bool:
+    """Blocks are on the paths of some clients only, each on somebody's, and the router moved."""
+    active = jax.jit(jax.vmap(lambda gates: router.active(gates, _LAYOUT, trimmed=True)))
+    used = jax.device_get(active(last.clients.gates))
+    gates = [trees.split(state.server["params"], {"router_gates"})[0] for state in (first, last)]
+    return _moved(*gates) and not bool(used.all()) and bool(used.any(0).all())
 
 
 def _held(first: State, last: State) -> bool:
@@ -322,11 +316,9 @@ CASES = {
     "fedavg_plus": Case({"rate": 0.05}, _moved, lambda model: (model, model)),
     "fedem": Case({"components": 2}, _mixed, lambda model: (2 * model, 2 * model)),
     "fedprox": Case({"mu": 0.5}, _held, lambda model: (model, model)),
-    "fedmn": Case(
-        {**_POOL, "x_size": 3, "y_size": 2}, _routed(trimmed=False), lambda model: (_ROUTES,) * 2
-    ),
+    "fedmn": Case({**_POOL, "x_size": 3, "y_size": 2}, _routed, lambda model: (_ROUTES,) * 2),
     "fedmn_correlation": Case(
-        {**_POOL, "size": 3}, _routed(trimmed=True), lambda model: (_PATHS | _ONCE, _PATHS)
+        {**_POOL, "size": 3}, _routed, lambda model: (_PATHS | _ONCE, _PATHS)
     ),
     "fedper": Case({}, _two_parts({"fc2"}), lambda model: _both(model // 4 - _HEAD)),
     "fedrep": Case(
