@@ -5,8 +5,11 @@ import re
 
 import pytest
 
-from experiments import cli
+from experiments import cli, launch
+from experiments.papers.pfedla import presets as pfedla
 from fedjax_pfl.config import configuration
+from fedjax_pfl.report import page
+from fedjax_pfl.runs import runner
 from tests import documents
 
 ROOT = documents.DOCS.parent
@@ -43,6 +46,30 @@ def test_the_readme_says_what_there_is():
     make = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake (\w+)", text):
         assert f"\n{target}:" in make
+
+
+def test_runs_that_the_readme_compares_are_made_above():
+    made, compared = set(), []
+    for name, arguments in documents.commands((ROOT / "README.md").read_text()):
+        if name == "compare":
+            compared += [run for run in arguments if not run.startswith("--")]
+            assert set(compared) <= made
+        made.add(launch.default_workdir(name, arguments))
+    assert len(compared) == 2
+
+
+@pytest.mark.slow("the demo, at its size")
+def test_the_demo_prints_what_the_first_page_shows(tmp_path):
+    """To two points: rounding differs with the machine, and training carries it on."""
+    (shown,) = documents.blocks("index.md", "text")
+    result = runner.run(pfedla.get_config(), tmp_path)
+    found = page.table(result.metrics)
+    for line, other in zip(shown.splitlines()[1:], found.splitlines()[1:], strict=False):
+        words, there = line.split(), other.split()
+        at = words.index("before" if "before" in words else "after")
+        assert words[: at + 1] == there[: at + 1]
+        for column in (1, 2):  # means; deviations and the worst depend on single examples
+            assert float(words[at + column]) == pytest.approx(float(there[at + column]), abs=2)
 
 
 def test_where_things_go_is_true():
