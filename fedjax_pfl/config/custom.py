@@ -109,8 +109,8 @@ def added(
             name, make = _optimizer(kind, one)
             if given.setdefault(kind, name) != name:
                 raise UsageError(
-                    f"the configuration says {kind}={given[kind]!r}, and the optimiser given is "
-                    f"{name!r}: it is another; leave one of them out"
+                    f"the configuration says {kind}={given[kind]!r}, and {kind}= brings another "
+                    "optimiser; leave one of them out"
                 )
             words = words._replace(**{kind: {**getattr(words, kind), name: make}})
     return words, given

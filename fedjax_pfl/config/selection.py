@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config.configuration import OURS, Words, chosen, default, groups, phases
+from fedjax_pfl.config.configuration import OURS, Words, chosen, groups, phases
 from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
@@ -14,10 +14,12 @@ from fedjax_pfl.data.dataset import Dataset
 def check_given(
     given: Mapping[str, Any], configs: Sequence[ConfigDict], words: Words = OURS
 ) -> None:
-    """UsageError for a setting that was given and that none of the configurations can read.
+    """Raises UsageError for a setting that was given and that none of the configurations can read.
 
-    Only what differs from its default is refused. A preset may bring settings of what is not
-    selected: it is not asked for them, what somebody gives beside it is.
+    A setting of a method, network, dataset or partition that is not selected is refused at its
+    default too, one that counts with another setting only where it differs from its default: a
+    run's whole configuration can be given again. A preset may bring settings of what is not
+    selected; what somebody gives beside it is checked.
 
     Args:
       given: what somebody has written, nested as in Python.
@@ -37,7 +39,6 @@ def check_given(
 def _check(
     given: Mapping[str, Any], readers: Sequence[ConfigDict], where: str, words: Words
 ) -> None:
-    usual = default(words)
     for name, values in given.items():
         if name in ROWS:
             _check_counts(name, values, readers, where)
@@ -46,8 +47,8 @@ def _check(
             continue
         (kind,) = kinds
         found = dict.fromkeys(chosen(one, kind) for one in readers)
-        for key, value in values.items():
-            if name not in found and _plain(value) != _plain(usual[name][key]):
+        for key in values:
+            if name not in found:
                 raise UsageError(
                     f"{where}{name}.{key} counts with {kind}={name} only, and {kind} is "
                     f"{' or '.join(found)}; set {where}{kind} to {name}, or leave "

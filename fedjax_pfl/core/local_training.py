@@ -222,9 +222,27 @@ def _drawn(
     return jnp.pad(first, (0, max(size - longest, 0))), jnp.arange(size) < count
 
 
+_ALWAYS_PADDED = 1024
+
+
+def padded_size(batch_size: int, longest: int) -> int:
+    """Returns the number of rows that a batch is padded to.
+
+    A batch that is larger than any client's data needs no more rows than those. Up to 1,024
+    examples it has its own size all the same, so that random numbers drawn in its shape do not
+    depend on how many examples other clients have.
+
+    Args:
+      batch_size: Examples of a gradient step.
+      longest: The most training examples that a client has.
+    """
+    return min(batch_size, max(longest, _ALWAYS_PADDED))
+
+
 def draw(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
     """A batch of `size` examples of a split, or of all where it has fewer, without replacement."""
-    places, mask = _drawn(key, split.rows.shape[0], split.size, size)
+    longest = split.rows.shape[0]
+    places, mask = _drawn(key, longest, split.size, padded_size(size, longest))
     return take(data, split.rows[places], mask)
 
 
@@ -232,7 +250,8 @@ def _schedule(
     training: Training, split: Split, key: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
     """The number of steps, and for a step the places in `split` of its batch with their mask."""
-    size, longest = training.batch_size, split.rows.shape[0]
+    longest = split.rows.shape[0]
+    size = padded_size(training.batch_size, longest)
     if training.steps is not None:
 
         def fresh(step: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -59,9 +59,11 @@ def mesh(devices: int | None, cohort: int, *, several: bool) -> Mesh | None:
     on_cpus = chosen[0].platform == "cpu" and len(chosen) > 1
     if several and on_cpus and jax.__version_info__[:2] == (0, 11):
         if devices is not None or multiprocess.count() > 1:
+            # Several processes have a device each, which no setting makes fewer.
+            fewer = "use devices=1, " if multiprocess.count() == 1 else ""
             raise UsageError(
                 f"JAX {jax.__version__} cannot compile several runs as one program over "
-                f"{len(chosen)} CPU devices; use devices=1, run them one by one, or take JAX 0.12"
+                f"{len(chosen)} CPU devices; {fewer}run them one by one, or take JAX 0.12"
             )
         chosen = chosen[:1]
     if len(chosen) == 1:

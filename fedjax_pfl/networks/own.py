@@ -72,7 +72,8 @@ class Own(abc.ABC):
             return found
         if set(said) != set(found):
             raise UsageError(
-                f"{self.name}.layers names {', '.join(said)}; its layers are {', '.join(found)}"
+                f"{self.name}.layers names {', '.join(said)}; its layers are {', '.join(found)}: "
+                "name all of them and no others, or leave layers out"
             )
         return said
 
@@ -84,7 +85,8 @@ class Own(abc.ABC):
             return self.layers[-1]
         if said not in self.layers:
             raise UsageError(
-                f"{self.name}.head is {said!r}; its layers are {', '.join(self.layers)}"
+                f"{self.name}.head is {said!r}; choose one of its layers {', '.join(self.layers)}, "
+                f"or leave head out"
             )
         return said
 
@@ -114,7 +116,8 @@ class Linen(Own):
         for kind in variables:
             if kind not in ("params", "batch_stats"):
                 raise UsageError(
-                    f"{self.name} keeps {kind} beside its parameters; it can keep batch_stats only"
+                    f"{self.name} keeps {kind} beside its parameters; keep them as batch_stats, or "
+                    "leave them out"
                 )
         return dict(variables)
 
@@ -196,10 +199,17 @@ def check(name: str, model: Any, x: Any) -> Any:
         raise
     trained, rest = jax.eval_shape(train, variables, x, mask, key)
     if getattr(trained, "shape", None) != getattr(evaluated, "shape", None):
-        raise UsageError(f"{name} has other outputs when it trains than when it is evaluated")
+        shapes = [list(getattr(outputs, "shape", ())) for outputs in (trained, evaluated)]
+        raise UsageError(
+            f"{name} has outputs {shapes[0]} when it trains and {shapes[1]} when it is evaluated; "
+            "return one array of the same shape, whatever train is"
+        )
     for kind, tree in variables.items():
         if kind != "params" and not trees.alike(tree, rest[kind]):
-            raise UsageError(f"{name} has other {kind} after a step of training than before")
+            raise UsageError(
+                f"{name} has other shapes or types of {kind} after a step of training than before; "
+                "update them in place, without another shape or type"
+            )
     return evaluated
 
 

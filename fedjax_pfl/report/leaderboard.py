@@ -45,7 +45,10 @@ def read(out: Path) -> dict[str, Any]:
         commits(whole)
         return whole
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
-        raise UsageError(f"{path} cannot be read; remove it, it is made from the runs") from None
+        raise UsageError(
+            f"{path} is damaged; bring it back from a copy, or move it away: a new one has only "
+            "the splits and methods that are run again"
+        ) from None
 
 
 def column(whole: dict[str, Any], name: str, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.core.errors import UsageError, removed
 from fedjax_pfl.engine.execution_plan import Plan, machine
 from fedjax_pfl.engine.ledger import Ledger
@@ -298,9 +299,16 @@ def read_plans(directory: Path) -> list[Plan] | None:
     """Those of a run that goes on, if made on such a machine; results do not hang on them."""
     try:
         found = json.loads((directory / "plan.json").read_text())
-        return [Plan(**plan) for plan in found["phases"]] if found["machine"] == machine() else None
+        plans = (
+            [Plan(**plan) for plan in found["phases"]] if found["machine"] == machine() else None
+        )
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
+    return plans if plans is None or all(map(_can_be_used, plans)) else None
+
+
+def _can_be_used(plan: Plan) -> bool:
+    return plan.conv in ROWS["conv"].choices and type(plan.chunk) is int and plan.chunk >= 1
 
 
 def traffic(ledger: Ledger) -> dict[str, Any]:

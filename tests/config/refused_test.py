@@ -135,6 +135,7 @@ def test_values_of_the_wrong_type(changes, words):
         ({"learning_rate_drops": ("x",)}, ["learning_rate_drops"]),
         ({"phases": [{}, {"batch_size": 0}]}, ["phases[1].batch_size is 0"]),
         ({"phases": [{"clients_per_round": 9}]}, ["phases[0].clients_per_round is 9"]),
+        ({"evaluate_clients": 99}, ["evaluate_clients is 99", "there are 3 clients", "1 to 3"]),
     ],
 )
 def test_values_that_cannot_be(changes, words):

@@ -22,6 +22,11 @@ def checked(given):
             "partition to dirichlet, or leave dirichlet.alpha out",
         ),
         ({"fedprox": {"mu": 0.7}}, "fedprox.mu counts with algorithm=fedprox only"),
+        ({"fedprox": {"mu": 0.1}}, "fedprox.mu counts with algorithm=fedprox only"),  # the default
+        (
+            {"groups": [{}, {"mlp": {"hidden": (200,)}}]},
+            "groups[1].mlp.hidden counts with model=mlp",
+        ),
         ({"synthetic": {"noise": 9.0}}, "and dataset is digits; set dataset to synthetic"),
         ({"mlp": {"hidden": (3,)}}, "mlp.hidden counts with model=mlp only, and model is small"),
         (
@@ -62,8 +67,8 @@ def test_what_cannot_count_is_refused(given, line):
 @pytest.mark.parametrize(
     "given",
     [
-        {"fedprox": {"mu": 0.1}},  # the default
-        {"mlp": {"hidden": list(configuration.default().mlp.hidden)}},
+        {"fedprox": {}},
+        {"optimizer": "adam", "weight_decay": 0.0},  # the default of a setting that counts with sgd
         {"algorithm": "fedprox", "fedprox": {"mu": 0.7}},
         {"fedprox": {"mu": 0.7}, "phases": [{"rounds": 2}, {"algorithm": "fedprox"}]},
         {"phases": [{"rounds": 2}, {"algorithm": "fedprox", "fedprox": {"mu": 0.7}}]},

@@ -4,6 +4,7 @@ from functools import cache
 from typing import Any
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -286,3 +287,34 @@ def test_evaluate_an_empty_table():
     scores = local_training.evaluate(predict, (), data, data.validation, POWERS)
     zeros = {"power": 0, "both": {"of_two": [0, 0]}}
     assert jax.tree.map(lambda leaf: leaf.tolist(), scores) == (zeros, 0, 0)
+
+
+@pytest.mark.parametrize("how", [{"epochs": 2}, {"steps": 3}])
+def test_a_batch_larger_than_all_data_takes_no_more_memory_and_changes_nothing(how):
+    """A batch of a billion examples is padded to 1,024 rows, and trains as one of 1,024."""
+    data = federated()
+    network = nn.Dense(2)
+    x = jnp.zeros((1, 1))
+
+    def trained(batch_size):
+        training = local_training.sgd(learning_rate=0.1, batch_size=batch_size, **how)
+        variables = network.init(KEY, x)
+
+        def gradient(params, rest, batch, key):
+            def loss(params):
+                outputs = network.apply({"params": params}, batch.x[:, None].astype(jnp.float32))
+                return jnp.sum(jnp.square(outputs[:, 0]) * batch.mask.astype(jnp.float32))
+
+            value, slope = jax.value_and_grad(loss)(params)
+            return (value, rest), slope
+
+        def fit(data):
+            visit = Visit(5, client_data(data, 5), 0, KEY)
+            return local_training.fit(training, gradient, variables["params"], {}, (), visit)[0]
+
+        shapes = jax.make_jaxpr(fit)(data)
+        return fit(data), shapes
+
+    large, shapes = trained(10**9)
+    chex.assert_trees_all_equal(large, trained(1024)[0])
+    assert "1000000000" not in str(shapes)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fedjax_pfl.config import configuration
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.engine import execution_plan
 from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.runs import build, runner
@@ -55,6 +56,24 @@ def test_accelerators_and_several_processes_keep_all_devices(monkeypatch):
     assert execution_plan.mesh(None, 3, several=False) == (3,)
     monkeypatch.setattr(execution_plan.multiprocess, "count", lambda: 2)
     assert execution_plan.mesh(None, 3, several=False) == (4,)
+
+
+@pytest.mark.parametrize(("processes", "advised"), [(1, True), (2, False)])
+def test_one_device_is_advised_only_where_it_can_be_set(processes, advised, monkeypatch):
+    """JAX 0.11 cannot compile several runs for several CPU devices; processes have one each."""
+    there = [SimpleNamespace(platform="cpu")] * 4
+    monkeypatch.setattr(execution_plan.multiprocess, "devices", lambda most: there[:most])
+    monkeypatch.setattr(execution_plan.multiprocess, "count", lambda: processes)
+    monkeypatch.setattr(execution_plan.jax, "__version_info__", (0, 11, 0))
+    with pytest.raises(UsageError, match=r"run them one by one, or take JAX 0\.12") as error:
+        execution_plan.mesh(4, 4, several=True)
+    assert ("use devices=1" in str(error.value)) is advised
+    if advised:
+        assert execution_plan.mesh(1, 4, several=True) is None
+    monkeypatch.setattr(execution_plan.jax, "make_mesh", lambda shape, *_, **__: shape)
+    assert execution_plan.mesh(4, 4, several=False) == (4,)  # one by one
+    monkeypatch.setattr(execution_plan.jax, "__version_info__", (0, 12, 0))
+    assert execution_plan.mesh(4, 4, several=True) == (4,)
 
 
 def test_lines_for_people():

@@ -151,7 +151,10 @@ def test_what_earlier_calls_have_made_stays(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", '{"columns": {"digits": {"methods": {"local": {}}}}}'])
 def test_a_damaged_file_is_named(text, tmp_path):
     (tmp_path / "leaderboard.json").write_text(text)
-    assert "leaderboard.json cannot be read; remove it" in message(board.read, tmp_path)
+    line = message(board.read, tmp_path)
+    assert "leaderboard.json is damaged; bring it back from a copy, or move it away" in line
+    (tmp_path / "leaderboard.json").rename(tmp_path / "elsewhere")
+    assert board.read(tmp_path) == {"columns": {}}
 
 
 @pytest.mark.parametrize(

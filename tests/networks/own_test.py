@@ -229,8 +229,75 @@ def test_layers_and_head_can_be_named():
     named = type("Named", (Plain,), {"layers": ("a", "z", "middle"), "head": "z"})
     net = Linen("Named", {}, named(), (5,))
     assert (net.layers, net.head) == (("a", "z", "middle"), "z")
-    with pytest.raises(UsageError, match=r"Net.head is 'nowhere'; its layers are Dense_0"):
+    with pytest.raises(
+        UsageError, match=r"Net.head is 'nowhere'; choose one of its layers Dense_0"
+    ):
         _ = Linen("Net", {}, WithHead(), (5,)).head
+
+
+class Reshapes(nn.Module):
+    """Returns as many outputs as it is told in training, and three in evaluation."""
+
+    outputs: int = 4
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        return nn.Dense(3)(x) if not train else jnp.tile(nn.Dense(3)(x)[:, :1], self.outputs)
+
+
+class Remembers(nn.Module):
+    """Keeps a variable of a kind, whose shape becomes (size,) after a step of training."""
+
+    kind: str
+    size: int
+
+    @nn.compact
+    def __call__(self, x, train=False):
+        last = self.variable(self.kind, "last", lambda: jnp.zeros(3))
+        if train:
+            last.value = jnp.zeros(self.size)
+        return nn.Dense(3)(x)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "line", "mended"),
+    [
+        (
+            Reshapes(4),
+            r"outputs \[2, 4\] when it trains and \[2, 3\] when .*; return one array of the same",
+            Reshapes(3),
+        ),
+        (
+            Remembers("batch_stats", 4),
+            "other shapes or types of batch_stats after a step .*; update them in place",
+            Remembers("batch_stats", 3),
+        ),
+        (
+            Remembers("cache", 3),
+            "keeps cache beside its parameters; keep them as batch_stats, or leave them out",
+            Remembers("batch_stats", 3),
+        ),
+        (
+            type("Named", (Plain,), {"layers": ("a", "z")})(),
+            "layers names a, z; .* name all of them and no others, or leave layers out",
+            type("Named", (Plain,), {"layers": ("a", "z", "middle")})(),
+        ),
+        (
+            WithHead(),
+            "head is 'nowhere'; choose one of its layers Dense_0, or leave head out",
+            type("Renamed", (WithHead,), {"head": "Dense_0"})(),
+        ),
+    ],
+)
+def test_the_advice_on_a_network_that_is_refused_mends_it(wrong, line, mended):
+    def used(module):
+        net = Linen("Net", {}, module, (5,))
+        return check("Net", net, X[:2]), net.layers, net.head
+
+    with pytest.raises(UsageError, match=line) as error:
+        used(wrong)
+    assert "\n" not in str(error.value)
+    assert used(mended)[0].shape == (2, 3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

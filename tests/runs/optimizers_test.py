@@ -61,8 +61,11 @@ def test_what_is_no_optimizer_is_refused(brought, line, tmp_path):
 
 
 def test_a_name_beside_ones_own_is_refused():
-    with pytest.raises(UsageError, match="configuration says optimizer='adam', and the optimiser"):
-        fedjax_pfl.run({**TINY, "optimizer": "adam"}, optimizer=optax.adam(0.1))
+    line = "configuration says optimizer='adam', and optimizer= brings another .* leave one of them"
+    with pytest.raises(UsageError, match=line):
+        custom.added({**TINY, "optimizer": "adam"}, optimizer=optax.adam(0.1))
+    custom.added(TINY, optimizer=optax.adam(0.1))
+    custom.added({**TINY, "optimizer": "adam"})
     with pytest.raises(UsageError, match="learning_rate counts with optimizer=sgd or adam or"):
         fedjax_pfl.run({**TINY, "learning_rate": 0.1}, optimizer=optax.adam(0.1))
 

@@ -15,6 +15,7 @@ import orbax.checkpoint
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.engine import execution_plan
 from fedjax_pfl.runs import checkpoints, run_directory, runner
 from tests.runs.common import BASE, assert_same_run, but_evaluations, contents, undisturbed
 
@@ -65,6 +66,17 @@ def test_directories_that_hold_something_else_are_refused(tmp_path):
 def test_a_plan_that_no_run_writes_is_made_anew(text, tmp_path):
     """However deep: results do not hang on it."""
     (tmp_path / "plan.json").write_text(text)
+    assert run_directory.read_plans(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [{"conv": "auto", "chunk": "x"}, {"conv": "auto", "chunk": 0}, {"conv": "x", "chunk": 1}],
+)
+def test_a_plan_with_values_that_no_run_has_is_made_anew(plan, tmp_path):
+    run_directory.write_json(
+        tmp_path / "plan.json", {"machine": execution_plan.machine(), "phases": [plan]}
+    )
     assert run_directory.read_plans(tmp_path) is None
 
 
