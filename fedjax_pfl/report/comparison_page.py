@@ -10,7 +10,7 @@ from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report import comparison, csv_tables, figures, text_tables
+from fedjax_pfl.report import comparison, csv_tables, drawing, figures, text_tables
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.comparison import Paired, Row
 from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
@@ -139,9 +139,9 @@ def _megabytes(value: float) -> str:
 
 
 def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
-    both = [comparison.paired(row, first, stage) for stage in figures.STAGES]
+    both = [comparison.paired(row, first, stage) for stage in drawing.STAGES]
     cells = []
-    for stage, found in zip(figures.STAGES, both, strict=True):
+    for stage, found in zip(drawing.STAGES, both, strict=True):
         if isinstance(found, Paired):
             p = f"{found.p:.4f}" if found.p >= 1e-4 else f"{found.p:.1e}"
             cells += [_difference(found.difference, metric), p]
@@ -185,7 +185,7 @@ def as_csv(rows: Sequence[Row]) -> str:
         line |= {"better_than_alone": comparison.better_than_alone(row, rows)}
         line |= {"megabytes_down": found.megabytes_down, "megabytes_up": found.megabytes_up}
         line |= {"rounds": found.rounds[0], "most_rounds": found.rounds[1], "seeds": len(row.runs)}
-        tests = {s: comparison.paired(row, rows[0], s) for s in figures.STAGES}
+        tests = {s: comparison.paired(row, rows[0], s) for s in drawing.STAGES}
         for stage, test in tests.items():
             both = test if isinstance(test, Paired) and row is not rows[0] else None
             line |= {f"difference_{stage}": both and both.difference, f"p_{stage}": both and both.p}
@@ -222,7 +222,7 @@ def write(rows: Sequence[Row], out: Path) -> Path:
         raise UsageError(f"{out} cannot be written ({error.strerror})") from None
 
 
-def _page(rows: Sequence[Row], picture: figures.Picture) -> str:
+def _page(rows: Sequence[Row], picture: drawing.Picture) -> str:
     each = [dict(report.flat(row.config)) for row in rows]
     shared = [(k, v) for k, v in each[0].items() if all(one.get(k) == v for one in each)]
     datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)

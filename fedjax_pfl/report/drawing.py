@@ -1,6 +1,7 @@
 """How every figure looks: its sheet, its axes, its colours and its legend."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from matplotlib import ticker
 from matplotlib.axes import Axes
@@ -13,9 +14,20 @@ from fedjax_pfl.report.numbers import human_bytes, spoken
 # Of rows that are compared, with as many markers and dashes: the same triple comes after 140 rows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS, DASHES = "osD^v", ("-", "--", "-.", ":")
+STAGES = {"before": "before local training", "after": "after local training"}
+STAGE_COLOURS = {"before": "#0072B2", "after": "#D55E00"}
+STAGE_MARKERS = {"before": "o", "after": "s"}
 INK = "#333333"
 WIDTH = 7.2  # inches, of a figure with one panel
 _STEPS = (1, 2, 2.5, 5, 10)  # ticks at round numbers
+
+
+class Picture(NamedTuple):
+    """A figure, the sentence beneath it, and the words that replace it for who cannot see it."""
+
+    figure: Figure
+    caption: str
+    alt: str
 
 
 def canvas(title: str, height: float = 4.2) -> tuple[Figure, Axes]:
@@ -75,6 +87,9 @@ def round_axis(axes: Axes, rounds: Sequence[int]) -> None:
     axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True, steps=_STEPS))
 
 
+PER_CENT = ticker.FuncFormatter(lambda value, _: f"{100 * value:g} %")
+
+
 def score_axis(axes: Axes, metric: Metric) -> None:
     """The y axis of a score: per cent of a share, and a point of it never large."""
     axes.set_ylabel(spoken(metric))
@@ -82,7 +97,7 @@ def score_axis(axes: Axes, metric: Metric) -> None:
         low, high = axes.get_ylim()
         wider = max(0.1 - (high - low), 0) / 2  # a difference of a point should not look large
         axes.set_ylim(max(low - wider, 0), min(high + wider, 1.02))
-        axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{100 * value:g} %"))
+        axes.yaxis.set_major_formatter(PER_CENT)
 
 
 def bytes_axis(axes: Axes) -> None:

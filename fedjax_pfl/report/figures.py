@@ -11,17 +11,20 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from matplotlib import ticker
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from fedjax_pfl.core.scores import Metric
+from fedjax_pfl.report import client_figures
 from fedjax_pfl.report.drawing import (
     COLOURS,
     DASHES,
     INK,
     MARKERS,
+    STAGE_COLOURS,
+    STAGE_MARKERS,
+    STAGES,
     WIDTH,
+    Picture,
     bytes_axis,
     canvas,
     dressed,
@@ -34,23 +37,11 @@ from fedjax_pfl.report.drawing import (
 from fedjax_pfl.report.numbers import human_bytes, metric_of, number, show_score, spoken, word
 from fedjax_pfl.report.run_reader import Record
 
-STAGES = {"before": "before local training", "after": "after local training"}
-_COLOUR = {"before": "#0072B2", "after": "#D55E00", "down": "#0072B2", "up": "#E69F00"}
-_MARKER = {"before": "o", "after": "s"}
+_DIRECTIONS = {"down": "#0072B2", "up": "#E69F00"}
 _OTHER = "#666666"
-_MOST_BARS = 60  # clients: beyond, bars are too thin to read and the figure becomes a scatter
-_WIDEST, _LONGEST = 70, 16  # characters of all names under an axis that lie flat, and of one
 _SPREAD = ("mean", "std", "worst10")
 _MOST_LAYERS = 20  # the smallest layers beyond are drawn as one bar
 _MOST_MARKERS = 40  # evaluations: beyond, markers hide the line
-
-
-class Picture(NamedTuple):
-    """A figure, the sentence beneath it, and the words that replace it for who cannot see it."""
-
-    figure: Figure
-    caption: str
-    alt: str
 
 
 class Curve(NamedTuple):
@@ -76,7 +67,7 @@ def draw(
         "score_rounds": _over_rounds(metrics, metric, beside),
         "score_bytes": _over_bytes(metrics, metric, beside),
         "train_loss": _train_loss(metrics),
-        "clients": _per_client(clients, metric),
+        "clients": client_figures.draw(clients, metric),
         "traffic": _traffic(traffic),
     }
     return {key: picture for key, picture in drawn.items() if picture is not None}
@@ -92,7 +83,7 @@ def _over_rounds(metrics: Sequence[Record], metric: Metric, beside: Mapping[str,
         _line(axes, at, mean, stage, f"{stage}: mean ± std")
         low = [m - s for m, s in zip(mean, std, strict=True)]
         high = [m + s for m, s in zip(mean, std, strict=True)]
-        colour = _COLOUR[stage]
+        colour = STAGE_COLOURS[stage]
         if len(rounds) > 1:
             axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.plot(rounds, worst, color=colour, linestyle="--", label=f"{stage}: worst 10 %")
@@ -198,92 +189,6 @@ def _train_loss(metrics: Sequence[Record]) -> Picture | None:
     return Picture(figure, "Loss during local training.", alt)
 
 
-def _per_client(clients: Sequence[Mapping[str, Any]], metric: Metric) -> Picture | None:
-    rows = [row for row in clients if not math.isnan(number(row.get(f"before_{metric.name}")))]
-    if not rows:
-        return None
-    rows = sorted(rows, key=lambda row: number(row[f"before_{metric.name}"]))
-    before, after = (
-        [number(row.get(f"{stage}_{metric.name}")) for row in rows] for stage in STAGES
-    )
-    active = [bool(row.get("active", True)) for row in rows]
-    figure, axes = canvas(f"{word(metric)} of each client")
-    if len(rows) <= _MOST_BARS:
-        _client_bars(axes, [client_name(row) for row in rows], before, after, active)
-        order = "Clients are sorted by the score as served."
-    else:
-        _client_points(axes, [number(row["train_examples"]) for row in rows], before, after, active)
-        order = "Each client is drawn at its number of training examples."
-    score_axis(axes, metric)
-    legend(axes)
-    caption = f"Final {spoken(metric)} of each client on its own test examples. {order}"
-    alt = (
-        f"{word(metric)} of {len(rows)} clients before local training, from "
-        f"{show_score(metric, before[0])} to {show_score(metric, before[-1])}."
-    )
-    return Picture(figure, caption, alt)
-
-
-def client_name(row: Mapping[str, Any]) -> str:
-    """Whose examples a client has, or its number."""
-    return str(row.get("owner") or row["client"])
-
-
-def _client_bars(
-    axes: Axes, names: list[str], before: list[float], after: list[float], active: list[bool]
-) -> None:
-    for taking_part, label in ((True, "before"), (False, "before, not taking part")):
-        at = [i for i, a in enumerate(active) if a == taking_part]
-        if at:
-            style: dict[str, Any] = {} if taking_part else {"hatch": "///", "edgecolor": "white"}
-            axes.bar(at, [before[i] for i in at], color=_COLOUR["before"], label=label, **style)
-    if not all(map(math.isnan, after)):
-        axes.plot(
-            range(len(after)),
-            after,
-            _MARKER["after"],
-            color=_COLOUR["after"],
-            label="after",
-            markersize=5,
-            markeredgecolor="white",
-            markeredgewidth=0.6,
-        )
-    crowded, wide = len(names) > 30, sum(map(len, names)) > _WIDEST
-    shown = [shorten(name, _LONGEST) for name in names]
-    axes.set_xticks(
-        range(len(names)), shown, fontsize=7 if crowded else 9, rotation=90 if wide else 0
-    )
-    axes.tick_params(axis="x", length=0)
-    axes.set_xlim(-0.7, max(len(names), 4) - 0.3)  # a bar of a lonely client stays a bar
-    axes.set_xlabel("client")
-
-
-def _client_points(
-    axes: Axes, size: list[float], before: list[float], after: list[float], active: list[bool]
-) -> None:
-    for stage, values in (("before", before), ("after", after)):
-        for taking_part, label in ((True, stage), (False, f"{stage}, not taking part")):
-            at = [i for i, a in enumerate(active) if a == taking_part and not math.isnan(values[i])]
-            if at:
-                axes.scatter(
-                    [size[i] for i in at],
-                    [values[i] for i in at],
-                    s=18,
-                    label=label,
-                    alpha=0.65,
-                    marker=_MARKER[stage],
-                    linewidths=0.8,
-                    edgecolors=_COLOUR[stage],
-                    facecolors=_COLOUR[stage] if taking_part else "none",
-                )
-    if min(size) > 0 and max(size) > 20 * min(size):
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_minor_locator(ticker.NullLocator())
-        axes.xaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    axes.set_xlabel("training examples of the client")
-
-
 def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
     down, up = traffic.get("down", {}), traffic.get("up", {})
     names = list(dict.fromkeys([*down, *up]))
@@ -302,7 +207,7 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
             at,
             values,
             height=0.38,
-            color=_COLOUR[direction],
+            color=_DIRECTIONS[direction],
             label=label,
             hatch="///" if direction == "up" else None,
             edgecolor="white",
@@ -328,8 +233,10 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
 
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
-    marker = _MARKER[stage] if len(x) <= _MOST_MARKERS else ""
-    axes.plot(x, y, color=_COLOUR[stage], marker=marker, markersize=5, linewidth=1.8, label=label)
+    marker = STAGE_MARKERS[stage] if len(x) <= _MOST_MARKERS else ""
+    axes.plot(
+        x, y, color=STAGE_COLOURS[stage], marker=marker, markersize=5, linewidth=1.8, label=label
+    )
 
 
 def _others(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:

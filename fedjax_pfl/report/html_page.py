@@ -10,7 +10,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from fedjax_pfl.report.figures import Picture
+from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.text_tables import LINE
 
 # What a figure is drawn in on white paper, as what the page's style calls it.

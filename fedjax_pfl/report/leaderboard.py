@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.report import drawing, html_page, method_labels, text_tables
-from fedjax_pfl.report.figures import Picture
+from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.numbers import mean_and_deviation
 from fedjax_pfl.report.text_tables import Table
 

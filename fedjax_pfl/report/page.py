@@ -14,8 +14,15 @@ from matplotlib.figure import Figure
 
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.engine import vital_signs
-from fedjax_pfl.report import comparison, figures, method_labels, references
-from fedjax_pfl.report.figures import Picture
+from fedjax_pfl.report import (
+    client_figures,
+    comparison,
+    drawing,
+    figures,
+    method_labels,
+    references,
+)
+from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.html_page import (
     figure_block,
     flat,
@@ -118,7 +125,7 @@ def _picked(metrics: Sequence[Record]) -> Iterator[tuple[str, Record]]:
 
 
 def _stages(record: Record) -> list[str]:
-    return [stage for stage in figures.STAGES if record.get(stage)]
+    return [stage for stage in drawing.STAGES if record.get(stage)]
 
 
 def _cells(numbers: Record, metric: Metric, loss: bool = True) -> list[str]:
@@ -245,7 +252,7 @@ def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
                 "predicts their mean has 1"
             )
         value = show_score(metric, number(last[stage].get(f"{metric.name}_mean")))
-        cards.append((f"{word(metric)} {figures.STAGES[stage]}", value, beneath))
+        cards.append((f"{word(metric)} {drawing.STAGES[stage]}", value, beneath))
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))
     halves = [f"{human_bytes(down)} down", f"{human_bytes(up)} up"]
     cards.append(("Bytes moved", human_bytes(down + up), halves))
@@ -275,7 +282,7 @@ def _results(metrics: Sequence[Record]) -> str:
         loss = not blocks
         rows = [
             (
-                f"{title}<br><small>{figures.STAGES[stage]}</small>",
+                f"{title}<br><small>{drawing.STAGES[stage]}</small>",
                 *_cells(record[stage], metric, loss),
             )
             for title, record in _picked(metrics)
@@ -296,11 +303,14 @@ def _results(metrics: Sequence[Record]) -> str:
 
 
 def _clients(run: Run) -> str:
-    """A row for each client, the worst first; folded away, as there can be many."""
+    """A row for each client, the worst first, or quantiles of many; folded away."""
     metric = metric_of(run.metrics)
     tested = [row for row in run.clients if row.get("test_examples")]
     if not tested:
         return ""
+    stages = _stages(run.metrics[-1])
+    if len(tested) > client_figures.MOST_POINTS:
+        return _quantiles(tested, metric, stages)
     sign = 1 if metric.higher_is_better else -1
 
     def place(row: Mapping[str, Any]) -> tuple[bool, float]:
@@ -309,10 +319,9 @@ def _clients(run: Run) -> str:
         return not math.isnan(score), sign * score
 
     in_order = sorted(tested, key=place)
-    stages = _stages(run.metrics[-1])
     rows = [
         (
-            html.escape(figures.client_name(row)),
+            html.escape(client_figures.client_name(row)),
             f"{row.get('train_examples') or 0:,}",
             f"{row['test_examples']:,}",
             *(without_sign(metric, number(row.get(f"{stage}_{metric.name}"))) for stage in stages),
@@ -324,9 +333,31 @@ def _clients(run: Run) -> str:
     heads = ("to train", "to test", *(stage for stage in stages))
     caption = f"{word(metric)}{in_unit(metric)} of each client, the worst first"
     caption += "; clients.csv has all of them." if left else "."
+    return _folded(which, table_block(caption, heads, rows))
+
+
+def _quantiles(tested: Sequence[Mapping[str, Any]], metric: Metric, stages: Sequence[str]) -> str:
+    """A row for each quantile of the clients' scores."""
+    columns = [
+        client_figures.quantiles(
+            [number(row.get(f"{stage}_{metric.name}")) for row in tested], metric
+        )
+        for stage in stages
+    ]
+    rows = [
+        (name, *(without_sign(metric, column[name]) for column in columns))
+        for name in (columns[0] if columns else ())
+    ]
+    caption = (
+        f"Quantiles of {spoken(metric)}{in_unit(metric)} over clients; clients.csv has each client."
+    )
+    return _folded(f"quantiles of {len(tested):,}", table_block(caption, stages, rows))
+
+
+def _folded(which: str, table: str) -> str:
     return f"""<details class="clients">
 <summary>Clients: {which}</summary>
-{table_block(caption, heads, rows)}
+{table}
 </details>"""
 
 

@@ -9,12 +9,13 @@ from matplotlib.ticker import MaxNLocator
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.data.federate import portions
+from fedjax_pfl.data.federate import Portions, portions
 from fedjax_pfl.report.drawing import shorten
 
 _RANGES = 20  # of a target's values
 _BUBBLES = 30  # up to so many clients and classes are drawn as bubbles
-_BARS = 1000  # clients; of more, one area stands for all bars
+_ROWS = 1000  # clients; more are not drawn one by one
+_BINS = 40
 _COLOURS = {"train": "#2f6690", "validation": "#81c3d7", "test": "#f2a65a"}
 _NOVEL = "#b23a48"
 _HEAT = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # white is for none
@@ -23,9 +24,10 @@ _HEAT = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # white is
 def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     """Training examples by client and class; beside them, how many each client has for what.
 
-    Few clients are drawn as bubbles whose area is the number, many as a heat map. Classes are as
-    stored, before a client's label map; the names of novel clients are red. A regression has no
-    classes: its targets' histogram stands in their place.
+    Few clients are drawn as bubbles whose area is the number, many as a heat map, more than a
+    thousand as histograms over clients. Classes are as stored, before a client's label map; the
+    names of novel clients are red. A regression has no classes: its targets' histogram stands in
+    their place.
     """
     y = np.asarray(data.y)
     stored = int(y.max()) + 1 if y.ndim == 1 else 1
@@ -39,6 +41,8 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
         what = "target" if y.shape[1] == 1 else f"the first of {y.shape[1]} targets"
         counts, edges = _histogram(data, y[:, 0])
         stored = counts.shape[1]
+    if federation.clients > _ROWS:
+        return _histograms(held, counts, what)
     few = federation.clients <= _BUBBLES and stored <= _BUBBLES
     height = np.clip(1.6 + 0.3 * federation.clients, 3.2, 9.0)
     figure = Figure(figsize=(float(np.clip(4.6 + 0.26 * stored, 6.6, 11.0)), float(height)))
@@ -70,12 +74,8 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     for name, counts in held._asdict().items():
         if counts.any():
             number = counts.sum(1)
-            ends, look = left + number, {"color": _COLOURS[name], "label": name}
-            if len(number) > _BARS:  # of which each would be drawn by itself
-                side.fill_betweenx(np.arange(len(number)), left, ends, step="mid", lw=0, **look)
-            else:
-                side.barh(range(len(number)), number, thickness, left, **look)
-            left = ends
+            side.barh(range(len(number)), number, thickness, left, color=_COLOURS[name], label=name)
+            left = left + number
     side.set_xlabel("examples")
     side.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     side.legend(
@@ -98,6 +98,46 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     what = f"training examples of {kind}, and all of its examples by what they are for"
     held_out = "" if np.all(federation.active) else "; clients that are held out are red"
     figure.set_label(f"Of each client: {what}{held_out}.")
+    return figure
+
+
+def _histograms(held: Portions, counts: np.ndarray, what: str) -> Figure:
+    """Draws how many clients have so many examples, and so many classes to train on.
+
+    Args:
+      held: Examples of each client by class, and by what they are for.
+      counts: int [N, classes or ranges of a target]: training examples.
+      what: Name of the classes or of the target.
+    """
+    figure = Figure(figsize=(9.0, 3.6))
+    figure.set_layout_engine("constrained")
+    left, right = figure.subplots(1, 2, sharey=False)
+    sizes = {name: part.sum(1) for name, part in held._asdict().items() if part.any()}
+    largest = max(int(number.max()) for number in sizes.values())
+    edges = np.unique(np.linspace(0, largest + 1, _BINS + 1).round()) - 0.5
+    for name, number in sizes.items():
+        left.stairs(
+            np.histogram(number, edges)[0], edges, color=_COLOURS[name], label=name, linewidth=1.6
+        )
+    left.set_xlabel("examples of a client")
+    left.legend(frameon=False, fontsize=8)
+    kinds = "classes" if what == "class" else f"of {counts.shape[1]} ranges of {what}"
+    different = np.bincount((counts > 0).sum(1), minlength=2)
+    right.bar(range(len(different)), different, color=_COLOURS["train"], width=1.0)
+    right.set_xlabel(f"{kinds} that a client trains on")
+    right.xaxis.set_major_locator(MaxNLocator(10, integer=True))
+    for axes in (left, right):
+        axes.set_ylabel("clients")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=8)
+    number = sizes["train"]
+    low, middle, high = np.quantile(number, [0.05, 0.5, 0.95])
+    figure.set_label(
+        f"Over {len(number):,} clients: how many have so many examples, and so many {kinds} to "
+        f"train on. Half have at most {middle:,.0f} training examples, 90 % have {low:,.0f} to "
+        f"{high:,.0f}."
+    )
     return figure
 
 

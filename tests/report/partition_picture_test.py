@@ -66,13 +66,20 @@ def test_of_a_regression_the_targets_histogram_is_drawn():
     assert "training examples of each range of the first of 2 targets" in figure.get_label()
 
 
-def test_very_many_clients_are_an_area_for_each_part(monkeypatch):
-    """A bar for each of a hundred thousand takes minutes."""
-    monkeypatch.setattr(partition_picture, "_BARS", 39)
-    data, federation, held = federate(load("digits"), "iid", clients=40)
-    side = draw_partition(data, federation).axes[1]
-    assert not side.patches
-    train, test = (area.get_datalim(side.transData) for area in side.collections)
-    number = held.train.sum(1)
-    assert (train.x0, train.x1) == (0, number.max())
-    assert test.x1 == (number + held.test.sum(1)).max()
+def test_very_many_clients_are_histograms(monkeypatch):
+    """Forty clients with four classes each; their sizes are those of the partition."""
+    monkeypatch.setattr(partition_picture, "_ROWS", 39)
+    data, federation, held = federate(
+        load("digits"), "classes", clients=40, settings={"examples": 20}
+    )
+    figure = draw_partition(data, federation)
+    sizes, classes = figure.axes
+    train, test = sizes.patches
+    assert train.get_data().values.sum() == test.get_data().values.sum() == 40
+    (size,) = np.unique(held.train.sum(1))
+    edges = train.get_data().edges
+    (place,) = np.flatnonzero(train.get_data().values)
+    assert edges[place] <= size < edges[place + 1]
+    assert [bar.get_height() for bar in classes.patches] == [0, 0, 0, 0, 40]
+    assert "Over 40 clients" in figure.get_label()
+    assert saved(figure) > 1000

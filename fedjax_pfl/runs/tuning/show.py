@@ -15,7 +15,7 @@ from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.core.scores import ACCURACY, Metric
 from fedjax_pfl.report import csv_tables, drawing
 from fedjax_pfl.report import html_page as report
-from fedjax_pfl.report.figures import Picture
+from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
