@@ -300,16 +300,11 @@ def _check_together(one: ConfigDict, where: str) -> None:
             f"{where}participants is held_out, and held_out is 0; hold some clients out"
         )
     there = active if one.participants == "active" else one.held_out
-    if one.clients_per_round is not None and one.clients_per_round > there:
-        raise UsageError(
-            f"{where}clients_per_round is {one.clients_per_round}, and there are {there} "
-            f"clients; choose 1 to {there}"
-        )
-    if one.evaluate_clients is not None and one.evaluate_clients > there:
-        raise UsageError(
-            f"{where}evaluate_clients is {one.evaluate_clients}, and there are {there} clients to "
-            f"evaluate; choose 1 to {there}, or leave it out to evaluate all"
-        )
+    for name in ("clients_per_round", "evaluate_clients"):
+        if one[name] is not None and one[name] > there:
+            raise UsageError(
+                f"{where}{name} is {one[name]}, and there are {there} clients; choose 1 to {there}"
+            )
     if one.test_fraction + one.validation_fraction >= 1:
         raise UsageError("test_fraction and validation_fraction leave nothing to train on")
 
