@@ -43,7 +43,7 @@ def partition(
     """Divides a dataset among clients.
 
     >>> from fedjax_pfl import datasets
-    >>> partition(datasets.digits(), "classes", clients=10, per_client=4)
+    >>> partition(datasets.digits(), "classes", clients=10, per_client=4, examples=160)
     PartitionedData(10 clients, 1120 training examples, 480 test examples)
 
     Args:
