@@ -14,7 +14,7 @@ from fedjax_pfl.report.text_tables import Table
 
 # Events that only contain others, on CPU threads.
 _CONTAINERS = ("ThunkExecutor", "while", "conditional", "call", "Rendezvous", "end: ")
-_SHOWN = 20  # kernels that are listed by name; the rest is summed
+_LONGEST = 20  # kernels that are listed by name; the rest is summed
 
 
 def profile(item: work.Work) -> dict[str, Any]:
@@ -59,19 +59,19 @@ def summary(events: Iterable[tuple[str, float]], seconds: float) -> dict[str, An
         "launches": sum(launches.values()),
         "kernels": [
             {"name": name, "seconds": total[name], "launches": launches[name]}
-            for name in ordered[:_SHOWN]
+            for name in ordered[:_LONGEST]
         ],
-        "other_seconds": sum(total[name] for name in ordered[_SHOWN:]),
+        "other_seconds": sum(total[name] for name in ordered[_LONGEST:]),
     }
 
 
-def table(profiles: Mapping[str, Mapping[str, Any]], most: int = _SHOWN) -> Table:
+def table(profiles: Mapping[str, Mapping[str, Any]], most: int = _LONGEST) -> Table:
     """Returns a table with a row for each item and each of its `most` longest kernels."""
     rows = []
-    for name, found in profiles.items():
-        steps, whole = found["client_steps"], found["device_seconds"] or 1.0
-        for kernel in found["kernels"][:most]:
-            share = 100 * kernel["seconds"] / whole
+    for name, profiled in profiles.items():
+        steps, device_seconds = profiled["client_steps"], profiled["device_seconds"] or 1.0
+        for kernel in profiled["kernels"][:most]:
+            share = 100 * kernel["seconds"] / device_seconds
             microseconds = 1e6 * kernel["seconds"] / steps
             rows.append([f"{name}: {kernel['name'][:60]}", f"{microseconds:.3g}", f"{share:.1f} %"])
     return Table(

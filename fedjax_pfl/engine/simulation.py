@@ -175,9 +175,9 @@ class Simulation:
             )
         if not 0 <= client < self.federation.clients:
             raise UsageError(f"client is {client}; choose 0 to {self.federation.clients - 1}")
-        several = isinstance(self.method.send, tuple)
-        group = int(self.federation.groups[client]) if several else 0
-        kept = state.clients[group] if several else state.clients
+        has_groups = isinstance(self.method.send, tuple)
+        group = int(self.federation.groups[client]) if has_groups else 0
+        client_states = state.clients[group] if has_groups else state.clients
         visit = Visit(
             i=client,
             data=client_data(self.examples, client),
@@ -185,7 +185,7 @@ class Simulation:
             key=stage_key(self._key, PERSONAL, t, client),
         )
         member = members(self.method)[group]
-        return member.personal(state._replace(clients=()), row(kept, client), visit)
+        return member.personal(state._replace(clients=()), row(client_states, client), visit)
 
     def _program(self, rounds: int) -> OnDevice | Streamed:
         """Returns the program that runs up to so many rounds in one call, made at first use."""
