@@ -1,4 +1,4 @@
-"""Curves of a published table's cells, drawn beside the published numbers."""
+"""Draws the curves of a published table's cells with the published numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,15 +12,14 @@ from fedjax_pfl.algorithms import VARIANT
 from fedjax_pfl.report import drawing
 
 Curves = dict[str, dict[str, Any]]  # by "row/column" and seed
-ON_CURVES = (accuracy, after, best)  # measures that are points of the curves
+ON_CURVES = (accuracy, after, best)  # measures that lie on the curves
 
 
 def picture(name: str, table: Table, curves: Curves) -> Figure | None:
-    """Accuracy over rounds, a panel for each column; the published numbers stand at its right.
+    """Draws accuracy over rounds, a panel per column, with the published numbers at the right.
 
-    Columns of one dataset have one scale, as they are to be compared.
-    A column whose measure is no point of a curve has no panel; where none has one there is no
-    picture.
+    Columns of one dataset share a scale. A column has a panel if its measure lies on the curves.
+    Returns None if no column has.
     """
     labels = [tuple(label.split("/")) for label in curves]
     columns = [
@@ -50,7 +49,7 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
             seen += _point(axes, table, (row, column), end * (1 + 0.03 * i), colours[row])
     for dataset, seen in heights.items():
         low, high = min(seen), max(seen)
-        span = max(high - low, 4)  # points below which the beginning is cut off
+        span = max(high - low, 4)  # the curve is cut off this many points below
         lowest = min(axes.dataLim.y0 for axes in alike[dataset])
         for axes in alike[dataset]:
             axes.set_ylim(max(low - span, lowest - span / 10), high + span / 10)
@@ -63,7 +62,7 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
 
 
 def _line(axes: Axes, own: Mapping[str, Any], stage: str, row: str, colour: str) -> Sequence[float]:
-    """The mean over seeds, and where they all lie; the heights of its second half, and its top."""
+    """Draws the mean and range over seeds; returns the heights of the second half and the top."""
     each = [dict(zip(one["round"], one[stage], strict=True)) for one in own.values()]
     rounds = sorted(set.intersection(*map(set, each)))
     values = np.array([[curve[r] for r in rounds] for curve in each])
@@ -75,7 +74,7 @@ def _line(axes: Axes, own: Mapping[str, Any], stage: str, row: str, colour: str)
 def _point(
     axes: Axes, table: Table, cell: tuple[str, str], place: float, colour: str
 ) -> list[float]:
-    """The published mean and its deviation; their heights."""
+    """Draws the published mean and deviation; returns their heights."""
     value = table.published(*cell)
     if value is None:
         return []

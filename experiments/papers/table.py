@@ -1,4 +1,4 @@
-"""What a published table is to us: its cells, the settings of each, and how we measure them."""
+"""Published tables: their cells, the settings of each cell, and the measures of a run."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,52 +9,52 @@ import numpy as np
 from ml_collections import ConfigDict
 
 PAPERS = Path(__file__).parent
-Measure = Callable[[Any], float]  # of a run that is read back, or of a runner's result
+Measure = Callable[[Any], float]  # takes a run that was read, or a runner's result
 Published = float | Sequence[float] | None  # a mean, a mean and its deviation, or no number
 
 
 def _as_it_is(config: ConfigDict) -> None:
-    """Nothing else changes."""
+    """Changes nothing."""
 
 
 def _possible(config: ConfigDict) -> str:
-    """Nothing keeps a cell from being run."""
+    """Returns no reason: the cell can be run."""
     return ""
 
 
 class Quick(NamedTuple):
-    """The scale that ends within minutes on two cores."""
+    """The scale that takes minutes on two cores."""
 
-    columns: tuple[str, ...]  # those that are run where no cells are chosen
-    rounds: int  # on digits
-    light: Mapping[str, int] = {}  # rounds on a column's own dataset, where it is small enough
-    shrink: Callable[[ConfigDict], None] = _as_it_is  # what else changes there
+    columns: tuple[str, ...]  # columns that are run by default
+    rounds: int  # rounds on digits
+    light: Mapping[str, int] = {}  # rounds by dataset, for datasets small enough to be used
+    shrink: Callable[[ConfigDict], None] = _as_it_is  # other changes on those datasets
 
 
 class Table(NamedTuple):
-    """A table of a paper, and rows of ours. Columns differ in data, rows in the method."""
+    """A table of a paper. Columns differ in data, rows in the method."""
 
-    about: str  # the paper, and what its numbers are
-    ours: str  # what ours are, and the number shown beside them
+    about: str  # the paper and the meaning of its numbers
+    ours: str  # the meaning of our numbers and of the second measure
     cells: Mapping[str, Mapping[str, Published]]  # by row and column
-    dataset: Callable[[str], str]  # of a column
-    # Settings of (row, column) on a dataset, for so many rounds; None: the published number. Where
-    # the dataset is not the column's own they are those of a small federation.
+    dataset: Callable[[str], str]  # dataset of a column
+    # Settings of (row, column, dataset, rounds); rounds None means the published number. On another
+    # dataset than the column's they are those of a small federation.
     settings: Callable[[str, str, str, int | None], ConfigDict]
-    measures: Callable[[str], tuple[Measure, Measure | None]]  # of a column: ours, and beside it
-    beside: str  # the name of the second
+    measures: Callable[[str], tuple[Measure, Measure | None]]  # our number and a second, by column
+    beside: str  # name of the second measure
     quick: Quick
     impossible: Callable[[ConfigDict], str] = _possible  # why a cell cannot be run
     variants: Sequence[str] = ()  # rows that no paper has: variants of this library
 
     @property
     def reported(self) -> str:
-        """Which accuracy `ours` is: before local training or after it."""
+        """Returns "before" or "after": whether `ours` is measured before local training."""
         return "after" if self.beside == "before" else "before"
 
     @property
     def columns(self) -> list[str]:
-        """In the order in which they first appear."""
+        """All columns, in the order of the paper."""
         return list(dict.fromkeys(column for row in self.cells.values() for column in row))
 
     @property
@@ -63,7 +63,7 @@ class Table(NamedTuple):
         return [*self.cells, *self.variants]
 
     def published(self, row: str, column: str) -> Published:
-        """The paper's number, where it has one."""
+        """Returns the paper's number, or None if it has none."""
         return self.cells.get(row, {}).get(column)
 
 
@@ -76,7 +76,7 @@ class Cell(NamedTuple):
 
 
 def cells_of(table: Table) -> list[Cell]:
-    """All cells of a table, column by column."""
+    """Returns all cells of a table, column by column."""
     return [
         Cell(row, column, table.published(row, column))
         for column in table.columns
@@ -85,51 +85,53 @@ def cells_of(table: Table) -> list[Cell]:
 
 
 def published(paper: str) -> dict[str, Any]:
-    """The numbers of a paper, as they are kept in experiments/papers."""
+    """Returns the published numbers of a paper."""
     return json.loads((PAPERS / paper / "published.json").read_text())
 
 
 def mean_of(published: float | Sequence[float]) -> float:
-    """The published number without its deviation."""
+    """Returns the published number without its deviation."""
     return float(published if isinstance(published, int | float) else published[0])
 
 
 def readable(paper: str, study: str) -> dict[str, Any]:
-    """The numbers that a paper states of the figures that a study is about, by figure."""
+    """Returns the numbers that a paper states of a study's figures, by figure."""
     return {
-        name: {"of": one["of"], **one["values"]}
-        for name, one in published(paper)["figures"].items()
-        if one["study"] == study and "values" in one
+        name: {"of": figure["of"], **figure["values"]}
+        for name, figure in published(paper)["figures"].items()
+        if figure["study"] == study and "values" in figure
     }
 
 
 def accuracy(run: Any, when: str = "before", key: str = "accuracy_mean") -> float:
-    """Mean accuracy over clients at the last evaluation, in per cent."""
+    """Returns the mean accuracy over clients at the last evaluation, in per cent."""
     return 100 * run.metrics[-1][when][key]
 
 
 def after(run: Any) -> float:
-    """The same after one more local training."""
+    """Returns the accuracy after one more local training, in per cent."""
     return accuracy(run, "after")
 
 
 def best(run: Any, key: str = "accuracy_mean") -> float:
-    """Accuracy as served in per cent, at the evaluation that is best on validation examples."""
-    chosen = run.metrics[-1]["best_round"]
-    line = next((m for m in run.metrics if m["round"] == chosen), run.metrics[-1])
+    """Returns the served model's accuracy (%) at the evaluation with the best validation score."""
+    best_round = run.metrics[-1]["best_round"]
+    line = next((m for m in run.metrics if m["round"] == best_round), run.metrics[-1])
     return 100 * line["before"][key]
 
 
 def moved(run: Any) -> int:
-    """Bytes of all clients, both directions."""
+    """Returns the bytes of all clients, both directions."""
     return run.metrics[-1]["bytes_down"] + run.metrics[-1]["bytes_up"]
 
 
 def among(chosen: Callable[[Mapping[str, Any], int], bool], when: str) -> Measure:
-    """Mean accuracy in per cent over the clients for which chosen(row of N, N) holds.
+    """Returns the measure "mean accuracy (%) over some clients".
 
-    when: before or after, at the last evaluation; best_before or best_after, at that which is best
-    on validation examples, or at the last one where there are none.
+    Args:
+      chosen: Takes a client's row and the number of clients; True if the client counts.
+      when: before or after, at the last evaluation; best_before or best_after, at the one with the
+        best validation score, or the last one without validation examples.
     """
     last = when.removeprefix("best_")
 
@@ -147,7 +149,7 @@ def among(chosen: Callable[[Mapping[str, Any], int], bool], when: str) -> Measur
 
 
 def plateau(run: Any, when: str = "before") -> str:
-    """Whether the last quarter of the evaluations is within half a point of the one before."""
+    """Tells if the last quarter of the evaluations is within half a point of the one before."""
     curve = [100 * line[when]["accuracy_mean"] for line in run.metrics]
     quarter = len(curve) // 4
     if not quarter:
@@ -157,7 +159,7 @@ def plateau(run: Any, when: str = "before") -> str:
 
 
 def cell(value: Any) -> str:
-    """A mean and its deviation, or whatever else stands in a table."""
+    """Formats a mean and its deviation, or any other content of a cell."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):

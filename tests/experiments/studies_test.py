@@ -137,7 +137,7 @@ def test_paper_sets_data_clients_and_rounds(name, given, wanted, tmp_path, monke
 
 def test_nearest_neighbours_by_hand():
     points, group = np.array([[0.0], [1.0], [3.0], [3.5]]), np.array([0, 0, 0, 1])
-    assert pfedhn.alike(points, group) == 0.5  # the third is nearest to the fourth
+    assert pfedhn.share_near_own_group(points, group) == 0.5  # the third is nearest to the fourth
 
 
 def test_total_variation_by_hand():

@@ -2,12 +2,14 @@
 
 python -m experiments.pfedhn --config=experiments/configs/pfedhn.py:cifar10-n50
 
-Presets are words joined with dashes: a dataset (digits, mnist, cifar10, cifar100, omniglot), a
-number of clients (n10, n50, n100), a method (pfedhn, pfedhn_pc, local, fedavg, fedper, lg_fedavg,
-per_fedavg, pfedme), clients per round of a hypernetwork method (k5: five, in a fifth of the rounds,
-so that the number of client updates is the same), communication steps (steps100, instead of the
-paper's 5,000 or of 500 on digits), or sizes (75 clients in three groups with 8, 16 and 32 kernels
-in the first layer).
+Presets are words joined with dashes:
+
+- a dataset (digits, mnist, cifar10, cifar100, omniglot);
+- a number of clients (n10, n50, n100);
+- a method (pfedhn, pfedhn_pc, local, fedavg, fedper, lg_fedavg, per_fedavg, pfedme);
+- clients per round of a hypernetwork method (k5: five, in a fifth of the rounds);
+- communication steps (steps100, instead of the paper's 5,000 or of 500 on digits);
+- sizes (75 clients in three groups with 8, 16 and 32 kernels in the first layer).
 
 A communication step is one round: of one client for a hypernetwork method, of five clients for the
 others. Where the paper is silent, other methods take as many local steps as pFedHN's clients, and

@@ -55,11 +55,11 @@ def _numbers(results: list[runner.Result]) -> dict[str, Any]:
 
 def spectral() -> tuple[dict[str, Any], Figure]:
     """Trains with and without spectral normalisation of the hypernetwork."""
-    found = {}
+    numbers = {}
     for name, on in (("plain", False), ("spectral", True)):
         config = tables.spectral(on, DATASET.value, f"n{CLIENTS.value}", ROUNDS.value)
-        found[name] = _numbers(study.runs(config, f"table4-n{CLIENTS.value}-{name}"))
-    return found, study.bars({name: {"best": row["best"]} for name, row in found.items()})
+        numbers[name] = _numbers(study.runs(config, f"table4-n{CLIENTS.value}-{name}"))
+    return numbers, study.bars({name: {"best": row["best"]} for name, row in numbers.items()})
 
 
 def total_variation(counts: np.ndarray, novel: np.ndarray) -> np.ndarray:
@@ -80,10 +80,10 @@ def novel() -> tuple[dict[str, Any], Figure]:
     visits = max(held_out, ROUNDS.value * held_out // (clients - held_out))  # as many for each
     # At the default rate an embedding moves by a thousandth of its length in a visit. Of 0.01, 0.1,
     # 1 and 10 this rate has the best validation accuracy of new clients on CIFAR-10.
-    own = {"frozen": True, "rate": 1.0}
+    v_alone = {"frozen": True, "rate": 1.0}
     phases: tuple[dict[str, Any], ...] = (
         {},
-        {"participants": "held_out", "rounds": visits, "pfedhn": own},
+        {"participants": "held_out", "rounds": visits, "pfedhn": v_alone},
     )
     methods: dict[str, tuple[str, dict[str, Any]]] = {
         "pfedhn": ("before", {"phases": phases}),
@@ -91,10 +91,10 @@ def novel() -> tuple[dict[str, Any], Figure]:
         "per_fedavg": ("after", {"evaluate_after": True}),
         "pfedme": ("after", {"evaluate_after": True}),
     }
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for method in study.chosen(methods, ("pfedhn", "fedavg")):
         when, changes = methods[method]
-        found[method] = {}
+        numbers[method] = {}
         for alpha in study.scope((0.1, 1.0), (0.1, 0.25, 0.5, 1.0)):
             config = _config(f"n{clients}", method, held_out=held_out, **changes)
             config.partition = "dirichlet_classes"
@@ -107,14 +107,14 @@ def novel() -> tuple[dict[str, Any], Figure]:
                 distance = total_variation(result.federation.class_counts, new)
                 gaps.append(score[new].mean() - score[~new].mean())
                 points += list(zip(distance.tolist(), score[new].tolist(), strict=True))
-            found[method][f"{alpha:g}"] = {
+            numbers[method][f"{alpha:g}"] = {
                 "gap": mean_std(gaps),
                 "total_variation": float(np.mean([d for d, _ in points])),
                 "clients": points,
             }
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for (method, rows), colour in zip(found.items(), study.COLOURS, strict=False):
+    for (method, rows), colour in zip(numbers.items(), study.COLOURS, strict=False):
         place = [row["total_variation"] for row in rows.values()]
         mean = [row["gap"]["mean"] for row in rows.values()]
         order = np.argsort(place)
@@ -127,7 +127,7 @@ def novel() -> tuple[dict[str, Any], Figure]:
     )
     left.legend(frameon=False)
     right.set(xlabel="total variation of each novel client", ylabel="accuracy (%)")
-    return found, figure
+    return numbers, figure
 
 
 def row_normalised(accuracy: np.ndarray) -> np.ndarray:
@@ -170,13 +170,13 @@ def figure3() -> tuple[dict[str, Any], Figure]:
     ticks = range(len(accuracy))
     axis.set(xlabel="body θ of client", ylabel="head ω of client", xticks=ticks, yticks=ticks)
     figure.colorbar(image, ax=axis, label="accuracy, normalised in each row")
-    own = np.diag(accuracy)
-    off = (accuracy.sum(1) - own) / (len(own) - 1)
+    diagonal = np.diag(accuracy)
+    off = (accuracy.sum(1) - diagonal) / (len(diagonal) - 1)
     return {
-        "own_body": 100 * float(own.mean()),
+        "own_body": 100 * float(diagonal.mean()),
         "other_bodies": 100 * float(off.mean()),
         "spread_of_bodies": _spread(result),
-        "own_is_best_of_row": float(np.mean(own >= accuracy.max(1))),
+        "own_is_best_of_row": float(np.mean(diagonal >= accuracy.max(1))),
         "accuracy": accuracy.tolist(),
     }, figure
 
@@ -193,11 +193,11 @@ def own_moves(values: np.ndarray) -> np.ndarray:
     return last - np.sum(first * last) / np.sum(first * first) * first
 
 
-def alike(points: np.ndarray, group: np.ndarray) -> float:
+def share_near_own_group(points: np.ndarray, group: np.ndarray) -> float:
     """Returns the share of clients whose nearest neighbour is in their own group."""
-    apart = np.linalg.norm(points[:, None] - points[None], axis=-1)
-    np.fill_diagonal(apart, np.inf)
-    return float(np.mean(group[apart.argmin(1)] == group))
+    distances = np.linalg.norm(points[:, None] - points[None], axis=-1)
+    np.fill_diagonal(distances, np.inf)
+    return float(np.mean(group[distances.argmin(1)] == group))
 
 
 def figure4() -> tuple[dict[str, Any], Figure]:
@@ -210,22 +210,22 @@ def figure4() -> tuple[dict[str, Any], Figure]:
         config.listed.examples = 80 if DATASET.value == "digits" else 600
     result = study.runs(config, "figure4")[0]
     assert result.federation.class_counts is not None  # images have classes
-    held = result.federation.class_counts > 0
-    group = np.unique(held, axis=0, return_inverse=True)[1].ravel()
+    classes = result.federation.class_counts > 0
+    group = np.unique(classes, axis=0, return_inverse=True)[1].ravel()
     values = np.stack(result.observations["embeddings"][1])
-    shown = {"v": values[-1], "moves": own_moves(values)}
+    panels = {"v": values[-1], "moves": own_moves(values)}
     figure = Figure(figsize=(9.4, 4.4), layout="constrained")
     facts: dict[str, Any] = {}
     titles = ("v at the end", "change of v without decay")
-    for axis, (name, x), title in zip(figure.subplots(1, 2), shown.items(), titles, strict=True):
-        seen = TSNE(perplexity=min(30, len(x) // 4), random_state=0, init="pca").fit_transform(x)
-        axis.scatter(seen[:, 0], seen[:, 1], c=group, cmap="tab20", s=30)
+    for axis, (name, x), title in zip(figure.subplots(1, 2), panels.items(), titles, strict=True):
+        points = TSNE(perplexity=min(30, len(x) // 4), random_state=0, init="pca").fit_transform(x)
+        axis.scatter(points[:, 0], points[:, 1], c=group, cmap="tab20", s=30)
         axis.set(xticks=[], yticks=[], title=title)
         facts[f"silhouette_of_{name}"] = float(silhouette_score(x, group))
-        facts[f"silhouette_of_picture_of_{name}"] = float(silhouette_score(seen, group))
-        facts[f"nearest_of_own_group_by_{name}"] = alike(x, group)
+        facts[f"silhouette_of_picture_of_{name}"] = float(silhouette_score(points, group))
+        facts[f"nearest_of_own_group_by_{name}"] = share_near_own_group(x, group)
     figure.suptitle("t-SNE of the embeddings; a colour for each group of classes")
-    lengths = [float(np.linalg.norm(x, axis=1).mean()) for x in (shown["moves"], values[0])]
+    lengths = [float(np.linalg.norm(x, axis=1).mean()) for x in (panels["moves"], values[0])]
     return {
         **_numbers([result]),
         "spread_of_models": _spread(result),
@@ -237,49 +237,49 @@ def figure4() -> tuple[dict[str, Any], Figure]:
 
 def figure5() -> tuple[dict[str, Any], Figure]:
     """Varies the number of local steps; the number of communication steps stays."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.8), layout="constrained")
     axis = figure.subplots()
     for steps, colour in zip((1, 25, 50, 100, 200), study.COLOURS, strict=True):
         results = study.runs(_config(f"n{CLIENTS.value}", local_steps=steps), f"figure5-{steps}")
-        found[str(steps)] = _numbers(results)
+        numbers[str(steps)] = _numbers(results)
         curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
         rounds = [m["round"] for m in results[0].metrics]
         axis.plot(rounds, np.mean(curves, 0), color=colour, label=str(steps))
     axis.set(xlabel="communication step", ylabel="accuracy (%)")
     axis.legend(frameon=False, title="local steps")
-    return found, figure
+    return numbers, figure
 
 
 def figure6() -> tuple[dict[str, Any], Figure]:
     """Varies the embedding's length and the hypernetwork's depth, one at a time."""
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     short: dict[str, tuple[int, ...]] = {"embedding": (5, 35), "depth": (1, 3, 5)}
     settings = study.scope(short, {"embedding": (5, 15, 25, 35), "depth": (1, 2, 3, 4, 5)})
     for axis, (name, values) in zip(
         figure.subplots(1, 2, sharey=True), settings.items(), strict=True
     ):
-        found[name] = {}
+        numbers[name] = {}
         for value in values:
             config = _config(f"n{CLIENTS.value}", pfedhn={name: value})
-            found[name][value] = _numbers(study.runs(config, f"figure6-{name}{value}"))
-        best = [found[name][value]["best"] for value in values]
+            numbers[name][value] = _numbers(study.runs(config, f"figure6-{name}{value}"))
+        best = [numbers[name][value]["best"] for value in values]
         spread = None if SEEDS.value == 1 else [b["std"] for b in best]
         axis.errorbar(values, [b["mean"] for b in best], spread, marker="o", capsize=4)
         axis.set(xlabel=f"{name} of the hypernetwork", xticks=values)
     figure.axes[0].set_ylabel("accuracy (%)")
-    return found, figure
+    return numbers, figure
 
 
 def fixed() -> tuple[dict[str, Any], Figure]:
     """Compares learned embeddings with class shares, ten numbers per client."""
-    found = {}
-    for name, own in (("trainable", {"embedding": 10}), ("fixed", {"fixed": True})):
-        config = _config(f"n{CLIENTS.value}", partition="dirichlet_classes", pfedhn=own)
+    numbers = {}
+    for name, changes in (("trainable", {"embedding": 10}), ("fixed", {"fixed": True})):
+        config = _config(f"n{CLIENTS.value}", partition="dirichlet_classes", pfedhn=changes)
         config.dirichlet_classes.update(alpha=0.1, equal=False)
-        found[name] = _numbers(study.runs(config, f"fixed-{name}"))
-    return found, study.bars({name: {"best": row["best"]} for name, row in found.items()})
+        numbers[name] = _numbers(study.runs(config, f"fixed-{name}"))
+    return numbers, study.bars({name: {"best": row["best"]} for name, row in numbers.items()})
 
 
 LENGTHS = {
