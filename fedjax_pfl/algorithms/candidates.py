@@ -82,8 +82,8 @@ def initial_table(
     # An active client takes the clients behind it on the circle of active clients, then held-out
     # ones. A held-out client takes itself, then the circle, then the other held-out clients.
     of_active = jnp.where(slot < a, (place + slot) % a, slot)
-    others = slot - 1 + (slot - 1 >= place).astype(slot.dtype)
-    of_held_out = jnp.where(slot <= a, (place + slot) % a, others)
+    other_held_out = slot - 1 + (slot - 1 >= place).astype(slot.dtype)
+    of_held_out = jnp.where(slot <= a, (place + slot) % a, other_held_out)
     of_held_out = jnp.where(slot == 0, place, of_held_out)
     return CandidateTable(
         client_ids=jnp.sort(order[jnp.where(place < a, of_active, of_held_out)], axis=1),
@@ -110,10 +110,10 @@ def updated_rows(
 
     def updated_row(i: jax.Array, cosine: jax.Array) -> CandidateTable:
         ids, similarity = trees.row(table, i)
-        same = (ids[:, None] == cohort.ids[None]) & cohort.arrived[None]
-        compared = jnp.max(jnp.where(same, cosine, -jnp.inf), 1)
-        similarity = jnp.where(same.any(1), compared, similarity)
-        newcomers = jnp.where(eligible & ~same.any(0) & (cohort.ids != i), cosine, -jnp.inf)
+        is_sampled = (ids[:, None] == cohort.ids[None]) & cohort.arrived[None]
+        compared = jnp.max(jnp.where(is_sampled, cosine, -jnp.inf), 1)
+        similarity = jnp.where(is_sampled.any(1), compared, similarity)
+        newcomers = jnp.where(eligible & ~is_sampled.any(0) & (cohort.ids != i), cosine, -jnp.inf)
         current = jnp.where(ids == i, jnp.inf, similarity)
         m = ids.shape[0]
         _, best = jax.lax.top_k(jnp.concatenate([current, newcomers]), m)  # a tie keeps the old one

@@ -120,8 +120,8 @@ def pfedla(
         stored = inputs(state.rows, visit.i)
         weights = alpha(trees.row(state.rows.psi, visit.i), stored)
         retained = largest(weights[:, stored.own_column], k, layers)
-        own = jax.nn.one_hot(stored.own_column, columns)
-        params = mix(stored.models, jnp.where(retained[:, None], own, weights), layers)
+        one_hot = jax.nn.one_hot(stored.own_column, columns)
+        params = mix(stored.models, jnp.where(retained[:, None], one_hot, weights), layers)
         return {"params": params, "retained": retained}
 
     def train(payload: PyTree, client: ClientState, visit: Visit) -> Trained:

@@ -49,7 +49,7 @@ def test_first_candidates():
 
 
 def test_the_most_similar_clients_replace_others():
-    """Of seven clients 1, 2 and 5 take part, 6 drops out; 5 is held out.
+    """Clients 1, 2 and 5 take part, one drops out; 5 is held out.
 
     Updates (1, 0), (1, 1) and (0, 1): cosines 0.7071 of 1 with 2 and of 2 with 5, 0 of 1 with 5.
     """
@@ -77,8 +77,8 @@ def test_the_most_similar_clients_replace_others():
 def test_only_candidates_are_mixed():
     """Raw weights ln 1, ln 2 and ln 3 give alpha = 1/6, 1/3 and 1/2."""
     tiny_federation = tiny.federated()[1]
-    made = cases.make("pfedla", tiny_federation, {"k": 0, "candidates": 3})
-    state = made.init(KEY)
+    algorithm = cases.make("pfedla", tiny_federation, {"k": 0, "candidates": 3})
+    state = algorithm.init(KEY)
     rng = np.random.default_rng(0)
 
     def noise(leaf: jax.Array) -> jax.Array:
@@ -95,12 +95,12 @@ def test_only_candidates_are_mixed():
         psi=jax.tree_util.tree_map_with_path(weigh, state.rows.psi),
         candidates=state.rows.candidates._replace(client_ids=ids),
     )
-    sent = made.send(State((), rows, ()), Visit(jnp.int32(0), None, jnp.int32(0), KEY))
+    sent = algorithm.send(State((), rows, ()), Visit(jnp.int32(0), None, jnp.int32(0), KEY))
     expected = jax.tree.map(lambda x: x[0] / 6 + x[2] / 3 + x[5] / 2, rows.theta)
     chex.assert_trees_all_close(sent["params"], expected, rtol=1e-5, atol=1e-5)
-    shown = made.observe(state._replace(rows=rows))
-    np.testing.assert_allclose(shown["alpha"][0, 0], [1 / 6, 1 / 3, 1 / 2], rtol=1e-6)
-    np.testing.assert_array_equal(shown["candidates"], ids)
+    diagnostics = algorithm.observe(state._replace(rows=rows))
+    np.testing.assert_allclose(diagnostics["alpha"][0, 0], [1 / 6, 1 / 3, 1 / 2], rtol=1e-6)
+    np.testing.assert_array_equal(diagnostics["candidates"], ids)
     assert trees.leaf_bytes(rows.psi["head000"]["kernel"]) == 6 * 100 * 3 * 4  # N · M, not N²
 
 

@@ -198,7 +198,7 @@ def test_the_largest_own_weights_are_retained():
     ],
 )
 def test_of_equal_weights_the_earlier_layers_are_retained(model, first):
-    """As in round 1 of every run, where all stored models are equal."""
+    """Ties occur in round 1 of every run, where all stored models are equal."""
     federation, training = tiny.federated()[1], cases.training()
     made = algorithms.pfedla(model, cases.TASK, training, federation, k=len(first))
     state = made.init(KEY)

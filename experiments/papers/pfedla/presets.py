@@ -2,10 +2,14 @@
 
 python -m experiments.pfedla --config=experiments/configs/pfedla.py:cifar10-classes4-n10-k1
 
-Presets are words joined with dashes: a dataset (digits, mnist, emnist_digits, fashion_mnist,
-cifar10, cifar100), a partition (classes4 is the paper's non-IID.1, dominant2 its non-IID.2; on
-cifar100 classes12 and dominant6), a number of clients (n10: all take part; n100: a tenth does), a
-number of retained layers (k1 is HeurpFedLA), or another method in place of pfedla (local, fedavg).
+A preset is words joined with dashes:
+
+- a dataset: digits, mnist, emnist_digits, fashion_mnist, cifar10, cifar100, ...
+- a partition: classes4 is the paper's non-IID 1, dominant2 its non-IID 2; on cifar100 classes12 and
+  dominant6
+- a number of clients: n10, all take part; n100, a tenth does
+- a number of retained layers: k1 is HeurpFedLA
+- another method instead of pfedla: local, fedavg, ...
 """
 
 import re
@@ -21,7 +25,7 @@ def _retained(config: ConfigDict, match: re.Match[str]) -> None:
 
 
 def get_config(preset: str = "") -> ConfigDict:
-    """A cell of the paper's tables; pFedLA on the embedded digits where nothing is said."""
+    """Returns the settings of a cell of the paper's tables; by default pFedLA on the digits."""
     config = configuration.default()
     config.algorithm = "pfedla"
     config.local_epochs = 10

@@ -45,11 +45,11 @@ def _config(clients: int, **pfedla: Any) -> ConfigDict:
 def _listed(classes: Sequence[tuple[int, ...]], **pfedla: Any) -> ConfigDict:
     """Returns settings with the given classes per client, and 600 images or what digits has."""
     config = _config(len(classes), **pfedla)
-    most = max(sum(c in own for own in classes) for c in range(10))
+    most = max(sum(c in client for client in classes) for c in range(10))
     config.partition = "listed"
     config.listed.classes = tuple(classes)
-    each = 170 // most  # digits has 174 images of the rarest class
-    config.listed.examples = len(classes[0]) * each if DATASET.value == "digits" else 600
+    per_class = 170 // most  # digits has 174 images of the rarest class
+    config.listed.examples = len(classes[0]) * per_class if DATASET.value == "digits" else 600
     return config
 
 
@@ -124,8 +124,8 @@ def agreement(alpha: np.ndarray, overlap: np.ndarray) -> tuple[float, float, flo
     """
     off = ~np.eye(len(alpha), dtype=bool)
     correlation = spearmanr(alpha[off], overlap[off]).statistic
-    own = float(np.mean(np.argmax(alpha, 1) == np.arange(len(alpha))))
-    return float(correlation), own, float(np.mean(np.diag(alpha)))
+    own_is_largest = float(np.mean(np.argmax(alpha, 1) == np.arange(len(alpha))))
+    return float(correlation), own_is_largest, float(np.mean(np.diag(alpha)))
 
 
 def figure6() -> tuple[dict[str, Any], Figure]:
@@ -143,8 +143,11 @@ def figure6() -> tuple[dict[str, Any], Figure]:
     axes = figure.subplots(1, len(names), squeeze=False)[0]
     for j, (axis, name) in enumerate(zip(axes, names, strict=True)):
         measures = zip(*(agreement(a[:, j], overlap) for a in alphas), strict=True)
-        words = ("rank_correlation", "own_is_largest", "own_weight")
-        numbers[name] = {w: mean_std(values) for w, values in zip(words, measures, strict=True)}
+        measure_names = ("rank_correlation", "own_is_largest", "own_weight")
+        numbers[name] = {
+            measure: mean_std(values)
+            for measure, values in zip(measure_names, measures, strict=True)
+        }
         # As a multiple of 1/N: near-uniform weights would all read 0.125.
         image = axis.imshow(alphas[:, :, j].mean(0) * len(classes), cmap="viridis")
         axis.set(title=name, xlabel="client")
@@ -236,8 +239,8 @@ def retained() -> tuple[dict[str, Any], Figure]:
     """Accuracy and MiB, both directions, with 0 to 3 retained layers."""
     numbers: dict[str, Any] = {}
     for k in range(4):
-        made = [settings_of_retained(k, DATASET.value) for _ in range(SEEDS.value)]
-        results = [run(config, f"table3-k{k}", seed) for seed, config in enumerate(made)]
+        configs = [settings_of_retained(k, DATASET.value) for _ in range(SEEDS.value)]
+        results = [run(config, f"table3-k{k}", seed) for seed, config in enumerate(configs)]
         sizes = [moved(r) / 2**20 for r in results]
         numbers[f"k={k}"] = {
             "before": mean_std([accuracy(r) for r in results]),

@@ -22,7 +22,7 @@ PUBLISHED = published("pfedla")
 
 
 def row(method: str, partition: str, dataset: str, clients: int) -> ConfigDict:
-    """The settings of one cell of the first two tables."""
+    """Returns the settings of one cell of the first two tables."""
     config = presets.get_config(f"{dataset}-n{clients}")
     config.partition = partition
     config.update({"algorithm": method, **CHANGES.get(method, {})})
@@ -30,14 +30,14 @@ def row(method: str, partition: str, dataset: str, clients: int) -> ConfigDict:
 
 
 def retained(k: int, dataset: str) -> ConfigDict:
-    """The settings of one row of the third table."""
+    """Returns the settings of one row of the third table."""
     config = presets.get_config(f"{dataset}-n10")
     config.pfedla.k = k
     return config
 
 
 def _dataset(column: str) -> str:
-    """EMNIST's ten digits: their network is the one of which table 3 counts the bytes."""
+    """Returns a column's dataset. EMNIST's ten digits: their network has the bytes of table 3."""
     return column.partition("-")[0]
 
 
@@ -67,14 +67,14 @@ def _without_batch_norm(config: ConfigDict) -> str:
 
 
 def _third() -> dict[str, dict[str, Published]]:
-    there = PUBLISHED["table3"]
+    table3 = PUBLISHED["table3"]
     rows: dict[str, dict[str, Published]] = {}
     for name in ("emnist_digits", "cifar10"):
-        for i, k in enumerate(there[name]["k"]):
+        for i, k in enumerate(table3[name]["k"]):
             rows.setdefault(f"k={k}", {}).update(
                 {
-                    f"{name}-accuracy": there[name]["accuracy"][i],
-                    f"{name}-MiB": there[name]["mebibytes"][i],
+                    f"{name}-accuracy": table3[name]["accuracy"][i],
+                    f"{name}-MiB": table3[name]["mebibytes"][i],
                 }
             )
     return rows
@@ -87,7 +87,7 @@ _OURS = "accuracy in per cent before local training; which of the two the paper 
 TABLES = {
     **{
         name: Table(
-            f"{_PAPER}, table {name[-1]}: ten methods, {what}",
+            f"{_PAPER}, table {name[-1]}: ten methods, {split}",
             _OURS,
             PUBLISHED[name]["rows"],
             _dataset,
@@ -97,7 +97,7 @@ TABLES = {
             Quick(("cifar10-n10",), _ROUNDS, _LIGHT, _shrink),
             _without_batch_norm,
         )
-        for name, what in (
+        for name, split in (
             ("table1", "a few random classes per client"),
             ("table2", "all classes, some of them dominant"),
         )
