@@ -2,14 +2,10 @@
 
 python -m experiments.pfedla --config=experiments/configs/pfedla.py:cifar10-classes4-n10-k1
 
-A preset is words joined with dashes:
-
-- a dataset: digits, mnist, emnist_digits, fashion_mnist, cifar10, cifar100, ...
-- a partition: classes4 is the paper's non-IID 1, dominant2 its non-IID 2; on cifar100 classes12 and
-  dominant6
-- a number of clients: n10, all take part; n100, a tenth does
-- a number of retained layers: k1 is HeurpFedLA
-- another method instead of pfedla: local, fedavg, ...
+Presets are words joined with dashes: a dataset (digits, mnist, emnist_digits, fashion_mnist,
+cifar10, cifar100), a partition (classes4 is the paper's non-IID 1, dominant2 its non-IID 2; on
+cifar100 classes12 and dominant6), a number of clients (n10: all take part; n100: a tenth does), a
+number of retained layers (k1 is HeurpFedLA), or another method instead of pfedla (local, fedavg).
 """
 
 import re
