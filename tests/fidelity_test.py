@@ -128,7 +128,9 @@ def test_statuses():
     assert [text for text in (*good, *bad) if re.match(STATUS, text)] == [*good]
 
 
-def test_the_first_page_leads_to_every_paper():
+def test_every_paper_has_a_page_and_stated_values_and_the_first_page_leads_to_it():
     text = (ROOT / "docs" / "fidelity.md").read_text()
-    assert PAGES
-    assert [page.stem for page in PAGES if f"](fidelity/{page.stem}.md)" not in text] == []
+    papers = sorted(p.parent.name for p in (ROOT / "experiments/papers").glob("*/published.json"))
+    assert len(papers) == 4
+    assert papers == [page.stem for page in PAGES] == [path.parent.name for path in STATED]
+    assert [name for name in papers if f"](fidelity/{name}.md)" not in text] == []

@@ -51,6 +51,60 @@ def test_runs_from_top_to_bottom(name, tmp_path, tmp_path_factory):
     assert {path.name for path in tmp_path.iterdir()} == {"runs"}
 
 
+# Points; your_data prints single clients, of which an example is 1.6 points.
+APART = {name: 4 if name == "your_data" else 2 for name in notebooks.NAMES}
+
+
+@pytest.mark.slow("every notebook at its size, minutes each")
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_the_stored_numbers_are_what_a_run_gives(name, tmp_path):
+    """The same text but for numbers, the same bytes, and accuracies that rounding explains."""
+    program = f"json.dump(notebooks.run({name!r}), open('texts.json', 'w'))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import json; from tests import notebooks; {program}"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "MPLBACKEND": "Agg",
+            "PYTHONPATH": str(notebooks.FOLDER.parent),
+        },
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found, stored = json.loads((tmp_path / "texts.json").read_text()), notebooks.stored(name)
+    assert list(found) == list(stored)
+    for cell in list(stored)[2:]:  # behind what is installed and the devices that there are
+        assert notebooks.wording(found[cell]) == notebooks.wording(stored[cell]), cell
+        assert notebooks.exact(found[cell]) == notebooks.exact(stored[cell]), cell
+        wanted = notebooks.accuracies(stored[cell])
+        assert notebooks.accuracies(found[cell]) == pytest.approx(wanted, abs=APART[name]), cell
+
+
+def test_numbers_are_read_from_what_a_notebook_prints():
+    text = (
+        "fedavg         before 94.2 %\nBern  before 0.953   after 0.953\n"
+        "last, round 20  before  93.33     93.33  4.45       85.42  0.2687\n"
+        "bytes    7.14 MB down, 7.14 MB up\nconv2      3,712,000   3,712,000\n"
+        "         before  after    worst 10 %  MB down  MB up  rounds  seeds\n"
+        "FedAvg  74.48 ± 0.44      –  51.04 ± 7.37       12     12      20      2\n"
+        "FedMN   94.00  97.00  51.04       66.2   66.2      20      2\n\n"
+        "         before       p  after  p  clients\nfedavgm  +16.67  0.0003      –  –       20\n"
+    )
+    points = [94.2, 95.3, 95.3, 93.33, 74.48, 94.0, 97.0]
+    assert notebooks.accuracies(text) == pytest.approx(points)
+    assert notebooks.exact(text) == [
+        "7.14 MB down",
+        "7.14 MB up",
+        "3,712,000",
+        "3,712,000",
+        *("12", "12", "20", "2"),
+    ]
+    assert notebooks.wording("Bern  before 0.953\n----- 1.2e-3") == ["Bern before 0", " 0"]
+
+
 def test_what_notebooks_write_is_not_tracked():
     """Jupyter runs them in their folder; the first test says that they write to `runs` alone."""
     ignored = (notebooks.FOLDER.parent / ".gitignore").read_text().splitlines()
