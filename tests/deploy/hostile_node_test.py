@@ -180,7 +180,7 @@ def test_sums_of_two_nodes_are_those_of_both_together():
 def test_sums_at_their_bounds_are_finite():
     most, n = schema.LARGEST, schema.MOST_EXAMPLES * 1000
     extreme = [
-        {"n": n, "mean": [most, 0.0], "m2": [most**2 * schema.MOST_EXAMPLES, 5e-324]},
+        {"n": n, "mean": [most, 0.0], "m2": [most**2 * schema.MOST_EXAMPLES, 1e-70]},
         {"n": 1, "mean": [-most, 0.0], "m2": [0.0, 0.0]},
     ]
     made = enrolment._moments(extreme)
