@@ -60,7 +60,7 @@ def _stamped(client: Client, request: wire.Message) -> tuple[str, int, int, int]
         raise InvalidError("it is of another run")
     if facts["client"] != client.i:
         raise InvalidError(f"it is for client {facts['client']}, and this is client {client.i}")
-    if start < 0 or settled >= max(t, 1):
+    if start < 0 or settled >= t:
         raise InvalidError(f"it names no start, or a round {t} that cannot be after {settled}")
     return kind, t, settled, start
 

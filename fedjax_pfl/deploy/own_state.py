@@ -111,8 +111,7 @@ def packed(state: PyTree) -> bytes:
 
 def unpacked(content: bytes, template: PyTree) -> PyTree:
     """Inverse of `packed`."""
-    message = wire.decode(content, len(content), schema.EMPTY)
-    return wire.tree(message, "client", template)
+    return wire.tree(wire.decode(content, len(content)), "client", template)
 
 
 def describe(path: Path, form: Any) -> dict[str, Any]:

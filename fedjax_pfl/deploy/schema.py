@@ -276,7 +276,6 @@ ANSWER = ByKind(
         _REFUSED: REFUSAL,
     }
 )
-EMPTY = Fields({})
 
 # The forms of files.
 

@@ -146,6 +146,18 @@ def test_replayed_and_reordered_requests_change_nothing(made: Loopback):
     assert {"round 0 is over", "round 1 is over", "round 2 is over"} <= said
 
 
+def test_requests_for_others_or_out_of_order_are_refused(made: Loopback):
+    opened = server.open_round(made.server, server.begin(made.server), 0)
+    assert refused(answer, made.clients[0], opened.requests[1]).startswith("it is for client 1")
+    other = changed(opened.requests[0], run="2e1b")
+    assert refused(answer, made.clients[0], other) == "it is of another run"
+    late = changed(opened.requests[0], settled=0)
+    found = wire.decode(opened.requests[0], len(opened.requests[0]))
+    for content in (late, wire.encode(found.facts)):  # the second says no start of the server
+        assert "it names no start" in refused(answer, made.clients[0], content)
+    assert files(made) == {}
+
+
 def test_answers_that_are_not_those_asked_for_are_refused(made: Loopback):
     standing = server.begin(made.server)
     opened = server.open_round(made.server, standing, 0)
@@ -296,6 +308,9 @@ def test_a_damaged_file_is_named_and_not_read(made: Loopback):
     path.write_bytes(bytes(content))
     opened = server.open_round(made.server, standing, 1)
     assert "visit-000000000 is damaged" in refused(answer, made.clients[0], opened.requests[0])
+    header = b'{"answer_bytes": -1, "request": "", "round": 0, "start": 0}\n'
+    path.write_bytes(hashlib.sha256(header).hexdigest().encode() + b"\n" + header)
+    assert "visit-000000000.request must be" in refused(answer, made.clients[0], opened.requests[0])
     path.unlink()
     assert "does not hold it" in refused(answer, made.clients[0], opened.requests[0])
 
