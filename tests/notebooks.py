@@ -55,7 +55,8 @@ def stored(name):
 
 def wording(text):
     """Returns the lines of a text with every number, and the width of columns, taken out."""
-    return re.sub(r"[-+]?\d[\d.,]*(e-?\d+)?", "0", re.sub(r"[ -]*(  |--)[ -]*", " ", text)).splitlines()
+    narrow = re.sub(r"[ -]*(  |--)[ -]*", " ", text)
+    return re.sub(r"[-+]?\d[\d.,]*(e-?\d+)?", "0", narrow).splitlines()
 
 
 def accuracies(text):
