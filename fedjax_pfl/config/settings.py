@@ -278,7 +278,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
         "max_update_norm": Setting(
             float,
             "largest norm of what an upload changes: a larger one is rejected, as one that "
-            "is not finite always is; unset: any",
+            "is not finite always is; unset: one whose squared norm overflows, from 1.8e19 on",
             above=0,
         ),
         "count_initial_download": Setting(True, "whether round 1's download is counted in bytes"),

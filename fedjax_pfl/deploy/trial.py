@@ -103,7 +103,7 @@ def _file_of(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str
     elif ":" in config["dataset"]:
         raise UsageError(
             f"dataset is {config['dataset']}, and a node's own file says what it reads; give "
-            "--data=FILE.json,... with one for each node"
+            "one file for each node as its data"
         )
     else:
         names = (*node_file.OF_DATA, *node_file.SHARED)

@@ -104,7 +104,8 @@ def plain_rounds(
       cohort: clients sampled in a round, without replacement, of those that are active.
       calls: the most rounds in one call of `run`.
       dropout: probability that a sampled client never answers.
-      max_update_norm: uploads that change more than this are rejected; None: any finite one counts.
+      max_update_norm: Updates with a larger norm are rejected. None: those whose squared norm is
+        not finite in float32, 1.8e19 and more.
       after: whether `evaluate` also trains every client once more and scores the result.
       validate_after: whether it is that result which is scored on the validation examples.
       evaluated: the ids of those who are evaluated, in order; None: all. Others have no examples.
@@ -299,8 +300,10 @@ def _train(how: How, member: Algorithm, shared: Shared, sent: tuple[Seat, PyTree
     visit = Visit(i, client_data(data, seat.place), t, stage_key(key, TRAIN, t, i))
     upload, variables, client, metrics = member.train(payload, seat.client, visit)
     fine = trees.all_finite((upload, variables, client))
+    # Squares of a change this large overflow, and the server's state would soon not be finite.
+    moved = trees.squared_norm(trees.change(payload, upload))
+    fine &= jnp.isfinite(moved)
     if how.max_update_norm is not None:
-        moved = trees.squared_norm(trees.change(payload, upload))
         fine &= moved <= jnp.square(jnp.float32(how.max_update_norm))
     bill = member.traffic(payload, upload)
     down = _counted(bill.down, seat.present)

@@ -97,8 +97,8 @@ class Simulation:
           clients_per_round: Number of clients sampled in each round. Default: all.
           seed: Decides everything random in training.
           dropout: Probability that a sampled client never returns its update.
-          max_update_norm: Updates with a larger norm are rejected. Default: only updates that are
-            not finite.
+          max_update_norm: Updates with a larger norm are rejected. Default: updates that are not
+            finite, or whose squared norm is not.
           evaluate_after: Whether `evaluate` also scores each model after one more local training.
           store: Where client state is kept: "device", "sharded" over devices, "host" memory or
             "disk".

@@ -5,11 +5,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import arrays, federate, load
 from fedjax_pfl.data.numbers import as_float, moments
-from fedjax_pfl.deploy import examples
+from fedjax_pfl.deploy import examples, node_file, schema
 
 SECONDS = 1_700_000_000 + np.arange(100)  # Unix time; float32 tells 2 of these apart
 
@@ -124,12 +123,17 @@ def test_rounding_that_merges_nothing_is_allowed():
 
 
 def test_a_nodes_numbers_are_rounded_after_all_nodes_sums_are_known(tmp_path):
-    given = {"dataset": table(tmp_path, "csv"), "partition": "iid", "model": "mlp"}
-    settings = configuration.complete(given)
-    mine = examples.own(settings, configuration.OURS, {"dataset": given["dataset"]})
+    content = {"dataset": table(tmp_path, "csv"), "labels": ["0", "1"]}
+    mine = examples.read(node_file.parsed(content, "node.json"))
     assert mine.facts["input_dtype"] == mine.facts["stored_dtype"] == "float32"
     mean, deviation = SECONDS[0] + 1000.0, 500.0  # over all nodes
-    description = {"mean": [mean], "deviation": [deviation], "classes": ["0", "1"]}
-    x = examples.fitted(mine, description).x
+    alike = {
+        name: mine.facts[name]
+        for name in (*schema.ALIKE, *schema.ALIKE_OPTIONAL)
+        if name in mine.facts
+    }
+    counts = [mine.facts["counts"]]
+    description = {"mean": [mean], "deviation": [deviation], "counts": counts, "alike": alike}
+    x = examples.fitted(mine, description, 0).x
     assert x.dtype == np.float32
     np.testing.assert_allclose(np.sort(x[:, 0]), (SECONDS - mean) / deviation, rtol=1e-6)

@@ -320,6 +320,24 @@ def test_large_updates_are_rejected():
     assert all((amount > 0).all() for amount in log.up.values())  # they travelled all the same
 
 
+def test_a_finite_update_whose_square_overflows_is_rejected_by_default():
+    """Client 2 uploads 1e37: the run goes on with the others."""
+
+    def train(payload, client, visit):
+        upload = jnp.where(visit.i == 2, jnp.float32(1e37), jnp.float32(1.0))
+        return Trained(upload, (), client, {"loss": jnp.ones(())})
+
+    algorithm = counting(4)._replace(
+        train=train,
+        send=lambda state, visit: jnp.zeros(()),
+        receive=lambda state, cohort: (cohort.mean(cohort.uploads, state.server), state.rows),
+    )
+    rounds = make_rounds(algorithm, tiny.HALF_SQUARES, clients_of(4), cohort=4)
+    state, (log,) = rounds.run(KEY, rounds.init(KEY), nothing(4), scalar(0), scalar(1))
+    assert log.rejected[0].tolist() == [False, False, True, False]
+    assert float(state.server) == 1.0
+
+
 def test_when_all_are_too_large_nothing_moves():
     state, log, _, fine = one_round(scale=4.0)
     assert not fine.any()
