@@ -52,19 +52,19 @@ class Method(NamedTuple):
 
     @property
     def origin(self) -> str:
-        """Whose method it is: a paper's, or "variant of this library (of pFedLA)"."""
+        """Returns "the method of PAPER" or, for a variant, "variant of this library (of TITLE)"."""
         if self.variant_of is not None:
             return f"{VARIANT} (of {METHODS[self.variant_of].title})"
         return f"the method of {self.paper}" if self.paper else ""
 
     @property
     def label(self) -> str:
-        """Title and origin, such as "pFedLA, the method of Ma et al. 2022"."""
+        """Returns title and origin, such as "pFedLA, the method of Ma et al. 2022"."""
         return ", ".join(filter(None, (self.title, self.origin)))
 
     @property
     def row(self) -> str:
-        """Title for tables and figures, marked if the method is a variant of this library."""
+        """Returns the title for tables and figures, with a mark if the method is a variant."""
         return self.title if self.variant_of is None else f"{self.title} ({VARIANT})"
 
 

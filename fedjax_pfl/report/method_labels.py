@@ -38,14 +38,14 @@ def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]
       config: A run's settings as plain data.
       defaults: All settings at their defaults; a method that they lack is left out.
     """
-    found: dict[str, None] = {}
+    changed: dict[str, None] = {}
     for phase in _phases(config):
         name = str(phase.get("algorithm"))
-        own, usual = phase.get(name, {}), defaults.get(name, {})
-        pairs = [(f"{name}.{key}", own.get(key), usual[key]) for key in usual if key in own]
+        settings, usual = phase.get(name, {}), defaults.get(name, {})
+        pairs = [(f"{name}.{key}", settings[key], usual[key]) for key in usual if key in settings]
         pairs += [(key, phase.get(key), defaults[key]) for key in _TRAINING if key in phase]
-        found |= {f"{key}={_shown(value)}": None for key, value, u in pairs if value != u}
-    return list(found)
+        changed |= {f"{key}={_shown(value)}": None for key, value, u in pairs if value != u}
+    return list(changed)
 
 
 def first_line(configs: Sequence[Mapping[str, Any]], words: Words) -> str:
@@ -56,8 +56,8 @@ def first_line(configs: Sequence[Mapping[str, Any]], words: Words) -> str:
       words: All methods, a user's own among them.
     """
     defaults = run_reader.as_read(configuration.default(words).to_dict())
-    first, *others = (changes(config, defaults) for config in configs)
-    changed = [pair for pair in first if all(pair in other for other in others)]
+    first, *rest = (changes(config, defaults) for config in configs)
+    changed = [pair for pair in first if all(pair in run for run in rest)]
     return f"{label(configs[0])}; {sentence(changed)}"
 
 
