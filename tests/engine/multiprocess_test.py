@@ -101,13 +101,13 @@ def test_a_run_that_is_stopped_and_killed_ends_as_if_it_were_not(
         return directory / "checkpoints" / str(number) / checkpoints.SUMS
 
     code, out, error, _ = again().disturbed(1, signal.SIGTERM, saved(5))
-    assert (code, out.count("\n")) == (143, 2), error  # the forecast and the plan
+    assert (code, out.count("\n")) == (143, 3), error  # method, plan and memory
     (line,) = error.splitlines()
     stopped = int(line.split()[3].rstrip(";"))
     assert line.startswith("stopped at round ")
     assert saved(stopped).exists()
     code, out, error, took = again().disturbed(1, signal.SIGKILL, saved(stopped + 5))
-    assert (code, out.count("\n")) == (GONE, 2), error
+    assert (code, out.count("\n")) == (GONE, 3), error
     assert error == (
         "process 1 of 2 was killed (SIGKILL), so this run ends; the same command goes on from what "
         "is saved\n"
