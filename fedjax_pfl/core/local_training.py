@@ -13,7 +13,7 @@ import optax
 
 from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.algorithm import Visit
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
 
@@ -79,11 +79,9 @@ def local_sgd(
       clip_norm: Largest norm of a gradient. Default: no limit.
       keep_optimizer: Whether a client keeps its momentum from round to round.
     """
-    if epochs is not None and steps is not None:
-        raise UsageError("give epochs or steps, not both")
     return sgd(
         learning_rate=learning_rate,
-        epochs=epochs or (None if steps else 1),
+        epochs=_epochs(epochs, steps),
         steps=steps,
         batch_size=batch_size,
         momentum=momentum,
@@ -108,17 +106,24 @@ def local_training(
       optimizer: With its learning rate, such as `optax.adamw(1e-3)`.
       epochs, steps, batch_size, clip_norm, keep_optimizer: As for `local_sgd`.
     """
-    if epochs is not None and steps is not None:
-        raise UsageError("give epochs or steps, not both")
     return training_by(
         optimizers.with_rate(optimizer),
         learning_rate=1.0,
-        epochs=epochs or (None if steps else 1),
+        epochs=_epochs(epochs, steps),
         steps=steps,
         batch_size=batch_size,
         clip_norm=clip_norm,
         keep_optimizer=keep_optimizer,
     )
+
+
+def _epochs(epochs: int | None, steps: int | None) -> int | None:
+    """Returns the number of epochs, 1 if neither is given, or raises UsageError."""
+    if epochs is not None and steps is not None:
+        raise UsageError("give epochs or steps, not both")
+    at_least("epochs", epochs, 1)
+    at_least("steps", steps, 1)
+    return 1 if epochs is None and steps is None else epochs
 
 
 def training_by(

@@ -169,10 +169,8 @@ class Simulation:
 
     def personal_model(self, state: State, client: int, t: int = 0) -> PyTree:
         """Returns the variables of the model that a client is served now."""
-        if self._store in ("host", "disk"):
-            raise UsageError(
-                f"personal_model needs the state on a device; store is {self._store!r}"
-            )
+        if self._store != "device":
+            raise UsageError(f"personal_model needs store='device', and store is {self._store!r}")
         if not 0 <= client < self.federation.clients:
             raise UsageError(f"client is {client}; choose 0 to {self.federation.clients - 1}")
         has_groups = isinstance(self.method.send, tuple)

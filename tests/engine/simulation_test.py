@@ -152,8 +152,14 @@ def test_mistakes_are_reported_in_one_line_before_anything_is_compiled(method, d
     torch_module = type("Net", (), {"__module__": "torch.nn.modules"})
     with pytest.raises(UsageError, match="model=Net is a PyTorch module, and clients train in"):
         pfl.run({"dataset": "digits"}, model=torch_module)
+    sharded = Simulation(method, data, store="sharded", devices=2)
+    with pytest.raises(UsageError, match="needs store='device', and store is 'sharded'"):
+        sharded.personal_model(None, 0)
     with pytest.raises(UsageError, match="epochs or steps, not both"):
         pfl.local_sgd(epochs=1, steps=1)
+    for settings in ({"epochs": 0}, {"steps": 0}):
+        with pytest.raises(UsageError, match="0; it must be at least 1"):
+            pfl.local_sgd(**settings)
 
 
 def test_reprs_are_one_short_line(method, data, whole_run):
