@@ -188,7 +188,7 @@ def test_a_trials_nodes_have_files_that_say_who_they_are(tmp_path: Path):
     assert trial._file_of(1, config, own) == {"dataset": "csv:x", "client": 1, "code": []}
     with pytest.raises(UsageError, match="of client 1, and is given for client 0"):
         trial._file_of(0, config, own)
-    with pytest.raises(UsageError, match="--data="):
+    with pytest.raises(UsageError, match="one file for each node"):
         trial._file_of(0, {**config, "dataset": "csv:x"}, [])
 
 
