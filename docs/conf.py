@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"
@@ -34,9 +34,9 @@ html_show_sphinx = html_show_copyright = html_copy_source = False
 API = {
     "Runs": [
         "fedjax_pfl",
-        "fedjax_pfl.config.configuration",
+        "fedjax_pfl.settings.configuration",
         "fedjax_pfl.runs.build",
-        "fedjax_pfl.engine.rounds",
+        "fedjax_pfl.simulation.rounds",
         "fedjax_pfl.runs.export",
     ],
     "Writing a method": [
@@ -78,8 +78,8 @@ API = {
         "fedjax_pfl.algorithms.matching",
     ],
     "Numbers and reports": [
-        "fedjax_pfl.engine.ledger",
-        "fedjax_pfl.engine.metrics",
+        "fedjax_pfl.simulation.ledger",
+        "fedjax_pfl.simulation.metrics",
         "fedjax_pfl.report.page",
         "fedjax_pfl.report.comparison",
     ],

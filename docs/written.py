@@ -21,9 +21,9 @@ from experiments.papers import table as common
 from experiments.papers.table import cell
 from experiments.papers.tables import TABLES
 from experiments.speed import kernels, layouts, rivals, turns
-from fedjax_pfl.config import configuration, listing
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
+from fedjax_pfl.settings import configuration, listing
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "experiments" / "results"

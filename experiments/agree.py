@@ -29,9 +29,9 @@ from experiments.outside import judged, ours, scored
 from experiments.outside.methods import METHODS, Theirs
 from experiments.speed import rivals
 from experiments.speed.rivals import Child, Gone
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
+from fedjax_pfl.settings import configuration
 
 LIBRARIES = ("pfllib", "fl_bench")
 

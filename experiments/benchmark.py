@@ -33,9 +33,9 @@ from absl import flags
 from experiments.launch import command, prepare_devices
 from experiments.speed import device_list, kernels, layouts, picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
+from fedjax_pfl.settings import configuration
 
 COMPILE = "compile"  # the item that only compiles
 LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # compare ours with ours

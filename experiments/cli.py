@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from experiments.launch import ending
-from fedjax_pfl.config.configuration import nearest
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings.configuration import nearest
 
 COMMANDS = (
     "pfedla",

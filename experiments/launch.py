@@ -16,10 +16,10 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from experiments.spawn import Given, together
-from fedjax_pfl.config import configuration, custom, listing, selection
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import multiprocess
 from fedjax_pfl.runs import interrupt, runner
+from fedjax_pfl.settings import configuration, custom, listing, selection
+from fedjax_pfl.simulation import multiprocess
 
 CONFIGS = Path(__file__).parent / "configs"
 LIST = "python -m experiments.list"

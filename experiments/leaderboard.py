@@ -23,13 +23,13 @@ from ml_collections import ConfigDict
 from experiments import launch
 from experiments.configs import baseline
 from experiments.speed import rivals
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report.comparison import Row, summary
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, search, trials
 from fedjax_pfl.runs.tuning.trials import Trial
+from fedjax_pfl.settings import configuration
 
 
 class Column(NamedTuple):

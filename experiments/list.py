@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 
 from experiments.launch import CONFIGS, command, description
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.listing import KINDS as LIBRARY
-from fedjax_pfl.config.listing import NAMES, listing, wrapped
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.listing import KINDS as LIBRARY
+from fedjax_pfl.settings.listing import NAMES, listing, wrapped
 
 KINDS = (*LIBRARY, "presets")
 

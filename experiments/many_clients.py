@@ -32,18 +32,18 @@ from experiments.launch import command
 from experiments.speed import rivals
 from experiments.speed.rivals import Child, Gone
 from experiments.speed.work import Work, parameters
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, task
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.engine.on_device import OnDevice
-from fedjax_pfl.engine.records import Plain
-from fedjax_pfl.engine.rounds import compiled, plain_rounds
-from fedjax_pfl.engine.stores import Clients
-from fedjax_pfl.engine.streamed import Streamed
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.mlp import MLP
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.records import Plain
+from fedjax_pfl.simulation.rounds import compiled, plain_rounds
+from fedjax_pfl.simulation.stores import Clients
+from fedjax_pfl.simulation.streamed import Streamed
 
 _POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
 _STEPS = _TRAIN // _BATCH

@@ -30,14 +30,14 @@ from experiments.papers.table import cell as shown
 from experiments.papers.table import mean_of, plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
 from fedjax_pfl import data
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.listing import wrapped
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report import run_reader, text_tables
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import interrupt, runner
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.listing import wrapped
+from fedjax_pfl.simulation.metrics import mean_std
 
 SCALES = {"quick": 1, "full": 3}  # number of seeds
 NOT_COMPARED = {"data_dir", "seed", "partition_seed", "eval_every"}  # settings

@@ -21,14 +21,14 @@ import numpy as np
 from absl import flags
 
 from experiments.launch import command
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, task
 from fedjax_pfl.core.algorithm import Algorithm, Federation, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split
-from fedjax_pfl.engine import memory_estimate
-from fedjax_pfl.engine.forecast import readable
-from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import memory_estimate
+from fedjax_pfl.simulation.forecast import readable
+from fedjax_pfl.simulation.rounds import make_rounds
 
 _EXAMPLES = 16  # of each client; they are not part of a state
 

@@ -20,8 +20,8 @@ from typing import IO, Any, NamedTuple
 import jax
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import multiprocess
 from fedjax_pfl.runs import interrupt
+from fedjax_pfl.simulation import multiprocess
 
 GONE = 75  # exit status: another process is gone
 _HEARTBEAT = 10  # seconds without a sign of life after which JAX takes a process for dead

@@ -9,8 +9,8 @@ import sys
 
 from experiments.launch import ending
 from experiments.papers import study
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration
 
 SYSTEMS = ("pfedla", "pfedhn", "fedmn", "factorized_fl")
 

@@ -30,9 +30,9 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags, config_path
 
 from experiments import launch
-from fedjax_pfl.config import selection
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.tuning import search, trials
+from fedjax_pfl.settings import selection
 
 
 def configured(

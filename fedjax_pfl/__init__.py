@@ -59,8 +59,8 @@ from fedjax_pfl.core.algorithm import Algorithm, State
 from fedjax_pfl.core.local_training import local_sgd, local_training
 from fedjax_pfl.data import arrays, datasets
 from fedjax_pfl.data.partition import PartitionedData, partition
-from fedjax_pfl.engine.simulation import Evaluation, RoundLog, Simulation
 from fedjax_pfl.runs.runner import Result, run, run_all
+from fedjax_pfl.simulation.simulation import Evaluation, RoundLog, Simulation
 
 __version__ = "0.1.0"
 __all__ = [

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.engine import sweep
-from fedjax_pfl.engine.rounds import plain_rounds
+from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.simulation import sweep
+from fedjax_pfl.simulation.rounds import plain_rounds
 from tests import cases, rules, tiny
 
 # What differs between methods is where they keep the optimiser's state, and how many there are.

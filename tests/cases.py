@@ -10,12 +10,12 @@ import numpy as np
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedpac import mixtures
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.networks import router
+from fedjax_pfl.settings import configuration
 from tests import documents, tiny
 
 TASK = classification()
@@ -355,7 +355,7 @@ FACTORIES: dict[str, Callable[..., Algorithm]] = {
     "fedsam": documents.module("your_method.md", 2).fedsam,
 }
 NAMES = sorted(FACTORIES)
-# Seven that differ in structure: what follows from the engine alone need not be asked of more.
+# Seven that differ in structure: what follows from the simulation alone need not be asked of more.
 STRUCTURES = ("clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 

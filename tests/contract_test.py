@@ -1,4 +1,4 @@
-"""The rules that the engine keeps for every algorithm; one is covered by being exported."""
+"""The rules that the simulation keeps for every algorithm; one is covered by being exported."""
 
 from collections.abc import Collection
 from functools import cache
@@ -11,25 +11,25 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.engine import memory_estimate, sweep
-from fedjax_pfl.engine.records import Rounds
-from fedjax_pfl.engine.rounds import make_rounds, plain_rounds
+from fedjax_pfl.simulation import memory_estimate, sweep
+from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.rounds import make_rounds, plain_rounds
 from tests import cases, programs, rules, tiny
 from tests.cases import NAMES, TASK
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY
 
-# The two structures of which rules about the engine are asked each time.
+# The two structures of which rules about the simulation are asked each time.
 QUICK = ("fedavg", "factorized_fl")
 subject = cache(rules.subject)
 
 
 def asked_of(names: Collection[str], others: Collection[str], reason: str) -> Any:
-    """A rule that follows from the engine alone: of some methods always, of others when slow."""
+    """A rule that follows from the simulation alone: asked of some methods, of others when slow."""
     slow = [pytest.param(n, marks=pytest.mark.slow(reason)) for n in others if n not in names]
     return pytest.mark.parametrize("name", [*names, *slow])
 
 
-of_the_engine = asked_of(QUICK, NAMES, "follows from the engine; two structures are asked")
+of_the_engine = asked_of(QUICK, NAMES, "follows from the simulation; two structures are asked")
 
 
 def every_rule() -> Any:

@@ -17,8 +17,8 @@ from experiments import cli, launch, reproduce, studies
 from experiments import list as listing
 from experiments.papers import study
 from experiments.papers.tables import TABLES
-from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration, custom, selection
 
 DOCS = Path(__file__).parents[1] / "docs"
 

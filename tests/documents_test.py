@@ -15,12 +15,12 @@ from experiments.papers.pfedla import presets as pfedla
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms import common
-from fedjax_pfl.config import configuration, listing
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.algorithm import Algorithm, State, Trained
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.runs.tuning import grids, search, show, trials
 from fedjax_pfl.runs.tuning.choice import Tried
+from fedjax_pfl.settings import configuration, listing
+from fedjax_pfl.settings.general import having
 from tests import cases, documents, tiny
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.report import run_reader
+from fedjax_pfl.settings import configuration
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted((ROOT / "docs" / "fidelity").glob("*.md"))
@@ -99,7 +99,7 @@ def lost(text: str) -> list[str]:
 def test_a_lost_reference_is_found():
     text = (
         "`tests/fidelity_test.py: lost`, `tests/fidelity_test.py: gone`, "
-        "`tests/nowhere.py: lost`, `fedjax_pfl/config/settings.py: learning_rate` and "
+        "`tests/nowhere.py: lost`, `fedjax_pfl/settings/general.py: learning_rate` and "
         "`fedjax_pfl/algorithms/__init__.py: Method.label`"
     )
     assert lost(text) == ["tests/fidelity_test.py: gone", "tests/nowhere.py: lost"]

@@ -7,9 +7,9 @@ import pytest
 
 from experiments import cli, launch
 from experiments.papers.pfedla import presets as pfedla
-from fedjax_pfl.config import configuration
 from fedjax_pfl.report import page
 from fedjax_pfl.runs import runner
+from fedjax_pfl.settings import configuration
 from tests import documents
 
 ROOT = documents.DOCS.parent

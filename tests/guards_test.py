@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.runs import build
+from fedjax_pfl.settings import configuration
 
 BASE = {
     "algorithm": "pfedla",

@@ -8,10 +8,9 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     ("core",),
     ("data", "networks"),
-    ("algorithms",),
+    ("algorithms", "simulation"),
     ("transforms",),
-    ("config",),
-    ("engine",),
+    ("settings",),
     ("report",),
     ("runs",),
     ("deploy",),

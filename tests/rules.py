@@ -23,10 +23,10 @@ from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.engine import ledger
-from fedjax_pfl.engine.records import Log, Rounds
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.runs import checkpoints
+from fedjax_pfl.simulation import ledger
+from fedjax_pfl.simulation.records import Log, Rounds
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 
 KEY = jax.random.key(7)
@@ -133,7 +133,7 @@ class Subject:
         return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(one))
 
     def cohort(self, here: np.ndarray) -> Cohort:
-        """A seat for each client, of which some are empty; as the engine makes it."""
+        """A seat for each client, of which some are empty; as the simulation makes it."""
         payloads, uploads, _ = self.met
         ids = np.where(here, EVERYBODY, tiny.CLIENTS).astype(np.int32)
         weights = np.where(here, tiny.TRAIN, 0).astype(np.float32)

@@ -80,7 +80,7 @@ def federated(
 
 
 def cohort(counts: Any, ids: Any, arrived: Any, payloads: Any, uploads: Any, t: Any) -> Cohort:
-    """As the engine makes it; `ids` are out of range where a client did not arrive."""
+    """As the simulation makes it; `ids` are out of range where a client did not arrive."""
     weights = jnp.asarray(counts, jnp.float32).at[ids].get(mode="fill", fill_value=0.0)
     return Cohort(ids, arrived, jnp.where(arrived, weights, 0.0), payloads, uploads, t)
 

@@ -14,8 +14,8 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, State, Trained, Visit, everything
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.report import comparison, comparison_page
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, documents, tiny
 from tests.algorithms import linear
 

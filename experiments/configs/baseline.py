@@ -10,7 +10,7 @@ and a number of clients (n10).
 from ml_collections import ConfigDict
 
 from experiments.papers import preset_words
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 
 
 def get_config(preset: str = "fedavg-digits") -> ConfigDict:

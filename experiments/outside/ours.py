@@ -17,8 +17,8 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, task, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.normalisation import batch_norm
+from fedjax_pfl.simulation.rounds import make_rounds
 
 CLIENTS, HIDDEN, CLASSES, RATE, ROUNDS = 4, 16, 10, 0.2, 3
 Arrays = dict[str, np.ndarray]

@@ -18,8 +18,8 @@ from experiments.outside.ours import CLASSES, Arrays, Net
 from experiments.speed import rivals
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.scores import ACCURACY
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.report import text_tables
+from fedjax_pfl.simulation.rounds import make_rounds
 
 CLIENTS, OWN, TRAIN, TEST, BATCH, RATE = 10, 4, 10, 33, 20, 0.1
 STAGES = ("before", "after")

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 from experiments.papers.table import Cell, Published, Table, cells_of, mean_of
 from experiments.papers.table import cell as shown
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import text_tables
+from fedjax_pfl.simulation.metrics import mean_std
 
 RESULTS = Path(__file__).parent.parent / "results"
 CELLS = "cells.json"

@@ -6,8 +6,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration
 
 # The network and the rate that a dataset is usually trained with here; a system's own config file
 # says otherwise where its paper does.

@@ -15,10 +15,10 @@ from experiments.papers import picture
 from experiments.papers.agreement import CELLS, load
 from experiments.papers.picture import Curves
 from experiments.papers.table import Cell, Table, cells_of, moved
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.report.comparison import common
+from fedjax_pfl.settings import configuration
 
 FREE = ("rounds", "eval_every", "partition_seed")
 Cells = dict[tuple[str, str, str], dict[str, Any]]  # by table, row and column

@@ -16,12 +16,12 @@ from ml_collections import ConfigDict
 
 from experiments.launch import DATA_DIR, SET_HELP, change, command, prepare_devices
 from experiments.papers.table import readable
-from fedjax_pfl.config.configuration import nearest
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.metrics import mean_std as mean_std
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs import runner
+from fedjax_pfl.settings.configuration import nearest
+from fedjax_pfl.simulation.metrics import mean_std as mean_std
 
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "digits", "Dataset; digits is embedded.")

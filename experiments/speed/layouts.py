@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from experiments.speed import work
-from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.report.text_tables import Table
+from fedjax_pfl.settings.general import ROWS
 
 LOWERINGS = tuple(name for name in ROWS["conv"].choices if name != "auto")
 PRECISIONS = {"float32": "highest", "bfloat16": "BF16_BF16_F32"}  # besides JAX's own

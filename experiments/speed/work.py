@@ -16,12 +16,12 @@ from experiments.papers.factorized_fl import presets as factorized_fl
 from experiments.papers.fedmn import presets as fedmn
 from experiments.papers.pfedhn import presets as pfedhn
 from experiments.papers.pfedla import presets as pfedla
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.engine import execution_plan
 from fedjax_pfl.runs import points
 from fedjax_pfl.runs.build import build
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import execution_plan
 
 SHAPE = (32, 32, 3)
 _SIDE = {"cpu": 2048}  # of the product that says what the machine can do

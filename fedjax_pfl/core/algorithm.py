@@ -2,7 +2,7 @@
 
 Hyper-parameters are closed over by the factory that builds the algorithm; whatever changes is in
 `State` and is passed in and out. Each function but `init` and `receive` is written for ONE client;
-the engine maps it over the cohort.
+the simulation maps it over the cohort.
 """
 
 from collections.abc import Callable, Mapping

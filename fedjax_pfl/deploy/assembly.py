@@ -10,16 +10,16 @@ import numpy as np
 from jax.interpreters.partial_eval import dce_jaxpr
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration, custom
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.deploy.node_file import OF_DATA
 from fedjax_pfl.deploy.programs import Method
-from fedjax_pfl.engine.execution_plan import Plan
 from fedjax_pfl.runs.build import Built, task_of
 from fedjax_pfl.runs.phase import Phase, Work
+from fedjax_pfl.settings import configuration, custom
+from fedjax_pfl.settings.general import having
+from fedjax_pfl.simulation.execution_plan import Plan
 
 
 def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]:

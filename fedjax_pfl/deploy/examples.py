@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from fedjax_pfl import data
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
@@ -22,6 +21,7 @@ from fedjax_pfl.deploy import schema, vocabulary
 from fedjax_pfl.deploy.node_file import NodeFile
 from fedjax_pfl.deploy.programs import single
 from fedjax_pfl.deploy.schema import InvalidError
+from fedjax_pfl.settings import configuration
 
 
 class NodeExamples(NamedTuple):

@@ -16,7 +16,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.examples import client_data
@@ -28,6 +27,7 @@ from fedjax_pfl.deploy.own_state import Disk
 from fedjax_pfl.deploy.programs import AtClient
 from fedjax_pfl.deploy.schema import ENROL, InvalidError
 from fedjax_pfl.runs import export
+from fedjax_pfl.settings import configuration
 
 try:
     import fcntl

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_pfl import data
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import schema
 from fedjax_pfl.deploy.vocabulary import Vocabulary
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import having
 
 # Settings of a simulation's whole federation, which a request may have too.
 SHARED = ("clients", "held_out")

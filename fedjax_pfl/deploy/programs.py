@@ -13,8 +13,8 @@ from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import INIT, PERSONAL, SEND, TRAIN, stage_key
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.deploy import served
-from fedjax_pfl.engine.records import Evaluation
-from fedjax_pfl.engine.rounds import plain_rounds
+from fedjax_pfl.simulation.records import Evaluation
+from fedjax_pfl.simulation.rounds import plain_rounds
 
 _NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -152,7 +152,7 @@ class AtServer:
         return self.method.whole.init(stage_key(_key(self.method), INIT))._replace(clients=())
 
     def cohort_of(self, g: int, ids: Any, payloads: PyTree, uploads: PyTree, t: int) -> Cohort:
-        """Builds a cohort as the engine does: an absent client has an id out of range.
+        """Builds a cohort as the simulation does: an absent client has an id out of range.
 
         Args:
           ids: those that arrived, by their seats; None in the others.
@@ -244,7 +244,7 @@ def _score(
     t: jax.Array,
     data: FederatedData,
 ) -> Evaluation:
-    """Scores one client as the engine does, given the server's part of its model."""
+    """Scores one client as the simulation does, given the server's part of its model."""
     member = method.member(g)
     own = client_data(data, 0)
     test = Split(data.test.rows[0], data.test.size[0])

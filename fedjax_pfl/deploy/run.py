@@ -16,12 +16,12 @@ from fedjax_pfl.deploy.lines import one_line, to_stderr
 from fedjax_pfl.deploy.programs import AtServer, Method
 from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.server import Open, Server, Standing
-from fedjax_pfl.engine import ledger, metrics
-from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, progress, run_directory, run_state
 from fedjax_pfl.runs.build import Built
 from fedjax_pfl.runs.run_state import Member
+from fedjax_pfl.simulation import ledger, metrics
+from fedjax_pfl.simulation.records import Evaluation
 
 FILE = "deployed.json"  # in the run directory: the run's name, its starts, and who its clients are
 WIRE = "wire.jsonl"  # a line per round: who was absent; bytes of messages beside the ledger's

@@ -1,6 +1,6 @@
 """The server's side of a round: requests, answers, and the new state.
 
-It computes a round as the engine does, with the clients' part on other machines. A client whose
+It computes a round as the simulation does, with the clients' part on other machines. A client whose
 answer is late or wrong is absent, like a client that `dropout` removes from a simulation.
 """
 
@@ -18,8 +18,8 @@ from fedjax_pfl.deploy import schema, wire
 from fedjax_pfl.deploy.own_state import BEGUN
 from fedjax_pfl.deploy.programs import AtServer
 from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
-from fedjax_pfl.engine import metrics as numbers
-from fedjax_pfl.engine.records import Evaluation, Log
+from fedjax_pfl.simulation import metrics as numbers
+from fedjax_pfl.simulation.records import Evaluation, Log
 
 _SLACK = 1_000_000  # bytes of an answer besides its arrays
 _LARGEST = 1e12  # of a loss or metric of one example

@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import wilcoxon
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import vital_signs
-from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report import method_labels, run_reader
 from fedjax_pfl.report.figures import Curve
 from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number
 from fedjax_pfl.report.run_reader import Record, Run
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import having
+from fedjax_pfl.simulation import vital_signs
+from fedjax_pfl.simulation.metrics import mean_std
 
 
 class Row(NamedTuple):

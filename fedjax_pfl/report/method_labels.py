@@ -5,10 +5,10 @@ from typing import Any
 
 from fedjax_pfl import transforms
 from fedjax_pfl.algorithms import METHODS
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.configuration import Words
-from fedjax_pfl.config.settings import GENERAL
 from fedjax_pfl.report import run_reader
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.configuration import Words
+from fedjax_pfl.settings.general import GENERAL
 
 # Settings of every run that change how a method trains.
 _TRAINING = (*GENERAL["Local training"], "zero_head", *transforms.SETTINGS)

@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.report.drawing import COLOURS, DASHES, INK, dressed, sheet
 from fedjax_pfl.report.run_reader import Record
+from fedjax_pfl.simulation import vital_signs
 
 _MOST_LAYERS = 12  # heat maps in one picture
 _MOST_NAMES = 30  # clients whose numbers are written beside points

@@ -13,7 +13,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.report import (
     client_figures,
     comparison,
@@ -44,6 +43,7 @@ from fedjax_pfl.report.numbers import (
     word,
 )
 from fedjax_pfl.report.run_reader import Record, Run, known_settings, read_deviation
+from fedjax_pfl.simulation import vital_signs
 
 _MOST_CLIENTS = 50  # in a table
 _COLUMNS = {"mean": "mean", "weighted": "weighted", "std": "std", "worst10": "worst 10 %"}

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedjax_pfl.config.configuration import Words
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, method_labels, run_reader
 from fedjax_pfl.report.comparison import Paired, Row
 from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number, show_score
 from fedjax_pfl.report.run_reader import Run
+from fedjax_pfl.settings.configuration import Words
+from fedjax_pfl.settings.general import having
 
 METHODS = {name: method_labels.row(name) for name in ("fedavg", "local")}
 FOLDER = "reference"  # within a run directory

@@ -7,9 +7,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, run_reader
+from fedjax_pfl.settings import configuration
 
 
 class Known:

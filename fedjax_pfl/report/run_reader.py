@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import csv_tables
+from fedjax_pfl.settings import configuration
 
 Record = Mapping[str, Any]  # one line of metrics.jsonl
 CONFIG, METRICS, CLIENTS, TRAFFIC, MADE, REPORT, EXAMPLES = (

@@ -7,10 +7,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from fedjax_pfl import transforms
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import multiprocess
 from fedjax_pfl.report import run_reader
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import multiprocess
 
 # What draws takes half a second to import, and only some runs come here: references is imported
 # where it is used.

@@ -13,13 +13,15 @@ from ml_collections import ConfigDict
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import pfedhn, pfedhn_pc
 from fedjax_pfl.algorithms.hypernetwork_settings import remark
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suited
 from fedjax_pfl.data.augment import on_normalised
-from fedjax_pfl.engine import (
+from fedjax_pfl.runs import points
+from fedjax_pfl.runs.phase import Phase, Work
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import (
     execution_plan,
     far_rows,
     forecast,
@@ -27,10 +29,8 @@ from fedjax_pfl.engine import (
     multiprocess,
     sweep,
 )
-from fedjax_pfl.engine.execution_plan import Plan
-from fedjax_pfl.engine.records import Rounds
-from fedjax_pfl.runs import points
-from fedjax_pfl.runs.phase import Phase, Work
+from fedjax_pfl.simulation.execution_plan import Plan
+from fedjax_pfl.simulation.records import Rounds
 
 # XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
 _SLACK = 4 / 3

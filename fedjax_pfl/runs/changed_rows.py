@@ -17,8 +17,8 @@ import numpy as np
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
-from fedjax_pfl.engine.stores import Clients, Rows, Snapshot
 from fedjax_pfl.runs.checkpoints import DamagedError
+from fedjax_pfl.simulation.stores import Clients, Rows, Snapshot
 
 _READ = 1 << 26  # bytes at a time
 

@@ -16,16 +16,12 @@ import numpy as np
 
 from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.algorithms.fedproto import Nearest
-from fedjax_pfl.config import configuration, custom
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import enter, members
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import ClientData, client_data
-from fedjax_pfl.engine.far_rows import FarRows
-from fedjax_pfl.engine.stores import Clients
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels
 from fedjax_pfl.networks.modular import Modular, Routed
@@ -35,6 +31,10 @@ from fedjax_pfl.runs import checkpoints, run_directory, runner
 from fedjax_pfl.runs.build import build, described
 from fedjax_pfl.runs.run_state import restored as from_checkpoint
 from fedjax_pfl.runs.run_state import table, templates
+from fedjax_pfl.settings import configuration, custom
+from fedjax_pfl.settings.general import having
+from fedjax_pfl.simulation.far_rows import FarRows
+from fedjax_pfl.simulation.stores import Clients
 
 _KEY = "fedjax_pfl"  # of the metadata; one key, because their order is not fixed
 _FORMAT = 1

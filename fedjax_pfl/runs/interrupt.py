@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from fedjax_pfl.engine import multiprocess
+from fedjax_pfl.simulation import multiprocess
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ECHO = 1.0  # seconds in which, among several processes, a second signal is still the first one

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from fedjax_pfl import data, transforms
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
@@ -22,15 +21,16 @@ from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.data.checks import holder
-from fedjax_pfl.engine import execution_plan, sweep
-from fedjax_pfl.engine.execution_plan import Plan
-from fedjax_pfl.engine.on_device import OnDevice
-from fedjax_pfl.engine.records import Plain, Rounds
-from fedjax_pfl.engine.rounds import compiled, plain_rounds
-from fedjax_pfl.engine.streamed import Streamed
 from fedjax_pfl.networks.own import Own, check, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import points
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import execution_plan, sweep
+from fedjax_pfl.simulation.execution_plan import Plan
+from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.records import Plain, Rounds
+from fedjax_pfl.simulation.rounds import compiled, plain_rounds
+from fedjax_pfl.simulation.streamed import Streamed
 
 _MANY = 10_000  # clients; of more than that not all are evaluated, unless that is said
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import ROWS, having
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.sweep import Apart
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import ROWS, having
+from fedjax_pfl.simulation.sweep import Apart
 
 _MOST = 1000  # points
 

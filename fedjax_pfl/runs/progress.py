@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.engine import metrics
-from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report.numbers import human_bytes, number, show_score, spoken
 from fedjax_pfl.runs.build import Built
 from fedjax_pfl.runs.run_state import Member
+from fedjax_pfl.simulation import metrics
+from fedjax_pfl.simulation.records import Evaluation
 
 _NAMED = 8  # clients in a line
 

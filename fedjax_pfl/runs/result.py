@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from fedjax_pfl import data
 from fedjax_pfl.core.algorithm import Federation, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import beside, run_directory
 from fedjax_pfl.runs.phase import Phase
+from fedjax_pfl.simulation.ledger import Ledger
 
 
 class Result(NamedTuple):

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.core.errors import UsageError, removed
-from fedjax_pfl.engine.execution_plan import Plan, machine
-from fedjax_pfl.engine.ledger import Ledger
 from fedjax_pfl.report import csv_tables, run_reader
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.simulation.execution_plan import Plan, machine
+from fedjax_pfl.simulation.ledger import Ledger
 
 try:
     import fcntl

@@ -16,19 +16,19 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.engine import ledger, metrics, multiprocess, spread, stores, sweep, vital_signs
-from fedjax_pfl.engine.far_rows import apart, names
-from fedjax_pfl.engine.ledger import Ledger
-from fedjax_pfl.engine.records import Evaluation
 from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import changed_rows, checkpoints, run_directory
 from fedjax_pfl.runs.build import Built, fixed_length
 from fedjax_pfl.runs.phase import Phase
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import ledger, metrics, multiprocess, spread, stores, sweep, vital_signs
+from fedjax_pfl.simulation.far_rows import apart, names
+from fedjax_pfl.simulation.ledger import Ledger
+from fedjax_pfl.simulation.records import Evaluation
 
 
 class Position(NamedTuple):

@@ -14,13 +14,9 @@ import numpy as np
 from ml_collections import ConfigDict
 from tqdm import tqdm
 
-from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import execution_plan, ledger, metrics, multiprocess, spread
-from fedjax_pfl.engine.on_device import OnDevice
-from fedjax_pfl.engine.streamed import Streamed
 from fedjax_pfl.report import method_labels, tensorboard
 from fedjax_pfl.runs import beside, checkpoints, points, progress, run_directory
 from fedjax_pfl.runs.build import Built, build, described, fixed_length
@@ -40,6 +36,10 @@ from fedjax_pfl.runs.run_state import (
     table,
     together,
 )
+from fedjax_pfl.settings import configuration, custom, general, selection
+from fedjax_pfl.simulation import execution_plan, ledger, metrics, multiprocess, spread
+from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.streamed import Streamed
 
 
 def _silent(line: str) -> None:
@@ -98,7 +98,7 @@ def run_all(
     given = config.to_dict() if isinstance(config, ConfigDict) else config
     words, given = custom.added(given, **brought)
     settings = configuration.complete(given, words)
-    multiprocess.check_settings(settings.to_dict())
+    multiprocess.check_settings(settings.to_dict(), general.having("per_process"))
     if not isinstance(config, ConfigDict):  # which holds all settings, whoever gave them
         selection.check_given(given, [settings], words)
     selection.check_owners(brought.get("dataset"), [settings])

@@ -10,7 +10,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import rounds
+from fedjax_pfl.simulation import rounds
 from tests import cases, tiny
 from tests.algorithms.served import after_rounds, served
 
@@ -53,7 +53,7 @@ def test_weights_follow_the_movement_of_v(share):
         state, _ = engine.run(KEY, state, data, jnp.int32(t), jnp.int32(1))
         d += np.asarray(state.rows["params"]["fc1"]["v"])[..., 0] - before
         np.testing.assert_allclose(state.rows["moved"], d, atol=1e-5)
-    # From the stored movement: its rounding, divided by its length, is the engine's and not ω's.
+    # From the stored movement: its rounding, divided by its length, is the round's and not ω's.
     d = np.asarray(state.rows["moved"], np.float64)
     unit = d / np.linalg.norm(d, axis=1, keepdims=True)
     sigma = unit @ unit.T

@@ -11,7 +11,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.engine import rounds
+from fedjax_pfl.simulation import rounds
 from tests import cases, tiny
 
 KEY = jax.random.key(3)
@@ -132,7 +132,7 @@ def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
 def test_a_round_equals_numpy(f, share, penalty):
     engine, data, before = setting(f, share, penalty)
     models = [stored(before, k) for k in range(N)]
-    # A copy, because the engine may reuse the state's memory.
+    # A copy, because the simulation may reuse the state's memory.
     after, _ = engine.run(KEY, jax.tree.map(jnp.copy, before), data, jnp.int32(0), jnp.int32(1))
     after = jax.device_get(after)
     omega = similar_clients(np.stack([model["one"]["v"].ravel() for model in models]))

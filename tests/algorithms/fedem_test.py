@@ -15,7 +15,7 @@ from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.task import regression
-from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 from tests.algorithms.served import KEY, trained
 

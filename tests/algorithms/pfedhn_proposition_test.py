@@ -6,7 +6,7 @@ import numpy as np
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests.algorithms import linear
 
 KEY = jax.random.key(5)

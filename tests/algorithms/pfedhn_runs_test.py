@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.runs import build, checkpoints, runner
+from fedjax_pfl.settings import configuration
 
 KEY = jax.random.key(5)
 T = jnp.int32(0)

@@ -14,8 +14,8 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import classification
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks import MLP, LeNet, hypernet
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 from tests.algorithms import linear
 

@@ -16,10 +16,10 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.randomness import INIT, stage_key
 from fedjax_pfl.core.task import classification
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.layer_weights import normalised
 from fedjax_pfl.networks.mlp import MLP
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 
 KEY, N = jax.random.key(3), tiny.CLIENTS

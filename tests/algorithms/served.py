@@ -9,7 +9,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, State, Visit
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.randomness import TRAIN, stage_key
-from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import tiny
 from tests.cases import TASK
 

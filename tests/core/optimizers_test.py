@@ -9,11 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from fedjax_pfl.config.settings import ROWS
 from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
+from fedjax_pfl.settings.general import ROWS
 from tests import tiny
 
 KEY = jax.random.key(3)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import data
-from fedjax_pfl.config import custom
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import digest
 from fedjax_pfl.data.mapped import is_mapped
-from fedjax_pfl.engine import forecast
-from fedjax_pfl.engine.streamed import cohort_data
+from fedjax_pfl.settings import custom
+from fedjax_pfl.simulation import forecast
+from fedjax_pfl.simulation.streamed import cohort_data
 
 CLIENTS = 20
 SHARES = {"clients": CLIENTS, "test_fraction": 0.25}

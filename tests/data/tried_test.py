@@ -9,8 +9,8 @@ from PIL import Image
 from pyarrow import csv, parquet
 
 from experiments.configs import baseline
-from fedjax_pfl.config import configuration
 from fedjax_pfl.runs import build
+from fedjax_pfl.settings import configuration
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 ROWS = {

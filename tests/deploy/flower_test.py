@@ -379,7 +379,7 @@ def test_a_run_over_flower_is_what_the_simulation_is(tmp_path: Path):
     simulated = runner.run({**CONFIG, **settings}, tmp_path / "simulated")
     config = tmp_path / "config.py"
     config.write_text(
-        "from fedjax_pfl.config import configuration\n"
+        "from fedjax_pfl.settings import configuration\n"
         f"def get_config():\n    return configuration.complete({ {**CONFIG, **settings}!r})\n"
     )
     words = ["--nodes=3", "--workdir", tmp_path / "real", "--folder", tmp_path / "nodes"]

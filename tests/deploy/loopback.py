@@ -14,7 +14,7 @@ from fedjax_pfl.deploy.client import Client
 from fedjax_pfl.deploy.own_state import Disk
 from fedjax_pfl.deploy.programs import AtClient, AtServer, Method, single
 from fedjax_pfl.deploy.server import Server, Standing
-from fedjax_pfl.engine.records import Evaluation, Log
+from fedjax_pfl.simulation.records import Evaluation, Log
 
 RUN = "1f0a"
 

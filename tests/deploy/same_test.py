@@ -12,8 +12,8 @@ import pytest
 from fedjax_pfl.core import groups
 from fedjax_pfl.deploy import server
 from fedjax_pfl.deploy.programs import Method
-from fedjax_pfl.engine import ledger
-from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.simulation import ledger
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 from tests.deploy.loopback import dropped, loopback, stacked
 

@@ -11,9 +11,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import launch
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
+from fedjax_pfl.settings import configuration
 from tests.commands import CONFIG, Forked
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import jax
 
 from experiments.speed import layouts
 from experiments.speed.layouts import Layout, Size
-from fedjax_pfl.config.settings import ROWS
+from fedjax_pfl.settings.general import ROWS
 
 SIZE = Size(clients=20, steps=2)
 

@@ -6,9 +6,9 @@ import pytest
 
 from experiments import leaderboard
 from fedjax_pfl.algorithms import METHODS
-from fedjax_pfl.config import configuration
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.runs.tuning import choice
+from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 
 

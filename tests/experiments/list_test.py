@@ -12,11 +12,11 @@ from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.algorithms.fedfomo import REFERENCES
 from fedjax_pfl.algorithms.matching import RULES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
-from fedjax_pfl.config import configuration, listing
-from fedjax_pfl.config.settings import GENERAL, ROWS, having
 from fedjax_pfl.core import task
 from fedjax_pfl.networks.factorized import LAYOUTS
 from fedjax_pfl.networks.layer_weights import NORMALISE
+from fedjax_pfl.settings import configuration, listing
+from fedjax_pfl.settings.general import GENERAL, ROWS, having
 from tests.experiments.launch_test import message
 
 EXPORTED = {

@@ -14,7 +14,7 @@ from experiments.papers.pfedhn import studies as pfedhn
 from experiments.papers.pfedla import studies as pfedla
 from experiments.papers.table import PAPERS, published, readable
 from experiments.papers.tables import TABLES
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 from tests import documents
 
 STUDIES = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": factorized_fl}

@@ -10,7 +10,7 @@ from experiments import launch
 from experiments.configs import baseline
 from experiments.papers import preset_words
 from experiments.papers.factorized_fl import presets as factorized_fl
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 
 

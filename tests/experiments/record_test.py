@@ -7,8 +7,8 @@ import pytest
 from experiments import reproduce
 from experiments.papers import agreement, picture, record
 from experiments.papers.tables import TABLES
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration
 from tests.report.comparison_test import made
 
 NAME = "pfedla/table1"

@@ -7,10 +7,10 @@ import pytest
 from experiments import reproduce
 from experiments.papers.tables import TABLES
 from experiments.reproduce import Options
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.interrupt import Stopped
+from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 from tests.report.comparison_test import made
 

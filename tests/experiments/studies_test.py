@@ -20,8 +20,8 @@ from experiments.papers.pfedhn import studies as pfedhn
 from experiments.papers.pfedla import studies as pfedla
 from experiments.reproduce import Options
 from fedjax_pfl import data
-from fedjax_pfl.config import configuration
 from fedjax_pfl.report import text_tables
+from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 from tests.experiments.reproduce_test import shown, there
 

@@ -9,9 +9,9 @@ from experiments.papers.pfedhn import tables as pfedhn
 from experiments.papers.pfedla import tables as pfedla
 from experiments.papers.tables import TABLES, cells_of
 from experiments.reproduce import Options
-from fedjax_pfl.config import configuration
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs.build import build
+from fedjax_pfl.settings import configuration
 
 pytestmark = pytest.mark.slow("presets of every table")
 

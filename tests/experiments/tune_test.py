@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.report import comparison
 from fedjax_pfl.runs.tuning import choice, grids, show
 from fedjax_pfl.runs.tuning.choice import Tried
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import having
 from tests.experiments.launch_test import message
 
 # Grids.

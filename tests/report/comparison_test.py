@@ -8,9 +8,9 @@ import pytest
 from scipy.stats import wilcoxon
 
 from experiments import compare
-from fedjax_pfl.config import configuration
 from fedjax_pfl.report import comparison, comparison_page
 from fedjax_pfl.report import page as report
+from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 
 SCORES = {"fedavg": [[0.5, 0.6, 0.7], [0.4, 0.8, 0.9]], "local": [[0.7, 0.6, 0.9], [0.6, 0.9, 0.8]]}

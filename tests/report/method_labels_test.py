@@ -3,8 +3,8 @@
 import pytest
 
 from fedjax_pfl.algorithms import METHODS, Method
-from fedjax_pfl.config import configuration
 from fedjax_pfl.report import method_labels, page, run_reader
+from fedjax_pfl.settings import configuration
 from tests.report.page_test import a_run, evaluation, work
 
 DEFAULTS = run_reader.known_settings()

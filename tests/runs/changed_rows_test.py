@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.engine.stores import Clients, Rows, arrays
 from fedjax_pfl.runs import changed_rows
 from fedjax_pfl.runs.checkpoints import DamagedError
+from fedjax_pfl.simulation.stores import Clients, Rows, arrays
 
 N = 9
 FIRST = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(7), "b": np.array([True])}

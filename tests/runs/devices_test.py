@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.execution_plan import mesh
+from fedjax_pfl.simulation.execution_plan import mesh
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 

@@ -17,8 +17,8 @@ from safetensors.numpy import load_file, save_file
 from experiments import export as exporting
 from experiments import launch
 from fedjax_pfl import algorithms
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.runs import export, runner
+from fedjax_pfl.settings.general import having
 from tests.experiments.launch_test import message
 from tests.runs.common import assert_same_bits
 from tests.runs.export_test import BASE, by_file, in_the_run

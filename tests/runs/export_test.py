@@ -10,11 +10,11 @@ from safetensors.numpy import load_file
 
 from experiments import launch
 from fedjax_pfl import algorithms, networks
-from fedjax_pfl.config import configuration
 from fedjax_pfl.data import client_data, load, take
-from fedjax_pfl.engine import ledger
 from fedjax_pfl.runs import export, runner
 from fedjax_pfl.runs.build import build
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import ledger
 from tests import cases, tiny
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
-from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, references, run_reader
 from fedjax_pfl.runs import build, export, run_directory
+from fedjax_pfl.settings import configuration, custom, selection
 
 
 def table(tmp_path, more=""):

@@ -13,9 +13,9 @@ import pytest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.engine import ledger, metrics
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.runs import checkpoints
+from fedjax_pfl.simulation import ledger, metrics
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")

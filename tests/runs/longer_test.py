@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from fedjax_pfl.algorithms import fedavg
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import build, runner
+from fedjax_pfl.settings import configuration
 from tests.runs.common import BASE, PHASES, assert_same_bits, undisturbed, untimed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")

@@ -5,9 +5,9 @@ import optax
 import pytest
 
 import fedjax_pfl
-from fedjax_pfl.config import configuration, custom
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import build, export
+from fedjax_pfl.settings import configuration, custom
 from tests.runs.common import BASE
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")

@@ -8,13 +8,13 @@ import pytest
 
 import fedjax_pfl
 from fedjax_pfl import algorithms
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
 from fedjax_pfl.runs import interrupt, progress, run_state
 from fedjax_pfl.runs.result import recorded
+from fedjax_pfl.settings import configuration
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 

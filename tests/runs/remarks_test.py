@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.runs import build, runner
+from fedjax_pfl.settings import configuration
 from tests.runs.common import but_evaluations
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")

@@ -15,8 +15,8 @@ import orbax.checkpoint
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import execution_plan
 from fedjax_pfl.runs import checkpoints, run_directory, runner
+from fedjax_pfl.simulation import execution_plan
 from tests.runs.common import BASE, assert_same_run, but_evaluations, contents, undisturbed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine.stores import arrays
 from fedjax_pfl.runs import checkpoints, export, runner
 from fedjax_pfl.runs.interrupt import Stop, Stopped
+from fedjax_pfl.simulation.stores import arrays
 from tests.runs.common import BASE, undisturbed, untimed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")

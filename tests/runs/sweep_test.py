@@ -8,10 +8,10 @@ import pytest
 
 from experiments import launch
 from fedjax_pfl import algorithms, arrays
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError, need
-from fedjax_pfl.engine import execution_plan
 from fedjax_pfl.runs import build, checkpoints, points, run_directory, runner
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import execution_plan
 from tests.runs.common import (
     BASE,
     PHASES,

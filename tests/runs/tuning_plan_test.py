@@ -6,9 +6,9 @@ import pytest
 
 from experiments import tune as tune
 from experiments.papers.pfedhn import presets as pfedhn
-from fedjax_pfl.config import configuration
 from fedjax_pfl.runs.tuning import search, show, trials
 from fedjax_pfl.runs.tuning.trials import Job
+from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 from tests.experiments.tune_test import plain
 from tests.runs.common import BASE

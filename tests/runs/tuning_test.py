@@ -12,12 +12,12 @@ import pytest
 
 from experiments import tune as tune
 from fedjax_pfl import algorithms
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.custom import added
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.tuning import choice, grids, own, search, trials
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.custom import added
 from tests.experiments.launch_test import message
 from tests.experiments.tune_test import loaded, plain
 from tests.runs.common import contents, read_metrics, undisturbed, untimed

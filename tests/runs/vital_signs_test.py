@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
-from fedjax_pfl.engine import vital_signs
 from fedjax_pfl.report import page
+from fedjax_pfl.simulation import vital_signs
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 

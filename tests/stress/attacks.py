@@ -19,12 +19,12 @@ from unittest import mock
 import numpy as np
 
 import fedjax_pfl
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.report import comparison, comparison_page, page, references, run_reader
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import export, run_directory, runner
+from fedjax_pfl.settings import configuration
 from tests.stress.common import Row, copied, digest, finish, one_line, progress, scratch, untimed
 from tests.stress.damages import OTHERS, TEXTS, damaged
 

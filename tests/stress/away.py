@@ -17,9 +17,9 @@ import numpy as np
 from fedjax_pfl.core.randomness import DROP, stage_key
 from fedjax_pfl.deploy import run, server
 from fedjax_pfl.deploy.programs import Method
-from fedjax_pfl.engine import ledger
-from fedjax_pfl.engine import rounds as engine
 from fedjax_pfl.runs import export, runner
+from fedjax_pfl.simulation import ledger
+from fedjax_pfl.simulation import rounds as engine
 from tests import cases, tiny
 from tests.deploy.loopback import loopback, stacked
 from tests.stress.common import Row

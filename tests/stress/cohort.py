@@ -20,8 +20,8 @@ import numpy as np
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import State, Trained, Visit
 from fedjax_pfl.core.randomness import TRAIN, stage_key
-from fedjax_pfl.engine.records import Rounds
-from fedjax_pfl.engine.rounds import make_rounds
+from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 from tests.stress.common import Row, finish, progress
 

@@ -27,9 +27,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from tqdm import tqdm
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import stores
 from fedjax_pfl.report import page as report
 from fedjax_pfl.runs import interrupt, run_directory, runner
+from fedjax_pfl.simulation import stores
 
 EVERY = 2  # rounds between evaluations, each of which is saved
 CONFIG: dict[str, Any] = {

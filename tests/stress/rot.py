@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import ledger, stores
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.build import Built, build
 from fedjax_pfl.runs.run_state import Member, Position, resume
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import ledger, stores
 from tests.stress.common import (
     CONFIG,
     Row,

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.config import configuration
 from fedjax_pfl.runs.build import build
+from fedjax_pfl.settings import configuration
 from tests.stress.common import CONFIG, Row, finish, progress, scratch, undisturbed
 
 METHODS = ("fedavg", "fedper", "pfedla")

@@ -12,9 +12,9 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, State, Traffic, Trained, Visit
 from fedjax_pfl.core.groups import by_group
-from fedjax_pfl.engine import ledger
-from fedjax_pfl.engine.rounds import make_rounds
 from fedjax_pfl.networks.mlp import MLP
+from fedjax_pfl.simulation import ledger
+from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.transforms.compression import Client, compression, encode, leaf_bytes
 from tests import cases, tiny
 

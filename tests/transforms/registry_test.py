@@ -5,8 +5,8 @@ import re
 import jax
 
 from fedjax_pfl import transforms
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import GENERAL, ROWS
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import GENERAL, ROWS
 from tests import documents, tiny
 from tests.transforms.upload_noise_test import UP, scripted
 
@@ -50,7 +50,9 @@ def test_nothing_else_in_the_library_names_their_settings():
         if not place.startswith("transforms/"):
             found = set(re.findall(rf"[\"'.]({names})\b", path.read_text()))
             # A caller's own is brought under the name of its setting.
-            assert found <= ({"server_optimizer"} if place == "config/custom.py" else set()), place
+            assert found <= ({"server_optimizer"} if place == "settings/custom.py" else set()), (
+                place
+            )
 
 
 def test_a_method_begins_without_what_transforms_kept():

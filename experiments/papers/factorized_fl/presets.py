@@ -18,7 +18,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments.papers import preset_words
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 
 # τ, ε and the least number of candidates among 20 clients, as in the authors' code.
 _MATCHING: dict[str, dict[str, Any]] = {

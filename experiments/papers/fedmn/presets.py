@@ -16,7 +16,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments.papers import preset_words
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 
 TESTBED = ("cifar10", "cifar100", "emnist_byclass", "femnist")
 # The testbed's rates, in its order of datasets.

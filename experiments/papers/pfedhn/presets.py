@@ -23,7 +23,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments.papers import preset_words
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 
 HYPERNETWORKS = ("pfedhn", "pfedhn_pc")
 # The first three datasets have an official test set.

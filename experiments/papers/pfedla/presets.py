@@ -13,7 +13,7 @@ import re
 from ml_collections import ConfigDict
 
 from experiments.papers import preset_words
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 
 
 def _retained(config: ConfigDict, match: re.Match[str]) -> None:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import having
-from fedjax_pfl.engine.metrics import mean_std
 from fedjax_pfl.report.numbers import metric_of, number
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.runs.tuning.grids import Point, word
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import having
+from fedjax_pfl.simulation.metrics import mean_std
 
 
 class Tried(NamedTuple):
@@ -197,7 +197,7 @@ python -m experiments.baseline --config=THIS_FILE.py:METHOD
 
 {header}
 
-from fedjax_pfl.config import configuration
+from fedjax_pfl.settings import configuration
 from fedjax_pfl.core.errors import UsageError
 
 {settings}

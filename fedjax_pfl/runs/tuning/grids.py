@@ -9,9 +9,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.general import having
 
 Grid = dict[
     str, tuple[Any, ...]

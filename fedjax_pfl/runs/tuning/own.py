@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
-from fedjax_pfl.config import configuration, custom, selection
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.tuning import choice, grids, search, trials
+from fedjax_pfl.settings import configuration, custom, selection
 
 
 def tune(

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import html_page, text_tables
 from fedjax_pfl.report.numbers import mean_and_deviation
@@ -15,6 +13,8 @@ from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, show, trials
 from fedjax_pfl.runs.tuning.show import Found
 from fedjax_pfl.runs.tuning.trials import Trial
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.configuration import OURS, Words
 
 
 def plan(

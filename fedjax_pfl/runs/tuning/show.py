@@ -11,7 +11,6 @@ from typing import Any
 from matplotlib.axes import Axes
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config.configuration import OURS, Words
 from fedjax_pfl.core.scores import ACCURACY, Metric
 from fedjax_pfl.report import csv_tables, drawing
 from fedjax_pfl.report import html_page as report
@@ -21,6 +20,7 @@ from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs.tuning import choice, grids, trials
 from fedjax_pfl.runs.tuning.choice import Tried
+from fedjax_pfl.settings.configuration import OURS, Words
 
 Found = Mapping[str, Sequence[Tried]]  # by method, points in grid order
 

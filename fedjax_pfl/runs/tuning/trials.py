@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.config import configuration
-from fedjax_pfl.config.configuration import OURS, Words
-from fedjax_pfl.config.settings import having
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.engine import sweep
 from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import interrupt, run_state, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.runs.tuning.grids import Point, apply, word
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.configuration import OURS, Words
+from fedjax_pfl.settings.general import having
+from fedjax_pfl.simulation import sweep
 
 # What says how many client visits a run has; on the command line it is for all methods alike.
 LENGTH = having("visits")

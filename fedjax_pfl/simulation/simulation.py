@@ -1,0 +1,257 @@
+"""The training loop: a method and partitioned data, run round by round.
+
+    simulation = Simulation(method, data, clients_per_round=10)
+    state = simulation.init()
+    for t in range(20):
+        state, log = simulation.run_round(state, t)
+    scores = simulation.evaluate(state, 20)
+
+`Simulation` holds compiled functions and no state: results depend on the arguments alone.
+"""
+
+from collections import namedtuple
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import FederatedData, client_data
+from fedjax_pfl.core.groups import members
+from fedjax_pfl.core.randomness import PERSONAL, stage_key
+from fedjax_pfl.core.task import Task
+from fedjax_pfl.core.trees import row
+from fedjax_pfl.simulation import execution_plan, metrics, records
+from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.rounds import compiled, plain_rounds
+from fedjax_pfl.simulation.streamed import Streamed
+
+STORES = ("device", "sharded", "host", "disk")
+
+
+class RoundLog(NamedTuple):
+    """Record of one round. Arrays have one entry per sampled client."""
+
+    ids: np.ndarray  # int32 [K]
+    arrived: np.ndarray  # bool [K]: the server used the client's update
+    rejected: np.ndarray  # bool [K]: the update was not finite, or too large
+    metrics: dict[str, np.ndarray]  # float [K] each, NaN for clients without an update
+    bytes_down_by_layer: dict[str, int]
+    bytes_up_by_layer: dict[str, int]
+
+    @property
+    def loss(self) -> float:
+        """Mean training loss over the clients whose update arrived; NaN if there is none."""
+        losses = self.metrics["loss"][self.arrived]
+        return float(losses.mean()) if len(losses) else float("nan")
+
+    @property
+    def bytes_down(self) -> int:
+        """Bytes that all clients downloaded."""
+        return sum(self.bytes_down_by_layer.values())
+
+    @property
+    def bytes_up(self) -> int:
+        """Bytes that all clients uploaded."""
+        return sum(self.bytes_up_by_layer.values())
+
+
+class Evaluation(NamedTuple):
+    """Scores of every client's personal model.
+
+    Each field is a record with one array of shape [N] per metric, `loss` and `examples`. Entries
+    are NaN for clients without examples.
+    """
+
+    before: Any  # test examples, the model as it is served
+    after: Any  # test examples, after one more local training; None if not requested
+    validation: Any  # validation examples, the model as it is served
+
+
+class Simulation:
+    """Compiled rounds of one method on the clients of one partition."""
+
+    def __init__(
+        self,
+        method: Algorithm,
+        data: Any,
+        *,
+        clients_per_round: int | None = None,
+        seed: int = 0,
+        dropout: float = 0.0,
+        max_update_norm: float | None = None,
+        evaluate_after: bool = True,
+        store: str = "device",
+        folder: str | Path | None = None,
+        devices: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """Prepares the simulation; nothing is compiled before the first call.
+
+        Args:
+          method: From a factory such as `fedjax_pfl.fedper`, or your own `Algorithm`.
+          data: From `fedjax_pfl.partition`.
+          clients_per_round: Number of clients sampled in each round. Default: all.
+          seed: Decides everything random in training.
+          dropout: Probability that a sampled client never returns its update.
+          max_update_norm: Updates with a larger norm are rejected. Default: updates that are not
+            finite, or whose squared norm is not.
+          evaluate_after: Whether `evaluate` also scores each model after one more local training.
+          store: Where client state is kept: "device", "sharded" over devices, "host" memory or
+            "disk".
+          folder: Folder for store="disk". Default: a temporary one.
+          devices: Number of devices. Default: all; on a CPU at most one per sampled client.
+          chunk: Clients that are trained at the same time on a device. Default: 1 on a CPU, else
+            all.
+        """
+        _check(method, store)
+        self.method, self.task = method, data.task
+        self.examples: FederatedData = data.examples
+        self.federation: Federation = data.federation
+        clients = self.federation.clients
+        active = int(self.federation.active.sum())
+        cohort = active if clients_per_round is None else clients_per_round
+        mesh = execution_plan.mesh(devices, cohort, several=False)
+        self._settings: dict[str, Any] = {
+            "cohort": cohort,
+            "dropout": dropout,
+            "max_update_norm": max_update_norm,
+            "after": evaluate_after,
+            "chunk": chunk or execution_plan.at_once(clients),
+            "mesh": mesh,
+            "by_client": store == "sharded",
+        }
+        self._key = jax.random.key(seed)
+        self._store = store
+        self._folder = None if folder is None else Path(folder)
+        self._programs: dict[int, OnDevice | Streamed] = {}
+        self._program(1)  # reports mistakes in the arguments now
+
+    def __repr__(self) -> str:
+        """Returns one line on the size of the simulation."""
+        clients, cohort = self.federation.clients, self._settings["cohort"]
+        return f"Simulation({clients} clients, {cohort} per round, store={self._store!r})"
+
+    def init(self, start: State | None = None) -> State:
+        """Returns the initial state, or one that starts from the end of another phase."""
+        return self._program(1).init(start)
+
+    def run_round(self, state: State, t: int) -> tuple[State, RoundLog]:
+        """Runs round `t`. The arrays of the state that is passed in are used up."""
+        state, logs = self.run_rounds(state, t, 1)
+        return state, logs[0]
+
+    def run_rounds(self, state: State, t: int, n: int) -> tuple[State, list[RoundLog]]:
+        """Runs rounds t to t + n - 1 in one compiled call. Returns one log per round."""
+        if n < 1:
+            raise UsageError(f"n must be at least 1, got {n}")
+        program = self._program(n)
+        state, logs = program.run(program.enter(state), t, n)
+        return state, [_round_log(logs, r) for r in range(n)]
+
+    def evaluate(self, state: State, t: int) -> Evaluation:
+        """Scores every client's personal model as of round `t`."""
+        program = self._program(1)
+        scores = program.evaluate(program.enter(state), t)
+        return Evaluation(
+            before=_scores(scores.before, self.task),
+            after=None if scores.after is None else _scores(scores.after, self.task),
+            validation=_scores(scores.validation, self.task),
+        )
+
+    def observe(self, state: State) -> dict[str, np.ndarray]:
+        """Returns what the method shows of its state, such as pFedLA's averaging weights."""
+        program = self._program(1)
+        return program.observe(self.method, program.enter(state))
+
+    def personal_model(self, state: State, client: int, t: int = 0) -> PyTree:
+        """Returns the variables of the model that a client is served now."""
+        if self._store != "device":
+            raise UsageError(f"personal_model needs store='device', and store is {self._store!r}")
+        if not 0 <= client < self.federation.clients:
+            raise UsageError(f"client is {client}; choose 0 to {self.federation.clients - 1}")
+        has_groups = isinstance(self.method.send, tuple)
+        group = int(self.federation.groups[client]) if has_groups else 0
+        client_states = state.clients[group] if has_groups else state.clients
+        visit = Visit(
+            i=client,
+            data=client_data(self.examples, client),
+            t=t,
+            key=stage_key(self._key, PERSONAL, t, client),
+        )
+        member = members(self.method)[group]
+        return member.personal(state._replace(clients=()), row(client_states, client), visit)
+
+    def _program(self, rounds: int) -> OnDevice | Streamed:
+        """Returns the program that runs up to so many rounds in one call, made at first use."""
+        if self._store in ("host", "disk"):
+            rounds = 1  # one round per call in any case
+        if rounds not in self._programs:
+            plain = plain_rounds(
+                self.method, self.task, self.federation, calls=rounds, **self._settings
+            )
+            mesh = self._settings["mesh"]
+            if self._store in ("host", "disk"):
+                self._programs[rounds] = Streamed(
+                    plain, self._key, self.examples, mesh, store=self._store, folder=self._folder
+                )
+            else:
+                self._programs[rounds] = OnDevice(compiled(plain, mesh), self._key, self.examples)
+        return self._programs[rounds]
+
+
+def _check(method: Any, store: str) -> None:
+    if not isinstance(method, Algorithm):
+        raise UsageError(
+            f"Simulation takes an Algorithm, got {type(method).__name__}; call the method's "
+            "factory first, as in fedavg(model, task, training, federation)"
+        )
+    if store not in STORES:
+        raise UsageError(f"store is {store!r}; choose {', '.join(STORES)}")
+
+
+def _round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
+    """Returns round `r` of a call's logs, over all groups of clients, ordered by client."""
+    parts = [jax.tree.map(lambda leaf: np.asarray(leaf)[r], log) for log in logs]
+    present = np.concatenate([part.present for part in parts])
+    ids = np.concatenate([part.ids for part in parts])[present]
+    order = np.argsort(ids, kind="stable")
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])[present][order]
+
+    arrived = joined("arrived")
+    names = dict.fromkeys(name for part in parts for name in part.metrics)
+    values = {
+        name: np.concatenate(
+            [part.metrics.get(name, np.full(len(part.ids), np.nan)) for part in parts]
+        )[present][order]
+        for name in names
+    }
+    return RoundLog(
+        ids=ids[order],
+        arrived=arrived,
+        rejected=joined("rejected"),
+        metrics={name: np.where(arrived, column, np.nan) for name, column in values.items()},
+        bytes_down_by_layer=_bytes([part.down for part in parts]),
+        bytes_up_by_layer=_bytes([part.up for part in parts]),
+    )
+
+
+def _bytes(bills: Sequence[Mapping[str, np.ndarray]]) -> dict[str, int]:
+    """Returns the sum over clients of every layer's bytes, in 64 bits."""
+    total: dict[str, int] = {}
+    for bill in bills:
+        for layer, amounts in bill.items():
+            total[layer] = total.get(layer, 0) + int(np.sum(amounts, dtype=np.int64))
+    return total
+
+
+def _scores(scores: Any, task: Task) -> Any:
+    """Returns a record of arrays [N] by the names of the task's metrics."""
+    columns = {**metrics.per_client(scores, task), "examples": np.asarray(scores.examples)}
+    record: Any = namedtuple("Scores", list(columns))  # type: ignore[misc]
+    return record(**columns)

@@ -1,0 +1,207 @@
+"""What is said of settings that cannot be."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import fedjax_pfl
+from tests.settings.configuration_test import built, message
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"learning_rte": 0.1}, ["learning_rte", "did you mean learning_rate?"]),
+        ({"synthetic": {"noize": 0.1}}, ["synthetic.noize", "did you mean synthetic.noise?"]),
+        ({"phases": [{"roundz": 3}]}, ["roundz", "did you mean rounds?"]),
+        ({"phases": [{"clients": 3}]}, ["phase cannot change clients"]),
+        ({"phases": [{"synthetic": {"noise": 2.0}}]}, ["phase cannot change synthetic"]),
+        (
+            {"phases": [{"mlp": {"hiden": (2,)}}]},
+            ["phases[0].mlp.hiden", "did you mean phases[0].mlp.hidden?"],
+        ),
+        ({"phases": [3]}, ["phases[0]", "rounds=10"]),
+        ({"groups": [{"rounds": 3}]}, ["groups[0]", "model"]),
+        ({"groups": [{}, {"model": "mpl"}]}, ["'mpl'", "did you mean mlp?"]),
+        ({"algorithm": "fedagv"}, ["'fedagv'", "did you mean fedavg?"]),
+        ({"algorithm": "LG-FedAvg"}, ["'LG-FedAvg'", "did you mean lg_fedavg?"]),
+        ({"algorithm": "zzzzz"}, ["'zzzzz'", "the nearest of"]),
+        ({"partition": "clases"}, ["did you mean classes?"]),
+        ({"model": "lenett"}, ["did you mean lenet?"]),
+        ({"dataset": "cifar"}, ["did you mean cifar10"]),
+        ({"conv": "blobs"}, ["'blobs'", "did you mean blocks?"]),
+    ],
+)
+def test_unknown_words_get_the_nearest_one(changes, words):
+    line = message(changes)
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rounds": "many"}, ["rounds is 'many'", "int"]),
+        ({"rounds": 2.5}, ["rounds is 2.5", "int"]),
+        ({"rounds": True}, ["rounds is True", "int"]),
+        ({"rounds": None}, ["rounds is None", "int"]),
+        ({"learning_rate": "fast"}, ["learning_rate is 'fast'", "float"]),
+        ({"learning_rate": True}, ["learning_rate is True", "float"]),
+        ({"momentum": None}, ["momentum is None", "float"]),
+        ({"keep_optimizer": "yes"}, ["keep_optimizer is 'yes'", "bool"]),
+        ({"algorithm": None}, ["algorithm"]),
+        ({"clients_per_round": 1.5}, ["clients_per_round is 1.5", "int"]),
+        ({"synthetic": 3}, ["synthetic is a group of settings", "{'synthetic': {NAME: VALUE}}"]),
+        ({"synthetic.noise": 3.0}, ["synthetic.noise; write {'synthetic': {'noise': 3.0}}"]),
+        ({"synthetic": {"noise": "loud"}}, ["synthetic.noise is 'loud'", "float"]),
+        ({"synthetic": {"noise": None}}, ["synthetic.noise is None"]),
+        ({"synthetic": {"noise": float("nan")}}, ["synthetic.noise is nan", "finite"]),
+        ({"synthetic": {"shape": ("a",)}}, ["synthetic.shape is ('a',)"]),
+        ({"phases": [{"rounds": "x"}]}, ["phases[0].rounds is 'x'"]),
+        ({"phases": [{"rounds": None}]}, ["phases[0].rounds is None"]),
+        ({"groups": [{"mlp": {"hidden": None}}]}, ["groups[0].mlp.hidden is None"]),
+        ({"groups": 2}, ["groups is 2", "tuple"]),
+    ],
+)
+def test_values_of_the_wrong_type(changes, words):
+    line = message(changes)
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"clients_per_round": 4}, ["clients_per_round is 4", "3 clients", "1 to 3"]),
+        ({"clients_per_round": 3, "held_out": 1}, ["there are 2 clients", "1 to 2"]),
+        ({"clients_per_round": 0}, ["clients_per_round is 0", "at least 1"]),
+        ({"learning_rate": -0.1}, ["learning_rate is -0.1", "above 0"]),
+        ({"learning_rate": 0.0}, ["learning_rate is 0.0", "above 0"]),
+        ({"learning_rate": float("inf")}, ["learning_rate is inf", "finite"]),
+        ({"batch_size": 0}, ["batch_size is 0", "at least 1"]),
+        ({"rounds": 0}, ["rounds is 0"]),
+        ({"clients": 0}, ["clients is 0"]),
+        ({"eval_every": 0}, ["eval_every is 0"]),
+        ({"held_out": 3}, ["held_out is 3 of 3"]),
+        ({"participants": "novel"}, ["participants is 'novel'", "active, held_out"]),
+        ({"participants": "held_out"}, ["participants is held_out", "held_out is 0"]),
+        (
+            {"held_out": 1, "clients_per_round": 2, "phases": [{}, {"participants": "held_out"}]},
+            ["phases[1].clients_per_round is 2", "there are 1 clients"],
+        ),
+        ({"held_out": -1}, ["held_out is -1"]),
+        ({"momentum": 1.0}, ["momentum is 1.0", "below 1"]),
+        ({"momentum": -0.5}, ["momentum is -0.5", "at least 0"]),
+        ({"dropout": 1.0}, ["dropout is 1.0", "below 1"]),
+        ({"clip_norm": 0.0}, ["clip_norm is 0.0", "above 0"]),
+        ({"max_update_norm": -1.0}, ["max_update_norm is -1.0"]),
+        ({"seed": -1}, ["seed is -1"]),
+        ({"seed": 2**31}, ["seed is 2147483648", "at most"]),
+        ({"rounds": 2**40}, ["rounds is 1099511627776", "at most 2147483647"]),
+        ({"mlp": {"hidden": (2**31,)}}, ["mlp.hidden is (2147483648,)", "at most 2147483647"]),
+        ({"mlp": {"hidden": (0,)}}, ["mlp.hidden is (0,); it must be from 1 to 1,000,000"]),
+        ({"mlp": {"hidden": (4, -1)}}, ["mlp.hidden is (4, -1); it must be from 1 to"]),
+        ({"mlp": {"hidden": (2**30,)}}, ["mlp.hidden is (1073741824,); it must be from 1 to"]),
+        ({"model": "cnn1d", "cnn1d": {"kernel_size": 0}}, ["cnn1d.kernel_size is 0", "from 1"]),
+        ({"model": "lstm", "lstm": {"vocabulary": 0}}, ["lstm.vocabulary is 0", "from 1"]),
+        ({"model": "mobilenet", "mobilenet": {"width": -1.0}}, ["mobilenet.width", "above 0"]),
+        ({"model": "mobilenet", "mobilenet": {"dropout": 1.0}}, ["mobilenet.dropout", "below 1"]),
+        (
+            {"model": "dropout_cnn", "dropout_cnn": {"dropout": (0.5, -0.5)}},
+            ["dropout_cnn.dropout is (0.5, -0.5)", "at least 0"],
+        ),
+        ({"model": "cnn1d", "cnn1d": {"kernel_size": 2**20}}, ["is 1048576", "from 1 to 1,000"]),
+        ({"model": "mobilenet", "mobilenet": {"width": 1e30}}, ["is 1e+30", "at most 1,000"]),
+        ({"groups": [{}, {"mlp": {"hidden": (0,)}}]}, ["groups[1].mlp.hidden is (0,)"]),
+        ({"phases": [{"rounds": 2**30}] * 2}, ["2147483648 rounds", "at most 2147483647"]),
+        ({"upload_bits": 1}, ["upload_bits is 1", "at least 2"]),
+        ({"upload_bits": 17}, ["upload_bits is 17", "at most 16"]),
+        ({"upload_top_k": 1.5}, ["upload_top_k is 1.5", "at most 1"]),
+        ({"optimizer": "adamm"}, ["no optimizer 'adamm'", "did you mean adam?"]),
+        ({"server_optimizer": "adamm"}, ["no server_optimizer 'adamm'", "did you mean adam?"]),
+        ({"server_momentum": 1.0}, ["server_momentum is 1.0", "below 1"]),
+        ({"b1": 1.0}, ["b1 is 1.0", "below 1"]),
+        ({"learning_rate_schedule": "cosine"}, ["'cosine'", "did you mean cosine_decay?"]),
+        ({"schedule_end": 1.5}, ["schedule_end is 1.5", "at most 1"]),
+        ({"fraction": 1.5}, ["fraction is 1.5", "at most 1"]),
+        ({"fraction": 0.0}, ["fraction is 0.0", "above 0"]),
+        ({"test_fraction": 0.6, "validation_fraction": 0.4}, ["nothing to train on"]),
+        (
+            {"validate_after": True, "evaluate_after": False},
+            ["validate_after needs evaluate_after", "both"],
+        ),
+        ({"local_epochs": 1, "local_steps": 1}, ["local_epochs and local_steps", "choose one"]),
+        ({"learning_rate_drops": (1.5,)}, ["learning_rate_drops", "between 0 and 1"]),
+        ({"learning_rate_drops": ("x",)}, ["learning_rate_drops"]),
+        ({"phases": [{}, {"batch_size": 0}]}, ["phases[1].batch_size is 0"]),
+        ({"phases": [{"clients_per_round": 9}]}, ["phases[0].clients_per_round is 9"]),
+        ({"evaluate_clients": 99}, ["evaluate_clients is 99", "there are 3 clients", "1 to 3"]),
+    ],
+)
+def test_values_that_cannot_be(changes, words):
+    line = message(changes)
+    assert all(word in line for word in words), line
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {
+                "dataset": "digits",
+                "partition": "classes",
+                "classes": {"per_client": 4, "examples": 600},
+                "clients": 500,
+            },
+            ["500 clients x 4 classes x 600 examples", "1,797 examples", "at most 449 clients"],
+        ),
+        ({"clients": 60}, ["clients is 60", "60 examples", "at most 59 clients"]),
+        ({"split": "official"}, ["synthetic", "no test set", "split=pooled"]),
+        ({"split": "poold"}, ["poold", "did you mean pooled?"]),
+        ({"groups": [{}] * 4}, ["groups=4"]),
+        ({"model": "lenet"}, ["lenet", "does not suit examples (2, 2, 1)"]),
+        ({"devices": 1000}, ["devices is 1000"]),
+        ({"algorithm": "fedmn", "fedmn": {"width": 0}}, ["fedmn.width is 0", "at least 1"]),
+        ({"algorithm": "fedmn", "fedmn": {"x_size": -1}}, ["fedmn.x_size is -1", "at least 1"]),
+        ({"algorithm": "pfedla", "pfedla": {"hidden": 0}}, ["pfedla.hidden is 0", "at least 1"]),
+        ({"algorithm": "pfedla", "pfedla": {"depth": -1}}, ["pfedla.depth is -1", "0 to 1000"]),
+        ({"algorithm": "pfedhn", "pfedhn": {"width": -1}}, ["pfedhn.width is -1", "at least 0"]),
+        ({"algorithm": "pfedhn", "pfedhn": {"depth": 2**30}}, ["pfedhn.depth", "0 to 1000"]),
+        (
+            {"phases": [{"algorithm": "fedavg"}, {"mlp": {"hidden": (5,)}}]},
+            ["phase", "global model of the same network"],
+        ),
+        ({"phases": [{"algorithm": "local"}, {}]}, ["phase", "global model"]),
+        ({"upload_noise": 0.5}, ["upload_noise is 0.5 times upload_clip_norm, which is unset"]),
+        (
+            {"learning_rate_schedule": "exponential_decay", "schedule_end": 0.0},
+            ["schedule_end is 0", "never comes"],
+        ),
+        (
+            {"algorithm": "local", "server_optimizer": "adam"},
+            ["server_optimizer is for methods", "leave it off"],
+        ),
+    ],
+)
+def test_what_only_building_shows(changes, words):
+    line = message(changes, built)
+    assert all(word in line for word in words), line
+
+
+def test_a_dataset_that_is_not_there_says_how_to_get_it(tmp_path):
+    line = message({"dataset": "cifar10", "data_dir": str(tmp_path)}, built)
+    wanted = ["-m pip install tensorflow", "download_and_prepare", "162 MiB", str(tmp_path)]
+    assert all(word in line for word in wanted), line
+
+
+def test_messages_of_the_library_name_no_flag():
+    """Whoever calls it from Python has none; the commands' own are in experiments/."""
+    for path in Path(fedjax_pfl.__file__).parent.rglob("*.py"):
+        strings = (
+            n.value
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        )
+        flagged = [text for text in strings if re.search(r"--[a-z]+[.=]|--(workdir|config)", text)]
+        if path.name != "listing.py" and path.parent.name != "tuning":  # what commands show
+            assert flagged == [], path

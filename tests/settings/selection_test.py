@@ -1,0 +1,117 @@
+"""Settings of what is not selected: refused with the setting that would make them count."""
+
+import numpy as np
+import pytest
+
+import fedjax_pfl
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs.tuning.own import tune
+from fedjax_pfl.settings import configuration, selection
+
+
+def checked(given):
+    selection.check_given(given, [configuration.complete(given)])
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (
+            {"dirichlet": {"alpha": 0.1}},
+            "dirichlet.alpha counts with partition=dirichlet only, and partition is classes; set "
+            "partition to dirichlet, or leave dirichlet.alpha out",
+        ),
+        ({"fedprox": {"mu": 0.7}}, "fedprox.mu counts with algorithm=fedprox only"),
+        ({"fedprox": {"mu": 0.1}}, "fedprox.mu counts with algorithm=fedprox only"),  # the default
+        (
+            {"groups": [{}, {"mlp": {"hidden": (200,)}}]},
+            "groups[1].mlp.hidden counts with model=mlp",
+        ),
+        ({"synthetic": {"noise": 9.0}}, "and dataset is digits; set dataset to synthetic"),
+        ({"mlp": {"hidden": (3,)}}, "mlp.hidden counts with model=mlp only, and model is small"),
+        (
+            {"fedprox": {"mu": 0.7}, "phases": [{}, {"algorithm": "local"}]},
+            "algorithm=fedprox only, and algorithm is fedavg or local",
+        ),
+        (
+            {"phases": [{"algorithm": "fedprox"}, {"fedprox": {"mu": 0.7}}]},
+            "phases[1].fedprox.mu counts with algorithm=fedprox only, and algorithm is fedavg; set "
+            "phases[1].algorithm to fedprox",
+        ),
+        (
+            {"groups": [{"model": "mlp"}, {"mlp": {"hidden": (3,)}}]},
+            "groups[1].mlp.hidden counts with model=mlp only, and model is small",
+        ),
+        (
+            {"optimizer": "adam", "weight_decay": 0.1},
+            "weight_decay counts with optimizer=sgd or adamw only, and optimizer is adam; change "
+            "optimizer, or leave weight_decay out",
+        ),
+        ({"b1": 0.5}, "b1 counts with optimizer=adam or adamw only, and optimizer is sgd"),
+        (
+            {"optimizer": "adamw", "phases": [{}, {"momentum": 0.5}]},
+            "phases[1].momentum counts with optimizer=sgd or rmsprop only, and optimizer is adamw",
+        ),
+        ({"schedule_end": 0.5}, "counts with learning_rate_schedule=linear or cosine_decay or"),
+        ({"server_b2": 0.5}, "counts with server_optimizer=adam or yogi only, and"),
+        ({"server_learning_rate": 0.5}, "and server_optimizer is mean; change server_optimizer"),
+    ],
+)
+def test_what_cannot_count_is_refused(given, line):
+    with pytest.raises(UsageError) as error:
+        checked(given)
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fedprox": {}},
+        {"optimizer": "adam", "weight_decay": 0.0},  # the default of a setting that counts with sgd
+        {"algorithm": "fedprox", "fedprox": {"mu": 0.7}},
+        {"fedprox": {"mu": 0.7}, "phases": [{"rounds": 2}, {"algorithm": "fedprox"}]},
+        {"phases": [{"rounds": 2}, {"algorithm": "fedprox", "fedprox": {"mu": 0.7}}]},
+        {"groups": [{}, {"model": "mlp", "mlp": {"hidden": (3,)}}]},
+        {"mlp": {"hidden": (3,)}, "groups": [{}, {"model": "mlp"}]},
+        {"optimizer": "adamw", "weight_decay": 0.1, "b1": 0.5},
+        {"weight_decay": 0.1, "b1": 0.5, "phases": [{}, {"optimizer": "adam"}]},
+        {"server_optimizer": "yogi", "server_b2": 0.5},
+    ],
+)
+def test_what_some_part_reads_passes(given):
+    checked(given)
+
+
+def test_a_setting_of_one_of_the_methods_that_are_tuned_passes():
+    given = {"fedprox": {"mu": 0.7}}
+    each = [configuration.complete({**given, "algorithm": a}) for a in ("local", "fedprox")]
+    selection.check_given(given, each)
+    with pytest.raises(UsageError, match="algorithm is local;"):
+        selection.check_given(given, each[:1])
+
+
+def test_dotted_names_are_groups():
+    given = {"rounds": 3, "pfedla.rate": 0.1, "pfedla.k": 1, "phases[0].rounds": 2}
+    assert selection.nested(given) == {"rounds": 3, "pfedla": {"rate": 0.1, "k": 1}}
+
+
+def test_owners_that_nobody_asks_for():
+    x, y = np.zeros((8, 2, 2, 1)), np.arange(8) % 2
+    dataset = fedjax_pfl.arrays(x, y, owners=np.arange(8) // 4, name="ours")
+    line = (
+        "the owners of ours count with partition=natural only, and partition is iid; set "
+        "partition to natural, or leave owners out"
+    )
+    with pytest.raises(UsageError) as error:
+        fedjax_pfl.run({"partition": "iid"}, dataset=dataset)
+    assert str(error.value) == line
+
+
+def test_run_and_the_command_refuse_alike(tmp_path):
+    given = {"dirichlet": {"alpha": 0.1}}
+    with pytest.raises(UsageError, match=r"dirichlet\.alpha counts with partition=dirichlet only"):
+        fedjax_pfl.run(given, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(UsageError, match=r"dirichlet\.alpha counts with"):
+        tune(given, {"learning_rate": [0.1]}, tmp_path / "tune")

@@ -1,0 +1,133 @@
+"""Groups of architectures in a simulation, which model is validated, and how phases begin."""
+
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained, Visit
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.groups import by_group
+from fedjax_pfl.core.task import classification
+from fedjax_pfl.networks.mlp import MLP
+from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.rounds import make_rounds
+from tests import tiny
+from tests.simulation.rounds_test import KEY, scalar
+
+GROUPS = np.array([0, 1, 0, 1, 0, 1])
+
+
+def narrow_and_wide(federation: Federation, name: str = "fedavg") -> tuple[Algorithm, ...]:
+    training = local_training.sgd(momentum=0.9, epochs=1, keep_optimizer=True)
+    factory = getattr(algorithms, name)
+    return tuple(
+        factory(MLP(tiny.CLASSES, (width,)), classification(), training, federation)
+        for width in (2, 3)
+    )
+
+
+def wander(payload: Any, client: Any, visit: Visit) -> Trained:
+    """In place of training, which takes long to compile: a step at random."""
+    length = jax.random.uniform(visit.key)
+    new = jax.tree.map(lambda leaf: leaf + length * jnp.cos(9 * leaf), payload)
+    kept = jax.tree.map(lambda leaf: leaf + length, client)
+    return Trained(new, new, kept, {"loss": length})
+
+
+def correct(server: Any, data: Any, i: int) -> int:
+    """How many test examples of a client NumPy gets right."""
+    first, second = server["params"]["fc1"], server["params"]["fc2"]
+    rows = np.asarray(data.test.rows)[i, : tiny.TEST[i]]
+    hidden = np.maximum(np.asarray(data.x)[rows] @ first["kernel"] + first["bias"], 0)
+    outputs = hidden @ second["kernel"] + second["bias"]
+    return int((outputs.argmax(1) == np.asarray(data.y)[rows]).sum())
+
+
+@pytest.mark.slow("programs of two groups")
+def test_groups_run_side_by_side():
+    """As two runs in which the other group is not active; each client is scored by its own."""
+    data, federation = tiny.federated()
+    federation = federation._replace(groups=GROUPS)
+    pair = tuple(a._replace(train=wander) for a in narrow_and_wide(federation))
+
+    def compiled(algorithm: Algorithm, active: np.ndarray, groups: np.ndarray) -> Rounds:
+        among = federation._replace(active=active, groups=groups)
+        cohort = int(active.sum())
+        return make_rounds(algorithm, classification(), among, cohort=cohort, calls=2, after=False)
+
+    def ran(rounds: Rounds, start: State) -> Any:
+        return jax.device_get(rounds.run(KEY, start, data, scalar(0), scalar(2)))
+
+    rounds = compiled(by_group(pair), federation.active, GROUPS)
+    first = jax.device_get(rounds.init(KEY))
+    state, logs = ran(rounds, first)
+    for g, algorithm in enumerate(pair):
+        start = State(*(part[g] for part in first))
+        alone, (log,) = ran(compiled(algorithm, g == GROUPS, 0 * GROUPS), start)
+        got = State(*(part[g] for part in state))
+        chex.assert_trees_all_close(got, alone, rtol=1e-6, atol=1e-6)
+        chex.assert_trees_all_close(logs[g], log, rtol=1e-6, atol=1e-6)
+        np.testing.assert_array_equal(log.ids, [np.flatnonzero(g == GROUPS)] * 2)
+    width = [trees.size(server["params"]) for server in state.server]
+    assert width == [5 * 2 + 2 + 2 * 3 + 3, 5 * 3 + 3 + 3 * 3 + 3]
+    scores = jax.device_get(rounds.evaluate(KEY, state, data, scalar(2)))
+    np.testing.assert_array_equal(scores.before.examples, tiny.TEST)
+    np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
+    wanted = [correct(state.server[g], data, i) for i, g in enumerate(GROUPS)]
+    np.testing.assert_array_equal(scores.before.metrics["accuracy"], wanted)
+
+
+def test_the_model_that_is_validated():
+    """As served; or trained once more, where that is to choose."""
+    data, federation = tiny.federated()
+    data = data._replace(validation=data.test)  # so that both scores are of the same examples
+    algorithm, _ = narrow_and_wide(federation)
+
+    def scored(validate_after: bool) -> Any:
+        rounds = make_rounds(
+            algorithm, classification(), federation, cohort=6, validate_after=validate_after
+        )
+        return jax.device_get(rounds.evaluate(KEY, rounds.init(KEY), data, scalar(0)))
+
+    served, trained = scored(False), scored(True)
+    assert np.any(served.before.loss != served.after.loss)
+    chex.assert_trees_all_equal(served.validation, served.before)
+    chex.assert_trees_all_equal(trained.validation, trained.after)
+    chex.assert_trees_all_equal((trained.before, trained.after), (served.before, served.after))
+
+
+# Phases
+
+
+def test_a_phase_starts_from_the_global_model():
+    _, federation = tiny.federated()
+    fedavg, wide = narrow_and_wide(federation)
+    own, wide_own = narrow_and_wide(federation, "local")
+    first = jax.jit(fedavg.init)(jax.random.key(0))
+    other = jax.random.key(1)
+
+    again = fedavg.init(other, first)
+    chex.assert_trees_all_equal(again.server, first.server)
+    more = first._replace(server={**first.server, "moments": first.server["params"]})
+    chex.assert_trees_all_equal(fedavg.init(other, more).server, first.server)
+
+    copies = own.init(other, first)
+    assert (copies.server, copies.rows) == ((), ())
+    chex.assert_trees_all_equal(copies.clients.variables, trees.repeat(first.server, 6))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(copies.clients.momentum))
+
+    for start in (copies, jax.eval_shape(wide.init, other), first._replace(server=())):
+        with pytest.raises(UsageError, match="global model of the same network"):
+            fedavg.init(other, start)
+
+    both = State(*((part, part) for part in first))
+    with pytest.raises(UsageError, match="global model of the same network"):
+        by_group((own, wide_own)).init(other, both)
+    begun = by_group((own, own)).init(other, both)
+    chex.assert_trees_all_equal(begun.clients, (copies.clients, copies.clients))
