@@ -61,8 +61,15 @@ def examples(source: str, tables: tuple[Table, Table | None], roles: Roles, keep
     name, sizes = train.name, [train.rows, test.rows if test else 0]
     files = [table for table in tables if table]
 
-    def read(column: str, setting: str) -> np.ndarray:
-        return joined(column, [table.column(column, f"{source}.{setting}") for table in files])
+    for table in files:
+        if not table.rows:
+            raise UsageError(f"{table.name} has no rows")
+
+    def read(column: str, setting: str, *, spelled: bool = False) -> np.ndarray:
+        parts = [table.column(column, f"{source}.{setting}", spelled=spelled) for table in files]
+        return joined(
+            column, [_named(t, column, part) for t, part in zip(files, parts, strict=True)]
+        )
 
     def joined(column: str, parts: list[np.ndarray]) -> np.ndarray:
         if len({(p.shape[1:], p.dtype.kind in "US") for p in parts}) > 1:
@@ -98,7 +105,7 @@ def examples(source: str, tables: tuple[Table, Table | None], roles: Roles, keep
     (x_train, x_test), (y_train, y_test) = cut(x), cut(y)
     owners: Any = (None, None, None)
     if roles.owner:
-        owners = owned(name, *cut(_names(read(roles.owner, "owner"))))
+        owners = owned(name, *cut(_owner_names(read(roles.owner, "owner", spelled=True))))
     whole = Dataset(
         name,
         x_train,
@@ -122,8 +129,23 @@ def _counts(values: np.ndarray) -> bool:
     return values.dtype.kind in "iu" and bool(np.all(values >= 0))
 
 
-def _names(owner: np.ndarray) -> np.ndarray:
-    """Whole numbers from 0 stay, whatever else names owners is text."""
+def _named(table: Table, column: str, values: np.ndarray) -> np.ndarray:
+    """Returns a column as text if the file says what its whole numbers stand for."""
+    names = table.classes.get(column)
+    if not names or values.ndim > 1:
+        return values
+    what = f"{table.name}: column {column!r}"
+    return np.array(names)[labels.class_numbers(what, values, end=len(names))]
+
+
+def _owner_names(owner: np.ndarray) -> np.ndarray:
+    """Returns whole numbers from 0 as numbers, anything else as text, so that 01 is not 1."""
+    if owner.dtype.kind == "U":
+        try:
+            numbers = owner.astype(np.int64)
+        except (ValueError, OverflowError):
+            return owner
+        return numbers if np.array_equal(numbers.astype(str), owner) and _counts(numbers) else owner
     return owner if _counts(owner) else owner.astype(str)
 
 
@@ -158,6 +180,8 @@ def _labels(
         targets = as_float(f"{name}: column {label!r}", y, apart, _HINT).reshape(len(y), -1)
         return targets, targets.shape[1], {"label": label}
     told = files[0].classes.get(label, ())
+    if any(file.classes.get(label, told) != told for file in files):
+        raise UsageError(f"{name}: column {label!r} has other classes in {files[-1].name}")
     if y.ndim == 1 and not told:
         numbers, classes = labels.numbered(name, label, setting, kind, y)
         return numbers, len(classes), {"label": label, "classes": classes}

@@ -149,6 +149,8 @@ def arrays(
 
 
 def _array(name: str, what: str, values: Any) -> np.ndarray:
+    if np.ma.is_masked(values):
+        raise UsageError(f"{name}: {what} has masked values; remove or fill these examples")
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:
@@ -174,7 +176,7 @@ def _outputs(name: str, x: np.ndarray, y: np.ndarray, given: int | None) -> int:
     if y.dtype.kind not in "iu":
         return y.shape[1]
     tokens = y.ndim == 2 and x.dtype.kind in "iu"  # of one vocabulary
-    outputs = int(max(y.max(initial=-1), x.max(initial=0) if tokens else 0, 0)) + 1
+    outputs = int(max(y.max(initial=0), x.max(initial=0) if tokens else 0)) + 1
     if outputs > _FEW_OUTPUTS and outputs > _SPARSE * (different := len(np.unique(y))):
         raise UsageError(
             f"{name}: the largest of {different} different labels is {outputs - 1:,}, and a model "
@@ -202,7 +204,7 @@ def _checked(
         raise UsageError(f"{what}: x is {list(x.shape)}: an example needs one number at least")
     if not len(x) or len(x) != len(y):
         raise UsageError(f"{what}: x has {len(x)} examples and y {len(y)}; both need the same")
-    if not (np.issubdtype(x.dtype, np.number) and not np.iscomplexobj(x)):
+    if x.dtype.kind not in "iuf":
         raise UsageError(f"{what}: x has type {x.dtype}; use numbers")
     if x.dtype != np.uint8:
         whole = x.dtype.kind in "iu"
@@ -210,7 +212,7 @@ def _checked(
     if y.dtype.kind == "f":
         y = as_float(f"{what}: y", y, np.float32)
     elif y.dtype.kind in "iu":
-        y = np.where((y < -1) | (y >= _MOST_OUTPUTS), -2, y).astype(np.int32)
+        y = np.where((y < -1) | (y >= _MOST_OUTPUTS), np.int32(-2), y.astype(np.int32))
     if y.dtype.kind != targets.dtype.kind and "b" in y.dtype.kind + targets.dtype.kind:
         raise UsageError(f"{what}: y is {y.dtype}, and elsewhere {targets.dtype}; use one of them")
     if found := checks.problem(x, y, outputs):
@@ -234,12 +236,14 @@ _LONGEST = 80  # characters of an owner's name
 
 
 def _owners(name: str, what: str, owners: np.ndarray | None, examples: int) -> np.ndarray | None:
-    """Whole numbers from 0, or text."""
+    """Whole numbers from 0, or text without spaces around it."""
     if owners is None:
         return None
     owners = _array(name, what, owners)
     if owners.dtype.kind == "O" and all(isinstance(one, str) for one in owners.flat):
         owners = owners.astype(str)
+    if owners.dtype.kind == "U":
+        owners = np.char.strip(owners)
     numbers = owners.dtype.kind in "iu" and not np.any(owners < 0)
     if owners.shape != (examples,) or not (numbers or owners.dtype.kind == "U"):
         raise UsageError(

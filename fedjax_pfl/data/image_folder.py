@@ -80,7 +80,12 @@ def images(
 
 def _files(name: str, folder: Path, levels: int) -> list[Path]:
     pattern = "/".join(["*"] * levels)
-    files = sorted(p for p in folder.glob(pattern) if p.suffix.lower() in ENDINGS)
+    files = sorted(
+        p
+        for p in folder.glob(pattern)
+        if p.suffix.lower() in ENDINGS
+        and not any(part.startswith(".") for part in p.relative_to(folder).parts)
+    )
     if not files:
         wanted = "OWNER/CLASS/FILE" if levels == 3 else "CLASS/FILE"
         raise UsageError(f"{name}: {folder} has no pictures {wanted} ({', '.join(ENDINGS)})")
@@ -98,13 +103,17 @@ def _listed(name: str, path: str) -> dict[str, str]:
     file = existing("images.owner", path)
     try:
         with open(file, newline="", encoding="utf-8-sig") as opened:
-            rows = list(csv.DictReader(opened))
+            rows = list(csv.DictReader(opened, strict=True))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{name}: {path} cannot be read as a list of owners: {error}") from None
     if not rows or not {"file", "owner"} <= set(rows[0]):
         there = ", ".join(rows[0]) if rows else "none"
         raise UsageError(f"{name}: {path} must have the columns file and owner; it has {there}")
-    return {row["file"]: row["owner"] for row in rows}
+    listed = {row["file"]: row["owner"] or "" for row in rows}
+    for row in rows:
+        if listed[row["file"]] != (row["owner"] or ""):
+            raise UsageError(f"{name}: {path} has two owners for {row['file']!r}; leave one")
+    return listed
 
 
 def _owner(name: str, listed: dict[str, str], file: Path) -> str:

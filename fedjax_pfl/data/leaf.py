@@ -115,7 +115,7 @@ def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
     users, xs, ys = list[str](), list[Any](), list[Any]()
     for file in files:
         try:
-            content = json.loads(file.read_text("utf-8"))
+            content = json.loads(file.read_text("utf-8-sig"))
             for user in content["users"]:
                 own = content["user_data"][user]
                 if len(own["x"]) != len(own["y"]):

@@ -11,6 +11,11 @@ from fedjax_pfl.data.pool import Pool, between, client_size, need, superclasses
 _ATTEMPTS = 300
 
 
+def _check_alphas(**alphas: float) -> None:
+    for name, value in alphas.items():
+        need(0 < value < np.inf, f"{name}={value} must be positive and finite")
+
+
 def _retry(draw: Callable[[], np.ndarray], minimum: int, pool: Pool) -> np.ndarray:
     """Draw again until the smallest client is large enough; deterministic, as `draw` is."""
     need(minimum >= 0, f"minimum={minimum} must be at least 0")
@@ -42,7 +47,7 @@ def dirichlet(
       alpha: how evenly classes are spread: the smaller, the fewer clients have most of one.
       minimum: examples that every client has at least; counts are drawn again until it is so.
     """
-    need(alpha > 0, f"alpha={alpha} must be positive")
+    _check_alphas(alpha=alpha)
 
     def draw() -> np.ndarray:
         weights = rng.dirichlet(np.full(pool.clients, alpha), pool.classes).T
@@ -71,13 +76,14 @@ def dirichlet_classes(
         (pFedHN, section 5.3).
     """
     novel_alpha = alpha if novel_alpha is None else novel_alpha
-    need(min(alpha, novel_alpha) > 0, f"alpha={alpha}, novel_alpha={novel_alpha}: use more than 0")
+    _check_alphas(alpha=alpha, novel_alpha=novel_alpha)
     if not equal:
         need(examples is None, "equal=False deals everything: leave `examples` unset")
         alphas = np.where(
             np.arange(pool.clients) < pool.clients - pool.held_out, alpha, novel_alpha
         )
         weights = np.stack([rng.dirichlet(np.full(pool.classes, a)) for a in alphas])
+        need(weights.sum(0).all(), f"alpha={alpha} gives some class to no client: use a larger one")
         return apportion.cut(weights / weights.sum(0), pool.available)
     size = client_size(pool, examples)
     left = pool.available.copy()
@@ -110,7 +116,7 @@ def clusters(
       minimum: examples that every client has at least; counts are drawn again until it is so.
     """
     between("clusters", clusters, 1, pool.classes, "the number of classes")
-    need(alpha > 0, f"alpha={alpha} must be positive")
+    _check_alphas(alpha=alpha)
     parts = np.array_split(rng.permutation(pool.classes), clusters)
 
     def draw() -> np.ndarray:
@@ -144,7 +150,7 @@ def pachinko(
       examples: per client; unset: all are dealt (CIFAR-100: 100 clients x 600).
     """
     coarse = superclasses(pool, "pachinko")
-    need(min(alpha, beta) > 0, f"alpha={alpha}, beta={beta} must be positive")
+    _check_alphas(alpha=alpha, beta=beta)
     size = client_size(pool, examples)
     tops = int(coarse.max()) + 1
     member = coarse[None, :] == np.arange(tops)[:, None]

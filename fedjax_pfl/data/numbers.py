@@ -65,7 +65,7 @@ def as_float(what: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.nd
         return result
     columns = values[:, None] if values.ndim == 1 else values
     mean, deviation = moments(columns)
-    rounding = np.finfo(dtype).eps * np.abs(mean)
+    rounding = np.finfo(dtype).eps * np.abs(mean) + np.finfo(dtype).tiny
     for i in np.flatnonzero(rounding > 0.01 * deviation):
         before = len(np.unique(columns[..., i]))
         after = len(np.unique(columns[..., i].astype(dtype)))
@@ -73,6 +73,6 @@ def as_float(what: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.nd
             bits = 8 * result.dtype.itemsize
             raise UsageError(
                 f"{what} has {before:,} different values around {mean[i]:.10g}, and numbers of "
-                f"{bits} bits tell {after:,} apart: subtract an offset from them{hint}"
+                f"{bits} bits tell {after:,} apart: subtract an offset, use another unit{hint}"
             )
     return result

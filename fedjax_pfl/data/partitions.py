@@ -196,7 +196,7 @@ def shares(
         client takes is lost.
     """
     between("per_client", per_client, 1, pool.classes, "the number of classes")
-    need(0 < low <= high, f"low={low}, high={high}: use 0 < low <= high")
+    need(0 < low <= high < np.inf, f"low={low}, high={high}: use 0 < low <= high")
     chosen = apportion.least_used(pool.classes, pool.clients, per_client, rng)
     has = np.zeros((pool.clients, pool.classes), bool)
     np.put_along_axis(has, chosen, True, 1)

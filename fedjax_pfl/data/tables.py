@@ -24,14 +24,20 @@ class Table(NamedTuple):
     classes: dict[str, tuple[str, ...]]  # what the whole numbers of a column stand for, where told
     cells: Callable[[str], np.ndarray] | None = None  # a column as the file spells it
 
-    def column(self, name: str, use: str) -> np.ndarray:
-        """One column; `use` is the setting that names it."""
+    def column(self, name: str, use: str, *, spelled: bool = False) -> np.ndarray:
+        """Returns a column.
+
+        Args:
+          name: Its name.
+          use: The setting that names it, for messages.
+          spelled: Return cells as the file spells them, if it does.
+        """
         if name not in self.columns:
             raise UsageError(
                 f"{self.name} has no column {name!r}, which {use} names; there are "
                 f"{nearest_first(name, self.columns)}"
             )
-        return self.read(name)
+        return self.cells(name) if spelled and self.cells else self.read(name)
 
     def spelled(self, name: str) -> np.ndarray:
         """Returns the cells of a column as text; without a spelling, its distinct values."""
@@ -57,9 +63,12 @@ def read_csv(path: str, kind: str = "csv") -> Table:
             first = opened.readline()
             opened.seek(0)
             delimiter = max(",;\t", key=first.count)
-            head, *rows = list(csv.reader(opened, delimiter=delimiter)) or [[]]
+            # Not strict, a quote that is never closed would take all rows below into its cell.
+            head, *rows = list(csv.reader(opened, delimiter=delimiter, strict=True)) or [[]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{name} cannot be read as text with columns: {error}") from None
+        hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
+        hint = "; close or double its quotes" if isinstance(error, csv.Error) else hint
+        raise UsageError(f"{name} cannot be read as text with columns: {error}{hint}") from None
     rows = [row for row in rows if row]  # a line without anything is no row
     head = [word.strip() for word in head]
     if not rows or len(set(head)) < len(head) or "" in head:
@@ -86,13 +95,22 @@ def read_csv(path: str, kind: str = "csv") -> Table:
 
 def _typed(name: str, column: str, cells: np.ndarray) -> np.ndarray:
     """Whole numbers if all cells are, else real ones, else text."""
-    for kind in (np.int64, np.uint64, np.float64):
+    joined = any("_" in cell for cell in cells)  # Python reads 1_2 as 12; here it is a name
+    for kind in () if joined else (np.int64, np.uint64, np.float64):
         try:
             return cells.astype(kind)
         except (ValueError, OverflowError):
             continue
     wrong = [i for i, cell in enumerate(cells) if not _is_number(cell)]
-    if 2 * len(wrong) < len(cells):  # a column of numbers in which some are missing
+    present = [i for i in wrong if cells[i].lower() not in _MISSING]
+    if present and all("," in cells[i] and _is_number(cells[i].replace(",", "")) for i in present):
+        raise UsageError(
+            f"{name}: column {column!r} has numbers with commas, the first "
+            f"{str(cells[present[0]])[:40]!r} in row {present[0] + 1}; write a decimal point and "
+            "no other separators"
+        )
+    few = 2 * len(wrong) < len(cells) or not present
+    if few and len(wrong) < len(cells):  # a column of numbers in which some are missing
         raise UsageError(
             f"{name}: column {column!r} has {len(wrong)} cells that are no numbers, the first "
             f"{str(cells[wrong[0]])[:40]!r} in row {wrong[0] + 1}; fill or remove these rows, or "
@@ -101,30 +119,45 @@ def _typed(name: str, column: str, cells: np.ndarray) -> np.ndarray:
     return cells
 
 
+_MISSING = ("", "-", "?", ".", "na", "n/a", "nan", "null", "none")
+
+
 def _is_number(cell: str) -> bool:
     try:
         float(cell)
     except ValueError:
         return False
-    return True
+    return "_" not in cell
 
 
 def read_parquet(path: str, kind: str = "parquet") -> tuple[Table, Table | None]:
-    """A Parquet file, or a folder of them: files whose names begin with test are a test set."""
+    """A Parquet file, or a folder of them.
+
+    Files whose names begin with test, or that lie in a folder named test, are a test set. Those of
+    validation are not read.
+    """
     from pyarrow import ArrowException, parquet
 
     found = existing(kind, path)
     files = sorted(found.rglob("*.parquet")) if found.is_dir() else [found]
     if not files:
         raise UsageError(f"{kind}:{path} holds no file that ends with .parquet")
+    parts: dict[str, list[Any]] = {"train": [], "validation": [], "test": []}
     try:
-        read = {file: parquet.read_table(file, partitioning=None) for file in files}
+        for file in files:
+            part = _part(file.relative_to(found)) if found.is_dir() else "train"
+            parts[part].append(parquet.read_table(file, partitioning=None))
+        return _splits(f"{kind}:{path}", parts["train"], parts["test"])
     except (ArrowException, OSError) as error:
         raise UsageError(f"{kind}:{path} cannot be read: {_line(error)}") from None
-    tests = [t for file, t in read.items() if found.is_dir() and file.name.startswith("test")]
-    trains = [t for file, t in read.items() if not file.name.startswith(("test", "validation"))]
-    trains = trains if found.is_dir() else list(read.values())
-    return _splits(f"{kind}:{path}", trains, tests)
+
+
+def _part(file: Path) -> str:
+    """Returns train, validation or test, by the names of a file and of its folders."""
+    for part in ("validation", "test"):
+        if part in file.parts or file.name.startswith(part):
+            return part
+    return "train"
 
 
 def read_saved(path: str) -> tuple[Table, Table | None]:
@@ -205,11 +238,13 @@ def _array(what: str, column: Any) -> np.ndarray:
                 f"{what} has lists of {min(lengths)} to {max(lengths)} values; make them equally "
                 "long"
             )
+        if column.flatten().null_count:
+            raise UsageError(f"{what} has missing values in its lists; fill or remove these rows")
         inner = _array(what, column.flatten())
         inner = inner.astype(np.int32) if inner.dtype == np.uint8 else inner
         return inner.reshape(len(column), lengths[0], *inner.shape[1:])
     if types.is_string(kind) or types.is_large_string(kind):
-        return np.array(column.to_pylist(), str)
+        return np.array([text.strip() for text in column.to_pylist()], str)  # as in CSV
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
     raise UsageError(f"{what} has type {kind}; use numbers, text, lists of numbers or pictures")

@@ -31,7 +31,7 @@ def text(
     if not files:
         raise UsageError(f"{name} holds no file that ends with .txt")
     try:
-        whole = {str(file.relative_to(found.parent)): file.read_text("utf-8") for file in files}
+        whole = {str(file.relative_to(found.parent)): file.read_text("utf-8-sig") for file in files}
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{name} cannot be read as text: {error}") from None
     if owner == "speaker":

@@ -47,6 +47,18 @@ def test_integers_stay_integers_and_say_what_is_learned_by_their_type():
     assert federate(image, "iid", clients=2)[1].input_dtype == "float32"
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
+def test_unsigned_labels_are_classes(dtype):
+    made = arrays(X, Y.astype(dtype))
+    assert (made.y_train.tolist(), made.y_train.dtype, made.outputs) == (Y.tolist(), "int32", 3)
+
+
+def test_spaces_around_owners_are_left_out():
+    made = arrays(X[:3], Y[:3], owners=["Bern", "Bern ", "\tCairo"])
+    assert made.owner_names.tolist() == ["Bern", "Cairo"]
+    assert made.owner_train.tolist() == [0, 0, 1]
+
+
 @pytest.mark.parametrize(
     ("call", "line"),
     [
@@ -64,6 +76,10 @@ def test_integers_stay_integers_and_say_what_is_learned_by_their_type():
             lambda: arrays(TOKENS + 2**31, Y),
             "arrays (train): x has integers from 2,147,483,648 to 2,147,483,654, beyond 32 bits; "
             "give real numbers, or number them from 0",
+        ),
+        (
+            lambda: arrays(np.ma.masked_less(X, X.mean()), Y),
+            "arrays: x has masked values; remove or fill these examples",
         ),
         (
             lambda: arrays(X, TOKENS > 3, X, TOKENS),

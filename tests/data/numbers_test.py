@@ -85,6 +85,7 @@ def test_windows_and_targets_far_from_zero(tmp_path):
         (lambda at: load(at, normalise="none"), "'time' has 100 different values .* tell 2 apart"),
         (lambda at: load(at, label="time", label_kind="number", normalise_label=False), "'time'"),
         (lambda at: arrays(SECONDS[:, None] + 0.0, np.arange(100)), "x has 100 different .* 2 apa"),
+        (lambda at: arrays(np.arange(1, 9)[:, None] * 1e-50, np.arange(8)), "x has 8 .* 1 apart"),
     ],
 )
 def test_numbers_that_rounding_merges_are_refused(tmp_path, call, message):

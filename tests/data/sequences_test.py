@@ -191,6 +191,22 @@ def test_folders_are_classes_and_owners(tmp_path):
     listed.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\n")
     three = load(f"images:{tmp_path / 'a'}", owner=str(listed))
     assert three.owner_names[three.owner_train].tolist() == ["bo", "al", "bo"]
+    listed.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\ncat/1.png,al\n")
+    with pytest.raises(UsageError, match=r"two owners for 'cat/1\.png'"):
+        load(f"images:{tmp_path / 'a'}", owner=str(listed))
+
+
+def test_hidden_folders_are_no_classes(tmp_path):
+    paths = ("cat/1.png", "dog/1.png", ".ipynb_checkpoints/1.png", "cat/._1.png")
+    one = load(folder_of_pictures(tmp_path, *paths), size=2)
+    assert (one.about["classes"], one.y_train.tolist()) == (["cat", "dog"], [0, 1])
+
+
+def test_a_byte_order_mark_is_no_character(tmp_path):
+    (tmp_path / "a.txt").write_text("ROMEO:\nhello\n", "utf-8-sig")
+    (tmp_path / "b.txt").write_text("ROMEO:\nhello\n", "utf-8")
+    one = load(f"text:{tmp_path}", length=4)
+    assert (one.owner_names.tolist(), "\ufeff" in one.about["tokens"]) == (["ROMEO"], False)
 
 
 def test_tables_of_scikit_learn_and_what_they_are():

@@ -235,11 +235,94 @@ NAMES = "".join(f"n{i},1\n" for i in range(1001))
         ("label\n1\n", "something must go in"),
         (f"a,label\n{PRICES}", "200 different whole numbers"),
         (f"a,label\n{NAMES}", "1,001 different texts"),
+        ("a;label\n1,5;2\n2;3\n", "'a' has numbers with commas, the first '1,5' in row 1"),
+        ('a,label\n1,2\n2,"1,000"\n', "'label' has numbers with commas, .* '1,000' in row 2"),
+        ("a,label\nNA,2\n,3\n1,2\n", "'a' has 2 cells that are no numbers, the first 'NA'"),
+        ('a,label\n1,2\n2,"x\n3,2\n4,2\n', "cannot be read .* close or double its quotes"),
+        ('a,label\n1,2\n2,"x\n3,2\n4,"y\n', "cannot be read .* close or double its quotes"),
     ],
 )
 def test_what_a_file_must_be_in_one_line(tmp_path, content, message):
     with pytest.raises(UsageError, match=message) as error:
         load(written(tmp_path / "bad.csv", content))
+    assert "\n" not in str(error.value)
+
+
+def test_owners_are_named_as_the_file_spells_them(tmp_path):
+    def owners(*cells):
+        rows = "".join(f"{cell},{i},{i % 2}\n" for i, cell in enumerate(cells))
+        one = load(written(tmp_path / "owners.csv", f"who,x,label\n{rows}"), owner="who")
+        return one.owner_names[one.owner_train].tolist()
+
+    spelled = ["01", "1", "1_0", "10", "1e5", "100000"]
+    assert owners(*spelled) == spelled
+    long = ["12345678901234567890123", "12345678901234567890124"]  # one number in 64 bits
+    assert owners(*long) == long
+    assert owners("1", "2", "3", "X") == ["1", "2", "3", "X"]
+    whole = load(written(tmp_path / "n.csv", "who,x,label\n10,1,a\n9,2,b\n"), owner="who")
+    assert whole.owner_names.tolist() == ["9", "10"]  # in the order of numbers
+
+
+def test_codes_that_python_reads_as_numbers_are_text(tmp_path):
+    one = load(written(tmp_path / "codes.csv", "code,label\n1_2,a\n12,b\n1_2,a\n"))
+    assert one.about["input"] == ["code=12", "code=1_2"]
+
+
+def test_text_of_parquet_loses_spaces_as_cells_of_csv_do(tmp_path):
+    table = pa.table({"x": [1, 2, 3], "label": ["cat", "cat ", "dog"], "who": ["b", " b", "a"]})
+    parquet.write_table(table, tmp_path / "t.parquet")
+    one = load(f"parquet:{tmp_path / 't.parquet'}", owner="who")
+    assert one.about["classes"] == ["cat", "dog"]
+    assert one.owner_names.tolist() == ["a", "b"]
+
+
+def test_folders_named_test_and_validation_are_not_trained_on(tmp_path):
+    for i, part in enumerate(("train", "test", "validation")):
+        (tmp_path / part).mkdir()
+        table = pa.table({"x": [i, i], "label": ["a", "b"]})
+        parquet.write_table(table, tmp_path / part / "part-0.parquet")
+    whole = load(f"parquet:{tmp_path}")
+    assert (whole.x_train.tolist(), whole.x_test.tolist()) == ([[0], [0]], [[1], [1]])
+
+
+def classes_of(column, names, numbers):
+    """A table in which whole numbers stand for classes, as the package datasets keeps them."""
+    features = {column: {"_type": "ClassLabel", "names": names}}
+    table = pa.table({column: numbers, "x": [1.5] * len(numbers), "y": ["p", "q"]})
+    return table.replace_schema_metadata(
+        {"huggingface": json.dumps({"info": {"features": features}})}
+    )
+
+
+def test_classes_that_go_in_are_categories_and_name_owners(tmp_path):
+    parquet.write_table(classes_of("pet", ["dog", "cat"], [0, 1]), tmp_path / "pets.parquet")
+    at = f"parquet:{tmp_path / 'pets.parquet'}"
+    one = load(at, label="y", input="pet")
+    assert one.about["input"] == ["pet=cat", "pet=dog"]
+    assert one.x_train.tolist() == [[0, 1], [1, 0]]
+    assert load(at, label="y", owner="pet").owner_names.tolist() == ["cat", "dog"]
+
+
+def test_a_test_file_that_numbers_classes_otherwise_is_refused(tmp_path):
+    for part, names in (("train", ["dog", "cat"]), ("test", ["cat", "dog"])):
+        parquet.write_table(classes_of("pet", names, [0, 1]), tmp_path / f"{part}.parquet")
+    with pytest.raises(UsageError, match=r"'pet' has other classes in .* \(test\)"):
+        load(f"parquet:{tmp_path}", label="pet", input="x")
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([{"x": [1], "label": ["a"]}, {"x": ["u"], "label": ["a"]}], "cannot be read: .* type"),
+        ([{"x": pa.array([], pa.int64()), "label": pa.array([], pa.string())}], "has no rows"),
+        ([{"x": [[1, 2], [3, None]], "label": ["a", "b"]}], "'x' has missing values in its lists"),
+    ],
+)
+def test_what_parquet_files_must_be_in_one_line(tmp_path, tables, message):
+    for i, columns in enumerate(tables):
+        parquet.write_table(pa.table(columns), tmp_path / f"{i}.parquet")
+    with pytest.raises(UsageError, match=message) as error:
+        load(f"parquet:{tmp_path}")
     assert "\n" not in str(error.value)
 
 
