@@ -95,7 +95,7 @@ SOURCES: dict[str, Callable[..., Dataset]] = {
     "parquet": _source(
         "parquet",
         _parquet,
-        "A Parquet file, or a folder of them (test*.parquet or test/* are tested on), parquet:PATH.",
+        "A Parquet file, or a folder of them (test*.parquet, test/*: test examples), parquet:PATH.",
         "a file or folder of test examples with the same columns; empty: as the folder has them",
     ),
     "hf": _source(
