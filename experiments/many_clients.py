@@ -32,7 +32,7 @@ from experiments.launch import command
 from experiments.speed import rivals
 from experiments.speed.rivals import Child, Gone
 from experiments.speed.work import Work, parameters
-from fedjax_pfl.core import local_training, task
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
@@ -78,7 +78,6 @@ def made(
     federation = Federation(np.full(clients, _TRAIN, np.int32), shape, 10, everyone, none)
     algorithm = configuration.ALGORITHMS[method](
         network(outputs=10),
-        task.classification(),
         local_training.sgd(epochs=1, batch_size=_BATCH),
         federation,
         **_SETTINGS.get(method, {}),
@@ -87,7 +86,7 @@ def made(
     some = min(clients, max(1, cohort * _CALL // 2))
     evaluated = np.sort(rng.choice(clients, some, replace=False)).astype(np.int32)
     how: dict[str, Any] = {"cohort": cohort, "calls": _CALL, "evaluated": evaluated}
-    return plain_rounds(algorithm, task.classification(), federation, **how), data
+    return plain_rounds(algorithm, federation, **how), data
 
 
 def measure(

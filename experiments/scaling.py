@@ -21,7 +21,7 @@ import numpy as np
 from absl import flags
 
 from experiments.launch import command
-from fedjax_pfl.core import local_training, task
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split
@@ -73,7 +73,6 @@ def _made(method: str, clients: int, model: str) -> tuple[Algorithm, Federation]
     training = local_training.sgd(epochs=1, batch_size=_EXAMPLES)
     made = configuration.ALGORITHMS[method](
         factory(outputs=10, **norm),
-        task.classification(),
         training,
         federation,
         **(own.to_dict() if own else {}),
@@ -94,7 +93,7 @@ def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]
     mesh = jax.make_mesh(
         (1,), ("clients",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
     )
-    rounds = make_rounds(made, task.classification(), federation, cohort=4, mesh=mesh)
+    rounds = make_rounds(made, federation, cohort=4, mesh=mesh)
     split = Split(_array(clients, _EXAMPLES), _array(clients))
     images = _array(_EXAMPLES, 32, 32, 3, dtype=jnp.float32)
     data = FederatedData(images, _array(_EXAMPLES), split, split, split)

@@ -6,7 +6,7 @@ The loop, with the parts that it is made of:
 
     data = pfl.partition(pfl.datasets.digits(), "classes", clients=10, per_client=4, examples=160)
     training = pfl.local_sgd(learning_rate=0.05, epochs=5)
-    method = pfl.fedper(pfl.networks.MLP(outputs=10), data.task, training, data.federation)
+    method = pfl.fedper(pfl.networks.MLP(outputs=10), training, data.federation)
 
     simulation = pfl.Simulation(method, data)
     state = simulation.init()

@@ -43,7 +43,7 @@ def make(name: str, federation: Federation, own: Mapping[str, Any], rate: Any = 
         keep_optimizer=True,
     )
     settings = {**cases.CASES[name].settings, **own}
-    return cases.FACTORIES[name](tiny.Net(), cases.TASK, training, federation, **settings)
+    return cases.FACTORIES[name](tiny.Net(), training, federation, **settings)
 
 
 @cache
@@ -66,7 +66,7 @@ def test_a_rate_that_is_swept():
 
     def plain(now: Mapping[str, Any]) -> Any:
         made = make("fedavg", rules.FEDERATION, {}, now["rate"])
-        return plain_rounds(made, cases.TASK, rules.FEDERATION, **rules.HOW)
+        return plain_rounds(made, rules.FEDERATION, **rules.HOW)
 
     rounds = sweep.make_rounds(plain, {"rate": (0.005, 0.01)}, None, width=1)
     states, _ = rounds.run(points, rounds.init(points), rules.DATA, jnp.int32(0), jnp.int32(1))

@@ -57,7 +57,7 @@ def _visits(name: str, state: State, **changes: Any) -> tuple[Any, Any]:
     """(uploads, trained) of every client's next visit, stacked, if it had these other settings."""
     data, federation = tiny.federated()
     settings = {**CASES[name].settings, **changes}
-    made = getattr(algorithms, name)(tiny.Net(), TASK, training(), federation, **settings)
+    made = getattr(algorithms, name)(tiny.Net(), training(), federation, **settings)
     key, t = jax.random.key(1), jnp.int32(4)
 
     def visit(state: State, i: jax.Array) -> tuple[Any, Any]:
@@ -103,7 +103,7 @@ def _generated(own: set[str]) -> Callable[[State, State], bool]:
 def _matched(first: State, last: State) -> bool:
     """Some clients are mixed and others not, and some entries of μ are pruned and others not."""
     made = algorithms.factorized_fl(
-        tiny.Net(), TASK, training(), tiny.federated()[1], **CASES["factorized_fl"].settings
+        tiny.Net(), training(), tiny.federated()[1], **CASES["factorized_fl"].settings
     )
     seen = jax.device_get(jax.jit(made.observe)(last))
     some = bool((seen["weights"] == 0).any() and ((seen["weights"] > 0).sum(1) > 1).any())
@@ -380,7 +380,7 @@ def make(
     """An algorithm on the tiny network, with these settings of its own and of its training."""
     case = CASES[name]
     trained = training(**{**(case.training or {}), **changes})
-    return FACTORIES[name](tiny.Net(), TASK, trained, federation, **{**case.settings, **own})
+    return FACTORIES[name](tiny.Net(), trained, federation, **{**case.settings, **own})
 
 
 def real(name: str) -> dict[str, float]:

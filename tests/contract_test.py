@@ -15,7 +15,7 @@ from fedjax_pfl.simulation import memory_estimate, sweep
 from fedjax_pfl.simulation.records import Rounds
 from fedjax_pfl.simulation.rounds import make_rounds, plain_rounds
 from tests import cases, programs, rules, tiny
-from tests.cases import NAMES, TASK
+from tests.cases import NAMES
 from tests.rules import BEGUN, CLOSE, DATA, EVERYBODY, FEDERATION, HOW, KEY
 
 # The two structures of which rules about the simulation are asked each time.
@@ -69,7 +69,7 @@ def test_longer_padding_is_invisible(name: str):
 
 def spread(one: rules.Subject, mesh: jax.sharding.Mesh) -> Rounds:
     """Chunks of three clients, and a client on each of eight devices, of which some are idle."""
-    return make_rounds(one.algorithm, TASK, FEDERATION, **HOW, mesh=mesh)
+    return make_rounds(one.algorithm, FEDERATION, **HOW, mesh=mesh)
 
 
 @of_the_engine
@@ -106,7 +106,7 @@ def test_as_a_point_of_a_sweep(name: str):
     points = sweep.Points(jnp.stack([jax.random.key(8), KEY]), jnp.arange(2))
 
     def plain(now: Any) -> Any:
-        return plain_rounds(cases.make(name, FEDERATION, now), TASK, FEDERATION, **HOW)
+        return plain_rounds(cases.make(name, FEDERATION, now), FEDERATION, **HOW)
 
     real = {key: (value / 2, value) for key, value in cases.real(name).items()}
     rounds = sweep.make_rounds(plain, real, None, width=1)

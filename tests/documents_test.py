@@ -134,7 +134,7 @@ def test_fedavg_on_the_page_of_the_idea_keeps_the_contract():
     (code,) = documents.blocks("idea.md")
     (data, federation), training = tiny.federated(), cases.training(keep_optimizer=False)
     names = {"common": common, "State": State, "Trained": Trained, "Algorithm": Algorithm}
-    given = {"model": tiny.Net(), "task": cases.TASK, "training": training}
+    given = {"model": tiny.Net(), "training": training}
     exec(code, names := {**names, **given, "federation": federation})
     check_shapes("fedavg", names["fedavg"], federation, data)
     statements = [line for line in code.splitlines() if line.strip() and "def " not in line]

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from fedjax_pfl.core import task
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.networks import LSTM, Transformer
 from fedjax_pfl.networks.own import Linen
@@ -105,12 +104,10 @@ def subject(network: str, name: str) -> rules.Subject:
         case = cases.CASES[name]
         training = cases.training(**{**(case.training or {}), "learning_rate": 0.03})
         settings = {**case.settings, **OWN.get((network, name), {}), **own}
-        learned = task.tokens() if tokens else cases.TASK
-        return cases.FACTORIES[name](NETWORKS[network], learned, training, federation, **settings)
+        return cases.FACTORIES[name](NETWORKS[network], training, federation, **settings)
 
-    learned = task.tokens() if tokens else cases.TASK
     place = rules.world(tiny.tokens) if tokens else rules.TINY
-    return rules.Subject(name, cases.CASES[name], make, learned, place)
+    return rules.Subject(name, cases.CASES[name], make, place)
 
 
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])

@@ -22,7 +22,6 @@ from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, State, Trai
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
 from fedjax_pfl.core.shape_check import check_shapes
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.runs import checkpoints
 from fedjax_pfl.simulation import ledger
 from fedjax_pfl.simulation.records import Log, Rounds
@@ -62,7 +61,6 @@ class Subject:
     name: str
     case: cases.Case
     make: Callable[..., Algorithm]  # (federation, its own settings={}) -> Algorithm
-    task: Task = cases.TASK
     world: World = TINY
 
     @cached_property
@@ -81,7 +79,7 @@ class Subject:
             return self.algorithm.train(payload, client, visit)
 
         counted = self.algorithm._replace(train=train)
-        return make_rounds(counted, self.task, self.world.federation, **HOW)
+        return make_rounds(counted, self.world.federation, **HOW)
 
     def run(self, n: int, t: int = 0, state: Any = None, data: Any = None) -> tuple[State, Log]:
         """State and log, as NumPy, after n more rounds."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.core import task
 from fedjax_pfl.core.algorithm import Cohort, Federation
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.task import Task, regression
@@ -99,5 +100,9 @@ def tokens(*, extra: int = 0, filler: int = 0) -> tuple[FederatedData, Federatio
     y = np.where(np.arange(LENGTH) < lengths, x[:, 1:], -1)
     made = data._replace(x=jnp.asarray(x[:, :-1], jnp.int32), y=jnp.asarray(y, jnp.int32))
     return made, federation._replace(
-        input_shape=(LENGTH,), outputs=TOKENS, input_dtype="int32", each=(LENGTH,)
+        input_shape=(LENGTH,),
+        outputs=TOKENS,
+        input_dtype="int32",
+        each=(LENGTH,),
+        task=task.tokens(),
     )

@@ -57,7 +57,7 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
 def fedavgm(**settings):
     _, federation = tiny.federated()
     factory = cases.FACTORIES["fedavgm"]
-    return factory(tiny.Net(), cases.TASK, cases.training(), federation, **settings)
+    return factory(tiny.Net(), cases.training(), federation, **settings)
 
 
 def test_moments_and_steps_by_hand():
@@ -118,7 +118,7 @@ def test_a_step_of_fedsam_by_hand():
     data, federation = linear.federated([[[1.0]]], [[3.0]])
     training = local_training.sgd(learning_rate=0.1, steps=1, batch_size=1)
     factory = cases.FACTORIES["fedsam"]
-    made = factory(linear.Linear(), linear.TASK, training, federation, rho=0.5)
+    made = factory(linear.Linear(), training, federation, rho=0.5)
     done = linear.work(made, linear.variables([1.0]), (), data)
     np.testing.assert_allclose(linear.weights(done.upload), [1.25], rtol=1e-6)
 
@@ -199,7 +199,7 @@ def test_arguments_are_what_the_table_says():
     )
     method = Algorithm(*(watched(name, part) for name, part in plain._asdict().items()))
     data, federation = tiny.federated(clients=n)
-    rounds = make_rounds(method, cases.TASK, federation, cohort=k)
+    rounds = make_rounds(method, federation, cohort=k)
     key, number = jax.random.key(0), jax.ShapeDtypeStruct((), jnp.int32)
     state = jax.eval_shape(rounds.init, key, shape)
     jax.eval_shape(rounds.run, key, state, data, number, number)

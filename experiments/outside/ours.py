@@ -96,7 +96,9 @@ def _federated(given: Mapping[str, np.ndarray]) -> tuple[FederatedData, Federati
     none = Split(splits[0].rows[:, :0], np.zeros(clients, np.int32))
     data = jax.device_put(FederatedData(x, y, splits[0], none, splits[-1]))
     counts, groups = splits[0].size, np.zeros(clients, np.int32)
-    return data, Federation(counts, (features,), CLASSES, np.ones(clients, bool), groups)
+    return data, Federation(
+        counts, (features,), CLASSES, np.ones(clients, bool), groups, task=JUDGED
+    )
 
 
 def rounds(name: str, given: Mapping[str, np.ndarray]) -> Arrays:
@@ -107,7 +109,7 @@ def rounds(name: str, given: Mapping[str, np.ndarray]) -> Arrays:
     batch = given["y"].shape[1]
     training = local_training.sgd(learning_rate=RATE, batch_size=batch, epochs=EPOCHS)
     plain, begun, data, federation = made(name, given, training)
-    engine = make_rounds(begun, JUDGED, federation, cohort=CLIENTS, calls=1, after=False)
+    engine = make_rounds(begun, federation, cohort=CLIENTS, calls=1, after=False)
     found: Arrays = {}
     key = jax.random.key(KEY)
     state = engine.init(key)
@@ -125,7 +127,7 @@ def made(
     """A method, and the same one that begins with the parameters of the work."""
     method = METHODS[name]
     data, federation = _federated(given)
-    plain = getattr(algorithms, name)(Net(method.norm), JUDGED, training, federation, **method.ours)
+    plain = getattr(algorithms, name)(Net(method.norm), training, federation, **method.ours)
     first = dict(Net(method.norm).init(jax.random.key(KEY), federation.examples()))
     start = State({**first, "params": params(given)}, (), ())
     begun = plain._replace(init=lambda key, _=None: plain.init(key, start))

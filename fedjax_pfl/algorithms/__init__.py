@@ -1,4 +1,4 @@
-"""Every algorithm, one factory each: NAME(model, task, training, federation, **its own settings).
+"""Every algorithm, one factory each: NAME(model, training, federation, **its own settings).
 
 `METHODS` is the one table of them. The settings in a configuration are the factory's keyword-only
 arguments; nothing else lists them. Their meanings stand under `Args:` in its docstring.

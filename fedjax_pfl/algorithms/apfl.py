@@ -23,7 +23,6 @@ from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import at_least, need
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -36,7 +35,6 @@ class Client(NamedTuple):
 
 def apfl(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -53,7 +51,7 @@ def apfl(
     """
     need((alpha >= 0) & (alpha <= 1), f"apfl.alpha is {alpha}; it is a share, 0 to 1")
     at_least("apfl.alpha_rate", alpha_rate, 0)
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
     separate = training._replace(optimizer=optimizers.apart(training.optimizer))
 
     def mix(alpha: jax.Array, v: PyTree, w: PyTree) -> PyTree:
@@ -67,7 +65,7 @@ def apfl(
         return state._replace(clients=Client(own, alphas, momentum))
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, task, visit.data)
+        plain = local_training.gradient(model, federation.task, visit.data)
 
         def gradients(params: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
             w_stats, mixture_stats, alpha = carry

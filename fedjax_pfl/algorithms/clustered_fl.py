@@ -22,7 +22,6 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import at_least
-from fedjax_pfl.core.task import Task
 
 
 class Clusters(NamedTuple):
@@ -65,7 +64,6 @@ def products(deltas: PyTree) -> jax.Array:
 
 def clustered_fl(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -84,7 +82,7 @@ def clustered_fl(
       max_clusters: when there are so many, nothing splits any more; 1 is FedAvg.
     """
     at_least("clustered_fl.max_clusters", max_clusters, 1)
-    base = fedavg(model, task, training, federation)
+    base = fedavg(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         begun = base.init(key, None)

@@ -18,7 +18,6 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import at_least
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -31,7 +30,6 @@ class Client(NamedTuple):
 
 def ditto(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -46,7 +44,7 @@ def ditto(
     """
     at_least("ditto.penalty", penalty, 0)
     at_least("ditto.own_epochs", own_epochs, 1)
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
     by_own = training if own_epochs is None else training._replace(epochs=own_epochs, steps=None)
 
     def init(key: jax.Array, start: State | None = None) -> State:
@@ -57,7 +55,7 @@ def ditto(
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         shared = average.train(payload, client.shared, visit)
-        plain = local_training.gradient(model, task, visit.data)
+        plain = local_training.gradient(model, federation.task, visit.data)
         near = common.held(plain, payload["params"], penalty)
         v, rest, momentum, metrics = local_training.fit(
             by_own, near, *local_training.split_variables(client.own), client.momentum, visit

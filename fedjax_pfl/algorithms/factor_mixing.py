@@ -21,7 +21,6 @@ from fedjax_pfl.core.algorithm import (
     Visit,
 )
 from fedjax_pfl.core.errors import need
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.factorized import Factorized
 
 
@@ -60,7 +59,6 @@ def stacked_leaf(models: PyTree, layer: str, leaf: str) -> jax.Array:
 
 def factor_mixing(
     net: Factorized,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     matching: Matching,
@@ -73,6 +71,7 @@ def factor_mixing(
       is_mixed: tells by layer and leaf which parameters clients share. The rest stays with the
         client, except that the server needs v of the compared layer.
     """
+    task = federation.task
     n = federation.clients
 
     def is_compared(layer: str, leaf: str) -> bool:

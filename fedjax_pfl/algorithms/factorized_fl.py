@@ -45,14 +45,12 @@ from fedjax_pfl.algorithms.matching import RULES, candidates, cosine, cosines
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.core.errors import at_least, need, one_of
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.factorized import LAYOUTS, Factorized
 from fedjax_pfl.networks.zero_head import ZeroHead
 
 
 def factorized_fl(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -136,4 +134,4 @@ def factorized_fl(
     )
     gradient = sparsity if penalty else 0.0
     regulariser = Penalty(gradient=gradient, least=sparsity, pruned_travel=pruned == "travel")
-    return factor_mixing(net, task, training, federation, rules, regulariser, is_mixed)
+    return factor_mixing(net, training, federation, rules, regulariser, is_mixed)

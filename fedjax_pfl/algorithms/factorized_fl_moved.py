@@ -27,13 +27,11 @@ from fedjax_pfl.algorithms.matching import candidates, cosine, cosines
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree
 from fedjax_pfl.core.errors import at_least, need, one_of
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.factorized import SplitKernels
 
 
 def factorized_fl_moved(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -90,4 +88,4 @@ def factorized_fl_moved(
         compared=last, weights=weights, first=first, updated=updated, observe=observe
     )
     penalty = Penalty(gradient=0.0, least=sparsity)
-    return factor_mixing(net, task, training, federation, matching, penalty, is_mixed)
+    return factor_mixing(net, training, federation, matching, penalty, is_mixed)

@@ -24,7 +24,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import at_least, need
 from fedjax_pfl.core.examples import take
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -36,7 +35,6 @@ class Client(NamedTuple):
 
 def fedala(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -58,7 +56,7 @@ def fedala(
     at_least("fedala.first_passes", first_passes, 1)
     need((share > 0) & (share <= 1), f"fedala.share is {share}; choose above 0, to 1")
     late = last_layers(model, federation, "fedala.layers", layers, early=0)
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree]:
         chosen, others = trees.split({"params": params}, late)
@@ -86,7 +84,7 @@ def fedala(
         rows = jnp.pad(split.rows[order], (0, -longest % size))
         chosen = jnp.clip(jnp.round(share * split.size.astype(jnp.float32)), 1.0)
         examples = jnp.minimum(chosen.astype(jnp.int32), split.size)
-        gradient = local_training.gradient(model, task, data)
+        gradient = local_training.gradient(model, federation.task, data)
         per_pass = -(-examples // size)
 
         def blend(weights: PyTree) -> PyTree:

@@ -22,14 +22,12 @@ from fedjax_pfl.algorithms.local import Client, local
 from fedjax_pfl.core import far, local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, above, at_least, need, one_of
-from fedjax_pfl.core.task import Task
 
 ATTENTION = ("cosine", "distance")
 
 
 def fedamp(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -57,7 +55,7 @@ def fedamp(
     if int(federation.active.sum()) < 2:
         raise UsageError("fedamp mixes in others' models; it needs two active clients or more")
     active = jnp.asarray(federation.active)
-    alone = local(model, task, training, federation)
+    alone = local(model, training, federation)
 
     def pairs(rows: PyTree, i: Any, *of: Any) -> list[jax.Array]:
         """Of each function of two numbers Σ of(θ_j, θ_i) over all parameters, for every j: [N]."""
@@ -92,7 +90,7 @@ def fedamp(
         return far.mixed(state.rows, weights(state.rows, visit.i))
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, task, visit.data)
+        plain = local_training.gradient(model, federation.task, visit.data)
         near = common.held(plain, payload["params"], penalty / alpha)
         theta, rest, momentum, metrics = local_training.fit(
             training, near, *local_training.split_variables(client.variables),

@@ -27,7 +27,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.core.examples import Batch, ClientData
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import features
 
 
@@ -40,7 +39,6 @@ class Client(NamedTuple):
 
 def fedas(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -55,6 +53,7 @@ def fedas(
       align_rate: η_a, the learning rate of the alignment, which is plain SGD.
       align_epochs: Passes over a client's examples to align the downloaded body.
     """
+    task = federation.task
     at_least("fedas.align_rate", align_rate, 0)
     at_least("fedas.align_epochs", align_epochs, 1)
     if not task.has_classes:
@@ -137,5 +136,5 @@ def fedas(
     def personal(state: State, client: Client, visit: Visit) -> PyTree:
         return client.own
 
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
     return average._replace(init=init, train=train, receive=receive, personal=personal)

@@ -18,15 +18,14 @@ from fedjax_pfl.core.algorithm import (
     Visit,
 )
 from fedjax_pfl.core.local_training import Training
-from fedjax_pfl.core.task import Task
 
 
-def fedavg(model: Any, task: Task, training: Training, federation: Federation) -> Algorithm:
+def fedavg(model: Any, training: Training, federation: Federation) -> Algorithm:
     """w ← Σ_k n_k w_k / Σ_k n_k over the clients that answered.
 
     Server: the variables, BatchNorm statistics included. Clients: momentum, where it is kept.
     """
-    sgd = common.trainer(model, task, training)
+    sgd = common.trainer(model, federation.task, training)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         variables = common.initial(model, federation, key, start)

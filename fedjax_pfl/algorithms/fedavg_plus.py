@@ -15,12 +15,10 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.local_training import Training, constant
-from fedjax_pfl.core.task import Task
 
 
 def fedavg_plus(
     model: Any,
-    task: Task,
     training: Training,
     federation: Federation,
     *,
@@ -42,9 +40,9 @@ def fedavg_plus(
         keep=False,
     )
 
-    tune = common.trainer(model, task, tuning)
+    tune = common.trainer(model, federation.task, tuning)
 
     def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
         return tune(state.server, (), visit)[0]
 
-    return fedavg(model, task, training, federation)._replace(personal=personal)
+    return fedavg(model, training, federation)._replace(personal=personal)

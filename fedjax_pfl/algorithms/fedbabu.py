@@ -19,14 +19,12 @@ from fedjax_pfl.algorithms.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least, one_of
-from fedjax_pfl.core.task import Task
 
 PARTS = ("all", "head", "body")
 
 
 def fedbabu(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -50,8 +48,8 @@ def fedbabu(
         steps=None,
         keep=False,
     )
-    sgd, fine = (common.trainer(model, task, how) for how in (training, tuning))
-    joint = partly_shared(model, task, training, federation, of_layers({model.head}))
+    sgd, fine = (common.trainer(model, federation.task, how) for how in (training, tuning))
+    joint = partly_shared(model, training, federation, of_layers({model.head}))
 
     def init(key: jax.Array, start: State | None = None) -> State:
         state = joint.init(key, start)

@@ -13,13 +13,10 @@ from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import norm_layers
 
 
-def fedbn(
-    model: Any, task: Task, training: local_training.Training, federation: Federation
-) -> Algorithm:
+def fedbn(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
     """w ← Σ_k n_k w_k / Σ_k n_k for all but scale, bias, mean and variance of each BatchNorm.
 
     A layer is BatchNorm when it keeps batch statistics, whatever it is called.
@@ -30,4 +27,4 @@ def fedbn(
             f"fedbn needs a network with BatchNorm, and this {type(model).__name__} has none; "
             "set batch_norm, as in model=lenet with lenet.batch_norm=True"
         )
-    return partly_shared(model, task, training, federation, of_layers(norms))
+    return partly_shared(model, training, federation, of_layers(norms))

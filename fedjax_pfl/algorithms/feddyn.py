@@ -23,7 +23,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -35,7 +34,6 @@ class Client(NamedTuple):
 
 def feddyn(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -47,7 +45,7 @@ def feddyn(
       alpha: α, how firmly clients are held near w, and by how much g_k and h move.
     """
     above("feddyn.alpha", alpha, 0)
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
     clients = int(federation.active.sum())
 
     def model_of(server: PyTree) -> PyTree:
@@ -65,7 +63,7 @@ def feddyn(
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         w, rest = local_training.split_variables(payload)
-        near = common.held(local_training.gradient(model, task, visit.data), w, alpha)
+        near = common.held(local_training.gradient(model, federation.task, visit.data), w, alpha)
 
         def tilted(theta: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             loss_rest, grads = near(theta, rest, batch, key)

@@ -25,7 +25,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.core.examples import Batch, ClientData
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -57,7 +56,6 @@ def responsibilities(losses: jax.Array, pi: jax.Array) -> jax.Array:
 
 def fedem(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -71,7 +69,7 @@ def fedem(
       components: M, how many models each client mixes; 1 is FedAvg.
     """
     at_least("fedem.components", components, 1)
-    if not task.has_classes:
+    if not federation.task.has_classes:
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     step = training.optimizer
     each = optax.GradientTransformation(jax.vmap(step.init), jax.vmap(step.update))
@@ -95,7 +93,7 @@ def fedem(
     def losses(server: PyTree, batch: Batch, data: ClientData) -> jax.Array:
         """[M, B], as served."""
         outputs = jax.vmap(lambda one: model.apply(one, batch.x))(server)
-        return jax.vmap(lambda out: task.loss(out, batch.y, data.classes))(outputs)
+        return jax.vmap(lambda out: federation.task.loss(out, batch.y, data.classes))(outputs)
 
     def weigh(server: PyTree, pi: jax.Array, data: ClientData) -> jax.Array:
         """The new π, from one pass over the training examples."""
@@ -118,9 +116,9 @@ def fedem(
 
             def one(params: PyTree, rest: PyTree, q: jax.Array, key: jax.Array) -> Any:
                 def by_q(outputs: jax.Array, y: jax.Array, classes: Any) -> jax.Array:
-                    return task.loss(outputs, y, classes) * q
+                    return federation.task.loss(outputs, y, classes) * q
 
-                gradient = local_training.gradient(model, task._replace(loss=by_q), data)
+                gradient = local_training.gradient(model, federation.task._replace(loss=by_q), data)
                 return gradient(params, rest, batch, key)
 
             keys = jax.random.split(key, components)
@@ -145,6 +143,6 @@ def fedem(
     def observe(state: State) -> dict[str, jax.Array]:
         return {"pi": state.clients.pi}
 
-    return fedavg(model, task, training, federation)._replace(
+    return fedavg(model, training, federation)._replace(
         init=init, train=train, personal=personal, predict=Mixture(model).apply, observe=observe
     )

@@ -39,7 +39,6 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError, at_least, need, one_of
 from fedjax_pfl.core.examples import ClientData
-from fedjax_pfl.core.task import Task
 
 REFERENCES = ("start", "last")
 
@@ -72,7 +71,6 @@ def mixture(reference: PyTree, models: PyTree, weights: jax.Array) -> tuple[PyTr
 
 def fedfomo(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -89,6 +87,7 @@ def fedfomo(
       epsilon_decay: how far that chance falls in each round.
       reference: θ_prev, what the last local training began with (start) or ended with (last).
     """
+    task = federation.task
     one_of("fedfomo.reference", reference, REFERENCES)
     _check(federation, peers, epsilon, epsilon_decay)
     active = jnp.asarray(federation.active)

@@ -30,14 +30,12 @@ from fedjax_pfl.algorithms.routed_training import assemble, check
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import one_of
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.modular import Modular
 from fedjax_pfl.networks.router import Router, concatenated, paths
 
 
 def fedmn(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -70,7 +68,6 @@ def fedmn(
     router = Router(model, paths(layout), x_size, y_size)
     return assemble(
         model,
-        task,
         training,
         federation,
         network=network,

@@ -15,14 +15,12 @@ from typing import Any
 from fedjax_pfl.algorithms.routed_training import assemble, check
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.correlation import Correlation, correlated
 from fedjax_pfl.networks.modular import Modular
 
 
 def fedmn_correlation(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -50,7 +48,6 @@ def fedmn_correlation(
     router = Correlation(model, layout, federation.clients, size)
     return assemble(
         model,
-        task,
         training,
         federation,
         network=Modular(model, n, layout, width, hidden, dropout, trimmed=True),

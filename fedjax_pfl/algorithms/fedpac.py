@@ -27,7 +27,6 @@ from fedjax_pfl.algorithms import common
 from fedjax_pfl.core import local_training, simplex, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import features
 
 
@@ -56,7 +55,6 @@ def mixtures(h: jax.Array, variances: jax.Array, here: jax.Array) -> jax.Array:
 
 def fedpac(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -74,12 +72,12 @@ def fedpac(
     """
     at_least("fedpac.penalty", penalty, 0)
     at_least("fedpac.head_epochs", head_epochs, 1)
-    if not task.has_classes:
+    if not federation.task.has_classes:
         raise UsageError("fedpac makes a prototype of each class; choose a dataset with classes")
     classes, d = federation.outputs, features.width("fedpac", model, federation)
     both = features.WithFeatures(model)
     by_head = training._replace(epochs=head_epochs, steps=None)
-    fit_head = common.trainer(model, task, by_head)
+    fit_head = common.trainer(model, federation.task, by_head)
 
     names = tuple(common.shapes(model, federation))
 
@@ -113,7 +111,7 @@ def fedpac(
 
         one, two = (visit._replace(key=key) for key in jax.random.split(visit.key))
         head, of_head, first = fit_head(head, client.head, one, body)
-        pulled = common.near_prototypes(task, payload, penalty)
+        pulled = common.near_prototypes(federation.task, payload, penalty)
         fit_body = common.trainer(both, pulled, training)
         body, of_body, metrics = fit_body(body, client.body, two, head)
 

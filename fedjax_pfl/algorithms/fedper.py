@@ -11,14 +11,11 @@ from typing import Any
 from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.task import Task
 
 
-def fedper(
-    model: Any, task: Task, training: local_training.Training, federation: Federation
-) -> Algorithm:
+def fedper(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
     """(φ, ω_i) ← local SGD on both; φ ← Σ_k n_k φ_k / Σ_k n_k; the head ω_i stays.
 
     BatchNorm belongs to the body φ, statistics included.
     """
-    return partly_shared(model, task, training, federation, of_layers({model.head}))
+    return partly_shared(model, training, federation, of_layers({model.head}))

@@ -28,7 +28,6 @@ from fedjax_pfl.algorithms.local import Client, local
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least, one_of
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import features
 
 DECIDERS = ("prototype", "head")
@@ -61,7 +60,6 @@ def _network_of(variables: PyTree) -> PyTree:
 
 def fedproto(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -78,11 +76,11 @@ def fedproto(
     """
     at_least("fedproto.penalty", penalty, 0)
     one_of("fedproto.decides", decides, DECIDERS)
-    if not task.has_classes:
+    if not federation.task.has_classes:
         raise UsageError("fedproto makes a prototype of each class; choose a dataset with classes")
     classes, d = federation.outputs, features.width("fedproto", model, federation)
     with_features = features.WithFeatures(model)
-    base = local(model, task, training, federation)
+    base = local(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         state = base.init(key, start)
@@ -96,7 +94,7 @@ def fedproto(
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         data = visit.data
-        pulled = common.near_prototypes(task, payload, penalty)
+        pulled = common.near_prototypes(federation.task, payload, penalty)
         gradient = local_training.gradient(with_features, pulled, data)
         params, rest, momentum, metrics = local_training.fit(
             training, gradient, *local_training.split_variables(client.variables),

@@ -15,12 +15,10 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Trained, Visit
 from fedjax_pfl.core.errors import at_least
-from fedjax_pfl.core.task import Task
 
 
 def fedprox(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -35,9 +33,9 @@ def fedprox(
 
     def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         w, rest = local_training.split_variables(payload)
-        near = common.held(local_training.gradient(model, task, visit.data), w, mu)
+        near = common.held(local_training.gradient(model, federation.task, visit.data), w, mu)
         params, rest, client, metrics = local_training.fit(training, near, w, rest, client, visit)
         variables = {"params": params, **rest}
         return Trained(variables, variables, client, metrics)
 
-    return fedavg(model, task, training, federation)._replace(train=train)
+    return fedavg(model, training, federation)._replace(train=train)

@@ -16,7 +16,6 @@ from fedjax_pfl.algorithms.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import at_least
-from fedjax_pfl.core.task import Task
 
 
 class Momentum(NamedTuple):
@@ -28,7 +27,6 @@ class Momentum(NamedTuple):
 
 def fedrep(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -44,13 +42,14 @@ def fedrep(
         `local_epochs`.
       head_steps: so many batches, each drawn afresh, in place of head_epochs.
     """
+    task = federation.task
     at_least("fedrep.head_epochs", head_epochs, 1)
     at_least("fedrep.head_steps", head_steps, 1)
     by_head = training._replace(
         epochs=head_epochs if head_steps is None else None, steps=head_steps
     )
     fit_head, fit_body = (common.trainer(model, task, one) for one in (by_head, training))
-    joint = partly_shared(model, task, training, federation, of_layers({model.head}))
+    joint = partly_shared(model, training, federation, of_layers({model.head}))
 
     def init(key: jax.Array, start: State | None = None) -> State:
         state = joint.init(key, start)

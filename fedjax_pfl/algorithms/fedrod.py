@@ -24,7 +24,6 @@ from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -34,13 +33,12 @@ class Client(NamedTuple):
     momentum: PyTree  # of both parts
 
 
-def fedrod(
-    model: Any, task: Task, training: local_training.Training, federation: Federation
-) -> Algorithm:
+def fedrod(model: Any, training: local_training.Training, federation: Federation) -> Algorithm:
     """Server: φ and ω, which travel. Clients: `Client`. Classes only."""
+    task = federation.task
     if not task.has_classes:
         raise UsageError("fedrod balances classes; choose a dataset with classes")
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
     apart = training._replace(optimizer=optimizers.apart(training.optimizer))
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree]:

@@ -20,7 +20,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import alone
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import hypernet
 
 
@@ -48,7 +47,6 @@ class Client(NamedTuple):
 def build_algorithm(
     name: str,
     models: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     settings: Settings,
@@ -144,7 +142,7 @@ def build_algorithm(
     def client_functions(g: int) -> tuple[Callable[..., Any], ...]:
         """Returns `send`, `train` and `personal` of a client of group g."""
         model, joint = networks[g], local_optimizer(networks[g])
-        sgd = common.trainer(model, task, training._replace(optimizer=joint, keep=True))
+        sgd = common.trainer(model, federation.task, training._replace(optimizer=joint, keep=True))
 
         def send(state: State, visit: Visit) -> PyTree:
             return generate(state.server.phi, state.server.spectral, state.rows.v[visit.i])[g]

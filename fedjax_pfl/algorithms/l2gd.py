@@ -20,7 +20,6 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import need
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -32,7 +31,6 @@ class Client(NamedTuple):
 
 def l2gd(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -46,7 +44,7 @@ def l2gd(
       pull: ρ, how far a client's model goes to the mean before it trains on, 0 to 1.
     """
     need((pull >= 0) & (pull <= 1), f"l2gd.pull is {pull}; it is a share, 0 to 1")
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
 
     def pulled(own: PyTree, mean: PyTree) -> PyTree:
         return jax.tree.map(lambda x, m: (1 - pull) * x + pull * m, own, mean)

@@ -12,12 +12,10 @@ from typing import Any
 from fedjax_pfl.algorithms.split_model import last_layers, of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.task import Task
 
 
 def lg_fedavg(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -31,4 +29,4 @@ def lg_fedavg(
     """
     late = last_layers(model, federation, "lg_fedavg.shared_layers", shared_layers, early=1)
     own = of_layers([layer for layer in model.layers if layer not in late])
-    return partly_shared(model, task, training, federation, own)
+    return partly_shared(model, training, federation, own)

@@ -16,7 +16,6 @@ from fedjax_pfl.core.algorithm import (
     Visit,
 )
 from fedjax_pfl.core.local_training import Training
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -26,9 +25,9 @@ class Client(NamedTuple):
     momentum: PyTree
 
 
-def local(model: Any, task: Task, training: Training, federation: Federation) -> Algorithm:
+def local(model: Any, training: Training, federation: Federation) -> Algorithm:
     """Independent training from one common first model. Clients: variables, momentum if kept."""
-    sgd = common.trainer(model, task, training)
+    sgd = common.trainer(model, federation.task, training)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         variables = common.initial(model, federation, key, start)

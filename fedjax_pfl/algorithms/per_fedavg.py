@@ -23,7 +23,6 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least, one_of
 from fedjax_pfl.core.examples import Batch, ClientData
-from fedjax_pfl.core.task import Task
 
 VARIANTS = ("fo", "hf")
 
@@ -60,7 +59,6 @@ def meta_gradient(
 
 def per_fedavg(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -76,6 +74,7 @@ def per_fedavg(
       delta: δ, half the width of hf's difference, in lengths of g; much smaller ones show float32's
         rounding.
     """
+    task = federation.task
     one_of("per_fedavg.variant", variant, VARIANTS)
     at_least("per_fedavg.alpha", alpha, 0)
     above("per_fedavg.delta", delta, 0)
@@ -104,4 +103,4 @@ def per_fedavg(
     def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
         return adapted(state.server, visit.data, visit.key)
 
-    return fedavg(model, task, training, federation)._replace(train=train, personal=personal)
+    return fedavg(model, training, federation)._replace(train=train, personal=personal)

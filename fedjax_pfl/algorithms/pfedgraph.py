@@ -25,12 +25,10 @@ from fedjax_pfl.core import local_training, simplex, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.task import Task
 
 
 def pfedgraph(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -48,7 +46,7 @@ def pfedgraph(
     """
     above("pfedgraph.alpha", alpha, 0)
     at_least("pfedgraph.penalty", penalty, 0)
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is not None and isinstance(start.server, dict) and "first" in start.server:
@@ -63,7 +61,7 @@ def pfedgraph(
         return trees.row(state.rows, visit.i)
 
     def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, task, visit.data)
+        plain = local_training.gradient(model, federation.task, visit.data)
 
         def negative_cosine(params: PyTree) -> jax.Array:
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(payload["params"]), strict=True)

@@ -35,12 +35,10 @@ from fedjax_pfl.algorithms.hypernetwork import build_algorithm
 from fedjax_pfl.algorithms.hypernetwork_settings import Settings
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.local_training import Training
-from fedjax_pfl.core.task import Task
 
 
 def pfedhn(
     models: Any,
-    task: Task,
     training: Training,
     federation: Federation,
     *,
@@ -87,12 +85,11 @@ def pfedhn(
         average=average,
         frozen=frozen,
     )
-    return build_algorithm("pfedhn", models, task, training, federation, settings, keep_head=False)
+    return build_algorithm("pfedhn", models, training, federation, settings, keep_head=False)
 
 
 def pfedhn_pc(
     models: Any,
-    task: Task,
     training: Training,
     federation: Federation,
     *,
@@ -139,6 +136,4 @@ def pfedhn_pc(
         average=average,
         frozen=frozen,
     )
-    return build_algorithm(
-        "pfedhn_pc", models, task, training, federation, settings, keep_head=True
-    )
+    return build_algorithm("pfedhn_pc", models, training, federation, settings, keep_head=True)

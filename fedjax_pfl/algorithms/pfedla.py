@@ -42,7 +42,6 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.layer_weights import LayerWeights, normalised
 
 
@@ -63,7 +62,6 @@ class ClientState(NamedTuple):
 
 def pfedla(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -96,7 +94,7 @@ def pfedla(
     sizes = {"embedding": embedding, "hidden": hidden, "depth": depth}
     check(federation, layers.number, k, granularity, normalise, rate, sizes)
     mixing_candidates.check(n, candidates)
-    local_sgd = common.trainer(model, task, training)
+    local_sgd = common.trainer(model, federation.task, training)
     network = LayerWeights(columns, layers.number, embedding, hidden, depth, normalise)
 
     def inputs(rows: ServerState, i: Any) -> MixingInputs:

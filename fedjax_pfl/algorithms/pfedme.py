@@ -23,12 +23,10 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least, need
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.task import Task
 
 
 def pfedme(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -59,7 +57,7 @@ def pfedme(
 
     def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
         params, rest = local_training.split_variables(payload)
-        gradient = local_training.gradient(model, task, visit.data)
+        gradient = local_training.gradient(model, federation.task, visit.data)
 
         def envelope(w: PyTree, carried: PyTree, batch: Batch, key: jax.Array) -> Any:
             """λ (w − θ), with θ and statistics after K inner steps and the loss at the last."""
@@ -92,5 +90,5 @@ def pfedme(
     def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
         return train(state.server, client, visit).variables
 
-    base = fedavg(model, task, training, federation)
+    base = fedavg(model, training, federation)
     return base._replace(train=train, receive=receive, personal=personal)

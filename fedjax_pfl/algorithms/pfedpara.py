@@ -14,7 +14,6 @@ from fedjax_pfl.algorithms.split_model import partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import need
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks.factorized import Hadamard
 
 PERSONAL = ("x2", "y2", "t2")
@@ -22,7 +21,6 @@ PERSONAL = ("x2", "y2", "t2")
 
 def pfedpara(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -40,4 +38,4 @@ def pfedpara(
     def own(layer: str, leaf: str) -> bool:
         return layer in net.factorized and leaf in PERSONAL
 
-    return partly_shared(net, task, training, federation, own)
+    return partly_shared(net, training, federation, own)

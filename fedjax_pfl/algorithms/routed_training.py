@@ -21,7 +21,6 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError, at_least, need
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import router
 from fedjax_pfl.networks.modular import (
     Modular,
@@ -72,7 +71,6 @@ def check(
 
 def assemble(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -114,7 +112,7 @@ def assemble(
 
     def fit(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, visit: Visit) -> Any:
         """Runs SGD at fixed gates; also returns the sum over batches of the gradient at z."""
-        whole = local_training.gradient(WithLogits(network, sample), task, visit.data)
+        whole = local_training.gradient(WithLogits(network, sample), federation.task, visit.data)
 
         def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
             rest, cotangent = carried
@@ -192,7 +190,7 @@ def assemble(
 
     return Algorithm(
         init=init,
-        send=fedavg(model, task, training, federation).send,
+        send=fedavg(model, training, federation).send,
         train=train,
         receive=receive,
         personal=personal,

@@ -24,7 +24,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.core.task import Task
 
 
 class Client(NamedTuple):
@@ -36,7 +35,6 @@ class Client(NamedTuple):
 
 def scaffold(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -48,7 +46,7 @@ def scaffold(
       server_rate: η_g, how far the server goes to the mean of the models; 1 is all the way.
     """
     above("scaffold.server_rate", server_rate, 0)
-    average = fedavg(model, task, training, federation)
+    average = fedavg(model, training, federation)
     clients = int(federation.active.sum())
 
     def model_of(tree: PyTree) -> PyTree:
@@ -63,7 +61,7 @@ def scaffold(
         return State({**state.server, "control": control}, (), Client(own, state.clients))
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, task, visit.data)
+        plain = local_training.gradient(model, federation.task, visit.data)
 
         def corrected(y: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
             rest, total, steps = carried

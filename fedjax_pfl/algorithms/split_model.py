@@ -11,7 +11,6 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.local_training import Training
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.networks import norm_layers
 
 
@@ -52,7 +51,6 @@ def last_layers(
 
 def partly_shared(
     model: Any,
-    task: Task,
     training: Training,
     federation: Federation,
     own: Callable[[str, str], bool],
@@ -86,7 +84,7 @@ def partly_shared(
         params = trees.join(shared, trees.row(owned, 0))["params"]
         return State(shared, (), Client(owned, common.kept(training, params, federation)))
 
-    sgd = common.trainer(model, task, training)
+    sgd = common.trainer(model, federation.task, training)
 
     def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
         whole = trees.join(payload, client.own)
@@ -97,5 +95,5 @@ def partly_shared(
     def personal(state: State, client: Client, visit: Visit) -> PyTree:
         return trees.join(state.server, client.own)
 
-    averaged = fedavg(model, task, training, federation)
+    averaged = fedavg(model, training, federation)
     return averaged._replace(init=init, train=train, personal=personal)

@@ -14,6 +14,7 @@ import numpy as np
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.examples import ClientData
+from fedjax_pfl.core.task import Task, classification
 
 PyTree = Any
 
@@ -99,6 +100,8 @@ class Federation(NamedTuple):
     owners: tuple[str, ...] | None = None  # whose examples each has, where somebody owns them
     input_dtype: str = "float32"  # as `examples.take` gives them; int32 of tokens
     each: tuple[int, ...] = ()  # (T,) where each of T positions has `outputs` of its own
+
+    task: Task = classification()  # loss and metrics
 
     # What the numbers of examples stand for (columns, classes, characters), as plain data
     about: Mapping[str, Any] | None = None

@@ -16,8 +16,7 @@ class PartitionedData(NamedTuple):
     """The examples of all clients, and what a method knows of them before training."""
 
     examples: FederatedData  # arrays; passed into compiled functions
-    federation: Federation  # number of clients, examples of each, shapes
-    task: Task  # loss and metrics, by the type of the labels
+    federation: Federation  # number of clients, examples of each, shapes, loss and metrics
 
     def __repr__(self) -> str:
         """Returns one line: the arrays themselves are not printed."""
@@ -78,4 +77,4 @@ def partition(
         kind = suited(examples.y)
         check_labels(kind, examples.y)
         task = TASKS[kind](federation.outputs)
-    return PartitionedData(examples=examples, federation=federation, task=task)
+    return PartitionedData(examples=examples, federation=federation._replace(task=task))

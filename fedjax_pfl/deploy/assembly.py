@@ -137,19 +137,19 @@ def built(
     specified = configuration.specify(settings, words)
     one = specified.phases[0]
     task = task_of(specified.settings, words, np.asarray(data.y), federation)
-    work = Work([one.settings], one.groups, [], words, task, data, federation, 0, None)
+    federation = federation._replace(task=task)
+    work = Work([one.settings], one.groups, [], words, data, federation, 0, None)
     plan = Plan(one.settings.conv, 1)
     phase = Phase(work, plan, work.rounds(plan))
     method = Method(
         phase.algorithm,
-        task,
         federation,
         one.settings.seed,
         one.settings.max_update_norm,
         one.settings.evaluate_after,
         one.settings.validate_after,
     )
-    return Built((phase,), data, federation, task, ()), method
+    return Built((phase,), data, federation, ()), method
 
 
 def observed(method: Method, state: State) -> dict[str, np.ndarray]:

@@ -11,7 +11,6 @@ from fedjax_pfl.core import groups, local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import INIT, PERSONAL, SEND, TRAIN, stage_key
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.deploy import served
 from fedjax_pfl.simulation.records import Evaluation
 from fedjax_pfl.simulation.rounds import plain_rounds
@@ -20,10 +19,9 @@ _NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class Method(NamedTuple):
-    """Everything that both sides know of a federation: its method, task, sizes and seed."""
+    """Everything that both sides know of a federation: its method, sizes and seed."""
 
     algorithm: Algorithm
-    task: Task
     federation: Federation
     seed: int
     max_update_norm: float | None = None
@@ -138,7 +136,7 @@ class AtServer:
         self.shapes = tuple(shapes(method, g, data) for g in range(count))
         self.init = jax.jit(self._init)
         self.receive = jax.jit(method.whole.receive)
-        plain = plain_rounds(method.algorithm, method.task, method.federation, cohort=cohort)
+        plain = plain_rounds(method.algorithm, method.federation, cohort=cohort)
         self.seats = jax.jit(partial(plain.seats, _key(method)))
         each = range(count)
         self.send = tuple(jax.jit(partial(_send, method, g)) for g in each)
@@ -250,7 +248,9 @@ def _score(
     test = Split(data.test.rows[0], data.test.size[0])
 
     def score(variables: PyTree, split: Split) -> local_training.Scores:
-        return local_training.evaluate(member.predict, variables, own, split, method.task)
+        return local_training.evaluate(
+            member.predict, variables, own, split, method.federation.task
+        )
 
     model = _finish(method, g, state, given, client, i, t, data)
     before, validation = score(model, test), score(model, own.validation)

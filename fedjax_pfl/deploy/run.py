@@ -271,7 +271,7 @@ class _Running(NamedTuple):
         for remark in run_state.news(member):
             self.tell(f"round {member.at.round}: {remark}")
         run_state.keep(member, shown, line)
-        metric = self.built.task.metrics[0]
+        metric = self.built.federation.task.metrics[0]
         self.tell(progress.evaluation(metric, [line], self.built.phases[0].end))
 
     def saved(self, standing: Standing) -> None:

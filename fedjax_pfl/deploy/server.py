@@ -166,7 +166,7 @@ def take_scores(server: Server, opened: Open, i: int, content: bytes) -> Evaluat
     for word, part in scores._asdict().items():
         if part is not None:
             split = "validation" if word == "validation" else "test"
-            _check_scores(server.programs.method.task, part, counts[split], word)
+            _check_scores(server.programs.method.federation.task, part, counts[split], word)
     return scores
 
 

@@ -44,7 +44,6 @@ class Built(NamedTuple):
     phases: tuple[Phase, ...]
     data: data.FederatedData
     federation: Federation
-    task: Task
     remarks: tuple[str, ...]  # on what is allowed and may cost accuracy
     needs: forecast.Need = forecast.Need(0, 0, 0)  # at the least; nothing where others compute
 
@@ -97,6 +96,7 @@ def build(
         if arrays.scale is None or len(federation.input_shape) != 3:
             raise UsageError(f"augment is for images, and {config.dataset} has none; leave it off")
         task = task._replace(augment=on_normalised(arrays.scale, arrays.shift))
+    federation = federation._replace(task=task)
     _check_store(config.store, several=len(configs) > 1)
     phases, states, begin = list[Phase](), list[Any](), 0
     each = [one.phases for one in specified]
@@ -108,7 +108,7 @@ def build(
         names = points.names(alike, words.algorithm)
         unread -= set(names)
         among = _taking_part(alike[0], federation)
-        work = Work(alike, same[0].groups, names, words, task, arrays, among, begin, mesh)
+        work = Work(alike, same[0].groups, names, words, arrays, among, begin, mesh)
         work.algorithms(alike[0].conv)  # which checks the numbers of every point
         recorded = plans[number] if plans and number < len(plans) else None
         # Whether each can start from the one before, and has room, is known before hours are spent.
@@ -128,7 +128,7 @@ def build(
     )
     phases = [phase._replace(store=store) for phase in phases]
     takes = forecast.most([forecast.need(one, store) for one in needs])
-    return Built(tuple(phases), arrays, federation, task, said, takes)
+    return Built(tuple(phases), arrays, federation, said, takes)
 
 
 def _sizes(phase: Phase, state: Any) -> forecast.Sizes:

@@ -19,7 +19,6 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.data.checks import holder
 from fedjax_pfl.networks.own import Own, check, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
@@ -43,7 +42,6 @@ class Work:
     groups: Sequence[ConfigDict]  # the first point's, for each group of architectures
     swept: Sequence[str]  # the names of settings that differ between points of the sweep
     words: configuration.Words
-    task: Task
     arrays: data.FederatedData
     federation: Federation
     begin: int
@@ -97,7 +95,6 @@ class Work:
         one = self.alike[0]
         return functools.partial(
             plain_rounds,
-            task=self.task,
             federation=self.federation,
             cohort=self.cohort,
             calls=boundary(one, self.begin, self.begin) - self.begin,
@@ -195,7 +192,7 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
 
     settings: values in the place of the configuration's, by name.
     """
-    one, words, task, federation = work.alike[0], work.words, work.task, work.federation
+    one, words, federation = work.alike[0], work.words, work.federation
     factory = words.algorithm[one.algorithm]
 
     def value(name: str) -> Any:
@@ -227,11 +224,11 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         return federation._replace(active=federation.active & (federation.groups == g))
 
     if len(models) == 1:
-        algorithm = factory(models[0], task, training, federation, **own)
+        algorithm = factory(models[0], training, federation, **own)
     elif "models" in inspect.signature(factory).parameters:  # it shares something between them
-        algorithm = factory(models, task, training, federation, **own)
+        algorithm = factory(models, training, federation, **own)
     else:
-        made = (factory(m, task, training, of_group(g), **own) for g, m in enumerate(models))
+        made = (factory(m, training, of_group(g), **own) for g, m in enumerate(models))
         algorithm = by_group(tuple(made))
     if not isinstance(algorithm, Algorithm):
         raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")

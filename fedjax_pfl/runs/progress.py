@@ -53,7 +53,9 @@ def not_finite(built: Built, member: Member, scores: Evaluation) -> Iterator[str
     """A line on clients whose evaluation is not finite for the first time in this run."""
     active = built.phases[member.at.phase].federation.active
     parts = [part for part in (scores.before, scores.validation, scores.after) if part is not None]
-    found = set[int]().union(*(metrics.not_finite(part, active, built.task) for part in parts))
+    found = set[int]().union(
+        *(metrics.not_finite(part, active, built.federation.task) for part in parts)
+    )
     first = sorted(found - member.named)
     member.named |= found
     if first:

@@ -162,11 +162,11 @@ def measured(
     """
     at = member.at
     active = built.phases[at.phase].federation.active
-    before = metrics.summary(scores.before, active, built.task)
-    validation = metrics.summary(scores.validation, active, built.task)
-    better = _better(built.task.metrics[0], before, validation, at.best_score)
+    before = metrics.summary(scores.before, active, built.federation.task)
+    validation = metrics.summary(scores.validation, active, built.federation.task)
+    better = _better(built.federation.task.metrics[0], before, validation, at.best_score)
     if better and validation:
-        score = validation[f"{built.task.metrics[0].name}_mean"]
+        score = validation[f"{built.federation.task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)
         member.best = stores.copied(state)
     line = {
@@ -178,20 +178,20 @@ def measured(
         "checkpoint_seconds": round(at.checkpoint_seconds, 3),
         **metrics.means(at.pending),
         "before": before,
-        "after": scores.after and metrics.summary(scores.after, active, built.task),
+        "after": scores.after and metrics.summary(scores.after, active, built.federation.task),
         "validation": validation,
         "bytes_down": at.ledger.total_down,
         "bytes_up": at.ledger.total_up,
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
-        **metrics.own(built.task),
+        **metrics.own(built.federation.task),
         **_signs(built, member, shown),
     }
     evaluated = built.phases[at.phase].work.evaluated
-    rows = metrics.client_scores(scores, built.task, evaluated)
+    rows = metrics.client_scores(scores, built.federation.task, evaluated)
     known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
-    rows = metrics.with_best(rows, known, better, built.task)
+    rows = metrics.with_best(rows, known, better, built.federation.task)
     member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
 

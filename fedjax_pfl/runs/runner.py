@@ -60,7 +60,7 @@ def run(
       stop: asked after every call; where it says so, what there is gets saved and Stopped raised.
       dataset: your own examples, as `arrays` makes them; what `dataset` is then called in the
         configuration is their name. A run directory goes on with the same examples only.
-      algorithm: your own factory, NAME(model, task, training, federation, *, its settings) ->
+      algorithm: your own factory, NAME(model, training, federation, *, its settings) ->
         Algorithm. The configuration may call it by its name, in a phase too, and holds its
         settings under that name; it is the run's algorithm where none is given.
       model: your own network, likewise: a linen module or its class, an NNX module's class, or a
@@ -327,7 +327,10 @@ def _one_phase(
                 for one_line in said if multiprocess.lead() else ():
                     bar.write(progress.named(member, one_line), file=sys.stderr)
             if evaluated:
-                metric, lines = built.task.metrics[0], [member.at.metrics[-1] for member in members]
+                metric, lines = (
+                    built.federation.task.metrics[0],
+                    [member.at.metrics[-1] for member in members],
+                )
                 bar.set_postfix({metric.name: progress.score(metric, lines, "before")})
                 if multiprocess.lead() and not sys.stderr.isatty():
                     told = progress.evaluation(metric, lines, built.phases[-1].end)

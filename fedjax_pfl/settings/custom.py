@@ -23,7 +23,7 @@ from fedjax_pfl.settings.own_networks import name_of, own_network
 
 Factory = Callable[..., Any]
 _USUAL = {"algorithm": "fedavg", "task": "classification"}
-_TAKES = {"algorithm": ("model", "task", "training", "federation"), "task": ("outputs",)}
+_TAKES = {"algorithm": ("model", "training", "federation"), "task": ("outputs",)}
 
 
 class Brought(TypedDict, total=False):

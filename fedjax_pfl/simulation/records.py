@@ -9,7 +9,6 @@ import numpy as np
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.core.task import Task
 
 
 class Log(NamedTuple):
@@ -96,7 +95,6 @@ class How(NamedTuple):
     algorithm: Algorithm  # as `groups.grouped` makes it
     members: tuple[Algorithm, ...]
     membership: tuple[np.ndarray, ...]  # bool [N] for each group
-    task: Task
     federation: Federation
     cohort: int
     calls: int

@@ -18,7 +18,6 @@ from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, Sta
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.randomness import DROP, INIT, SAMPLE, SEND, TRAIN, stage_key
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.simulation import multiprocess, spread
 from fedjax_pfl.simulation.map_clients import map_clients
 from fedjax_pfl.simulation.records import (
@@ -77,14 +76,13 @@ def compiled(plain: Plain, mesh: Mesh | None = None) -> Rounds:
     return Rounds(jit(plain.init), run, jit(plain.evaluate), place, place, everywhere)
 
 
-def make_rounds(algorithm: Algorithm, task: Task, federation: Federation, **how: Any) -> Rounds:
+def make_rounds(algorithm: Algorithm, federation: Federation, **how: Any) -> Rounds:
     """Compile an algorithm's rounds and its evaluation; `how` as for `plain_rounds`."""
-    return compiled(plain_rounds(algorithm, task, federation, **how), how.get("mesh"))
+    return compiled(plain_rounds(algorithm, federation, **how), how.get("mesh"))
 
 
 def plain_rounds(
     algorithm: Algorithm,
-    task: Task,
     federation: Federation,
     *,
     cohort: int,
@@ -126,7 +124,6 @@ def plain_rounds(
         groups.grouped(algorithm),
         members,
         tuple(of_group == g for g in range(len(members))),
-        task,
         federation,
         cohort,
         calls,

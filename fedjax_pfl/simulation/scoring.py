@@ -98,7 +98,7 @@ def _scores(
     (key, _, data, t), (i, place, client), (served, payload) = shared, item, made
     own = client_data(data, place)
     test = Split(data.test.rows[place], data.test.size[place])
-    score = partial(_score, how.task, member, own)
+    score = partial(_score, how.federation.task, member, own)
     before, validation = score(served, test), score(served, own.validation)
     if not how.after:
         return Evaluation(before, validation, None)

@@ -108,7 +108,7 @@ class Simulation:
             all.
         """
         _check(method, store)
-        self.method, self.task = method, data.task
+        self.method = method
         self.examples: FederatedData = data.examples
         self.federation: Federation = data.federation
         clients = self.federation.clients
@@ -154,12 +154,12 @@ class Simulation:
 
     def evaluate(self, state: State, t: int) -> Evaluation:
         """Scores every client's personal model as of round `t`."""
-        program = self._program(1)
+        program, task = self._program(1), self.federation.task
         scores = program.evaluate(program.enter(state), t)
         return Evaluation(
-            before=_scores(scores.before, self.task),
-            after=None if scores.after is None else _scores(scores.after, self.task),
-            validation=_scores(scores.validation, self.task),
+            before=_scores(scores.before, task),
+            after=None if scores.after is None else _scores(scores.after, task),
+            validation=_scores(scores.validation, task),
         )
 
     def observe(self, state: State) -> dict[str, np.ndarray]:
@@ -190,9 +190,7 @@ class Simulation:
         if self._store in ("host", "disk"):
             rounds = 1  # one round per call in any case
         if rounds not in self._programs:
-            plain = plain_rounds(
-                self.method, self.task, self.federation, calls=rounds, **self._settings
-            )
+            plain = plain_rounds(self.method, self.federation, calls=rounds, **self._settings)
             mesh = self._settings["mesh"]
             if self._store in ("host", "disk"):
                 self._programs[rounds] = Streamed(
@@ -207,7 +205,7 @@ def _check(method: Any, store: str) -> None:
     if not isinstance(method, Algorithm):
         raise UsageError(
             f"Simulation takes an Algorithm, got {type(method).__name__}; call the method's "
-            "factory first, as in fedavg(model, task, training, federation)"
+            "factory first, as in fedavg(model, training, data.federation)"
         )
     if store not in STORES:
         raise UsageError(f"store is {store!r}; choose {', '.join(STORES)}")

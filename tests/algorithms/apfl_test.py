@@ -19,9 +19,7 @@ RATE, TARGET = 0.1, 3.0
 def make(name="apfl", xs=((1.0,),), ys=(TARGET,), training=None, **own):
     data, federation = linear.federated([xs], [ys])
     training = training or local_training.sgd(learning_rate=RATE, batch_size=1, steps=3)
-    return getattr(algorithms, name)(
-        linear.Linear(), linear.TASK, training, federation, **own
-    ), data
+    return getattr(algorithms, name)(linear.Linear(), training, federation, **own), data
 
 
 @pytest.mark.parametrize("alpha_rate", [0.0, 0.2])

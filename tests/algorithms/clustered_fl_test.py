@@ -14,7 +14,7 @@ from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, T, variables, weights
+from tests.algorithms.linear import KEY, T, variables, weights
 
 
 def test_linkage_is_scipys():
@@ -45,7 +45,7 @@ def make(**own):
     federation = Federation(COUNTS, (2,), 1, np.ones(6, bool), np.zeros(6, np.int32))
     settings = {"mean_below": 0.4, "longest_above": 1.6, "max_clusters": 3, **own}
     training = local_training.sgd(steps=1)
-    return algorithms.clustered_fl(linear.Linear(), TASK, training, federation, **settings)
+    return algorithms.clustered_fl(linear.Linear(), training, federation, **settings)
 
 
 def at(models, used, rows):

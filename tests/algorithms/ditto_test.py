@@ -19,9 +19,7 @@ XS, YS = [[[1.0, 0.5], [0.2, -1.0], [0.3, 2.0]]], [[3.0, 1.0, -2.0]]
 def make(name="ditto", xs=((1.0,),), ys=(3.0,), training=None, **own):
     data, federation = linear.federated([xs], [ys])
     training = training or local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
-    return getattr(algorithms, name)(
-        linear.Linear(), linear.TASK, training, federation, **own
-    ), data
+    return getattr(algorithms, name)(linear.Linear(), training, federation, **own), data
 
 
 def test_two_steps_by_hand():

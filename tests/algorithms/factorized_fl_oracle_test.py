@@ -12,7 +12,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.simulation import rounds
-from tests import cases, tiny
+from tests import tiny
 
 KEY = jax.random.key(3)
 N, OUT = tiny.CLIENTS, tiny.CLASSES
@@ -107,7 +107,6 @@ def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
         federation = federation._replace(input_shape=(4, 4, 2))
     made = algorithms.factorized_fl(
         TwoLayers(f),
-        cases.TASK,
         local_training.sgd(learning_rate=RATE, batch_size=64, epochs=1),
         federation,
         share=share,
@@ -117,7 +116,7 @@ def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
         sparsity=LAMBDA,
         penalty=penalty,
     )
-    engine = rounds.make_rounds(made, cases.TASK, federation, cohort=N, calls=1, after=False)
+    engine = rounds.make_rounds(made, federation, cohort=N, calls=1, after=False)
     state = engine.init(KEY)
 
     def scatter(leaf: jax.Array) -> jax.Array:

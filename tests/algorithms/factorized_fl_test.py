@@ -26,10 +26,10 @@ N = tiny.CLIENTS
 EVERYONE = jnp.ones(N, bool)
 
 
-def make(task: Any = cases.TASK, training: Any = None, federation: Any = None, **own: Any) -> Any:
+def make(training: Any = None, federation: Any = None, **own: Any) -> Any:
     training = training or cases.training(keep_optimizer=False)
     federation = federation or tiny.federated()[1]
-    return algorithms.factorized_fl(tiny.Net(), task, training, federation, **own)
+    return algorithms.factorized_fl(tiny.Net(), training, federation, **own)
 
 
 def scattered(made: Any, own: Any = jax.random.normal) -> State:
@@ -207,7 +207,8 @@ def test_without_a_loss_mu_moves_by_the_sign(penalty):
     """dLoss/dμ = λ sign(μ) without cross-entropy, and 0 as in the authors' code."""
     silent = cases.TASK._replace(loss=lambda o, y, c: 0.0 * o.sum(-1))
     training = local_training.sgd(learning_rate=0.5, batch_size=64, steps=1)
-    made = make(silent, training, share="u", sparsity=0.01, penalty=penalty)
+    federation = tiny.federated()[1]._replace(task=silent)
+    made = make(training, federation, share="u", sparsity=0.01, penalty=penalty)
     data, _ = tiny.federated()
     state = jax.device_get(jax.jit(made.init)(KEY))
     client, rng = trees.row(state.clients, 0), np.random.default_rng(0)
@@ -256,7 +257,7 @@ def test_the_papers_costs():
     federation = Federation(
         np.full(20, 4), (32, 32, 3), 10, np.ones(20, bool), np.zeros(20, np.int32)
     )
-    made = algorithms.factorized_fl(plain, cases.TASK, cases.training(), federation, share="u")
+    made = algorithms.factorized_fl(plain, cases.training(), federation, share="u")
     rows = {"params": jax.eval_shape(made.init, KEY).rows["params"]}
     one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), rows)
     bill = made.traffic(one, one)
@@ -290,9 +291,7 @@ def test_bad_settings_are_one_line():
             make(**own)
 
     with pytest.raises(UsageError, match="set zero_head=False"):
-        algorithms.factorized_fl(
-            ZeroHead(tiny.Net()), cases.TASK, cases.training(), tiny.federated()[1]
-        )
+        algorithms.factorized_fl(ZeroHead(tiny.Net()), cases.training(), tiny.federated()[1])
 
     def shapes(made: Any, start: Any = None) -> State:
         return jax.eval_shape(lambda: made.init(KEY, start))
@@ -322,4 +321,4 @@ def test_pfedpara_shares_one_factor_and_keeps_the_other():
     assert set(shared) == {"fc1", "fc2", "norm1"}
     assert int(np.asarray(log.up["fc1"]).ravel()[0]) == 4 * 3 * (tiny.FEATURES + tiny.HIDDEN)
     with pytest.raises(UsageError, match="choose 0 to 1"):
-        algorithms.pfedpara(tiny.Net(), cases.TASK, cases.training(), federation, gamma=2.0)
+        algorithms.pfedpara(tiny.Net(), cases.training(), federation, gamma=2.0)

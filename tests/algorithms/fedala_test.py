@@ -13,7 +13,7 @@ from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, T, client, deep, kernels, work
+from tests.algorithms.linear import KEY, T, client, deep, kernels, work
 from tests.algorithms.served import trained
 
 X, Y, RATE = 1.5, 3.0, 0.1
@@ -24,7 +24,7 @@ def make(**own):
     data, federation = linear.federated([[[X]]], [[Y]])
     training = local_training.sgd(learning_rate=RATE, batch_size=1, epochs=2)
     own = {"weight_rate": 0.3, "first_passes": 3, **own}
-    return algorithms.fedala(linear.Deep(), TASK, training, federation, **own), data
+    return algorithms.fedala(linear.Deep(), training, federation, **own), data
 
 
 def clients(weight=1.0, learned=False, head=OWN):
@@ -102,7 +102,7 @@ def test_the_share_is_of_the_examples():
     data, federation = linear.federated([eye], [np.ones(10)])
     training = local_training.sgd(learning_rate=RATE, batch_size=4, epochs=1)
     net = linear.Deep(outputs=1, width=10)
-    made = algorithms.fedala(net, TASK, training, federation, share=0.4, first_passes=1)
+    made = algorithms.fedala(net, training, federation, share=0.4, first_passes=1)
     own = made.init(KEY).clients.own
     own = {**trees.row(own, 0), "theta": {"head": {"kernel": jnp.zeros((10, 1))}}}
     done = work(made, deep(eye, np.full((10, 1), 2.0)), Client(own, ()), data)

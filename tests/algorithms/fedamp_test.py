@@ -12,7 +12,7 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, T, variables, weights, work
+from tests.algorithms.linear import KEY, T, variables, weights, work
 
 MODELS = np.array([[1.0, 0.0], [0.6, 0.8], [0.0, -2.0], [5.0, 5.0]])
 ACTIVE = np.array([True, True, True, False])
@@ -22,7 +22,7 @@ def make(name="fedamp", active=ACTIVE, **own):
     data, federation = linear.federated([[[1.0, 0.0]]] * 4, [[3.0]] * 4)
     training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
     federation = federation._replace(active=active)
-    return getattr(algorithms, name)(linear.Linear(), TASK, training, federation, **own), data
+    return getattr(algorithms, name)(linear.Linear(), training, federation, **own), data
 
 
 def rows():

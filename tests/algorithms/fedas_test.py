@@ -23,8 +23,8 @@ def make(task=CLASSES, name="fedas", batch_size=4, **own):
     data, federation = linear.federated([X], [Y])
     data = data._replace(y=Y.astype(np.int32))
     training = local_training.sgd(learning_rate=RATE, batch_size=batch_size, epochs=STEPS)
-    net, federation = linear.Deep(outputs=3, width=2), federation._replace(outputs=3)
-    return getattr(algorithms, name)(net, task, training, federation, **own), data
+    net, federation = linear.Deep(outputs=3, width=2), federation._replace(outputs=3, task=task)
+    return getattr(algorithms, name)(net, training, federation, **own), data
 
 
 def gradients(x, y, a, head):

@@ -9,7 +9,7 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, client, variables, weights
+from tests.algorithms.linear import KEY, client, variables, weights
 
 
 def make(**own):
@@ -18,7 +18,7 @@ def make(**own):
     training = local_training.sgd(
         learning_rate=lambda t: 0.1 / (1 + t.astype(jnp.float32)), batch_size=1, epochs=3
     )
-    return algorithms.fedavg_plus(linear.Linear(), TASK, training, federation, **own), data
+    return algorithms.fedavg_plus(linear.Linear(), training, federation, **own), data
 
 
 @pytest.mark.parametrize(

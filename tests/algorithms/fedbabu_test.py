@@ -10,7 +10,7 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, T, client, deep, kernels, work
+from tests.algorithms.linear import KEY, T, client, deep, kernels, work
 
 X, Y, RATE = 1.5, 3.0, 0.1
 
@@ -18,7 +18,7 @@ X, Y, RATE = 1.5, 3.0, 0.1
 def make(**own):
     data, federation = linear.federated([[[X]]], [[Y]])
     training = local_training.sgd(learning_rate=RATE, batch_size=1, epochs=2)
-    return algorithms.fedbabu(linear.Deep(), TASK, training, federation, **own), data
+    return algorithms.fedbabu(linear.Deep(), training, federation, **own), data
 
 
 def parts(a, b):

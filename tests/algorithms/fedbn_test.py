@@ -25,9 +25,7 @@ class Misnamed(nn.Module):
 
 
 def state_of(model: Any, federation: Any) -> Any:
-    return jax.eval_shape(
-        algorithms.fedbn(model, cases.TASK, cases.training(), federation).init, KEY
-    )
+    return jax.eval_shape(algorithms.fedbn(model, cases.training(), federation).init, KEY)
 
 
 def test_personal_leaves():
@@ -72,4 +70,4 @@ def test_clients_differ_in_batch_norm_and_agree_elsewhere():
 
 def test_without_batch_norm_it_is_an_error():
     with pytest.raises(UsageError, match=r"^fedbn needs a network with BatchNorm"):
-        algorithms.fedbn(MLP(), cases.TASK, cases.training(), tiny.federated()[1])
+        algorithms.fedbn(MLP(), cases.training(), tiny.federated()[1])

@@ -9,7 +9,7 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, variables, weights, work
+from tests.algorithms.linear import KEY, variables, weights, work
 
 RATE, STEPS, ALPHA = 0.1, 5, 0.5
 XS, YS, BEST = [[[1.0]], [[2.0]]], [[3.0], [2.0]], 7 / 5  # as SCAFFOLD's
@@ -18,7 +18,7 @@ XS, YS, BEST = [[[1.0]], [[2.0]]], [[3.0], [2.0]], 7 / 5  # as SCAFFOLD's
 def make(xs=XS, ys=YS, steps=STEPS, alpha=ALPHA):
     data, federation = linear.federated(xs, ys)
     training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=steps)
-    made = algorithms.feddyn(linear.Linear(), TASK, training, federation, alpha=alpha)
+    made = algorithms.feddyn(linear.Linear(), training, federation, alpha=alpha)
     return made, data, federation.counts
 
 

@@ -44,8 +44,8 @@ def test_a_round_equals_numpy():
     data = jax.tree.map(jnp.asarray, FederatedData(x, y, split, split, split))
     federation = Federation(np.array([5, 3]), (2,), 3, np.ones(2, bool), np.zeros(2, np.int32))
     training = local_training.sgd(learning_rate=rate, batch_size=5, steps=2)
-    made = algorithms.fedem(Softmax(), cases.TASK, training, federation, components=m)
-    rounds = make_rounds(made, cases.TASK, federation, cohort=2)
+    made = algorithms.fedem(Softmax(), training, federation, components=m)
+    rounds = make_rounds(made, federation, cohort=2)
     state = rounds.init(KEY)
     pi = np.array([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
     state = state._replace(clients=state.clients._replace(pi=jnp.asarray(pi, jnp.float32)))
@@ -85,14 +85,12 @@ def test_a_round_equals_numpy():
 
 def make(components=2, **changes):
     federation = tiny.federated()[1]._replace(**changes)
-    return algorithms.fedem(
-        tiny.Net(), cases.TASK, cases.training(), federation, components=components
-    )
+    return algorithms.fedem(tiny.Net(), cases.training(), federation, components=components)
 
 
 def test_one_component_is_fedavg():
     federation = tiny.federated()[1]
-    average = algorithms.fedavg(tiny.Net(), cases.TASK, cases.training(), federation)
+    average = algorithms.fedavg(tiny.Net(), cases.training(), federation)
     one, state = make(1), average.init(KEY)
     begun = one.init(KEY)._replace(server=jax.tree.map(lambda leaf: leaf[None], state.server))
     upload, mixture, client, metrics = trained(one, begun, 3)
@@ -120,7 +118,7 @@ def test_what_cannot_be():
     with pytest.raises(UsageError, match="at least 1"):
         make(0)
     with pytest.raises(UsageError, match="classes"):
-        algorithms.fedem(tiny.Net(), regression(), cases.training(), federation)
+        algorithms.fedem(tiny.Net(), cases.training(), federation._replace(task=regression()))
     made, average = make(), cases.make("fedavg", federation)
     with pytest.raises(UsageError, match="copies"):
         made.init(KEY, average.init(KEY))

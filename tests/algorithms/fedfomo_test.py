@@ -13,7 +13,7 @@ from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
+from tests.algorithms.linear import KEY, T, client, variables, weights
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(5, 2))
@@ -28,7 +28,7 @@ def setting(clients=4, validation=5, peers=3, rate=0.0, active=None, begin=0, **
     if active is not None:
         federation = federation._replace(active=np.asarray(active))
     training = local_training.sgd(learning_rate=rate, batch_size=8, steps=1, begin=begin)
-    made = algorithms.fedfomo(linear.Linear(), TASK, training, federation, peers=peers, **settings)
+    made = algorithms.fedfomo(linear.Linear(), training, federation, peers=peers, **settings)
     return made, data
 
 

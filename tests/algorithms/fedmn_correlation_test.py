@@ -23,7 +23,7 @@ SIZES = {"layout": LAYOUT, "width": 4, "hidden": 5, "size": 3, "dropout": 0.0}
 
 def make(training: local_training.Training) -> Algorithm:
     federation = tiny.federated()[1]
-    return algorithms.fedmn_correlation(tiny.Net(), cases.TASK, training, federation, **SIZES)
+    return algorithms.fedmn_correlation(tiny.Net(), training, federation, **SIZES)
 
 
 def router_of(tree: Any) -> Any:

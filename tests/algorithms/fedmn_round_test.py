@@ -12,7 +12,7 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.networks import MLP
-from tests import cases, tiny
+from tests import tiny
 
 LAYOUT, RATE, TAU, STEP = (2, 2, 2), 0.5, 10**-0.5, 1e-6
 SIZES = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.0}
@@ -107,9 +107,7 @@ def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, ha
 def test_a_round_is_the_papers(gates):
     data, federation = tiny.federated()
     training = local_training.sgd(learning_rate=RATE, batch_size=16, epochs=1, begin=20, rounds=5)
-    algorithm = algorithms.fedmn(
-        MLP(hidden=()), cases.TASK, training, federation, **SIZES, gates=gates
-    )
+    algorithm = algorithms.fedmn(MLP(hidden=()), training, federation, **SIZES, gates=gates)
     state = jax.jit(algorithm.init)(jax.random.key(1))
     server, keys = state.server, jax.random.split(jax.random.key(40), len(CLIENTS))
 

@@ -37,7 +37,7 @@ TRAINING = {
 
 def make(training: local_training.Training, **own: Any) -> Algorithm:
     federation = tiny.federated()[1]
-    return algorithms.fedmn(tiny.Net(), cases.TASK, training, federation, **{**SMALL, **own})
+    return algorithms.fedmn(tiny.Net(), training, federation, **{**SMALL, **own})
 
 
 def logit(p: Any) -> np.ndarray:
@@ -245,7 +245,7 @@ def test_evaluation_opens_gates_above_one_half():
 def test_a_start_fills_every_encoder_and_copies_part():
     algorithm, fresh, train = plain("hard")
     federation = tiny.federated()[1]
-    fedavg = algorithms.fedavg(tiny.Net(), cases.TASK, cases.training(), federation)
+    fedavg = algorithms.fedavg(tiny.Net(), cases.training(), federation)
     known = jax.device_get(jax.jit(fedavg.init)(KEY))
     known = known._replace(server=jax.tree.map(lambda leaf: leaf + 0.25, known.server))
     server = jax.device_get(jax.jit(algorithm.init)(KEY, known)).server

@@ -25,9 +25,9 @@ def make(task=CLASSES, name="fedpac", **own):
     training = local_training.sgd(learning_rate=RATE, batch_size=4, epochs=STEPS)
     net = linear.Deep(outputs=3, width=2)
     federation = federation._replace(
-        outputs=3, counts=np.full(3, 4), active=np.ones(3, bool), groups=np.zeros(3, int)
+        outputs=3, task=task, counts=np.full(3, 4), active=np.ones(3, bool), groups=np.zeros(3, int)
     )
-    return getattr(algorithms, name)(net, task, training, federation, **own), data
+    return getattr(algorithms, name)(net, training, federation, **own), data
 
 
 def by_logit(z, head):

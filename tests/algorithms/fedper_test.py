@@ -55,4 +55,4 @@ def test_a_round_by_hand():
 
 def test_a_network_of_one_layer_is_an_error():
     with pytest.raises(UsageError, match="fc1"):
-        algorithms.fedper(MLP(hidden=()), cases.TASK, cases.training(), tiny.federated()[1])
+        algorithms.fedper(MLP(hidden=()), cases.training(), tiny.federated()[1])

@@ -23,8 +23,8 @@ def make(task=CLASSES, name="fedproto", **own):
     data, federation = linear.federated([X], [Y])
     data = data._replace(y=Y.astype(np.int32))
     training = local_training.sgd(learning_rate=RATE, batch_size=4, epochs=STEPS)
-    net, federation = linear.Deep(outputs=3, width=2), federation._replace(outputs=3)
-    return getattr(algorithms, name)(net, task, training, federation, **own), data
+    net, federation = linear.Deep(outputs=3, width=2), federation._replace(outputs=3, task=task)
+    return getattr(algorithms, name)(net, training, federation, **own), data
 
 
 def test_a_visit_by_hand():
@@ -114,6 +114,7 @@ def test_wrong_settings(own, said):
 
 def test_a_network_without_a_head_of_vectors_is_refused():
     _, federation = linear.federated([X], [Y])
+    federation = federation._replace(task=CLASSES)
     net = linear.Deep(outputs=3, width=2)
     object.__setattr__(net, "head", "nothing")
     training = local_training.sgd(steps=1)

@@ -21,9 +21,7 @@ RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 
 def make(training: Any = None, **settings: Any) -> Algorithm:
     federation = tiny.federated()[1]
-    return algorithms.fedrep(
-        tiny.Net(), cases.TASK, training or cases.training(), federation, **settings
-    )
+    return algorithms.fedrep(tiny.Net(), training or cases.training(), federation, **settings)
 
 
 def test_personal_leaves():

@@ -28,8 +28,8 @@ def make(clip=None, task=CLASSES):
     data, federation = linear.federated([X], [Y])
     data = data._replace(y=Y.astype(np.int32))
     training = local_training.sgd(learning_rate=RATE, batch_size=4, epochs=STEPS, clip_norm=clip)
-    net, federation = linear.Deep(outputs=3, width=2), federation._replace(outputs=3)
-    return algorithms.fedrod(net, task, training, federation), data
+    net, federation = linear.Deep(outputs=3, width=2), federation._replace(outputs=3, task=task)
+    return algorithms.fedrod(net, training, federation), data
 
 
 def softmax(logits):

@@ -11,7 +11,7 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, play, variables, weights, work
+from tests.algorithms.linear import KEY, play, variables, weights, work
 
 XS = [[[1.0, 0.0]], [[0.0, 2.0]], [[1.0, 1.0]], [[-1.0, 0.5]]]
 YS = [[3.0], [1.0], [-1.0], [0.5]]
@@ -20,7 +20,7 @@ YS = [[3.0], [1.0], [-1.0], [0.5]]
 def make(name="l2gd", **own):
     data, federation = linear.federated(XS, YS)
     training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
-    return getattr(algorithms, name)(linear.Linear(), TASK, training, federation, **own), data
+    return getattr(algorithms, name)(linear.Linear(), training, federation, **own), data
 
 
 def test_two_steps_by_hand():
@@ -61,7 +61,7 @@ def test_stationary_where_the_papers_objective_is():
     data, federation = linear.federated(XS, YS)
     rate, penalty = 0.02, 3.0
     training = local_training.sgd(learning_rate=rate, batch_size=1, steps=1)
-    made = algorithms.l2gd(linear.Linear(), TASK, training, federation, pull=rate * penalty)
+    made = algorithms.l2gd(linear.Linear(), training, federation, pull=rate * penalty)
     x, y = np.array(XS)[:, 0], np.array(YS)[:, 0]
     # The optimum solves one linear system in all x_i: ∇f_i + λ (x_i − x̄) = 0.
     system = np.kron(penalty * (np.eye(4) - 0.25), np.eye(2))

@@ -40,7 +40,7 @@ def test_personal_leaves():
 def test_a_batch_norm_goes_with_the_layer_before_it(count: int, own: list[str]):
     images = tiny.federated()[1]._replace(input_shape=(28, 28, 1), outputs=10)
     made = algorithms.lg_fedavg(
-        LeNet(batch_norm=True), cases.TASK, cases.training(), images, shared_layers=count
+        LeNet(batch_norm=True), cases.training(), images, shared_layers=count
     )
     state = jax.eval_shape(made.init, KEY)
     every = {"conv1", "norm1", "conv2", "norm2", "fc1", "fc2", "fc3"}
@@ -65,6 +65,4 @@ def test_from_fedavg_all_are_first_served_its_model():
 @pytest.mark.parametrize("count", [0, 2])
 def test_something_is_shared_and_something_stays(count: int):
     with pytest.raises(UsageError, match=rf"^lg_fedavg.shared_layers is {count}.*1 to 1"):
-        algorithms.lg_fedavg(
-            tiny.Net(), cases.TASK, cases.training(), tiny.federated()[1], shared_layers=count
-        )
+        algorithms.lg_fedavg(tiny.Net(), cases.training(), tiny.federated()[1], shared_layers=count)

@@ -123,6 +123,7 @@ def federated(
         active=np.ones(clients, bool),
         groups=np.zeros(clients, np.int32),
         validation_counts=np.asarray(more.size),
+        task=TASK,
     )
     return jax.tree.map(jnp.asarray, data), federation
 

@@ -12,7 +12,7 @@ from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, T, client, variables, weights
+from tests.algorithms.linear import KEY, T, client, variables, weights
 
 ALPHA, BETA = 0.2, 0.05
 X = np.array([[1.0, 2.0], [0.5, -1.0], [2.0, 0.0]])
@@ -24,9 +24,7 @@ def make(variant, clients=1, batch_size=4, **settings):
     data, federation = linear.federated([X] * clients, [np.zeros(3)] * clients)
     training = local_training.sgd(learning_rate=BETA, batch_size=batch_size, steps=1)
     settings = {"alpha": ALPHA, "delta": 1e-2, **settings}
-    made = algorithms.per_fedavg(
-        linear.Linear(), TASK, training, federation, variant=variant, **settings
-    )
+    made = algorithms.per_fedavg(linear.Linear(), training, federation, variant=variant, **settings)
     return made, data
 
 
@@ -72,7 +70,7 @@ def test_the_server_averages_by_examples():
     data, federation = linear.federated([X, X[:1]], [np.zeros(3), np.zeros(1)])
     del data
     training = local_training.sgd(steps=1)
-    made = algorithms.per_fedavg(linear.Linear(), TASK, training, federation)
+    made = algorithms.per_fedavg(linear.Linear(), training, federation)
     uploads = jax.tree.map(lambda *leaves: jnp.stack(leaves), variables([4, 0]), variables([0, 8]))
     ids, here = jnp.arange(2), jnp.ones(2, bool)
     server, _ = made.receive(

@@ -11,7 +11,7 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, play, variables, weights, work
+from tests.algorithms.linear import KEY, play, variables, weights, work
 from tests.core.simplex_test import by_supports
 
 FIRST = np.array([0.5, -0.5])
@@ -24,7 +24,7 @@ YS = [[3.0], [1.0], [-1.0], [0.5]]
 def make(name="pfedgraph", **own):
     data, federation = linear.federated(XS, YS)
     training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
-    return getattr(algorithms, name)(linear.Linear(), TASK, training, federation, **own), data
+    return getattr(algorithms, name)(linear.Linear(), training, federation, **own), data
 
 
 @pytest.mark.parametrize("alpha", [0.1, 8.0])

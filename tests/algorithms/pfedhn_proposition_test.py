@@ -24,7 +24,6 @@ def test_proposition_1():
     training = local_training.sgd(learning_rate=0.5, batch_size=m, steps=1)
     algorithm = algorithms.pfedhn(
         linear.Linear(),
-        linear.TASK,
         training,
         federation,
         width=0,
@@ -34,7 +33,7 @@ def test_proposition_1():
         clip_norm=1e9,
     )
     calls = 1500
-    rounds = make_rounds(algorithm, linear.TASK, federation, cohort=clients, calls=calls)
+    rounds = make_rounds(algorithm, federation, cohort=clients, calls=calls)
     state, _ = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(calls))
     (head,) = state.server.phi.values()
     assert set(head) == {"kernel"}

@@ -13,7 +13,6 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import classification
 from fedjax_pfl.networks import MLP, LeNet, hypernet
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
@@ -29,7 +28,6 @@ def make(name: str = "pfedhn", known: bool = True, **own: Any) -> Any:
         federation = federation._replace(class_counts=np.eye(6, 3, dtype=int))
     return getattr(algorithms, name)(
         tiny.Net(),
-        cases.TASK,
         training,
         federation,
         **{"width": 4, "depth": 1, **own},
@@ -132,7 +130,6 @@ def test_the_whole_method_equals_numpy(name: str):
     )
     algorithm = getattr(algorithms, name)(
         TwoLayers(),
-        linear.TASK,
         training,
         federation,
         rate=ETA,
@@ -141,7 +138,7 @@ def test_the_whole_method_equals_numpy(name: str):
         width=5,
         depth=1,
     )
-    rounds = make_rounds(algorithm, linear.TASK, federation, cohort=1, calls=ROUNDS)
+    rounds = make_rounds(algorithm, federation, cohort=1, calls=ROUNDS)
     start = float64(rounds.init(KEY))
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(ROUNDS))
     visits = np.asarray(log.ids)[:, 0]
@@ -256,9 +253,7 @@ def test_sizes_share_one_step():
     federation = tiny.federated()[1]._replace(groups=np.array([0, 1, 0, 1, 0, 1]))
     models = (MLP(tiny.CLASSES, ()), MLP(tiny.CLASSES, (2,)))
     settings = {"width": 0, "rate": 0.1, "weight_decay": 0.01, "clip_norm": 2.0, "embedding": 3}
-    algorithm = algorithms.pfedhn(
-        models, cases.TASK, local_training.sgd(epochs=1), federation, **settings
-    )
+    algorithm = algorithms.pfedhn(models, local_training.sgd(epochs=1), federation, **settings)
     state = jax.jit(algorithm.init)(KEY)
     ids = (jnp.array([2, 6]), jnp.array([1, 3]))  # client 0 or 4 did not answer
     arrived = (jnp.array([True, False]), jnp.array([True, True]))
@@ -298,7 +293,7 @@ def test_heads_never_travel():
     """On CIFAR10 PC moves the 121,182 parameters but for the 850 of the head."""
     federation = Federation(np.full(50, 4), (32, 32, 3), 10, np.ones(50, bool), np.zeros(50, int))
     for name, wanted in (("pfedhn", 121_182), ("pfedhn_pc", 120_332)):
-        made = getattr(algorithms, name)(LeNet(), classification(), cases.training(), federation)
+        made = getattr(algorithms, name)(LeNet(), cases.training(), federation)
         state = jax.eval_shape(made.init, KEY)
         assert state.rows.v.shape == (50, 13)
         payload = jax.eval_shape(lambda s, m=made: m.send(s, Visit(0, None, T, KEY)), state)
@@ -362,4 +357,4 @@ def test_what_a_phase_can_start_from():
             with pytest.raises(UsageError, match="can only start from one of the same"):
                 jax.eval_shape(wrong.init, KEY, state)
     with pytest.raises(UsageError, match="has no other"):
-        algorithms.pfedhn_pc(MLP(hidden=()), cases.TASK, cases.training(), tiny.federated()[1])
+        algorithms.pfedhn_pc(MLP(hidden=()), cases.training(), tiny.federated()[1])

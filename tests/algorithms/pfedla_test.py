@@ -15,7 +15,6 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.randomness import INIT, stage_key
-from fedjax_pfl.core.task import classification
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.layer_weights import normalised
 from fedjax_pfl.networks.mlp import MLP
@@ -27,7 +26,7 @@ KEY, N = jax.random.key(3), tiny.CLIENTS
 
 def make(name: str = "pfedla", changes: dict[str, Any] | None = None, **own: Any) -> Algorithm:
     training = cases.training(**(changes or {"keep_optimizer": False}))
-    return getattr(algorithms, name)(tiny.Net(), cases.TASK, training, tiny.federated()[1], **own)
+    return getattr(algorithms, name)(tiny.Net(), training, tiny.federated()[1], **own)
 
 
 def with_noise(leaf, rng, scale=1.0):
@@ -135,8 +134,8 @@ def test_with_one_hot_alpha_pfedla_equals_local():
             State((), state.rows, ()), Visit(jnp.int32(i), None, jnp.int32(0), KEY)
         )
         chex.assert_trees_all_equal(payload["params"], trees.row(state.rows.theta, i))
-    pfedla = make_rounds(algorithm, cases.TASK, federation, cohort=N, calls=3)
-    alone = make_rounds(make("local"), cases.TASK, federation, cohort=N, calls=3)
+    pfedla = make_rounds(algorithm, federation, cohort=N, calls=3)
+    alone = make_rounds(make("local"), federation, cohort=N, calls=3)
     start = alone.init(KEY)
     same = one_hot_psi(algorithm, pfedla.init(KEY))
     chex.assert_trees_all_equal(same.rows.theta, start.clients.variables["params"])
@@ -165,8 +164,8 @@ def test_uniform_alpha_is_the_plain_mean():
 @pytest.mark.slow("three methods' runs")
 def test_retaining_every_layer_equals_local():
     data, federation = tiny.federated()
-    heur = make_rounds(make(k=3), cases.TASK, federation, cohort=N, calls=2)
-    alone = make_rounds(make("local"), cases.TASK, federation, cohort=N, calls=2)
+    heur = make_rounds(make(k=3), federation, cohort=N, calls=2)
+    alone = make_rounds(make("local"), federation, cohort=N, calls=2)
     kept, logs = heur.run(KEY, heur.init(KEY), data, 0, 2)
     own, _ = alone.run(KEY, alone.init(KEY), data, 0, 2)
     scores = [jax.device_get(r.evaluate(KEY, s, data, 2)) for r, s in ((heur, kept), (alone, own))]
@@ -200,7 +199,7 @@ def test_the_largest_own_weights_are_retained():
 def test_of_equal_weights_the_earlier_layers_are_retained(model, first):
     """Ties occur in round 1 of every run, where all stored models are equal."""
     federation, training = tiny.federated()[1], cases.training()
-    made = algorithms.pfedla(model, cases.TASK, training, federation, k=len(first))
+    made = algorithms.pfedla(model, training, federation, k=len(first))
     state = made.init(KEY)
     equal = jax.tree.map(jnp.zeros_like, state.rows.psi)
     state = state._replace(rows=state.rows._replace(psi=equal))
@@ -216,7 +215,7 @@ def test_model_granularity_has_one_weight_per_client():
 
 def test_held_out_clients_do_not_contribute_to_others():
     federation = tiny.federated()[1]._replace(active=np.arange(N) < 4)
-    algorithm = algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), federation)
+    algorithm = algorithms.pfedla(tiny.Net(), cases.training(), federation)
     a = np.asarray(algorithm.observe(algorithm.init(KEY))["alpha"])
     assert not a[:4, :, 4:].any()
     assert (a[5, :, 5] > 0).all()
@@ -296,12 +295,13 @@ def test_a_round_follows_equations_6_10_and_11(normalise: str, k: int, clients: 
     split = Split(np.arange(n, dtype=np.int32).reshape(clients, 4), np.full(clients, 4, np.int32))
     data = FederatedData(x, y, split, split, split)
     everyone = np.ones(clients, bool)
-    federation = Federation(np.full(clients, 4), (3,), 1, everyone, np.zeros(clients, np.int32))
+    federation = Federation(
+        np.full(clients, 4), (3,), 1, everyone, np.zeros(clients, np.int32), task=tiny.HALF_SQUARES
+    )
     learning_rate, eta = 0.1, 0.3
     training = local_training.sgd(learning_rate=learning_rate, batch_size=4, epochs=1)
     algorithm = algorithms.pfedla(
         Linear(),
-        tiny.HALF_SQUARES,
         training,
         federation,
         k=k,
@@ -311,7 +311,7 @@ def test_a_round_follows_equations_6_10_and_11(normalise: str, k: int, clients: 
         depth=2,
         normalise=normalise,
     )
-    rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=clients)
+    rounds = make_rounds(algorithm, federation, cohort=clients)
     state = rounds.init(KEY)
     theta = jax.tree.map(lambda leaf: with_noise(leaf, rng), state.rows.theta)
     psi = jax.tree.map(lambda leaf: with_noise(leaf, rng, 0.4), state.rows.psi)
@@ -351,7 +351,7 @@ def test_a_round_follows_equations_6_10_and_11(normalise: str, k: int, clients: 
 def mebibytes(model: LeNet, shape: tuple[int, ...], stays: list[str]) -> float:
     """MiB of 75 rounds of 10 clients, both directions, with the given layers retained."""
     federation = Federation(np.full(10, 4), shape, 10, np.ones(10, bool), np.zeros(10, np.int32))
-    algorithm = algorithms.pfedla(model, classification(), cases.training(), federation)
+    algorithm = algorithms.pfedla(model, cases.training(), federation)
     shapes = jax.eval_shape(algorithm.init, stage_key(KEY, INIT))
     names = list(trees.layers(shapes.rows.theta))
     payload = {"retained": jnp.array([name in stays for name in names])}
@@ -381,10 +381,10 @@ def test_bad_settings_are_one_line():
         ({"rate": -0.1}, "at least 0"),
     ):
         with pytest.raises(UsageError, match=word):
-            algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), federation, **own)
+            algorithms.pfedla(tiny.Net(), cases.training(), federation, **own)
     lonely = federation._replace(counts=federation.counts[:1], active=np.ones(1, bool))
     with pytest.raises(UsageError, match="at least 2"):
-        algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), lonely)
+        algorithms.pfedla(tiny.Net(), cases.training(), lonely)
     mixed = federation._replace(groups=np.arange(N) % 2)
     with pytest.raises(UsageError, match="without groups"):
-        algorithms.pfedla(tiny.Net(), cases.TASK, cases.training(), mixed)
+        algorithms.pfedla(tiny.Net(), cases.training(), mixed)

@@ -23,7 +23,7 @@ def make(rounds=1, training=None, **settings):
     data, federation = linear.federated([[[1.0]], [[1.0]] * 3], [[TARGET], [0.0] * 3])
     training = training or local_training.sgd(learning_rate=RATE, batch_size=4, steps=rounds)
     settings = {"penalty": 15.0, "inner_steps": 2, "inner_rate": 0.05, **settings}
-    return algorithms.pfedme(linear.Linear(), TASK, training, federation, **settings), data
+    return algorithms.pfedme(linear.Linear(), training, federation, **settings), data
 
 
 def test_one_local_round_by_hand():
@@ -88,8 +88,9 @@ def test_each_inner_step_has_a_dropout_mask_of_its_own():
     data, federation = linear.federated([np.ones((1, 64))], [[0.0]])
     training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=1)
     task = TASK._replace(loss=lambda outputs, y, classes: outputs[:, 0])
+    federation = federation._replace(task=task)
     settings = {"penalty": 1e-6, "inner_steps": 4, "inner_rate": 1.0}
-    made = algorithms.pfedme(Dropped(), task, training, federation, **settings)
+    made = algorithms.pfedme(Dropped(), training, federation, **settings)
     start = variables(np.zeros(64))
     _, trained, _, _ = made.train(start, (), Visit(0, client(data, 0), T, KEY))
     moved = np.round(-weights(trained), 3)  # what the penalty adds is below 1e-4
@@ -122,7 +123,7 @@ def test_who_did_not_arrive_does_not_count():
 
 def test_statistics_are_averaged_without_beta():
     _, federation = tiny.federated()
-    made = algorithms.pfedme(tiny.Net(), TASK, local_training.sgd(steps=1), federation, beta=2.0)
+    made = algorithms.pfedme(tiny.Net(), local_training.sgd(steps=1), federation, beta=2.0)
     server = made.init(KEY).server
     uploads = jax.tree.map(lambda a: jnp.stack([0.1 * a, 0.3 * a]), server)
     here = jnp.ones(2, bool)

@@ -11,7 +11,7 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, TASK, variables, weights, work
+from tests.algorithms.linear import KEY, variables, weights, work
 
 RATE, STEPS = 0.1, 5
 # f_1 = ½ (w − 3)², f_2 = ½ (2w − 2)²: of their sum w = 7/5 is the least
@@ -22,7 +22,7 @@ def make(name="scaffold", xs=XS, ys=YS, active=True, **own):
     data, federation = linear.federated(xs, ys)
     federation = federation._replace(active=federation.active & np.asarray(active))
     training = local_training.sgd(learning_rate=RATE, batch_size=1, steps=STEPS)
-    made = getattr(algorithms, name)(linear.Linear(), TASK, training, federation, **own)
+    made = getattr(algorithms, name)(linear.Linear(), training, federation, **own)
     return made, data, federation.counts
 
 

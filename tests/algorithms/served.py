@@ -11,7 +11,6 @@ from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.randomness import TRAIN, stage_key
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import tiny
-from tests.cases import TASK
 
 KEY = jax.random.key(3)
 
@@ -25,7 +24,7 @@ def paths(tree: Any) -> list[str]:
 def after_rounds(algorithm: Algorithm, n: int, clients: int = tiny.CLIENTS) -> tuple[State, Any]:
     """The state after n rounds in which all take part, and their log."""
     data, federation = tiny.federated(clients=clients)
-    rounds = make_rounds(algorithm, TASK, federation, cohort=clients, calls=n, after=False)
+    rounds = make_rounds(algorithm, federation, cohort=clients, calls=n, after=False)
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, jnp.int32(0), jnp.int32(n))
     return state, log
 

@@ -13,7 +13,7 @@ from tests import cases, tiny
 
 DATA, FEDERATION = tiny.federated()
 TRAINING = cases.training(keep_optimizer=True)
-BASE = algorithms.fedavg(tiny.Net(), cases.TASK, TRAINING, FEDERATION)
+BASE = algorithms.fedavg(tiny.Net(), TRAINING, FEDERATION)
 
 
 def line(**changes):

@@ -22,7 +22,7 @@ from tests import cases, tiny
 from tests.deploy.loopback import Loopback, answer, loopback
 
 DATA, FEDERATION = tiny.federated(clients=4)
-METHOD = Method(cases.make("fedper", FEDERATION), cases.TASK, FEDERATION, 7, after=False)
+METHOD = Method(cases.make("fedper", FEDERATION), FEDERATION, 7, after=False)
 _made: list[Loopback] = []
 
 
@@ -230,7 +230,7 @@ def test_a_model_that_is_not_finite_does_not_count_where_nothing_travels(tmp_pat
     """The server sees no upload of Local: it is the node that looks at its own model."""
     x = np.array(DATA.x)
     x[np.asarray(DATA.train.rows)[0, : tiny.TRAIN[0]]] = np.nan
-    local = Method(cases.make("local", FEDERATION), cases.TASK, FEDERATION, 7, after=False)
+    local = Method(cases.make("local", FEDERATION), FEDERATION, 7, after=False)
     alone = loopback(local, DATA._replace(x=x), 4, tmp_path)
     standing, (log,) = alone.round(server.begin(alone.server), 0)
     assert log.rejected.tolist() == [[True, False, False, False]]

@@ -164,8 +164,8 @@ def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
     (tmp_path / "of_mine.py").write_text(
         "from fedjax_pfl.algorithms import fedavg\n\n\n"
         "import jax\n"
-        "def scaled(model, task, training, federation, *, by: float = 0.5):\n"
-        "    base = fedavg(model, task, training, federation)\n"
+        "def scaled(model, training, federation, *, by: float = 0.5):\n"
+        "    base = fedavg(model, training, federation)\n"
         "    def receive(state, cohort):\n"
         "        new, rows = base.receive(state, cohort)\n"
         "        return jax.tree.map(lambda leaf: by * leaf, new), rows\n"

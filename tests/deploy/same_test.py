@@ -28,14 +28,14 @@ def both(name: str, folder: Path, dropout: float) -> Any:
     """(state, ledger, scores) of the simulation and of the nodes."""
     algorithm = cases.make(name, FEDERATION)
     how = {"cohort": COHORT, "calls": ROUNDS, "dropout": dropout}
-    rounds = make_rounds(algorithm, cases.TASK, FEDERATION, **how)
+    rounds = make_rounds(algorithm, FEDERATION, **how)
     key = jax.random.key(SEED)
     state, logs = rounds.run(key, rounds.init(key), DATA, np.int32(0), np.int32(ROUNDS))
     scores = jax.device_get(rounds.evaluate(key, state, DATA, np.int32(ROUNDS)))
     bytes_moved = ledger.add(ledger.empty(CLIENTS), jax.device_get(logs), ROUNDS)
     simulated = jax.device_get(state), bytes_moved, scores
 
-    made = loopback(Method(algorithm, cases.TASK, FEDERATION, SEED), DATA, COHORT, folder)
+    made = loopback(Method(algorithm, FEDERATION, SEED), DATA, COHORT, folder)
     standing, moved = server.begin(made.server), ledger.empty(CLIENTS)
     for t in range(ROUNDS):
         standing, logs = made.round(standing, t, dropped(SEED, dropout, t))

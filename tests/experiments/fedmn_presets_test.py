@@ -107,7 +107,6 @@ def test_sizes_of_the_testbed(model, image, layout, plain):
     federation = tiny.federated()[1]._replace(input_shape=image, outputs=62)
     algorithm = algorithms.fedmn(
         model,
-        cases.TASK,
         cases.training(),
         federation,
         layout=layout,

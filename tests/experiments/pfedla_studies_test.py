@@ -33,7 +33,7 @@ def test_similar_models_weigh_more(kind: str, rows: int):
     """Client 0 and 1 have the same model, the others the opposite one."""
     federation = tiny.federated()[1]
     made = similarity(
-        tiny.Net(), cases.TASK, cases.training(), federation, granularity=kind, sharpness=np.log(3)
+        tiny.Net(), cases.training(), federation, granularity=kind, sharpness=np.log(3)
     )
     state = made.init(jax.random.key(0))
     signs = jnp.where(jnp.arange(tiny.CLIENTS) < 2, 1.0, -1.0)

@@ -86,7 +86,7 @@ def test_the_first_line_has_what_all_runs_change():
 
 
 def test_the_first_line_knows_the_settings_of_a_users_own_method():
-    def mine(model, task, training, federation, *, strength: float = 1.0):
+    def mine(model, training, federation, *, strength: float = 1.0):
         """A method.
 
         Args:

@@ -182,12 +182,12 @@ def test_no_best_round_without_validation_examples(finished, tmp_path):
     assert line.startswith("no round is best: the run had no validation examples")
 
 
-def plain(model, task, training, federation):
-    return algorithms.local(model, task, training, federation)
+def plain(model, training, federation):
+    return algorithms.local(model, training, federation)
 
 
-def strange(model, task, training, federation):
-    usual = plain(model, task, training, federation)
+def strange(model, training, federation):
+    usual = plain(model, training, federation)
     return usual._replace(predict=lambda variables, x: -usual.predict(variables, x))
 
 

@@ -189,9 +189,7 @@ def test_what_every_method_predicts_with_can_be_written_down(name):
     federation = tiny.federated()[1]._replace(input_shape=(8, 8, 1))
     network = networks.SmallCNN(outputs=3, kernels=(2, 4), batch_norm=True)
     case = cases.CASES[name]
-    made = getattr(algorithms, name)(
-        network, cases.TASK, cases.training(), federation, **case.settings
-    )
+    made = getattr(algorithms, name)(network, cases.training(), federation, **case.settings)
     net = made.predict.__self__
     plain = json.loads(json.dumps(export._plain(net)))
     again = export._built(export._tuples(plain), {}, None)

@@ -117,7 +117,7 @@ def test_a_mark_in_a_clients_data_and_layers_stays_with_it(name: str, tmp_path: 
 def test_logs_and_messages_name_a_client_and_show_nothing_of_it():
     made, data, state = marked("fedper")
     federation = tiny.federated()[1]
-    rounds = make_rounds(made, cases.TASK, federation, cohort=6, max_update_norm=1e-6)
+    rounds = make_rounds(made, federation, cohort=6, max_update_norm=1e-6)
     state, logs = rounds.run(jax.random.key(0), state, data, jnp.int32(0), jnp.int32(1))
     logs = jax.device_get(logs)
     assert_at_home(logs)

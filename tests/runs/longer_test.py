@@ -74,10 +74,10 @@ def test_a_copied_checkpoint_of_a_shorter_run_whose_rate_drops_is_refused(tmp_pa
             assert_same_bits(runner.run(BASE, long).state, undisturbed(BASE).state)
 
 
-def falling(model, task, training, federation):
+def falling(model, training, federation):
     """FedAvg with a schedule of its own."""
     assert training._replace(begin=3).rounds > 0
-    return fedavg(model, task, training, federation)
+    return fedavg(model, training, federation)
 
 
 def test_a_schedule_of_ones_own_is_seen_where_it_is_read(tmp_path):

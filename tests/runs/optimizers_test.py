@@ -96,9 +96,9 @@ def test_a_schedule_reaches_the_rate_of_a_round():
     """From 1 to .2 in four rounds, .8 in the second; or in the steps of each visit."""
     seen = []
 
-    def spy(model, task, training, federation):
+    def spy(model, training, federation):
         seen.append(training)
-        return configuration.ALGORITHMS["fedavg"](model, task, training, federation)
+        return configuration.ALGORITHMS["fedavg"](model, training, federation)
 
     settings = {
         **TINY,

@@ -117,8 +117,8 @@ def test_ctrl_c_ends_at_once_where_nothing_is_being_saved():
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "", "a.b", "a b"])
 def test_an_observation_is_called_as_a_file_can_be(tmp_path, name):
-    def ours(model, task, training, federation):
-        made = algorithms.local(model, task, training, federation)
+    def ours(model, training, federation):
+        made = algorithms.local(model, training, federation)
         return made._replace(observe=lambda state: {name: np.zeros(2)})
 
     with pytest.raises(UsageError, match="use letters, digits and _"):

@@ -180,8 +180,8 @@ def test_what_a_method_shows_of_itself_is_of_each_point():
 
 
 def test_a_methods_own_fault_is_not_the_sweeps():
-    def broken(model, task, training, federation, *, rate: float = 1.0):
-        usual = algorithms.fedavg(model, task, training, federation)
+    def broken(model, training, federation, *, rate: float = 1.0):
+        usual = algorithms.fedavg(model, training, federation)
         return usual._replace(send=lambda *rest: None + 1)
 
     for more in ({"seeds": 2}, {"sweep": "broken.rate=1,2"}):
@@ -190,8 +190,8 @@ def test_a_methods_own_fault_is_not_the_sweeps():
 
 
 def test_a_method_of_ones_own_can_be_swept_in_a_phase():
-    def star(model, task, training, federation, *, rate: float = 1.0):
-        usual = algorithms.fedavg(model, task, training, federation)
+    def star(model, training, federation, *, rate: float = 1.0):
+        usual = algorithms.fedavg(model, training, federation)
 
         def later(*rest):
             return jax.tree.map(lambda a: rate * a, usual.receive(*rest))
@@ -208,11 +208,11 @@ def test_a_method_of_ones_own_can_be_swept_in_a_phase():
         np.testing.assert_allclose(0.5 * a, b, rtol=1e-6)
 
 
-def _chooses(model, task, training, federation, *, rate: float = 1.0, share: float = 0.5):
+def _chooses(model, training, federation, *, rate: float = 1.0, share: float = 0.5):
     """Its `share` is multiplied with only; of its `rate` it makes a choice in Python."""
     need(share > 0, f"share is {share}")
     need(share <= 1, f"share is {share}")
-    usual = algorithms.fedavg(model, task, training, federation)
+    usual = algorithms.fedavg(model, training, federation)
 
     def less(*rest):
         return jax.tree.map(lambda a: share * a, usual.send(*rest))

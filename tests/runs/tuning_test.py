@@ -162,10 +162,10 @@ def test_a_kill_goes_on(tuned, tmp_path, monkeypatch, cached, capsys):
         assert untimed(read_metrics(path)) == untimed(read_metrics(out / "fedavg" / path.name))
 
 
-def slowed(model, task, training, federation, *, share: float = 0.5):
+def slowed(model, training, federation, *, share: float = 0.5):
     rate = training.rate
     slower = training._replace(rate=lambda t: share * rate(t))
-    return algorithms.fedavg(model, task, slower, federation)
+    return algorithms.fedavg(model, slower, federation)
 
 
 def tune_slowed(out, grid, **given):

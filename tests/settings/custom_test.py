@@ -32,8 +32,8 @@ def examples(name="mine", x=X, **given):
     return fedjax_pfl.arrays(x, Y, owners=OWNERS, name=name, **given)
 
 
-def mine(model, task, training, federation, *, share: float = 0.5):
-    return algorithms.fedavg(model, task, training, federation)
+def mine(model, training, federation, *, share: float = 0.5):
+    return algorithms.fedavg(model, training, federation)
 
 
 @pytest.mark.slow("several runs")
@@ -77,8 +77,8 @@ def test_the_library_is_as_it_was():
     assert "mine_too" not in configuration.ALGORITHMS
 
 
-def mine_too(model, task, training, federation):
-    return algorithms.local(model, task, training, federation)
+def mine_too(model, training, federation):
+    return algorithms.local(model, training, federation)
 
 
 def test_a_method_of_ones_own_in_a_phase_and_beside_ours():
@@ -97,14 +97,14 @@ def versions():
     """Two factories of one name, and the first one again."""
 
     def one():
-        def method(model, task, training, federation, *, share: float = 0.5):
-            return algorithms.local(model, task, training, federation)
+        def method(model, training, federation, *, share: float = 0.5):
+            return algorithms.local(model, training, federation)
 
         return method
 
     def other():
-        def method(model, task, training, federation, *, share: float = 0.5):
-            return algorithms.fedavg(model, task, training, federation)
+        def method(model, training, federation, *, share: float = 0.5):
+            return algorithms.fedavg(model, training, federation)
 
         return method
 
@@ -130,7 +130,7 @@ def test_a_function_without_source_has_a_digest_too():
     made = set()
     for share in (1, 2):
         scope = {}
-        exec(f"def typed(model, task, training, federation): return [model, {share}]", scope)
+        exec(f"def typed(model, training, federation): return [model, {share}]", scope)
         typed = scope["typed"]
         versioned = custom._versioned("typed", typed, custom._source_digest(typed))
         made.add(configuration.settings(versioned)["digest"])
@@ -155,26 +155,26 @@ def test_digests_tell_examples_apart():
 
 
 def named(name):
-    def factory(model, task, training, federation):
+    def factory(model, training, federation):
         return None
 
     factory.__name__ = name
     return factory
 
 
-def without_type(model, task, training, federation, *, beta=0.9):
+def without_type(model, training, federation, *, beta=0.9):
     return None
 
 
-def with_any_object(model, task, training, federation, *, beta: object = None):
+def with_any_object(model, training, federation, *, beta: object = None):
     return None
 
 
-def with_an_array(model, task, training, federation, *, beta: np.ndarray = X):
+def with_an_array(model, training, federation, *, beta: np.ndarray = X):
     return None
 
 
-def without_default(model, task, training, federation, *, beta: float):
+def without_default(model, training, federation, *, beta: float):
     return None
 
 
@@ -198,8 +198,8 @@ def too_few(model, task):
         ),
         ({"algorithm": "fedavg"}, "algorithm= brings a function, not 'fedavg'; ours go by their"),
         ({"algorithm": named("<lambda>")}, "'<lambda>' cannot name the algorithm"),
-        ({"algorithm": too_few}, "too_few must take (model, task, training, federation), and"),
-        ({"algorithm": without_default}, "without_default must take (model, task, training, feder"),
+        ({"algorithm": too_few}, "too_few must take (model, training, federation), and"),
+        ({"algorithm": without_default}, "without_default must take (model, training, federation"),
         ({"algorithm": without_type}, "without_type must give its setting beta a type"),
         (
             {"algorithm": with_any_object},
@@ -239,8 +239,8 @@ def test_settings_that_do_not_go_with_it(settings, line):
 
 
 def test_a_factory_that_takes_any_setting():
-    def loose(model, task, training, federation, **more):
-        return mine(model, task, training, federation, **more)
+    def loose(model, training, federation, **more):
+        return mine(model, training, federation, **more)
 
     words, _ = custom.added({}, algorithm=loose)
     assert list(configuration.settings(words.algorithm["loose"])) == ["digest"]

@@ -26,10 +26,7 @@ GROUPS = np.array([0, 1, 0, 1, 0, 1])
 def narrow_and_wide(federation: Federation, name: str = "fedavg") -> tuple[Algorithm, ...]:
     training = local_training.sgd(momentum=0.9, epochs=1, keep_optimizer=True)
     factory = getattr(algorithms, name)
-    return tuple(
-        factory(MLP(tiny.CLASSES, (width,)), classification(), training, federation)
-        for width in (2, 3)
-    )
+    return tuple(factory(MLP(tiny.CLASSES, (width,)), training, federation) for width in (2, 3))
 
 
 def wander(payload: Any, client: Any, visit: Visit) -> Trained:
@@ -90,9 +87,7 @@ def test_the_model_that_is_validated():
     algorithm, _ = narrow_and_wide(federation)
 
     def scored(validate_after: bool) -> Any:
-        rounds = make_rounds(
-            algorithm, classification(), federation, cohort=6, validate_after=validate_after
-        )
+        rounds = make_rounds(algorithm, federation, cohort=6, validate_after=validate_after)
         return jax.device_get(rounds.evaluate(KEY, rounds.init(KEY), data, scalar(0)))
 
     served, trained = scored(False), scored(True)

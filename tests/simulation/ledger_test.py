@@ -116,7 +116,7 @@ def idle(payload, client, visit):
 
 def ran(algorithm: Algorithm, federation: Federation, rounds: int, **settings) -> ledger.Ledger:
     compiled: Rounds = make_rounds(
-        algorithm, TASK, federation, cohort=len(federation.counts), calls=rounds, **settings
+        algorithm, federation, cohort=len(federation.counts), calls=rounds, **settings
     )
     data = tiny.federated()[0]
     logs = compiled.run(KEY, compiled.init(KEY), data, jnp.int32(0), jnp.int32(rounds))[1]
@@ -127,7 +127,7 @@ def test_published_traffic_of_fedavg():
     """pFedLA's Table 3, EMNIST: 10 clients x 75 rounds x 85,822 x 4 bytes, both ways, in MiB."""
     ones = np.ones(10, int)
     federation = Federation(ones, (28, 28, 1), 10, ones > 0, 0 * ones)
-    algorithm = algorithms.fedavg(LeNet(), TASK, local_training.sgd(epochs=1), federation)
+    algorithm = algorithms.fedavg(LeNet(), local_training.sgd(epochs=1), federation)
 
     def nothing(key, start):
         return jax.tree.map(
@@ -144,7 +144,7 @@ def test_published_traffic_of_fedavg():
 
 def test_local_moves_nothing():
     _, federation = tiny.federated()
-    algorithm = algorithms.local(MLP(3, ()), TASK, local_training.sgd(steps=1), federation)
+    algorithm = algorithms.local(MLP(3, ()), local_training.sgd(steps=1), federation)
     book = ran(algorithm._replace(train=idle), federation, 2)
     assert (book.total_down, book.total_up, sum(book.client_down + book.client_up)) == (0, 0, 0)
     assert book.visits == [2] * 6

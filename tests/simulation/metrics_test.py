@@ -137,7 +137,7 @@ def member_and_program(task=TASK):
         config=SimpleNamespace(algorithm="fedavg"),
         work=SimpleNamespace(evaluated=None),
     )
-    built = SimpleNamespace(phases=[phase, phase], task=task)
+    built = SimpleNamespace(phases=[phase, phase], federation=SimpleNamespace(task=task))
     return built, run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
 
 
@@ -164,9 +164,9 @@ def best_round(task, values, losses, name):
 
 
 def test_the_best_round_is_the_best_and_finite():
-    assert best_round(TASK, [0.5, 0.9, 0.7], [1, 1, 1], "a") == 2
-    assert best_round(TASK, [0.5, 0.9, 0.7], [1, np.nan, 1], "a") == 3  # class 0, by chance
-    assert best_round(TASK, [0.5], [np.inf], "a") is None
+    assert best_round([0.5, 0.9, 0.7], [1, 1, 1], "a") == 2
+    assert best_round([0.5, 0.9, 0.7], [1, np.nan, 1], "a") == 3  # class 0, by chance
+    assert best_round([0.5], [np.inf], "a") is None
     assert best_round(regression(), [5, 2, 3], [5, 2, 3], "squared_error") == 2
 
 
@@ -177,7 +177,7 @@ def test_a_round_in_which_one_client_is_not_finite_is_never_the_best():
         config=SimpleNamespace(algorithm="fedavg"),
         work=SimpleNamespace(evaluated=None),
     )
-    built = SimpleNamespace(phases=[phase], task=TASK)
+    built = SimpleNamespace(phases=[phase], federation=SimpleNamespace(task=TASK))
     one = run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(2)))
     whole, part = scores([2, 4], [1, 1], [4, 4]), scores([0, 4], [np.nan, 1], [4, 4])
     for t, found in enumerate([whole, part], 1):

@@ -57,6 +57,7 @@ def clients_of(n: int, active: np.ndarray | None = None, groups: Any = None) -> 
         1,
         np.ones(n, bool) if active is None else active,
         np.zeros(n, int) if groups is None else groups,
+        task=tiny.HALF_SQUARES,
     )
 
 
@@ -74,7 +75,7 @@ ACTIVE = ~np.isin(np.arange(9), NOVEL)
 def counted(chunk: int = 1) -> Rounds:
     federation = clients_of(9, ACTIVE)
     settings = {"cohort": COHORT, "calls": CALLS, "dropout": 0.25, "chunk": chunk}
-    return make_rounds(counting(9), tiny.HALF_SQUARES, federation, **settings)
+    return make_rounds(counting(9), federation, **settings)
 
 
 def drawn(chunk: int = 1, seed: int = 11, t: int = 0, n: int = CALLS) -> Any:
@@ -136,7 +137,7 @@ def test_rows_are_written_in_place():
     """Though new ones are made from those of others."""
     n, size = 500, 1000
     how = {"cohort": 2, "calls": 1}
-    rounds = make_rounds(neighbours(n, size), tiny.HALF_SQUARES, clients_of(n), **how)
+    rounds = make_rounds(neighbours(n, size), clients_of(n), **how)
     arguments = (KEY, rounds.init(KEY), nothing(n), scalar(0), scalar(1))
     run = rounds.run.lower(*arguments).compile()
     assert run.memory_analysis().temp_size_in_bytes < n * size
@@ -168,7 +169,7 @@ def test_chunks_within_devices():
     ends = []
     for how in ({}, {"chunk": 2, "mesh": two}):
         made = cases.make("pfedla", federation)
-        rounds = make_rounds(made, cases.TASK, federation, cohort=6, calls=2, **how)
+        rounds = make_rounds(made, federation, cohort=6, calls=2, **how)
         key, there, t, n = rounds.place((KEY, data, scalar(0), scalar(2)))
         state, logs = rounds.run(key, rounds.init(key), there, t, n)
         ends.append(jax.device_get((state, logs, rounds.evaluate(key, state, there, n))))
@@ -178,7 +179,7 @@ def test_chunks_within_devices():
 @pytest.mark.parametrize("cohort", [0, 8])
 def test_a_cohort_must_fit(cohort: int):
     with pytest.raises(UsageError, match=f"clients_per_round is {cohort}, and there are 7 active"):
-        make_rounds(counting(9), tiny.HALF_SQUARES, clients_of(9, ACTIVE), cohort=cohort)
+        make_rounds(counting(9), clients_of(9, ACTIVE), cohort=cohort)
 
 
 def test_seats_of_two_groups():
@@ -186,7 +187,6 @@ def test_seats_of_two_groups():
     groups, active = np.array([0, 1, 0, 1, 0, 1, 1]), np.arange(7) < 6
     rounds = make_rounds(
         by_group((counting(7), counting(7))),
-        tiny.HALF_SQUARES,
         clients_of(7, active, groups),
         cohort=4,
         calls=200,
@@ -233,14 +233,14 @@ def targets(scale: float = 1.0) -> Any:
         rows = np.asarray(data.train.rows)[i, : tiny.TRAIN[i]]
         x[rows], y[rows] = x[rows[0]], y[rows[0]]
     data = data._replace(x=jnp.asarray(scale * x), y=jnp.asarray(scale * y, jnp.float32))
-    return data, federation._replace(outputs=2)
+    return data, federation._replace(outputs=2, task=tiny.HALF_SQUARES)
 
 
 def linear() -> Algorithm:
     training = local_training.sgd(
         learning_rate=RATE, momentum=MOMENTUM, weight_decay=DECAY, batch_size=BATCH, epochs=EPOCHS
     )
-    return algorithms.fedavg(MLP(2, ()), tiny.HALF_SQUARES, training, targets()[1])
+    return algorithms.fedavg(MLP(2, ()), training, targets()[1])
 
 
 def oracle(data: Any, kernel: Any, bias: Any) -> list[tuple[Any, Any]]:
@@ -286,7 +286,7 @@ def limited() -> tuple[Rounds, float]:
     third, fourth = np.sort(lengths(oracle(data, **first_model()), **first_model()))[2:4]
     assert third < 0.98 * fourth
     limit = float(np.sqrt(third * fourth))
-    rounds = make_rounds(linear(), tiny.HALF_SQUARES, federation, cohort=6, max_update_norm=limit)
+    rounds = make_rounds(linear(), federation, cohort=6, max_update_norm=limit)
     return rounds, limit
 
 
@@ -332,7 +332,7 @@ def test_a_finite_update_whose_square_overflows_is_rejected_by_default():
         send=lambda state, visit: jnp.zeros(()),
         receive=lambda state, cohort: (cohort.mean(cohort.uploads, state.server), state.rows),
     )
-    rounds = make_rounds(algorithm, tiny.HALF_SQUARES, clients_of(4), cohort=4)
+    rounds = make_rounds(algorithm, clients_of(4), cohort=4)
     state, (log,) = rounds.run(KEY, rounds.init(KEY), nothing(4), scalar(0), scalar(1))
     assert log.rejected[0].tolist() == [False, False, True, False]
     assert float(state.server) == 1.0

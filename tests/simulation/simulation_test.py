@@ -39,9 +39,7 @@ def data():
 @pytest.fixture(scope="module")
 def method(data):
     training = pfl.local_sgd(learning_rate=0.05, epochs=2)
-    return pfl.fedper(
-        pfl.networks.MLP(outputs=10, hidden=(8,)), data.task, training, data.federation
-    )
+    return pfl.fedper(pfl.networks.MLP(outputs=10, hidden=(8,)), training, data.federation)
 
 
 def simulation(method, data, **settings):
@@ -115,7 +113,7 @@ def test_a_state_may_be_changed_between_rounds(method, data):
 def test_what_a_method_shows_of_its_state(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
-    loop = Simulation(pfl.pfedla(network, data.task, training, data.federation), data, devices=1)
+    loop = Simulation(pfl.pfedla(network, training, data.federation), data, devices=1)
     shown = loop.observe(loop.init())
     np.testing.assert_allclose(shown["alpha"], np.full((4, 1, 4), 0.25), rtol=1e-6)
 

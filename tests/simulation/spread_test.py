@@ -61,10 +61,12 @@ def toy(n: int, size: int) -> rules.Subject:
     one = Split(np.arange(n, dtype=np.int32)[:, None], np.ones(n, np.int32))
     x = np.linspace(0.5, 1.5, n, dtype=np.float32)[:, None]
     data = FederatedData(x, 2 * x, one, one, one)
-    federation = Federation(np.ones(n, int), (1,), 1, np.ones(n, bool), np.zeros(n, int))
+    federation = Federation(
+        np.ones(n, int), (1,), 1, np.ones(n, bool), np.zeros(n, int), task=tiny.HALF_SQUARES
+    )
     case, made = cases.Case({}, bool, lambda model: (0, 0)), mixing(n, size)
     world = rules.World(data, federation, data, data)
-    return rules.Subject("toy", case, lambda _: made, tiny.HALF_SQUARES, world)
+    return rules.Subject("toy", case, lambda _: made, world)
 
 
 @cache
@@ -84,7 +86,7 @@ def program(name: str, devices: int, *, by_client: bool) -> OnDevice:
     one, axis = subject(name), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis, devices=jax.devices()[:devices])
     how = {**rules.HOW, "mesh": mesh, "by_client": by_client}
-    made = make_rounds(one.algorithm, one.task, one.world.federation, **how)
+    made = make_rounds(one.algorithm, one.world.federation, **how)
     return OnDevice(made, rules.KEY, one.world.data)
 
 
@@ -159,7 +161,7 @@ def test_a_round_moves_its_cohort_and_not_the_state():
     one, axis = toy(n, size), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis)
     how = {**rules.HOW, "cohort": cohort, "calls": 1, "mesh": mesh, "by_client": True}
-    made = make_rounds(one.algorithm, one.task, one.world.federation, **how)
+    made = make_rounds(one.algorithm, one.world.federation, **how)
     key, data, t = made.place((rules.KEY, one.world.data, np.int32(0)))
     zeros = np.zeros((n, size), np.float32)
     run = made.run.lower(key, made.enter(State(zeros[0], zeros, zeros)), data, t, t).compile()

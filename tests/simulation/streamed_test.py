@@ -29,7 +29,7 @@ NAMES = [
 @cache
 def subject(name: str) -> tuple[rules.Subject, Streamed]:
     one = rules.subject(name)
-    plain = plain_rounds(one.algorithm, one.task, one.world.federation, **rules.HOW)
+    plain = plain_rounds(one.algorithm, one.world.federation, **rules.HOW)
     return one, Streamed(plain, rules.KEY, one.world.data)
 
 

@@ -20,7 +20,6 @@ import numpy as np
 
 import fedjax_pfl
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import Task
 from fedjax_pfl.report import comparison, comparison_page, page, references, run_reader
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import export, run_directory, runner
@@ -266,9 +265,9 @@ def arrays() -> list[Row]:
         return [refusals("hostile arrays", works)]
 
 
-def evil(model: Any, task: Task, training: Any, federation: Any) -> Any:
+def evil(model: Any, training: Any, federation: Any) -> Any:
     """A method whose observation would be a file elsewhere."""
-    made = configuration.ALGORITHMS["fedavg"](model, task, training, federation)
+    made = configuration.ALGORITHMS["fedavg"](model, training, federation)
     return made._replace(observe=lambda state: {"../evil": np.zeros(1)})
 
 

@@ -105,13 +105,13 @@ def absent(rounds: int = 50, seed: int = 0) -> Row:
     away = {t: rng.choice(CLIENTS, AWAY, replace=False).tolist() for t in range(rounds)}
     how = {"cohort": CLIENTS, "calls": rounds, "dropout": 0.5}
     with dropping(away, CLIENTS):
-        made = engine.make_rounds(algorithm, cases.TASK, federation, **how)
+        made = engine.make_rounds(algorithm, federation, **how)
         key = jax.random.key(seed)
         state, logs = made.run(key, made.init(key), data, np.int32(0), np.int32(rounds))
     wanted = jax.device_get(state)
     simulated = ledger.add(ledger.empty(CLIENTS), jax.device_get(logs), rounds)
     with tempfile.TemporaryDirectory(prefix="absent-") as name:
-        method = Method(algorithm, cases.TASK, federation, seed)
+        method = Method(algorithm, federation, seed)
         both = loopback(method, data, CLIENTS, Path(name))
         standing, moved = server.begin(both.server), ledger.empty(CLIENTS)
         for t in range(rounds):

@@ -40,9 +40,7 @@ def _same(a: Any, b: Any) -> bool:
 def absent(name: str, rounds: int) -> tuple[int, int, str]:
     """Clients that were missing, rounds in which nobody answered, and what went wrong."""
     data, federation = tiny.federated()
-    made = make_rounds(
-        cases.make(name, federation), cases.TASK, federation, cohort=3, calls=1, dropout=SHARE
-    )
+    made = make_rounds(cases.make(name, federation), federation, cohort=3, calls=1, dropout=SHARE)
     state, missing, empty, wrong = made.init(KEY), 0, 0, []
     for t in range(rounds):
         before = jax.device_get(state)
@@ -88,7 +86,7 @@ def rubbish(name: str) -> dict[str, str]:
         return trained._replace(upload=jax.tree.map(spoilt, trained.upload))
 
     rounds: Rounds = make_rounds(
-        made._replace(train=train), cases.TASK, federation, cohort=6, max_update_norm=1e6
+        made._replace(train=train), federation, cohort=6, max_update_norm=1e6
     )
 
     def ended(value: float) -> tuple[Any, np.ndarray]:

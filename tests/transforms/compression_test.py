@@ -213,13 +213,14 @@ def step(payload: Any, client: Any, visit: Visit) -> Trained:
 def test_a_round_of_fedavg():
     """16 bits: as the plain round but for one level; kernel 10 · 16 + 32 bits, bias 2 · 16 + 32."""
     data, federation = tiny.federated()
+    federation = federation._replace(task=tiny.HALF_SQUARES)
     network = MLP(2, ())
-    plain = algorithms.fedavg(network, tiny.HALF_SQUARES, local_training.sgd(epochs=1), federation)
+    plain = algorithms.fedavg(network, local_training.sgd(epochs=1), federation)
     plain = plain._replace(train=step)
     packed = compression(federation, data, bits=16, top_k=None)(plain)
 
     def ran(algorithm: Algorithm) -> Any:
-        rounds = make_rounds(algorithm, tiny.HALF_SQUARES, federation, cohort=6)
+        rounds = make_rounds(algorithm, federation, cohort=6)
         first = jax.device_get(rounds.init(KEY))
         state, logs = rounds.run(KEY, rounds.init(KEY), data, jnp.int32(0), jnp.int32(1))
         book = ledger.add(ledger.empty(6), jax.device_get(logs), 1)
@@ -248,7 +249,7 @@ def test_training_draws_the_same_batches_as_without_compression():
     small = compression(federation, data, bits=16)(plain)
     results = []
     for algorithm in (plain, small):
-        rounds = make_rounds(algorithm, cases.TASK, federation, cohort=tiny.CLIENTS)
+        rounds = make_rounds(algorithm, federation, cohort=tiny.CLIENTS)
         key, zero, one = jax.random.key(0), jnp.int32(0), jnp.int32(1)
         state, (log,) = rounds.run(key, rounds.init(key), data, zero, one)
         results.append((state.server, np.asarray(log.metrics["loss"])))

@@ -17,7 +17,6 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.core.task import Task
 
 
 def layer_cosines(theta: PyTree, i: Any, layers: LayerRows) -> jax.Array:
@@ -44,7 +43,6 @@ def layer_cosines(theta: PyTree, i: Any, layers: LayerRows) -> jax.Array:
 
 def similarity(
     model: Any,
-    task: Task,
     training: local_training.Training,
     federation: Federation,
     *,
@@ -60,7 +58,7 @@ def similarity(
     n = federation.clients
     shapes = common.shapes(model, federation)["params"]
     layers = layer_rows(shapes, (), granularity == "model")
-    local_sgd = common.trainer(model, task, training)
+    local_sgd = common.trainer(model, federation.task, training)
 
     def alpha(theta: PyTree, i: Any) -> jax.Array:
         return jax.nn.softmax(sharpness * layer_cosines(theta, i, layers), axis=-1)
