@@ -82,7 +82,7 @@ def settings(*names: str) -> str:
 
 def presets(system: str, *names: str) -> str:
     """How presets train, and what they change of their method's defaults, side by side."""
-    made = importlib.import_module(f"experiments.configs.{system}").get_config
+    made = importlib.import_module(f"fedjax_pfl.presets.{system}").get_config
     defaults, shown = configuration.default(), []
     for config in map(made, names):
         rounds = sum(phase.rounds for phase in configuration.phases(config))

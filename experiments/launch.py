@@ -1,8 +1,8 @@
 """What every command shares: flags, the errors a user sees, the run and its table."""
 
-import ast
 import contextlib
 import difflib
+import importlib
 import json
 import os
 import sys
@@ -195,9 +195,7 @@ def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
 
 def description(name: str) -> str:
     """The docstring of a system's presets, which are not executed."""
-    of_paper = CONFIGS.parent / "papers" / name / "presets.py"
-    path = of_paper if of_paper.is_file() else CONFIGS / f"{name}.py"
-    return ast.get_docstring(ast.parse(path.read_text())) or ""
+    return importlib.import_module(f"fedjax_pfl.presets.{name}").__doc__ or ""
 
 
 def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -21,9 +21,9 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments import launch
-from experiments.configs import baseline
 from experiments.speed import rivals
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.presets import baseline
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report.comparison import Row, summary
 from fedjax_pfl.runs import interrupt

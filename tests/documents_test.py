@@ -11,12 +11,12 @@ import pytest
 from experiments import launch
 from experiments import tune as tune
 from experiments.papers import agreement
-from experiments.papers.pfedla import presets as pfedla
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms import common
 from fedjax_pfl.core.algorithm import Algorithm, State, Trained
 from fedjax_pfl.core.shape_check import check_shapes
+from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs.tuning import grids, search, show, trials
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.settings import configuration, listing

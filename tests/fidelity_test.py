@@ -36,7 +36,7 @@ def disagreements(entry: dict[str, Any]) -> list[str]:
     """Stated settings whose value is another, or missing, in the preset or the defaults."""
     if "preset" in entry:
         system, _, preset = entry["preset"].partition(":")
-        config = importlib.import_module(f"experiments.configs.{system}").get_config(preset)
+        config = importlib.import_module(f"fedjax_pfl.presets.{system}").get_config(preset)
         stated = entry["settings"]
     else:
         config, stated = configuration.default()[entry["method"]], entry["defaults"]

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from experiments import cli, launch
-from experiments.papers.pfedla import presets as pfedla
+from fedjax_pfl.presets import pfedla
 from fedjax_pfl.report import page
 from fedjax_pfl.runs import runner
 from fedjax_pfl.settings import configuration
@@ -39,7 +39,7 @@ def test_the_readme_says_what_there_is():
     for command, system, preset in commands:
         assert command in cli.COMMANDS
         if system:
-            presets = importlib.import_module(f"experiments.configs.{system}")
+            presets = importlib.import_module(f"fedjax_pfl.presets.{system}")
             configuration.specify(presets.get_config(preset))
     make = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake (\w+)", text):

@@ -13,7 +13,7 @@ FLOORS = (
     ("settings",),
     ("report",),
     ("runs",),
-    ("deploy",),
+    ("presets", "deploy"),
 )
 BELOW = {
     package: {lower for under in FLOORS[:floor] for lower in under}

@@ -1,3 +1,3 @@
 """The presets of pfedhn, under the path that --config takes; see its folder in papers."""
 
-from experiments.papers.pfedhn.presets import get_config as get_config
+from fedjax_pfl.presets.pfedhn import get_config as get_config

@@ -12,12 +12,9 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from experiments.papers.factorized_fl import presets as factorized_fl
-from experiments.papers.fedmn import presets as fedmn
-from experiments.papers.pfedhn import presets as pfedhn
-from experiments.papers.pfedla import presets as pfedla
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.presets import factorized_fl, fedmn, pfedhn, pfedla
 from fedjax_pfl.runs import points
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from experiments.papers.fedmn.presets import get_config
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import federate, load, need
+from fedjax_pfl.presets.fedmn import get_config
 from fedjax_pfl.runs.build import build
 
 PLAY = """First Citizen:

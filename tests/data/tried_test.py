@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from pyarrow import csv, parquet
 
-from experiments.configs import baseline
+from fedjax_pfl.presets import baseline
 from fedjax_pfl.runs import build
 from fedjax_pfl.settings import configuration
 

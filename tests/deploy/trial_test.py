@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from experiments.configs import pfedla
 from fedjax_pfl.deploy import guard, run, schema
+from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs import export, runner
 from tests.deploy.run_test import close
 from tests.runs.common import read_metrics

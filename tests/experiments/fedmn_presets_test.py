@@ -4,12 +4,12 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.papers.fedmn import presets as fedmn
 from experiments.papers.fedmn import studies as studies
 from experiments.papers.fedmn.tables import PUBLISHED
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import trees
 from fedjax_pfl.networks import CNN, MobileNet, router
+from fedjax_pfl.presets import fedmn
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import ALGORITHMS
 from tests import cases, tiny

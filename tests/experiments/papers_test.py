@@ -8,12 +8,12 @@ import pytest
 
 from experiments.papers import study
 from experiments.papers.factorized_fl import studies as factorized_fl
-from experiments.papers.fedmn import presets as presets
 from experiments.papers.fedmn import studies as fedmn
 from experiments.papers.pfedhn import studies as pfedhn
 from experiments.papers.pfedla import studies as pfedla
 from experiments.papers.table import PAPERS, published, readable
 from experiments.papers.tables import TABLES
+from fedjax_pfl.presets import fedmn as presets
 from fedjax_pfl.settings import configuration
 from tests import documents
 

@@ -7,9 +7,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments import launch
-from experiments.configs import baseline
-from experiments.papers import preset_words
-from experiments.papers.factorized_fl import presets as factorized_fl
+from fedjax_pfl.presets import baseline, factorized_fl
+from fedjax_pfl.presets import words as preset_words
 from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 

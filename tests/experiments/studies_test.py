@@ -12,14 +12,14 @@ from experiments import reproduce
 from experiments.papers import study as common
 from experiments.papers import table as tables
 from experiments.papers.factorized_fl import gradient_distances
-from experiments.papers.factorized_fl import presets as factorized_presets
 from experiments.papers.factorized_fl import studies as factorized_fl
 from experiments.papers.fedmn import studies as fedmn
-from experiments.papers.pfedhn import presets as presets
 from experiments.papers.pfedhn import studies as pfedhn
 from experiments.papers.pfedla import studies as pfedla
 from experiments.reproduce import Options
 from fedjax_pfl import data
+from fedjax_pfl.presets import factorized_fl as factorized_presets
+from fedjax_pfl.presets import pfedhn as presets
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message

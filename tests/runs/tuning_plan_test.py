@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from experiments import tune as tune
-from experiments.papers.pfedhn import presets as pfedhn
+from fedjax_pfl.presets import pfedhn
 from fedjax_pfl.runs.tuning import search, show, trials
 from fedjax_pfl.runs.tuning.trials import Job
 from fedjax_pfl.settings import configuration

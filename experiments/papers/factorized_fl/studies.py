@@ -32,12 +32,12 @@ from sklearn.metrics import adjusted_rand_score
 
 from experiments.papers import study as common
 from experiments.papers.factorized_fl import gradient_distances
-from experiments.papers.factorized_fl import presets as presets
 from experiments.papers.factorized_fl.tables import ROWS, TABLES
 from experiments.papers.study import CLIENTS, DATASET, PAPER, ROUNDS, mean_std
 from experiments.papers.table import accuracy, after, moved, plateau
 from fedjax_pfl.algorithms.pruning import collect_mu, prune
 from fedjax_pfl.core import trees
+from fedjax_pfl.presets import factorized_fl as presets
 from fedjax_pfl.runs import runner
 
 SETTING = flags.DEFINE_string("setting", "permuted-noniid", "Words of a preset.")

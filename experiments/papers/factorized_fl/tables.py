@@ -5,7 +5,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.papers.factorized_fl import presets as presets
 from experiments.papers.table import (
     Measure,
     Published,
@@ -18,6 +17,7 @@ from experiments.papers.table import (
     published,
 )
 from fedjax_pfl.data.partitions import domain_of
+from fedjax_pfl.presets import factorized_fl as presets
 
 PUBLISHED = published("factorized_fl")
 _PAPER = PUBLISHED["source"].partition(", table")[0]

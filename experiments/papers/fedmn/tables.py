@@ -2,8 +2,8 @@
 
 from ml_collections import ConfigDict
 
-from experiments.papers.fedmn import presets as presets
 from experiments.papers.table import Quick, Table, accuracy, published
+from fedjax_pfl.presets import fedmn as presets
 
 PUBLISHED = published("fedmn")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.papers.pfedhn import presets as presets
 from experiments.papers.table import Measure, Quick, Table, accuracy, among, best, published
+from fedjax_pfl.presets import pfedhn as presets
 
 PUBLISHED = published("pfedhn")
 _STEPS = 100

@@ -26,11 +26,11 @@ from ml_collections import ConfigDict
 from scipy.stats import spearmanr
 
 from experiments.papers import study
-from experiments.papers.pfedla import presets as presets
 from experiments.papers.pfedla.similarity import similarity
 from experiments.papers.pfedla.tables import retained as settings_of_retained
 from experiments.papers.study import COLOURS, DATASET, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved, plateau
+from fedjax_pfl.presets import pfedla as presets
 from fedjax_pfl.runs import runner
 
 BLUE, ORANGE = "#0072b2", "#d55e00"

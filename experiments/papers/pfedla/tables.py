@@ -5,8 +5,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.papers.pfedla import presets as presets
 from experiments.papers.table import Published, Quick, Table, accuracy, after, moved, published
+from fedjax_pfl.presets import pfedla as presets
 
 # What a row changes besides the algorithm.
 CHANGES: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.papers import preset_words
+from fedjax_pfl.presets import words as preset_words
 from fedjax_pfl.settings import configuration
 
 HYPERNETWORKS = ("pfedhn", "pfedhn_pc")

@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.papers import preset_words
+from fedjax_pfl.presets import words as preset_words
 from fedjax_pfl.settings import configuration
 
 # τ, ε and the least number of candidates among 20 clients, as in the authors' code.

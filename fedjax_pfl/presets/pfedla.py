@@ -12,7 +12,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from experiments.papers import preset_words
+from fedjax_pfl.presets import words as preset_words
 from fedjax_pfl.settings import configuration
 
 

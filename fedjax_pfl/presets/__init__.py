@@ -1,0 +1,1 @@
+"""Configurations of the papers' experiments and of other methods, by name."""
