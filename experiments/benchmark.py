@@ -30,12 +30,13 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.launch import command, prepare_devices
+from experiments.launch import command
 from experiments.speed import device_list, kernels, layouts, picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation.devices import cores, prepare_devices
 
 COMPILE = "compile"  # the item that only compiles
 LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # compare ours with ours
@@ -143,9 +144,8 @@ def _clocked(mine: work.Ours) -> float:
 
 def machine() -> dict[str, Any]:
     """On what it was measured."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "cores": cores,
+        "cores": cores(),
         "kind": _processor(),
         "backend": jax.default_backend(),
         "device": jax.devices()[0].device_kind,

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -20,6 +19,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration, custom, listing, selection
 from fedjax_pfl.simulation import multiprocess
+from fedjax_pfl.simulation.devices import prepare_devices as prepare_devices
 
 CONFIGS = Path(__file__).parent / "configs"
 LIST = "python -m experiments.list"
@@ -55,6 +55,7 @@ def launch(name: str) -> None:
             if multiprocess.lead():
                 _show(Path(workdir), results)
 
+    logging.set_verbosity(logging.WARNING)
     prepare_devices()
     with ending():
         sys.argv[1:] = packaged(sys.argv[1:])
@@ -161,22 +162,6 @@ def fail(error: Exception) -> None:
     line = " ".join(str(error).split()) or type(error).__name__
     print(f"error: {line}", file=sys.stderr)
     sys.exit(2)
-
-
-def prepare_devices() -> None:
-    """One device per core on a CPU: clients are spread over devices. Before JAX starts, quietly."""
-    logging.set_verbosity(logging.WARNING)
-    keep_programs()
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        jax.config.update("jax_num_cpu_devices", cores)
-
-
-def keep_programs() -> None:
-    """What was compiled once is there for later runs: JAX_COMPILATION_CACHE_DIR, or ~/.cache."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "fedjax_pfl"))
 
 
 def define_config(name: str) -> flags.FlagHolder[ConfigDict]:

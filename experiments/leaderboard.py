@@ -30,6 +30,7 @@ from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, search, trials
 from fedjax_pfl.runs.tuning.trials import Trial
 from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation.devices import prepare_devices
 
 
 class Column(NamedTuple):
@@ -184,5 +185,5 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seeds", 3, "With which what was chosen is scored.", lower_bound=1)
     flags.DEFINE_string("out", "runs/leaderboard", "Folder of the runs and tables.")
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
-    launch.prepare_devices()
+    prepare_devices()
     launch.command(main)

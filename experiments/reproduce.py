@@ -37,6 +37,7 @@ from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.listing import wrapped
+from fedjax_pfl.simulation.devices import prepare_devices
 from fedjax_pfl.simulation.metrics import mean_std
 
 SCALES = {"quick": 1, "full": 3}  # number of seeds
@@ -393,6 +394,6 @@ if __name__ == "__main__":
     flags.DEFINE_bool("record", False, "Write numbers and curves of --out to experiments/results.")
     flags.DEFINE_bool("summary", False, "Count the recorded cells that agree.")
     flags.DEFINE_enum("format", "text", ["text", "markdown"], "Format of the output.")
-    launch.prepare_devices()
+    prepare_devices()
     sys.argv = _without_value(sys.argv)
     launch.command(main)

@@ -22,6 +22,7 @@ import jax
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.simulation import multiprocess
+from fedjax_pfl.simulation.devices import cores
 
 GONE = 75  # exit status: another process is gone
 _HEARTBEAT = 10  # seconds without a sign of life after which JAX takes a process for dead
@@ -189,8 +190,7 @@ def _join(given: Given, number: int | None, address: str, local: int) -> None:
             ) from error
         return
     if local > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        cores = len(os.sched_getaffinity(0))
-        jax.config.update("jax_num_cpu_devices", max(1, cores // local))
+        jax.config.update("jax_num_cpu_devices", max(1, cores() // local))
     port = int(address.rpartition(":")[2])
     # One machine's processes are nobody else's business.
     bound = address if given.coordinator is None else f"{_everywhere()}:{port}"

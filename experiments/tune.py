@@ -33,6 +33,7 @@ from experiments import launch
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.tuning import search, trials
 from fedjax_pfl.settings import selection
+from fedjax_pfl.simulation.devices import prepare_devices
 
 
 def configured(
@@ -141,5 +142,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "runs/tune", "Folder of the runs, tables and tuned.py.")
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
     flags.DEFINE_enum("format", "text", list(search.FORMATS), "Of what is printed.")
-    launch.prepare_devices()
+    prepare_devices()
     launch.command(main, config="baseline")

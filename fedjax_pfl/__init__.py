@@ -60,6 +60,7 @@ from fedjax_pfl.core.local_training import local_sgd, local_training
 from fedjax_pfl.data import arrays, datasets
 from fedjax_pfl.data.partition import PartitionedData, partition
 from fedjax_pfl.runs.runner import Result, run, run_all
+from fedjax_pfl.simulation.devices import prepare_devices
 from fedjax_pfl.simulation.simulation import Evaluation, RoundLog, Simulation
 
 __version__ = "0.1.0"
@@ -110,6 +111,7 @@ __all__ = [
     "pfedla",
     "pfedme",
     "pfedpara",
+    "prepare_devices",
     "run",
     "run_all",
     "scaffold",

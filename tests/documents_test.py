@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import launch
+import fedjax_pfl
 from experiments import tune as tune
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
@@ -118,7 +118,7 @@ def test_settings_that_may_differ_in_a_resumption():
 def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):
     """What the page calls is planned; that such runs are made is tested elsewhere."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "prepare_devices", lambda: None)
+    monkeypatch.setattr(fedjax_pfl, "prepare_devices", lambda: None)
     asked = []
     monkeypatch.setattr(trials, "run", lambda made, *_: asked.extend(made))
     documents.module("your_method.md")

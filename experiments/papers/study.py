@@ -14,13 +14,14 @@ from absl import flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from experiments.launch import DATA_DIR, SET_HELP, change, command, prepare_devices
+from experiments.launch import DATA_DIR, SET_HELP, change, command
 from experiments.papers.table import readable
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs import runner
 from fedjax_pfl.settings.configuration import nearest
+from fedjax_pfl.simulation.devices import prepare_devices
 from fedjax_pfl.simulation.metrics import mean_std as mean_std
 
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")

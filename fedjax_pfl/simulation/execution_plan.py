@@ -3,7 +3,6 @@
 Results agree to rounding whatever the plan is; what is usual rests on measurements on CPUs.
 """
 
-import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -12,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.simulation import multiprocess
+from fedjax_pfl.simulation.devices import cores
 
 
 class Plan(NamedTuple):
@@ -40,8 +40,7 @@ def agreed(plans: Sequence[Plan] | None) -> list[Plan] | None:
 
 def machine() -> str:
     """What a plan is for."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{jax.devices()[0].device_kind}, {cores} cores"
+    return f"{jax.devices()[0].device_kind}, {cores()} cores"
 
 
 def mesh(devices: int | None, cohort: int, *, several: bool) -> Mesh | None:

@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from absl import flags
 from ml_collections import ConfigDict
@@ -105,20 +104,6 @@ def test_check_keys_names_the_nearest(argument, words):
 def test_check_keys_lets_all_settings_pass():
     plain = [f"--config.{key}=1" for key in configuration.default()]
     launch.check_keys([*plain, "--config.mlp.hidden=(3,)", "--config=x.py:y", "--workdir=x", "z"])
-
-
-def test_programs_are_kept_where_caches_are(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    given = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
-        launch.keep_programs()
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "fedjax_pfl")
-        monkeypatch.setenv("XDG_CACHE_HOME", "/elsewhere")
-        launch.keep_programs()  # what is set stays
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "fedjax_pfl")
-    finally:
-        jax.config.update("jax_compilation_cache_dir", given)
 
 
 def test_in_one_line_passes_nothing_else(monkeypatch):
