@@ -1,6 +1,6 @@
 """Train a method that needs no system of its own.
 
-python -m experiments.baseline --config=experiments/configs/baseline.py:fedavg-digits
+python -m experiments.baseline --config=baseline:fedavg-digits
 """
 
 from experiments.launch import launch

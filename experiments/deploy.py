@@ -1,6 +1,6 @@
 """A method over processes of their own on this machine, with Flower between them.
 
-python -m experiments.deploy --config=experiments/configs/pfedla.py:digits --nodes=4
+python -m experiments.deploy --config=pfedla:digits --nodes=4
 
 It makes certificates and keys, starts a SuperLink and the nodes, with TLS and node authentication,
 and ends all that it has started. The same command on the same run directory goes on. What is a

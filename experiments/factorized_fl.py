@@ -2,7 +2,7 @@
 
 python -m experiments.factorized_fl                   beta on the embedded digits, labels permuted
 python -m experiments.factorized_fl \
-    --config=experiments/configs/factorized_fl.py:cifar10-permuted-noniid-alpha
+    --config=factorized_fl:cifar10-permuted-noniid-alpha
 """
 
 from experiments.launch import launch

@@ -1,7 +1,7 @@
 """Train FedMN or a method of its tables.
 
 python -m experiments.fedmn                          on the embedded digits
-python -m experiments.fedmn --config=experiments/configs/fedmn.py:cifar10
+python -m experiments.fedmn --config=fedmn:cifar10
 """
 
 from experiments.launch import launch

@@ -2,7 +2,6 @@
 
 import contextlib
 import difflib
-import importlib
 import json
 import os
 import sys
@@ -15,14 +14,14 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from experiments.spawn import Given, together
+from fedjax_pfl import presets
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration, custom, listing, selection
 from fedjax_pfl.simulation import multiprocess
 from fedjax_pfl.simulation.devices import prepare_devices as prepare_devices
 
-CONFIGS = Path(__file__).parent / "configs"
-LIST = "python -m experiments.list"
+LIST = "fedjax-pfl list"
 SET_HELP = f"KEY=VALUE, in every run; KEY may have dots, VALUE is JSON or a word. {LIST} settings."
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Run directory; the same command on it resumes. Default: runs/ and the preset."
@@ -58,8 +57,7 @@ def launch(name: str) -> None:
     logging.set_verbosity(logging.WARNING)
     prepare_devices()
     with ending():
-        sys.argv[1:] = packaged(sys.argv[1:])
-        check_file(sys.argv[1:], name)
+        sys.argv[1:] = resolve_config(sys.argv[1:], name)
         check_keys(sys.argv[1:])
         _define_processes()
         config = define_config(name)
@@ -129,8 +127,7 @@ def command(main: Callable[[Sequence[str]], None], config: str = "") -> None:
     logging.set_verbosity(logging.WARNING)
     with ending():
         if config:
-            sys.argv[1:] = packaged(sys.argv[1:])
-            check_file(sys.argv[1:], config)
+            sys.argv[1:] = resolve_config(sys.argv[1:], config)
             check_keys(sys.argv[1:])
             define_config(config)
         app.run(main, flags_parser=_parse if config else parse)
@@ -169,9 +166,9 @@ def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
     with in_one_line():
         holder = config_flags.DEFINE_config_file(
             "config",
-            str(CONFIGS / f"{name}.py"),
-            "FILE.py:PRESET, then --config.KEY=VALUE. Every KEY, its default and its meaning:\n"
-            f"{LIST} settings\n{LIST} methods",
+            str(presets.SYSTEMS[name].__file__),
+            "SYSTEM:PRESET or FILE.py:PRESET, then --config.KEY=VALUE. Every KEY with its default "
+            f"and meaning:\n{LIST} settings\n{LIST} methods",
         )
     for flag in ("config", "data_dir"):
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag])
@@ -180,7 +177,7 @@ def define_config(name: str) -> flags.FlagHolder[ConfigDict]:
 
 def description(name: str) -> str:
     """The docstring of a system's presets, which are not executed."""
-    return importlib.import_module(f"fedjax_pfl.presets.{name}").__doc__ or ""
+    return presets.SYSTEMS[name].__doc__ or ""
 
 
 def _given(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -288,45 +285,42 @@ def _illegal(line: str) -> str:
     return line
 
 
-def packaged(arguments: Sequence[str]) -> list[str]:
-    """The same, with the path of our own file where --config=SYSTEM:PRESET names that only.
+def resolve_config(arguments: Sequence[str], default: str) -> list[str]:
+    """Replaces SYSTEM of --config=SYSTEM:PRESET by the path of its file.
 
-    So does experiments/configs/SYSTEM.py:PRESET in a folder in which there is no such file.
+    Args:
+      arguments: The command line without the command.
+      default: The command's own system, which a hint names for a preset without one.
     """
-    made = list(arguments)
-    for i, argument in enumerate(made):
+    resolved = list(arguments)
+    for i, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
-        at = i if equals else i + 1
-        if flag.lstrip("-") != "config" or at == len(made):
+        if flag.lstrip("-") != "config" or not flag.startswith("-"):
             continue
-        path, colon, preset = (value if equals else made[at]).partition(":")
-        ours = CONFIGS / f"{path.removeprefix('experiments/configs/').removesuffix('.py')}.py"
-        names = (ours.stem, f"experiments/configs/{ours.name}")
-        if path in names and ours.is_file() and not Path(path).is_file():
-            made[at] = f"{flag}=" * bool(equals) + f"{ours}{colon}{preset}"
-    return made
+        position = i if equals else i + 1
+        value = value if equals else "".join(arguments[position : position + 1])
+        name, colon, preset = value.partition(":")
+        if name in presets.SYSTEMS:
+            path = presets.SYSTEMS[name].__file__
+            resolved[position] = f"{flag}=" * bool(equals) + f"{path}{colon}{preset}"
+        elif not Path(name).is_file():
+            raise UsageError(
+                f"there is no configuration {name!r}; --config takes SYSTEM:PRESET or "
+                f"FILE.py:PRESET; {_nearest_config(name, colon + preset, default)}"
+            )
+    return resolved
 
 
-def check_file(arguments: Sequence[str], usual: str) -> None:
-    """Name the nearest configuration file where that of --config=FILE.py:PRESET does not exist.
-
-    usual: the system whose file the command takes by default.
-    """
-    for flag, value in _given(arguments):
-        path, colon, preset = value.partition(":")
-        if flag != "config" or Path(path).is_file():
-            continue
-        ours = CONFIGS.relative_to(Path.cwd()) if CONFIGS.is_relative_to(Path.cwd()) else CONFIGS
-        there = sorted(Path(path).parent.glob("[!_]*.py")) if "/" in path else []
-        files = {p.stem: p for p in [*ours.glob("[!_]*.py"), *there]}  # ours, unless beside it
-        near = difflib.get_close_matches(Path(path).stem, files, 1, 0.5)
-        if near:
-            hint = f"did you mean {files[near[0]]}{colon}{preset}?"
-        elif not path or colon or "/" in path or path.endswith(".py"):
-            hint = f"in {ours} there are {', '.join(sorted(p.name for p in ours.glob('[!_]*.py')))}"
-        else:
-            hint = f"did you mean {ours / usual}.py:{path}?"
-        raise UsageError(f"there is no file {path!r}; --config takes FILE.py:PRESET; {hint}")
+def _nearest_config(name: str, preset: str, default: str) -> str:
+    """Returns a hint for a configuration that does not exist."""
+    is_path = "/" in name or name.endswith(".py")
+    files = {path.stem: str(path) for path in Path(name).parent.glob("[!_]*.py")} if is_path else {}
+    known = {**files, **{system: system for system in presets.SYSTEMS}}
+    if near := difflib.get_close_matches(Path(name).stem, known, 1, 0.5):
+        return f"did you mean {known[near[0]]}{preset}?"
+    if not name or preset or is_path:
+        return f"systems are {', '.join(presets.SYSTEMS)}"
+    return f"did you mean {default}:{name}?"
 
 
 def check_keys(arguments: Sequence[str]) -> None:

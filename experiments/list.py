@@ -7,8 +7,9 @@ python -m experiments.list settings    one of them
 import re
 from collections.abc import Iterator, Sequence
 
-from experiments.launch import CONFIGS, command, description
+from experiments.launch import command, description
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.listing import KINDS as LIBRARY
 from fedjax_pfl.settings.listing import NAMES, listing, wrapped
@@ -23,10 +24,10 @@ def shown(kind: str) -> str:
 
 def presets() -> Iterator[str]:
     """The words of every system's presets."""
-    yield "Presets: python -m experiments.SYSTEM --config=experiments/configs/SYSTEM.py:PRESET"
-    for path in sorted(CONFIGS.glob("[!_]*.py")):
-        paragraphs = re.split(r"\n\s*\n", description(path.stem))
-        yield from wrapped(f"  {path.stem}".ljust(NAMES + 2) + paragraphs[0], NAMES + 2)
+    yield "Presets: fedjax-pfl SYSTEM --config=SYSTEM:PRESET"
+    for system in SYSTEMS:
+        paragraphs = re.split(r"\n\s*\n", description(system))
+        yield from wrapped(f"  {system}".ljust(NAMES + 2) + paragraphs[0], NAMES + 2)
         for paragraph in paragraphs[1:]:
             if paragraph.startswith("Presets"):
                 yield from wrapped(" " * (NAMES + 4) + paragraph, NAMES + 4)

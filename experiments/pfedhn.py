@@ -1,7 +1,7 @@
 """Train pFedHN, pFedHN-PC or a method of their tables.
 
 python -m experiments.pfedhn                          on the embedded digits
-python -m experiments.pfedhn --config=experiments/configs/pfedhn.py:cifar10-n50
+python -m experiments.pfedhn --config=pfedhn:cifar10-n50
 """
 
 from experiments.launch import launch

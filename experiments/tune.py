@@ -1,6 +1,6 @@
 """Settings chosen on validation examples, with equal budgets for all methods.
 
-python -m experiments.tune --config=experiments/configs/pfedla.py:digits \\
+python -m experiments.tune --config=pfedla:digits \\
     --config.validation_fraction=.2 --methods=pfedla,fedavg,local --rounds=20 --seeds=2 \\
     --grid="learning_rate=.1,.03,.01" --grid="pfedla.rate=.2,.5; pfedla.embedding=50,100" \\
     --budget=3 --out=runs/tune/digits

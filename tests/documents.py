@@ -18,6 +18,7 @@ from experiments import list as listing
 from experiments.papers import study
 from experiments.papers.tables import TABLES
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration, custom, selection
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -136,14 +137,14 @@ def _cells(given: Mapping[str, str]) -> list[str]:
 def _preset(name: str, arguments: Sequence[str]) -> str:
     """Reads a configuration as the command does, and checks that its settings can be together."""
     first = next((word.partition("=")[2] for word in arguments if "--config=" in word), "")
-    own = not (launch.CONFIGS / f"{name}.py").is_file()
+    own = name not in SYSTEMS
     if (own and not first) or first.startswith("runs/") or re.search(r"[A-Z]{3}|\.\.\.", first):
         return ""  # no configuration, one that another command writes, or a reader's own
     if arguments and first and not arguments[0].startswith("--config="):
         return "--config has to come before the settings that it brings"
     values = flags.FlagValues()
-    path = str(launch.CONFIGS / f"{name}.py")
-    given = [name, *launch.packaged(arguments)]
+    path = str(SYSTEMS[name].__file__) if name in SYSTEMS else None
+    given = [name, *launch.resolve_config(arguments, name)]
     holder = config_flags.DEFINE_config_file("config", path, flag_values=values, sys_argv=given)
     values(given)
     changes = config_flags.get_override_values(values["config"])

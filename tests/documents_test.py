@@ -95,7 +95,7 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     command = shlex.split(text.partition("\n    python ")[2].partition("\n\n")[0])
     given = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
     methods, (file, preset) = given["methods"].split(","), given["config"].split(":")
-    assert file == "experiments/configs/pfedla.py"
+    assert file == "pfedla"
     changes = {"validation_fraction": float(given["config.validation_fraction"])}
     base = pfedla.get_config(preset)
     base.update(changes)

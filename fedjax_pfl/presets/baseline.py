@@ -1,6 +1,6 @@
 """Methods without a system of their own, on any dataset and partition.
 
-python -m experiments.baseline --config=experiments/configs/baseline.py:fedavg-digits
+fedjax-pfl baseline --config=baseline:fedavg-digits
 
 Presets are words joined with dashes: a method (fedavg, local, fedper, ...), a dataset (digits,
 sensors, speeches, mnist, cifar10, ...), a partition (classes4, dominant2, dirichlet0.5, iid)
@@ -9,16 +9,16 @@ and a number of clients (n10).
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets import words as preset_words
+from fedjax_pfl.presets.words import apply_words
 from fedjax_pfl.settings import configuration
 
 
 def get_config(preset: str = "fedavg-digits") -> ConfigDict:
-    """A method on a dataset; FedAvg on the embedded digits where nothing is said."""
+    """Returns the settings of a method on a dataset; by default FedAvg on the digits."""
     config = configuration.default()
     config.local_epochs = 5
-    config = preset_words.apply(config, preset, {})
-    # Of these two there are as many for ten clients.
-    each = {"digits": 160, "synthetic": 100}.get(config.dataset, 600)
-    config.classes.examples = config.dominant.examples = each
+    config = apply_words(config, preset, {})
+    # Digits and synthetic data have this many examples for each of ten clients.
+    examples = {"digits": 160, "synthetic": 100}.get(config.dataset, 600)
+    config.classes.examples = config.dominant.examples = examples
     return config

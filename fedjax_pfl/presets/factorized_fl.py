@@ -1,6 +1,6 @@
 """Settings of Factorized-FL and of the methods that its paper compares with.
 
-python -m experiments.factorized_fl --config=experiments/configs/factorized_fl.py:cifar10-noniid
+fedjax-pfl factorized_fl --config=factorized_fl:cifar10-noniid
 
 Presets are words joined with dashes: a dataset (digits, mnist, cifar10, svhn_cropped, cifar100), a
 partition (iid, noniid: Dir(0.5) over clients for each class, domains: five of CIFAR-100), permuted
@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets import words as preset_words
+from fedjax_pfl.presets.words import apply_words
 from fedjax_pfl.settings import configuration
 
 # τ, ε and the least number of candidates among 20 clients, as in the authors' code.
@@ -61,7 +61,7 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
         "alpha|beta": _shared,
         r"w(?P<w>\d+)": _width,
     }
-    config = preset_words.apply(config, preset, words)
+    config = apply_words(config, preset, words)
     small = config.dataset == "digits"
     config.update(split="shared", test_fraction=0.1, validation_fraction=0.1)
     config.update(local_epochs=5, batch_size=256, learning_rate=1e-3, momentum=0.9)

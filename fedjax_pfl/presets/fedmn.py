@@ -1,6 +1,6 @@
 """FedMN and the methods that its paper compares with, on the testbed of FedEM that it uses.
 
-python -m experiments.fedmn --config=experiments/configs/fedmn.py:cifar10
+fedjax-pfl fedmn --config=fedmn:cifar10
 
 Presets are words joined with dashes: a dataset (digits; mnist; the testbed's cifar10, cifar100,
 emnist_byclass and femnist), another method in place of fedmn (fedmn_correlation, local, fedavg,
@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets import words as preset_words
+from fedjax_pfl.presets.words import apply_words
 from fedjax_pfl.settings import configuration
 
 TESTBED = ("cifar10", "cifar100", "emnist_byclass", "femnist")
@@ -64,7 +64,7 @@ def get_config(preset: str = "") -> ConfigDict:
     config.update(DATASETS[dataset])
     if dataset in TESTBED:  # before the words, of which `plain` removes the phases
         config.phases = ({"algorithm": "fedavg", "rounds": 145, "learning_rate": 0.07}, {})
-    config = preset_words.apply(config, preset, {"plain": _plain})
+    config = apply_words(config, preset, {"plain": _plain})
     config.update({"model": DATASETS.get(config.dataset, {}).get("model", config.model)})
     if config.dataset in TESTBED:
         config.update(batch_size=128, momentum=0.9, weight_decay=5e-4, learning_rate=0.02)

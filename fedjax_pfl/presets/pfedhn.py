@@ -1,6 +1,6 @@
 """pFedHN, pFedHN-PC and the methods that their paper compares with, in its settings.
 
-python -m experiments.pfedhn --config=experiments/configs/pfedhn.py:cifar10-n50
+fedjax-pfl pfedhn --config=pfedhn:cifar10-n50
 
 Presets are words joined with dashes:
 
@@ -22,7 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets import words as preset_words
+from fedjax_pfl.presets.words import apply_words
 from fedjax_pfl.settings import configuration
 
 HYPERNETWORKS = ("pfedhn", "pfedhn_pc")
@@ -93,7 +93,7 @@ def get_config(preset: str = "") -> ConfigDict:
         r"steps(?P<s>\d+)": _steps,
         "sizes": _sizes,
     }
-    config = preset_words.apply(config, preset, words)
+    config = apply_words(config, preset, words)
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round
     if not re.search(r"(^|-)n\d+(-|$)", preset):

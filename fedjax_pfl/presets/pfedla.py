@@ -1,6 +1,6 @@
 """pFedLA, HeurpFedLA and the methods that their paper compares with, in its settings.
 
-python -m experiments.pfedla --config=experiments/configs/pfedla.py:cifar10-classes4-n10-k1
+fedjax-pfl pfedla --config=pfedla:cifar10-classes4-n10-k1
 
 Presets are words joined with dashes: a dataset (digits, mnist, emnist_digits, fashion_mnist,
 cifar10, cifar100), a partition (classes4 is the paper's non-IID 1, dominant2 its non-IID 2; on
@@ -12,7 +12,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets import words as preset_words
+from fedjax_pfl.presets.words import apply_words
 from fedjax_pfl.settings import configuration
 
 
@@ -27,7 +27,7 @@ def get_config(preset: str = "") -> ConfigDict:
     config.local_epochs = 10
     if "cifar100" in preset.split("-"):  # before the words, which may say otherwise
         config.classes.per_client, config.dominant.dominant = 12, 6
-    config = preset_words.apply(config, preset, {r"k(?P<k>\d+)": _retained})
+    config = apply_words(config, preset, {r"k(?P<k>\d+)": _retained})
     config.lenet.batch_norm = config.dataset in ("cifar10", "cifar100")
     if config.dataset == "digits":
         config.update(rounds=60, local_epochs=5)

@@ -1,4 +1,4 @@
-"""Words that presets are made of: a dataset, a partition, a number of clients, a method."""
+"""The words that presets share: datasets, partitions, numbers of clients and methods."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
 
-# The network and the rate that a dataset is usually trained with here; a system's own config file
-# says otherwise where its paper does.
+# Default network, learning rate and partition of each dataset. A system's presets override them
+# with the settings of its paper.
 DATASETS: dict[str, dict[str, Any]] = {
     "digits": {"model": "small", "learning_rate": 0.05},
     "synthetic": {"model": "mlp"},
@@ -39,13 +39,13 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _partition(name: str, **own: str) -> Callable[[ConfigDict, re.Match[str]], None]:
-    def use(config: ConfigDict, match: re.Match[str]) -> None:
+def _partition(name: str, **settings: str) -> Callable[[ConfigDict, re.Match[str]], None]:
+    def set_partition(config: ConfigDict, match: re.Match[str]) -> None:
         config.partition = name
-        for key, group in own.items():
+        for key, group in settings.items():
             config[name][key] = type(config[name][key])(match[group])
 
-    return use
+    return set_partition
 
 
 def _clients(config: ConfigDict, match: re.Match[str]) -> None:
@@ -61,15 +61,20 @@ _PATTERNS: dict[str, Callable[[ConfigDict, re.Match[str]], None]] = {
 }
 
 
-def apply(config: ConfigDict, preset: str, extra: Mapping[str, Callable[..., None]]) -> ConfigDict:
-    """Change a configuration by the words of a preset, joined with dashes; digits if it names none.
+def apply_words(
+    config: ConfigDict, preset: str, own_words: Mapping[str, Callable[..., None]]
+) -> ConfigDict:
+    """Changes a configuration by the words of a preset, and returns it.
 
     Args:
-      extra: a system's own words; each gets the configuration and the match of its pattern.
+      config: The configuration to change.
+      preset: Words joined with dashes. The dataset is digits unless a word names another.
+      own_words: The system's own words: a regular expression, and a function that gets the
+        configuration and the match.
     """
-    patterns = {**_PATTERNS, **extra}
+    patterns = {**_PATTERNS, **own_words}
     words = [w for w in preset.split("-") if w]
-    # The dataset before the others: they change the defaults that it brings.
+    # The dataset first: the other words change the defaults that it sets.
     config.dataset = ["digits", *(w for w in words if w in DATASETS)][-1]
     config.update(DATASETS[config.dataset])
     for word in words:
@@ -77,20 +82,20 @@ def apply(config: ConfigDict, preset: str, extra: Mapping[str, Callable[..., Non
             continue
         if word in configuration.ALGORITHMS:
             config.algorithm = word
-        else:
-            matches = ((use, re.fullmatch(p, word)) for p, use in patterns.items())
-            found = next(((use, m) for use, m in matches if m), None)
-            if found is None:
-                known = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
-                whole = "-".join("{}" if w == word else w for w in words)
-                hint = configuration.nearest(word, known, whole)
-                raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")
-            found[0](config, found[1])
+            continue
+        matches = [(change, m) for p, change in patterns.items() if (m := re.fullmatch(p, word))]
+        if not matches:
+            known = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
+            template = "-".join("{}" if w == word else w for w in words)
+            hint = configuration.nearest(word, known, template)
+            raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")
+        change, match = matches[0]
+        change(config, match)
     return config
 
 
 def _examples(patterns: Iterable[str], word: str) -> list[str]:
-    """Words that patterns take, with the number that a word ends in."""
+    """Returns words that match the patterns, with the number that `word` ends in."""
     number = re.search(r"[\d.]+$", word)
-    filled = (re.sub(r"\(\?P<.*?\)", number[0] if number else "N", one) for one in patterns)
+    filled = (re.sub(r"\(\?P<.*?\)", number[0] if number else "N", p) for p in patterns)
     return [example for pattern in filled for example in pattern.split("|")]

@@ -33,7 +33,7 @@ def check(
     if workdir is None:
         raise UsageError(f"{asked} is for a run with a workdir, in which its report is written")
     if multiprocess.count() > 1:
-        raise UsageError(f"{asked} is for one process; compare with experiments.compare afterwards")
+        raise UsageError(f"{asked} is for one process; compare with fedjax-pfl compare")
     if settings.beside:
         from fedjax_pfl.report import references
 

@@ -34,7 +34,7 @@ def of_command(method: str) -> str:
     """What --help says of settings: those of every run and of the command's own method."""
     table = {method: configuration.ALGORITHMS[method]}
     own = "\n".join(_factories("methods", "algorithm", table))
-    more = "Other methods, datasets, partitions and models: python -m experiments.list"
+    more = "Other methods, datasets, partitions and models: fedjax-pfl list"
     return "\n\n".join((listing("settings"), own, more))
 
 

@@ -23,7 +23,7 @@ pytest.importorskip(
 )
 
 ROUNDS, NODES, LIMIT = 4, 2, 400.0
-WORDS = ("--config=experiments/configs/pfedla.py:digits", f"--nodes={NODES}")
+WORDS = ("--config=pfedla:digits", f"--nodes={NODES}")
 CHANGES = {"rounds": ROUNDS, "eval_every": 1, "model": "mlp", "clients": NODES}
 
 

@@ -83,55 +83,6 @@ def test_who_reads_no_further_is_no_error(monkeypatch):
     started(monkeypatch, "--help")
 
 
-# Configuration files of ours, from wherever a command is started.
-
-
-@pytest.mark.parametrize(
-    ("given", "path", "rest"),
-    [
-        (["--config=pfedla:digits-k1"], "pfedla.py", ":digits-k1"),
-        (["--config=baseline"], "baseline.py", ""),
-        (["-config=fedmn:digits"], "fedmn.py", ":digits"),
-        (["--config=experiments/configs/pfedhn.py:cifar10-n50"], "pfedhn.py", ":cifar10-n50"),
-        (["--config", "pfedla:digits-k1"], "pfedla.py", ":digits-k1"),
-    ],
-)
-def test_files_of_ours_are_found_from_elsewhere(given, path, rest, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = launch.packaged([*given, "--config.rounds=2"])
-    assert made[-1] == "--config.rounds=2"
-    assert made[-2].endswith(f"{launch.CONFIGS / path}{rest}")
-    launch.check_file(made, "pfedla")
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        ["--config=pfedal:digits"],
-        ["--config=digits-k1"],
-        ["--config=own/pfedla.py:k1"],
-        [],
-        ["--config=pfedla.py"],
-        ["--config"],
-        ["--workdir=pfedla"],
-        ["--config="],
-        ["--config=experiments/configs/../configs/pfedla.py"],
-    ],
-)
-def test_no_other_word_is_taken_for_one(given, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert launch.packaged(given) == given
-
-
-def test_a_file_that_is_there_is_the_one_that_is_meant(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("pfedla").touch()
-    Path("experiments/configs").mkdir(parents=True)
-    Path("experiments/configs/fedmn.py").touch()
-    given = ["--config=pfedla:k1", "--config=experiments/configs/fedmn.py"]
-    assert launch.packaged(given) == given
-
-
 # The package.
 
 

@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 
 from experiments import launch
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.settings import configuration
 from tests.commands import CONFIG, Forked
 
 ROOT = Path(__file__).parents[2]
-FILE = "experiments/configs/baseline.py"
 
 
 def message(function, *arguments):
@@ -57,29 +57,50 @@ def test_values_on_the_command_line():
 @pytest.mark.parametrize(
     ("value", "hint"),
     [
-        ("experiments/config/pfedla.py:n3", "did you mean experiments/configs/pfedla.py:n3?"),
-        ("experiments/configs/pfedla:n3", "did you mean experiments/configs/pfedla.py:n3?"),
-        ("pfedal", "did you mean experiments/configs/pfedla.py?"),
-        ("digits-k1", "did you mean experiments/configs/fedmn.py:digits-k1?"),
+        ("experiments/configs/pfedla.py:n3", "did you mean pfedla:n3?"),
+        ("pfedla.py:n3", "did you mean pfedla:n3?"),
+        ("pfedal:n3", "did you mean pfedla:n3?"),
+        ("pfedal", "did you mean pfedla?"),
+        ("digits-k1", "did you mean fedmn:digits-k1?"),
         ("own/tund.py:fedavg", "did you mean own/tuned.py:fedavg?"),
-        ("zzzz.py", "in experiments/configs there are baseline.py, factorized_fl.py, "),
-        ("", "in experiments/configs there are "),
+        ("zzzz.py", "systems are baseline, factorized_fl, fedmn, pfedhn, pfedla"),
+        ("", "systems are baseline, "),
     ],
 )
-def test_a_file_that_is_not_there_gets_the_nearest(value, hint, tmp_path, monkeypatch):
+def test_a_configuration_that_does_not_exist_gets_the_nearest(value, hint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("own").mkdir()
     Path("own/tuned.py").touch()
-    Path("experiments").symlink_to(launch.CONFIGS.parent)
-    monkeypatch.setattr(launch, "CONFIGS", tmp_path / "experiments/configs")
-    line = message(launch.check_file, ["--seed=1", "--config", value], "fedmn")
-    path = value.partition(":")[0]
-    assert line.startswith(f"there is no file {path!r}; --config takes FILE.py:PRESET; {hint}")
+    for arguments in (["--seed=1", "--config", value], [f"--config={value}"]):
+        line = message(launch.resolve_config, arguments, "fedmn")
+        name = value.partition(":")[0]
+        takes = "--config takes SYSTEM:PRESET or FILE.py:PRESET"
+        assert line.startswith(f"there is no configuration {name!r}; {takes}; {hint}")
 
 
-def test_a_file_that_is_there_passes():
-    launch.check_file([f"--config={launch.CONFIGS / 'pfedla.py'}:zzzz", "--workdir=zzzz"], "fedmn")
-    launch.check_file([], "fedmn")
+@pytest.mark.parametrize(
+    ("given", "name", "rest"),
+    [
+        (["--config=pfedla:digits-k1"], "pfedla", ":digits-k1"),
+        (["--config=baseline"], "baseline", ""),
+        (["-config=fedmn:digits"], "fedmn", ":digits"),
+        (["--config", "pfedla:digits-k1"], "pfedla", ":digits-k1"),
+    ],
+)
+def test_a_system_stands_for_the_file_of_its_presets(given, name, rest):
+    made = launch.resolve_config([*given, "--config.rounds=2"], "fedmn")
+    assert made[-1] == "--config.rounds=2"
+    assert made[-2].endswith(f"{SYSTEMS[name].__file__}{rest}")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["--config=own.py:x"], ["--config", "./own.py"], ["--workdir=pfedla", "config=pfedla"], []],
+)
+def test_a_users_own_file_and_other_arguments_stay(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").touch()
+    assert launch.resolve_config(given, "fedmn") == given
 
 
 # Keys, directories, and errors of one line.
@@ -151,7 +172,7 @@ def test_a_command_may_have_no_output_at_all(monkeypatch):
 
 
 def test_all_commands_end_alike():
-    for path in launch.CONFIGS.parent.rglob("*.py"):
+    for path in (ROOT / "experiments").rglob("*.py"):
         if path != Path(launch.__file__):
             assert "app.run(" not in path.read_text(), path
 
@@ -237,10 +258,13 @@ def test_a_value_of_another_kind_is_named_in_words(line, wanted):
 _WRONG = {
     "unknown key": (["--config.clientz=3"], "did you mean clients?"),
     "unknown preset": (
-        [f"--config={ROOT / FILE}:fedagv"],
+        ["--config=baseline:fedagv"],
         "'fedagv' is no word of one; did you mean fedavg?",
     ),
-    "no config file": (["--config=nowhere.py"], "nowhere.py'; --config takes FILE.py:PRESET"),
+    "no config file": (
+        ["--config=nowhere.py"],
+        "nowhere.py'; --config takes SYSTEM:PRESET or ",
+    ),
     "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
     "no number": (["--config.rounds=ten"], "rounds is 'ten'; it must be a whole number"),
     "unknown flag": (["--out=x"], "there is no flag --out; there are --config, --coordinator, "),

@@ -8,7 +8,7 @@ from ml_collections import config_flags
 
 from experiments import launch
 from fedjax_pfl.presets import baseline, factorized_fl
-from fedjax_pfl.presets import words as preset_words
+from fedjax_pfl.presets.words import DATASETS, apply_words
 from fedjax_pfl.settings import configuration
 from tests.experiments.launch_test import message
 
@@ -45,13 +45,13 @@ def test_words_change_what_they_name(preset, wanted):
     configuration.specify(made)
 
 
-@pytest.mark.parametrize("dataset", preset_words.DATASETS)
+@pytest.mark.parametrize("dataset", DATASETS)
 def test_a_dataset_brings_its_own_defaults_and_no_others(dataset):
     """Not those of the digits, with which every preset begins."""
     made, default = baseline.get_config(dataset), configuration.default()
     assert made.dataset == dataset
-    for key in {key for own in preset_words.DATASETS.values() for key in own}:
-        assert made[key] == preset_words.DATASETS[dataset].get(key, default[key]), key
+    for key in {key for own in DATASETS.values() for key in own}:
+        assert made[key] == DATASETS[dataset].get(key, default[key]), key
 
 
 def test_the_order_of_words_does_not_matter():
@@ -85,7 +85,7 @@ def test_a_preset_with_a_typo_on_the_command_line_is_one_message(preset, nearest
         found = flags.FlagValues()
         with launch.in_one_line():
             config_flags.DEFINE_config_file("config", flag_values=found)
-            found(["command", f"--config={launch.CONFIGS / 'baseline.py'}:{preset}"])
+            found(["command", f"--config={baseline.__file__}:{preset}"])
 
     line = message(parse)
     assert line.startswith(f"there is no preset {preset!r}: ")
@@ -106,6 +106,6 @@ def test_a_systems_own_words_come_after_the_shared_ones():
     def use(settings, match):
         settings.seed = int(match["s"])
 
-    made = preset_words.apply(configuration.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
+    made = apply_words(configuration.default(), "mnist-s12", {r"s(?P<s>\d+)": use})
     assert (made.seed, made.dataset) == (12, "mnist")
-    assert "own" in message(preset_words.apply, configuration.default(), "ownn", {"own": use})
+    assert "own" in message(apply_words, configuration.default(), "ownn", {"own": use})

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import chex
 import numpy as np
@@ -15,7 +16,6 @@ from absl import flags
 from safetensors.numpy import load_file, save_file
 
 from experiments import export as exporting
-from experiments import launch
 from fedjax_pfl import algorithms
 from fedjax_pfl.runs import export, runner
 from fedjax_pfl.settings.general import having
@@ -25,7 +25,7 @@ from tests.runs.export_test import BASE, by_file, in_the_run
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
-ROOT = launch.CONFIGS.parents[1]
+ROOT = Path(__file__).parents[2]
 PHASES = {
     **BASE,
     "validation_fraction": 0.2,

@@ -1,6 +1,7 @@
 """Personal models as files: what comes back scores what the run's own evaluation scores."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import launch
 from fedjax_pfl import algorithms, networks
 from fedjax_pfl.data import client_data, load, take
 from fedjax_pfl.runs import export, runner
@@ -19,7 +19,7 @@ from tests import cases, tiny
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
-ROOT = launch.CONFIGS.parents[1]
+ROOT = Path(__file__).parents[2]
 BASE = {
     "dataset": "synthetic",
     "synthetic": {"shape": (4, 4, 1), "classes": 3, "examples": 90, "test_examples": 0},

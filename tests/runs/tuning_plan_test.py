@@ -29,7 +29,7 @@ RATES = ["learning_rate=1e-6,.1"]
 
 
 def test_a_method_has_the_settings_of_its_word_and_the_command_line():
-    source = str(ROOT / "experiments/configs/pfedhn.py") + ":digits-n5"
+    source = str(ROOT / "fedjax_pfl/presets/pfedhn.py") + ":digits-n5"
     config = pfedhn.get_config("digits-n5")
     config.batch_size = 9
     methods = ["pfedhn", "per_fedavg", "pfedme"]
@@ -69,7 +69,7 @@ def test_phases_keep_their_shares_of_fewer_rounds(phases, wanted):
 @pytest.fixture
 def hypernetworks():
     """The methods of the preset, as they are tuned: equal visits in rounds of other sizes."""
-    source = str(ROOT / "experiments/configs/pfedhn.py") + ":digits"
+    source = str(ROOT / "fedjax_pfl/presets/pfedhn.py") + ":digits"
     methods = ["pfedhn", "fedavg", "lg_fedavg", "local"]
     return tune.configured(source, pfedhn.get_config("digits"), {}, methods)
 

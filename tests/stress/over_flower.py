@@ -46,7 +46,7 @@ class Federation:
     def start(self) -> None:
         settings = [f"--config.{key}={value}" for key, value in self.config.items()]
         places = [f"--workdir={self.place / 'run'}", f"--folder={self.nodes}"]
-        given = ["--config=experiments/configs/baseline.py", f"--nodes={NODES}", "--seconds=300"]
+        given = ["--config=baseline", f"--nodes={NODES}", "--seconds=300"]
         with open(self.place / "said", "ab") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "experiments.deploy", *given, *settings, *places],

@@ -192,7 +192,7 @@ def _comment(text: str, indent: str = "") -> list[str]:
 
 _FILE = '''"""Settings chosen on validation examples: a preset for each method.
 
-python -m experiments.baseline --config=THIS_FILE.py:METHOD
+fedjax-pfl baseline --config=THIS_FILE.py:METHOD
 """
 
 {header}
