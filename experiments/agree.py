@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments.launch import command
 from experiments.outside import judged, ours, scored
 from experiments.outside.methods import METHODS, Theirs
 from experiments.speed import rivals
 from experiments.speed.rivals import Child, Gone
+from fedjax_pfl.cli.command import command
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration

@@ -3,7 +3,7 @@
 python -m experiments.baseline --config=baseline:fedavg-digits
 """
 
-from experiments.launch import launch
+from fedjax_pfl.cli.command import launch
 
 if __name__ == "__main__":
     launch("baseline")

@@ -30,9 +30,9 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.launch import command
 from experiments.speed import device_list, kernels, layouts, picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
+from fedjax_pfl.cli.command import command
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from experiments.launch import ending
+from fedjax_pfl.cli.command import ending
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings.configuration import nearest
 

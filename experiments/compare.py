@@ -15,7 +15,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.launch import command
+from fedjax_pfl.cli.command import command
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.comparison_page import FORMATS, write

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.launch import command, default_workdir, replace_length
+from fedjax_pfl.cli.command import command, default_workdir, replace_length
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly
 from fedjax_pfl.report import run_reader

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments.launch import DATA_DIR, command
+from fedjax_pfl.cli.command import DATA_DIR, command
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import export
 

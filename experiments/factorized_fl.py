@@ -5,7 +5,7 @@ python -m experiments.factorized_fl \
     --config=factorized_fl:cifar10-permuted-noniid-alpha
 """
 
-from experiments.launch import launch
+from fedjax_pfl.cli.command import launch
 
 if __name__ == "__main__":
     launch("factorized_fl")

@@ -4,7 +4,7 @@ python -m experiments.fedmn                          on the embedded digits
 python -m experiments.fedmn --config=fedmn:cifar10
 """
 
-from experiments.launch import launch
+from fedjax_pfl.cli.command import launch
 
 if __name__ == "__main__":
     launch("fedmn")

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import launch
 from experiments.speed import rivals
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets import baseline
 from fedjax_pfl.report import leaderboard as board

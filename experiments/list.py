@@ -7,7 +7,7 @@ python -m experiments.list settings    one of them
 import re
 from collections.abc import Iterator, Sequence
 
-from experiments.launch import command, description
+from fedjax_pfl.cli.command import command, description
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration

@@ -28,10 +28,10 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments.launch import command
 from experiments.speed import rivals
 from experiments.speed.rivals import Child, Gone
 from experiments.speed.work import Work, parameters
+from fedjax_pfl.cli.command import command
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError

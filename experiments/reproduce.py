@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import launch
 from experiments.papers import agreement, record
 from experiments.papers.table import cell as shown
 from experiments.papers.table import mean_of, plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
 from fedjax_pfl import data
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report import run_reader, text_tables

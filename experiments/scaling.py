@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from experiments.launch import command
+from fedjax_pfl.cli.command import command
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, Visit
 from fedjax_pfl.core.errors import UsageError

@@ -7,8 +7,8 @@ python -m experiments.studies pfedla figure6    one of them; --help shows the fl
 import importlib
 import sys
 
-from experiments.launch import ending
 from experiments.papers import study
+from fedjax_pfl.cli.command import ending
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
 

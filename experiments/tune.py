@@ -29,7 +29,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags, config_path
 
-from experiments import launch
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.tuning import search, trials
 from fedjax_pfl.settings import selection

@@ -109,7 +109,7 @@ class Forked:
 
     def __init__(self, module: str, *arguments: str, place: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.commands", "experiments.launch"])
+        context.set_forkserver_preload(["tests.commands", "fedjax_pfl.cli.command"])
         self._place = place / "started"
         self._place.mkdir()
         self._process = context.Process(

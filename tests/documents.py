@@ -13,10 +13,11 @@ from types import ModuleType
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import cli, launch, reproduce, studies
+from experiments import cli, reproduce, studies
 from experiments import list as listing
 from experiments.papers import study
 from experiments.papers.tables import TABLES
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration, custom, selection

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from experiments import cli, launch
+from experiments import cli
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.presets import pfedla
 from fedjax_pfl.report import page
 from fedjax_pfl.runs import runner

@@ -14,6 +14,7 @@ FLOORS = (
     ("report",),
     ("runs",),
     ("presets", "deploy"),
+    ("cli",),
 )
 BELOW = {
     package: {lower for under in FLOORS[:floor] for lower in under}

@@ -14,8 +14,8 @@ from absl import flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
-from experiments.launch import DATA_DIR, SET_HELP, change, command
 from experiments.papers.table import readable
+from fedjax_pfl.cli.command import DATA_DIR, SET_HELP, change, command
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.report.text_tables import Table

@@ -11,7 +11,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.interrupt import Stopped
 from fedjax_pfl.settings import configuration
-from tests.experiments.launch_test import message
+from tests.cli.command_test import message
 from tests.report.comparison_test import made
 
 # The page.

@@ -11,7 +11,7 @@ from experiments import compare
 from fedjax_pfl.report import comparison, comparison_page
 from fedjax_pfl.report import page as report
 from fedjax_pfl.settings import configuration
-from tests.experiments.launch_test import message
+from tests.cli.command_test import message
 
 SCORES = {"fedavg": [[0.5, 0.6, 0.7], [0.4, 0.8, 0.9]], "local": [[0.7, 0.6, 0.9], [0.6, 0.9, 0.8]]}
 

@@ -19,7 +19,7 @@ from experiments import export as exporting
 from fedjax_pfl import algorithms
 from fedjax_pfl.runs import export, runner
 from fedjax_pfl.settings.general import having
-from tests.experiments.launch_test import message
+from tests.cli.command_test import message
 from tests.runs.common import assert_same_bits
 from tests.runs.export_test import BASE, by_file, in_the_run
 

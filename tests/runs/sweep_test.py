@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import launch
 from fedjax_pfl import algorithms, arrays
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.runs import build, checkpoints, points, run_directory, runner
 from fedjax_pfl.settings import configuration

@@ -9,7 +9,7 @@ from fedjax_pfl.presets import pfedhn
 from fedjax_pfl.runs.tuning import search, show, trials
 from fedjax_pfl.runs.tuning.trials import Job
 from fedjax_pfl.settings import configuration
-from tests.experiments.launch_test import message
+from tests.cli.command_test import message
 from tests.experiments.tune_test import plain
 from tests.runs.common import BASE
 

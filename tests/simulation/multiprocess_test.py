@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import spawn
-from experiments.spawn import GONE, End, Given, started_here, verdict
+from fedjax_pfl.cli import processes as spawn
+from fedjax_pfl.cli.processes import GONE, End, Given, started_here, verdict
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import page
 from fedjax_pfl.runs import checkpoints, runner

@@ -27,13 +27,13 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.special import logit
 from sklearn.metrics import adjusted_rand_score
 
-from experiments.launch import DATA_DIR
 from experiments.papers import study
 from experiments.papers.fedmn import tables as tables
 from experiments.papers.study import DATASET, ROUNDS, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.cli.command import DATA_DIR
 from fedjax_pfl.networks import router
 from fedjax_pfl.runs import runner
 

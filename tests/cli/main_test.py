@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 import fedjax_pfl
-from experiments import cli, launch, spawn
+from experiments import cli
+from fedjax_pfl.cli import command as launch
+from fedjax_pfl.cli import processes as spawn
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import run_directory
 

@@ -9,7 +9,7 @@ import pytest
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments import launch
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.runs import interrupt

@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 from experiments import list as command
-from experiments.launch import description
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.algorithms.fedfomo import REFERENCES
 from fedjax_pfl.algorithms.matching import RULES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
+from fedjax_pfl.cli.command import description
 from fedjax_pfl.core import task
 from fedjax_pfl.networks.factorized import LAYOUTS
 from fedjax_pfl.networks.layer_weights import NORMALISE
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration, listing
 from fedjax_pfl.settings.general import GENERAL, ROWS, having
-from tests.experiments.launch_test import message
+from tests.cli.command_test import message
 
 EXPORTED = {
     "methods": algorithms.METHODS,

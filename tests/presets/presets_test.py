@@ -6,11 +6,11 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import launch
+from fedjax_pfl.cli import command as launch
 from fedjax_pfl.presets import baseline, factorized_fl
 from fedjax_pfl.presets.words import DATASETS, apply_words
 from fedjax_pfl.settings import configuration
-from tests.experiments.launch_test import message
+from tests.cli.command_test import message
 
 
 def test_a_preset_is_its_words():

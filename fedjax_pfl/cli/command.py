@@ -13,8 +13,8 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from experiments.spawn import Given, together
 from fedjax_pfl import presets
+from fedjax_pfl.cli.processes import Given, together
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration, custom, listing, selection

@@ -1,0 +1,1 @@
+"""The installed command `fedjax-pfl`."""
