@@ -41,8 +41,8 @@ API = {
     ],
     "Writing a method": [
         "fedjax_pfl.core.algorithm",
-        "fedjax_pfl.algorithms.common",
-        "fedjax_pfl.algorithms.split_model",
+        "fedjax_pfl.algorithms.shared.common",
+        "fedjax_pfl.algorithms.shared.split_model",
         "fedjax_pfl.core.local_training",
         "fedjax_pfl.core.trees",
         "fedjax_pfl.core.task",
@@ -70,12 +70,12 @@ API = {
     "Networks": [
         "fedjax_pfl.networks",
         "fedjax_pfl.networks.lowerings.conv",
-        "fedjax_pfl.networks.modular",
-        "fedjax_pfl.networks.hypernet",
-        "fedjax_pfl.networks.layer_weights",
-        "fedjax_pfl.networks.router",
+        "fedjax_pfl.algorithms.fedmn.modular",
+        "fedjax_pfl.algorithms.pfedhn.hypernet",
+        "fedjax_pfl.algorithms.pfedla.layer_weights",
+        "fedjax_pfl.algorithms.fedmn.router",
         "fedjax_pfl.networks.factorized",
-        "fedjax_pfl.algorithms.matching",
+        "fedjax_pfl.algorithms.shared.matching",
     ],
     "Numbers and reports": [
         "fedjax_pfl.simulation.ledger",

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedpac import mixtures
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.task import classification
-from fedjax_pfl.networks import router
 from fedjax_pfl.settings import configuration
 from tests import documents, tiny
 

@@ -13,7 +13,7 @@ from experiments import tune as tune
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core.algorithm import Algorithm, State, Trained
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.presets import pfedla

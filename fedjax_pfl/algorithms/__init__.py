@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from fedjax_pfl.algorithms.apfl import apfl
 from fedjax_pfl.algorithms.clustered_fl import clustered_fl
 from fedjax_pfl.algorithms.ditto import ditto
-from fedjax_pfl.algorithms.factorized_fl import factorized_fl
-from fedjax_pfl.algorithms.factorized_fl_moved import factorized_fl_moved
+from fedjax_pfl.algorithms.factorized_fl.method import factorized_fl
+from fedjax_pfl.algorithms.factorized_fl.moved_variant import factorized_fl_moved
 from fedjax_pfl.algorithms.fedala import fedala
 from fedjax_pfl.algorithms.fedamp import fedamp
 from fedjax_pfl.algorithms.fedas import fedas
@@ -22,8 +22,8 @@ from fedjax_pfl.algorithms.fedbn import fedbn
 from fedjax_pfl.algorithms.feddyn import feddyn
 from fedjax_pfl.algorithms.fedem import fedem
 from fedjax_pfl.algorithms.fedfomo import fedfomo
-from fedjax_pfl.algorithms.fedmn import fedmn
-from fedjax_pfl.algorithms.fedmn_correlation import fedmn_correlation
+from fedjax_pfl.algorithms.fedmn.correlation_variant import fedmn_correlation
+from fedjax_pfl.algorithms.fedmn.method import fedmn
 from fedjax_pfl.algorithms.fedpac import fedpac
 from fedjax_pfl.algorithms.fedper import fedper
 from fedjax_pfl.algorithms.fedproto import fedproto
@@ -35,8 +35,8 @@ from fedjax_pfl.algorithms.lg_fedavg import lg_fedavg
 from fedjax_pfl.algorithms.local import local
 from fedjax_pfl.algorithms.per_fedavg import per_fedavg
 from fedjax_pfl.algorithms.pfedgraph import pfedgraph
-from fedjax_pfl.algorithms.pfedhn import pfedhn, pfedhn_pc
-from fedjax_pfl.algorithms.pfedla import pfedla
+from fedjax_pfl.algorithms.pfedhn.method import pfedhn, pfedhn_pc
+from fedjax_pfl.algorithms.pfedla.method import pfedla
 from fedjax_pfl.algorithms.pfedme import pfedme
 from fedjax_pfl.algorithms.pfedpara import pfedpara
 from fedjax_pfl.algorithms.scaffold import scaffold

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import at_least

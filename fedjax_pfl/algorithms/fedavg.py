@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     Cohort,

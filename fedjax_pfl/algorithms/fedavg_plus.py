@@ -10,8 +10,8 @@ Deviations: none. Momentum begins at zero in each tuning.
 
 from typing import Any
 
-from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.local_training import Training, constant

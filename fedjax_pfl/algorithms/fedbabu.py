@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.split_model import Client, of_layers, partly_shared
+from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least, one_of

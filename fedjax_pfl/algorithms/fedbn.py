@@ -8,8 +8,8 @@ served the shared layers with BatchNorm as it started.
 
 from typing import Any
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
+from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.split_model import of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least

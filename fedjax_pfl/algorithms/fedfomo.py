@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.matching import leading
+from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.matching import leading
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,

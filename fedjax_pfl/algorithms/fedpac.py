@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, simplex, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least

@@ -8,7 +8,7 @@ the clients that took part, as in FedAvg.
 
 from typing import Any
 
-from fedjax_pfl.algorithms.split_model import of_layers, partly_shared
+from fedjax_pfl.algorithms.shared.split_model import of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 

@@ -23,8 +23,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.local import Client, local
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least, one_of

@@ -10,8 +10,8 @@ parameters, never statistics. Clipping, where it is set, measures the whole grad
 
 from typing import Any
 
-from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Trained, Visit
 from fedjax_pfl.core.errors import at_least

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import need

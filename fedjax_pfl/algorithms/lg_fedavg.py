@@ -9,7 +9,7 @@ here, as in their code, is the head alone, which every network can do.
 
 from typing import Any
 
-from fedjax_pfl.algorithms.split_model import last_layers, of_layers, partly_shared
+from fedjax_pfl.algorithms.shared.split_model import last_layers, of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,

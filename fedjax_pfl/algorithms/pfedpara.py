@@ -10,7 +10,7 @@ weighted by examples, as in FedAvg.
 
 from typing import Any
 
-from fedjax_pfl.algorithms.split_model import partly_shared
+from fedjax_pfl.algorithms.shared.split_model import partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import need

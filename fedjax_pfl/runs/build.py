@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import pfedhn, pfedhn_pc
-from fedjax_pfl.algorithms.hypernetwork_settings import remark
+from fedjax_pfl.algorithms.pfedhn.settings import remark
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError

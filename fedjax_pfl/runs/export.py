@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from fedjax_pfl.algorithms.fedem import Mixture
+from fedjax_pfl.algorithms.fedmn.modular import Modular, Routed
 from fedjax_pfl.algorithms.fedproto import Nearest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Visit
@@ -24,7 +25,6 @@ from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import ClientData, client_data
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels
-from fedjax_pfl.networks.modular import Modular, Routed
 from fedjax_pfl.networks.own import Own
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner

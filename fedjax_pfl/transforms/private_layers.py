@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path as leaves_of
 from jax.tree_util import tree_map_with_path as map_with_path
 
-from fedjax_pfl.algorithms import common
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.algorithms import candidates
-from fedjax_pfl.algorithms.candidates import CandidateTable
+from fedjax_pfl.algorithms.pfedla import candidates
+from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Cohort, Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError

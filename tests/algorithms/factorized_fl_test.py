@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.matching import candidates, cosine
-from fedjax_pfl.algorithms.pruning import collect_mu
+from fedjax_pfl.algorithms.factorized_fl.pruning import collect_mu
+from fedjax_pfl.algorithms.shared.matching import candidates, cosine
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError

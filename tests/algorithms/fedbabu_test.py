@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.split_model import Client
+from fedjax_pfl.algorithms.shared.split_model import Client
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError

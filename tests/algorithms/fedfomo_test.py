@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedfomo import Client, mixture
-from fedjax_pfl.algorithms.matching import leading
+from fedjax_pfl.algorithms.shared.matching import leading
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State, Visit
 from fedjax_pfl.core.errors import UsageError

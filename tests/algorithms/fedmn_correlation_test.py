@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.fedmn import correlation, router
+from fedjax_pfl.algorithms.fedmn.modular import blocks
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Visit
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.networks import correlation, router
-from fedjax_pfl.networks.modular import blocks
 from tests import cases, tiny
 
 KEY = jax.random.key(3)

@@ -14,12 +14,12 @@ import optax
 import pytest
 
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.fedmn import router
+from fedjax_pfl.algorithms.fedmn.modular import Modular, blocks
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.networks import router
-from fedjax_pfl.networks.modular import Modular, blocks
 from tests import cases, rules, tiny
 
 KEY = jax.random.key(3)

@@ -119,4 +119,4 @@ def test_a_network_without_a_head_of_vectors_is_refused():
     object.__setattr__(net, "head", "nothing")
     training = local_training.sgd(steps=1)
     with pytest.raises(UsageError, match=r"^fedproto compares the inputs of the head"):
-        algorithms.fedproto(net, CLASSES, training, federation)
+        algorithms.fedproto(net, training, federation)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.pfedhn import hypernet
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.networks import MLP, LeNet, hypernet
+from fedjax_pfl.networks import MLP, LeNet
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 from tests.algorithms import linear

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.pfedla.layer_weights import normalised
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.randomness import INIT, stage_key
 from fedjax_pfl.networks import LeNet
-from fedjax_pfl.networks.layer_weights import normalised
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny

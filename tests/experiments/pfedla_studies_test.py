@@ -7,7 +7,7 @@ import pytest
 
 from experiments.papers.pfedla import studies
 from experiments.papers.pfedla.similarity import layer_cosines, similarity
-from fedjax_pfl.algorithms.layer_mixing import layer_rows
+from fedjax_pfl.algorithms.pfedla.layer_mixing import layer_rows
 from fedjax_pfl.core.algorithm import State, Visit
 from tests import cases, tiny
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.algorithms.pruning import bytes_used, collect_mu, prune
+from fedjax_pfl.algorithms.factorized_fl.pruning import bytes_used, collect_mu, prune
 from fedjax_pfl.core import trees
 from fedjax_pfl.networks import LeNet, ResNet9
 from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels

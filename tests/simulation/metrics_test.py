@@ -164,9 +164,9 @@ def best_round(task, values, losses, name):
 
 
 def test_the_best_round_is_the_best_and_finite():
-    assert best_round([0.5, 0.9, 0.7], [1, 1, 1], "a") == 2
-    assert best_round([0.5, 0.9, 0.7], [1, np.nan, 1], "a") == 3  # class 0, by chance
-    assert best_round([0.5], [np.inf], "a") is None
+    assert best_round(TASK, [0.5, 0.9, 0.7], [1, 1, 1], "a") == 2
+    assert best_round(TASK, [0.5, 0.9, 0.7], [1, np.nan, 1], "a") == 3  # class 0, by chance
+    assert best_round(TASK, [0.5], [np.inf], "a") is None
     assert best_round(regression(), [5, 2, 3], [5, 2, 3], "squared_error") == 2
 
 

@@ -35,7 +35,7 @@ from experiments.papers.factorized_fl import gradient_distances
 from experiments.papers.factorized_fl.tables import ROWS, TABLES
 from experiments.papers.study import CLIENTS, DATASET, PAPER, ROUNDS, mean_std
 from experiments.papers.table import accuracy, after, moved, plateau
-from fedjax_pfl.algorithms.pruning import collect_mu, prune
+from fedjax_pfl.algorithms.factorized_fl.pruning import collect_mu, prune
 from fedjax_pfl.core import trees
 from fedjax_pfl.presets import factorized_fl as presets
 from fedjax_pfl.runs import runner

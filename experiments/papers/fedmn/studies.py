@@ -33,8 +33,8 @@ from experiments.papers.study import DATASET, ROUNDS, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.cli.command import DATA_DIR
-from fedjax_pfl.networks import router
 from fedjax_pfl.runs import runner
 
 BLOCKS = flags.DEFINE_list("blocks", [], "Blocks and layers, in figure2. Default: 8.")

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.layer_mixing import LayerRows, layer_rows, mix
+from fedjax_pfl.algorithms.pfedla.layer_mixing import LayerRows, layer_rows, mix
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,

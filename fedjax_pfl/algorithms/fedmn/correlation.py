@@ -27,11 +27,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.algorithms.fedmn import router
+from fedjax_pfl.algorithms.fedmn.router import Routing
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.examples import Batch, ClientData
-from fedjax_pfl.networks import router
-from fedjax_pfl.networks.router import Routing
 
 PyTree = Any
 STATISTICS = "router_statistics"

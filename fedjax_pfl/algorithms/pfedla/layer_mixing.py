@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.algorithms.pfedla.layer_weights import NORMALISE
 from fedjax_pfl.core import far, trees
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import MOST_LAYERS, at_least, need, one_of
-from fedjax_pfl.networks.layer_weights import NORMALISE
 
 PyTree = Any
 

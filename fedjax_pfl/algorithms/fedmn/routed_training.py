@@ -6,8 +6,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms import common
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.fedmn import router
+from fedjax_pfl.algorithms.fedmn.modular import (
+    Modular,
+    Routed,
+    WithLogits,
+    block_of,
+    blocks,
+    keep_inactive,
+    pretrained,
+)
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -21,16 +31,6 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError, at_least, need
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.networks import router
-from fedjax_pfl.networks.modular import (
-    Modular,
-    Routed,
-    WithLogits,
-    block_of,
-    blocks,
-    keep_inactive,
-    pretrained,
-)
 from fedjax_pfl.networks.own import Own
 
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.pruning import bytes_used, prune, share_pruned, with_l1
-from fedjax_pfl.algorithms.split_model import Client
+from fedjax_pfl.algorithms.factorized_fl.pruning import bytes_used, prune, share_pruned, with_l1
+from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.split_model import Client
 from fedjax_pfl.core import far, local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.algorithms.fedmn import correlation, router
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.networks import correlation, router
 from tests import tiny
 
 KEY = jax.random.key(3)

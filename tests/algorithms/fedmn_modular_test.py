@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.networks import MLP, LeNet, router
-from fedjax_pfl.networks.modular import Modular, blocks, keep_inactive, mean
+from fedjax_pfl.algorithms.fedmn import router
+from fedjax_pfl.algorithms.fedmn.modular import Modular, blocks, keep_inactive, mean
+from fedjax_pfl.networks import MLP, LeNet
 
 KEY = jax.random.key(3)
 LAYOUT = (2, 2, 2)

@@ -8,19 +8,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.hypernetwork_settings import (
+from fedjax_pfl.algorithms.pfedhn import hypernet
+from fedjax_pfl.algorithms.pfedhn.settings import (
     Settings,
     check,
     class_shares,
     embedding_length,
     server_optimizer,
 )
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import alone
-from fedjax_pfl.networks import hypernet
 
 
 class Server(NamedTuple):

@@ -26,12 +26,12 @@ clipping, decay and momentum are separate.
 
 from typing import Any
 
-from fedjax_pfl.algorithms.routed_training import assemble, check
+from fedjax_pfl.algorithms.fedmn.modular import Modular
+from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check
+from fedjax_pfl.algorithms.fedmn.router import Router, concatenated, paths
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import one_of
-from fedjax_pfl.networks.modular import Modular
-from fedjax_pfl.networks.router import Router, concatenated, paths
 
 
 def fedmn(

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from scipy.stats import chi2
 
+from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.networks import router
 from tests import tiny
 
 KEY = jax.random.key(3)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.algorithms.matching import cosines
+from fedjax_pfl.algorithms.shared.matching import cosines
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Cohort, Federation, PyTree
 from fedjax_pfl.core.errors import need

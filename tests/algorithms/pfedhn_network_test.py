@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fedjax_pfl.algorithms.pfedhn import hypernet
+from fedjax_pfl.algorithms.pfedhn.hypernet import Hypernetwork
 from fedjax_pfl.core import trees
-from fedjax_pfl.networks import LeNet, hypernet
-from fedjax_pfl.networks.hypernet import Hypernetwork
+from fedjax_pfl.networks import LeNet
 from tests import tiny
 
 KEY = jax.random.key(2)

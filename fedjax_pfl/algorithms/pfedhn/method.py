@@ -31,8 +31,8 @@ were given out least, as the authors' code does (the paper: classes are sampled)
 
 from typing import Any
 
-from fedjax_pfl.algorithms.hypernetwork import build_algorithm
-from fedjax_pfl.algorithms.hypernetwork_settings import Settings
+from fedjax_pfl.algorithms.pfedhn.hypernetwork import build_algorithm
+from fedjax_pfl.algorithms.pfedhn.settings import Settings
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.local_training import Training
 

@@ -12,8 +12,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.core import trees
-from fedjax_pfl.networks import init, router
+from fedjax_pfl.networks import init
 
 
 class Modular(nn.Module):

@@ -27,10 +27,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.algorithms import candidates as mixing_candidates
-from fedjax_pfl.algorithms import common
-from fedjax_pfl.algorithms.candidates import CandidateTable, MixingInputs
-from fedjax_pfl.algorithms.layer_mixing import check, largest, layer_rows, mix
+from fedjax_pfl.algorithms.pfedla import candidates as mixing_candidates
+from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable, MixingInputs
+from fedjax_pfl.algorithms.pfedla.layer_mixing import check, largest, layer_rows, mix
+from fedjax_pfl.algorithms.pfedla.layer_weights import LayerWeights, normalised
+from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -42,7 +43,6 @@ from fedjax_pfl.core.algorithm import (
     Trained,
     Visit,
 )
-from fedjax_pfl.networks.layer_weights import LayerWeights, normalised
 
 
 class ServerState(NamedTuple):

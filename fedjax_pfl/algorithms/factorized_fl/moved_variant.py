@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.algorithms.factor_mixing import (
+from fedjax_pfl.algorithms.factorized_fl.factor_mixing import (
     Matching,
     Penalty,
     body_layers,
     factor_mixing,
     stacked_leaf,
 )
-from fedjax_pfl.algorithms.matching import candidates, cosine, cosines
+from fedjax_pfl.algorithms.shared.matching import candidates, cosine, cosines
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree
 from fedjax_pfl.core.errors import at_least, need, one_of

@@ -12,11 +12,11 @@ with the other clients (`networks.correlation`). Three more things differ from `
 
 from typing import Any
 
-from fedjax_pfl.algorithms.routed_training import assemble, check
+from fedjax_pfl.algorithms.fedmn.correlation import Correlation, correlated
+from fedjax_pfl.algorithms.fedmn.modular import Modular
+from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.networks.correlation import Correlation, correlated
-from fedjax_pfl.networks.modular import Modular
 
 
 def fedmn_correlation(
