@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from fedjax_pfl.algorithms.matching import RULES
-from fedjax_pfl.networks.layer_weights import NORMALISE
 
 from experiments import list as command
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.algorithms.fedfomo import REFERENCES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
+from fedjax_pfl.algorithms.pfedla.layer_weights import NORMALISE
+from fedjax_pfl.algorithms.shared.matching import RULES
 from fedjax_pfl.cli.command import description
 from fedjax_pfl.core import task
 from fedjax_pfl.networks.factorized import LAYOUTS

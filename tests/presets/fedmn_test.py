@@ -7,8 +7,9 @@ import pytest
 from experiments.papers.fedmn import studies as studies
 from experiments.papers.fedmn.tables import PUBLISHED
 from fedjax_pfl import algorithms
+from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.core import trees
-from fedjax_pfl.networks import CNN, MobileNet, router
+from fedjax_pfl.networks import CNN, MobileNet
 from fedjax_pfl.presets import fedmn
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import ALGORITHMS

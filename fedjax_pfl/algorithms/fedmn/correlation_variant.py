@@ -3,7 +3,7 @@
 A variant of this library, not of Wang et al., 2022. FedMN averages embeddings of images and
 labels side by side, so groups of clients that number the same classes differently look alike to its
 router. Here the logits follow from how φx(x) and φy(y) correlate over a client's examples, compared
-with the other clients (`networks.correlation`). Three more things differ from `fedmn`:
+with the other clients (`correlation.py`). Three more things differ from `fedmn`:
 
   gates are hard;
   a client holds a block, or an encoder, only if it lies on a path from an encoder to the output;
