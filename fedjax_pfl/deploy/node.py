@@ -61,6 +61,11 @@ def answer(node: Node, content: bytes) -> bytes:
             return client.answer(_client(node, request, settings, words), request)
     except InvalidError as error:
         return refusal(str(error))
+    except OSError as error:
+        to_stderr(f"{type(error).__name__}: {error}")
+        return refusal(
+            f"its disk cannot be written or read ({error.strerror}); its own log says more"
+        )
     except Exception as error:  # whose text may quote the node's own files, and stays here
         to_stderr(f"{type(error).__name__}: {error}")
         return refusal(f"it failed with {type(error).__name__}; its own log says more")
@@ -138,15 +143,30 @@ def _is_enrolled(folder: Path, mine: Mapping[str, Any]) -> bool:
             "its examples are not those that it enrolled with; its owner can remove the folder of "
             "this run, and the node enrols again in a new run"
         )
+    if "federation" in mine and known.get("federation", mine["federation"]) != mine["federation"]:
+        raise InvalidError("the federation that it describes is not that of this run")
     return True
+
+
+def _check_enrolled(folder: Path, mine: Mapping[str, Any]) -> None:
+    """Refuses a request of a run that the node has not enrolled in, or that has changed."""
+    if not _is_enrolled(folder, mine):
+        raise InvalidError("this node has not enrolled in this run")
 
 
 def _digest(plain: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-# Programs, by what they were made of: a process that answers several requests compiles once.
-_made: dict[str, Client] = {}
+class _Joined(NamedTuple):
+    """A node's programs in one run, and what it has enrolled with, as digests."""
+
+    client: Client
+    enrolled: dict[str, Any]
+
+
+# By what they were made of: a process that answers several requests compiles once.
+_made: dict[str, _Joined] = {}
 _MOST = 16
 
 
@@ -154,15 +174,16 @@ def _client(
     node: Node, request: wire.Message, settings: ConfigDict, words: configuration.Words
 ) -> Client:
     parts = [request.facts[word] for word in ("settings", "federation", "run", "client")]
-    name = json.dumps([repr(node), *parts], sort_keys=True)
-    if name in _made:
-        return _made[name]
     given, description, run, i = parts
-    mine = examples.read(node.file)
+    name = json.dumps([repr(node), *parts], sort_keys=True)
     folder = client.folder(node.folder, run)
-    asked = {"client": i, "settings": _digest(given), "examples": mine.digest()}
-    if not _is_enrolled(folder, asked):
-        raise InvalidError("this node has not enrolled in this run")
+    if name in _made:
+        _check_enrolled(folder, _made[name].enrolled)
+        return _made[name].client
+    mine = examples.read(node.file)
+    enrolled = {"client": i, "settings": _digest(given), "examples": mine.digest()}
+    enrolled["federation"] = _digest(description)
+    _check_enrolled(folder, enrolled)
     data = examples.fitted(mine, description, i)
     _, method = assembly.built(settings, words, description, data)
     disk = Disk(folder / f"client-{i}")
@@ -185,7 +206,9 @@ def _client(
     parts_of_round = (programs.shapes.client, programs.shapes.payload, programs.shapes.answer)
     if sum(map(trees.leaf_bytes, jax.tree.leaves(parts_of_round))) > MOST_BYTES:
         raise InvalidError(f"its model needs more than {MOST_BYTES:,} bytes in a round")
+    if own_state.describe(folder / ENROLLED, schema.ENROLLED) != enrolled:
+        own_state.whole(folder / ENROLLED, json.dumps(enrolled).encode() + b"\n")
     while len(_made) >= _MOST:
         del _made[next(iter(_made))]
-    _made[name] = Client(run, i, programs, data, disk, keep)
-    return _made[name]
+    _made[name] = _Joined(Client(run, i, programs, data, disk, keep), enrolled)
+    return _made[name].client

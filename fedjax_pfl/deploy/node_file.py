@@ -48,11 +48,18 @@ class NodeFile(NamedTuple):
 
 def read(path: Path) -> NodeFile:
     """Reads a node's file; UsageError where it is none."""
+    return parsed(json_object(path), str(path))
+
+
+def json_object(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file, which `parsed` checks."""
     try:
-        content = json.loads(path.expanduser().read_text())
+        found = json.loads(path.expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from None
-    return parsed(content, str(path))
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} must be an object")
+    return found
 
 
 def parsed(content: Any, where: str) -> NodeFile:
@@ -73,9 +80,17 @@ def parsed(content: Any, where: str) -> NodeFile:
     groups = set(configuration.DATASETS) | set(configuration.PARTITIONS)
     if other := sorted((set(mine) & groups) - kept):
         raise UsageError(f"{where} has settings of {other[0]}, which its dataset does not use")
+    for name, listed in {"labels": content.get("labels"), **content.get("words", {})}.items():
+        if isinstance(listed, list) and len(set(listed)) < len(listed):
+            raise UsageError(f"{where} states a word of {name} twice; state each once")
+    settings = tuples(mine)
+    try:
+        configuration.specify(configuration.complete(settings))
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
     rest = {name: content[name] for name in own if name in content}
     rest["code"] = tuple(rest.get("code", ()))
-    return NodeFile(data=tuples(mine), **rest)
+    return NodeFile(data=settings, **rest)
 
 
 def tuples(plain: Any) -> Any:

@@ -197,7 +197,11 @@ LARGEST = 1e30  # of a mean; squares of it still are finite in float64
 ENROL, TRAIN, EVALUATE = "enrol", "train", "evaluate"
 
 NAME = Text(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
-SPOKEN = Text(r"[^\x00-\x1f\x7f]{1,200}")  # names that people have chosen
+# Names that people have chosen, without control characters, halves of a character, and marks that
+# change the direction of writing.
+SPOKEN = Text(
+    r"[^\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]{1,200}"
+)
 RUN = Text(r"[0-9a-f]{4,64}")
 DIGEST = Text(r"[0-9a-f]{64}")
 CLIENT = Integer(0, MOST_CLIENTS - 1)
@@ -288,11 +292,28 @@ VISIT = Fields(
     }
 )
 CLIENT_FILE = Fields({"client": CLIENT})  # client.json of a node's folder
-# enrolled.json of a run at a node: what it was asked at first, and its examples, as digests
-ENROLLED = Fields({"client": CLIENT, "settings": DIGEST, "examples": DIGEST})
+# enrolled.json of a run at a node, as digests: the settings that it was asked with, its examples,
+# and the federation that its first request of a round described
+ENROLLED = Fields(
+    {"client": CLIENT, "settings": DIGEST, "examples": DIGEST}, {"federation": DIGEST}
+)
 DEPLOYED = Fields(
     {}, {"run": RUN, "starts": Integer(0, 2**53), "federation": FEDERATION}
 )  # deployed.json of a run directory
+_PATH = Text(r"(?s:[^\x00]){1,4096}")
+RUN_FILE = Fields(
+    {"config": Table(NAME, Settings(), 1000), "workdir": _PATH, "log": _PATH},
+    {
+        "waiting": Fields(
+            {},
+            {
+                "seconds": Real(1, 1e9),
+                "least": Integer(0, MOST_CLIENTS),
+                "tries": Integer(1, MOST_ROUNDS),
+            },
+        )
+    },
+)  # the file of a run that the server's app is given
 KEYS = Table(Text("0|[1-9][0-9]{0,6}"), DIGEST, MOST_CLIENTS)
 OUTCOME = Fields({}, {"directory": Text(r"(?s:.){1,4096}"), "error": Text(r"(?s:.){0,2000}")})
 _VOCABULARY = Either(Integer(1, MOST_OUTPUTS), Items(SPOKEN, MOST_NAMES, 1))

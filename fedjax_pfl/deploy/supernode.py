@@ -40,7 +40,8 @@ def main(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0].startswith("-"):
         raise UsageError("give the node's folder, and then the arguments of flower-supernode")
     for word in arguments:
-        if word.partition("=")[0] in _REFUSED:
+        flag = word.partition("=")[0]
+        if len(flag) > 2 and any(name.startswith(flag) for name in _REFUSED):  # Flower shortens
             raise UsageError(f"{word} would let the server's code run on this node; leave it out")
     folder = Path(arguments[0]).expanduser().absolute()
     own = [str(commands(folder)), str(Path(sys.executable).parent), os.environ.get("PATH", "")]

@@ -99,7 +99,7 @@ def run(
 def _file_of(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
     """Returns the content of node i's file: its owner's, or a part of the configured dataset."""
     if data:
-        content = json.loads(Path(data[0]).read_text())
+        content = node_file.json_object(Path(data[0]))
     elif ":" in config["dataset"]:
         raise UsageError(
             f"dataset is {config['dataset']}, and a node's own file says what it reads; give "
@@ -108,10 +108,11 @@ def _file_of(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str
     else:
         names = (*node_file.OF_DATA, *node_file.SHARED)
         content = {name: config[name] for name in names if config.get(name) is not None}
-    if content.setdefault("client", i) != i:
-        raise UsageError(f"{data[0]} is of client {content['client']}, and is given for client {i}")
-    content["code"] = [*content.get("code", []), *assembly.brought(config).values()]
-    node_file.parsed(content, data[0] if data else "the configuration")
+    content.setdefault("client", i)
+    file = node_file.parsed(content, data[0] if data else "the configuration")
+    if file.client != i:
+        raise UsageError(f"{data[0]} is of client {file.client}, and is given for client {i}")
+    content["code"] = [*file.code, *assembly.brought(config).values()]
     return content
 
 
@@ -131,7 +132,8 @@ def _follow(
     while True:
         alive = bool(guard.left(started.home, _SERVER))  # before its outcome is looked for
         outcome = own_state.describe(outcome_of(log), schema.OUTCOME)  # before its last line is
-        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        text = log.read_text(encoding="utf-8") if log.exists() else ""
+        lines = text.splitlines(keepends=True)
         for line in lines[seen:]:
             if not line.endswith("\n"):
                 break

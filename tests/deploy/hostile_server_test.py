@@ -1,13 +1,18 @@
 """A server that wants more than its part: what a node answers, by the bytes that it is sent."""
 
 import copy
+import errno
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedjax_pfl.deploy import assembly, enrolment, node, node_file, run, schema, wire
+from fedjax_pfl.deploy import assembly, enrolment, node, node_file, run, schema, server, wire
+from fedjax_pfl.deploy.programs import AtServer
+from fedjax_pfl.deploy.server import Server
 from tests.deploy.run_test import CONFIG, Nodes, made_node
 from tests.deploy.schema_test import FEDERATION
 
@@ -255,6 +260,64 @@ def test_a_federation_of_other_examples_is_refused(
         del place[last]
     line = why(own(tmp_path), asked("train", federation=changed))
     assert "does not have this node's examples" in line or "other columns" in line
+
+
+@pytest.fixture
+def joined(federation: dict[str, Any], tmp_path: Path) -> tuple[node.Node, Server]:
+    """A node that has trained for one round, and its server."""
+    one = own(tmp_path, None)
+    settings, words = assembly.complete(ONE)
+    built, method = assembly.built(settings, words, federation)
+    programs = AtServer(method, built.data, 1)
+    made = Server(RUN, 0, programs, {"settings": SENT, "federation": federation})
+    content = node.answer(one, server.open_round(made, server.begin(made), 0).requests[0])
+    assert wire.decode(content, len(content), schema.ANSWER).facts["kind"] == "train"
+    return one, made
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("deviation", [1e-30, 1e30]), ("mean", [40.0, 0.0]), ("held_out", 1), ("groups", 2)],
+)
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_run_keeps_the_federation_that_its_first_round_had(
+    name: str, value: Any, restarted: bool, joined: tuple[node.Node, Server]
+):
+    """A server cannot choose for each request how a node's columns are normalised."""
+    one, made = joined
+    if restarted:
+        node._made.clear()
+    more = {**made.more, "federation": {**made.more["federation"], name: value}}
+    other = made._replace(more=more)
+    opened = server.open_evaluation(other, server.begin(made), 1, [0])
+    line = "the federation that it describes is not that of this run"
+    assert why(one, opened.requests[0]) == line
+    again = server.open_evaluation(made, server.begin(made), 1, [0])
+    content = node.answer(one, again.requests[0])
+    assert wire.decode(content, len(content), schema.ANSWER).facts["kind"] == "evaluate"
+
+
+def test_a_node_whose_owner_removes_the_folder_of_a_run_has_left_it(
+    joined: tuple[node.Node, Server],
+):
+    """At once, without a restart of its worker."""
+    one, made = joined
+    shutil.rmtree(one.folder / f"run-{RUN}")
+    opened = server.open_round(made, server.begin(made), 0)
+    assert why(one, opened.requests[0]) == "this node has not enrolled in this run"
+    assert not (one.folder / f"run-{RUN}").exists()
+
+
+def test_a_full_disk_at_enrolment_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path))
+
+    one = own(tmp_path)
+    with monkeypatch.context() as now:
+        now.setattr(os, "fsync", full)
+        line = why(one, asked())
+    assert line.startswith("its disk cannot be written or read (No space left on device)")
+    assert described(one)
 
 
 def test_a_payload_of_another_shape_is_refused(federation: dict[str, Any], tmp_path: Path):

@@ -40,6 +40,7 @@ def test_a_supernode_finds_these_programs_first(tmp_path: Path, monkeypatch: pyt
     first = environment["PATH"].split(os.pathsep)[0]
     assert Path(first, "flwr-clientapp").read_text().startswith("#!/bin/sh\nexec")
     for words in ([], ["--superlink"], [str(tmp_path), "--isolation=process"],
+                  [str(tmp_path), "--isol", "process"],
                   [str(tmp_path), "--allow-runtime-dependency-installation"]):  # fmt: skip
         with pytest.raises(UsageError):
             supernode.main(words)
