@@ -51,25 +51,29 @@ def outcome_of(log: Path) -> Path:
 
 def run_by(grid: Grid, path: str) -> None:
     """Runs over a SuperLink what a JSON file says: `config`, `workdir`, `log` and `waiting`."""
-    asked = json.loads(Path(path).read_text())
+    asked = describe(Path(path), schema.RUN_FILE)
+    if not asked:
+        raise UsageError(f"{path} is missing; it must hold the run's config, workdir and log")
     directory = Path(asked["workdir"])
     directory.parent.mkdir(parents=True, exist_ok=True)
     outcome = outcome_of(Path(asked["log"]))
     outcome.unlink(missing_ok=True)
 
     def tell(line: str) -> None:
-        with open(asked["log"], "a") as file:
+        with open(asked["log"], "a", encoding="utf-8") as file:
             file.write(one_line(line) + "\n")
 
     def ends(**how: str) -> None:
         whole(outcome, json.dumps(how).encode() + b"\n")
 
     try:
-        waiting = run.Waiting(**asked["waiting"])
-        exchange = ByFlower(grid, directory, asked["config"]["clients"], tell)
+        config = tuples(asked["config"])
+        clients = run.assembly.complete(config)[0].clients
+        waiting = run.Waiting(**asked.get("waiting", {}))
+        exchange = ByFlower(grid, directory, clients, tell)
         tell(f"Waiting for the nodes of {exchange.count} clients")
         tell(f"{exchange.wait(waiting.seconds)} of {exchange.count} are online")
-        done = run.run(tuples(asked["config"]), directory, exchange, waiting, tell)
+        done = run.run(config, directory, exchange, waiting, tell)
         tell(f"The run has ended: {done.directory}")
         ends(directory=str(done.directory))
     except UsageError as error:
@@ -116,11 +120,11 @@ class ByFlower:
                 self.once(f"{one.name!a} is no client's name: use {NAME}0 to {last}; refused")
                 continue
             key = hashlib.sha256(one.public_key).hexdigest()
-            if keys.setdefault(number, key) != key or list(keys.values()).count(key) > 1:
+            others = [other for other in keys if other != number and keys[other] == key]
+            if keys.get(number, key) != key or others:
                 self.once(f"{one.name} has another key than before, or another client's: refused")
-                if number not in before:
-                    del keys[number]
                 continue
+            keys[number] = key
             found[int(number)] = Online(one.node_id, one.last_activated_at)
         if keys != before:
             whole(path, json.dumps(keys, indent=2).encode() + b"\n")

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+import jax
+from ml_collections import ConfigDict
+
+from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly, enrolment, own_state, schema, server
 from fedjax_pfl.deploy.lines import one_line, to_stderr
@@ -20,10 +24,13 @@ from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, progress, run_directory, run_state
 from fedjax_pfl.runs.build import Built
 from fedjax_pfl.runs.run_state import Member
-from fedjax_pfl.simulation import ledger, metrics
+from fedjax_pfl.settings import configuration
+from fedjax_pfl.simulation import forecast, ledger, metrics
 from fedjax_pfl.simulation.records import Evaluation
 
 FILE = "deployed.json"  # in the run directory: the run's name, its starts, and who its clients are
+# Why a run cannot be made longer.
+_FIXED = "its nodes keep the settings that they enrolled with"
 WIRE = "wire.jsonl"  # a line per round: who was absent; bytes of messages beside the ledger's
 
 
@@ -83,9 +90,11 @@ def run(
             f"{settings.clients_per_round or settings.clients} clients; want fewer"
         )
     sent = assembly.sent(given)
-    with run_directory.claimed(Path(workdir), config) as directory:
-        run_directory.write_made(directory)
-        known = _known(directory)
+    with run_directory.claimed(Path(workdir), config, lambda: _FIXED) as directory:
+        with run_directory.writing(directory):
+            run_directory.write_made(directory)
+        store = checkpoints.open_store(directory / "checkpoints")
+        known = _known(directory, saved=bool(store.steps()))
         federation = known.get("federation") or enrolment.enrol(
             known["run"],
             known["starts"],
@@ -95,22 +104,61 @@ def run(
             waiting.tries,
             say,
         )
-        built, method = assembly.built(settings, words, federation)
+        built, method, programs = _built(settings, words, federation)
         more = {"settings": sent, "federation": federation}
-        programs = AtServer(method, built.data, built.phases[0].work.cohort)
-        _write(directory, {**known, "federation": federation})  # which a method could be built of
         one = Server(known["run"], known["starts"], programs, more)
         member = Member("", settings, config, directory)
-        member.store = checkpoints.open_store(directory / "checkpoints")
-        return _Running(built, method, one, member, exchange, waiting, say).all()
+        member.store = store
+        running = _Running(built, method, one, member, exchange, waiting, say)
+        try:
+            standing = jax.block_until_ready(running.resumed())
+        except jax.errors.JaxRuntimeError as error:
+            raise UsageError(
+                f"no state can be made for what the nodes describe ({error})"
+            ) from error
+        _write(directory, {**known, "federation": federation})  # for which there is a state
+        return running.all(standing)
 
 
-def _known(directory: Path) -> dict[str, Any]:
+def _built(
+    settings: ConfigDict, words: configuration.Words, federation: Mapping[str, Any]
+) -> tuple[Built, Method, AtServer]:
+    """Builds the server's side; UsageError if nodes have described what no method can have."""
+    try:
+        built, method = assembly.built(settings, words, federation)
+        programs = AtServer(method, built.data, built.phases[0].work.cohort)
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"no method can be built for what the nodes describe ({type(error).__name__}: {error})"
+        ) from error
+    state = sum(map(trees.leaf_bytes, jax.tree.leaves(programs.shapes[0].state)))
+    messages = [(one.payload, one.answer.upload) for one in programs.shapes]
+    of_client = max(sum(map(trees.leaf_bytes, jax.tree.leaves(one))) for one in messages)
+    need = state + of_client * programs.cohort
+    if lack := forecast.lacking(forecast.Need(need, 0, 0), forecast.room()):
+        raise UsageError(
+            f"the server needs {lack}, for what the nodes describe; take a smaller model, or see "
+            "to the nodes' files"
+        )
+    return built, method, programs
+
+
+def _known(directory: Path, *, saved: bool) -> dict[str, Any]:
     """Returns the run's name and how often it was started, this time included.
 
     Nodes bind themselves to a name when they enrol, so that it changes until all have enrolled.
+
+    Args:
+      saved: there are checkpoints, so that all have enrolled.
     """
     known = own_state.describe(directory / FILE, schema.DEPLOYED)
+    if saved and "federation" not in known:
+        raise UsageError(
+            f"{directory / FILE} is missing or not whole, and nodes know this run by the name in "
+            "it; bring it back from a copy, or choose another workdir"
+        )
     if "federation" not in known:
         known["run"] = secrets.token_hex(8)
     known["starts"] = known.get("starts", -1) + 1
@@ -134,9 +182,8 @@ class _Running(NamedTuple):
     waiting: Waiting
     tell: Tell
 
-    def all(self) -> Done:
-        """Runs from the last checkpoint to the end."""
-        standing = self.resumed()
+    def all(self, standing: Standing) -> Done:
+        """Runs from a state to the end."""
         self.noted_until(self.member.at.round)
         member, end = self.member, self.built.phases[0].end
         run_state.begin(member)

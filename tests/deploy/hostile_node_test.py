@@ -14,9 +14,10 @@ import pytest
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import enrolment, own_state, run, schema, server, wire
 from fedjax_pfl.deploy.schema import InvalidError
+from fedjax_pfl.simulation import forecast
 from tests.deploy.faults_test import changed, made
 from tests.deploy.loopback import RUN, Loopback
-from tests.deploy.run_test import CONFIG, Nodes
+from tests.deploy.run_test import CONFIG, PART, Nodes
 from tests.deploy.schema_test import DESCRIBED, put
 from tests.deploy.schema_test import del_ as missing
 
@@ -97,7 +98,7 @@ def test_a_description_is_kept_only_when_it_was_checked(tmp_path: Path):
 
     Nor is it kept if no method can be built of it.
     """
-    nodes = Hostile(tmp_path, WRONG["a count that is text"])
+    nodes: Nodes = Hostile(tmp_path, WRONG["a count that is text"])
     waiting = run.Waiting(tries=2)
     with pytest.raises(UsageError, match="have not enrolled"):
         run.run(ONE_ROUND, tmp_path / "run", nodes, waiting, nodes.said.append)
@@ -113,6 +114,53 @@ def test_a_description_is_kept_only_when_it_was_checked(tmp_path: Path):
     assert len(done.clients) == 3
     known = own_state.describe(tmp_path / "run" / run.FILE, schema.DEPLOYED)
     assert known["run"] != first["run"]
+
+
+class Alone(Nodes):
+    """One node, which describes its examples wrongly, so that no other one says otherwise."""
+
+    def __init__(self, folder: Path, change: Change) -> None:
+        data = [{**PART, "clients": 1, "client": 0}]
+        super().__init__(folder, 1, data=data)
+        self.change = change
+
+    def answer(self, i: int, content: bytes) -> bytes:
+        good = super().answer(i, content)
+        facts = wire.decode(good, len(good)).facts
+        return wire.encode(self.change(facts)) if facts["kind"] == "enrol" else good
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        ("target", ["int32", [3, 4]], "no method can be built for what the nodes describe"),
+        ("constants", {"label_map": ["bool", []]}, "no method can be built"),
+        ("constants", {"classes": ["float32", []]}, "no method can be built"),
+        ("input_shape", [2**28], "the server needs .* for what the nodes describe"),
+    ],
+)
+def test_a_description_that_no_server_can_use_is_one_line_and_is_not_kept(
+    path: str, value: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(run.forecast, "room", lambda: forecast.Room(1e9, 1e9, math.inf, False))
+    config = {**ONE_ROUND, "clients": 1, "clients_per_round": 1}
+    nodes = Alone(tmp_path, lambda facts: put(facts, f"described.{path}", value))
+    with pytest.raises(UsageError, match=line):
+        run.run(config, tmp_path / "run", nodes, run.Waiting(tries=1), nodes.said.append)
+    assert "federation" not in json.loads((tmp_path / "run" / run.FILE).read_text())
+
+
+def test_a_description_is_kept_only_when_there_is_a_state_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: Any) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(server, "begin", full)
+    nodes = Nodes(tmp_path, 3)
+    with pytest.raises(UsageError, match=r"no state can be made .*Out of memory"):
+        run.run(ONE_ROUND, tmp_path / "run", nodes, run.Waiting(tries=1), nodes.said.append)
+    assert "federation" not in json.loads((tmp_path / "run" / run.FILE).read_text())
 
 
 def test_text_of_a_node_is_one_escaped_line_of_a_runs_log(tmp_path: Path):
@@ -295,4 +343,4 @@ def test_a_kept_description_is_checked_when_it_is_read(tmp_path: Path):
     content = json.dumps({"run": RUN, "starts": 0, "federation": bad})
     (tmp_path / "run" / run.FILE).write_text(content)
     with pytest.raises(UsageError, match=r"deployed\.json cannot be read"):
-        run._known(tmp_path / "run")
+        run._known(tmp_path / "run", saved=False)

@@ -1,0 +1,113 @@
+"""Files that people write or lose: those of a node and of a run, keys, and the name of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import node_file, run
+from fedjax_pfl.runs import run_directory
+from tests.deploy.run_test import CONFIG, Nodes
+
+TWO_ROUNDS = {**CONFIG, "rounds": 2, "evaluate_after": False}
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[]", "must be an object"),
+        ("\xff", "cannot be read as JSON"),
+        ('{"dataset": "csv:x", "code": 5}', "code must be a list"),
+        ('{"dataset": "csv:x", "client": "0"}', "client must be a whole number"),
+        ('{"dataset": {"a": 1}}', "dataset is"),
+        ('{"dataset": "nope"}', "there is no dataset 'nope'"),
+        ('{"dataset": "csv:x", "csv": 5}', "csv is a group"),
+        ('{"dataset": "csv:x", "split": "all"}', "split is 'all'"),
+        ('{"dataset": "csv:x", "labels": ["a", "a"]}', "a word of labels twice"),
+        ('{"dataset": "csv:x", "words": {"city": ["a", "a"]}}', "a word of city twice"),
+    ],
+)
+def test_a_wrong_file_of_a_node_is_one_line_when_it_is_read(text: str, line: str, tmp_path: Path):
+    """At the node before it answers anything, and in a trial before anything is started."""
+    pytest.importorskip("flwr")
+    from fedjax_pfl.deploy import trial
+
+    path = tmp_path / "node.json"
+    path.write_text(text, encoding="latin-1")
+    config = {"dataset": "digits", "clients": 2, "partition": "iid"}
+    for read in (lambda: node_file.read(path), lambda: trial._file_of(0, config, [str(path)])):
+        with pytest.raises(UsageError, match=line) as error:
+            read()
+        assert str(error.value).startswith(str(path))
+    with pytest.raises(UsageError, match="No such file"):
+        trial._file_of(0, config, [str(tmp_path / "absent.json")])
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"waiting": {"second": 3}}, r"run\.json\.waiting must be an object without fields but"),
+        ({"waiting": {"seconds": "long"}}, "waiting.seconds must be a number"),
+        ({"waiting": {"least": 1.5}}, "waiting.least must be a whole number"),
+        ({"workdir": 5}, "workdir must be text"),
+        ({"log": None}, "log must be text"),
+        ({"config": {"clients": "3"}}, "clients is '3'"),
+        ({"config": []}, "config must be an object"),
+    ],
+)
+def test_a_wrong_file_of_a_run_is_one_line(changes: Any, line: str, tmp_path: Path):
+    pytest.importorskip("flwr")
+    from fedjax_pfl.deploy import flower
+
+    given = {"config": CONFIG, "workdir": str(tmp_path / "run"), "log": str(tmp_path / "run.log")}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**given, **changes}))
+    with pytest.raises(UsageError, match=line):
+        flower.run_by(None, str(path))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"absent\.json is missing"):
+        flower.run_by(None, str(tmp_path / "absent.json"))  # type: ignore[arg-type]
+
+
+def test_the_first_key_of_a_name_stays_that_clients(tmp_path: Path):
+    """A second node with the name is refused, and cannot take the place of the first later."""
+    pytest.importorskip("flwr")
+    from tests.deploy.flower_test import NODES, Grid, by, there
+
+    first, second = (7, NODES[0], b"a", "online"), (9, NODES[0], b"z", "online")
+    one, said = by(Grid(first, second), tmp_path)
+    assert there(one) == {0: 7}
+    again, _ = by(Grid(second, first), tmp_path)
+    assert there(again) == {0: 7}
+    assert there(by(Grid(second), tmp_path)[0]) == {}
+    assert said == ["client-0 has another key than before, or another client's: refused"]
+
+
+def test_a_run_whose_name_is_lost_does_not_enrol_its_nodes_anew(tmp_path: Path):
+    """Nodes know the run by its name: another one would be another run, and ask for sums again."""
+    nodes = Nodes(tmp_path, 3, until=3 + 2 + 3 + 1)  # in the midst of the second round
+    with pytest.raises(KeyboardInterrupt):
+        run.run(TWO_ROUNDS, tmp_path / "run", nodes, tell=nodes.said.append)
+    name = (tmp_path / "run" / run.FILE).rename(tmp_path / "kept")
+    nodes = Nodes(tmp_path, 3)
+    with pytest.raises(UsageError, match=r"deployed\.json is missing or not whole"):
+        run.run(TWO_ROUNDS, tmp_path / "run", nodes, tell=nodes.said.append)
+    assert nodes.answers == []
+    name.rename(tmp_path / "run" / run.FILE)
+    done = run.run(TWO_ROUNDS, tmp_path / "run", nodes, tell=nodes.said.append)
+    assert done.resumed_at == 1
+    with pytest.raises(UsageError, match="cannot be made longer, because its nodes keep"):
+        run.run({**TWO_ROUNDS, "rounds": 3}, tmp_path / "run", nodes, tell=nodes.said.append)
+
+
+def test_a_full_disk_at_the_start_of_a_run_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_directory, "write_made", full)
+    with pytest.raises(UsageError, match=r"cannot be written .*: make room on its disk"):
+        run.run(TWO_ROUNDS, tmp_path / "run", Nodes(tmp_path, 3))
