@@ -6,7 +6,14 @@ from fedjax_pfl.data.federate import Portions, federate, portions
 from fedjax_pfl.data.partitions import PARTITIONS, partition_settings
 from fedjax_pfl.data.pool import Pool
 from fedjax_pfl.data.request import SPLITS
-from fedjax_pfl.data.sources import SOURCES, kind, load, need, source_settings
+from fedjax_pfl.data.sources import (
+    SOURCES,
+    kind,
+    load,
+    need,
+    reads_own_files,
+    source_settings,
+)
 
 __all__ = [
     "PARTITIONS",
@@ -28,6 +35,7 @@ __all__ = [
     "need",
     "partition_settings",
     "portions",
+    "reads_own_files",
     "source_settings",
     "take",
 ]

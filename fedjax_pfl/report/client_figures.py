@@ -144,7 +144,9 @@ def _histogram(
     takes_part = np.array(active)
     scores = {"before": np.array(before), "after": np.array(after)}
     finite = np.concatenate([values[np.isfinite(values)] for values in scores.values()])
-    edges = np.histogram_bin_edges(finite, _BINS)
+    middle, width = (finite.max() + finite.min()) / 2, np.ptp(finite)
+    width = max(width, 1e-6 * abs(middle)) or 1.0  # scores that are alike but for rounding
+    edges = np.linspace(middle - width / 2, middle + width / 2, _BINS + 1)
     for stage, values in scores.items():
         for which, label in ((takes_part, stage), (~takes_part, f"{stage}, not taking part")):
             counts, _ = np.histogram(values[which & np.isfinite(values)], edges)

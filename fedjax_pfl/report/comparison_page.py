@@ -26,6 +26,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         " gain %: the share of clients that a method serves better than Local does." if fair else ""
     )
     results = _table(
+        "Results",
         f"{word(metric)}{in_unit(metric)} before and after local training at the last evaluation, "
         "and of the worst tenth of the clients before it: mean ± sample standard deviation over "
         f"seeds. Megabytes are those of all clients, mean over seeds.{said}",
@@ -43,6 +44,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     return [
         results,
         _table(
+            "Paired tests",
             f"Mean difference{points} to {_label(rows[0])}, and p of Wilcoxon's signed-rank test "
             "over clients, each with its mean over seeds, before and after local training.",
             ["before", "p", "after", "p", "clients"],
@@ -53,13 +55,15 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     ]
 
 
-def _table(caption: str, heads: list[str], rows: Sequence[tuple[Row, list[str]]]) -> Table:
+def _table(
+    title: str, caption: str, heads: list[str], rows: Sequence[tuple[Row, list[str]]]
+) -> Table:
     """A table of rows and their cells, with this library's variants below a line."""
     papers, variants = (
         [[_label(row), *cells] for row, cells in rows if comparison.is_variant(row) is which]
         for which in (False, True)
     )
-    return Table(caption, heads, papers, variants)
+    return Table(caption, heads, papers, variants, title)
 
 
 def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
@@ -74,7 +78,7 @@ def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
         f"The client that gains most and the one that gains least against {_label(rows[0])}, "
         "before local training, mean over seeds."
     )
-    return [_table(caption, ["most", "least"], cells)] if cells else []
+    return [_table("Clients", caption, ["most", "least"], cells)] if cells else []
 
 
 def _difference(value: float, metric: Metric) -> str:
@@ -93,6 +97,7 @@ def _vital(rows: Sequence[Row]) -> list[Table]:
 
     return [
         _table(
+            "Vital signs",
             "Vital signs at the last evaluation, means over layers and seeds: whether a method's "
             "own mechanism acts. What each is stands in the report of a run.",
             [name.replace("_", " ") for name in names],
@@ -185,9 +190,9 @@ def as_csv(rows: Sequence[Row]) -> str:
         line |= {"better_than_alone": comparison.better_than_alone(row, rows)}
         line |= {"megabytes_down": found.megabytes_down, "megabytes_up": found.megabytes_up}
         line |= {"rounds": found.rounds[0], "most_rounds": found.rounds[1], "seeds": len(row.runs)}
-        tests = {s: comparison.paired(row, rows[0], s) for s in drawing.STAGES}
+        tests = {s: row is rows[0] or comparison.paired(row, rows[0], s) for s in drawing.STAGES}
         for stage, test in tests.items():
-            both = test if isinstance(test, Paired) and row is not rows[0] else None
+            both = test if isinstance(test, Paired) else None
             line |= {f"difference_{stage}": both and both.difference, f"p_{stage}": both and both.p}
         test = tests["before"]
         pairs = test.pairs if isinstance(test, Paired) else f"not paired: {test}"
@@ -208,32 +213,35 @@ FORMATS: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
 
 def write(rows: Sequence[Row], out: Path) -> Path:
     """Tables in every format, the curves, and the page, which is whole when it is there."""
+    made = tables(rows)  # once: of 100,000 clients it takes seconds
+    texts = {
+        "txt": text_tables.text(made),
+        "md": text_tables.markdown(made),
+        "tex": text_tables.latex(made),
+        "csv": as_csv(rows),
+    }
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for render, suffix in FORMATS.values():
-            (out / f"compare.{suffix}").write_text(render(rows) + "\n", encoding="utf-8")
+        for suffix, content in texts.items():
+            (out / f"compare.{suffix}").write_text(content + "\n", encoding="utf-8")
         metric = metric_of(rows[0].runs[0].metrics)
         picture = figures.curves({_label(row): comparison.curve(row) for row in rows}, metric)
         (out / "compare.png").write_bytes(report.png(picture.figure))
         part = out / "compare.html.part"
-        part.write_text(_page(rows, picture), encoding="utf-8")
+        part.write_text(_page(rows, made, picture), encoding="utf-8")
         return part.replace(out / "compare.html")
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror})") from None
 
 
-def _page(rows: Sequence[Row], picture: drawing.Picture) -> str:
+def _page(rows: Sequence[Row], made: Sequence[Table], picture: drawing.Picture) -> str:
     each = [dict(report.flat(row.config)) for row in rows]
     shared = [(k, v) for k, v in each[0].items() if all(one.get(k) == v for one in each)]
     datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)
     count = sum(len(row.runs) for row in rows)
     facts = [", ".join(datasets), f"{count} run" + "s" * (count > 1)]
-    made = tables(rows)
-    titles = ["Results", *(["Paired tests"] if len(rows) > 1 else [])]
-    titles += ["Clients"] if _extremes(rows, metric_of(rows[0].runs[0].metrics)) else []
-    titles += ["Vital signs"]
     sections = "\n".join(
-        f"<section>\n<h2>{title}</h2>\n"
+        f"<section>\n<h2>{table.title}</h2>\n"
         + report.table_block(
             table.caption,
             table.heads,
@@ -243,7 +251,7 @@ def _page(rows: Sequence[Row], picture: drawing.Picture) -> str:
             ),
         )
         + "\n</section>"
-        for title, table in zip(titles, made, strict=False)
+        for table in made
     )
     runs = [
         [_breakable(row.label), str(run.seed), str(run.metrics[-1]["round"]), str(run.directory)]

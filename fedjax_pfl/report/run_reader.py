@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.data.sources import reads_own_files
 from fedjax_pfl.report import csv_tables
 from fedjax_pfl.settings import configuration
 
@@ -93,7 +94,7 @@ def read_made(directory: Path) -> dict[str, Any]:
 
 def examples_of(directory: Path, config: Mapping[str, Any]) -> str | None:
     """Returns the digest of a run's examples: "" if it reads no files, None if it is unknown."""
-    return read_examples(directory) if ":" in str(config.get("dataset")) else ""
+    return read_examples(directory) if reads_own_files(str(config.get("dataset"))) else ""
 
 
 def read_examples(directory: Path) -> str | None:

@@ -64,7 +64,9 @@ def _evaluation(began: float, line: Mapping[str, Any]) -> bytes:
     from tensorboardX.proto.summary_pb2 import Summary
 
     values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars(line)]
-    wall_time = began + sum(line[f"{part}seconds"] for part in ("", "compile_", "checkpoint_"))
+    wall_time = began + sum(
+        line.get(f"{part}seconds") or 0 for part in ("", "compile_", "checkpoint_")
+    )
     return _record(wall_time=wall_time, step=line["round"], summary=Summary(value=values))
 
 

@@ -35,6 +35,7 @@ class Table(NamedTuple):
     heads: list[str]  # of the other columns
     rows: list[list[str]]
     variants: Sequence[list[str]] = ()  # rows below a line: variants of this library
+    title: str = ""  # heading on a page
 
     @property
     def all_rows(self) -> list[list[str]]:

@@ -165,7 +165,7 @@ def described(built: Built) -> dict[str, Any]:
     facts = dict(built.federation.about or {})
     if np.issubdtype(built.data.y.dtype, np.floating):
         facts["score_deviation"] = _deviation(built.data)
-    if ":" in built.phases[0].config.dataset:
+    if data.reads_own_files(built.phases[0].config.dataset):
         owners = np.array(built.federation.owners or (), str)
         arrays = map(np.asarray, jax.tree.leaves(built.data))
         facts["digest"] = data.digest([*arrays, owners])

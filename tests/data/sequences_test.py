@@ -9,7 +9,7 @@ from PIL import Image
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import federate, load, need
 from fedjax_pfl.presets.fedmn import get_config
-from fedjax_pfl.runs.build import build
+from fedjax_pfl.runs.build import build, described
 
 PLAY = """First Citizen:
 abcab
@@ -96,7 +96,9 @@ def test_femnist_is_leafs_folder_in_the_data_folder(tmp_path):
     preset = get_config("femnist-n3")
     preset.data_dir = str(tmp_path)
     preset.fedmn.update(width=2, hidden=2, x_size=2, y_size=2)
-    federation = build(preset).phases[-1].work.federation
+    built = build(preset)
+    assert "digest" in described(built)  # another sample of LEAF's is noticed
+    federation = built.phases[-1].work.federation
     np.testing.assert_array_equal(federation.counts, [8, 8, 8])
     assert (federation.input_shape, federation.outputs) == ((28, 28, 1), 62)
 

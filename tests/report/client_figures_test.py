@@ -39,3 +39,9 @@ def test_the_worst_of_an_error_is_the_largest():
     found = client_figures.quantiles([1.0, 2.0, 3.0, math.nan], SQUARED_ERROR)
     assert (found["worst"], found["median"], found["best"]) == (3.0, 2.0, 1.0)
     assert math.isnan(client_figures.quantiles([math.nan], ACCURACY)["median"])
+
+
+def test_scores_that_differ_by_rounding_are_a_histogram():
+    scores = [0.3 if i % 2 else 0.1 + 0.2 for i in range(client_figures.MOST_POINTS + 1)]
+    clients = [{"client": i, "before_accuracy": v} for i, v in enumerate(scores)]
+    assert client_figures.draw(clients, ACCURACY)

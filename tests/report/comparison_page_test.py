@@ -52,7 +52,9 @@ def test_variants_stand_below_a_line_in_every_format(pair, monkeypatch):
     plain = comparison_page.markdown(rows)
     assert "|\n| Variants of this library: |  |  |  |  |  |  |  |  |\n| Local (variant" in plain
     assert "\\hline\nVariants of this library: \\\\\nLocal" in comparison_page.latex(rows)
-    page = comparison_page._page(rows, figures.curves({}, metric_of(pair[0].runs[0].metrics)))
+    page = comparison_page._page(
+        rows, comparison_page.tables(rows), figures.curves({}, metric_of(pair[0].runs[0].metrics))
+    )
     assert page.count('scope="rowgroup">Variants of this library:</th></tr>\n<tr><th') == 1
 
 

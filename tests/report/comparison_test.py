@@ -368,3 +368,22 @@ def test_better_than_alone(pair):
         local._replace(config={**local.config, "algorithm": "fedavg"}),
     ]
     assert comparison.better_than_alone(swapped[1], swapped) == 1
+
+
+def test_differences_of_tiny_scores_are_no_ties(tmp_path):
+    tiny = [1e-14, 2e-14, 3e-14, 5e-14, 7e-14]
+    larger = [2e-14, 4e-14, 6e-14, 9e-14, 12e-14]
+    paths = [
+        made(tmp_path / name, scores, settings(name), score="mse")
+        for name, scores in (("fedavg", tiny), ("local", larger))
+    ]
+    first, second = rows_of(*paths)
+    found = comparison.paired(second, first, "before")
+    np.testing.assert_allclose(found.difference, 3e-14, rtol=1e-9)
+    assert found.p == 0.0625  # five of five are worse: 2 / 2^5
+
+
+def test_rows_that_a_setting_of_another_version_tells_apart_have_two_labels(tmp_path):
+    old = {**settings(), "gone": 3}
+    rows = rows_of(made(tmp_path / "a", [0.5], old), made(tmp_path / "b", [0.6], settings()))
+    assert [row.label for row in rows] == ["gone=3", "FedAvg"]
