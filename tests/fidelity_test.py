@@ -100,7 +100,7 @@ def test_a_lost_reference_is_found():
     text = (
         "`tests/fidelity_test.py: lost`, `tests/fidelity_test.py: gone`, "
         "`tests/nowhere.py: lost`, `fedjax_pfl/settings/general.py: learning_rate` and "
-        "`fedjax_pfl/algorithms/__init__.py: Method.label`"
+        "`fedjax_pfl/algorithms/shared/method.py: Method.label`"
     )
     assert lost(text) == ["tests/fidelity_test.py: gone", "tests/nowhere.py: lost"]
 

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.diagnostics import Picture
 from fedjax_pfl.core.errors import at_least, need
 from fedjax_pfl.core.examples import Batch
 
@@ -99,3 +101,11 @@ def apfl(
         return {"alpha": state.clients.alpha}
 
     return average._replace(init=init, train=train, personal=personal, observe=observe)
+
+
+APFL = Method(
+    apfl,
+    title="APFL",
+    paper="Deng et al. 2020",
+    pictures={"alpha": Picture("Mixing weights, α", "the weight of each client's own model")},
+)

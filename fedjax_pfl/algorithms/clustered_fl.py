@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
+from fedjax_pfl.core.diagnostics import Diagnostic, Picture, mean, of_array
 from fedjax_pfl.core.errors import at_least
 
 
@@ -60,6 +63,18 @@ def products(deltas: PyTree) -> jax.Array:
     """[K, K]: ⟨Δ_j, Δ_k⟩ over all leaves."""
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(deltas)]
     return sum(jnp.matmul(one, one.T, precision="highest") for one in flat)  # type: ignore[return-value]
+
+
+DIAGNOSTICS = {
+    "clusters": Diagnostic(
+        meaning="clusters that clients are in",
+        value=of_array("cluster", lambda cluster: len(np.unique(cluster))),
+        inactive=lambda value, observed: mean(value) == 1.0,
+        warning="clients have not been split and there is {value:.0f} cluster, which is FedAvg; "
+        "see clustered_fl.mean_below and clustered_fl.longest_above",
+    ),
+}
+PICTURES = {"cluster": Picture("Clusters", "the cluster that each client is in")}
 
 
 def clustered_fl(
@@ -138,3 +153,12 @@ def clustered_fl(
         return {"cluster": state.rows}
 
     return base._replace(init=init, send=send, receive=receive, personal=personal, observe=observe)
+
+
+CLUSTERED_FL = Method(
+    clustered_fl,
+    title="Clustered-FL",
+    paper="Sattler et al. 2020",
+    diagnostics=DIAGNOSTICS,
+    pictures=PICTURES,
+)

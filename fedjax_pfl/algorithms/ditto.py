@@ -15,6 +15,7 @@ import jax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import at_least
@@ -68,3 +69,6 @@ def ditto(
         return client.own
 
     return average._replace(init=init, train=train, personal=personal)
+
+
+DITTO = Method(ditto, title="Ditto", paper="Li et al. 2021")

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import last_layers
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
@@ -118,3 +119,6 @@ def fedala(
         return take_in(state.server, client.own, visit)[0]
 
     return average._replace(init=init, train=train, personal=personal)
+
+
+FEDALA = Method(fedala, title="FedALA", paper="Zhang et al. 2023")

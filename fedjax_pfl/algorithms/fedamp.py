@@ -19,8 +19,10 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import Client, local
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import far, local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.diagnostics import Picture
 from fedjax_pfl.core.errors import UsageError, above, at_least, need, one_of
 
 ATTENTION = ("cosine", "distance")
@@ -109,3 +111,13 @@ def fedamp(
     return alone._replace(
         init=init, send=send, train=train, receive=receive, observe=observe, far=("params",)
     )
+
+
+FEDAMP = Method(
+    fedamp,
+    title="FedAMP",
+    paper="Huang et al. 2021",
+    pictures={
+        "xi": Picture("Weights of models, ξ", "how much of whose model a client is served", "from")
+    },
+)

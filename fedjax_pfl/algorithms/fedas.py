@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least
@@ -138,3 +139,6 @@ def fedas(
 
     average = fedavg(model, training, federation)
     return average._replace(init=init, train=train, receive=receive, personal=personal)
+
+
+FEDAS = Method(fedas, title="FedAS", paper="Yang et al. 2024")

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     Cohort,
@@ -45,3 +46,6 @@ def fedavg(model: Any, training: Training, federation: Federation) -> Algorithm:
         return state.server
 
     return Algorithm(init, send, train, receive, personal, model.apply)
+
+
+FEDAVG = Method(fedavg, title="FedAvg", paper="McMahan et al. 2017")

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
 from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.local_training import Training, constant
@@ -46,3 +47,6 @@ def fedavg_plus(
         return tune(state.server, (), visit)[0]
 
     return fedavg(model, training, federation)._replace(personal=personal)
+
+
+FEDAVG_PLUS = Method(fedavg_plus, title="FedAvg+", paper="Jiang et al. 2019")

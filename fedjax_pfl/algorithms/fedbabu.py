@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
@@ -68,3 +69,6 @@ def fedbabu(
         return trees.join(fine(moves, (), visit, stays)[0], stays)
 
     return joint._replace(init=init, train=train, personal=personal)
+
+
+FEDBABU = Method(fedbabu, title="FedBABU", paper="Oh et al. 2022")

@@ -9,6 +9,7 @@ served the shared layers with BatchNorm as it started.
 from typing import Any
 
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
@@ -28,3 +29,6 @@ def fedbn(model: Any, training: local_training.Training, federation: Federation)
             "set batch_norm, as in model=lenet with lenet.batch_norm=True"
         )
     return partly_shared(model, training, federation, of_layers(norms))
+
+
+FEDBN = Method(fedbn, title="FedBN", paper="Li et al. 2021")

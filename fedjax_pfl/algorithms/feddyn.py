@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above
@@ -89,3 +90,6 @@ def feddyn(
         return model_of(state.server)
 
     return average._replace(init=init, send=send, train=train, receive=receive, personal=personal)
+
+
+FEDDYN = Method(feddyn, title="FedDyn", paper="Acar et al. 2021")

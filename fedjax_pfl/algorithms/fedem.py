@@ -17,12 +17,22 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.diagnostics import (
+    MINIMAL_CHANGE,
+    Diagnostic,
+    Picture,
+    below,
+    entropy_bits,
+    of_array,
+)
 from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.core.examples import Batch, ClientData
 
@@ -52,6 +62,22 @@ class Mixture:
 def responsibilities(losses: jax.Array, pi: jax.Array) -> jax.Array:
     """q [M, B] from the components' losses [M, B]."""
     return jax.nn.softmax(jnp.log(pi)[:, None] - losses, 0)
+
+
+DIAGNOSTICS = {
+    "share_bits": Diagnostic(
+        meaning="entropy of a client's shares π of the components, in bits, the mean over clients",
+        value=of_array("pi", lambda pi: entropy_bits(pi).mean()),
+    ),
+    "deviation": Diagnostic(
+        meaning="deviation of π over clients, the mean over components",
+        value=of_array("pi", lambda pi: np.asarray(pi, np.float64).std(0).mean()),
+        inactive=below(MINIMAL_CHANGE),
+        warning="all clients weigh the components alike: π deviates by {value:.5f} over them; see "
+        "fedem.components",
+    ),
+}
+PICTURES = {"pi": Picture("Shares, π", "each client's share of a component", "component")}
 
 
 def fedem(
@@ -146,3 +172,8 @@ def fedem(
     return fedavg(model, training, federation)._replace(
         init=init, train=train, personal=personal, predict=Mixture(model).apply, observe=observe
     )
+
+
+FEDEM = Method(
+    fedem, title="FedEM", paper="Marfoq et al. 2021", diagnostics=DIAGNOSTICS, pictures=PICTURES
+)

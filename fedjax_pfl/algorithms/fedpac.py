@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, simplex, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError, at_least
@@ -133,3 +134,6 @@ def fedpac(
         return trees.join(parts(state.server)[1], trees.row(state.rows, visit.i))
 
     return Algorithm(init, send, train, receive, personal, model.apply)
+
+
+FEDPAC = Method(fedpac, title="FedPAC", paper="Xu et al. 2023")

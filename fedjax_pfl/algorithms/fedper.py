@@ -8,6 +8,7 @@ the clients that took part, as in FedAvg.
 
 from typing import Any
 
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
@@ -19,3 +20,6 @@ def fedper(model: Any, training: local_training.Training, federation: Federation
     BatchNorm belongs to the body φ, statistics included.
     """
     return partly_shared(model, training, federation, of_layers({model.head}))
+
+
+FEDPER = Method(fedper, title="FedPer", paper="Arivazhagan et al. 2019")

@@ -25,8 +25,10 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import Client, local
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.diagnostics import Picture
 from fedjax_pfl.core.errors import UsageError, at_least, one_of
 from fedjax_pfl.networks import features
 
@@ -116,3 +118,11 @@ def fedproto(
 
     predict = Nearest(model).apply if decides == "prototype" else model.apply
     return Algorithm(init, send, train, receive, personal, predict, observe=observe)
+
+
+FEDPROTO = Method(
+    fedproto,
+    title="FedProto",
+    paper="Tan et al. 2022",
+    pictures={"prototypes": Picture("Prototypes", "the mean feature of each class", "feature")},
+)

@@ -12,6 +12,7 @@ from typing import Any
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Trained, Visit
 from fedjax_pfl.core.errors import at_least
@@ -39,3 +40,6 @@ def fedprox(
         return Trained(variables, variables, client, metrics)
 
     return fedavg(model, training, federation)._replace(train=train)
+
+
+FEDPROX = Method(fedprox, title="FedProx", paper="Li et al. 2020")

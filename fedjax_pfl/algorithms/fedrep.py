@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
@@ -69,3 +70,6 @@ def fedrep(
         return Trained(body, trees.join(body, head), stays, metrics)
 
     return joint._replace(init=init, train=train)
+
+
+FEDREP = Method(fedrep, title="FedRep", paper="Collins et al. 2021")

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import UsageError
@@ -85,3 +86,6 @@ def fedrod(model: Any, training: local_training.Training, federation: Federation
         return {**state.server, "params": added(state.server["params"], client.own)}
 
     return average._replace(init=init, train=train, personal=personal)
+
+
+FEDROD = Method(fedrod, title="FedRoD", paper="Chen and Chao 2022")

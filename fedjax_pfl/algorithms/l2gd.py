@@ -17,6 +17,7 @@ import jax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import need
@@ -65,3 +66,6 @@ def l2gd(
         return pulled(client.own, state.server)
 
     return average._replace(init=init, train=train, receive=receive, personal=personal)
+
+
+L2GD = Method(l2gd, title="L2GD", paper="Hanzely and Richtárik 2020")

@@ -9,6 +9,7 @@ here, as in their code, is the head alone, which every network can do.
 
 from typing import Any
 
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import last_layers, of_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
@@ -30,3 +31,6 @@ def lg_fedavg(
     late = last_layers(model, federation, "lg_fedavg.shared_layers", shared_layers, early=1)
     own = of_layers([layer for layer in model.layers if layer not in late])
     return partly_shared(model, training, federation, own)
+
+
+LG_FEDAVG = Method(lg_fedavg, title="LG-FedAvg", paper="Liang et al. 2020")

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -48,3 +49,6 @@ def local(model: Any, training: Training, federation: Federation) -> Algorithm:
         return client.variables
 
     return Algorithm(init, send, train, receive, personal, model.apply)
+
+
+LOCAL = Method(local, title="Local", paper="")

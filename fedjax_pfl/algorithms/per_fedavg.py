@@ -19,6 +19,7 @@ import jax
 import optax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least, one_of
@@ -104,3 +105,6 @@ def per_fedavg(
         return adapted(state.server, visit.data, visit.key)
 
     return fedavg(model, training, federation)._replace(train=train, personal=personal)
+
+
+PER_FEDAVG = Method(per_fedavg, title="Per-FedAvg", paper="Fallah et al. 2020")

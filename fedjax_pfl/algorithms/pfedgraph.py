@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, simplex, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least
@@ -101,3 +102,6 @@ def pfedgraph(
     return average._replace(
         init=init, send=send, train=train, receive=receive, personal=personal, far=far
     )
+
+
+PFEDGRAPH = Method(pfedgraph, title="pFedGraph", paper="Ye et al. 2023")

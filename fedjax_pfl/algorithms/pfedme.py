@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above, at_least, need
@@ -92,3 +93,6 @@ def pfedme(
 
     base = fedavg(model, training, federation)
     return base._replace(train=train, receive=receive, personal=personal)
+
+
+PFEDME = Method(pfedme, title="pFedMe", paper="Dinh et al. 2020")

@@ -10,6 +10,7 @@ weighted by examples, as in FedAvg.
 
 from typing import Any
 
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
@@ -39,3 +40,6 @@ def pfedpara(
         return layer in net.factorized and leaf in PERSONAL
 
     return partly_shared(net, training, federation, own)
+
+
+PFEDPARA = Method(pfedpara, title="pFedPara", paper="Hyeon-Woo et al. 2022")

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
 from fedjax_pfl.core.errors import above
@@ -99,3 +100,6 @@ def scaffold(
         return model_of(state.server)
 
     return average._replace(init=init, train=train, receive=receive, personal=personal)
+
+
+SCAFFOLD = Method(scaffold, title="SCAFFOLD", paper="Karimireddy et al. 2020")

@@ -351,7 +351,7 @@ class _Running(NamedTuple):
 
     def report(self, directory: Path, rows: list[dict[str, Any]]) -> None:
         """Writes the report; imports drawing code only here."""
-        from fedjax_pfl.report import observations, page
+        from fedjax_pfl.report import method_figures, page
 
         member = self.member
         read = run_reader.Run(
@@ -362,6 +362,6 @@ class _Running(NamedTuple):
             run_directory.traffic(member.at.ledger),
             run_reader.read_made(directory),
         )
-        pictures = observations.draw(member.seen, list(member.at.ledger.down))
-        pictures |= observations.signs(member.settings.algorithm, member.at.metrics)
+        layers = list(member.at.ledger.down)
+        pictures = method_figures.draw(member.config, member.seen, layers, member.at.metrics)
         page.write(read, pictures)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import wilcoxon
 
+from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import method_labels, run_reader
 from fedjax_pfl.report.figures import Curve
@@ -16,7 +17,6 @@ from fedjax_pfl.report.numbers import metric_of, number
 from fedjax_pfl.report.run_reader import Record, Run
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import having
-from fedjax_pfl.simulation import vital_signs
 from fedjax_pfl.simulation.metrics import mean_std
 
 
@@ -165,11 +165,11 @@ def summary(row: Row) -> Summary:
     )
 
 
-def vital(row: Row) -> dict[str, float]:
-    """Vital signs of the last evaluations, each as one number: means over layers and seeds."""
+def diagnostic_values(row: Row) -> dict[str, float]:
+    """Diagnostics of the last evaluations, each as one number: means over layers and seeds."""
     lasts = [run.metrics[-1].get("observed", {}) for run in row.runs]
     names = [name for name in lasts[0] if all(name in last for last in lasts)]
-    each = {name: [vital_signs.mean(last[name]) for last in lasts] for name in names}
+    each = {name: [diagnostics.mean(last[name]) for last in lasts] for name in names}
     return {name: float(np.mean(values)) for name, values in each.items()}
 
 

@@ -37,9 +37,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             for row, one in zip(rows, alone, strict=True)
         ],
     )
-    vital = _vital(rows)
+    diagnostics = _diagnostics(rows)
     if len(rows) < 2:
-        return [results, *vital]
+        return [results, *diagnostics]
     points = " in points" if metric.unit == "%" else ""
     return [
         results,
@@ -51,7 +51,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             [(row, _tests(row, rows[0], metric)) for row in rows[1:]],
         ),
         *_extremes(rows, metric),
-        *vital,
+        *diagnostics,
     ]
 
 
@@ -85,9 +85,9 @@ def _difference(value: float, metric: Metric) -> str:
     return f"{100 * value:+.2f}" if metric.unit == "%" else f"{value:+.4g}"
 
 
-def _vital(rows: Sequence[Row]) -> list[Table]:
+def _diagnostics(rows: Sequence[Row]) -> list[Table]:
     """The signs of the methods that have some, in columns."""
-    each = [comparison.vital(row) for row in rows]
+    each = [comparison.diagnostic_values(row) for row in rows]
     names = list(dict.fromkeys(name for signs in each for name in signs))
     if not names:
         return []
@@ -97,8 +97,8 @@ def _vital(rows: Sequence[Row]) -> list[Table]:
 
     return [
         _table(
-            "Vital signs",
-            "Vital signs at the last evaluation, means over layers and seeds: whether a method's "
+            "Diagnostics",
+            "Diagnostics at the last evaluation, means over layers and seeds: whether a method's "
             "own mechanism acts. What each is stands in the report of a run.",
             [name.replace("_", " ") for name in names],
             [
@@ -197,7 +197,9 @@ def as_csv(rows: Sequence[Row]) -> str:
         test = tests["before"]
         pairs = test.pairs if isinstance(test, Paired) else f"not paired: {test}"
         line |= {"paired_clients": None if row is rows[0] else pairs}
-        written.append(line | {f"observed_{k}": v for k, v in comparison.vital(row).items()})
+        written.append(
+            line | {f"observed_{k}": v for k, v in comparison.diagnostic_values(row).items()}
+        )
     buffer = io.StringIO()
     csv_tables.write(buffer, written)
     return buffer.getvalue().rstrip("\n")

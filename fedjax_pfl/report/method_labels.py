@@ -5,6 +5,7 @@ from typing import Any
 
 from fedjax_pfl import transforms
 from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.core.diagnostics import Diagnostic, Picture
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import Words
@@ -22,6 +23,20 @@ def row(name: str) -> str:
 def is_variant(name: str) -> bool:
     """Returns True for a method that this library changed from a paper's."""
     return name in METHODS and METHODS[name].variant_of is not None
+
+
+def pictures(config: Mapping[str, Any]) -> dict[str, Picture]:
+    """Returns titles and captions of what the run's methods expose, of all phases."""
+    names = [str(phase.get("algorithm")) for phase in _phases(config)]
+    each = [METHODS[name].pictures for name in names if name in METHODS]
+    return {name: picture for known in each for name, picture in known.items()}
+
+
+def diagnostics(config: Mapping[str, Any]) -> Mapping[str, Diagnostic]:
+    """Returns the diagnostics of the run's last method; a user's own method has none."""
+    *_, last = _phases(config)
+    name = str(last.get("algorithm"))
+    return METHODS[name].diagnostics if name in METHODS else {}
 
 
 def label(config: Mapping[str, Any]) -> str:

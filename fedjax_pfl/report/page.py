@@ -12,6 +12,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report import (
     client_figures,
@@ -43,7 +44,6 @@ from fedjax_pfl.report.numbers import (
     word,
 )
 from fedjax_pfl.report.run_reader import Record, Run, known_settings, read_deviation
-from fedjax_pfl.simulation import vital_signs
 
 _MOST_CLIENTS = 50  # in a table
 _COLUMNS = {"mean": "mean", "weighted": "weighted", "std": "std", "worst10": "worst 10 %"}
@@ -362,10 +362,9 @@ def _folded(which: str, table: str) -> str:
 
 
 def _learned(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:
-    """What the method's last vital signs say, in words; nothing where it has none."""
-    phase = (config.get("phases") or [{}])[-1]
-    method = phase.get("algorithm", config.get("algorithm", ""))
-    said = vital_signs.lessons(method, metrics[-1].get("observed", {}))
+    """Returns a section on what the method's last diagnostics mean, or ""."""
+    known = method_labels.diagnostics(config)
+    said = diagnostics.explanations(known, metrics[-1].get("observed", {}))
     if not said:
         return ""
     return f"<section>\n<h2>What was learned</h2>\n<p>{html.escape(' '.join(said))}</p>\n</section>"

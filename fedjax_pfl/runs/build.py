@@ -11,8 +11,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from fedjax_pfl import data
-from fedjax_pfl.algorithms import pfedhn, pfedhn_pc
-from fedjax_pfl.algorithms.pfedhn.settings import remark
+from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
@@ -118,7 +117,7 @@ def build(
     for name in unread:
         raise UsageError(f"{name} is read by no phase and makes no difference; give it one value")
     remarks = [_short_batches(phase, state) for phase, state in zip(phases, states, strict=True)]
-    remarks += [_left_out(config, dataset, federation), *map(_embeddings, phases)]
+    remarks += [_left_out(config, dataset, federation), *map(_remark, phases)]
     said = tuple(dict.fromkeys(line for line in remarks if line))
     needs = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
     processes = multiprocess.count()
@@ -235,12 +234,12 @@ def _check_store(store: str, *, several: bool) -> None:
     raise UsageError(f"{line}, and store is {store}; {alone}, or leave store out")
 
 
-def _embeddings(phase: Phase) -> str:
-    """A line where a method of ours does not take as many numbers as it usually does."""
+def _remark(phase: Phase) -> str:
+    """Returns what a method has to say about its settings before the run, or ""."""
     name = phase.config.algorithm
-    if configuration.OURS.algorithm.get(name) not in (pfedhn, pfedhn_pc):
+    if name not in METHODS:
         return ""
-    return remark(name, phase.config[name], phase.federation.clients)
+    return METHODS[name].remark(phase.config.get(name, ConfigDict()), phase.federation.clients)
 
 
 def _left_out(one: ConfigDict, dataset: data.Dataset, federation: Federation) -> str:

@@ -62,10 +62,11 @@ def recorded(result: Result) -> run_reader.Run:
 def write_report(result: Result) -> None:
     """The page and the pictures of a run that has ended."""
     # What draws takes half a second to import, and only a run with a directory comes here.
-    from fedjax_pfl.report import observations, page
+    from fedjax_pfl.report import method_figures, page
     from fedjax_pfl.report.partition_picture import draw_partition
 
     pictures = {"partition": draw_partition(result.data, result.federation)}
-    pictures |= observations.draw(result.observations, list(result.ledger.down))
-    pictures |= observations.signs(result.phases[-1].config.algorithm, result.metrics)
+    pictures |= method_figures.draw(
+        result.config, result.observations, list(result.ledger.down), result.metrics
+    )
     page.write(recorded(result), pictures, beside.given(recorded(result)))

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from fedjax_pfl.core import groups
+from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.core import diagnostics, groups
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
@@ -25,7 +26,7 @@ from fedjax_pfl.runs import changed_rows, checkpoints, run_directory
 from fedjax_pfl.runs.build import Built, fixed_length
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.simulation import ledger, metrics, multiprocess, spread, stores, sweep, vital_signs
+from fedjax_pfl.simulation import ledger, metrics, multiprocess, spread, stores, sweep
 from fedjax_pfl.simulation.far_rows import apart, names
 from fedjax_pfl.simulation.ledger import Ledger
 from fedjax_pfl.simulation.records import Evaluation
@@ -158,7 +159,7 @@ def measured(
 ) -> dict[str, Any]:
     """The line of one evaluation; where it is the phase's best by validation, its state is kept.
 
-    shown: what the method shows of its state, of which the line has the vital signs.
+    shown: what the method shows of its state, of which the line has the diagnostics.
     """
     at = member.at
     active = built.phases[at.phase].federation.active
@@ -186,7 +187,7 @@ def measured(
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
         **metrics.own(built.federation.task),
-        **_signs(built, member, shown),
+        **_diagnostics(built, member, shown),
     }
     evaluated = built.phases[at.phase].work.evaluated
     rows = metrics.client_scores(scores, built.federation.task, evaluated)
@@ -196,24 +197,23 @@ def measured(
     return line
 
 
-def _signs(built: Built, member: Member, shown: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """The vital signs of an evaluation; nothing of a method that has none."""
+def _diagnostics(built: Built, member: Member, shown: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the diagnostics of an evaluation, as its line in metrics.jsonl holds them."""
     at, phase = member.at, built.phases[member.at.phase]
-    signs = vital_signs.SIGNS.get(phase.config.algorithm, {})
-    if not signs:
+    method = METHODS.get(phase.config.algorithm)
+    if method is None or not method.diagnostics:
         return {}
     earlier = [line for line in at.metrics if line["phase"] == at.phase]
     last = earlier[-1]["round"] if earlier else None
     before = {name: each[-1] for name, (rounds, each) in member.seen.items() if rounds[-1] == last}
-    begun = earlier[0]["round"] if earlier else None
-    first = {
-        name: each[list(rounds).index(begun)]
-        for name, (rounds, each) in member.seen.items()
-        if begun in rounds
-    }
-    both = vital_signs.Shown(shown, before, list(at.ledger.down), first)
-    rounds = phase.end - phase.begin
-    return vital_signs.read(signs, both, earlier, at.round, rounds)._asdict()
+    begin = earlier[0]["round"] if earlier else None
+    seen = member.seen.items()
+    first = {name: each[rounds.index(begin)] for name, (rounds, each) in seen if begin in rounds}
+    observed = diagnostics.Observed(
+        now=shown, before=before, layers=list(at.ledger.down), first=first
+    )
+    length = phase.end - phase.begin
+    return diagnostics.read(method.diagnostics, observed, earlier, at.round, length)._asdict()
 
 
 def news(member: Member) -> list[str]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.fedfomo import Client, mixture
+from fedjax_pfl.algorithms.fedfomo.method import Client, mixture
 from fedjax_pfl.algorithms.shared.matching import leading
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State, Visit

@@ -22,8 +22,9 @@ def test_every_exported_factory_is_in_the_table_under_its_own_name():
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_title_and_paper_are_those_of_the_docstring(name):
-    factory, title, paper, _ = METHODS[name]
-    text = " ".join((inspect.getdoc(inspect.getmodule(factory)) or "").split())
+    method = METHODS[name]
+    title, paper = method.title, method.paper
+    text = " ".join((inspect.getdoc(inspect.getmodule(method.factory)) or "").split())
     assert re.search(rf"(?<![\w-]){re.escape(title)}(?![\w+-])", text)
     if name == "local":
         assert paper == ""
@@ -39,16 +40,17 @@ def test_titles_differ():
 
 
 def test_a_variant_is_of_a_papers_method_and_names_its_paper():
-    for _, _, paper, variant_of in METHODS.values():
-        if variant_of is not None:
-            assert METHODS[variant_of].variant_of is None
-            assert METHODS[variant_of].paper == paper
+    for method in METHODS.values():
+        if method.variant_of is not None:
+            assert method.variant_of.variant_of is None
+            assert method.variant_of.paper == method.paper
 
 
 def test_a_label_says_whose_method_it_is():
     assert METHODS["pfedla"].label == "pFedLA, the method of Ma et al. 2022"
     assert METHODS["pfedla"].row == METHODS["pfedla"].title == "pFedLA"
     assert METHODS["local"].label == "Local"
-    variant = Method(METHODS["fedmn"].factory, "FedMN-correlation", "Wang et al. 2022", "fedmn")
+    fedmn = METHODS["fedmn"]
+    variant = Method(fedmn.factory, "FedMN-correlation", "Wang et al. 2022", variant_of=fedmn)
     assert variant.label == "FedMN-correlation, variant of this library (of FedMN)"
     assert variant.row == "FedMN-correlation (variant of this library)"

@@ -8,7 +8,7 @@ import pytest
 
 from experiments import list as command
 from fedjax_pfl import algorithms, data, networks
-from fedjax_pfl.algorithms.fedfomo import REFERENCES
+from fedjax_pfl.algorithms.fedfomo.method import REFERENCES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
 from fedjax_pfl.algorithms.pfedla.layer_weights import NORMALISE
 from fedjax_pfl.algorithms.shared.matching import RULES

@@ -88,7 +88,7 @@ def test_ranks_and_cells():
 
 
 def test_variants_of_this_library_stand_below_a_line(monkeypatch):
-    monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of="fedavg"))
+    monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of=METHODS["fedavg"]))
     column = WHOLE["columns"]["digits"]
     table = board.table("digits", column)
     assert [row[0] for row in table.rows] == ["Local", "FedBN", "FedAvg"]

@@ -37,7 +37,7 @@ def test_text_to_the_letter(pair):
 
 
 def test_variants_stand_below_a_line_in_every_format(pair, monkeypatch):
-    monkeypatch.setitem(METHODS, "local", METHODS["local"]._replace(variant_of="fedavg"))
+    monkeypatch.setitem(METHODS, "local", METHODS["local"]._replace(variant_of=METHODS["fedavg"]))
     label = f"{METHODS['local'].title} (variant of this library)"
     rows = [pair[1]._replace(label=label), pair[0]]  # the variant was given first
     (results, tests) = comparison_page.tables(rows)
@@ -130,7 +130,7 @@ def test_a_folder_that_cannot_be_written(pair, tmp_path):
         comparison_page.write(pair, tmp_path / "file")
 
 
-def test_vital_signs_are_columns_where_a_method_has_them(tmp_path):
+def test_diagnostics_are_columns_where_a_method_has_them(tmp_path):
     """Of the last evaluation; of layers the mean, and over seeds: (3 + 1 + 4 + 2) / 4."""
     paths = []
     for seed, peers in enumerate(({"conv": 3.0, "head": 1.0}, {"conv": 4.0, "head": 2.0})):
@@ -148,5 +148,5 @@ def test_vital_signs_are_columns_where_a_method_has_them(tmp_path):
     assert cells == ["2.5", "0"]
     written = list(csv.DictReader(io.StringIO(comparison_page.as_csv(rows))))
     assert [line["observed_peers"] for line in written] == ["2.5", ""]
-    assert "Vital signs" in comparison_page.write(rows, tmp_path / "out").read_text()
+    assert "Diagnostics" in comparison_page.write(rows, tmp_path / "out").read_text()
     assert len(comparison_page.tables(rows[1:])) == 1

@@ -25,7 +25,9 @@ def test_a_method_is_named_by_its_title_and_a_users_own_by_its_name():
 
 
 def test_a_variant_says_so(monkeypatch):
-    variant = Method(METHODS["fedmn"].factory, "FedMN by heart", "Wang et al. 2022", "fedmn")
+    variant = Method(
+        METHODS["fedmn"].factory, "FedMN by heart", "Wang et al. 2022", METHODS["fedmn"]
+    )
     monkeypatch.setitem(METHODS, "fedmn_heart", variant)
     assert method_labels.row("fedmn_heart") == "FedMN by heart (variant of this library)"
     assert method_labels.label({"algorithm": "fedmn_heart"}) == (
@@ -103,7 +105,7 @@ def test_the_first_line_knows_the_settings_of_a_users_own_method():
 
 @pytest.mark.slow("a page of a run")
 def test_the_head_says_whose_method_it_is_and_what_was_changed(tmp_path, monkeypatch):
-    monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of="fedavg"))
+    monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of=METHODS["fedavg"]))
     config = work("ditto", ditto={"penalty": 2.0}, momentum=0.5)
     text = page.write(a_run(tmp_path, [evaluation(1)], config)).read_text()
     assert "<title>Ditto (variant of this library) on digits</title>" in text

@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.algorithms.factorized_fl.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.factorized_fl.factor_mixing import (
     Matching,
     Penalty,
@@ -42,6 +43,7 @@ from fedjax_pfl.algorithms.factorized_fl.factor_mixing import (
     stacked_leaf,
 )
 from fedjax_pfl.algorithms.shared.matching import RULES, candidates, cosine, cosines
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
 from fedjax_pfl.core.errors import at_least, need, one_of
@@ -135,3 +137,12 @@ def factorized_fl(
     gradient = sparsity if penalty else 0.0
     regulariser = Penalty(gradient=gradient, least=sparsity, pruned_travel=pruned == "travel")
     return factor_mixing(net, training, federation, rules, regulariser, is_mixed)
+
+
+FACTORIZED_FL = Method(
+    factorized_fl,
+    title="Factorized-FL",
+    paper="Jeong and Hwang 2022",
+    diagnostics=diagnostics("factorized_fl"),
+    pictures=PICTURES,
+)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.algorithms.factorized_fl.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.factorized_fl.factor_mixing import (
     Matching,
     Penalty,
@@ -23,7 +24,9 @@ from fedjax_pfl.algorithms.factorized_fl.factor_mixing import (
     factor_mixing,
     stacked_leaf,
 )
+from fedjax_pfl.algorithms.factorized_fl.method import FACTORIZED_FL
 from fedjax_pfl.algorithms.shared.matching import candidates, cosine, cosines
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree
 from fedjax_pfl.core.errors import at_least, need, one_of
@@ -89,3 +92,13 @@ def factorized_fl_moved(
     )
     penalty = Penalty(gradient=0.0, least=sparsity)
     return factor_mixing(net, training, federation, matching, penalty, is_mixed)
+
+
+FACTORIZED_FL_MOVED = Method(
+    factorized_fl_moved,
+    title="Factorized-FL (moved)",
+    paper="Jeong and Hwang 2022",
+    variant_of=FACTORIZED_FL,
+    diagnostics=diagnostics("factorized_fl_moved"),
+    pictures=PICTURES,
+)

@@ -13,8 +13,11 @@ with the other clients (`correlation.py`). Three more things differ from `fedmn`
 from typing import Any
 
 from fedjax_pfl.algorithms.fedmn.correlation import Correlation, correlated
+from fedjax_pfl.algorithms.fedmn.diagnostics import PICTURES, diagnostics
+from fedjax_pfl.algorithms.fedmn.method import FEDMN
 from fedjax_pfl.algorithms.fedmn.modular import Modular
 from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 
@@ -55,3 +58,13 @@ def fedmn_correlation(
         hard=True,
         temperatures=temperatures,
     )
+
+
+FEDMN_CORRELATION = Method(
+    fedmn_correlation,
+    title="FedMN-correlation",
+    paper="Wang et al. 2022",
+    variant_of=FEDMN,
+    diagnostics=diagnostics(),
+    pictures=PICTURES,
+)

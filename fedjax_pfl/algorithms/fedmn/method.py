@@ -26,9 +26,11 @@ clipping, decay and momentum are separate.
 
 from typing import Any
 
+from fedjax_pfl.algorithms.fedmn.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.fedmn.modular import Modular
 from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check
 from fedjax_pfl.algorithms.fedmn.router import Router, concatenated, paths
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import one_of
@@ -75,3 +77,12 @@ def fedmn(
         hard=gates == "hard",
         temperatures=temperatures,
     )
+
+
+FEDMN = Method(
+    fedmn,
+    title="FedMN",
+    paper="Wang et al. 2022",
+    diagnostics=diagnostics("; see fedmn_correlation"),
+    pictures=PICTURES,
+)

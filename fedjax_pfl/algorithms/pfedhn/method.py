@@ -29,10 +29,13 @@ the authors' code (the paper: two), and the partition `shares` gives each client
 were given out least, as the authors' code does (the paper: classes are sampled).
 """
 
+from functools import partial
 from typing import Any
 
+from fedjax_pfl.algorithms.pfedhn.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.pfedhn.hypernetwork import build_algorithm
-from fedjax_pfl.algorithms.pfedhn.settings import Settings
+from fedjax_pfl.algorithms.pfedhn.settings import Settings, remark
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.local_training import Training
 
@@ -137,3 +140,23 @@ def pfedhn_pc(
         frozen=frozen,
     )
     return build_algorithm("pfedhn_pc", models, training, federation, settings, keep_head=True)
+
+
+PFEDHN = Method(
+    pfedhn,
+    title="pFedHN",
+    paper="Shamsian et al. 2021",
+    diagnostics=diagnostics("pfedhn"),
+    pictures=PICTURES,
+    remark=partial(remark, "pfedhn"),
+)
+
+
+PFEDHN_PC = Method(
+    pfedhn_pc,
+    title="pFedHN-PC",
+    paper="Shamsian et al. 2021",
+    diagnostics=diagnostics("pfedhn_pc"),
+    pictures=PICTURES,
+    remark=partial(remark, "pfedhn_pc"),
+)

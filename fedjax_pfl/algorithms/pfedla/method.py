@@ -29,9 +29,11 @@ import optax
 
 from fedjax_pfl.algorithms.pfedla import candidates as mixing_candidates
 from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable, MixingInputs
+from fedjax_pfl.algorithms.pfedla.diagnostics import DIAGNOSTICS, PICTURES
 from fedjax_pfl.algorithms.pfedla.layer_mixing import check, largest, layer_rows, mix
 from fedjax_pfl.algorithms.pfedla.layer_weights import LayerWeights, normalised
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -168,3 +170,8 @@ def pfedla(
         observe=observe,
         far=("theta", "psi"),
     )
+
+
+PFEDLA = Method(
+    pfedla, title="pFedLA", paper="Ma et al. 2022", diagnostics=DIAGNOSTICS, pictures=PICTURES
+)

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from ml_collections import ConfigDict
 
+from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core.scores import ACCURACY, Metric
 from fedjax_pfl.report import csv_tables, drawing
 from fedjax_pfl.report import html_page as report
@@ -114,11 +115,8 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
             said.append(f"{method}: {'; '.join(own)}.")
     if any(one.seeds == 1 < len(tried) for tried in found.values() for one in tried):
         said.append("One seed cannot tell close points apart: --seeds=3 says how far seeds differ.")
-    if "fedfomo" in found:
-        said.append(
-            "fedfomo: it weighs peers on validation examples while it trains: its score is "
-            "flattered, that of all its points alike."
-        )
+    notes = [(name, METHODS[name].tuning_note) for name in found if name in METHODS]
+    said += [f"{name}: {note}." for name, note in notes if note]
     return said
 
 

@@ -1,4 +1,4 @@
-"""Vital signs on their way from a run's evaluations to its lines, its remarks and its report."""
+"""Diagnostics on their way from a run's evaluations to its lines, its remarks and its report."""
 
 import html
 import json
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
+from fedjax_pfl.core import diagnostics
 from fedjax_pfl.report import page
-from fedjax_pfl.simulation import vital_signs
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
@@ -35,12 +35,12 @@ def test_each_line_has_the_signs_of_what_was_observed(run):
     rounds, alphas = run.observations["alpha"]
     assert [line["round"] for line in run.metrics] == rounds
     for n, line in enumerate(run.metrics):
-        peers = vital_signs.peers(alphas[n]).mean(0)
+        peers = diagnostics.effective_number(alphas[n]).mean(0)
         np.testing.assert_allclose(list(line["observed"]["peers"].values()), peers)
         assert list(line["observed"]["peers"]) == list(run.ledger.down)
-        assert line["observed"]["one_hot"] == vital_signs.one_hot(alphas[n])
+        assert line["observed"]["one_hot"] == diagnostics.one_hot_fraction(alphas[n])
         if n:
-            moved = vital_signs.moving(alphas[n], alphas[n - 1])
+            moved = diagnostics.moving_fraction(alphas[n], alphas[n - 1])
             assert line["observed"]["moving"] == moved
     assert "moving" not in run.metrics[0]["observed"]
 
@@ -55,7 +55,7 @@ def test_what_is_written_and_shown(run):
     report = (run.directory / "report.html").read_text()
     assert html.escape(remark) in report
     assert "What was learned" in report
-    assert (run.directory / "figures" / "vital_signs.png").is_file()
+    assert (run.directory / "figures" / "diagnostics.png").is_file()
 
 
 def test_a_method_without_signs_has_lines_without_them():

@@ -24,8 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl.algorithms.fedfomo.diagnostics import DIAGNOSTICS, PICTURES, TUNING_NOTE
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.matching import leading
+from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -185,3 +187,13 @@ def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: fl
             f"fedfomo weighs peers on validation examples, and client {without[0]}{more} none; "
             "use a larger validation_fraction, such as 0.2, or a more even partition"
         )
+
+
+FEDFOMO = Method(
+    fedfomo,
+    title="FedFomo",
+    paper="Zhang et al. 2021",
+    diagnostics=DIAGNOSTICS,
+    pictures=PICTURES,
+    tuning_note=TUNING_NOTE,
+)

@@ -1,7 +1,8 @@
-"""Pictures of what a method shows of itself: the last of its observations, and its vital signs.
+"""Figures of the arrays that a method exposes, and of its diagnostics.
 
-What a picture is follows from the shape: a number per client is bars, a row per client a heat map,
-a table per client and layer a heat map for each layer. Embeddings are a plane.
+The figure follows from the shape: bars for a number per client, a heat map for a row per client, a
+heat map for each layer for a table per client. A method's `Picture` has title and caption, and can
+ask for a scatter plot of the first two principal components.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,62 +13,55 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from fedjax_pfl.core.diagnostics import Diagnostic, Picture
+from fedjax_pfl.report import method_labels
 from fedjax_pfl.report.drawing import COLOURS, DASHES, INK, dressed, sheet
 from fedjax_pfl.report.run_reader import Record
-from fedjax_pfl.simulation import vital_signs
 
 _MOST_LAYERS = 12  # heat maps in one picture
 _MOST_NAMES = 30  # clients whose numbers are written beside points
 _WIDE = 4  # heat maps side by side
 
-# By the name that a method gives: title, what it says, and what its columns are.
-_KNOWN = {
-    "alpha": ("Weights of layers, α", "how much of each client's layer a client is served", "from"),
-    "candidates": ("Candidates", "whose model is in each of a client's places of α", "place"),
-    "affinity": ("Affinity of clients", "how useful a client has found each peer's model", "peer"),
-    "u": ("Similarity of u", "cosines between clients' factors u of one layer", "client"),
-    "v": ("Similarity of v", "cosines between clients' factors v of one layer", "client"),
-    "moved": (
-        "Similarity of what has moved v",
-        "cosines between what training at the clients has moved v of one layer by",
-        "client",
-    ),
-    "weights": ("Weights of the mixture", "how much of whom a client is served", "from"),
-    "zeros_in_mu": ("Zeros in μ", "the share of each client's μ that is pruned", ""),
-    "pi": (
-        "Shares and gates, π",
-        "each client's probability of a block, or share of a component",
-        "block or component",
-    ),
-    "gates": ("Open gates", "the blocks that each client's model is made of", "block"),
-    "cluster": ("Clusters", "the cluster that each client is in", ""),
-    "spread": (
-        "Spread of generated models",
-        "how far each client's generated model is from their "
-        "mean, in lengths of the mean; at 0 the hypernetwork is dead",
-        "",
-    ),
-    "embeddings": ("Embeddings", "clients by the first two principal components of v", ""),
-}
-
 
 def draw(
-    seen: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]], layers: Sequence[str]
+    config: Mapping[str, Any],
+    seen: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]],
+    layers: Sequence[str],
+    metrics: Sequence[Record],
 ) -> dict[str, Figure]:
-    """A figure for each observation that can be shown, by name.
+    """Returns all figures of a run's methods, by name.
 
     Args:
-      seen: rounds and values, by name, each value [N], [N, M] or [N, layers, N].
-      layers: their names, if there are as many.
+      config: The run's settings as plain data.
+      seen: Rounds and values of what the methods exposed, by name.
+      layers: Names of the network's layers.
+      metrics: Lines of metrics.jsonl.
+    """
+    arrays = draw_arrays(seen, layers, method_labels.pictures(config))
+    return arrays | draw_diagnostics(method_labels.diagnostics(config), metrics)
+
+
+def draw_arrays(
+    seen: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]],
+    layers: Sequence[str],
+    pictures: Mapping[str, Picture],
+) -> dict[str, Figure]:
+    """Returns a figure of the last value of each exposed array that can be drawn, by name.
+
+    Args:
+      seen: Rounds and values, by name, each value [N], [N, M] or [N, layers, N].
+      layers: Names of the network's layers.
+      pictures: Titles and captions of the run's methods; an unknown array keeps its own name.
     """
     drawn = {}
     for name, (rounds, each) in seen.items():
         values = np.asarray(each[-1], np.float64)
-        known = _KNOWN.get(name) or _KNOWN.get(name.partition("_group")[0])
-        title, meaning, columns = known or (name.replace("_", " ").capitalize(), name, "")
+        usual = Picture(name.replace("_", " ").capitalize(), name)
+        picture = pictures.get(name) or pictures.get(name.partition("_group")[0]) or usual
+        title, columns = picture.title, picture.columns
         if not values.size or not np.isfinite(values).all():
             continue
-        if name.startswith("embeddings") and values.ndim == 2 and min(values.shape) > 1:
+        if picture.is_scatter and values.ndim == 2 and min(values.shape) > 1:
             figure = _plane(title, values)
         elif values.ndim == 1:
             figure = _bars(title, values)
@@ -77,19 +71,20 @@ def draw(
             figure = _maps(title, _by_layer(values, layers), columns)
         else:
             continue
-        figure.set_label(f"After round {rounds[-1]}: {meaning}{_left_out(values)}.")
+        figure.set_label(f"After round {rounds[-1]}: {picture.meaning}{_left_out(values)}.")
         drawn[name] = figure
     return drawn
 
 
-def signs(method: str, metrics: Sequence[Record]) -> dict[str, Figure]:
-    """The method's vital signs over the rounds, a panel each; nothing where it has none."""
-    known = vital_signs.SIGNS.get(method, {})
+def draw_diagnostics(
+    known: Mapping[str, Diagnostic], metrics: Sequence[Record]
+) -> dict[str, Figure]:
+    """Returns a figure of diagnostics over rounds, a panel each; nothing if there are none."""
     lines = [line for line in metrics if line.get("observed")]
     names = [name for name in known if any(name in line["observed"] for line in lines)]
     if not names:
         return {}
-    figure = sheet("Vital signs", 7.2, 2.2 * len(names) + 0.8)
+    figure = sheet("Diagnostics", 7.2, 2.2 * len(names) + 0.8)
     panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
     for axes, name in zip(panels, names, strict=True):
         there = [line for line in lines if name in line["observed"]]
@@ -112,9 +107,9 @@ def signs(method: str, metrics: Sequence[Record]) -> dict[str, Figure]:
             axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     panels[-1].set_xlabel("round")
     panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    said = "; ".join(f"{name.replace('_', ' ')}: {known[name].what}" for name in names)
+    said = "; ".join(f"{name.replace('_', ' ')}: {known[name].meaning}" for name in names)
     figure.set_label(f"Whether the method's mechanism acts. {said}.")
-    return {"vital signs": figure}
+    return {"diagnostics": figure}
 
 
 def _by_layer(values: np.ndarray, layers: Sequence[str]) -> list[tuple[str, np.ndarray]]:

@@ -3,11 +3,16 @@
 import numpy as np
 import pytest
 
-from fedjax_pfl.report import observations, page
+from fedjax_pfl.algorithms import METHODS
+from fedjax_pfl.report import method_figures, page
 
 
 def only(name, *values, layers=(), rounds=(5, 10)):
-    drawn = observations.draw({name: (list(rounds)[: len(values)], list(values))}, layers)
+    pictures = {**METHODS["fedem"].pictures, **METHODS["clustered_fl"].pictures}
+    for method in ("pfedla", "pfedhn", "factorized_fl"):
+        pictures |= METHODS[method].pictures
+    seen = {name: (list(rounds)[: len(values)], list(values))}
+    drawn = method_figures.draw_arrays(seen, layers, pictures)
     return drawn.get(name)
 
 
@@ -45,9 +50,9 @@ def test_a_table_is_one_heat_map_that_may_be_negative():
     np.testing.assert_array_equal(found, values)
 
 
-def test_columns_of_pi_are_fedmns_blocks_or_fedems_components():
+def test_columns_of_pi_are_named_by_the_method():
     (axes, _) = only("pi", np.array([[0.2, 0.8], [0.5, 0.5]])).axes
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("block or component", "client")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("component", "client")
 
 
 def test_a_number_each_is_bars():
@@ -89,17 +94,17 @@ def test_pictures_can_be_written():
         assert page.png(only(name, values)).startswith(b"\x89PNG")
 
 
-def test_vital_signs_are_a_panel_each_and_shares_are_seen_whole():
+def test_diagnostics_are_a_panel_each_and_shares_are_seen_whole():
     peers = [{"conv": 4.0, "head": 3.0}, {"conv": 3.5, "head": 1.5}]
     lines = [
         {"round": 5, "observed": {"peers": peers[0], "one_hot": 0.0}},
         {"round": 10, "observed": {"peers": peers[1], "one_hot": 0.1, "moving": 1.0}},
     ]
-    (figure,) = observations.signs("pfedla", lines).values()
+    (figure,) = method_figures.draw_diagnostics(METHODS["pfedla"].diagnostics, lines).values()
     first, second, third = figure.axes
     drawn = {line.get_label(): line.get_ydata().tolist() for line in first.lines}
     assert drawn == {"conv": [4.0, 3.5], "head": [3.0, 1.5]}
     assert second.lines[0].get_ydata().tolist() == [0.0, 0.1]
     assert second.get_ylim() == (-0.05, 1.05)
     assert third.lines[0].get_xdata().tolist() == [10]
-    assert observations.signs("fedavg", lines) == {}
+    assert method_figures.draw_diagnostics({}, lines) == {}

@@ -1,0 +1,36 @@
+"""Diagnostics and figure captions of FedFomo's sums of weights [N, N]."""
+
+import numpy as np
+
+from fedjax_pfl.core.diagnostics import Diagnostic, Observed, Picture, Value, mean
+
+TUNING_NOTE = (
+    "it weighs peers on validation examples while it trains: its score is flattered, that of all "
+    "its points alike"
+)
+
+
+def _positive_fraction(observed: Observed) -> Value | None:
+    """Returns the fraction of positive changes of the sums of weights [N, N], of all changes."""
+    if "affinity" not in observed.now:
+        return None
+    now = np.asarray(observed.now["affinity"], np.float64)
+    change = now - observed.before.get("affinity", np.zeros_like(now))
+    return float(np.mean(change[change != 0] > 0)) if np.any(change != 0) else None
+
+
+DIAGNOSTICS = {
+    "positive": Diagnostic(
+        meaning="the share of the weights given to peers since the last evaluation that are "
+        "positive",
+        value=_positive_fraction,
+        inactive=lambda value, observed: mean(value) == 0.0,
+        warning="no client gains from a peer: {value:.0%} of the weights are positive; see "
+        "fedfomo.reference",
+    ),
+}
+PICTURES = {
+    "affinity": Picture(
+        "Affinity of clients", "how useful a client has found each peer's model", "peer"
+    ),
+}

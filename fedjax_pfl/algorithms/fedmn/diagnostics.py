@@ -1,0 +1,63 @@
+"""Diagnostics and figure captions of FedMN's routes: probabilities pi [N, E] and gates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from fedjax_pfl.core.diagnostics import (
+    Diagnostic,
+    Observed,
+    Picture,
+    Value,
+    below,
+    entropy_bits,
+)
+
+_ONE_ROUTE = 0.02  # clients with a smaller deviation of pi have the same route
+
+
+def _of_trained_clients(f: Callable[[np.ndarray], Any]) -> Callable[[Observed], Value | None]:
+    """Returns a number of pi over clients that have trained: before that, a row is 0."""
+
+    def value(observed: Observed) -> Value | None:
+        pi = np.asarray(observed.now.get("pi", ()), np.float64)
+        trained = pi[np.any(pi > 0, -1)] if pi.ndim == 2 else pi
+        return float(f(trained)) if len(trained) else None
+
+    return value
+
+
+def _routes(pi: np.ndarray) -> int:
+    return len(np.unique(pi > 0.5, axis=0))
+
+
+def _gate_bits(pi: np.ndarray) -> float:
+    return float(np.mean(entropy_bits(np.stack([pi, 1 - pi], -1))))
+
+
+def diagnostics(advice: str = "") -> dict[str, Diagnostic]:
+    """Returns the diagnostics; `advice` ends the warning that all clients have one route."""
+    return {
+        "routes": Diagnostic(
+            meaning="different routes in use, of those that have trained: sets of gates with π "
+            "over ½",
+            value=_of_trained_clients(_routes),
+        ),
+        "gate_bits": Diagnostic(
+            meaning="entropy of a gate in bits; 1 is a coin",
+            value=_of_trained_clients(_gate_bits),
+        ),
+        "deviation": Diagnostic(
+            meaning="deviation of π over clients, the mean over gates",
+            value=_of_trained_clients(lambda pi: pi.std(0).mean()),
+            inactive=below(_ONE_ROUTE),
+            warning=f"all clients are routed alike: π deviates by {{value:.4f}} over them{advice}",
+        ),
+    }
+
+
+PICTURES = {
+    "pi": Picture("Gates, π", "each client's probability of a block", "block"),
+    "gates": Picture("Open gates", "the blocks that each client's model is made of", "block"),
+}

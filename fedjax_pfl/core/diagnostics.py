@@ -1,0 +1,155 @@
+"""Diagnostics: numbers that tell, at every evaluation, whether a method's mechanism is active.
+
+A method exposes arrays of its state (`Algorithm.observe`). Its diagnostics are computed from them
+on the host in float64. If a mechanism has been inactive for a quarter of the run, a warning names
+the setting to check. Each method defines its own diagnostics, next to its code.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Value = float | dict[str, float]  # one number, or one for each layer
+
+MINIMAL_CHANGE = 1e-3  # changes below this count as no change
+_WARN_AFTER = 4  # warn if inactive for 1/4 of the run
+_ONE_HOT = 0.99  # a row is one-hot if its largest weight is above this
+
+
+class Observed(NamedTuple):
+    """Arrays that a method exposed."""
+
+    now: Mapping[str, np.ndarray]
+    before: Mapping[str, np.ndarray]  # at the evaluation before; empty at the first one
+    layers: Sequence[str]  # names of the network's layers
+    first: Mapping[str, np.ndarray] = {}  # at the phase's first evaluation; empty at that one
+
+    def layer_names(self, count: int) -> list[str]:
+        """Returns `count` names: the layers', or numbers if the network has another count."""
+        if len(self.layers) == count:
+            return list(self.layers)
+        return ["model"] if count == 1 else [f"layer {j + 1}" for j in range(count)]
+
+
+class Diagnostic(NamedTuple):
+    """One number of a method, or one for each layer."""
+
+    meaning: str
+    value: Callable[[Observed], Value | None]  # None if an evaluation cannot tell
+    inactive: Callable[[Value, Observed], bool] | None = None
+    warning: str = ""  # printed if inactive; {value} is the mean over layers
+    explanation: Callable[[Value], str] | None = None  # of the last value, for the report
+
+
+class Picture(NamedTuple):
+    """Title and caption for the figure of an exposed array."""
+
+    title: str
+    meaning: str
+    columns: str = ""  # label of the horizontal axis of a heat map
+    is_scatter: bool = False  # first two principal components instead of a heat map
+
+
+class Reading(NamedTuple):
+    """The diagnostics of one evaluation, as a line of metrics.jsonl holds them."""
+
+    observed: dict[str, Value]
+    dead: list[str]  # names of inactive diagnostics
+    remarks: list[str]  # warnings about those inactive for a quarter of the run
+
+
+def mean(value: Value) -> float:
+    """Returns a value as one number."""
+    return float(np.mean(list(value.values()))) if isinstance(value, dict) else float(value)
+
+
+def effective_number(weights: np.ndarray) -> np.ndarray:
+    """Returns exp(−Σ_j w_j log w_j) of rows [..., N]: N for equal weights, 1 for one-hot rows."""
+    weights = np.asarray(weights, np.float64)
+    logs = np.log(np.where(weights > 0, weights, 1.0))
+    return np.exp(-np.sum(weights * logs, -1))
+
+
+def entropy_bits(shares: np.ndarray) -> np.ndarray:
+    """Returns the entropy in bits of rows [..., M] that sum to 1."""
+    return np.log2(effective_number(shares))
+
+
+def moving_fraction(now: np.ndarray, before: np.ndarray) -> float:
+    """Returns the fraction of clients (axis 0) with a row [..., N] that changed: ½ Σ|Δ| > 0.001."""
+    change = 0.5 * np.abs(np.asarray(now, np.float64) - before).sum(-1)
+    return float(np.mean(change.reshape(len(change), -1).max(1) > MINIMAL_CHANGE))
+
+
+def one_hot_fraction(weights: np.ndarray) -> float:
+    """Returns the fraction of rows [..., N] with a weight above 0.99."""
+    return float(np.mean(np.asarray(weights).max(-1) > _ONE_HOT))
+
+
+def own_weight_fraction(weights: np.ndarray) -> float:
+    """Returns the fraction of rows of [N, N] with a diagonal above 0.99."""
+    return float(np.mean(np.diagonal(weights) > _ONE_HOT))
+
+
+def of_array(name: str, f: Callable[[np.ndarray], Any]) -> Callable[[Observed], Value | None]:
+    """Returns a diagnostic's value: `f` of one array, None if the method did not expose it."""
+
+    def value(observed: Observed) -> Value | None:
+        return None if name not in observed.now else float(f(observed.now[name]))
+
+    return value
+
+
+def below(least: float) -> Callable[[Value, Observed], bool]:
+    """Returns a condition: the mean value is below `least`."""
+
+    def is_below(value: Value, observed: Observed) -> bool:
+        return mean(value) < least
+
+    return is_below
+
+
+def read(
+    diagnostics: Mapping[str, Diagnostic],
+    observed: Observed,
+    earlier: Sequence[Mapping[str, Any]],
+    t: int,
+    rounds: int,
+) -> Reading:
+    """Computes the diagnostics of one evaluation.
+
+    Args:
+      diagnostics: Those of the method, by name.
+      observed: What the method exposed.
+      earlier: Earlier lines of metrics.jsonl of the same phase.
+      t: Round of this evaluation.
+      rounds: Length of the run.
+    """
+    values, inactive, warnings = dict[str, Value](), [], []
+    for name, diagnostic in diagnostics.items():
+        value = diagnostic.value(observed)
+        if value is None or not math.isfinite(mean(value)):
+            continue
+        values[name] = value
+        if diagnostic.inactive is None or not diagnostic.inactive(value, observed):
+            continue
+        inactive.append(name)
+        since = t
+        for line in reversed(earlier):
+            if name not in line.get("dead", ()):
+                break
+            since = line["round"]
+        if (t - since) * _WARN_AFTER >= rounds and t > since:
+            warnings.append(diagnostic.warning.format(value=mean(value)))
+    return Reading(observed=values, dead=inactive, remarks=warnings)
+
+
+def explanations(diagnostics: Mapping[str, Diagnostic], values: Mapping[str, Value]) -> list[str]:
+    """Returns sentences on what the values of the last evaluation mean."""
+    return [
+        diagnostic.explanation(values[name])
+        for name, diagnostic in diagnostics.items()
+        if diagnostic.explanation is not None and name in values
+    ]
