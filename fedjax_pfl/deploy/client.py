@@ -66,7 +66,12 @@ def _stamped(client: Client, request: wire.Message) -> tuple[str, int, int, int]
 
 
 def _train(client: Client, request: wire.Message, t: int, settled: int, start: int) -> bytes:
-    newest = client.disk.newest()
+    try:
+        newest = client.disk.newest()
+    except UsageError:
+        if not settled < client.disk.rounds()[0] <= t:
+            raise
+        newest = None  # damaged, but it has not counted: it is trained again
     if newest is not None:
         if newest.request == request.digest:  # again, and the answer may have been lost
             return newest.answer

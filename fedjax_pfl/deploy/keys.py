@@ -8,9 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy.own_state import whole
 
 _DAYS = 30
 
@@ -19,17 +23,21 @@ def node_key(path: Path) -> Path:
     """Makes a node's private key if there is none; returns the path of its public key."""
     public = path.with_name(f"{path.name}.pub")
     if not path.exists():
-        key = ec.generate_private_key(ec.SECP384R1())
-        _secret(path, _pem(key, serialization.PrivateFormat.OpenSSH))
-        form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-        public.write_bytes(key.public_key().public_bytes(*form))
+        made = ec.generate_private_key(ec.SECP384R1())
+        _secret(path, _pem(made, serialization.PrivateFormat.OpenSSH))
+    try:
+        key = serialization.load_ssh_private_key(path.read_bytes(), None)
+    except ValueError:
+        raise UsageError(f"{path} is damaged; bring it back from a copy") from None
+    form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    whole(public, key.public_key().public_bytes(*form))
     return public
 
 
 def certificates(folder: Path, hosts: Sequence[str] = ("127.0.0.1",)) -> tuple[Path, Path, Path]:
-    """Makes an authority, and a certificate with its key for some hosts, if there are none."""
+    """Makes an authority, and a certificate with its key for some hosts, unless they are valid."""
     paths = folder / "ca.crt", folder / "server.pem", folder / "server.key"
-    if all(path.exists() for path in paths):
+    if _are_valid(*paths):
         return paths
     authority = ec.generate_private_key(ec.SECP384R1())
     name = _name("fedjax_pfl trial authority")
@@ -40,9 +48,23 @@ def certificates(folder: Path, hosts: Sequence[str] = ("127.0.0.1",)) -> tuple[P
     names = x509.SubjectAlternativeName([*addresses, x509.DNSName("localhost")])
     own = _certificate(_name("localhost"), name, key, authority, [(names, False)])
     for path, one in zip(paths[:2], (made, own), strict=True):
-        path.write_bytes(one.public_bytes(serialization.Encoding.PEM))
+        whole(path, one.public_bytes(serialization.Encoding.PEM))
     _secret(paths[2], _pem(key, serialization.PrivateFormat.PKCS8))
     return paths
+
+
+def _are_valid(authority: Path, certificate: Path, key: Path) -> bool:
+    """Returns True if the files are whole, belong together and do not expire within a day."""
+    try:
+        signer, own = (
+            x509.load_pem_x509_certificate(path.read_bytes()) for path in (authority, certificate)
+        )
+        own.verify_directly_issued_by(signer)
+        secret = serialization.load_pem_private_key(key.read_bytes(), None)
+    except (OSError, ValueError, InvalidSignature):
+        return False
+    soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1)
+    return secret.public_key() == own.public_key() and own.not_valid_after_utc > soon
 
 
 def _name(word: str) -> x509.Name:
@@ -87,5 +109,7 @@ def _pem(key: Any, form: serialization.PrivateFormat) -> bytes:
 
 def _secret(path: Path, content: bytes) -> None:
     """Writes a file that only its owner can read."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+    part = path.with_name(f".{path.name}.part")
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)
+    os.replace(part, path)

@@ -315,6 +315,14 @@ def test_a_damaged_file_is_named_and_not_read(made: Loopback):
     assert "does not hold it" in refused(answer, made.clients[0], opened.requests[0])
 
 
+def test_a_damaged_visit_that_has_not_counted_is_trained_again(made: Loopback):
+    standing, _ = made.round(server.begin(made.server), 0)
+    opened = server.open_round(made.server, standing, 1)
+    wanted = answer(made.clients[0], opened.requests[0])
+    (made.clients[0].disk.folder / "visit-000000001").write_bytes(b"")
+    assert answer(made.clients[0], opened.requests[0]) == wanted
+
+
 def test_a_server_goes_on_from_its_checkpoint_with_the_same_bits(made: Loopback, tmp_path: Path):
     """Killed after a round that was not saved: the round is asked for again, and is the same."""
     standing = server.begin(made.server)

@@ -85,6 +85,33 @@ def test_the_first_key_of_a_name_stays_that_clients(tmp_path: Path):
     assert said == ["client-0 has another key than before, or another client's: refused"]
 
 
+def test_keys_and_certificates_that_are_not_whole_are_made_anew_or_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A trial was killed while it wrote them, or is older than they are valid."""
+    pytest.importorskip("flwr")
+    from fedjax_pfl.deploy import keys
+
+    private = tmp_path / "client-0.key"
+    content = keys.node_key(private).read_bytes()
+    keys.node_key(private).unlink()
+    assert keys.node_key(private).read_bytes() == content
+    private.write_bytes(b"")
+    with pytest.raises(UsageError, match=r"client-0\.key is damaged"):
+        keys.node_key(private)
+    for path in keys.certificates(tmp_path):
+        path.write_bytes(b"")
+        made = keys.certificates(tmp_path)
+        files = [one.read_bytes() for one in made]
+        assert all(files)
+        keys.certificates(tmp_path)
+        assert files == [one.read_bytes() for one in made]
+    monkeypatch.setattr(keys, "_DAYS", 0)
+    (tmp_path / "ca.crt").unlink()
+    old = keys.certificates(tmp_path)[0].read_bytes()
+    assert keys.certificates(tmp_path)[0].read_bytes() != old
+
+
 def test_a_run_whose_name_is_lost_does_not_enrol_its_nodes_anew(tmp_path: Path):
     """Nodes know the run by its name: another one would be another run, and ask for sums again."""
     nodes = Nodes(tmp_path, 3, until=3 + 2 + 3 + 1)  # in the midst of the second round
