@@ -220,7 +220,7 @@ def _warnings(run: Run) -> str:
         said.append(f"Uploads rejected, not finite or too large: {last['rejected']:,}.")
     if last.get("dropped"):
         said.append(f"Times that a sampled client dropped out: {last['dropped']:,}.")
-    if lost := max(last[stage].get("not_finite") or 0 for stage in _stages(last) or ["round"]):
+    if lost := max((last[stage].get("not_finite") or 0 for stage in _stages(last)), default=0):
         said.append(
             f"Clients whose final evaluation is not finite: {lost:,}; means are over the "
             f"{min(last[stage].get('clients') or 0 for stage in _stages(last)):,} others."

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import node, node_file, run, schema
+from fedjax_pfl.deploy import node, node_file, run, schema, wire
+from fedjax_pfl.report import page, run_reader
 from fedjax_pfl.runs import export, runner
 from tests.runs.common import BASE, read_metrics
 
@@ -122,6 +123,28 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
     ):
         with pytest.raises(UsageError, match="deployed"):
             call()
+
+
+class Silent(Nodes):
+    """Nodes that do not answer evaluations from a round on."""
+
+    since = 0
+
+    def answer(self, i: int, content: bytes) -> bytes:
+        facts = wire.decode(content, len(content)).facts
+        if facts["kind"] == "evaluate" and facts["round"] >= self.since:
+            return node.refusal("busy")
+        return super().answer(i, content)
+
+
+@pytest.mark.parametrize("since", [1, 2])
+def test_a_run_whose_evaluations_nobody_answers_ends_with_a_report(since: int, tmp_path: Path):
+    nodes = Silent(tmp_path, 3)
+    nodes.since = since
+    done = run.run({**CONFIG, "rounds": 2}, tmp_path / "run", nodes, tell=nodes.said.append)
+    assert done.metrics[-1]["before"] is None
+    assert (tmp_path / "run" / "report.html").is_file()
+    page.table(run_reader.read(tmp_path / "run").metrics)
 
 
 def test_nodes_with_files_of_their_own(tmp_path: Path):
