@@ -28,7 +28,7 @@ from experiments.outside import judged, ours, scored
 from experiments.outside.methods import METHODS, Theirs
 from experiments.speed import rivals
 from experiments.speed.rivals import Child, Gone
-from fedjax_pfl.cli.command import command
+from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
@@ -216,4 +216,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seeds", 3, "Of accuracies.", lower_bound=1)
     flags.DEFINE_string("out", None, "JSON file.")
     flags.DEFINE_float("limit", 300.0, "Seconds that an answer may take.")
-    command(main)
+    run_script(main, __doc__)

@@ -1,9 +1,8 @@
-"""Train a method that needs no system of its own.
+"""Trains any method on any dataset and partition: the same as `fedjax-pfl baseline`."""
 
-python -m experiments.baseline --config=baseline:fedavg-digits
-"""
+import sys
 
-from fedjax_pfl.cli.command import launch
+from fedjax_pfl.cli.main import main
 
 if __name__ == "__main__":
-    launch("baseline")
+    main(["baseline", *sys.argv[1:]])

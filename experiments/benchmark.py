@@ -32,7 +32,7 @@ from absl import flags
 
 from experiments.speed import device_list, kernels, layouts, picture, rivals, turns, work
 from experiments.speed.rivals import Child, Gone
-from fedjax_pfl.cli.command import command
+from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
@@ -360,4 +360,4 @@ if __name__ == "__main__":
     for _key, _rival in rivals.RIVALS.items():
         flags.DEFINE_string(_key, None, f"A checkout of {_rival.repository}.")
         flags.DEFINE_string(f"{_key}_python", None, "The Python that has what it needs.")
-    command(main)
+    run_script(main, __doc__)

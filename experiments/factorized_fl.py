@@ -1,11 +1,8 @@
-"""Train Factorized-FL or a method of its tables.
+"""Trains Factorized-FL or a method of its tables: the same as `fedjax-pfl factorized_fl`."""
 
-python -m experiments.factorized_fl                   beta on the embedded digits, labels permuted
-python -m experiments.factorized_fl \
-    --config=factorized_fl:cifar10-permuted-noniid-alpha
-"""
+import sys
 
-from fedjax_pfl.cli.command import launch
+from fedjax_pfl.cli.main import main
 
 if __name__ == "__main__":
-    launch("factorized_fl")
+    main(["factorized_fl", *sys.argv[1:]])

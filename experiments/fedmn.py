@@ -1,10 +1,8 @@
-"""Train FedMN or a method of its tables.
+"""Trains FedMN or a method of its tables: the same as `fedjax-pfl fedmn`."""
 
-python -m experiments.fedmn                          on the embedded digits
-python -m experiments.fedmn --config=fedmn:cifar10
-"""
+import sys
 
-from fedjax_pfl.cli.command import launch
+from fedjax_pfl.cli.main import main
 
 if __name__ == "__main__":
-    launch("fedmn")
+    main(["fedmn", *sys.argv[1:]])

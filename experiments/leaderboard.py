@@ -21,7 +21,8 @@ from absl import flags
 from ml_collections import ConfigDict
 
 from experiments.speed import rivals
-from fedjax_pfl.cli import command as launch
+from fedjax_pfl.cli.command import run_script
+from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets import baseline
 from fedjax_pfl.report import leaderboard as board
@@ -156,7 +157,7 @@ def main(argv: Sequence[str]) -> None:
     for name in columns:
         each = configured(COLUMNS[name], methods)
         for config in each.values():
-            config.data_dir = launch.DATA_DIR.value
+            config.data_dir = given.data_dir
         planned[name] = plan(each, given.budget)
     try:
         for name, made in planned.items():
@@ -185,5 +186,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seeds", 3, "With which what was chosen is scored.", lower_bound=1)
     flags.DEFINE_string("out", "runs/leaderboard", "Folder of the runs and tables.")
     flags.DEFINE_bool("only_show", False, "Run nothing: print what there is.")
+    define_data_dir(flags.FLAGS)
     prepare_devices()
-    launch.command(main)
+    run_script(main, __doc__)

@@ -31,7 +31,7 @@ from absl import flags
 from experiments.speed import rivals
 from experiments.speed.rivals import Child, Gone
 from experiments.speed.work import Work, parameters
-from fedjax_pfl.cli.command import command
+from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
@@ -236,7 +236,7 @@ def main(argv: Sequence[str]) -> None:
         return
     unknown = sorted(set(chosen.methods) - set(configuration.ALGORITHMS))
     if unknown:
-        raise UsageError(f"--methods has {', '.join(unknown)}; see python -m experiments.list")
+        raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
     out = Path(chosen.out)
     found: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
     others = [key for key in _THEIRS if chosen[key].value]
@@ -290,4 +290,4 @@ if __name__ == "__main__":
     flags.DEFINE_string("picture", "docs/many_clients.svg", "Where all numbers are drawn.")
     flags.DEFINE_string("only", "", "METHOD:CLIENTS, to be measured in this process.")
     flags.DEFINE_string("out", "experiments/results/many_clients.json", "Where numbers are kept.")
-    command(main)
+    run_script(main, __doc__)

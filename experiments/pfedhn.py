@@ -1,10 +1,8 @@
-"""Train pFedHN, pFedHN-PC or a method of their tables.
+"""Trains pFedHN, pFedHN-PC or a method of their tables: the same as `fedjax-pfl pfedhn`."""
 
-python -m experiments.pfedhn                          on the embedded digits
-python -m experiments.pfedhn --config=pfedhn:cifar10-n50
-"""
+import sys
 
-from fedjax_pfl.cli.command import launch
+from fedjax_pfl.cli.main import main
 
 if __name__ == "__main__":
-    launch("pfedhn")
+    main(["pfedhn", *sys.argv[1:]])

@@ -1,10 +1,8 @@
-"""Train pFedLA, HeurpFedLA or a method of their tables.
+"""Trains pFedLA, HeurpFedLA or a method of their tables: the same as `fedjax-pfl pfedla`."""
 
-python -m experiments.pfedla                          on the embedded digits
-python -m experiments.pfedla --config=pfedla:cifar10-classes4-n10-k1
-"""
+import sys
 
-from fedjax_pfl.cli.command import launch
+from fedjax_pfl.cli.main import main
 
 if __name__ == "__main__":
-    launch("pfedla")
+    main(["pfedla", *sys.argv[1:]])

@@ -24,12 +24,14 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
+from experiments import overrides
 from experiments.papers import agreement, record
 from experiments.papers.table import cell as shown
 from experiments.papers.table import mean_of, plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
 from fedjax_pfl import data
-from fedjax_pfl.cli import command as launch
+from fedjax_pfl.cli.command import run_script
+from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report import run_reader, text_tables
@@ -105,7 +107,7 @@ def plans(table: Table, options: Options) -> list[Plan]:
         else:
             config = table.settings(cell.row, cell.column, own, options.rounds)
         config.data_dir = options.data_dir
-        launch.change(config, options.changes)
+        overrides.override(config, options.changes)
         if remark := table.impossible(config):
             made.append(Plan(cell, like, None, remark))
         elif message := _missing(config.dataset, options.data_dir):
@@ -357,17 +359,8 @@ def reproduce(options: Options) -> int:
     return status
 
 
-def _without_value(arguments: list[str]) -> list[str]:
-    """Returns the arguments with an empty value for a --table that has none."""
-    after = [*arguments[1:], "--"]
-    return [
-        "--table=" if one == "--table" and following.startswith("--") else one
-        for one, following in zip(arguments, after, strict=True)
-    ]
-
-
 def main(argv: Sequence[str]) -> None:
-    """The command line."""
+    """Runs the command line."""
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
     chosen = flags.FLAGS
@@ -380,8 +373,7 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Defined here because other commands have flags of these names too.
-    flags.DEFINE_string("table", "", "The table. Without a value all tables are listed.")
+    flags.DEFINE_string("table", "", "The table. Default: list all tables.")
     flags.DEFINE_enum(
         "scale", "quick", list(SCALES), "quick: minutes; full: the published settings."
     )
@@ -389,11 +381,11 @@ if __name__ == "__main__":
     flags.DEFINE_integer("seeds", None, "Seeds 0, 1, ... Default: 1, or 3 in full.", lower_bound=1)
     flags.DEFINE_integer("rounds", None, "Rounds instead of those of the scale.", lower_bound=1)
     flags.DEFINE_string("out", "runs/reproduce", "Folder of the runs and the table's files.")
-    flags.DEFINE_multi_string("set", [], launch.SET_HELP)
+    flags.DEFINE_multi_string("set", [], overrides.HELP)
     flags.DEFINE_bool("only_show", False, "Print what has been computed and run nothing.")
     flags.DEFINE_bool("record", False, "Write numbers and curves of --out to experiments/results.")
     flags.DEFINE_bool("summary", False, "Count the recorded cells that agree.")
     flags.DEFINE_enum("format", "text", ["text", "markdown"], "Format of the output.")
+    define_data_dir(flags.FLAGS)
     prepare_devices()
-    sys.argv = _without_value(sys.argv)
-    launch.command(main)
+    run_script(main, __doc__)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from fedjax_pfl.cli.command import command
+from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, Visit
 from fedjax_pfl.core.errors import UsageError
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> None:
     columns = [_number(word) for word in chosen.clients]
     unknown = sorted(set(chosen.methods) - set(configuration.ALGORITHMS))
     if unknown:
-        raise UsageError(f"--methods has {', '.join(unknown)}; see python -m experiments.list")
+        raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
     if chosen.model not in configuration.MODELS:
         choices = ", ".join(configuration.MODELS)
         raise UsageError(f"--model={chosen.model} is none of {choices}")
@@ -204,4 +204,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("cohort", 100, "Clients in a round, for mixing.", lower_bound=1)
     flags.DEFINE_integer("devices", 8, "Devices that they are spread over.", lower_bound=1)
     flags.DEFINE_string("out", None, "JSON file to write the numbers to.")
-    command(main)
+    run_script(main, __doc__)

@@ -8,7 +8,7 @@ import importlib
 import sys
 
 from experiments.papers import study
-from fedjax_pfl.cli.command import ending
+from fedjax_pfl.cli.errors import ending
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
 
@@ -26,7 +26,6 @@ def main() -> None:
             raise UsageError(f"there is no system {name!r}{configuration.nearest(name, SYSTEMS)}")
     del sys.argv[1]
     studies = importlib.import_module(f"experiments.papers.{name}.studies")
-    sys.modules["__main__"].__doc__ = studies.__doc__
     study.launch(studies.STUDIES, studies.__doc__, name, studies.LENGTHS)
 
 

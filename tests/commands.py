@@ -14,6 +14,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
+from fedjax_pfl.cli import main
+from fedjax_pfl.cli.command import Call, define
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints
 
 LIMIT = 150.0  # seconds after which a test ends all that it has started
@@ -36,6 +41,22 @@ CONFIG = {
     "keep_head": True,
     "evaluate_after": False,
 }
+
+
+def message(function, *arguments):
+    """Returns the one line of the UsageError that a call raises."""
+    with pytest.raises(UsageError) as caught:
+        function(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def run_here(name, *arguments):
+    """Runs a command of `fedjax-pfl` in this process, without the handling of its errors."""
+    chosen = main.load(name)
+    options, arguments = define(chosen, [str(argument) for argument in arguments])
+    words = options([name, *arguments])[1:]
+    chosen.run(Call(arguments, options, words))
 
 
 class Command:
@@ -109,7 +130,7 @@ class Forked:
 
     def __init__(self, module: str, *arguments: str, place: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.commands", "fedjax_pfl.cli.command"])
+        context.set_forkserver_preload(["tests.commands", "fedjax_pfl.cli.train"])
         self._place = place / "started"
         self._place.mkdir()
         self._process = context.Process(

@@ -13,16 +13,18 @@ from types import ModuleType
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import cli, reproduce, studies
-from experiments import list as listing
+from experiments import reproduce, studies
 from experiments.papers import study
 from experiments.papers.tables import TABLES
-from fedjax_pfl.cli import command as launch
+from fedjax_pfl.cli import command, configs, main
+from fedjax_pfl.cli import list as listing
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration, custom, selection
 
 DOCS = Path(__file__).parents[1] / "docs"
+# Commands that only the repository has.
+SCRIPTS = ("reproduce", "studies", "leaderboard", "scaling", "many_clients", "benchmark", "agree")
 
 
 def blocks(page: str, language: str = "python") -> list[str]:
@@ -98,30 +100,26 @@ def commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 def refused(name: str, arguments: Sequence[str]) -> str:
-    """Why a command cannot run as it is shown; capital letters stand for a reader's own words."""
+    """Returns why a command cannot run as shown; capitals stand for a reader's own words."""
     if name == "cli" or name.isupper():
         return ""
-    if name not in cli.COMMANDS:
+    if name not in main.COMMANDS and name not in SCRIPTS:
         return f"no command {name}"
     words = [word for word in arguments if not word.startswith("--")]
     given = [word.removeprefix("--").partition("=")[::2] for word in arguments if "--" in word]
-    sources = [inspect.getsource(importlib.import_module(f"experiments.{name}"))]
-    sources += [inspect.getsource(module) for module in (launch, study)]
     if name == "studies" and words[:1] and words[0] in studies.SYSTEMS:
         own = importlib.import_module(f"experiments.papers.{words[0]}.studies")
-        sources.append(inspect.getsource(own))
         if words[1:] and words[1].islower() and words[1] not in own.STUDIES:
             return f"no study {words[1]}"
     settings = [word for word in arguments if re.match(r"--(no)?config", word)]
     for flag, value in given:
         if flag.startswith(("config", "noconfig")):
             continue
-        made = rf'"{flag}"|\}}_{flag.rpartition("_")[2]}"'  # or a library's name and this word
-        if not any(re.search(made, source) for source in sources):
+        if not _has_flag(name, words, flag):
             return f"no flag --{flag}"
         settings += [f"--config.{value}"] * (flag == "set")
     try:
-        launch.check_keys(settings)
+        configs.check_keys(settings)
         if name == "list" and (unknown := set(words) - set(listing.KINDS)):
             return f"no kind {unknown}"
         if name == "reproduce" and (table := dict(given).get("table", "NAME")) != "NAME":
@@ -129,6 +127,17 @@ def refused(name: str, arguments: Sequence[str]) -> str:
         return _preset(name, [word for word in arguments if re.match(r"--(no)?config", word)])
     except (UsageError, flags.Error, KeyError) as error:
         return str(error)
+
+
+def _has_flag(name: str, words: Sequence[str], flag: str) -> bool:
+    if name in main.COMMANDS:
+        options, _ = command.define(main.load(name), [])
+        return flag in options
+    modules = [importlib.import_module(f"experiments.{name}"), configs, study]
+    if name == "studies" and words[:1] and words[0] in studies.SYSTEMS:
+        modules.append(importlib.import_module(f"experiments.papers.{words[0]}.studies"))
+    defined = rf'"{flag}"|\}}_{flag.rpartition("_")[2]}"'  # or a library's name and this word
+    return any(re.search(defined, inspect.getsource(module)) for module in modules)
 
 
 def _cells(given: Mapping[str, str]) -> list[str]:
@@ -145,7 +154,7 @@ def _preset(name: str, arguments: Sequence[str]) -> str:
         return "--config has to come before the settings that it brings"
     values = flags.FlagValues()
     path = str(SYSTEMS[name].__file__) if name in SYSTEMS else None
-    given = [name, *launch.resolve_config(arguments, name)]
+    given = [name, *configs.resolve_config(arguments, name)]
     holder = config_flags.DEFINE_config_file("config", path, flag_values=values, sys_argv=given)
     values(given)
     changes = config_flags.get_override_values(values["config"])

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
-from experiments import tune as tune
 from experiments.papers import agreement
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.cli.main import COMMANDS, load
+from fedjax_pfl.cli.tune import configure_methods
 from fedjax_pfl.core.algorithm import Algorithm, State, Trained
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.presets import pfedla
@@ -100,7 +101,7 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     base = pfedla.get_config(preset)
     base.update(changes)
     source = f"{Path(pfedla.__file__)}:{preset}"
-    each = tune.configured(source, base, changes, methods)
+    each = configure_methods(source, base, changes, methods)
     made = search.plan(each, [given["grid"]], int(given["rounds"]), None, as_preset=True)
     found = {one.method: [Tried(point, base, {}, 2) for point in one.points] for one in made}
     assert {len(tried) for tried in found.values()} == {4}
@@ -150,13 +151,19 @@ RESULTS = sorted(p.relative_to(ROOT) for p in (ROOT / "experiments" / "results")
 OTHERS = ("README.md", "BUILD.md", "CONTRIBUTING.md", "CHANGELOG.md", "third_party/README.md")
 
 
+def texts():
+    """Returns the pages, the docstrings of scripts and presets, and the help of commands."""
+    shown = {str(p): (ROOT / p).read_text() for p in (*PAGES, *FIDELITY, *RESULTS, *OTHERS)}
+    for folder in ("experiments", "fedjax_pfl/presets"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            docstring = ast.get_docstring(ast.parse(path.read_text()))
+            shown[str(path.relative_to(ROOT))] = docstring or ""
+    return shown | {f"{name} --help": load(name).help() for name in COMMANDS}
+
+
 def shown_commands():
-    """Every command on a page and in a docstring of a command, with where it stands."""
-    texts = {str(p): (ROOT / p).read_text() for p in (*PAGES, *FIDELITY, *RESULTS, *OTHERS)}
-    for path in sorted((ROOT / "experiments").rglob("*.py")):
-        docstring = ast.get_docstring(ast.parse(path.read_text()))
-        texts[str(path.relative_to(ROOT))] = docstring or ""
-    return [(place, *one) for place, text in texts.items() for one in documents.commands(text)]
+    """Returns every command in these texts, with where it stands."""
+    return [(place, *one) for place, text in texts().items() for one in documents.commands(text)]
 
 
 @pytest.mark.filterwarnings("ignore:the load_module")  # with which config files are read
@@ -166,6 +173,12 @@ def test_every_command_on_a_page_can_be_given():
     assert len(found) > 120
     assert {"README.md", "docs/index.md", "experiments/reproduce.py"} < {one[0] for one in found}
     assert [(*one, why) for one in found if (why := documents.refused(*one[1:]))] == []
+
+
+def test_the_installed_command_is_shown_with_its_own_commands_only():
+    for place, text in texts().items():
+        shown = set(re.findall(r"fedjax-pfl ([a-z_]+)", text))
+        assert shown <= set(COMMANDS), place
 
 
 def test_commands_are_found_on_a_page():
@@ -198,10 +211,16 @@ def test_commands_are_found_on_a_page():
         ("fedjax-pfl baseline --config.pfedla.rate=2", "counts with algorithm=pfedla only"),
         ("fedjax-pfl pfedla --epochs=2", "no flag --epochs"),
         ("fedjax-pfl list methodz", "no kind"),
-        ("fedjax-pfl studies pfedla figure66", "no study figure66"),
-        ("fedjax-pfl studies pfedla figure6 --set=pfedla.rato=1", "no setting pfedla.rato"),
-        ("fedjax-pfl reproduce --table=pfedla/table9", "pfedla/table9"),
-        ("fedjax-pfl reproduce --table=pfedla/table1 --cells=mnist-n9", "no cell is 'mnist-n9'"),
+        ("python -m experiments.studies pfedla figure66", "no study figure66"),
+        (
+            "python -m experiments.studies pfedla figure6 --set=pfedla.rato=1",
+            "no setting pfedla.rato",
+        ),
+        ("python -m experiments.reproduce --table=pfedla/table9", "pfedla/table9"),
+        (
+            "python -m experiments.reproduce --table=pfedla/table1 --cells=mnist-n9",
+            "no cell is 'mnist-n9'",
+        ),
     ],
 )
 def test_a_command_that_cannot_be_given_is_found(command, why):

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from experiments import cli
-from fedjax_pfl.cli import command as launch
+from fedjax_pfl.cli.configs import default_workdir
+from fedjax_pfl.cli.main import COMMANDS
 from fedjax_pfl.presets import pfedla
 from fedjax_pfl.report import page
 from fedjax_pfl.runs import runner
@@ -38,7 +38,7 @@ def test_the_readme_says_what_there_is():
     commands = re.findall(r"^    fedjax-pfl (\w+)(?: --config=(\w+):(\S+))?", text, re.M)
     assert len(commands) >= 4
     for command, system, preset in commands:
-        assert command in cli.COMMANDS
+        assert command in COMMANDS
         if system:
             presets = importlib.import_module(f"fedjax_pfl.presets.{system}")
             configuration.specify(presets.get_config(preset))
@@ -53,7 +53,7 @@ def test_runs_that_the_readme_compares_are_made_above():
         if name == "compare":
             compared += [run for run in arguments if not run.startswith("--")]
             assert set(compared) <= made
-        made.add(launch.default_workdir(name, arguments))
+        made.add(default_workdir(name, arguments))
     assert len(compared) == 2
 
 

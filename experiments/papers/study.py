@@ -3,7 +3,6 @@
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,8 +13,10 @@ from absl import flags
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
+from experiments import overrides
 from experiments.papers.table import readable
-from fedjax_pfl.cli.command import DATA_DIR, SET_HELP, change, command
+from fedjax_pfl.cli.command import run_script
+from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.report.text_tables import Table
@@ -38,7 +39,8 @@ PAPER = flags.DEFINE_bool(
 CLIENTS = flags.DEFINE_integer("clients", 10, "Number of clients.", lower_bound=1)
 METHODS = flags.DEFINE_list("methods", [], "Methods to run. Default: all.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Number of seeds 0, 1, ...", lower_bound=1)
-SET = flags.DEFINE_multi_string("set", [], SET_HELP)
+SET = flags.DEFINE_multi_string("set", [], overrides.HELP)
+DATA_DIR = define_data_dir(flags.FLAGS)
 
 _COLUMNS = 5  # most columns of a printed table
 _LISTED = 4  # most numbers in a cell
@@ -69,7 +71,7 @@ def run(
       components: Your own dataset or algorithm, as for `runner.run`.
     """
     config.update(seed=seed, rounds=rounds or ROUNDS.value, data_dir=DATA_DIR.value)
-    change(config, SET.value)
+    overrides.override(config, SET.value)
     words = "-".join([name, DATASET.value, f"r{ROUNDS.value}", *SET.value, f"s{seed}"])
     path = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
     print(f"{path} ...", flush=True)
@@ -217,8 +219,4 @@ def launch(
 ) -> None:
     """Runs the command line of a paper's studies; `about` is their module's docstring."""
     prepare_devices()
-    shared = (OUT, DATASET, ROUNDS, PAPER, CLIENTS, METHODS, SEEDS, SET, DATA_DIR)
-    own = flags.FLAGS.flags_by_module_dict().get(f"experiments.papers.{paper}.studies", [])
-    for flag in [*(flags.FLAGS[holder.name] for holder in shared), *own]:  # for --help
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
-    command(lambda argv: main(studies, about or "", argv, paper, lengths))
+    run_script(lambda argv: main(studies, about or "", argv, paper, lengths), about)

@@ -1,7 +1,8 @@
-"""Starting several processes that compute one run, and saying in a line what became of them.
+"""Several processes that compute one run, and one line about how they ended.
 
-The process that starts them computes nothing. It passes signals on, waits, and reads what they
-leave behind: JAX ends a process at once, with a page of text, when another one is gone.
+The process that starts them computes nothing. It forwards signals, waits, and reads the last line
+and the output of each worker: when one process is gone, JAX ends the others at once, with a page of
+text.
 """
 
 import contextlib
@@ -25,69 +26,70 @@ from fedjax_pfl.simulation import multiprocess
 from fedjax_pfl.simulation.devices import cores
 
 GONE = 75  # exit status: another process is gone
-_HEARTBEAT = 10  # seconds without a sign of life after which JAX takes a process for dead
-_GRACE = 12.0  # seconds in which the others find out themselves that one has ended
+_HEARTBEAT = 10  # seconds without a heartbeat after which JAX treats a process as dead
+_GRACE = 12.0  # seconds in which the other processes notice that one has ended
 _JOINING = "joining"
 
 
-class Given(NamedTuple):
-    """What the flags say."""
+class ProcessOptions(NamedTuple):
+    """The flags --processes, --process, --coordinator and --wait."""
 
     processes: int = 1
-    process: int | None = None  # where each machine starts its own
+    process: int | None = None  # number of this process, if each machine starts its own
     coordinator: str | None = None  # HOST:PORT of process 0, or auto
-    wait: int = 300  # seconds for all to come
+    wait: int = 300  # seconds until all processes must have joined
 
 
 class Worker(NamedTuple):
-    """A process that computes, as the one that started it sees it."""
+    """A process that computes, seen from the process that started it."""
 
-    number: int | None  # None: the cluster knows
+    number: int | None  # None: the cluster assigns it
     pid: int
-    word: IO[bytes]  # its last line, or that it is joining
-    noise: IO[bytes]  # what libraries print, and all that processes other than the first say
+    last_line: IO[bytes]
+    output: IO[bytes]  # of libraries, and of processes other than the first
 
 
 class End(NamedTuple):
-    """What one of them has left behind."""
+    """How a worker ended."""
 
     number: int | None
     code: int  # negative: the signal that ended it
-    word: str
-    noise: str
+    last_line: str
+    output: str
 
 
 @contextlib.contextmanager
-def together(given: Given) -> Iterator[None]:
-    """What is in here is done in each process of the run, and ends with it.
+def run_in_processes(options: ProcessOptions) -> Iterator[None]:
+    """Runs the body of a with statement in every process of the run; each ends with it.
 
-    Whoever started them does not come here, but exits when they have, with their status.
+    The process that starts them does not run the body. It exits when they have ended, with their
+    status.
     """
-    numbers = started_here(given)
+    numbers = local_numbers(options)
     if not numbers:
         yield
         return
     if not hasattr(os, "fork"):
-        raise UsageError("several processes need a system that can fork, which this one cannot")
-    address = given.coordinator or f"127.0.0.1:{_free_port()}"
-    alive = os.pipe()  # into which nobody writes: it ends with whoever holds its other end
+        raise UsageError("several processes need a system that can fork")
+    address = options.coordinator or f"127.0.0.1:{_free_port()}"
+    alive = os.pipe()  # nobody writes to it; reading ends when this process does
     workers = []
     sys.stdout.flush()
     for number in numbers:
-        word, noise = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (both outlive it)
+        last_line, output = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         pid = os.fork()
         if pid:
-            workers.append(Worker(number, pid, word, noise))
+            workers.append(Worker(number, pid, last_line, output))
             continue
         os.close(alive[1])
         threading.Thread(target=_end_with, args=(alive[0],), daemon=True).start()
         code, line = 1, ""
         try:
-            terminal = _into(noise)
-            _tell(word, _JOINING)
+            terminal = _redirect(output)
+            _write_line(last_line, _JOINING)
             with _ended_by_signals():
-                _join(given, number, address, len(numbers))
-            _tell(word, "")
+                _join(options, number, address, len(numbers))
+            _write_line(last_line, "")
             if multiprocess.lead():
                 sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1) for fd in terminal)
             yield
@@ -107,77 +109,79 @@ def together(given: Given) -> Iterator[None]:
         except BaseException:
             traceback.print_exc()
         finally:  # and at once: a proper end would wait for the others
-            _tell(word, line)
+            _write_line(last_line, line)
             os._exit(code)
-    line, code = verdict(_waited_for(workers), given, address)
+    line, code = verdict(_wait_for(workers), options, address)
     if line:
         print(line, file=sys.stderr)
     sys.exit(code)
 
 
-def started_here(given: Given) -> Sequence[int | None]:
-    """Which processes this command starts; none where it computes itself. Or UsageError."""
-    if given.coordinator == "auto":
-        if given.process is not None or given.processes != 1:
+def local_numbers(options: ProcessOptions) -> Sequence[int | None]:
+    """Returns the numbers of the processes to start here; none if this process computes itself."""
+    if options.coordinator == "auto":
+        if options.process is not None or options.processes != 1:
             raise UsageError("with --coordinator=auto, --processes and --process are the cluster's")
         return [None]
-    if given.coordinator is None and given.process is None:
-        return range(given.processes) if given.processes > 1 else []
-    if given.coordinator is None or given.process is None or given.processes < 2:
+    if options.coordinator is None and options.process is None:
+        return range(options.processes) if options.processes > 1 else []
+    if options.coordinator is None or options.process is None or options.processes < 2:
         raise UsageError(
             "where each machine starts its own process, --coordinator=HOST:PORT, --processes and "
             "--process go together; on one machine --processes alone starts them all"
         )
-    if given.process >= given.processes:
-        raise UsageError(f"--process is {given.process}; choose 0 to {given.processes - 1}")
-    if not re.fullmatch(r".+:\d{1,5}", given.coordinator):
-        raise UsageError(f"--coordinator is {given.coordinator!r}, no HOST:PORT such as node1:9876")
-    return [given.process]
+    if options.process >= options.processes:
+        raise UsageError(f"--process is {options.process}; choose 0 to {options.processes - 1}")
+    if not re.fullmatch(r".+:\d{1,5}", options.coordinator):
+        raise UsageError(
+            f"--coordinator is {options.coordinator!r}, no HOST:PORT such as node1:9876"
+        )
+    return [options.process]
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
-# In a process that computes.
+# In a worker.
 
 
 def _end_with(pipe: int) -> None:
-    """End when whoever started this process does."""
+    """Ends this process when the one that started it ends."""
     os.read(pipe, 1)
     os._exit(GONE)
 
 
-def _into(noise: IO[bytes]) -> list[int]:
-    """Send what is written to the terminal into a file; returns the terminal."""
+def _redirect(output: IO[bytes]) -> list[int]:
+    """Redirects the terminal's two streams into a file, and returns copies of them."""
     terminal = [os.dup(fd) for fd in (1, 2)]
     for fd in (1, 2):
-        os.dup2(noise.fileno(), fd)
+        os.dup2(output.fileno(), fd)
     return terminal
 
 
-def _tell(word: IO[bytes], line: str) -> None:
-    os.ftruncate(word.fileno(), 0)
-    os.pwrite(word.fileno(), line.encode(), 0)
+def _write_line(file: IO[bytes], line: str) -> None:
+    os.ftruncate(file.fileno(), 0)
+    os.pwrite(file.fileno(), line.encode(), 0)
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """At once, because Python runs no handler while JAX waits for the others."""
-    heard = [n for n in interrupt.SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in heard}
+    """Lets signals end the process at once: Python runs no handler while JAX waits for others."""
+    numbers = [n for n in interrupt.SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def _join(given: Given, number: int | None, address: str, local: int) -> None:
-    """Become one of the processes, before JAX looks for devices."""
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for its own
+def _join(options: ProcessOptions, number: int | None, address: str, local: int) -> None:
+    """Joins the processes of the run; JAX must not have looked for devices yet."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
     limits: Any = {
-        "initialization_timeout": given.wait,
+        "initialization_timeout": options.wait,
         "heartbeat_timeout_seconds": _HEARTBEAT,
     }
     if number is None:
@@ -192,15 +196,15 @@ def _join(given: Given, number: int | None, address: str, local: int) -> None:
     if local > 1 and "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", max(1, cores() // local))
     port = int(address.rpartition(":")[2])
-    # One machine's processes are nobody else's business.
-    bound = address if given.coordinator is None else f"{_everywhere()}:{port}"
+    # Processes of one machine listen on no other address.
+    bound = address if options.coordinator is None else f"{_any_address()}:{port}"
     if number == 0:
         _check_free(port)
     else:
-        _reach(address, given.wait)
+        _reach(address, options.wait)
     jax.distributed.initialize(
         address,
-        given.processes,
+        options.processes,
         number,
         cluster_detection_method="deactivate",
         coordinator_bind_address=bound,
@@ -208,29 +212,29 @@ def _join(given: Given, number: int | None, address: str, local: int) -> None:
     )
 
 
-def _everywhere() -> str:
-    """All addresses of this machine, which may have no IPv6."""
+def _any_address() -> str:
+    """Returns the address that stands for all of this machine's; it may have no IPv6."""
     try:
-        with socket.socket(socket.AF_INET6) as one:
-            one.bind(("::", 0))
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::", 0))
         return "[::]"
     except OSError:
         return "0.0.0.0"
 
 
 def _check_free(port: int) -> None:
-    """UsageError where process 0 cannot listen; JAX would crash."""
-    host = _everywhere()
+    """Raises a UsageError if process 0 cannot listen on a port; JAX would crash."""
+    host = _any_address()
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind((host.strip("[]"), port))
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host.strip("[]"), port))
     except (OSError, OverflowError) as error:
         raise UsageError(f"port {port} cannot be listened on ({_first_line(error)})") from error
 
 
 def _reach(address: str, seconds: float) -> None:
-    """UsageError where process 0 cannot be reached in time; JAX would not say what is wrong."""
+    """Raises a UsageError if process 0 cannot be reached in time; JAX would give no reason."""
     host, _, port = address.rpartition(":")
     end = time.monotonic() + seconds
     while True:
@@ -250,27 +254,27 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-# In the process that started them.
+# In the process that started the workers.
 
 
-def _waited_for(workers: Sequence[Worker]) -> list[End]:
-    """All their ends; where one fails, the others have some seconds, and then are killed."""
+def _wait_for(workers: Sequence[Worker]) -> list[End]:
+    """Returns how all workers ended. If one fails, the others are killed after a few seconds."""
     left = {worker.pid: worker for worker in workers}
     ends, deadline = [], None
 
-    def pass_on(number: int, _: Any) -> None:
+    def forward(number: int, _: Any) -> None:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     for number in interrupt.SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, pass_on)
+            signal.signal(number, forward)
     while left:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in left:
             worker, code = left.pop(pid), os.waitstatus_to_exitcode(status)
-            ends.append(End(worker.number, code, _text(worker.word), _text(worker.noise)))
+            ends.append(End(worker.number, code, _text(worker.last_line), _text(worker.output)))
             if code and deadline is None:
                 deadline = time.monotonic() + _GRACE
         elif deadline and time.monotonic() > deadline:
@@ -292,55 +296,55 @@ def _text(file: IO[bytes]) -> str:
 _UNHEALTHY = re.compile(r"stopped sending heartbeats\):\s*((?:\d+\s+)+)")
 
 
-def _asked(end: End) -> End:
-    """Where a signal came before anybody listened to it, as if it had been listened to."""
+def _as_stopped(end: End) -> End:
+    """Treats a signal that came before its handler was installed like one that was handled."""
     if -end.code not in interrupt.SIGNALS:
         return end
-    return end._replace(code=128 - end.code, word="stopped before the first round")
+    return end._replace(code=128 - end.code, last_line="stopped before the first round")
 
 
-def verdict(ends: Sequence[End], given: Given, address: str) -> tuple[str, int]:
-    """The line that is said about their ends, and the exit status."""
+def verdict(ends: Sequence[End], options: ProcessOptions, address: str) -> tuple[str, int]:
+    """Returns the line about how the workers ended, and the exit status."""
 
     def of(end: End) -> str:
-        return "" if end.number is None else f" {end.number} of {given.processes}"
+        return "" if end.number is None else f" {end.number} of {options.processes}"
 
-    go_on = "so this run ends; the same command goes on from what is saved"
-    by_number = sorted(map(_asked, ends), key=lambda end: end.number or 0)
+    resume = "so this run ends; give the same command again to resume"
+    by_number = sorted(map(_as_stopped, ends), key=lambda end: end.number or 0)
     lead = by_number[0]
     if not any(end.code for end in ends):
         return "", 0
     for end in by_number:
-        if end.code == 2:  # the others may say the same
-            return f"error: {end.word}" + (f" (process{of(end)})" if end.number else ""), 2
+        if end.code == 2:  # the others may report the same
+            return f"error: {end.last_line}" + (f" (process{of(end)})" if end.number else ""), 2
     for end in by_number:
         if end.code < 0 and end.code != -signal.SIGABRT:
             name = signal.Signals(-end.code).name
-            return f"process{of(end)} was killed ({name}), {go_on}", GONE
+            return f"process{of(end)} was killed ({name}), {resume}", GONE
     stopped = [end for end in by_number if end.code in {128 + n for n in interrupt.SIGNALS}]
     if len(stopped) == len(ends):
-        return lead.word, lead.code
+        return lead.last_line, lead.code
     if stopped:
         name = signal.Signals(stopped[0].code - 128).name
-        return f"process{of(stopped[0])} was stopped ({name}), {go_on}", stopped[0].code
-    lost = [end for end in by_number if end.code == GONE or "JAX distributed service" in end.noise]
+        return f"process{of(stopped[0])} was stopped ({name}), {resume}", stopped[0].code
+    lost = [end for end in by_number if end.code == GONE or "JAX distributed service" in end.output]
     for end in lost:
-        if end.word == _JOINING:
-            all_of_them = f"all of the {given.processes} processes have come to {address}"
-            if given.coordinator == "auto":
-                all_of_them = "all processes of the cluster have come"
+        if end.last_line == _JOINING:
+            joined = f"not all of the {options.processes} processes have joined at {address}"
+            if options.coordinator == "auto":
+                joined = "not all processes of the cluster have joined"
             return (
-                f"error: not {all_of_them} in {given.wait} s; start the others, or wait for them "
+                f"error: {joined} in {options.wait} s; start the others, or wait for them "
                 "longer with --wait"
             ), 2
     for end in by_number:
         if end.code and end not in lost:
-            last = "\n".join(end.noise.strip().splitlines()[-30:])
-            return f"{last}\nprocess{of(end)} has crashed ({end.code}), {go_on}".strip(), 1
+            last = "\n".join(end.output.strip().splitlines()[-30:])
+            return f"{last}\nprocess{of(end)} has crashed ({end.code}), {resume}".strip(), 1
     for end in lost:
-        if found := _UNHEALTHY.search(end.noise):
-            return f"process {', '.join(found[1].split())} is gone, {go_on}", GONE
-        if "Failed to send RPC to coordination service" in end.noise:
-            return f"process 0 is gone, {go_on}", GONE
-    why = next((f" ({end.word})" for end in lost if end.word), "")
-    return f"another process is gone{why}, {go_on}", GONE
+        if match := _UNHEALTHY.search(end.output):
+            return f"process {', '.join(match[1].split())} is gone, {resume}", GONE
+        if "Failed to send RPC to coordination service" in end.output:
+            return f"process 0 is gone, {resume}", GONE
+    why = next((f" ({end.last_line})" for end in lost if end.last_line), "")
+    return f"another process is gone{why}, {resume}", GONE

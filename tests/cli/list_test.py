@@ -5,20 +5,21 @@ import re
 from pathlib import Path
 
 import pytest
+from absl.flags import FlagValues
 
-from experiments import list as command
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.algorithms.fedfomo.method import REFERENCES
 from fedjax_pfl.algorithms.per_fedavg import VARIANTS
 from fedjax_pfl.algorithms.pfedla.layer_weights import NORMALISE
 from fedjax_pfl.algorithms.shared.matching import RULES
-from fedjax_pfl.cli.command import description
+from fedjax_pfl.cli import list as command
+from fedjax_pfl.cli.command import Call
 from fedjax_pfl.core import task
 from fedjax_pfl.networks.factorized import LAYOUTS
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration, listing
 from fedjax_pfl.settings.general import GENERAL, ROWS, having
-from tests.cli.command_test import message
+from tests.commands import message
 
 EXPORTED = {
     "methods": algorithms.METHODS,
@@ -31,12 +32,12 @@ EXPORTED = {
 
 @pytest.mark.parametrize("kind", command.KINDS)
 def test_fits_a_terminal(kind):
-    assert max(map(len, command.shown(kind).splitlines())) <= 100
+    assert max(map(len, command.text(kind).splitlines())) <= 100
 
 
 def entries(kind):
     """Of each name its description, and its settings: name, default and meaning."""
-    parts = re.split(r"^  (?=\w)", command.shown(kind), flags=re.MULTILINE)[1:]
+    parts = re.split(r"^  (?=\w)", command.text(kind), flags=re.MULTILINE)[1:]
     whole = [re.split(r"^    (?=\w)", part, flags=re.MULTILINE) for part in parts]
     return {head.split()[0]: (head, [one.split(maxsplit=2) for one in own]) for head, *own in whole}
 
@@ -156,21 +157,24 @@ def test_a_meaning_names_all_choices(name):
 
 
 def test_presets_of_every_system():
-    text = command.shown("presets")
+    text = command.text("presets")
     for system in SYSTEMS:
         assert f"\n  {system} " in text
-        assert max(map(len, description(system).splitlines())) <= 100  # as --help shows it
+        assert max(map(len, SYSTEMS[system].__doc__.splitlines())) <= 100  # as --help shows it
     assert text.count("Presets are words") == text.count("\n  ") - text.count("\n   ")
 
 
 def test_kinds(capsys):
-    command.main(["list"])
+    def print_lists(*words):
+        command.print_lists(Call(words, FlagValues(), words))
+
+    print_lists()
     everything = capsys.readouterr().out
-    command.main(["list", "models"])
+    print_lists("models")
     models_only = capsys.readouterr().out
     assert models_only in everything
     assert "Methods" not in models_only
-    line = message(command.main, ["list", "method"])
+    line = message(print_lists, "method")
     assert line == "there is no kind 'method'; did you mean methods?"
-    assert "there are datasets, methods" in message(command.main, ["list", "zzzz"])
-    assert "name one kind" in message(command.main, ["list", "methods", "models"])
+    assert "there are datasets, methods" in message(print_lists, "zzzz")
+    assert "name one kind" in message(print_lists, "methods", "models")

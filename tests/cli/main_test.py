@@ -1,9 +1,7 @@
-"""The console script and the package that it is installed with."""
+"""The installed command and the package that it is installed with."""
 
-import ast
 import importlib.util
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,64 +9,72 @@ from pathlib import Path
 import pytest
 
 import fedjax_pfl
-from experiments import cli
-from fedjax_pfl.cli import command as launch
-from fedjax_pfl.cli import processes as spawn
+from fedjax_pfl import presets
+from fedjax_pfl.cli import errors, main, processes
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import run_directory
 
-ROOT = Path(cli.__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:the load_module")  # of configuration files
 
 
-def started(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/fedjax-pfl", *words])
-    cli.main()
-
-
-def test_every_command_is_there_with_what_it_does(monkeypatch, capsys):
-    """Every module that runs by itself, and only those."""
-    runs = '__name__ == "__main__"'
-    there = {p.stem for p in ROOT.glob("experiments/*.py") if runs in p.read_text()} - {"cli"}
-    assert set(cli.COMMANDS) == there
-    for words in ([], ["--help"], ["help"]):
-        started(monkeypatch, *words)
+def test_help_lists_every_command(capsys):
+    for words in ([], ["--help"], ["-h"], ["help"]):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["/somewhere/bin/fedjax-pfl", *words])
+            main.main()
         lines = capsys.readouterr().out.splitlines()
-        for name in there:
-            about = ast.get_docstring(ast.parse((ROOT / f"experiments/{name}.py").read_text()))
-            (line,) = [one for one in lines if one.split()[:1] == [name]]
-            assert line.removeprefix(f"  {name}").strip() == about.splitlines()[0]
+        for name, entry in main.COMMANDS.items():
+            (line,) = [line for line in lines if line.split()[:1] == [name]]
+            assert line.removeprefix(f"  {name}").strip() == entry.description
+    assert set(presets.SYSTEMS) <= set(main.COMMANDS)
 
 
-def test_the_modules_own_name_is_the_same(monkeypatch, capsys):
-    """In the repository `python -m experiments.cli` is `fedjax-pfl`."""
-    monkeypatch.setattr(sys, "argv", ["cli.py"])
-    runpy.run_path(cli.__file__, run_name="__main__")
-    assert capsys.readouterr().out.rstrip() == cli.described()
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_every_command_shows_its_help(name, capsys):
+    main.main([name, "--help"])
+    out = capsys.readouterr().out
+    assert out.startswith(f"{main.COMMANDS[name].description}\n\n")
+    assert f"fedjax-pfl {name}" in out
+    assert "\n\n\n" not in out
+    assert max(map(len, out.splitlines())) <= 100
 
 
-def test_a_command_gets_what_follows_it(monkeypatch):
-    """What it then does is what `make wheel` tries."""
-    seen = []
-
-    def run_module(name, **how):
-        seen.append((name, how, sys.argv[1:]))
-
-    monkeypatch.setattr(cli.runpy, "run_module", run_module)
-    started(monkeypatch, "list", "partitions")
-    how = {"run_name": "__main__", "alter_sys": True}
-    assert seen == [("experiments.list", how, ["partitions"])]
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_the_repository_has_a_script_for_every_command(name):
+    lines = (ROOT / f"experiments/{name}.py").read_text().splitlines()
+    assert len(lines) <= 10
+    assert lines[-1].strip() == f'main(["{name}", *sys.argv[1:]])'
 
 
-def test_an_unknown_command_gets_the_nearest(monkeypatch, capsys):
+def test_no_script_has_a_way_of_its_own():
+    for path in [*(ROOT / "experiments").rglob("*.py"), *(ROOT / "fedjax_pfl").rglob("*.py")]:
+        if path != ROOT / "fedjax_pfl/cli/command.py":
+            assert "app.run(" not in path.read_text(), path
+        assert "runpy" not in path.read_text(), path
+
+
+def test_a_command_gets_what_follows_it(capsys):
     with pytest.raises(SystemExit) as caught:
-        started(monkeypatch, "comparee")
-    assert caught.value.code == 2
-    line = "error: there is no command 'comparee'; did you mean compare?\n"
-    assert capsys.readouterr().err == line
+        main.main(["list", "partitions"])
+    assert caught.value.code is None
+    assert capsys.readouterr().out.startswith("Partitions: ")
 
 
-def test_who_reads_no_further_is_no_error(monkeypatch):
-    """And nothing else is started then, as where `head` has closed the pipe."""
+def test_an_unknown_command_gets_the_nearest(capsys):
+    for word, hint in (
+        ("comparee", "did you mean compare?"),
+        ("reproduce", "there are baseline, "),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            main.main([word])
+        assert caught.value.code == 2
+        line = f"error: there is no command {word!r}; {hint}"
+        assert capsys.readouterr().err.startswith(line)
+
+
+def test_a_closed_pipe_is_no_error(monkeypatch):
+    """As if `head` had read enough."""
 
     class Closed:
         def write(self, text):
@@ -80,9 +86,9 @@ def test_who_reads_no_further_is_no_error(monkeypatch):
         def fileno(self):
             return 1
 
-    monkeypatch.setattr(launch.os, "dup2", lambda *files: None)
+    monkeypatch.setattr(errors.os, "dup2", lambda *files: None)
     monkeypatch.setattr(sys, "stdout", Closed())
-    started(monkeypatch, "--help")
+    main.main(["--help"])
 
 
 # The package.
@@ -132,11 +138,11 @@ print("done")
 
 def test_without_fork_several_processes_are_refused(monkeypatch):
     """As on Windows."""
-    monkeypatch.delattr(spawn.os, "fork")
+    monkeypatch.delattr(processes.os, "fork")
     refused = pytest.raises(UsageError, match="need a system that can fork")
-    with refused, spawn.together(spawn.Given(processes=2)):
+    with refused, processes.run_in_processes(processes.ProcessOptions(processes=2)):
         raise AssertionError("it computes alone")
-    with spawn.together(spawn.Given()):
+    with processes.run_in_processes(processes.ProcessOptions()):
         pass
 
 

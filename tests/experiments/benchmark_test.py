@@ -19,7 +19,7 @@ from experiments.speed.rivals import Child, Gone
 from experiments.speed.work import Work
 from fedjax_pfl.core import local_training
 from fedjax_pfl.networks import MLP, DropoutCNN, LeNet, ResNet9
-from tests.cli.command_test import message
+from tests.commands import message
 from tests.experiments.turns_test import item
 
 NO_TORCH = "NOT TESTED: PyTorch is not installed, so that nothing is known of the loop"

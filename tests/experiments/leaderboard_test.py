@@ -9,7 +9,7 @@ from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.runs.tuning import choice
 from fedjax_pfl.settings import configuration
-from tests.cli.command_test import message
+from tests.commands import message
 
 
 def spread(mean, std=0.01):

@@ -11,7 +11,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import runner
 from fedjax_pfl.runs.interrupt import Stopped
 from fedjax_pfl.settings import configuration
-from tests.cli.command_test import message
+from tests.commands import message
 from tests.report.comparison_test import made
 
 # The page.
@@ -237,14 +237,6 @@ def test_tables_are_listed(capsys):
     line = message(reproduce.reproduce, Options("pfedla/tabel1"))
     assert line == "there is no table 'pfedla/tabel1'; did you mean pfedla/table1?"
     assert capsys.readouterr().out == ""
-
-
-def test_table_without_a_value():
-    given = ["reproduce", "--table", "--scale=full"]
-    assert reproduce._without_value(given) == ["reproduce", "--table=", "--scale=full"]
-    assert reproduce._without_value(["reproduce", "--table"]) == ["reproduce", "--table="]
-    named = ["reproduce", "--table", "fedmn/table2"]
-    assert reproduce._without_value(named) == named
 
 
 def test_names_of_cells(at_hand):

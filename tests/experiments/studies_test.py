@@ -22,7 +22,7 @@ from fedjax_pfl.presets import factorized_fl as factorized_presets
 from fedjax_pfl.presets import pfedhn as presets
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration
-from tests.cli.command_test import message
+from tests.commands import message
 from tests.experiments.reproduce_test import shown, there
 
 FLAGS = (common.ROUNDS, common.DATASET, common.CLIENTS, common.SEEDS)

@@ -12,7 +12,7 @@ from fedjax_pfl.runs.tuning import choice, grids, show
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import having
-from tests.cli.command_test import message
+from tests.commands import message
 
 # Grids.
 

@@ -6,11 +6,11 @@ import pytest
 from absl import flags
 from ml_collections import config_flags
 
-from fedjax_pfl.cli import command as launch
+from fedjax_pfl.cli.errors import in_one_line
 from fedjax_pfl.presets import baseline, factorized_fl
 from fedjax_pfl.presets.words import DATASETS, apply_words
 from fedjax_pfl.settings import configuration
-from tests.cli.command_test import message
+from tests.commands import message
 
 
 def test_a_preset_is_its_words():
@@ -83,7 +83,7 @@ def test_an_unknown_word_like_no_other_gets_three():
 def test_a_preset_with_a_typo_on_the_command_line_is_one_message(preset, nearest):
     def parse():
         found = flags.FlagValues()
-        with launch.in_one_line():
+        with in_one_line():
             config_flags.DEFINE_config_file("config", flag_values=found)
             found(["command", f"--config={baseline.__file__}:{preset}"])
 

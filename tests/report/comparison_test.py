@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from scipy.stats import wilcoxon
 
-from experiments import compare
+from fedjax_pfl.cli import compare
 from fedjax_pfl.report import comparison, comparison_page
 from fedjax_pfl.report import page as report
 from fedjax_pfl.settings import configuration
-from tests.cli.command_test import message
+from tests.commands import message, run_here
 
 SCORES = {"fedavg": [[0.5, 0.6, 0.7], [0.4, 0.8, 0.9]], "local": [[0.7, 0.6, 0.9], [0.6, 0.9, 0.8]]}
 
@@ -319,10 +319,10 @@ def test_scores_that_cannot_be_compared(tmp_path):
 def test_a_folder_of_runs_is_all_of_them(tmp_path):
     (tmp_path / "two" / "compare").mkdir(parents=True)  # as a sweep has it
     two = [made(tmp_path / "two" / f"seed={i}", [0.5], settings(seed=i)) for i in range(2)]
-    assert compare.runs_in(tmp_path / "two") == two
-    assert compare.runs_in(two[0]) == two[:1]
+    assert compare.run_directories(tmp_path / "two") == two
+    assert compare.run_directories(two[0]) == two[:1]
     nothing = tmp_path / "two" / "compare"
-    assert compare.runs_in(nothing) == [nothing]  # which reading then refuses
+    assert compare.run_directories(nothing) == [nothing]  # which reading then refuses
 
 
 def test_the_same_run_twice(tmp_path):
@@ -331,7 +331,7 @@ def test_the_same_run_twice(tmp_path):
 
 
 def test_without_arguments():
-    assert "name one run directory" in message(compare.main, ["compare"])
+    assert "name one run directory" in message(run_here, "compare")
 
 
 def test_the_reports_flat_settings_are_what_labels_are_made_of():

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from experiments import compare
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, comparison_page, run_reader
 from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import export
+from tests.commands import run_here
 from tests.report.comparison_test import made, settings
 
 DEEP = "[" * 1000 + "]" * 1000
@@ -132,4 +132,4 @@ def test_markdown_escapes_html(tmp_path):
 def test_the_command_names_the_file(run):
     (run / "metrics.jsonl").write_text("[]\n")
     with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
-        compare.main(["compare", str(run)])
+        run_here("compare", run)

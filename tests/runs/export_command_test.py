@@ -12,14 +12,12 @@ from pathlib import Path
 import chex
 import numpy as np
 import pytest
-from absl import flags
 from safetensors.numpy import load_file, save_file
 
-from experiments import export as exporting
 from fedjax_pfl import algorithms
 from fedjax_pfl.runs import export, runner
 from fedjax_pfl.settings.general import having
-from tests.cli.command_test import message
+from tests.commands import message, run_here
 from tests.runs.common import assert_same_bits
 from tests.runs.export_test import BASE, by_file, in_the_run
 
@@ -129,15 +127,7 @@ def test_the_best_round(finished, tmp_path):
 def refused(tmp_path, *arguments):
     """The command's line, in this process; nothing is written."""
     before = contents(tmp_path)
-    values = flags.FlagValues()
-    flags.DEFINE_string("out", None, "", flag_values=values)
-    flags.DEFINE_string("clients", None, "", flag_values=values)
-    flags.DEFINE_bool("best", False, "", flag_values=values)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flags, "FLAGS", values)
-        patch.setattr(exporting, "DATA_DIR", type("Flag", (), {"value": None}))
-        rest = values(["export", *map(str, arguments)])
-        line = message(exporting.main, rest)
+    line = message(run_here, "export", *arguments)
     assert contents(tmp_path) == before
     return line
 

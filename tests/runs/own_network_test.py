@@ -16,7 +16,7 @@ from fedjax_pfl.core.task import Task, classification
 from fedjax_pfl.runs import export
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration, custom
-from tests.cli.command_test import message
+from tests.commands import message
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 

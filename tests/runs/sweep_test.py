@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms, arrays
-from fedjax_pfl.cli import command as launch
+from fedjax_pfl.cli import train
 from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.runs import build, checkpoints, points, run_directory, runner
 from fedjax_pfl.settings import configuration
@@ -52,7 +52,7 @@ def test_seeds_and_rates_are_runs_of_their_own(tmp_path, capsys):
             alone = undisturbed({**BASE, "learning_rate": rate, "seed": seed})
             assert results[name].config == alone.config
             assert_same_run(results[name], alone, tmp_path / name)
-    launch._side_by_side(tmp_path, list(results))
+    train.show_sweep(tmp_path, list(results))
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines() if line.startswith("learning_rate=")]
     assert [row[0] for row in rows[:2]] == ["learning_rate=0.02", "learning_rate=0.1"][::-1]

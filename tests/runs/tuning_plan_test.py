@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from experiments import tune as tune
+from fedjax_pfl.cli import tune
 from fedjax_pfl.presets import pfedhn
 from fedjax_pfl.runs.tuning import search, show, trials
 from fedjax_pfl.runs.tuning.trials import Job
 from fedjax_pfl.settings import configuration
-from tests.cli.command_test import message
+from tests.commands import message
 from tests.experiments.tune_test import plain
 from tests.runs.common import BASE
 
@@ -33,7 +33,7 @@ def test_a_method_has_the_settings_of_its_word_and_the_command_line():
     config = pfedhn.get_config("digits-n5")
     config.batch_size = 9
     methods = ["pfedhn", "per_fedavg", "pfedme"]
-    made = tune.configured(source, config, {"batch_size": 9}, methods)
+    made = tune.configure_methods(source, config, {"batch_size": 9}, methods)
     assert [one.algorithm for one in made.values()] == methods
     assert {(one.clients, one.batch_size) for one in made.values()} == {(5, 9)}
     assert [one.momentum for one in made.values()] == [0.9, 0.0, 0.0]
@@ -45,7 +45,7 @@ def test_a_file_without_such_words_gives_another_algorithm(tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def get_config():\n    raise RuntimeError\n")
     base = configuration.complete({"clients": 3})
-    made = tune.configured(str(file), base, {}, ["fedavg", "local"])
+    made = tune.configure_methods(str(file), base, {}, ["fedavg", "local"])
     assert plain(made["local"]) == {**plain(base), "algorithm": "local"}
 
 
@@ -71,7 +71,7 @@ def hypernetworks():
     """The methods of the preset, as they are tuned: equal visits in rounds of other sizes."""
     source = str(ROOT / "fedjax_pfl/presets/pfedhn.py") + ":digits"
     methods = ["pfedhn", "fedavg", "lg_fedavg", "local"]
-    return tune.configured(source, pfedhn.get_config("digits"), {}, methods)
+    return tune.configure_methods(source, pfedhn.get_config("digits"), {}, methods)
 
 
 def each_of(function, made):

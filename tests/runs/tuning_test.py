@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from experiments import tune as tune
 from fedjax_pfl import algorithms
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.run_index import Known
@@ -18,7 +17,7 @@ from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.tuning import choice, grids, own, search, trials
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.custom import added
-from tests.cli.command_test import message
+from tests.commands import message
 from tests.experiments.tune_test import loaded, plain
 from tests.runs.common import contents, read_metrics, undisturbed, untimed
 from tests.runs.tuning_plan_test import RATES, SMALL, planned

@@ -13,7 +13,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration, custom
-from tests.cli.command_test import message
+from tests.commands import message
 
 DRAW = np.random.default_rng(0)
 X, Y = DRAW.normal(size=(60, 5)).astype(np.float32), DRAW.integers(0, 3, 60)

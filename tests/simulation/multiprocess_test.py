@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from fedjax_pfl.cli import processes as spawn
-from fedjax_pfl.cli.processes import GONE, End, Given, started_here, verdict
+from fedjax_pfl.cli import processes
+from fedjax_pfl.cli.processes import GONE, End, ProcessOptions, local_numbers, verdict
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import page
 from fedjax_pfl.runs import checkpoints, runner
@@ -151,12 +151,12 @@ def test_other_settings_in_another_process(cache: Path):
 def test_process_0_that_cannot_be_reached_or_listen():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(UsageError, match=f"process 0 cannot be reached at {address} for 0 s \\("):
-        spawn._reach(address, 0)
+        processes._reach(address, 0)
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         with pytest.raises(UsageError, match="cannot be listened on"):
-            spawn._check_free(other.getsockname()[1])
+            processes._check_free(other.getsockname()[1])
 
 
 @pytest.mark.slow("a real process that waits; two processes are started above")
@@ -176,7 +176,7 @@ def test_ctrl_c_while_waiting_for_the_others(cache: Path):
     port = free_port()
     common = (f"--coordinator=127.0.0.1:{port}", "--processes=2", "--workdir=/dev/null/none")
     first = Command(cache, *common, "--process=0")
-    spawn._reach(f"127.0.0.1:{port}", 60)  # it waits now
+    processes._reach(f"127.0.0.1:{port}", 60)  # it waits now
     first.process.send_signal(signal.SIGINT)
     assert first.ended(10) == (130, "", "stopped before the first round\n")
 
@@ -184,24 +184,24 @@ def test_ctrl_c_while_waiting_for_the_others(cache: Path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (Given(2, 2, "a:1"), "choose 0 to 1"),
-        (Given(2, 1), "go together"),
-        (Given(1, 0, "a:1"), "go together"),
-        (Given(2, None, "a:1"), "go together"),
-        (Given(2, 0, "a"), "no HOST:PORT"),
-        (Given(2, None, "auto"), "the cluster's"),
+        (ProcessOptions(2, 2, "a:1"), "choose 0 to 1"),
+        (ProcessOptions(2, 1), "go together"),
+        (ProcessOptions(1, 0, "a:1"), "go together"),
+        (ProcessOptions(2, None, "a:1"), "go together"),
+        (ProcessOptions(2, 0, "a"), "no HOST:PORT"),
+        (ProcessOptions(2, None, "auto"), "the cluster's"),
     ],
 )
-def test_flags_that_do_not_go_together(given: Given, said: str):
+def test_flags_that_do_not_go_together(given: ProcessOptions, said: str):
     with pytest.raises(UsageError, match=said):
-        started_here(given)
+        local_numbers(given)
 
 
 def test_which_processes_are_started():
-    assert list(started_here(Given())) == []
-    assert list(started_here(Given(3))) == [0, 1, 2]
-    assert list(started_here(Given(3, 2, "node1:9876"))) == [2]
-    assert list(started_here(Given(coordinator="auto"))) == [None]
+    assert list(local_numbers(ProcessOptions())) == []
+    assert list(local_numbers(ProcessOptions(3))) == [0, 1, 2]
+    assert list(local_numbers(ProcessOptions(3, 2, "node1:9876"))) == [2]
+    assert list(local_numbers(ProcessOptions(coordinator="auto"))) == [None]
 
 
 FATAL = "Terminating process because the JAX distributed service detected fatal errors."
@@ -228,7 +228,7 @@ DEAD = f"unhealthy (stopped sending heartbeats):\n1\n3\nThe tasks have crashed.\
     ],
 )
 def test_what_is_said_about_their_ends(ends: list[End], line: str, status: int):
-    said, code = verdict(ends, Given(4), "a:1")
+    said, code = verdict(ends, ProcessOptions(4), "a:1")
     assert said.startswith(line)
     assert bool(said) == bool(line)
     assert code == status

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments.papers.study import DATASET, ROUNDS, SEEDS, mean_std
+from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std
 from fedjax_pfl import data
-from fedjax_pfl.cli.command import DATA_DIR
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Visit
 from fedjax_pfl.core.errors import UsageError

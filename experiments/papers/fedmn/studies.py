@@ -29,12 +29,11 @@ from sklearn.metrics import adjusted_rand_score
 
 from experiments.papers import study
 from experiments.papers.fedmn import tables as tables
-from experiments.papers.study import DATASET, ROUNDS, SEEDS, mean_std, run
+from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std, run
 from experiments.papers.table import accuracy, moved
 from fedjax_pfl import data
 from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.algorithms.fedmn import router
-from fedjax_pfl.cli.command import DATA_DIR
 from fedjax_pfl.runs import runner
 
 BLOCKS = flags.DEFINE_list("blocks", [], "Blocks and layers, in figure2. Default: 8.")

@@ -1,0 +1,143 @@
+"""The flag --config: presets, configuration files and settings on the command line."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from fedjax_pfl import presets
+from fedjax_pfl.cli.errors import in_one_line
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings import configuration
+
+
+def define_config(options: flags.FlagValues, arguments: Sequence[str], system: str) -> None:
+    """Defines --config; by default it is the file of a system's presets.
+
+    Args:
+      options: The flags to add it to.
+      arguments: The command line with resolved presets; it has the settings to change.
+      system: The system.
+    """
+    with in_one_line():
+        config_flags.DEFINE_config_file(
+            "config",
+            str(presets.SYSTEMS[system].__file__),
+            "SYSTEM:PRESET or FILE.py:PRESET, then --config.KEY=VALUE. Every KEY with its default "
+            "and meaning: fedjax-pfl list settings, fedjax-pfl list methods.",
+            flag_values=options,
+            sys_argv=["", *arguments],
+        )
+
+
+def define_data_dir(options: flags.FlagValues) -> "flags.FlagHolder[str | None]":
+    """Defines --data_dir and returns its holder."""
+    return flags.DEFINE_string(
+        "data_dir",
+        None,
+        "Folder of prepared tfds datasets. Default: TFDS_DATA_DIR.",
+        flag_values=options,
+    )
+
+
+def read_settings(options: flags.FlagValues, arguments: Sequence[str]) -> ConfigDict:
+    """Returns the settings of --config, of the command line and of --data_dir."""
+    with in_one_line():
+        settings = options.config.copy_and_resolve_references()
+    replace_length(settings, arguments)
+    if options.data_dir is not None:
+        settings.data_dir = options.data_dir
+    return settings
+
+
+def changed_settings(options: flags.FlagValues) -> dict[str, object]:
+    """Returns the settings that the command line changes, by their paths."""
+    return config_flags.get_override_values(options["config"])
+
+
+def resolve_config(arguments: Sequence[str], default: str) -> list[str]:
+    """Replaces SYSTEM of --config=SYSTEM:PRESET by the path of its file.
+
+    Args:
+      arguments: The command line without the command.
+      default: The command's own system, which a hint names for a preset without one.
+    """
+    resolved = list(arguments)
+    for i, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag.lstrip("-") != "config" or not flag.startswith("-"):
+            continue
+        position = i if equals else i + 1
+        value = value if equals else "".join(arguments[position : position + 1])
+        name, colon, preset = value.partition(":")
+        if name in presets.SYSTEMS:
+            path = presets.SYSTEMS[name].__file__
+            resolved[position] = f"{flag}=" * bool(equals) + f"{path}{colon}{preset}"
+        elif not Path(name).is_file():
+            raise UsageError(
+                f"there is no configuration {name!r}; --config takes SYSTEM:PRESET or "
+                f"FILE.py:PRESET; {_nearest_config(name, colon + preset, default)}"
+            )
+    return resolved
+
+
+def _nearest_config(name: str, preset: str, default: str) -> str:
+    """Returns a hint for a configuration that does not exist."""
+    is_path = "/" in name or name.endswith(".py")
+    files = {path.stem: str(path) for path in Path(name).parent.glob("[!_]*.py")} if is_path else {}
+    known = {**files, **{system: system for system in presets.SYSTEMS}}
+    if near := difflib.get_close_matches(Path(name).stem, known, 1, 0.5):
+        return f"did you mean {known[near[0]]}{preset}?"
+    if not name or preset or is_path:
+        return f"systems are {', '.join(presets.SYSTEMS)}"
+    return f"did you mean {default}:{name}?"
+
+
+def check_keys(arguments: Sequence[str]) -> None:
+    """Raises a UsageError with the nearest name if a KEY of --config.KEY=VALUE does not exist."""
+    known = configuration.default()
+    for argument in arguments:
+        path = argument.lstrip("-").partition("=")[0]
+        if not path.startswith("config."):
+            continue
+        level, seen = known, ""
+        for word in path.removeprefix("config.").split("."):
+            names = list(level) if isinstance(level, ConfigDict) else []
+            key = word.partition("[")[0]
+            if key not in names:
+                hint = configuration.nearest(key, names, f"{seen}{{}}") if names else ""
+                raise UsageError(f"there is no setting {seen}{key}{hint}")
+            level, seen = level[key], f"{seen}{key}."
+
+
+def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the flags of a command line with their values: --FLAG=VALUE or --FLAG VALUE."""
+    left = list(arguments)
+    while left:
+        flag, equals, value = left.pop(0).partition("=")
+        if not equals and left and not left[0].startswith("--"):
+            value = left.pop(0)
+        yield flag.lstrip("-"), value
+
+
+def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
+    """Lets local steps on the command line replace a preset's epochs, and epochs its steps."""
+    given = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
+    for chosen, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
+        if chosen in given and other not in given:
+            settings[other] = None
+
+
+def default_workdir(name: str, arguments: Sequence[str]) -> str:
+    """Returns runs/NAME-PRESET-CHANGES, so that runs of other settings have other directories."""
+    words = [name]
+    for flag, value in flag_values(arguments):
+        if flag == "config" and ":" in value:
+            words.insert(1, value.rpartition(":")[2])
+        elif flag.startswith(("config.", "noconfig.")):
+            key = flag.replace("config.", "", 1)
+            words.append(f"{key}={value}" if value else key)
+    kept = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(words))
+    return str(Path("runs") / kept[:150])

@@ -1,0 +1,102 @@
+"""The command fedjax-pfl deploy."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+from absl import flags
+
+from fedjax_pfl.cli.command import Call, Command
+from fedjax_pfl.cli.configs import default_workdir, define_data_dir, read_settings
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.deploy import assembly
+from fedjax_pfl.report import run_reader
+
+HELP = """
+fedjax-pfl deploy --config=pfedla:digits --nodes=4
+
+Makes certificates and keys, and starts a SuperLink and the nodes, with TLS and node authentication.
+At the end it stops everything that it started. Each node has a folder for its own state and, at the
+end, its model. Give the same command again to resume. docs/deploy.md shows how to go from here to
+machines of several people.
+"""
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Defines the flags, except --config."""
+    flags.DEFINE_string(
+        "workdir", None, "Run directory. Default: runs/ and the preset.", flag_values=options
+    )
+    define_data_dir(options)
+    flags.DEFINE_integer(
+        "nodes", 4, "Clients, each in a node of its own.", lower_bound=1, flag_values=options
+    )
+    flags.DEFINE_string(
+        "folder",
+        None,
+        "Folder for keys, logs and nodes. Default: --workdir and -nodes.",
+        flag_values=options,
+    )
+    flags.DEFINE_list(
+        "data",
+        [],
+        "A JSON file for each node that says where its examples are.",
+        flag_values=options,
+    )
+    flags.DEFINE_float(
+        "seconds",
+        600,
+        "Seconds that a round waits for answers.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "least", 1, "Answers that a round needs.", lower_bound=0, flag_values=options
+    )
+
+
+def deploy(call: Call) -> None:
+    """Starts the nodes, trains, prints the scores and stops the nodes."""
+    options = call.options
+    if call.words:
+        raise UsageError(f"{call.words[0]!r} is no flag; settings are given as --config.KEY=VALUE")
+    if importlib.util.find_spec("flwr") is None:
+        raise UsageError("Flower is not there: install it, pip install 'fedjax_pfl[flower]'")
+    from fedjax_pfl.deploy import trial
+
+    config = read_settings(options, call.arguments)
+    config.clients = options.nodes
+    if config.clients_per_round is not None:
+        config.clients_per_round = min(config.clients_per_round, options.nodes)
+    settings, words = assembly.complete(config.to_dict())
+    if len(options.data) not in (0, options.nodes):
+        raise UsageError(
+            f"--data has {len(options.data)} files, and there are {options.nodes} nodes"
+        )
+    workdir = Path(options.workdir or default_workdir("deploy", call.arguments)).absolute()
+    folder = Path(options.folder or f"{workdir}-nodes").absolute()
+    waiting = {"seconds": options.seconds, "least": options.least}
+    requested = {**assembly.plain(settings, words), **assembly.brought(config.to_dict())}
+    files = [str(Path(path).absolute()) for path in options.data]
+    try:
+        with trial.interrupted():
+            trial.run(
+                requested, workdir, folder, waiting, lambda line: print(line, flush=True), files
+            )
+    except KeyboardInterrupt:
+        print("Stopped, with all nodes; give the same command again to resume.", file=sys.stderr)
+        sys.exit(130)
+    from fedjax_pfl.report.page import table  # imports matplotlib
+
+    print(table(run_reader.read(workdir).metrics))
+    print(f"\nReport: {_relative(workdir / 'report.html')}")
+    print(f"Models: {_relative(folder)}/node-*/run-*/model.safetensors")
+
+
+def _relative(path: Path) -> str:
+    """Returns a path relative to the current folder if it is in it."""
+    return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+COMMANDS = {"deploy": Command(lambda: HELP, define_flags, deploy, system="pfedla")}

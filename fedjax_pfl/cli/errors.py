@@ -1,0 +1,93 @@
+"""Errors of the command line in one line, and the end of a command."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+
+from absl import flags
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs import interrupt
+
+_EXPECTED = {  # by a part of absl's message
+    "invalid literal for int()": "a whole number",
+    "could not convert string to float": "a number",
+    "Non-boolean argument": "true or false",
+}
+
+
+def own_flags(options: flags.FlagValues) -> list[flags.Flag]:
+    """Returns the flags that commands define, without those of libraries and settings."""
+    modules = (sys.argv[0], "fedjax_pfl.", "experiments.")
+    found = {
+        flag.name: flag
+        for module, defined in options.flags_by_module_dict().items()
+        if module.startswith(modules)
+        for flag in defined
+    }
+    return [found[name] for name in sorted(found)]
+
+
+@contextlib.contextmanager
+def ending() -> Iterator[None]:
+    """Ends the process with one line instead of a traceback if the user has to change something."""
+    try:
+        try:
+            yield
+        except UsageError as error:
+            fail(error)
+        except interrupt.Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            sys.exit(stopped.code)
+        finally:
+            if sys.stdout is not None:  # None if it was closed from the start
+                sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fail(error: Exception) -> None:
+    """Prints an error in one line and exits with status 2."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextlib.contextmanager
+def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
+    """Turns every error of reading flags or a configuration file into a UsageError.
+
+    Args:
+      options: The flags that the message about an unknown flag names.
+    """
+    try:
+        yield
+    except (UsageError, BrokenPipeError):
+        raise
+    except flags.UnrecognizedFlagError as error:
+        names = [f"--{flag.name}" for flag in own_flags(options)] if options else []
+        names += ["--config.KEY"] * ("--config" in names)
+        raise UsageError(
+            f"there is no flag --{error.flagname}; there are {', '.join(names)}"
+        ) from None
+    except flags.IllegalFlagValueError as error:
+        text = str(error)
+        raise UsageError(_last_line(text) if "Traceback" in text else _flag_error(text)) from None
+    except Exception as error:  # a configuration file is code and can raise anything
+        raise UsageError(_last_line(str(error)) or type(error).__name__) from None
+
+
+def _last_line(text: str) -> str:
+    """Returns the last line of a traceback, without the type if it is a UsageError."""
+    line = (text.strip().splitlines() or [""])[-1]
+    return line.removeprefix(f"{UsageError.__module__}.{UsageError.__name__}: ")
+
+
+def _flag_error(line: str) -> str:
+    """Rewords absl's message about the value of a setting."""
+    flag, _, value = line.partition(": ")[0].removeprefix("flag --").partition("=")
+    for part, expected in _EXPECTED.items():
+        if part in line and flag.startswith("config."):
+            return f"{flag.removeprefix('config.')} is {value!r}; it must be {expected}"
+    return line

@@ -1,0 +1,65 @@
+"""The installed command: fedjax-pfl COMMAND ..."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedjax_pfl.cli.command import Command, run_command
+from fedjax_pfl.cli.errors import ending
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.settings.configuration import nearest
+
+HELP = """Personalised federated learning in JAX.
+
+fedjax-pfl pfedla --config=pfedla:digits-k1    trains a method with a preset
+fedjax-pfl COMMAND --help                      shows the flags of a command
+
+Commands:"""
+
+
+class Entry(NamedTuple):
+    """A command: the module in this package that has it, and what it does."""
+
+    module: str
+    description: str
+
+
+COMMANDS = {
+    "pfedla": Entry("train", "Trains pFedLA, HeurpFedLA or a method of their tables."),
+    "pfedhn": Entry("train", "Trains pFedHN, pFedHN-PC or a method of their tables."),
+    "fedmn": Entry("train", "Trains FedMN or a method of its tables."),
+    "factorized_fl": Entry("train", "Trains Factorized-FL or a method of its tables."),
+    "baseline": Entry("train", "Trains any method on any dataset and partition."),
+    "tune": Entry("tune", "Chooses settings on validation examples, with equal budgets."),
+    "compare": Entry("compare", "Compares runs: means over seeds, paired tests and curves."),
+    "export": Entry("export", "Writes the clients' personal models of a finished run to files."),
+    "deploy": Entry("deploy", "Trains in several processes of this machine, through Flower."),
+    "list": Entry("list", "Lists settings, methods, datasets, partitions, models and presets."),
+}
+
+
+def load(name: str) -> Command:
+    """Returns a command by its name."""
+    entry = COMMANDS[name]
+    command: Command = importlib.import_module(f"fedjax_pfl.cli.{entry.module}").COMMANDS[name]
+    return command._replace(help=lambda: f"{entry.description}\n\n{command.help().strip()}")
+
+
+def help_text() -> str:
+    """Returns the list of commands."""
+    width = max(map(len, COMMANDS))
+    rows = [f"  {name.ljust(width)}  {entry.description}" for name, entry in COMMANDS.items()]
+    return "\n".join([HELP, *rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command that the first argument names; by default those of the process."""
+    name, *rest = arguments or sys.argv[1:] or ["--help"]
+    with ending():
+        if name.lstrip("-") in ("h", "help"):
+            print(help_text())
+        elif name not in COMMANDS:
+            raise UsageError(f"there is no command {name!r}{nearest(name, COMMANDS)}")
+        else:
+            run_command(load(name), rest)

@@ -1,0 +1,119 @@
+"""The commands that train: fedjax-pfl pfedla, pfedhn, fedmn, factorized_fl and baseline."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from absl import flags
+
+from fedjax_pfl import presets
+from fedjax_pfl.cli.command import Call, Command
+from fedjax_pfl.cli.configs import (
+    changed_settings,
+    default_workdir,
+    define_data_dir,
+    read_settings,
+)
+from fedjax_pfl.cli.processes import ProcessOptions, run_in_processes
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs import interrupt, runner
+from fedjax_pfl.settings import configuration, custom, listing, selection
+from fedjax_pfl.simulation import multiprocess
+from fedjax_pfl.simulation.devices import prepare_devices
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Defines the flags, except --config."""
+    flags.DEFINE_string(
+        "workdir",
+        None,
+        "Run directory. Give the same command again to resume. Default: runs/ and the preset.",
+        flag_values=options,
+    )
+    define_data_dir(options)
+    flags.DEFINE_integer(
+        "processes",
+        1,
+        "Number of processes that compute this run; on one machine this starts them all.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "process",
+        None,
+        "Number of this process, if every machine starts its own.",
+        lower_bound=0,
+        flag_values=options,
+    )
+    flags.DEFINE_string(
+        "coordinator",
+        None,
+        "HOST:PORT of process 0, or auto on SLURM and TPU pods.",
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "wait", 300, "Seconds to wait for all processes.", lower_bound=1, flag_values=options
+    )
+
+
+def train(name: str, call: Call) -> None:
+    """Trains, and prints the scores and the path of the report."""
+    if call.words:
+        raise UsageError(f"{call.words[0]!r} is no flag; settings are given as --config.KEY=VALUE")
+    options = call.options
+    settings = read_settings(options, call.arguments)
+    words, whole = custom.added(settings.to_dict())
+    complete = configuration.complete(whole, words)
+    selection.check_given(selection.nested(changed_settings(options)), [complete], words)
+    workdir = Path(options.workdir or default_workdir(name, call.arguments))
+    processes = ProcessOptions(
+        options.processes, options.process, options.coordinator, options.wait
+    )
+    prepare_devices()
+    with run_in_processes(processes), interrupt.on_signals() as stop:
+        results = runner.run_all(settings, str(workdir), stop, tell=partial(print, flush=True))
+        if multiprocess.lead():
+            show(workdir, results)
+
+
+def show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
+    """Prints the scores of a run, or the comparison of a sweep."""
+    for result in results.values():
+        if result.resumed_at is not None:
+            finished = result.resumed_at == result.metrics[-1]["round"]
+            word = "was finished" if finished else "resumed"
+            print(f"This run {word} at round {result.resumed_at}; it is in {result.directory}.")
+    if "" in results:
+        from fedjax_pfl.report.page import table  # imports matplotlib
+
+        print(table(results[""].metrics))
+        print(f"\nReport: {workdir / 'report.html'}")
+    else:
+        show_sweep(workdir, list(results))
+
+
+def show_sweep(workdir: Path, names: Sequence[str]) -> None:
+    """Compares the runs of a sweep and prints the tables."""
+    from fedjax_pfl.report import comparison, comparison_page  # imports matplotlib
+
+    rows = comparison.group([comparison.read(workdir / name) for name in names])
+    page = comparison_page.write(rows, workdir / "compare")
+    print(f"{comparison_page.text(rows)}\n\nPage: {page}")
+    print(f"Reports: {workdir}/*/report.html")
+
+
+def help_text(name: str) -> str:
+    """Returns the presets of a system and the settings of its method."""
+    method = name if name in configuration.ALGORITHMS else "fedavg"
+    return f"{(presets.SYSTEMS[name].__doc__ or '').strip()}\n\n{listing.of_command(method)}"
+
+
+COMMANDS = {
+    name: Command(
+        help=partial(help_text, name),
+        define_flags=define_flags,
+        run=partial(train, name),
+        system=name,
+    )
+    for name in presets.SYSTEMS
+}

@@ -1,0 +1,183 @@
+"""The command fedjax-pfl tune."""
+
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict
+from ml_collections.config_flags import config_flags, config_path
+
+from fedjax_pfl.cli.command import Call, Command
+from fedjax_pfl.cli.configs import (
+    changed_settings,
+    define_data_dir,
+    read_settings,
+    replace_length,
+)
+from fedjax_pfl.cli.errors import in_one_line
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.runs.tuning import search, trials
+from fedjax_pfl.settings import selection
+from fedjax_pfl.simulation.devices import prepare_devices
+
+HELP = """
+fedjax-pfl tune --config=pfedla:digits --config.validation_fraction=.2 \\
+    --methods=pfedla,fedavg,local --rounds=20 --seeds=2 \\
+    --grid="learning_rate=.1,.03,.01" --grid="pfedla.rate=.2,.5; pfedla.embedding=50,100" \\
+    --budget=3 --out=runs/tune/digits
+
+A key of a grid is a training setting, for all methods, or METHOD.SETTING, for one method: a setting
+of its own, or a training setting with other values for this method. All combinations are tried, or
+--budget of them for each method. Real-valued settings and seeds share a compiled program; integers,
+words and booleans (true, false) need programs of their own.
+
+The point with the highest validation accuracy is chosen: the mean over clients at a run's best
+evaluation, averaged over seeds. Among equals the first in the grid is chosen. Test examples are not
+used.
+
+The folder --out gets the runs, tables, a picture, a page and tuned.py, a configuration file with a
+preset for each method: --config=FOLDER/tuned.py:METHOD. Give the same command again to resume;
+finished runs are only read, also with another grid.
+"""
+
+
+def define_flags(options: flags.FlagValues) -> None:
+    """Defines the flags, except --config."""
+    define_data_dir(options)
+    flags.DEFINE_list(
+        "methods",
+        [],
+        "Methods to tune. Default: the method of the configuration.",
+        flag_values=options,
+    )
+    flags.DEFINE_multi_string(
+        "grid", [], "KEY=VALUE,VALUE; METHOD.KEY=VALUE,VALUE", flag_values=options
+    )
+    flags.DEFINE_integer(
+        "budget",
+        None,
+        "Points to sample from the grid of each method. Default: all, equally many for each.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "budget_seed", 0, "Seed of that sampling.", lower_bound=0, flag_values=options
+    )
+    flags.DEFINE_integer(
+        "seeds",
+        None,
+        "Number of seeds, from config.seed on. Default: config.seeds.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "rounds",
+        None,
+        "Rounds of the first method's runs, with all phases; others are shortened in proportion.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_integer(
+        "together",
+        None,
+        "Largest number of runs in one program. Default: all.",
+        lower_bound=1,
+        flag_values=options,
+    )
+    flags.DEFINE_string(
+        "out", "runs/tune", "Folder of the runs, tables and tuned.py.", flag_values=options
+    )
+    flags.DEFINE_bool(
+        "only_show", False, "Print what has been computed and run nothing.", flag_values=options
+    )
+    flags.DEFINE_enum(
+        "format", "text", list(search.FORMATS), "Format of the output.", flag_values=options
+    )
+
+
+def configure_methods(
+    source: str, base: ConfigDict, changes: Mapping[str, Any], methods: Sequence[str]
+) -> dict[str, ConfigDict]:
+    """Returns the configuration of each method.
+
+    If the presets of the file take a method as a word, as the library's do, a method gets the
+    settings of that word. Otherwise only `algorithm` changes.
+
+    Args:
+      source: FILE.py:PRESET.
+      base: The configuration of the preset, with the changes.
+      changes: Settings of the command line, by path.
+      methods: Names of methods.
+    """
+    configs = {}
+    for method in methods:
+        config = None if method == base.algorithm else _method_preset(source, method)
+        if config is None:
+            config = base.copy_and_resolve_references()
+        else:
+            with in_one_line():
+                for path, value in changes.items():
+                    config_path.set_value(path, config, value)
+            replace_length(config, [f"--config.{path}=" for path in changes])
+            config.data_dir = base.data_dir
+        config.algorithm = method
+        configs[method] = config
+    return configs
+
+
+def _method_preset(source: str, method: str) -> ConfigDict | None:
+    """Returns the preset with the method as one more word, or None if the file has no such word."""
+    path, _, preset = source.partition(":")
+    try:
+        spec = importlib.util.spec_from_file_location("presets_to_tune", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        default = next(iter(inspect.signature(module.get_config).parameters.values())).default
+        config = module.get_config("-".join(filter(None, (preset or default, method))))
+    except Exception:  # a configuration file is code and can raise anything
+        return None
+    return config if config.algorithm == method else None
+
+
+def tune(call: Call) -> None:
+    """Runs the points of all methods, and prints and writes the tables."""
+    options = call.options
+    if call.words:
+        raise UsageError(f"{call.words[0]!r} is no flag; settings are given as --config.KEY=VALUE")
+    base = read_settings(options, call.arguments)
+    if base.sweep:
+        raise UsageError("give the values to try as --grid instead of sweep")
+    prepare_devices()
+    methods = search.known(options.methods or [base.algorithm])
+    source = config_flags.get_config_filename(options["config"])
+    changes = changed_settings(options)
+    configs = configure_methods(source, base, changes, methods)
+    selection.check_given(selection.nested(changes), list(configs.values()))
+    plan = search.plan(
+        configs,
+        options.grid,
+        options.rounds,
+        options.budget,
+        options.budget_seed,
+        as_preset=not set(trials.LENGTH) & set(changes),
+    )
+    status = search.tune(
+        plan,
+        seeds=options.seeds or base.seeds,
+        out=Path(options.out),
+        texts=options.grid,
+        budget=options.budget,
+        together=options.together,
+        only_show=options.only_show,
+        form=options.format,
+    )
+    sys.exit(status)
+
+
+COMMANDS = {"tune": Command(lambda: HELP, define_flags, tune, system="baseline")}
