@@ -109,8 +109,8 @@ def test_a_run_that_is_stopped_and_killed_ends_as_if_it_were_not(
     code, out, error, took = again().disturbed(1, signal.SIGKILL, saved(stopped + 5))
     assert (code, out.count("\n")) == (GONE, 3), error
     assert error == (
-        "process 1 of 2 was killed (SIGKILL), so this run ends; the same command goes on from what "
-        "is saved\n"
+        "process 1 of 2 was killed (SIGKILL), so this run ends; give the same command again to "
+        "resume\n"
     )
     assert took < 15
     code, out, error = again().ended()
@@ -166,7 +166,7 @@ def test_processes_that_do_not_come(cache: Path):
     code, out, error = Command(cache, *common, "--process=0").ended()
     assert (code, out) == (2, "")
     assert error == (
-        f"error: not all of the 2 processes have come to {address} in 1 s; start the others, or "
+        f"error: not all of the 2 processes have joined at {address} in 1 s; start the others, or "
         "wait for them longer with --wait\n"
     )
 
@@ -220,9 +220,9 @@ DEAD = f"unhealthy (stopped sending heartbeats):\n1\n3\nThe tasks have crashed.\
         ([End(1, 143, "y", ""), End(0, 143, "stopped at round 3", "")], "stopped at round 3", 143),
         ([End(1, 143, "", ""), End(0, GONE, "", "")], "process 1 of 4 was stopped", 143),
         ([End(1, -2, "joining", ""), End(0, -2, "", "")], "stopped before the first round", 130),
-        ([End(0, -6, "joining", FATAL)], "error: not all of the 4 processes have come", 2),
+        ([End(0, -6, "joining", FATAL)], "error: not all of the 4 processes have joined", 2),
         ([End(0, 1, "", "a\nb"), End(1, -6, "", RPC)], "a\nb\nprocess 0 of 4 has crashed (1), ", 1),
-        ([End(1, -6, "", RPC)], "process 0 is gone, so this run ends; the same command", 75),
+        ([End(1, -6, "", RPC)], "process 0 is gone, so this run ends; give the same command", 75),
         ([End(0, -6, "", DEAD)], "process 1, 3 is gone, ", 75),
         ([End(0, GONE, "Gloo failed", "")], "another process is gone (Gloo failed), ", 75),
     ],
