@@ -40,7 +40,7 @@ from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation.on_device import OnDevice
-from fedjax_pfl.simulation.records import Plain
+from fedjax_pfl.simulation.records import RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled, plain_rounds
 from fedjax_pfl.simulation.stores import Clients
 from fedjax_pfl.simulation.streamed import Streamed
@@ -62,7 +62,7 @@ _MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 
 def made(
     method: str, clients: int, cohort: int, model: str = "lenet"
-) -> tuple[Plain, FederatedData]:
+) -> tuple[RoundFunctions, FederatedData]:
     """A method's rounds for so many clients, and their examples."""
     rng, (network, shape) = np.random.default_rng(0), _MODELS[model]
     images = rng.integers(0, 256, (_POOL, *shape), np.uint8)

@@ -22,7 +22,7 @@ from absl import flags
 
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split
 from fedjax_pfl.settings import configuration
@@ -55,9 +55,9 @@ def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
     images = jax.ShapeDtypeStruct((_EXAMPLES, 32, 32, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32)
     data = ClientData(images, labels, split, split, None, None, None, None)
-    payload = jax.eval_shape(made.send, state._replace(clients=()), Visit(i, None, i, key))
+    payload = jax.eval_shape(made.send, state._replace(clients=()), ClientContext(i, None, i, key))
     row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state.clients)
-    upload = jax.eval_shape(made.train, payload, row, Visit(i, data, i, key)).upload
+    upload = jax.eval_shape(made.train, payload, row, ClientContext(i, data, i, key)).upload
     count = memory_estimate.tree_bytes
     return Sizes(count(state[:2]), count(state.clients), count(payload), count(upload))
 
@@ -161,7 +161,7 @@ def main(argv: Sequence[str]) -> None:
         each = {n: sizes(method, n, chosen.model) for n in columns}
         grows = growth(method, chosen.model)
         largest = grows.most(chosen.memory_gb * 1e9)
-        visit = each[columns[0]]
+        ctx = each[columns[0]]
         a_round, evaluation = gathered(method, middle, chosen.model)
         mixing = received(a_round, cohort, chosen.devices)
         found[method] = {
@@ -174,8 +174,8 @@ def main(argv: Sequence[str]) -> None:
             *(readable(each[n].state) for n in columns),
             grows.name,
             "any" if math.isinf(largest) else f"{largest:,.0f}",
-            readable(visit.down),
-            readable(visit.up),
+            readable(ctx.down),
+            readable(ctx.up),
             readable(mixing),
         ]
         print(method.ljust(15) + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))

@@ -12,7 +12,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedpac import mixtures
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.settings import configuration
@@ -60,12 +60,12 @@ def _visits(name: str, state: State, **changes: Any) -> tuple[Any, Any]:
     made = getattr(algorithms, name)(tiny.Net(), training(), federation, **settings)
     key, t = jax.random.key(1), jnp.int32(4)
 
-    def visit(state: State, i: jax.Array) -> tuple[Any, Any]:
-        payload = made.send(state, Visit(i, None, t, key))
+    def ctx(state: State, i: jax.Array) -> tuple[Any, Any]:
+        payload = made.send(state, ClientContext(i, None, t, key))
         client = trees.row(state.clients, i)
-        return made.train(payload, client, Visit(i, client_data(data, i), t, key))[:2]
+        return made.train(payload, client, ClientContext(i, client_data(data, i), t, key))[:2]
 
-    return jax.device_get(jax.jit(jax.vmap(visit, (None, 0)))(state, jnp.arange(tiny.CLIENTS)))
+    return jax.device_get(jax.jit(jax.vmap(ctx, (None, 0)))(state, jnp.arange(tiny.CLIENTS)))
 
 
 def _params_differ(one: Any, other: Any) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.simulation import memory_estimate, sweep
-from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds, plain_rounds
 from tests import cases, programs, rules, tiny
 from tests.cases import NAMES
@@ -62,12 +62,12 @@ def test_longer_padding_is_invisible(name: str):
     """Nine more rows of padding for every client, which are other shapes to compile for."""
     one = subject(name)
     for i in EVERYBODY:
-        met = one.visit(one.begun, DATA, np.int32(i), np.int32(BEGUN))
+        met = one.ctx(one.begun, DATA, np.int32(i), np.int32(BEGUN))
         again = trees.row(one.met, i)
         chex.assert_trees_all_close(met, again, rtol=1e-6, atol=1e-6)
 
 
-def spread(one: rules.Subject, mesh: jax.sharding.Mesh) -> Rounds:
+def spread(one: rules.Subject, mesh: jax.sharding.Mesh) -> CompiledRounds:
     """Chunks of three clients, and a client on each of eight devices, of which some are idle."""
     return make_rounds(one.algorithm, FEDERATION, **HOW, mesh=mesh)
 

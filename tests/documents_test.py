@@ -15,7 +15,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.cli.main import COMMANDS, load
 from fedjax_pfl.cli.tune import configure_methods
-from fedjax_pfl.core.algorithm import Algorithm, State, Trained
+from fedjax_pfl.core.algorithm import Algorithm, ClientResult, State
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs.tuning import grids, search, show, trials
@@ -134,7 +134,7 @@ def test_fedavg_on_the_page_of_the_idea_keeps_the_contract():
     """It has the shapes of a method; ten lines but for the heads of its functions."""
     (code,) = documents.blocks("idea.md")
     (data, federation), training = tiny.federated(), cases.training(keep_optimizer=False)
-    names = {"common": common, "State": State, "Trained": Trained, "Algorithm": Algorithm}
+    names = {"common": common, "State": State, "ClientResult": ClientResult, "Algorithm": Algorithm}
     given = {"model": tiny.Net(), "training": training}
     exec(code, names := {**names, **given, "federation": federation})
     check_shapes("fedavg", names["fedavg"], federation, data)
@@ -328,5 +328,5 @@ def test_the_reference_has_every_method_and_what_is_public(site):
     for name in algorithms.METHODS:
         assert f"### `{name}`\n\n```python\ndef {name}(" in text
     assert "### `run`" in text
-    assert "    server: PyTree  # what all share" in text
+    assert "    server: PyTree  # shared by all clients" in text
     assert "### `_" not in text

@@ -20,7 +20,7 @@ from fedjax_pfl.networks.own_nnx import Nnx
 from tests import cases, rules, tiny
 
 
-class Plain(nn.Module):
+class RoundFunctions(nn.Module):
     """BatchNorm and dropout as they come; E[x²] − E[x]² of few examples would cancel."""
 
     @nn.compact
@@ -49,7 +49,7 @@ def modern(rngs: nnx.Rngs) -> Modern:
 
 
 NETWORKS = {
-    "linen": Linen("Plain", {}, Plain(), (tiny.FEATURES,)),
+    "linen": Linen("Plain", {}, RoundFunctions(), (tiny.FEATURES,)),
     "nnx": Nnx("Modern", {}, modern, (tiny.FEATURES,)),
     "lstm": LSTM(tiny.TOKENS, 3, (4,)),
     "transformer": Transformer(tiny.TOKENS, 4, 1, 2, 0.1),

@@ -10,13 +10,13 @@ import pytest
 
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     State,
     Traffic,
-    Trained,
-    Visit,
-    everything,
+    full_traffic,
 )
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import take
@@ -40,16 +40,16 @@ def mean_example(data: Any) -> jax.Array:
     return jnp.sum(batch.x, 0) / data.train.size.astype(jnp.float32)
 
 
-def step(payload: Any, client: Any, g: jax.Array, noise: Any) -> Trained:
+def step(payload: Any, client: Any, g: jax.Array, noise: Any) -> ClientResult:
     w, row = payload
     client = 0.5 * client + g
     new = w - 0.1 * (w - client) + 0.01 * noise + 0.001 * row
-    return Trained(new, new, client, {"loss": jnp.sum(jnp.square(w - g))})
+    return ClientResult(new, new, client, {"loss": jnp.sum(jnp.square(w - g))})
 
 
-def train(payload: Any, client: Any, visit: Visit) -> Trained:
-    noise = jax.random.normal(visit.key, (tiny.FEATURES,))
-    return step(payload, client, mean_example(visit.data), noise)
+def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+    noise = jax.random.normal(ctx.key, (tiny.FEATURES,))
+    return step(payload, client, mean_example(ctx.data), noise)
 
 
 def receive(state: State, cohort: Cohort) -> tuple[Any, Any]:
@@ -59,10 +59,10 @@ def receive(state: State, cohort: Cohort) -> tuple[Any, Any]:
 
 HONEST = Algorithm(
     init=init,
-    send=lambda state, visit: (state.server, state.rows[visit.i]),
+    send=lambda state, ctx: (state.server, state.rows[ctx.i]),
     train=train,
     receive=receive,
-    personal=lambda state, client, visit: state.server + client,
+    personalize=lambda state, client, ctx: state.server + client,
     predict=lambda variables, x: jnp.outer(x @ variables, jnp.arange(1.0, 4.0)),
 )
 
@@ -104,40 +104,40 @@ def order_of_clients(state: State, cohort: Cohort) -> Any:
     return server, state.rows.at[jnp.arange(len(cohort.ids))].set(total(cohort.uploads))
 
 
-def test_data_touched(payload: Any, client: Any, visit: Visit) -> Trained:
-    return step(payload, client, jnp.mean(visit.data.x, 0), jnp.zeros(5))
+def test_data_touched(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+    return step(payload, client, jnp.mean(ctx.data.x, 0), jnp.zeros(5))
 
 
 test_data_touched.__test__ = False  # type: ignore[attr-defined]
 
 
-def unseeded_randomness(payload: Any, client: Any, visit: Visit) -> Trained:
+def unseeded_randomness(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     noise = np.random.default_rng().normal(size=5).astype(np.float32)
-    return step(payload, client, mean_example(visit.data), jnp.asarray(noise))
+    return step(payload, client, mean_example(ctx.data), jnp.asarray(noise))
 
 
 visits = itertools.count()
 
 
-def state_in_a_closure(payload: Any, client: Any, visit: Visit) -> Trained:
+def state_in_a_closure(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     """It counts how often it was traced, not visits."""
-    return step(payload, client, mean_example(visit.data), jnp.full(5, float(next(visits))))
+    return step(payload, client, mean_example(ctx.data), jnp.full(5, float(next(visits))))
 
 
-def padding_read(payload: Any, client: Any, visit: Visit) -> Trained:
-    return step(payload, client, jnp.mean(visit.data.x[visit.data.train.rows], 0), jnp.zeros(5))
+def padding_read(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+    return step(payload, client, jnp.mean(ctx.data.x[ctx.data.train.rows], 0), jnp.zeros(5))
 
 
-def shape_by_count(payload: Any, client: Any, visit: Visit) -> Trained:
+def shape_by_count(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     """The length of the table is the longest client's, not this one's."""
-    data = visit.data
+    data = ctx.data
     size = data.train.size.astype(jnp.float32)
     g = mean_example(data) * (size / data.train.rows.shape[0])
     return step(payload, client, g, jnp.zeros(5))
 
 
 def traffic_forgotten(payload: Any, upload: Any) -> Traffic:
-    return everything(payload[0], upload)
+    return full_traffic(payload[0], upload)
 
 
 @pytest.mark.parametrize(

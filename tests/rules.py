@@ -18,13 +18,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    State,
+)
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.randomness import SEND, TRAIN, stage_key
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.runs import checkpoints
 from fedjax_pfl.simulation import ledger
-from fedjax_pfl.simulation.records import Log, Rounds
+from fedjax_pfl.simulation.records import CompiledRounds, Log
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 
@@ -73,10 +80,10 @@ class Subject:
         return []
 
     @cached_property
-    def rounds(self) -> Rounds:
-        def train(payload: Any, client: Any, visit: Visit) -> Trained:
+    def rounds(self) -> CompiledRounds:
+        def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
             self.traces.append(1)
-            return self.algorithm.train(payload, client, visit)
+            return self.algorithm.train(payload, client, ctx)
 
         counted = self.algorithm._replace(train=train)
         return make_rounds(counted, self.world.federation, **HOW)
@@ -102,13 +109,13 @@ class Subject:
         return self.run(ROUNDS)
 
     @cached_property
-    def visit(self) -> Callable[..., Any]:
+    def ctx(self) -> Callable[..., Any]:
         """`send` and `train` for one client, compiled once for all of them."""
 
         def work(state: State, data: Any, i: jax.Array, t: jax.Array) -> Any:
             seen = state._replace(clients=())
-            send = Visit(i, None, t, stage_key(KEY, SEND, t, i))
-            train = Visit(i, client_data(data, i), t, stage_key(KEY, TRAIN, t, i))
+            send = ClientContext(i, None, t, stage_key(KEY, SEND, t, i))
+            train = ClientContext(i, client_data(data, i), t, stage_key(KEY, TRAIN, t, i))
             payload = self.algorithm.send(seen, send)
             done = self.algorithm.train(payload, trees.row(state.clients, i), train)
             return payload, done.upload, done.client
@@ -126,7 +133,7 @@ class Subject:
         Of data with nine more rows of padding for every client than `run` has.
         """
         one = [
-            self.visit(self.begun, self.world.wide, np.int32(i), np.int32(BEGUN)) for i in EVERYBODY
+            self.ctx(self.begun, self.world.wide, np.int32(i), np.int32(BEGUN)) for i in EVERYBODY
         ]
         return jax.tree.map(lambda *leaves: np.stack(leaves), *jax.device_get(one))
 

@@ -103,6 +103,6 @@ def tokens(*, extra: int = 0, filler: int = 0) -> tuple[FederatedData, Federatio
         input_shape=(LENGTH,),
         outputs=TOKENS,
         input_dtype="int32",
-        each=(LENGTH,),
+        positions=(LENGTH,),
         task=task.tokens(),
     )

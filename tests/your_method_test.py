@@ -13,7 +13,14 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, State, Trained, Visit, everything
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    State,
+    full_traffic,
+)
 from fedjax_pfl.report import comparison, comparison_page
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, documents, tiny
@@ -93,7 +100,7 @@ def test_without_momentum_it_is_fedavg():
     made, plain = fedavgm(beta=0.0), cases.make("fedavg", tiny.federated()[1])
     state = made.init(KEY)
     uploads = jax.tree.map(
-        lambda x: jnp.stack([x + 1, x * 2, 0 * x]), made.send(state, Visit(0, None, 0, KEY))
+        lambda x: jnp.stack([x + 1, x * 2, 0 * x]), made.send(state, ClientContext(0, None, 0, KEY))
     )
     ids, arrived = jnp.array([0, 4, 6]), jnp.array([True, True, False])
     cohort = tiny.cohort(tiny.TRAIN, ids, arrived, uploads, uploads, 0)
@@ -106,7 +113,7 @@ def test_without_momentum_it_is_fedavg():
 def test_moments_do_not_travel():
     made = fedavgm()
     state = made.init(KEY)
-    payload = made.send(State(state.server, (), ()), Visit(0, None, 0, KEY))
+    payload = made.send(State(state.server, (), ()), ClientContext(0, None, 0, KEY))
     assert set(payload) == {"params", "batch_stats"} == set(state.server) - {"moments"}
 
 
@@ -152,11 +159,13 @@ def test_the_functions_are_those_of_the_contract():
     contract = re.findall(form, Algorithm.__doc__, re.M)
     shown = [tuple(row[k].replace("`", "") for k in row) for row in table("Function")]
     assert shown == contract
-    assert [*(name for name, *_ in shown), "far"] == list(Algorithm._fields)  # far has no calls
+    assert [*(name for name, *_ in shown), "offload"] == list(
+        Algorithm._fields
+    )  # offload is no function
     optional = set(Algorithm._field_defaults)
     text = (documents.DOCS / "your_method.md").read_text()
-    assert "`traffic`, `observe` and `far` may be left out" in text
-    assert optional == {"traffic", "observe", "far"}
+    assert "`traffic`, `observe` and `offload` may be left out" in text
+    assert optional == {"traffic", "observe", "offload"}
 
 
 def test_every_argument_is_in_the_table():
@@ -189,12 +198,14 @@ def test_arguments_are_what_the_table_says():
     shape = State(jnp.zeros(7), jnp.zeros((n, 2)), jnp.zeros((n, 4)))
     plain = Algorithm(
         init=lambda key, start=None: shape if start is None else start,
-        send=lambda state, visit: state.rows[visit.i],
-        train=lambda payload, client, visit: Trained(payload, (), client, {"loss": client.sum()}),
+        send=lambda state, ctx: state.rows[ctx.i],
+        train=lambda payload, client, ctx: ClientResult(
+            payload, (), client, {"loss": client.sum()}
+        ),
         receive=lambda state, cohort: (state.server, state.rows),
-        personal=lambda state, client, visit: (),
+        personalize=lambda state, client, ctx: (),
         predict=lambda variables, x: jnp.zeros((len(x), 3)),
-        traffic=lambda payload, upload: everything(payload, upload),
+        traffic=lambda payload, upload: full_traffic(payload, upload),
         observe=lambda state: {"rows": state.rows},
     )
     method = Algorithm(*(watched(name, part) for name, part in plain._asdict().items()))
@@ -213,7 +224,7 @@ def test_arguments_are_what_the_table_says():
                 as_the_table_says(value, row, (function, name), n, k)
     records = {
         State: [given["state"] for given in seen["observe"]],
-        Visit: [given["visit"] for given in seen["train"] + seen["personal"]],
+        ClientContext: [given["ctx"] for given in seen["train"] + seen["personalize"]],
         Cohort: [given["cohort"] for given in seen["receive"]],
     }
     fields = {record: [] for record in records}
@@ -225,8 +236,8 @@ def test_arguments_are_what_the_table_says():
                 as_the_table_says(getattr(value, name), row, (record, name), n, k)
     assert {r: sorted(f) for r, f in fields.items()} == {r: sorted(r._fields) for r in records}
     for given in seen["send"]:
-        assert (given["state"].clients, given["visit"].data) == ((), None)
-    for given in seen["receive"] + seen["personal"]:
+        assert (given["state"].clients, given["ctx"].data) == ((), None)
+    for given in seen["receive"] + seen["personalize"]:
         assert given["state"].clients == ()
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from experiments.outside.methods import EPOCHS, METHODS
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, task, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.networks.normalisation import batch_norm
 from fedjax_pfl.simulation.rounds import make_rounds
@@ -159,6 +159,8 @@ def _of_client(
         return {"": trees.join(state.server, client.own)["params"]}
     if name == "fedrod":
         return {"": state.server["params"], "own.": client.own}
-    visit = Visit(jnp.int32(i), client_data(data, jnp.int32(i)), jnp.int32(0), jax.random.key(KEY))
+    ctx = ClientContext(
+        jnp.int32(i), client_data(data, jnp.int32(i)), jnp.int32(0), jax.random.key(KEY)
+    )
     seen = state._replace(clients=())
-    return {"": jax.jit(made.personal)(seen, client, visit)["params"]}
+    return {"": jax.jit(made.personalize)(seen, client, ctx)["params"]}

@@ -172,7 +172,7 @@ def ours(work: Work) -> Ours:
         seconds,
         parameters(network),
         work.batch * flops(network),
-        execution_plan.describe(phase.plan, work.cohort, phase.work.devices),
+        execution_plan.describe(phase.plan, work.cohort, phase.inputs.devices),
     )
 
 

@@ -21,7 +21,14 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, optimizers
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.diagnostics import Picture
 from fedjax_pfl.core.errors import at_least, need
 from fedjax_pfl.core.examples import Batch
@@ -66,8 +73,8 @@ def apfl(
         momentum = common.kept(separate, {"v": w, "w": w}, federation)
         return state._replace(clients=Client(own, alphas, momentum))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, federation.task, visit.data)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        plain = local_training.gradient(model, federation.task, ctx.data)
 
         def gradients(params: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
             w_stats, mixture_stats, alpha = carry
@@ -87,20 +94,20 @@ def apfl(
         v, mixture_stats = local_training.split_variables(client.own)
         carry = w_stats, mixture_stats, client.alpha
         new, (w_stats, mixture_stats, alpha), momentum, metrics = local_training.fit(
-            separate, gradients, {"v": v, "w": w}, carry, client.momentum, visit
+            separate, gradients, {"v": v, "w": w}, carry, client.momentum, ctx
         )
         new_client = Client({"params": new["v"], **mixture_stats}, alpha, momentum)
         mixture = {"params": mix(alpha, **new), **mixture_stats}
-        return Trained({"params": new["w"], **w_stats}, mixture, new_client, metrics)
+        return ClientResult({"params": new["w"], **w_stats}, mixture, new_client, metrics)
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         v, w = client.own["params"], state.server["params"]
         return {**client.own, "params": mix(client.alpha, v, w)}
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"alpha": state.clients.alpha}
 
-    return average._replace(init=init, train=train, personal=personal, observe=observe)
+    return average._replace(init=init, train=train, personalize=personalize, observe=observe)
 
 
 APFL = Method(

@@ -22,7 +22,7 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 from fedjax_pfl.core.diagnostics import Diagnostic, Picture, mean, of_array
 from fedjax_pfl.core.errors import at_least
 
@@ -110,8 +110,8 @@ def clustered_fl(
             server = server._replace(models=trees.repeat(known, max_clusters))
         return State(server, rows, begun.clients)
 
-    def send(state: State, visit: Visit) -> PyTree:
-        return trees.row(state.server.models, state.rows[visit.i])
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        return trees.row(state.server.models, state.rows[ctx.i])
 
     def receive(state: State, cohort: Cohort) -> tuple[Clusters, jax.Array]:
         cluster = state.rows.at[cohort.ids].get(mode="fill", fill_value=-1)  # −1: not here
@@ -146,13 +146,15 @@ def clustered_fl(
 
         return jax.lax.fori_loop(0, max_clusters, one, (state.server, state.rows))
 
-    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-        return send(state, visit)
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return send(state, ctx)
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"cluster": state.rows}
 
-    return base._replace(init=init, send=send, receive=receive, personal=personal, observe=observe)
+    return base._replace(
+        init=init, send=send, receive=receive, personalize=personalize, observe=observe
+    )
 
 
 CLUSTERED_FL = Method(

@@ -17,7 +17,14 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import at_least
 
 
@@ -54,21 +61,21 @@ def ditto(
         momentum = common.kept(by_own, state.server["params"], federation)
         return state._replace(clients=Client(own, momentum, state.clients))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        shared = average.train(payload, client.shared, visit)
-        plain = local_training.gradient(model, federation.task, visit.data)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        shared = average.train(payload, client.shared, ctx)
+        plain = local_training.gradient(model, federation.task, ctx.data)
         near = common.held(plain, payload["params"], penalty)
         v, rest, momentum, metrics = local_training.fit(
-            by_own, near, *local_training.split_variables(client.own), client.momentum, visit
+            by_own, near, *local_training.split_variables(client.own), client.momentum, ctx
         )
         own = {"params": v, **rest}
         metrics = {**metrics, "shared_loss": shared.metrics["loss"]}
-        return Trained(shared.upload, own, Client(own, momentum, shared.client), metrics)
+        return ClientResult(shared.upload, own, Client(own, momentum, shared.client), metrics)
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return client.own
 
-    return average._replace(init=init, train=train, personal=personal)
+    return average._replace(init=init, train=train, personalize=personalize)
 
 
 DITTO = Method(ditto, title="Ditto", paper="Li et al. 2021")

@@ -22,7 +22,14 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import last_layers
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import at_least, need
 from fedjax_pfl.core.examples import take
 
@@ -74,12 +81,12 @@ def fedala(
         own = common.own_first(first, start, Client, federation)
         return state._replace(clients=Client(own, state.clients))
 
-    def take_in(theta: PyTree, own: PyTree, visit: Visit) -> tuple[PyTree, PyTree, jax.Array]:
+    def take_in(theta: PyTree, own: PyTree, ctx: ClientContext) -> tuple[PyTree, PyTree, jax.Array]:
         """θ̂_i, W, and whether it has been learned."""
-        data, split = visit.data, visit.data.train
+        data, split = ctx.data, ctx.data.train
         params, rest = local_training.split_variables(theta)
         new, early = parts(params)
-        keys = jax.random.split(jax.random.fold_in(visit.key, 1))
+        keys = jax.random.split(jax.random.fold_in(ctx.key, 1))
         longest, size = split.rows.shape[0], min(training.batch_size, split.rows.shape[0])
         order = local_training.shuffled(keys[0], longest, split.size)
         rows = jnp.pad(split.rows[order], (0, -longest % size))
@@ -108,17 +115,17 @@ def fedala(
         learned = own["learned"] | (apart > 0)
         return {"params": blend(weights), **rest}, weights, learned
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        start, weights, learned = take_in(payload, client.own, visit)
-        done = average.train(start, client.momentum, visit)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        start, weights, learned = take_in(payload, client.own, ctx)
+        done = average.train(start, client.momentum, ctx)
         theta = parts(done.variables["params"])[0]
         own = {"theta": theta, "weights": weights, "learned": learned}
         return done._replace(client=Client(own, done.client))
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
-        return take_in(state.server, client.own, visit)[0]
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+        return take_in(state.server, client.own, ctx)[0]
 
-    return average._replace(init=init, train=train, personal=personal)
+    return average._replace(init=init, train=train, personalize=personalize)
 
 
 FEDALA = Method(fedala, title="FedALA", paper="Zhang et al. 2023")

@@ -20,8 +20,16 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.local import Client, local
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core import far, local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core import local_training, offload, trees
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.diagnostics import Picture
 from fedjax_pfl.core.errors import UsageError, above, at_least, need, one_of
 
@@ -67,7 +75,7 @@ def fedamp(
             leaves = list(zip(jax.tree.leaves(row), mine, strict=True))
             return [jnp.sum(jnp.stack([jnp.sum(f(a, b)) for a, b in leaves])) for f in of]
 
-        return far.each(sums, rows)
+        return offload.map_clients(sums, rows)
 
     def weights(rows: PyTree, i: Any) -> jax.Array:
         """ξ_i: [N]."""
@@ -88,18 +96,18 @@ def fedamp(
         state = alone.init(key, start)
         return state._replace(rows={"params": state.clients.variables["params"]})
 
-    def send(state: State, visit: Visit) -> PyTree:
-        return far.mixed(state.rows, weights(state.rows, visit.i))
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        return offload.weighted_sum(state.rows, weights(state.rows, ctx.i))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, federation.task, visit.data)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        plain = local_training.gradient(model, federation.task, ctx.data)
         near = common.held(plain, payload["params"], penalty / alpha)
         theta, rest, momentum, metrics = local_training.fit(
             training, near, *local_training.split_variables(client.variables),
-            client.momentum, visit,
+            client.momentum, ctx,
         )  # fmt: skip
         own = {"params": theta, **rest}
-        return Trained({"params": theta}, own, Client(own, momentum), metrics)
+        return ClientResult({"params": theta}, own, Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, cohort.put(state.rows, cohort.uploads)
@@ -109,7 +117,7 @@ def fedamp(
         return {"xi": jax.lax.map(lambda i: weights(state.rows, i), clients)}
 
     return alone._replace(
-        init=init, send=send, train=train, receive=receive, observe=observe, far=("params",)
+        init=init, send=send, train=train, receive=receive, observe=observe, offload=("params",)
     )
 
 

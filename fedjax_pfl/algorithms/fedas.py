@@ -25,7 +25,15 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks import features
@@ -71,8 +79,8 @@ def fedas(
         """Returns the head and the body."""
         return trees.split(variables, {model.head})
 
-    def aligned(body: PyTree, own: PyTree, visit: Visit) -> PyTree:
-        prototypes = common.features_by_class(with_features, own, visit.data, classes).means
+    def aligned(body: PyTree, own: PyTree, ctx: ClientContext) -> PyTree:
+        prototypes = common.features_by_class(with_features, own, ctx.data, classes).means
         head = parts(own)[0]
 
         def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
@@ -93,7 +101,7 @@ def fedas(
 
             return jax.value_and_grad(loss, has_aux=True)(params)
 
-        reseeded = visit._replace(key=jax.random.fold_in(visit.key, 1))
+        reseeded = ctx._replace(key=jax.random.fold_in(ctx.key, 1))
         params, rest, _, _ = local_training.fit(
             alignment, gradient, *local_training.split_variables(body), (), reseeded
         )
@@ -122,23 +130,23 @@ def fedas(
         momentum = common.kept(training, first["params"], federation)
         return State(parts(first)[1], (), Client(own, momentum))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        body = aligned(payload, client.own, visit)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        body = aligned(payload, client.own, ctx)
         whole_model = trees.join(body, parts(client.own)[0])
-        own, momentum, metrics = fit(whole_model, client.momentum, visit)
-        upload = {**parts(own)[1], "fisher": fisher(own, visit.data)}
-        return Trained(upload, own, Client(own, momentum), metrics)
+        own, momentum, metrics = fit(whole_model, client.momentum, ctx)
+        upload = {**parts(own)[1], "fisher": fisher(own, ctx.data)}
+        return ClientResult(upload, own, Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads = cohort.present(cohort.uploads)
         bodies = {name: tree for name, tree in uploads.items() if name != "fisher"}
         return cohort.mean(bodies, state.server, uploads["fisher"]), state.rows
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return client.own
 
     average = fedavg(model, training, federation)
-    return average._replace(init=init, train=train, receive=receive, personal=personal)
+    return average._replace(init=init, train=train, receive=receive, personalize=personalize)
 
 
 FEDAS = Method(fedas, title="FedAS", paper="Yang et al. 2024")

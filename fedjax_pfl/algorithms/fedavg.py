@@ -11,12 +11,12 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.local_training import Training
 
@@ -32,20 +32,20 @@ def fedavg(model: Any, training: Training, federation: Federation) -> Algorithm:
         variables = common.initial(model, federation, key, start)
         return State(variables, (), common.kept(training, variables["params"], federation))
 
-    def send(state: State, visit: Visit) -> PyTree:
+    def send(state: State, ctx: ClientContext) -> PyTree:
         return state.server
 
-    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
-        variables, client, metrics = sgd(payload, client, visit)
-        return Trained(variables, variables, client, metrics)
+    def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
+        variables, client, metrics = sgd(payload, client, ctx)
+        return ClientResult(variables, variables, client, metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return cohort.mean(cohort.uploads, state.server), state.rows
 
-    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
         return state.server
 
-    return Algorithm(init, send, train, receive, personal, model.apply)
+    return Algorithm(init, send, train, receive, personalize, model.apply)
 
 
 FEDAVG = Method(fedavg, title="FedAvg", paper="McMahan et al. 2017")

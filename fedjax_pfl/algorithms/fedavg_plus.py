@@ -13,7 +13,7 @@ from typing import Any
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.local_training import Training, constant
 
@@ -26,7 +26,7 @@ def fedavg_plus(
     rate: float | None = None,
     epochs: int = 1,
 ) -> Algorithm:
-    """Trained as FedAvg, served after `epochs` of local SGD.
+    """ClientResult as FedAvg, served after `epochs` of local SGD.
 
     Args:
       rate: of the tuning, in all rounds; unset: that of training in the same round.
@@ -43,10 +43,10 @@ def fedavg_plus(
 
     tune = common.trainer(model, federation.task, tuning)
 
-    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-        return tune(state.server, (), visit)[0]
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return tune(state.server, (), ctx)[0]
 
-    return fedavg(model, training, federation)._replace(personal=personal)
+    return fedavg(model, training, federation)._replace(personalize=personalize)
 
 
 FEDAVG_PLUS = Method(fedavg_plus, title="FedAvg+", paper="Jiang et al. 2019")

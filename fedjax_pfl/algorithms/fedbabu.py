@@ -18,7 +18,14 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import above, at_least, one_of
 
 PARTS = ("all", "head", "body")
@@ -57,18 +64,20 @@ def fedbabu(
         momentum = common.kept(training, state.server["params"], federation)
         return state._replace(clients=Client(state.clients.own, momentum))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        body, momentum, metrics = sgd(payload, client.momentum, visit, client.own)
-        return Trained(body, trees.join(body, client.own), Client(client.own, momentum), metrics)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        body, momentum, metrics = sgd(payload, client.momentum, ctx, client.own)
+        return ClientResult(
+            body, trees.join(body, client.own), Client(client.own, momentum), metrics
+        )
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         body, head = state.server, client.own
         if tune == "all":
-            return fine(trees.join(body, head), (), visit)[0]
+            return fine(trees.join(body, head), (), ctx)[0]
         moves, stays = (head, body) if tune == "head" else (body, head)
-        return trees.join(fine(moves, (), visit, stays)[0], stays)
+        return trees.join(fine(moves, (), ctx, stays)[0], stays)
 
-    return joint._replace(init=init, train=train, personal=personal)
+    return joint._replace(init=init, train=train, personalize=personalize)
 
 
 FEDBABU = Method(fedbabu, title="FedBABU", paper="Oh et al. 2022")

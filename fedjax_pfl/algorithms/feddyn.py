@@ -21,7 +21,15 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import above
 from fedjax_pfl.core.examples import Batch
 
@@ -59,23 +67,23 @@ def feddyn(
         drift = trees.weighted_mean(own, jnp.asarray(federation.active, jnp.float32))
         return State({**state.server, "drift": drift}, (), Client(own, state.clients))
 
-    def send(state: State, visit: Visit) -> PyTree:
+    def send(state: State, ctx: ClientContext) -> PyTree:
         return model_of(state.server)
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
         w, rest = local_training.split_variables(payload)
-        near = common.held(local_training.gradient(model, federation.task, visit.data), w, alpha)
+        near = common.held(local_training.gradient(model, federation.task, ctx.data), w, alpha)
 
         def tilted(theta: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             loss_rest, grads = near(theta, rest, batch, key)
             return loss_rest, jax.tree.map(jnp.subtract, grads, client.own)
 
         theta, rest, momentum, metrics = local_training.fit(
-            training, tilted, w, rest, client.momentum, visit
+            training, tilted, w, rest, client.momentum, ctx
         )
         own = jax.tree.map(lambda g, new, old: g - alpha * (new - old), client.own, theta, w)
         trained = {"params": theta, **rest}
-        return Trained(trained, trained, Client(own, momentum), metrics)
+        return ClientResult(trained, trained, Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         w, uploads = state.server["params"], cohort.uploads
@@ -86,10 +94,12 @@ def feddyn(
         params = jax.tree.map(lambda m, h: m - h / alpha, mean["params"], drift)
         return {**mean, "params": params, "drift": drift}, state.rows
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return model_of(state.server)
 
-    return average._replace(init=init, send=send, train=train, receive=receive, personal=personal)
+    return average._replace(
+        init=init, send=send, train=train, receive=receive, personalize=personalize
+    )
 
 
 FEDDYN = Method(feddyn, title="FedDyn", paper="Acar et al. 2021")

@@ -24,7 +24,14 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.diagnostics import (
     MINIMAL_CHANGE,
     Diagnostic,
@@ -134,8 +141,8 @@ def fedem(
     def mixture(server: PyTree, pi: jax.Array, data: ClientData) -> PyTree:
         return {"components": server, "pi": pi, "classes": data.classes}
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        data = visit.data
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        data = ctx.data
 
         def weighted(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             q = responsibilities(losses(payload, batch, data), client.pi)
@@ -153,24 +160,28 @@ def fedem(
 
         params, rest = local_training.split_variables(payload)
         params, rest, momentum, metrics = local_training.fit(
-            apart, weighted, params, rest, client.momentum, visit
+            apart, weighted, params, rest, client.momentum, ctx
         )
         trained = {"params": params, **rest}
         pi = weigh(payload, client.pi, data)
-        return Trained(trained, mixture(trained, pi, data), Client(pi, momentum), metrics)
+        return ClientResult(trained, mixture(trained, pi, data), Client(pi, momentum), metrics)
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         pi = client.pi
         if not federation.active.all():  # a novel client has had no round to find its weights in
-            found = weigh(state.server, pi, visit.data)
-            pi = jnp.where(jnp.asarray(federation.active)[visit.i], pi, found)
-        return mixture(state.server, pi, visit.data)
+            found = weigh(state.server, pi, ctx.data)
+            pi = jnp.where(jnp.asarray(federation.active)[ctx.i], pi, found)
+        return mixture(state.server, pi, ctx.data)
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"pi": state.clients.pi}
 
     return fedavg(model, training, federation)._replace(
-        init=init, train=train, personal=personal, predict=Mixture(model).apply, observe=observe
+        init=init,
+        train=train,
+        personalize=personalize,
+        predict=Mixture(model).apply,
+        observe=observe,
     )
 
 

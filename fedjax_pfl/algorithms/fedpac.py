@@ -26,7 +26,15 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, simplex, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.networks import features
 
@@ -100,17 +108,17 @@ def fedpac(
         )
         return State(server, rows, momentum)
 
-    def send(state: State, visit: Visit) -> PyTree:
-        return trees.join(state.server, trees.row(state.rows, visit.i))
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        return trees.join(state.server, trees.row(state.rows, ctx.i))
 
-    def train(payload: PyTree, client: Momentum, visit: Visit) -> Trained:
-        data, (head, body) = visit.data, parts(payload)
+    def train(payload: PyTree, client: Momentum, ctx: ClientContext) -> ClientResult:
+        data, (head, body) = ctx.data, parts(payload)
         before = common.features_by_class(both, trees.join(body, head), data, classes)
         examples = jnp.maximum(jnp.sum(before.counts), 1.0)
         h = (before.counts / examples)[:, None] * before.means
         variance = jnp.maximum(before.square - jnp.sum(jnp.square(h)), 0.0) / examples
 
-        one, two = (visit._replace(key=key) for key in jax.random.split(visit.key))
+        one, two = (ctx._replace(key=key) for key in jax.random.split(ctx.key))
         head, of_head, first = fit_head(head, client.head, one, body)
         pulled = common.near_prototypes(federation.task, payload, penalty)
         fit_body = common.trainer(both, pulled, training)
@@ -120,7 +128,7 @@ def fedpac(
         after = common.features_by_class(both, trained, data, classes)
         more = {"prototypes": after.means, "counts": after.counts, "h": h, "variance": variance}
         metrics = {**metrics, "head_loss": first["loss"]}
-        return Trained({**trained, **more}, trained, Momentum(of_head, of_body), metrics)
+        return ClientResult({**trained, **more}, trained, Momentum(of_head, of_body), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads, old = cohort.present(cohort.uploads), state.server
@@ -130,10 +138,10 @@ def fedpac(
         body = cohort.mean(bodies, parts(old)[1])
         return {**body, **common.new_prototypes(old, uploads)}, cohort.put(state.rows, mixed)
 
-    def personal(state: State, client: Momentum, visit: Visit) -> PyTree:
-        return trees.join(parts(state.server)[1], trees.row(state.rows, visit.i))
+    def personalize(state: State, client: Momentum, ctx: ClientContext) -> PyTree:
+        return trees.join(parts(state.server)[1], trees.row(state.rows, ctx.i))
 
-    return Algorithm(init, send, train, receive, personal, model.apply)
+    return Algorithm(init, send, train, receive, personalize, model.apply)
 
 
 FEDPAC = Method(fedpac, title="FedPAC", paper="Xu et al. 2023")

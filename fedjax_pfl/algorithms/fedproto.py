@@ -27,7 +27,15 @@ from fedjax_pfl.algorithms.local import Client, local
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.diagnostics import Picture
 from fedjax_pfl.core.errors import UsageError, at_least, one_of
 from fedjax_pfl.networks import features
@@ -88,36 +96,36 @@ def fedproto(
         state = base.init(key, start)
         return state._replace(server=common.no_prototypes(classes, d))
 
-    def send(state: State, visit: Visit) -> PyTree:
+    def send(state: State, ctx: ClientContext) -> PyTree:
         return state.server
 
     def served(own: PyTree, prototypes: PyTree) -> PyTree:
         return {**own, **prototypes} if decides == "prototype" else own
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        data = visit.data
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        data = ctx.data
         pulled = common.near_prototypes(federation.task, payload, penalty)
         gradient = local_training.gradient(with_features, pulled, data)
         params, rest, momentum, metrics = local_training.fit(
             training, gradient, *local_training.split_variables(client.variables),
-            client.momentum, visit,
+            client.momentum, ctx,
         )  # fmt: skip
         own = {"params": params, **rest}
         statistics = common.features_by_class(with_features, own, data, classes)
         upload = {"prototypes": statistics.means, "counts": statistics.counts}
-        return Trained(upload, served(own, payload), Client(own, momentum), metrics)
+        return ClientResult(upload, served(own, payload), Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return common.new_prototypes(state.server, cohort.present(cohort.uploads)), state.rows
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return served(client.variables, state.server)
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"prototypes": state.server["prototypes"]}
 
     predict = Nearest(model).apply if decides == "prototype" else model.apply
-    return Algorithm(init, send, train, receive, personal, predict, observe=observe)
+    return Algorithm(init, send, train, receive, personalize, predict, observe=observe)
 
 
 FEDPROTO = Method(

@@ -14,7 +14,7 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Trained, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Federation, PyTree
 from fedjax_pfl.core.errors import at_least
 
 
@@ -32,12 +32,12 @@ def fedprox(
     """
     at_least("fedprox.mu", mu, 0)
 
-    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
         w, rest = local_training.split_variables(payload)
-        near = common.held(local_training.gradient(model, federation.task, visit.data), w, mu)
-        params, rest, client, metrics = local_training.fit(training, near, w, rest, client, visit)
+        near = common.held(local_training.gradient(model, federation.task, ctx.data), w, mu)
+        params, rest, client, metrics = local_training.fit(training, near, w, rest, client, ctx)
         variables = {"params": params, **rest}
-        return Trained(variables, variables, client, metrics)
+        return ClientResult(variables, variables, client, metrics)
 
     return fedavg(model, training, federation)._replace(train=train)
 

@@ -15,7 +15,14 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import Client, of_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import at_least
 
 
@@ -61,13 +68,13 @@ def fedrep(
         )
         return state._replace(clients=Client(state.clients.own, momentum))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        one, two = (visit._replace(key=key) for key in jax.random.split(visit.key))
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        one, two = (ctx._replace(key=key) for key in jax.random.split(ctx.key))
         head, of_head, first = fit_head(client.own, client.momentum.head, one, payload)
         body, of_body, metrics = fit_body(payload, client.momentum.body, two, head)
         metrics = {**metrics, "head_loss": first["loss"]}
         stays = Client(head, Momentum(of_head, of_body))
-        return Trained(body, trees.join(body, head), stays, metrics)
+        return ClientResult(body, trees.join(body, head), stays, metrics)
 
     return joint._replace(init=init, train=train)
 

@@ -22,7 +22,14 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, optimizers, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch
 
@@ -59,14 +66,14 @@ def fedrod(model: Any, training: local_training.Training, federation: Federation
         momentum = common.kept(apart, {"shared": params, "own": head}, federation)
         return state._replace(clients=Client(own, momentum))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        counts = common.class_counts(visit.data, federation.outputs)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        counts = common.class_counts(ctx.data, federation.outputs)
 
         def balanced(outputs: jax.Array, y: jax.Array, classes: Any) -> jax.Array:
             return task.loss(outputs + jnp.log(jnp.maximum(counts, 1.0))[None], y, counts > 0)
 
-        generic = local_training.gradient(model, task._replace(loss=balanced), visit.data)
-        plain = local_training.gradient(model, task, visit.data)
+        generic = local_training.gradient(model, task._replace(loss=balanced), ctx.data)
+        plain = local_training.gradient(model, task, ctx.data)
 
         def both(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
             (_, after), grads = generic(params["shared"], rest, batch, key)
@@ -76,16 +83,16 @@ def fedrod(model: Any, training: local_training.Training, federation: Federation
 
         shared, rest = local_training.split_variables(payload)
         new, rest, momentum, metrics = local_training.fit(
-            apart, both, {"shared": shared, "own": client.own}, rest, client.momentum, visit
+            apart, both, {"shared": shared, "own": client.own}, rest, client.momentum, ctx
         )
         upload = {"params": new["shared"], **rest}
         served = {**upload, "params": added(new["shared"], new["own"])}
-        return Trained(upload, served, Client(new["own"], momentum), metrics)
+        return ClientResult(upload, served, Client(new["own"], momentum), metrics)
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return {**state.server, "params": added(state.server["params"], client.own)}
 
-    return average._replace(init=init, train=train, personal=personal)
+    return average._replace(init=init, train=train, personalize=personalize)
 
 
 FEDROD = Method(fedrod, title="FedRoD", paper="Chen and Chao 2022")

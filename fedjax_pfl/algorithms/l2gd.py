@@ -19,7 +19,15 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import need
 
 
@@ -55,17 +63,17 @@ def l2gd(
         own = common.own_first(state.server, start, Client, federation)
         return state._replace(clients=Client(own, state.clients))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        done = average.train(pulled(client.own, payload), client.momentum, visit)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        done = average.train(pulled(client.own, payload), client.momentum, ctx)
         return done._replace(client=Client(done.variables, done.client))
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return cohort.mean(cohort.uploads, state.server, cohort.arrived), state.rows
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return pulled(client.own, state.server)
 
-    return average._replace(init=init, train=train, receive=receive, personal=personal)
+    return average._replace(init=init, train=train, receive=receive, personalize=personalize)
 
 
 L2GD = Method(l2gd, title="L2GD", paper="Hanzely and Richtárik 2020")

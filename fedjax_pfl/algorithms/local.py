@@ -9,12 +9,12 @@ from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.local_training import Training
 
@@ -35,20 +35,20 @@ def local(model: Any, training: Training, federation: Federation) -> Algorithm:
         momentum = common.kept(training, variables["params"], federation)
         return State((), (), Client(trees.repeat(variables, federation.clients), momentum))
 
-    def send(state: State, visit: Visit) -> PyTree:
+    def send(state: State, ctx: ClientContext) -> PyTree:
         return ()
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        variables, momentum, metrics = sgd(client.variables, client.momentum, visit)
-        return Trained((), variables, Client(variables, momentum), metrics)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        variables, momentum, metrics = sgd(client.variables, client.momentum, ctx)
+        return ClientResult((), variables, Client(variables, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, state.rows
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return client.variables
 
-    return Algorithm(init, send, train, receive, personal, model.apply)
+    return Algorithm(init, send, train, receive, personalize, model.apply)
 
 
 LOCAL = Method(local, title="Local", paper="")

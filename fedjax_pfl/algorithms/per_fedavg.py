@@ -21,7 +21,14 @@ import optax
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import above, at_least, one_of
 from fedjax_pfl.core.examples import Batch, ClientData
 
@@ -87,24 +94,24 @@ def per_fedavg(
         _, grads = local_training.gradient(model, task, data)(params, rest, batch, noise_key)
         return {"params": optax.tree.add_scale(params, -alpha, grads), **rest}
 
-    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
-        data = visit.data
+    def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
+        data = ctx.data
         params, rest = local_training.split_variables(payload)
         gradient = local_training.gradient(model, task, data)
         direction = meta_gradient(
             gradient, data, training.batch_size, variant=variant, alpha=alpha, delta=delta
         )
-        fit_key, adapt_key = jax.random.split(visit.key)
+        fit_key, adapt_key = jax.random.split(ctx.key)
         params, rest, client, metrics = local_training.fit(
-            training, direction, params, rest, client, visit._replace(key=fit_key)
+            training, direction, params, rest, client, ctx._replace(key=fit_key)
         )
         upload = {"params": params, **rest}
-        return Trained(upload, adapted(upload, data, adapt_key), client, metrics)
+        return ClientResult(upload, adapted(upload, data, adapt_key), client, metrics)
 
-    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-        return adapted(state.server, visit.data, visit.key)
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return adapted(state.server, ctx.data, ctx.key)
 
-    return fedavg(model, training, federation)._replace(train=train, personal=personal)
+    return fedavg(model, training, federation)._replace(train=train, personalize=personalize)
 
 
 PER_FEDAVG = Method(per_fedavg, title="Per-FedAvg", paper="Fallah et al. 2020")

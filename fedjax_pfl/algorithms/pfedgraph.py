@@ -23,7 +23,15 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, simplex, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import above, at_least
 from fedjax_pfl.core.examples import Batch
 
@@ -58,11 +66,11 @@ def pfedgraph(
             rows, server = trees.repeat(first, federation.clients), {"first": first["params"]}
         return State(server, rows, common.kept(training, first["params"], federation))
 
-    def send(state: State, visit: Visit) -> PyTree:
-        return trees.row(state.rows, visit.i)
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        return trees.row(state.rows, ctx.i)
 
-    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, federation.task, visit.data)
+    def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
+        plain = local_training.gradient(model, federation.task, ctx.data)
 
         def negative_cosine(params: PyTree) -> jax.Array:
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(payload["params"]), strict=True)
@@ -76,10 +84,10 @@ def pfedgraph(
             return loss_rest, jax.tree.map(lambda g, t: g + penalty * t, grads, turn)
 
         params, rest, momentum, metrics = local_training.fit(
-            training, gradient, *local_training.split_variables(payload), client, visit
+            training, gradient, *local_training.split_variables(payload), client, ctx
         )
         variables = {"params": params, **rest}
-        return Trained(variables, variables, momentum, metrics)
+        return ClientResult(variables, variables, momentum, metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads = cohort.present(cohort.uploads)
@@ -95,12 +103,12 @@ def pfedgraph(
         mixed = jax.tree.map(lambda leaf: jnp.tensordot(w, leaf, 1, precision="highest"), uploads)
         return state.server, cohort.put(state.rows, mixed)
 
-    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-        return trees.row(state.rows, visit.i)
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return trees.row(state.rows, ctx.i)
 
-    far = tuple(common.shapes(model, federation))
+    offload = tuple(common.shapes(model, federation))
     return average._replace(
-        init=init, send=send, train=train, receive=receive, personal=personal, far=far
+        init=init, send=send, train=train, receive=receive, personalize=personalize, offload=offload
     )
 
 

@@ -21,7 +21,15 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import above, at_least, need
 from fedjax_pfl.core.examples import Batch
 
@@ -38,7 +46,7 @@ def pfedme(
 ) -> Algorithm:
     """θ solves min f(θ) + λ/2 ‖θ − w‖² around each client's w; the w are averaged.
 
-    Server and clients: as FedAvg; no θ is kept, `personal` trains it from the current w.
+    Server and clients: as FedAvg; no θ is kept, `personalize` trains it from the current w.
 
     Args:
       penalty: λ, how firmly θ is tied to w.
@@ -56,9 +64,9 @@ def pfedme(
         "diverge from 2 on; use a smaller inner_rate",
     )
 
-    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
         params, rest = local_training.split_variables(payload)
-        gradient = local_training.gradient(model, federation.task, visit.data)
+        gradient = local_training.gradient(model, federation.task, ctx.data)
 
         def envelope(w: PyTree, carried: PyTree, batch: Batch, key: jax.Array) -> Any:
             """λ (w − θ), with θ and statistics after K inner steps and the loss at the last."""
@@ -77,9 +85,9 @@ def pfedme(
             return (loss, (theta, rest)), pull
 
         w, (theta, rest), client, metrics = local_training.fit(
-            training, envelope, params, (params, rest), client, visit
+            training, envelope, params, (params, rest), client, ctx
         )
-        return Trained({"params": w, **rest}, {"params": theta, **rest}, client, metrics)
+        return ClientResult({"params": w, **rest}, {"params": theta, **rest}, client, metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         mean = cohort.mean(cohort.uploads, state.server, cohort.arrived)
@@ -88,11 +96,11 @@ def pfedme(
         )
         return {**mean, "params": mixed}, state.rows
 
-    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-        return train(state.server, client, visit).variables
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return train(state.server, client, ctx).variables
 
     base = fedavg(model, training, federation)
-    return base._replace(train=train, receive=receive, personal=personal)
+    return base._replace(train=train, receive=receive, personalize=personalize)
 
 
 PFEDME = Method(pfedme, title="pFedMe", paper="Dinh et al. 2020")

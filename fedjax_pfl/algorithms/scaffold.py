@@ -22,7 +22,15 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import above
 from fedjax_pfl.core.examples import Batch
 
@@ -61,8 +69,8 @@ def scaffold(
         control = trees.weighted_mean(own, active)
         return State({**state.server, "control": control}, (), Client(own, state.clients))
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
-        plain = local_training.gradient(model, federation.task, visit.data)
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
+        plain = local_training.gradient(model, federation.task, ctx.data)
 
         def corrected(y: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
             rest, total, steps = carried
@@ -76,13 +84,13 @@ def scaffold(
         x, rest = local_training.split_variables(model_of(payload))
         carried = rest, jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.float32)
         y, (rest, total, steps), momentum, metrics = local_training.fit(
-            training, corrected, x, carried, client.momentum, visit
+            training, corrected, x, carried, client.momentum, ctx
         )
         mean = jax.tree.map(lambda g: g / jnp.maximum(steps, 1.0), total)
         own = trees.where(steps > 0, mean, client.own)
         trained = {"params": y, **rest}
         change = jax.tree.map(jnp.subtract, own, client.own)
-        return Trained(
+        return ClientResult(
             {**trained, "control_change": change}, trained, Client(own, momentum), metrics
         )
 
@@ -96,10 +104,10 @@ def scaffold(
         control = jax.tree.map(lambda c, d: c + jnp.sum(d, 0) / clients, old["control"], changes)
         return {**mean, "params": params, "control": control}, state.rows
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return model_of(state.server)
 
-    return average._replace(init=init, train=train, receive=receive, personal=personal)
+    return average._replace(init=init, train=train, receive=receive, personalize=personalize)
 
 
 SCAFFOLD = Method(scaffold, title="SCAFFOLD", paper="Karimireddy et al. 2020")

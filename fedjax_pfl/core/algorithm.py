@@ -1,8 +1,7 @@
-"""The contract: a federated algorithm is a tuple of pure functions over an explicit state.
+"""The method contract: a federated method is a record of pure functions over an explicit state.
 
-Hyper-parameters are closed over by the factory that builds the algorithm; whatever changes is in
-`State` and is passed in and out. Each function but `init` and `receive` is written for ONE client;
-the simulation maps it over the cohort.
+A factory binds hyper-parameters by closure and returns an `Algorithm`. All functions except `init`
+and `receive` are written for one client; the simulation maps them over the cohort.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,115 +19,116 @@ PyTree = Any
 
 
 class State(NamedTuple):
-    """Everything that a run carries from one round to the next; any part may be empty, `()`."""
+    """Everything that changes from round to round. Any part may be empty, ()."""
 
-    server: PyTree  # what all share: a global model, a hypernetwork, a pool of blocks
-    rows: PyTree  # what the server keeps for each client, stacked on axis 0
-    clients: PyTree  # what stays with each client, stacked on axis 0 (per group, if there are some)
+    server: PyTree  # shared by all clients: a global model, a hypernetwork, a pool of blocks
+    rows: PyTree  # server-side rows, one per client, stacked on axis 0
+    clients: PyTree  # client-side state, stacked on axis 0; a tuple of trees if there are groups
 
 
-class Visit(NamedTuple):
+class ClientContext(NamedTuple):
     """One client in one round."""
 
-    i: Any  # its id
-    data: ClientData | Any  # its examples but for those of the test; None where the server acts
-    t: Any  # the round
-    key: Any  # a function of (seed, stage, round, client) and of nothing else
+    i: Any  # client id
+    data: ClientData | Any  # training and validation examples; None in functions of the server
+    t: Any  # round
+    key: Any  # random key: a function of (seed, stage, round, client)
 
 
-class Trained(NamedTuple):
-    """What a client's local work leaves."""
+class ClientResult(NamedTuple):
+    """Result of a client's local training."""
 
-    upload: PyTree  # what travels
-    variables: PyTree  # the model after it, as it is evaluated
-    client: PyTree  # what stays with the client
-    metrics: dict[str, jax.Array]  # scalars, among them `loss`
+    upload: PyTree
+    variables: PyTree  # the trained model, as it is evaluated
+    client: PyTree  # new client-side state
+    metrics: dict[str, jax.Array]  # scalars; `loss` is required
 
 
 class Cohort(NamedTuple):
-    """All of a round, stacked on axis 0.
+    """Results of all sampled clients of a round, stacked on axis 0.
 
-    A seat whose client did not arrive has an id out of range, which writes drop, and the weight 0.
-    What its payload and upload hold is not specified: `mean` and `put` pass over it.
+    The slot of an absent client has an id out of range and weight 0, so writes skip it. Its payload
+    and upload are undefined; `mean` and `put` ignore them.
     """
 
     ids: jax.Array  # int32 [K]
     arrived: jax.Array  # bool [K]
-    weights: jax.Array  # float32 [K]: training examples n_k
+    weights: jax.Array  # float32 [K]: number of training examples n_k
     payloads: PyTree
     uploads: PyTree
     t: Any
 
     def mean(self, tree: PyTree, old: PyTree, weights: jax.Array | None = None) -> PyTree:
-        """Σ_k w_k x_k / Σ_k w_k over those that arrived; `old` where all weights are 0.
+        """Computes Σ_k w_k x_k / Σ_k w_k over the clients that arrived.
 
         Args:
-          tree: stacked as the uploads are.
-          weights: [K], or bool; unset: n_k.
+          tree: Stacked like the uploads.
+          old: Returned if all weights are 0.
+          weights: Array of shape [K], float or bool. Default: numbers of examples n_k.
         """
         share = jnp.asarray(self.weights if weights is None else weights, jnp.float32)
         share = jnp.where(self.arrived, share, 0.0)
-        anyone = jnp.any(share > 0)
-        mean = trees.weighted_mean(self.present(tree), jnp.where(anyone, share, 1.0))
-        return trees.where(anyone, mean, old)
+        any_weight = jnp.any(share > 0)
+        mean = trees.weighted_mean(self.present(tree), jnp.where(any_weight, share, 1.0))
+        return trees.where(any_weight, mean, old)
 
     def put(self, rows: PyTree, values: PyTree) -> PyTree:
-        """The rows with `values`, stacked, in those of the clients that arrived."""
+        """Returns rows in which the clients that arrived have the stacked `values`."""
 
-        def write(_: Any, whole: PyTree) -> PyTree:
-            return trees.put(whole, self.ids, values)
+        def write(_: Any, all_rows: PyTree) -> PyTree:
+            return trees.put(all_rows, self.ids, values)
 
-        # A loop of one step, as XLA writes in place in a loop alone: else, where `values` were made
-        # from other clients' rows, it would copy those of all clients before.
+        # A loop of one step: XLA writes in place only inside loops, and would otherwise copy the
+        # rows of all clients if `values` were computed from them.
         return jax.lax.fori_loop(0, self.arrived.any().astype(jnp.int32), write, rows)
 
     def present(self, tree: PyTree) -> PyTree:
-        """A tree that is stacked as the uploads are, zero where a client did not arrive."""
+        """Returns a tree stacked like the uploads with zeros for absent clients."""
         return trees.where(self.arrived, tree, jax.tree.map(jnp.zeros_like, tree))
 
 
 class Federation(NamedTuple):
-    """What is known of the clients before training starts. NumPy, never traced."""
+    """Facts about the clients that are known before training. NumPy arrays, never traced."""
 
-    counts: np.ndarray  # int [N]: training examples of each client
-    input_shape: tuple[int, ...]  # one example, without the batch axis
-    outputs: int  # classes, or targets of a regression
-    active: np.ndarray  # bool [N]: clients outside are evaluated but never sampled
-    groups: np.ndarray  # int [N]: architecture group of each client, 0 where there is one only
-    validation_counts: np.ndarray | None = None  # int [N], likewise; None: there are none
-    class_counts: np.ndarray | None = None  # int [N, classes as stored]: `counts` by class
-    owners: tuple[str, ...] | None = None  # whose examples each has, where somebody owns them
-    input_dtype: str = "float32"  # as `examples.take` gives them; int32 of tokens
-    each: tuple[int, ...] = ()  # (T,) where each of T positions has `outputs` of its own
-
+    counts: np.ndarray  # int [N]: number of training examples of each client
+    input_shape: tuple[int, ...]  # shape of one example
+    outputs: int  # number of classes, or of regression targets
+    active: np.ndarray  # bool [N]: False for clients that are evaluated and never sampled
+    groups: np.ndarray  # int [N]: architecture group of each client; 0 if all have one network
+    validation_counts: np.ndarray | None = None  # int [N]: validation examples of each client
+    class_counts: np.ndarray | None = None  # int [N, classes]: `counts` by stored class
+    owners: tuple[str, ...] | None = None  # name of each client's owner, if examples have owners
+    input_dtype: str = "float32"  # int32 for tokens
+    positions: tuple[int, ...] = ()  # (T,) if each of T positions has `outputs` of its own
     task: Task = classification()  # loss and metrics
 
-    # What the numbers of examples stand for (columns, classes, characters), as plain data
+    # Names of columns, classes and characters, as plain data
     about: Mapping[str, Any] | None = None
 
     @property
     def clients(self) -> int:
+        """Returns the number of clients N."""
         return len(self.counts)
 
     def examples(self, n: int = 1) -> jax.Array:
-        """So many of zeros, to draw a network with."""
+        """Returns a batch of `n` zero examples for initialising a network."""
         return jnp.zeros((n, *self.input_shape), self.input_dtype)
 
 
 class Traffic(NamedTuple):
-    """Bytes that one client moves in one round, by layer name."""
+    """Bytes that one client transfers in one round, by layer name."""
 
     down: dict[str, Any]
     up: dict[str, Any]
 
 
-def everything(payload: PyTree, upload: PyTree) -> Traffic:
-    """The default bill: all of the payload comes down, all of the upload goes up."""
-    return Traffic(trees.bytes_per_layer(payload), trees.bytes_per_layer(upload))
+def full_traffic(payload: PyTree, upload: PyTree) -> Traffic:
+    """Counts every byte of the payload and of the upload (the default)."""
+    return Traffic(down=trees.bytes_per_layer(payload), up=trees.bytes_per_layer(upload))
 
 
-def nothing(state: State) -> dict[str, jax.Array]:
-    """The default observation."""
+def no_observations(state: State) -> dict[str, jax.Array]:
+    """Exposes nothing (the default)."""
     del state
     return {}
 
@@ -136,31 +136,30 @@ def nothing(state: State) -> dict[str, jax.Array]:
 class Algorithm(NamedTuple):
     """A federated method.
 
-    init      (key, start=None) -> State. `start` is the state that an earlier phase ended in.
-    send      (state, visit) -> payload. What client `visit.i` downloads.
-    train     (payload, client, visit) -> Trained. Local work.
-    receive   (state, cohort) -> (server, rows). The cohort at once; not called when nobody arrived.
-    personal  (state, client, visit) -> variables. What the client is served now.
-    predict   (variables, x) -> outputs.
-    traffic   (payload, upload) -> Traffic, in bytes.
-    observe   (state) -> {name: array}. What a run records of the state at every evaluation.
-    far       names of the parts of `rows` that may lie off the devices: what reads them does so
-              by `far.take`, which is `trees.row`, `far.mixed` and `far.each`; see there.
+    init         (key, start=None) -> State. `start` is the final state of an earlier phase.
+    send         (state, ctx) -> payload. The download of client `ctx.i`.
+    train        (payload, client, ctx) -> ClientResult. Local training.
+    receive      (state, cohort) -> (server, rows). Server update; skipped if no client arrived.
+    personalize  (state, client, ctx) -> variables. The model that the client is served now.
+    predict      (variables, x) -> outputs.
+    traffic      (payload, upload) -> Traffic. Bytes that one client transfers.
+    observe      (state) -> {name: array}. Arrays that a run records at every evaluation.
+    offload      names of the parts of `rows` that may be stored off the device; see `core.offload`.
 
-    The state that `send`, `receive` and `personal` see has no clients, `()`: a server cannot look
-    into them. `visit.data` is None in `send`, for the same reason.
+    In `send`, `receive` and `personalize` the state has no clients, (): a server cannot read
+    client-side state. `ctx.data` is None in `send` for the same reason.
 
-    Where clients have different architectures, `send`, `train`, `personal`, `predict` and `traffic`
-    are tuples with one function per group, `State.clients` is a tuple of trees, each with a row
-    for all N clients, and `receive` is given a tuple of cohorts.
+    With several architectures, `send`, `train`, `personalize`, `predict` and `traffic` are tuples
+    with one function per group, `State.clients` is a tuple of trees with a row for all N clients
+    each, and `receive` gets a tuple of cohorts.
     """
 
     init: Callable[..., State]
     send: Any
     train: Any
     receive: Callable[[State, Any], tuple[PyTree, PyTree]]
-    personal: Any
+    personalize: Any
     predict: Any
-    traffic: Any = everything
-    observe: Callable[[State], dict[str, jax.Array]] = nothing
-    far: tuple[str, ...] = ()
+    traffic: Any = full_traffic
+    observe: Callable[[State], dict[str, jax.Array]] = no_observations
+    offload: tuple[str, ...] = ()

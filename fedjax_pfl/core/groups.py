@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, PyTree, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
 
-_PER_GROUP = ("send", "train", "personal", "predict", "traffic")
+_PER_GROUP = ("send", "train", "personalize", "predict", "traffic")
 
 
 def has_groups(algorithm: Algorithm) -> bool:
@@ -86,16 +86,16 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
         return State(*(whole[g] if whole else () for whole in state))
 
     def sender(g: int) -> Callable[..., PyTree]:
-        def send(state: State, visit: Visit) -> PyTree:
-            return algorithms[g].send(part(state, g), visit)
+        def send(state: State, ctx: ClientContext) -> PyTree:
+            return algorithms[g].send(part(state, g), ctx)
 
         return send
 
     def server_of(g: int) -> Callable[..., PyTree]:
-        def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-            return algorithms[g].personal(part(state, g), client, visit)
+        def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+            return algorithms[g].personalize(part(state, g), client, ctx)
 
-        return personal
+        return personalize
 
     def init(key: jax.Array, start: State | None = None) -> State:
         begun = [a.init(key, start and part(start, g)) for g, a in enumerate(algorithms)]
@@ -125,7 +125,7 @@ def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
         send=tuple(map(sender, every)),
         train=tuple(a.train for a in algorithms),
         receive=receive,
-        personal=tuple(map(server_of, every)),
+        personalize=tuple(map(server_of, every)),
         predict=tuple(a.predict for a in algorithms),
         traffic=tuple(a.traffic for a in algorithms),
         observe=observe,

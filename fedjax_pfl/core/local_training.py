@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.core import optimizers
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError, at_least
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
@@ -286,7 +286,7 @@ def fit(
     params: PyTree,
     rest: PyTree,
     optimizer_state: PyTree,
-    visit: Visit,
+    ctx: ClientContext,
 ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
     """Train `params` on the visited client's training examples.
 
@@ -297,11 +297,11 @@ def fit(
     Returns:
       params, rest, the optimiser's state (empty unless it is kept), and metrics.
     """
-    data, split = visit.data, visit.data.train
-    order_key, noise_key = jax.random.split(visit.key)
+    data, split = ctx.data, ctx.data.train
+    order_key, noise_key = jax.random.split(ctx.key)
     steps, next_batch = _schedule(training, split, order_key)
     moments = optimizer_state if training.keep else training.optimizer.init(params)
-    rate = training.rate(visit.t)
+    rate = training.rate(ctx.t)
 
     def step(s: jax.Array, now: _Fit) -> _Fit:
         places, mask = next_batch(s)

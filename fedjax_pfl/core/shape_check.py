@@ -10,32 +10,37 @@ import jax.numpy as jnp
 
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
     Traffic,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.far_check import check_names, check_reads, check_writes, elsewhere
 from fedjax_pfl.core.groups import grouped, has_groups, members
+from fedjax_pfl.core.offload_check import (
+    check_names,
+    check_reads,
+    check_writes,
+    with_offloaded_shapes,
+)
 
 _WANTED = {
     "init": "State(server, rows, clients)",
-    "train": "Trained(upload, variables, client, metrics)",
+    "train": "ClientResult(upload, variables, client, metrics)",
     "receive": "a tuple (server, rows)",
     "traffic": "Traffic(down, up)",
     "observe": "a dict of arrays by name",
 }
 _GIVEN = {
     "init": ("key",),
-    "send": ("state", "visit"),
-    "train": ("payload", "client", "visit"),
+    "send": ("state", "ctx"),
+    "train": ("payload", "client", "ctx"),
     "receive": ("state", "cohort"),
-    "personal": ("state", "client", "visit"),
+    "personalize": ("state", "client", "ctx"),
     "predict": ("variables", "x"),
     "traffic": ("payload", "upload"),
     "observe": ("state",),
@@ -71,13 +76,13 @@ def check_shapes(
             lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.clients[g]
         )
         own = jax.eval_shape(client_data, data, number)
-        payload = _called(name, "send", member.send, seen, Visit(number, None, number, key))
-        visit = Visit(number, own, number, key)
-        trained = _called(name, "train", member.train, payload, client, visit)
-        _of_type(name, "train", trained, Trained)
+        payload = _called(name, "send", member.send, seen, ClientContext(number, None, number, key))
+        ctx = ClientContext(number, own, number, key)
+        trained = _called(name, "train", member.train, payload, client, ctx)
+        _of_type(name, "train", trained, ClientResult)
         _same(name, "train", "client", trained.client, client, "init made")
         _check_metrics(name, trained.metrics)
-        served = _called(name, "personal", member.personal, seen, client, visit)
+        served = _called(name, "personalize", member.personalize, seen, client, ctx)
         for variables in (served, trained.variables):
             _check_outputs(name, member, variables, federation)
         bill = jax.eval_shape(partial(_bill, member), payload, trained.upload)
@@ -89,12 +94,17 @@ def check_shapes(
     _same(name, "receive", "server", after[0], state.server, "init made")
     _same(name, "receive", "rows", after[1], state.rows, "init made")
     _of_type(name, "observe", _called(name, "observe", whole.observe, state), dict)
-    if algorithm.far and not has_groups(algorithm):
-        check_names(name, algorithm.far, state.rows)
-        visit, away = Visit(number, None, number, key), elsewhere(state.rows, algorithm.far, _SEATS)
+    if algorithm.offload and not has_groups(algorithm):
+        check_names(name, algorithm.offload, state.rows)
+        ctx, away = (
+            ClientContext(number, None, number, key),
+            with_offloaded_shapes(state.rows, algorithm.offload, _SEATS),
+        )
         seen = seen._replace(rows=away)
-        check_reads(name, "send", algorithm.send, seen, visit)
-        check_reads(name, "personal", algorithm.personal, seen, client, visit._replace(data=own))
+        check_reads(name, "send", algorithm.send, seen, ctx)
+        check_reads(
+            name, "personalize", algorithm.personalize, seen, client, ctx._replace(data=own)
+        )
         check_writes(name, algorithm.receive, seen, cohorts[0])
         whole_state = State(state.server, away, state.clients[0])
         check_reads(name, "observe", algorithm.observe, whole_state)
@@ -206,7 +216,7 @@ def _check_metrics(name: str, metrics: Any) -> None:
 def _check_outputs(name: str, member: Algorithm, variables: PyTree, federation: Federation) -> None:
     x = jax.eval_shape(lambda: federation.examples(_SEATS))
     outputs = _called(name, "predict", member.predict, variables, x)
-    wanted = (_SEATS, *federation.each, federation.outputs)
+    wanted = (_SEATS, *federation.positions, federation.outputs)
     if getattr(outputs, "shape", None) != wanted:
         raise UsageError(
             f"{name}: predict returns {_what(outputs)} for {_SEATS} examples; it must return "

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core import far
+from fedjax_pfl.core import offload
 
 PyTree = Any
 _COLLECTIONS = ("params", "batch_stats")
@@ -101,18 +101,18 @@ def repeat(tree: PyTree, n: int) -> PyTree:
 
 def row(tree: PyTree, i: Any) -> PyTree:
     """Row i of every leaf."""
-    return far.take(tree, i)
+    return offload.take_rows(tree, i)
 
 
 def put(tree: PyTree, ids: jax.Array, values: PyTree) -> PyTree:
     """Write stacked `values` into rows `ids`; an id out of range is dropped."""
 
     def write(whole: Any, new: jax.Array) -> Any:
-        if far.is_far(whole):
+        if offload.is_offloaded(whole):
             return whole.put(ids, new)
         return whole.at[ids].set(new, mode="drop")
 
-    return jax.tree.map(write, tree, values, is_leaf=far.is_far)
+    return jax.tree.map(write, tree, values, is_leaf=offload.is_offloaded)
 
 
 def where(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:

@@ -149,7 +149,7 @@ def federate(
         class_counts=content.train if y.ndim == 1 else None,
         owners=owners,
         input_dtype="float32" if dataset.scale is not None or x.dtype.kind == "f" else x.dtype.name,
-        each=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
+        positions=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
         about={**(dataset.about or {}), **normal.about} or None,
     )
     later = dataset.normalise is not None and dataset.normalise.by == LATER

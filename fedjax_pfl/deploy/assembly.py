@@ -15,14 +15,14 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.deploy.node_file import OF_DATA
 from fedjax_pfl.deploy.programs import Method
-from fedjax_pfl.runs.build import Built, task_of
-from fedjax_pfl.runs.phase import Phase, Work
+from fedjax_pfl.runs.build import Experiment, task_of
+from fedjax_pfl.runs.phase import Phase, PhaseInputs
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import having
 from fedjax_pfl.simulation.execution_plan import Plan
 
 
-def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]:
+def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
     """Completes the settings of a run on real machines; refuses those of simulations."""
     words, given = custom.added(given)
     settings = configuration.complete(given, words)
@@ -49,7 +49,9 @@ def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]
     return settings, words
 
 
-def plain(settings: ConfigDict, words: configuration.Words = configuration.OURS) -> dict[str, Any]:
+def plain(
+    settings: ConfigDict, words: configuration.Registry = configuration.BUILTINS
+) -> dict[str, Any]:
     """Returns settings as plain data, as they are stored and sent."""
     return json.loads(json.dumps(configuration.resolved(settings, words)))
 
@@ -59,7 +61,7 @@ def brought(given: Mapping[str, Any]) -> dict[str, str]:
 
     Only names are sent: each machine has the code, and its setting `digest` says which.
     """
-    named = {kind: str(given.get(kind, "")) for kind in configuration.OURS._fields}
+    named = {kind: str(given.get(kind, "")) for kind in configuration.BUILTINS._fields}
     return {kind: said for kind, said in named.items() if kind != "dataset" and ":" in said}
 
 
@@ -86,7 +88,7 @@ def federation_of(description: Mapping[str, Any]) -> Federation:
         groups=np.arange(n, dtype=np.int32) % description["groups"],
         validation_counts=np.array([one["validation"] for one in counts]),
         input_dtype=alike["input_dtype"],
-        each=tuple(alike["each"]),
+        positions=tuple(alike["each"]),
         about=_normalisation(description),
     )
 
@@ -123,10 +125,10 @@ def shaped(description: Mapping[str, Any]) -> FederatedData:
 
 def built(
     settings: ConfigDict,
-    words: configuration.Words,
+    words: configuration.Registry,
     description: Mapping[str, Any],
     arrays: FederatedData | None = None,
-) -> tuple[Built, Method]:
+) -> tuple[Experiment, Method]:
     """Builds the record that reports read, and the method that both sides compute with.
 
     Args:
@@ -138,7 +140,7 @@ def built(
     one = specified.phases[0]
     task = task_of(specified.settings, words, np.asarray(data.y), federation)
     federation = federation._replace(task=task)
-    work = Work([one.settings], one.groups, [], words, data, federation, 0, None)
+    work = PhaseInputs([one.settings], one.groups, [], words, data, federation, 0, None)
     plan = Plan(one.settings.conv, 1)
     phase = Phase(work, plan, work.rounds(plan))
     method = Method(
@@ -149,7 +151,7 @@ def built(
         one.settings.evaluate_after,
         one.settings.validate_after,
     )
-    return Built((phase,), data, federation, ()), method
+    return Experiment((phase,), data, federation, ()), method
 
 
 def observed(method: Method, state: State) -> dict[str, np.ndarray]:

@@ -121,7 +121,7 @@ def _evaluate(client: Client, request: wire.Message, t: int, settled: int) -> by
     wire.only(request, "served", "payload")
     scores = client.programs.score(given, payload, own, client.at(t))
     if request.facts["last"] and client.keep is not None:
-        client.keep(client.programs.personal(given, own, client.at(t)), t)
+        client.keep(client.programs.personalize(given, own, client.at(t)), t)
     facts = {
         "kind": EVALUATE,
         "run": client.run,

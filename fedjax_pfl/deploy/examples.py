@@ -124,7 +124,7 @@ def _facts(arrays: FederatedData, federation: Federation, **more: Any) -> dict[s
         "input_dtype": federation.input_dtype,
         "stored_dtype": np.asarray(arrays.x).dtype.name,
         "outputs": federation.outputs,
-        "each": list(federation.each),
+        "each": list(federation.positions),
         "target": [np.asarray(arrays.y).dtype.name, list(arrays.y.shape[1:])],
         "constants": {
             name: [np.asarray(value).dtype.name, list(np.shape(value))]

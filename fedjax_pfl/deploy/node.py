@@ -97,7 +97,7 @@ def _check_client(node: Node, i: int) -> None:
         raise InvalidError(f"it is for client {i}, and this node is client {mine}")
 
 
-def _settings(node: Node, given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Words]:
+def _settings(node: Node, given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
     """Returns the settings of training; refuses those that the node decides itself."""
     if of_data := sorted(set(given) & OF_DATA):
         raise InvalidError(
@@ -171,7 +171,7 @@ _MOST = 16
 
 
 def _client(
-    node: Node, request: wire.Message, settings: ConfigDict, words: configuration.Words
+    node: Node, request: wire.Message, settings: ConfigDict, words: configuration.Registry
 ) -> Client:
     parts = [request.facts[word] for word in ("settings", "federation", "run", "client")]
     given, description, run, i = parts

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core import groups, local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import INIT, PERSONAL, SEND, TRAIN, stage_key
 from fedjax_pfl.deploy import served
@@ -72,12 +72,12 @@ def shapes(method: Method, g: int, data: FederatedData) -> Shapes:
     client = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.clients[g])
     seen = state._replace(clients=())
     member = method.member(g)
-    payload = jax.eval_shape(member.send, seen, Visit(_NUMBER, None, _NUMBER, key))
-    visit = (_NUMBER, _NUMBER, data)
-    answer = jax.eval_shape(partial(_work, method, g), payload, client, *visit)
+    payload = jax.eval_shape(member.send, seen, ClientContext(_NUMBER, None, _NUMBER, key))
+    ctx = (_NUMBER, _NUMBER, data)
+    answer = jax.eval_shape(partial(_work, method, g), payload, client, *ctx)
     crossing = jax.eval_shape(partial(_serve, method, g, client, data), seen, _NUMBER, _NUMBER)
     score = partial(_score, method, g, seen)
-    scores = jax.eval_shape(score, crossing, payload, client, *visit)
+    scores = jax.eval_shape(score, crossing, payload, client, *ctx)
     return Shapes(seen, client, payload, answer, crossing, scores)
 
 
@@ -121,7 +121,7 @@ class AtClient:
         """Sums metrics over the client's examples, as a simulation does."""
         return jax.device_get(self._score(given, payload, client, *at))
 
-    def personal(self, given: Any, client: PyTree, at: At) -> PyTree:
+    def personalize(self, given: Any, client: PyTree, at: At) -> PyTree:
         """Returns the variables of the client's own model."""
         return jax.device_get(self._finish(given, client, *at))
 
@@ -137,7 +137,7 @@ class AtServer:
         self.init = jax.jit(self._init)
         self.receive = jax.jit(method.whole.receive)
         plain = plain_rounds(method.algorithm, method.federation, cohort=cohort)
-        self.seats = jax.jit(partial(plain.seats, _key(method)))
+        self.seats = jax.jit(partial(plain.slots, _key(method)))
         each = range(count)
         self.send = tuple(jax.jit(partial(_send, method, g)) for g in each)
         self.judge = tuple(jax.jit(partial(_judge, method, g)) for g in each)
@@ -169,7 +169,9 @@ def _key(method: Method) -> jax.Array:
 
 
 def _send(method: Method, g: int, state: State, i: jax.Array, t: jax.Array) -> PyTree:
-    return method.member(g).send(state, Visit(i, None, t, stage_key(_key(method), SEND, t, i)))
+    return method.member(g).send(
+        state, ClientContext(i, None, t, stage_key(_key(method), SEND, t, i))
+    )
 
 
 def _work(
@@ -181,8 +183,8 @@ def _work(
     t: jax.Array,
     data: FederatedData,
 ) -> Answer:
-    visit = Visit(i, client_data(data, 0), t, stage_key(_key(method), TRAIN, t, i))
-    upload, variables, new, metrics = method.member(g).train(payload, client, visit)
+    ctx = ClientContext(i, client_data(data, 0), t, stage_key(_key(method), TRAIN, t, i))
+    upload, variables, new, metrics = method.member(g).train(payload, client, ctx)
     return Answer(upload, metrics, trees.all_finite((upload, variables, new)), new)
 
 
@@ -206,8 +208,8 @@ def _judge(
 def _serve(
     method: Method, g: int, client: PyTree, data: Any, state: State, i: jax.Array, t: jax.Array
 ) -> list[Any]:
-    visit = _visit(method, data, i, t)
-    return served.serve(method.member(g).personal, state, client, visit)
+    ctx = _visit(method, data, i, t)
+    return served.serve(method.member(g).personalize, state, client, ctx)
 
 
 def _finish(
@@ -220,15 +222,15 @@ def _finish(
     t: jax.Array,
     data: FederatedData,
 ) -> PyTree:
-    visit = _visit(method, data, i, t)
-    return served.finish(method.member(g).personal, given, state, client, visit)
+    ctx = _visit(method, data, i, t)
+    return served.finish(method.member(g).personalize, given, state, client, ctx)
 
 
-def _visit(method: Method, data: Any, i: jax.Array, t: jax.Array) -> Visit:
+def _visit(method: Method, data: Any, i: jax.Array, t: jax.Array) -> ClientContext:
     """Returns the visit of an evaluation; the examples may be shapes."""
     known = not isinstance(jax.tree.leaves(data)[0], jax.ShapeDtypeStruct)
     own = client_data(data, 0) if known else jax.eval_shape(client_data, data, _NUMBER)
-    return Visit(i, own, t, stage_key(_key(method), PERSONAL, t, i))
+    return ClientContext(i, own, t, stage_key(_key(method), PERSONAL, t, i))
 
 
 def _score(
@@ -256,8 +258,8 @@ def _score(
     before, validation = score(model, test), score(model, own.validation)
     if not method.after:
         return Evaluation(before, validation, None)
-    visit = Visit(i, own, t, stage_key(_key(method), TRAIN, t, i))
-    _, trained, _, _ = member.train(payload, client, visit)
+    ctx = ClientContext(i, own, t, stage_key(_key(method), TRAIN, t, i))
+    _, trained, _, _ = member.train(payload, client, ctx)
     if method.validate_after:
         validation = score(trained, own.validation)
     return Evaluation(before, validation, score(trained, test))

@@ -22,8 +22,8 @@ from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.server import Open, Server, Standing
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, progress, run_directory, run_state
-from fedjax_pfl.runs.build import Built
-from fedjax_pfl.runs.run_state import Member
+from fedjax_pfl.runs.build import Experiment
+from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import forecast, ledger, metrics
 from fedjax_pfl.simulation.records import Evaluation
@@ -107,7 +107,7 @@ def run(
         built, method, programs = _built(settings, words, federation)
         more = {"settings": sent, "federation": federation}
         one = Server(known["run"], known["starts"], programs, more)
-        member = Member("", settings, config, directory)
+        member = SweepRun("", settings, config, directory)
         member.store = store
         running = _Running(built, method, one, member, exchange, waiting, say)
         try:
@@ -121,12 +121,12 @@ def run(
 
 
 def _built(
-    settings: ConfigDict, words: configuration.Words, federation: Mapping[str, Any]
-) -> tuple[Built, Method, AtServer]:
+    settings: ConfigDict, words: configuration.Registry, federation: Mapping[str, Any]
+) -> tuple[Experiment, Method, AtServer]:
     """Builds the server's side; UsageError if nodes have described what no method can have."""
     try:
         built, method = assembly.built(settings, words, federation)
-        programs = AtServer(method, built.data, built.phases[0].work.cohort)
+        programs = AtServer(method, built.data, built.phases[0].inputs.cohort)
     except UsageError:
         raise
     except Exception as error:
@@ -174,10 +174,10 @@ def _write(directory: Path, known: Mapping[str, Any]) -> None:
 class _Running(NamedTuple):
     """Parts of a run; `member` holds its progress."""
 
-    built: Built
+    built: Experiment
     method: Method
     server: Server
-    member: Member
+    member: SweepRun
     exchange: Exchange
     waiting: Waiting
     tell: Tell

@@ -1,6 +1,6 @@
-"""Splits `personal` into the server's part and the client's.
+"""Splits `personalize` into the server's part and the client's.
 
-`personal` takes the server's state, the client's state and the client's examples, none of which may
+`personalize` takes the state of server and client and the client's examples, none of which may
 leave its machine. Both machines therefore walk through its program. The server computes values that
 depend on its own state (and on round, id and key, which both know), the client all others. The
 values that the client reads of the server's part are sent: the model for FedAvg, the client's
@@ -15,10 +15,10 @@ from jax.extend.core import Literal
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import PyTree, State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 
-Personal = Callable[[State, PyTree, Visit], PyTree]
+Personal = Callable[[State, PyTree, ClientContext], PyTree]
 _EITHER, _SERVER, _CLIENT = range(3)  # who can compute a value
 # Programs within the program, which are walked through as well.
 _CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
@@ -43,11 +43,11 @@ class _Side(NamedTuple):
     cross: Callable[[_Value], Any]  # what is done once with a value that the client's part reads
 
 
-def serve(personal: Personal, state: State, client: PyTree, visit: Visit) -> list[Any]:
+def serve(personalize: Personal, state: State, client: PyTree, ctx: ClientContext) -> list[Any]:
     """Computes at the server the values that the client's part reads, in that order.
 
     Args:
-      client: shapes, as are the examples in `visit`.
+      client: shapes, as are the examples in `ctx`.
     """
     crossed: list[Any] = []
 
@@ -55,12 +55,12 @@ def serve(personal: Personal, state: State, client: PyTree, visit: Visit) -> lis
         crossed.append(value.value)
         return value.value
 
-    _walk(personal, state, client, visit, _Side((_EITHER, _SERVER), cross))
+    _walk(personalize, state, client, ctx, _Side((_EITHER, _SERVER), cross))
     return crossed
 
 
 def finish(
-    personal: Personal, served: Sequence[Any], state: State, client: PyTree, visit: Visit
+    personalize: Personal, served: Sequence[Any], state: State, client: PyTree, ctx: ClientContext
 ) -> PyTree:
     """Computes the variables at the client from the values of `serve`.
 
@@ -69,16 +69,18 @@ def finish(
     """
     left = list(served)
     made = _walk(
-        personal, state, client, visit, _Side((_EITHER, _CLIENT), lambda value: left.pop(0))
+        personalize, state, client, ctx, _Side((_EITHER, _CLIENT), lambda value: left.pop(0))
     )
     assert not left, "more was served than is read"
     return made
 
 
-def _walk(personal: Personal, state: State, client: PyTree, visit: Visit, side: _Side) -> PyTree:
-    arguments = (state, client, visit)
+def _walk(
+    personalize: Personal, state: State, client: PyTree, ctx: ClientContext, side: _Side
+) -> PyTree:
+    arguments = (state, client, ctx)
     shapes = jax.tree.map(_shape, arguments)
-    closed, out = jax.make_jaxpr(personal, return_shape=True)(*shapes)
+    closed, out = jax.make_jaxpr(personalize, return_shape=True)(*shapes)
     inputs = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         who = _of(path)
@@ -163,7 +165,7 @@ def _read(value: _Value, side: _Side) -> Any:
     if value.who == _SERVER and not value.crossed:
         if value.rows:
             raise UsageError(
-                f"personal reads all clients' {value.rows} together with the client's own "
+                f"personalize reads all clients' {value.rows} together with the client's own "
                 "examples or state, and nobody is sent what belongs to others"
             )
         value.crossed = True

@@ -112,7 +112,7 @@ def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
         for key, value in one.items():
             seen.setdefault(key, set()).add(value)
     differ = [key for key in seen if len(seen[key]) > 1]
-    kinds = [key for key in configuration.Words._fields if key in differ]
+    kinds = [key for key in configuration.Registry._fields if key in differ]
     others = sorted(set(differ) - set(kinds), key=lambda key: ("." in key, key))
 
     def label(one: Mapping[str, str], others: Sequence[str]) -> str:

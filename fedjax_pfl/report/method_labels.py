@@ -8,7 +8,7 @@ from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core.diagnostics import Diagnostic, Picture
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.configuration import Words
+from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import GENERAL
 
 # Settings of every run that change how a method trains.
@@ -63,7 +63,7 @@ def changes(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]
     return list(changed)
 
 
-def first_line(configs: Sequence[Mapping[str, Any]], words: Words) -> str:
+def first_line(configs: Sequence[Mapping[str, Any]], words: Registry) -> str:
     """Returns what a run's first line says: its method, and what all of its configurations change.
 
     Args:

@@ -15,7 +15,7 @@ from fedjax_pfl.report.comparison import Paired, Row
 from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number, show_score
 from fedjax_pfl.report.run_reader import Run
-from fedjax_pfl.settings.configuration import Words
+from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import having
 
 METHODS = {name: method_labels.row(name) for name in ("fedavg", "local")}
@@ -55,7 +55,7 @@ def check(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
         if any(work(ours) == work(theirs) for ours in each):
             continue
         ours = each[0]
-        kinds = [kind for kind in Words._fields if kind != "algorithm"]
+        kinds = [kind for kind in Registry._fields if kind != "algorithm"]
         decide = {*having("defines_data"), *kinds, "groups", "seed"}
         decide |= {str(ours.get(kind)) for kind in kinds}
         apart = [k for k in different(ours, theirs) if k.split(".")[0] in decide]

@@ -33,7 +33,7 @@ class Known:
         return json.dumps([same, config.get("seed", 0)], sort_keys=True)
 
     def find(
-        self, config: ConfigDict, words: configuration.Words = configuration.OURS
+        self, config: ConfigDict, words: configuration.Registry = configuration.BUILTINS
     ) -> tuple[str, Path | None]:
         """The key of a configuration, and where there is a run of it."""
         plain = json.loads(json.dumps(configuration.resolved(config, words)))

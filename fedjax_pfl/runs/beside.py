@@ -20,7 +20,7 @@ def check(
     settings: ConfigDict,
     each: Iterable[ConfigDict],
     workdir: str | Path | None,
-    words: configuration.Words,
+    words: configuration.Registry,
 ) -> None:
     """UsageError where `reference` or `beside` asks for what cannot be.
 
@@ -64,7 +64,7 @@ def given(run: run_reader.Run) -> dict[str, run_reader.Run]:
 
 
 def missing(
-    run: run_reader.Run, settings: ConfigDict, words: configuration.Words
+    run: run_reader.Run, settings: ConfigDict, words: configuration.Registry
 ) -> dict[Path, ConfigDict]:
     """Runs of Local and FedAvg that `reference` asks for and that are not there, by directory."""
     from fedjax_pfl.report import references
@@ -77,7 +77,7 @@ def missing(
     }
 
 
-def _reference(settings: ConfigDict, method: str, words: configuration.Words) -> ConfigDict:
+def _reference(settings: ConfigDict, method: str, words: configuration.Registry) -> ConfigDict:
     """The same work by another method: one phase as the last one, with the rounds of all."""
     each = configuration.phases(settings, words)
     one = each[-1].copy_and_resolve_references()

@@ -18,18 +18,18 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suited
 from fedjax_pfl.data.augment import on_normalised
 from fedjax_pfl.runs import points
-from fedjax_pfl.runs.phase import Phase, Work
+from fedjax_pfl.runs.phase import Phase, PhaseInputs
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import (
     execution_plan,
-    far_rows,
     forecast,
     memory_estimate,
     multiprocess,
+    offloaded_rows,
     sweep,
 )
 from fedjax_pfl.simulation.execution_plan import Plan
-from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.records import CompiledRounds
 
 # XLA allocated 1.31 times the estimate for pFedLA with 1,000 clients, less for small runs.
 _SLACK = 4 / 3
@@ -37,7 +37,7 @@ _SLACK = 4 / 3
 _FEW = 2
 
 
-class Built(NamedTuple):
+class Experiment(NamedTuple):
     """Everything that a run needs, before anything is compiled or written."""
 
     phases: tuple[Phase, ...]
@@ -46,16 +46,16 @@ class Built(NamedTuple):
     remarks: tuple[str, ...]  # on what is allowed and may cost accuracy
     needs: forecast.Need = forecast.Need(0, 0, 0)  # at the least; nothing where others compute
 
-    def of(self, points: Sequence[int]) -> "Built":
+    def of(self, points: Sequence[int]) -> "Experiment":
         """The same of some points."""
         return self._replace(phases=tuple(phase.of(points) for phase in self.phases))
 
 
 def build(
     *configs: ConfigDict,
-    words: configuration.Words = configuration.OURS,
+    words: configuration.Registry = configuration.BUILTINS,
     plans: Sequence[Plan] | None = None,
-) -> Built:
+) -> Experiment:
     """Load, partition and put together, or raise UsageError.
 
     Args:
@@ -107,11 +107,11 @@ def build(
         names = points.names(alike, words.algorithm)
         unread -= set(names)
         among = _taking_part(alike[0], federation)
-        work = Work(alike, same[0].groups, names, words, arrays, among, begin, mesh)
-        work.algorithms(alike[0].conv)  # which checks the numbers of every point
+        inputs = PhaseInputs(alike, same[0].groups, names, words, arrays, among, begin, mesh)
+        inputs.algorithms(alike[0].conv)  # which checks the numbers of every point
         recorded = plans[number] if plans and number < len(plans) else None
         # Whether each can start from the one before, and has room, is known before hours are spent.
-        phase, state = _with_room(work, recorded, states[-1] if states else None)
+        phase, state = _with_room(inputs, recorded, states[-1] if states else None)
         _check_observed(phase, state)
         phases, states, begin = [*phases, phase], [*states, state], phase.end
     for name in unread:
@@ -121,24 +121,26 @@ def build(
     said = tuple(dict.fromkeys(line for line in remarks if line))
     needs = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
     processes = multiprocess.count()
-    there = forecast.room(phases[0].work.devices // processes)
+    there = forecast.room(phases[0].inputs.devices // processes)
     store = forecast.choose(
         needs, config.store, there, several=len(configs) > 1, processes=processes
     )
     phases = [phase._replace(store=store) for phase in phases]
     takes = forecast.most([forecast.need(one, store) for one in needs])
-    return Built(tuple(phases), arrays, federation, said, takes)
+    return Experiment(tuple(phases), arrays, federation, said, takes)
 
 
 def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
     """What its memory depends on; `state` is of all points of a sweep."""
-    work, points = phase.work, len(phase.work.alike)
-    cohort, clients = work.cohort, work.federation.clients
+    inputs, points = phase.inputs, len(phase.inputs.alike)
+    cohort, clients = inputs.cohort, inputs.federation.clients
     count = memory_estimate.tree_bytes
-    examples, sent, mapped = forecast.examples_of(work.arrays, cohort)
-    best = bool(np.sum(work.arrays.validation.size))
+    examples, sent, mapped = forecast.examples_of(inputs.arrays, cohort)
+    best = bool(np.sum(inputs.arrays.validation.size))
     server, rows, own = (count(part) // points for part in state)
-    far = far_rows.apart(phase.algorithm, state)[1][len(groups.members(phase.algorithm)) :]
+    offloaded_shapes = offloaded_rows.apart(phase.algorithm, state)[1][
+        len(groups.members(phase.algorithm)) :
+    ]
     return forecast.Sizes(
         server,
         -(-rows // clients),
@@ -150,23 +152,23 @@ def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
         sent,
         best,
         points,
-        work.devices,
+        inputs.devices,
         mapped,
-        -(-count(far) // (points * clients)),
+        -(-count(offloaded_shapes) // (points * clients)),
     )
 
 
-def described(built: Built) -> dict[str, Any]:
+def described(experiment: Experiment) -> dict[str, Any]:
     """What the numbers of examples stand for, and where files were read a digest of what they held.
 
     It has no entry for examples that a configuration alone says everything of.
     """
-    facts = dict(built.federation.about or {})
-    if np.issubdtype(built.data.y.dtype, np.floating):
-        facts["score_deviation"] = _deviation(built.data)
-    if data.reads_own_files(built.phases[0].config.dataset):
-        owners = np.array(built.federation.owners or (), str)
-        arrays = map(np.asarray, jax.tree.leaves(built.data))
+    facts = dict(experiment.federation.about or {})
+    if np.issubdtype(experiment.data.y.dtype, np.floating):
+        facts["score_deviation"] = _deviation(experiment.data)
+    if data.reads_own_files(experiment.phases[0].config.dataset):
+        owners = np.array(experiment.federation.owners or (), str)
+        arrays = map(np.asarray, jax.tree.leaves(experiment.data))
         facts["digest"] = data.digest([*arrays, owners])
     return facts
 
@@ -178,7 +180,9 @@ def _deviation(examples: data.FederatedData) -> float:
     return float(np.sqrt(np.mean(np.var(np.asarray(examples.y)[used], 0, dtype=np.float64))))
 
 
-def task_of(config: ConfigDict, words: configuration.Words, y: Any, federation: Federation) -> Task:
+def task_of(
+    config: ConfigDict, words: configuration.Registry, y: Any, federation: Federation
+) -> Task:
     """What is learned, with the metrics that are named; looked at by shapes if it is not ours."""
     outputs = federation.outputs
     name = suited(y) if config.task == "auto" else config.task
@@ -189,14 +193,14 @@ def task_of(config: ConfigDict, words: configuration.Words, y: Any, federation: 
     names = [one.strip() for one in config.metrics.split(",") if one.strip()]
     task = judged_by(task, name, names)
     if name not in configuration.TASKS:
-        seen = jax.ShapeDtypeStruct((2, *federation.each, outputs), jnp.float32)
+        seen = jax.ShapeDtypeStruct((2, *federation.positions, outputs), jnp.float32)
         check_task(name, task, seen, jax.ShapeDtypeStruct((2, *y.shape[1:]), y.dtype))
     return task
 
 
 def _check_observed(phase: Phase, state: Any) -> None:
     """UsageError where an observation has a name that is no name of a file."""
-    algorithm, one = phase.algorithm, sweep.alone(state) if len(phase.work.alike) > 1 else state
+    algorithm, one = phase.algorithm, sweep.alone(state) if len(phase.inputs.alike) > 1 else state
     for name in jax.eval_shape(algorithm.observe, one):
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             raise UsageError(
@@ -207,7 +211,7 @@ def _check_observed(phase: Phase, state: Any) -> None:
 
 def _short_batches(phase: Phase, state: Any) -> str:
     """A line where BatchNorm will normalise by so few examples, which can be left out."""
-    one, federation = phase.config, phase.work.federation
+    one, federation = phase.config, phase.inputs.federation
     norm = jax.tree_util.DictKey("batch_stats")
     has_norm = any(norm in path for path, _ in jax.tree_util.tree_leaves_with_path(state))
     if not has_norm or one.local_steps or one.drop_last:
@@ -264,89 +268,89 @@ def _taking_part(one: ConfigDict, federation: Federation) -> Federation:
     return federation._replace(active=~federation.active)
 
 
-def _with_room(work: Work, recorded: Plan | None, before: Any) -> tuple[Phase, Any]:
+def _with_room(inputs: PhaseInputs, recorded: Plan | None, before: Any) -> tuple[Phase, Any]:
     """A phase of as many clients at a time as memory_gb has room for; the state's shapes after it.
 
     Args:
-      recorded: the plan of the run so far, where it goes on.
+      recorded: the plan of the run so offloaded_shapes, where it goes on.
       before: the state's shapes at the end of the phase before.
     """
-    one, clients = work.alike[0], work.federation.clients
+    one, clients = inputs.alike[0], inputs.federation.clients
     chosen = Plan(one.conv, one.chunk or execution_plan.at_once(clients))
     if recorded:
         conv = recorded.conv if one.conv == "auto" else one.conv
         chosen = Plan(conv, one.chunk or recorded.chunk)
-    rounds = work.rounds(chosen)
+    rounds = inputs.rounds(chosen)
     try:
-        state = _traced(work, rounds, before)
+        state = _traced(inputs, rounds, before)
     except TypeError as error:
-        if not work.swept:
+        if not inputs.swept:
             raise
-        alone = Phase(work, chosen, rounds).of([0])  # where it may raise as well
-        _traced(alone.work, alone.rounds, before and sweep.alone(before))
-        names = _apart(work, chosen, before)
+        alone = Phase(inputs, chosen, rounds).of([0])  # where it may raise as well
+        _traced(alone.inputs, alone.rounds, before and sweep.alone(before))
+        names = _apart(inputs, chosen, before)
         named = " or ".join(names)
         raise sweep.Apart(
             names,
             f"{named} cannot differ in one program ({named} shapes the program, or Python chooses "
             "by its number what is computed); run its values one by one",
         ) from error
-    while one.memory_gb is not None and (most := _needed(work, rounds, state)) > one.memory_gb:
+    while one.memory_gb is not None and (most := _needed(inputs, rounds, state)) > one.memory_gb:
         if chosen.chunk == 1 or one.chunk:
-            fewer = "fewer seeds or points of the sweep, " if len(work.alike) > 1 else ""
+            fewer = "fewer seeds or points of the sweep, " if len(inputs.alike) > 1 else ""
             raise UsageError(
                 f"with {chosen.chunk} of {clients} clients at a time this needs about {most:.3g} "
                 f"GB, and memory_gb is {one.memory_gb}; take fewer clients, {fewer}a smaller "
                 f"{'chunk, ' if chosen.chunk > 1 else ''}model or batch_size"
             )
         chosen = Plan(chosen.conv, chosen.chunk // 2)
-        rounds = work.rounds(chosen)
-    return Phase(work, chosen, rounds), state
+        rounds = inputs.rounds(chosen)
+    return Phase(inputs, chosen, rounds), state
 
 
-def _apart(work: Work, plan: Plan, before: Any) -> Sequence[str]:
+def _apart(inputs: PhaseInputs, plan: Plan, before: Any) -> Sequence[str]:
     """Of settings that cannot all be traced, those that cannot be by themselves either."""
     found = []
-    for name in work.swept if len(work.swept) > 1 else ():
-        one = dataclasses.replace(work, swept=[name])
+    for name in inputs.swept if len(inputs.swept) > 1 else ():
+        one = dataclasses.replace(inputs, swept=[name])
         try:
             _traced(one, one.rounds(plan), before)
         except TypeError:
             found.append(name)
-    return found or work.swept
+    return found or inputs.swept
 
 
-def _traced(work: Work, rounds: Rounds, before: Any) -> Any:
+def _traced(inputs: PhaseInputs, rounds: CompiledRounds, before: Any) -> Any:
     """The state's shapes; of a sweep all is traced, where what cannot be swept shows."""
-    state = jax.eval_shape(rounds.init, jax.eval_shape(work.points), before)
-    if work.swept:
-        _trace(work, rounds, state)
+    state = jax.eval_shape(rounds.init, jax.eval_shape(inputs.points), before)
+    if inputs.swept:
+        _trace(inputs, rounds, state)
     return state
 
 
-def _trace(work: Work, rounds: Rounds, state: Any) -> None:
+def _trace(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> None:
     """Go through a round and an evaluation, without compiling them."""
-    key, number = jax.eval_shape(work.points), jax.ShapeDtypeStruct((), jnp.int32)
-    jax.eval_shape(rounds.run, key, state, work.arrays, number, number)
-    jax.eval_shape(rounds.evaluate, key, state, work.arrays, number)
+    key, number = jax.eval_shape(inputs.points), jax.ShapeDtypeStruct((), jnp.int32)
+    jax.eval_shape(rounds.run, key, state, inputs.arrays, number, number)
+    jax.eval_shape(rounds.evaluate, key, state, inputs.arrays, number)
 
 
-def fixed_length(built: Built) -> str:
+def fixed_length(experiment: Experiment) -> str:
     """Why the last phase cannot be made longer; nothing where its rounds do not depend on that."""
-    last, state = built.phases[-1], None
+    last, state = experiment.phases[-1], None
     if last.config.learning_rate_drops:
         return "learning_rate_drops are shares of all rounds"
     if last.config.learning_rate_schedule != "constant" and last.config.schedule_over == "rounds":
         return "learning_rate_schedule is over all rounds"
-    for phase in built.phases:
-        state = jax.eval_shape(phase.rounds.init, jax.eval_shape(phase.work.points), state)
-    _trace(last.work, last.rounds, state)
-    return f"{last.config.algorithm} has a schedule over all rounds" if last.work.asked else ""
+    for phase in experiment.phases:
+        state = jax.eval_shape(phase.rounds.init, jax.eval_shape(phase.inputs.points), state)
+    _trace(last.inputs, last.rounds, state)
+    return f"{last.config.algorithm} has a schedule over all rounds" if last.inputs.asked else ""
 
 
-def _needed(work: Work, rounds: Rounds, state: Any) -> float:
+def _needed(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> float:
     """GB of a round or an evaluation, and of a checkpoint, which is a copy of the state."""
-    key, number = jax.eval_shape(work.points), jax.ShapeDtypeStruct((), jnp.int32)
-    run = memory_estimate.peak(rounds.run, key, state, work.arrays, number, number)
-    evaluate = memory_estimate.peak(rounds.evaluate, key, state, work.arrays, number)
+    key, number = jax.eval_shape(inputs.points), jax.ShapeDtypeStruct((), jnp.int32)
+    run = memory_estimate.peak(rounds.run, key, state, inputs.arrays, number, number)
+    evaluate = memory_estimate.peak(rounds.evaluate, key, state, inputs.arrays, number)
     return (_SLACK * max(run, evaluate) + memory_estimate.tree_bytes(state)) / 1e9

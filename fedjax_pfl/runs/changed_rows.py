@@ -154,12 +154,12 @@ def read(
     each: Sequence[PyTree],
     several: bool,
     make: Callable[..., Rows],
-    far: Sequence[str] = (),
+    offload: Sequence[str] = (),
 ) -> tuple[Clients, Snapshot | None]:
     """The clients, and those of the best round; files must have been checked.
 
     Args:
-      each: shapes of what stays with the clients of each group, [N, ...], and of the rows `far`.
+      each: Shapes of client-side state of each group, [N, ...], and of the offloaded rows.
       make: from what all begin with to Rows.
     """
     groups = []
@@ -171,7 +171,7 @@ def read(
             rows = make(trees.row(rows.form.unpack(record), 0))
             _fill(folder, now.state, g, rows)
         groups.append(rows)
-    clients, best = Clients(groups, several, far), None
+    clients, best = Clients(groups, several, offload), None
     if now.best is not None:
         best = clients.snapshot()
         for g, rows in enumerate(best.groups):

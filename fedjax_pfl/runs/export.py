@@ -18,7 +18,7 @@ from fedjax_pfl.algorithms.fedem import Mixture
 from fedjax_pfl.algorithms.fedmn.modular import Modular, Routed
 from fedjax_pfl.algorithms.fedproto import Nearest
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import enter, members
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
@@ -33,7 +33,7 @@ from fedjax_pfl.runs.run_state import restored as from_checkpoint
 from fedjax_pfl.runs.run_state import table, templates
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import having
-from fedjax_pfl.simulation.far_rows import FarRows
+from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
 from fedjax_pfl.simulation.stores import Clients
 
 _KEY = "fedjax_pfl"  # of the metadata; one key, because their order is not fixed
@@ -54,7 +54,7 @@ def restored(
     directory: str | Path,
     *,
     data_dir: str | None = None,
-    **brought: Unpack[custom.Brought],
+    **brought: Unpack[custom.UserComponents],
 ) -> runner.Result:
     """What a finished run was left with, from its last checkpoint. Nothing is trained or written.
 
@@ -118,7 +118,7 @@ def restored(
 
 def _check_brought(directory: Path, config: Any, phases: Any, brought: Any) -> None:
     """UsageError where a run had something that is not ours and is not given."""
-    for kind, ours in configuration.OURS._asdict().items():
+    for kind, ours in configuration.BUILTINS._asdict().items():
         # A run from before there was such a setting has none.
         usual = configuration.chosen(config, kind) if kind in config else None
         names = {str(name) for name in (usual, *(p.get(kind, usual) for p in phases)) if name}
@@ -157,7 +157,7 @@ def write(
     for member in each:
         _network(member, about)
     paths = []
-    for i, variables in personal(result, state, t, ids):
+    for i, variables in personalize(result, state, t, ids):
         one = client_data(result.data, np.asarray(i))
         content = packed(about, each[int(result.federation.groups[i])], i, t, one, variables)
         paths.append(folder / f"client-{i}.safetensors")
@@ -198,7 +198,7 @@ def packed(
         "seed": about.seed,
         "input_shape": list(about.federation.input_shape),
         "input_dtype": about.federation.input_dtype,
-        "each": list(about.federation.each),
+        "each": list(about.federation.positions),
         "outputs": about.federation.outputs,
         **_constants(about.federation.about or {}, data),
         "label_map": _as_list(data.label_map),
@@ -216,7 +216,7 @@ def _constants(about: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
     return {"scale": _as_list(1 / deviation), "shift": _as_list(-mean / deviation)}
 
 
-def personal(
+def personalize(
     result: runner.Result, state: Any, t: int, ids: Sequence[int]
 ) -> Iterator[tuple[int, PyTree]]:
     """The variables that clients are served, as NumPy arrays: of a state after t rounds."""
@@ -226,13 +226,13 @@ def personal(
     kept = state._replace(clients=()) if clients else enter(algorithm, state)
     state, data = jax.device_put(jax.device_get((kept, result.data)))
     seen = state._replace(clients=())
-    far = FarRows(clients) if clients else None
+    offloaded = OffloadedRows(clients) if clients else None
 
     def served(member: Algorithm) -> Any:
         def one(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
-            state = state._replace(rows=far.seen(state.rows)) if far else state
-            visit = Visit(i, client_data(data, i), t, stage_key(key, PERSONAL, t, i))
-            return member.personal(state, client, visit)
+            state = state._replace(rows=offloaded.seen(state.rows)) if offloaded else state
+            ctx = ClientContext(i, client_data(data, i), t, stage_key(key, PERSONAL, t, i))
+            return member.personalize(state, client, ctx)
 
         return jax.jit(one)
 

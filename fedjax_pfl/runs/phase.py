@@ -27,7 +27,7 @@ from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan, sweep
 from fedjax_pfl.simulation.execution_plan import Plan
 from fedjax_pfl.simulation.on_device import OnDevice
-from fedjax_pfl.simulation.records import Plain, Rounds
+from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled, plain_rounds
 from fedjax_pfl.simulation.streamed import Streamed
 
@@ -35,13 +35,13 @@ _MANY = 10_000  # clients; of more than that not all are evaluated, unless that 
 
 
 @dataclasses.dataclass(eq=False)
-class Work:
+class PhaseInputs:
     """What a phase's rounds are made from, but for their plan."""
 
     alike: Sequence[ConfigDict]  # the phase in each point of a sweep
     groups: Sequence[ConfigDict]  # the first point's, for each group of architectures
     swept: Sequence[str]  # the names of settings that differ between points of the sweep
-    words: configuration.Words
+    words: configuration.Registry
     arrays: data.FederatedData
     federation: Federation
     begin: int
@@ -90,7 +90,7 @@ class Work:
         rng = np.random.default_rng([one.partition_seed, 0xE7A1])
         return np.sort(rng.choice(active, most, replace=False)).astype(np.int32)
 
-    def plain(self, chunk: int, *, by_client: bool = False) -> Callable[..., Plain]:
+    def plain(self, chunk: int, *, by_client: bool = False) -> Callable[..., RoundFunctions]:
         """From an algorithm to its rounds, to be compiled."""
         one = self.alike[0]
         return functools.partial(
@@ -108,7 +108,7 @@ class Work:
             by_client=by_client,
         )
 
-    def rounds(self, plan: Plan) -> Rounds:
+    def rounds(self, plan: Plan) -> CompiledRounds:
         """Compiled when they are first called."""
         plain = self.plain(plan.chunk)
         if len(self.alike) == 1:
@@ -125,9 +125,9 @@ class Work:
 class Phase(NamedTuple):
     """A part of a run that one algorithm fills."""
 
-    work: Work
+    inputs: PhaseInputs
     plan: Plan
-    rounds: Rounds
+    rounds: CompiledRounds
     store: str = "device"  # where examples and state are kept
 
     def program(self, folder: Path | None) -> OnDevice | Streamed:
@@ -135,44 +135,44 @@ class Phase(NamedTuple):
 
         folder: where what does not fit into memory may lie.
         """
-        work, store = self.work, self.store
+        inputs, store = self.inputs, self.store
         if store == "device":
-            return OnDevice(self.rounds, self.points, work.arrays)
-        plain = work.plain(self.plan.chunk, by_client=store == "sharded")(self.algorithm)
+            return OnDevice(self.rounds, self.points, inputs.arrays)
+        plain = inputs.plain(self.plan.chunk, by_client=store == "sharded")(self.algorithm)
         if store == "sharded":
-            return OnDevice(compiled(plain), self.points, work.arrays)
+            return OnDevice(compiled(plain), self.points, inputs.arrays)
         return Streamed(
-            plain, self.points, work.arrays, work.mesh, end=self.end, store=store, folder=folder
+            plain, self.points, inputs.arrays, inputs.mesh, end=self.end, store=store, folder=folder
         )
 
     @property
     def config(self) -> ConfigDict:
         """Of the first point, where there are several."""
-        return self.work.alike[0]
+        return self.inputs.alike[0]
 
     @property
     def begin(self) -> int:
         """Its first round."""
-        return self.work.begin
+        return self.inputs.begin
 
     @property
     def end(self) -> int:
-        return self.work.begin + self.config.rounds
+        return self.inputs.begin + self.config.rounds
 
     @property
     def federation(self) -> Federation:
         """The run's, but for who is active."""
-        return self.work.federation
+        return self.inputs.federation
 
     @property
     def points(self) -> Any:
         """What its rounds take as key: a key, or the Points of a sweep."""
-        return self.work.points()
+        return self.inputs.points()
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
         """Of each point."""
-        return self.work.algorithms(self.plan.conv)
+        return self.inputs.algorithms(self.plan.conv)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -181,24 +181,24 @@ class Phase(NamedTuple):
 
     def of(self, points: Sequence[int]) -> "Phase":
         """The same of some points, not yet compiled; of a single one, a run of its own."""
-        if len(points) == len(self.work.alike):
+        if len(points) == len(self.inputs.alike):
             return self
-        work = dataclasses.replace(self.work, alike=[self.work.alike[i] for i in points])
-        return Phase(work, self.plan, work.rounds(self.plan), self.store)
+        inputs = dataclasses.replace(self.inputs, alike=[self.inputs.alike[i] for i in points])
+        return Phase(inputs, self.plan, inputs.rounds(self.plan), self.store)
 
 
-def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
+def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     """The phase's algorithm: one per group of architectures where there are groups.
 
     settings: values in the place of the configuration's, by name.
     """
-    one, words, federation = work.alike[0], work.words, work.federation
+    one, words, federation = inputs.alike[0], inputs.words, inputs.federation
     factory = words.algorithm[one.algorithm]
 
     def value(name: str) -> Any:
         return settings.get(name, one.get(name))
 
-    rate, within = _rate(work, one, value)
+    rate, within = _rate(inputs, one, value)
     training = local_training.training_by(
         words.optimizer[one.optimizer](value),
         learning_rate=rate,
@@ -209,15 +209,15 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
         steps=one.local_steps,
         drop_last=one.drop_last,
         keep_optimizer=one.keep_optimizer,
-        begin=work.begin,
+        begin=inputs.begin,
         rounds=one.rounds,
     )
-    training = _noting(training, functools.partial(work.asked.add, one.algorithm))
+    training = _noting(training, functools.partial(inputs.asked.add, one.algorithm))
     own = {
         name: settings.get(f"{one.algorithm}.{name}", setting)
         for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
     }
-    models = tuple(_model(work, g, conv) for g in work.groups)
+    models = tuple(_model(inputs, g, conv) for g in inputs.groups)
 
     def of_group(g: int) -> Federation:
         """Of a group that has an algorithm of its own: nobody else's model is stored there."""
@@ -233,21 +233,21 @@ def _algorithm(work: Work, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     if not isinstance(algorithm, Algorithm):
         raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
     # One example on the device tells the shapes as well as all of them.
-    few = jax.device_put(work.arrays._replace(x=work.arrays.x[:1], y=work.arrays.y[:1]))
+    few = jax.device_put(inputs.arrays._replace(x=inputs.arrays.x[:1], y=inputs.arrays.y[:1]))
     swept = any(isinstance(value, jax.core.Tracer) for value in settings.values())
-    if one.algorithm not in configuration.OURS.algorithm and not swept:
+    if one.algorithm not in configuration.BUILTINS.algorithm and not swept:
         check_shapes(one.algorithm, algorithm, federation, few)
     around = transforms.Around(models[0], federation, few, words._asdict())
     return transforms.chain(algorithm, *transforms.asked_for(value, around))
 
 
 def _rate(
-    work: Work, one: ConfigDict, value_of: Callable[[str], Any]
+    inputs: PhaseInputs, one: ConfigDict, value_of: Callable[[str], Any]
 ) -> tuple[Callable[[jax.Array], Any], Any]:
     """The learning rate of a round, and what multiplies it within a visit, or None."""
     if one.optimizer not in optimizers.OPTIMIZERS:  # which has a rate inside
         return local_training.constant(1.0), None
-    ends = [work.begin + round(share * one.rounds) for share in one.learning_rate_drops]
+    ends = [inputs.begin + round(share * one.rounds) for share in one.learning_rate_drops]
     drops = np.asarray(ends, np.int32)
     rate, factor = value_of("learning_rate"), None
     if one.learning_rate_schedule != "constant":
@@ -258,7 +258,7 @@ def _rate(
 
     def rate_of(t: jax.Array) -> Any:
         now = rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32)
-        return over_rounds(t - work.begin, one.rounds) * now if over_rounds else now
+        return over_rounds(t - inputs.begin, one.rounds) * now if over_rounds else now
 
     return rate_of, None if over_rounds else factor
 
@@ -275,9 +275,9 @@ def _noting(training: local_training.Training, note: Callable[[], None]) -> Any:
     return Noting(*training)
 
 
-def _model(work: Work, one: ConfigDict, conv: str) -> Any:
+def _model(inputs: PhaseInputs, one: ConfigDict, conv: str) -> Any:
     """The network of a phase or group, if it can be built for these examples and this task."""
-    factory, federation = work.words.model[one.model], work.federation
+    factory, federation = inputs.words.model[one.model], inputs.federation
     own = one.get(one.model, ConfigDict()).to_dict()
     told = {key: value for key, value in own.items() if key != "digest"}
     if hasattr(factory, "conv"):
@@ -299,19 +299,19 @@ def _model(work: Work, one: ConfigDict, conv: str) -> Any:
         suits = _suiting(federation)
         hint = "" if one.model in suits else f"; for such examples there is {' or '.join(suits)}"
         raise UsageError(f"{named} does not suit examples {shape}: {line}{hint}") from error
-    wanted = (2, *federation.each, federation.outputs)
+    wanted = (2, *federation.positions, federation.outputs)
     if getattr(outputs, "shape", None) != wanted:
-        of = "each position and class" if federation.each else "each class, label or target"
+        of = "each position and class" if federation.positions else "each class, label or target"
         raise UsageError(
             f"{one.model} gives {list(getattr(outputs, 'shape', []))} for 2 examples, and their "
             f"task needs {list(wanted)}, an output for {of}"
         )
-    if dtype == "int32" and (found := check_tokens(one.model, model, work.arrays.x)):
+    if dtype == "int32" and (found := check_tokens(one.model, model, inputs.arrays.x)):
         place, rows = found
         row, column = divmod(place, int(np.prod(shape)))
-        token = work.arrays.x.flat[place]
+        token = inputs.arrays.x.flat[place]
         raise UsageError(
-            f"{work.alike[0].dataset}: {holder(work.arrays, federation, row)} has the token "
+            f"{inputs.alike[0].dataset}: {holder(inputs.arrays, federation, row)} has the token "
             f"{token} in column {column} of x, and {one.model} embeds those from 0 to {rows - 1}; "
             f"{'number tokens from 0' if token < 0 else 'give it a larger vocabulary'}"
         )

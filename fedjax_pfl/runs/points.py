@@ -16,7 +16,7 @@ _MOST = 1000  # points
 
 
 def expand(
-    config: ConfigDict, words: configuration.Words = configuration.OURS
+    config: ConfigDict, words: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, ConfigDict]:
     """The points that `seeds` and `sweep` ask for, each the configuration of a run of its own.
 

@@ -7,17 +7,17 @@ import numpy as np
 
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report.numbers import human_bytes, number, show_score, spoken
-from fedjax_pfl.runs.build import Built
-from fedjax_pfl.runs.run_state import Member
+from fedjax_pfl.runs.build import Experiment
+from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.simulation import metrics
 from fedjax_pfl.simulation.records import Evaluation
 
 _NAMED = 8  # clients in a line
 
 
-def named(member: Member, line: str) -> str:
+def named(sweep_run: SweepRun, line: str) -> str:
     """A line for people, which says of which run it is where there are several."""
-    return f"{member.name}: {line}" if member.name else line
+    return f"{sweep_run.name}: {line}" if sweep_run.name else line
 
 
 def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
@@ -49,19 +49,19 @@ def evaluation(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int) -> 
     return f"round {last['round']} of {end}{several}: {', '.join(filter(None, parts))}"
 
 
-def not_finite(built: Built, member: Member, scores: Evaluation) -> Iterator[str]:
+def not_finite(experiment: Experiment, sweep_run: SweepRun, scores: Evaluation) -> Iterator[str]:
     """A line on clients whose evaluation is not finite for the first time in this run."""
-    active = built.phases[member.at.phase].federation.active
+    active = experiment.phases[sweep_run.at.phase].federation.active
     parts = [part for part in (scores.before, scores.validation, scores.after) if part is not None]
     found = set[int]().union(
-        *(metrics.not_finite(part, active, built.federation.task) for part in parts)
+        *(metrics.not_finite(part, active, experiment.federation.task) for part in parts)
     )
-    first = sorted(found - member.named)
-    member.named |= found
+    first = sorted(found - sweep_run.named)
+    sweep_run.named |= found
     if first:
         names = ", ".join(map(str, first[:_NAMED]))
         more = f" and {len(first) - _NAMED} others" if len(first) > _NAMED else ""
         yield (
-            f"round {member.at.round}: the evaluation of client{'s' * (len(first) > 1)} "
+            f"round {sweep_run.at.round}: the evaluation of client{'s' * (len(first) > 1)} "
             f"{names}{more} is not finite; it is null, and means leave it out"
         )

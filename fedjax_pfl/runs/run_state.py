@@ -23,12 +23,12 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report import tensorboard
 from fedjax_pfl.runs import changed_rows, checkpoints, run_directory
-from fedjax_pfl.runs.build import Built, fixed_length
+from fedjax_pfl.runs.build import Experiment, fixed_length
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import ledger, metrics, multiprocess, spread, stores, sweep
-from fedjax_pfl.simulation.far_rows import apart, names
 from fedjax_pfl.simulation.ledger import Ledger
+from fedjax_pfl.simulation.offloaded_rows import apart, names
 from fedjax_pfl.simulation.records import Evaluation
 
 
@@ -50,7 +50,7 @@ class Position(NamedTuple):
 
 
 @dataclasses.dataclass
-class Member:
+class SweepRun:
     """One run of those that a program computes together."""
 
     name: str  # among them; empty where it is alone
@@ -71,46 +71,50 @@ class Member:
         return run_directory.writing(self.directory, self.store and self.store.steps)
 
 
-def begin(member: Member) -> None:
+def begin(sweep_run: SweepRun) -> None:
     """Let its files say what has been measured up to where it stands, and read what was seen."""
-    if member.directory:
-        with member.writing():
-            run_directory.write_metrics(member.directory, list(member.at.metrics))
-            if member.settings.tensorboard:
-                tensorboard.write(member.directory, member.at.metrics)
-            member.seen = run_directory.read_observations(member.directory, member.at.round)
+    if sweep_run.directory:
+        with sweep_run.writing():
+            run_directory.write_metrics(sweep_run.directory, list(sweep_run.at.metrics))
+            if sweep_run.settings.tensorboard:
+                tensorboard.write(sweep_run.directory, sweep_run.at.metrics)
+            sweep_run.seen = run_directory.read_observations(
+                sweep_run.directory, sweep_run.at.round
+            )
 
 
-def save(member: Member, state: State) -> None:
+def save(sweep_run: SweepRun, state: State) -> None:
     """Write a checkpoint of where it stands; where there are several processes, all call this."""
     state = spread.gathered(state)
-    if member.store:
+    if sweep_run.store:
         began = time.perf_counter()
-        with member.writing():
-            _write(member, member.store, state)
-        took = member.last_checkpoint_seconds = time.perf_counter() - began
-        total = member.at.checkpoint_seconds + took
-        member.at = member.at._replace(checkpoint_seconds=total)
+        with sweep_run.writing():
+            _write(sweep_run, sweep_run.store, state)
+        took = sweep_run.last_checkpoint_seconds = time.perf_counter() - began
+        total = sweep_run.at.checkpoint_seconds + took
+        sweep_run.at = sweep_run.at._replace(checkpoint_seconds=total)
 
 
-def _write(member: Member, store: checkpoints.Store, state: State) -> None:
-    saved = {"state": state} if member.best is None else {"state": state, "best": member.best}
-    facts, clients = facts_of(member.at) | {"config": member.config}, state.clients
+def _write(sweep_run: SweepRun, store: checkpoints.Store, state: State) -> None:
+    saved = {"state": state} if sweep_run.best is None else {"state": state, "best": sweep_run.best}
+    facts, clients = facts_of(sweep_run.at) | {"config": sweep_run.config}, state.clients
     if not isinstance(clients, stores.Clients):
-        store.save(member.at.round, saved, facts)
+        store.save(sweep_run.at.round, saved, facts)
         return
-    best = None if member.best is None else member.best.clients
+    best = None if sweep_run.best is None else sweep_run.best.clients
     best = best if isinstance(best, stores.Snapshot) else None  # else from a run on the device
-    now = changed_rows.write(store.rows, str(member.at.round), clients, best)
+    now = changed_rows.write(store.rows, str(sweep_run.at.round), clients, best)
     saved["state"] = state._replace(clients=())
     if best is not None:
         saved["best"] = saved["best"]._replace(clients=())
-    store.save(member.at.round, saved, facts | {"rows": now._asdict()})
+    store.save(sweep_run.at.round, saved, facts | {"rows": now._asdict()})
     changed_rows.done(clients, best, now)
     steps = store.steps()
-    known = member.files | {member.at.round: [*now.files]}
-    member.files = {step: known[step] if step in known else _files(store, step) for step in steps}
-    changed_rows.clear(store.rows, member.files.values())
+    known = sweep_run.files | {sweep_run.at.round: [*now.files]}
+    sweep_run.files = {
+        step: known[step] if step in known else _files(store, step) for step in steps
+    }
+    changed_rows.clear(store.rows, sweep_run.files.values())
 
 
 def _files(store: checkpoints.Store, step: int) -> list[str]:
@@ -121,10 +125,10 @@ def _files(store: checkpoints.Store, step: int) -> list[str]:
         return []
 
 
-def checkpoints_fit(members: Sequence[Member]) -> bool:
+def checkpoints_fit(sweep_runs: Sequence[SweepRun]) -> bool:
     """Whether one more checkpoint of each keeps all of them to a twentieth of the time."""
-    saving = sum(m.at.checkpoint_seconds + m.last_checkpoint_seconds for m in members)
-    return saving <= sum(m.at.seconds for m in members) / 20
+    saving = sum(m.at.checkpoint_seconds + m.last_checkpoint_seconds for m in sweep_runs)
+    return saving <= sum(m.at.seconds for m in sweep_runs) / 20
 
 
 def facts_of(at: Position) -> dict[str, Any]:
@@ -136,23 +140,23 @@ def _position(facts: Mapping[str, Any]) -> Position:
     return Position(**facts)._replace(ledger=ledger.from_json(facts["ledger"]))
 
 
-def keep(member: Member, observed: Mapping[str, np.ndarray], line: dict[str, Any]) -> None:
+def keep(sweep_run: SweepRun, observed: Mapping[str, np.ndarray], line: dict[str, Any]) -> None:
     """Keep what an evaluation showed."""
     for name, values in observed.items():
-        rounds, each = member.seen.setdefault(name, ([], []))
-        rounds.append(member.at.round)
+        rounds, each = sweep_run.seen.setdefault(name, ([], []))
+        rounds.append(sweep_run.at.round)
         each.append(values)
-    if member.directory:
-        with member.writing():
-            run_directory.append_metrics(member.directory, line)
-            if member.settings.tensorboard:
-                tensorboard.append(member.directory, line)
-            run_directory.write_observations(member.directory, member.seen)
+    if sweep_run.directory:
+        with sweep_run.writing():
+            run_directory.append_metrics(sweep_run.directory, line)
+            if sweep_run.settings.tensorboard:
+                tensorboard.append(sweep_run.directory, line)
+            run_directory.write_observations(sweep_run.directory, sweep_run.seen)
 
 
 def measured(
-    built: Built,
-    member: Member,
+    experiment: Experiment,
+    sweep_run: SweepRun,
     scores: Evaluation,
     state: State,
     shown: Mapping[str, np.ndarray],
@@ -161,15 +165,15 @@ def measured(
 
     shown: what the method shows of its state, of which the line has the diagnostics.
     """
-    at = member.at
-    active = built.phases[at.phase].federation.active
-    before = metrics.summary(scores.before, active, built.federation.task)
-    validation = metrics.summary(scores.validation, active, built.federation.task)
-    better = _better(built.federation.task.metrics[0], before, validation, at.best_score)
+    at = sweep_run.at
+    active = experiment.phases[at.phase].federation.active
+    before = metrics.summary(scores.before, active, experiment.federation.task)
+    validation = metrics.summary(scores.validation, active, experiment.federation.task)
+    better = _better(experiment.federation.task.metrics[0], before, validation, at.best_score)
     if better and validation:
-        score = validation[f"{built.federation.task.metrics[0].name}_mean"]
+        score = validation[f"{experiment.federation.task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)
-        member.best = stores.copied(state)
+        sweep_run.best = stores.copied(state)
     line = {
         "round": at.round,
         "phase": at.phase,
@@ -179,35 +183,39 @@ def measured(
         "checkpoint_seconds": round(at.checkpoint_seconds, 3),
         **metrics.means(at.pending),
         "before": before,
-        "after": scores.after and metrics.summary(scores.after, active, built.federation.task),
+        "after": scores.after and metrics.summary(scores.after, active, experiment.federation.task),
         "validation": validation,
         "bytes_down": at.ledger.total_down,
         "bytes_up": at.ledger.total_up,
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
-        **metrics.own(built.federation.task),
-        **_diagnostics(built, member, shown),
+        **metrics.own(experiment.federation.task),
+        **_diagnostics(experiment, sweep_run, shown),
     }
-    evaluated = built.phases[at.phase].work.evaluated
-    rows = metrics.client_scores(scores, built.federation.task, evaluated)
+    evaluated = experiment.phases[at.phase].inputs.evaluated
+    rows = metrics.client_scores(scores, experiment.federation.task, evaluated)
     known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
-    rows = metrics.with_best(rows, known, better, built.federation.task)
-    member.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
+    rows = metrics.with_best(rows, known, better, experiment.federation.task)
+    sweep_run.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
 
 
-def _diagnostics(built: Built, member: Member, shown: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def _diagnostics(
+    experiment: Experiment, sweep_run: SweepRun, shown: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
     """Returns the diagnostics of an evaluation, as its line in metrics.jsonl holds them."""
-    at, phase = member.at, built.phases[member.at.phase]
+    at, phase = sweep_run.at, experiment.phases[sweep_run.at.phase]
     method = METHODS.get(phase.config.algorithm)
     if method is None or not method.diagnostics:
         return {}
     earlier = [line for line in at.metrics if line["phase"] == at.phase]
     last = earlier[-1]["round"] if earlier else None
-    before = {name: each[-1] for name, (rounds, each) in member.seen.items() if rounds[-1] == last}
+    before = {
+        name: each[-1] for name, (rounds, each) in sweep_run.seen.items() if rounds[-1] == last
+    }
     begin = earlier[0]["round"] if earlier else None
-    seen = member.seen.items()
+    seen = sweep_run.seen.items()
     first = {name: each[rounds.index(begin)] for name, (rounds, each) in seen if begin in rounds}
     observed = diagnostics.Observed(
         now=shown, before=before, layers=list(at.ledger.down), first=first
@@ -216,17 +224,17 @@ def _diagnostics(built: Built, member: Member, shown: Mapping[str, np.ndarray]) 
     return diagnostics.read(method.diagnostics, observed, earlier, at.round, length)._asdict()
 
 
-def news(member: Member) -> list[str]:
+def news(sweep_run: SweepRun) -> list[str]:
     """What the last evaluation remarks and the one before did not."""
-    said = [line.get("remarks", []) for line in member.at.metrics[-2:]]
+    said = [line.get("remarks", []) for line in sweep_run.at.metrics[-2:]]
     before = said[0] if len(said) > 1 else []
     return [remark for remark in said[-1] if remark not in before]
 
 
-def table(built: Built, at: Position) -> list[dict[str, Any]]:
+def table(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
     """A row for each client, at the end of a run."""
-    last = built.phases[-1].work.evaluated
-    return metrics.client_table(built.federation, at.clients, at.ledger, last)
+    last = experiment.phases[-1].inputs.evaluated
+    return metrics.client_table(experiment.federation, at.clients, at.ledger, last)
 
 
 def _better(
@@ -235,17 +243,17 @@ def _better(
     validation: Mapping[str, Any] | None,
     best: float | None,
 ) -> bool:
-    """Whether an evaluation is the best so far; one of which a part is not finite never is."""
+    """Whether an evaluation is the best so offload; one of which a part is not finite never is."""
     score = None if validation is None else validation[f"{metric.name}_mean"]
     if score is None or any(part and part["not_finite"] for part in (before, validation)):
         return False
     return best is None or (score > best if metric.higher_is_better else score < best)
 
 
-def start(built: Built, member: Member) -> None:
+def start(experiment: Experiment, sweep_run: SweepRun) -> None:
     """Set it to before the first round."""
-    member.at = Position(ledger=ledger.empty(built.federation.clients))
-    member.best = member.resumed_at = None
+    sweep_run.at = Position(ledger=ledger.empty(experiment.federation.clients))
+    sweep_run.best = sweep_run.resumed_at = None
 
 
 def together(steps: Sequence[Set[int]]) -> list[list[int]]:
@@ -261,44 +269,44 @@ def together(steps: Sequence[Set[int]]) -> list[list[int]]:
     return [group for _, group in groups]
 
 
-def resume(built: Built, members: Sequence[Member]) -> list[State] | None:
+def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
     """The states of a program's runs at the newest checkpoint that is whole in all, or None."""
-    found = _found(built, members) if multiprocess.lead() else None
-    facts = multiprocess.agree(found and [facts_of(member.at) for member in members])
+    found = _found(experiment, sweep_runs) if multiprocess.lead() else None
+    facts = multiprocess.agree(found and [facts_of(sweep_run.at) for sweep_run in sweep_runs])
     if facts is None or multiprocess.count() == 1:
         return found
-    template = templates(built)[facts[0]["phase"]]
-    for member, one in zip(members, facts, strict=True):
-        member.at = _position(one)
-        member.resumed_at = member.at.round
-    kept = [member for member in members if member.at.best_round is not None]
-    saved = found, [member.best for member in kept]
+    template = templates(experiment)[facts[0]["phase"]]
+    for sweep_run, one in zip(sweep_runs, facts, strict=True):
+        sweep_run.at = _position(one)
+        sweep_run.resumed_at = sweep_run.at.round
+    kept = [sweep_run for sweep_run in sweep_runs if sweep_run.at.best_round is not None]
+    saved = found, [sweep_run.best for sweep_run in kept]
     if not multiprocess.lead():
         empty = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
-        saved = [empty] * len(members), [empty] * len(kept)
+        saved = [empty] * len(sweep_runs), [empty] * len(kept)
     states, best = multiprocess.broadcast(saved)
-    for member, one in zip(kept, best, strict=True):
-        member.best = one
+    for sweep_run, one in zip(kept, best, strict=True):
+        sweep_run.best = one
     return list(states)
 
 
-def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
-    shapes = templates(built)
-    common = set.intersection(*(set(m.store.steps()) if m.store else set() for m in members))
-    damaged: list[tuple[int, Member, str]] = []
+def _found(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
+    shapes = templates(experiment)
+    common = set.intersection(*(set(m.store.steps()) if m.store else set() for m in sweep_runs))
+    damaged: list[tuple[int, SweepRun, str]] = []
     for step in sorted(common, reverse=True):
         found = []
-        for member in members:
+        for sweep_run in sweep_runs:
             try:
-                assert member.store is not None
-                found.append(restored(built, member.store, shapes, step, member.config))
+                assert sweep_run.store is not None
+                found.append(restored(experiment, sweep_run.store, shapes, step, sweep_run.config))
             except checkpoints.DamagedError as error:
-                damaged.append((step, member, str(error)))
+                damaged.append((step, sweep_run, str(error)))
                 break
         else:
-            return _set(members, found, step, damaged)
-    for step, member, reason in damaged[:1]:
-        folder = member.store and member.store.folder
+            return _set(sweep_runs, found, step, damaged)
+    for step, sweep_run, reason in damaged[:1]:
+        folder = sweep_run.store and sweep_run.store.folder
         raise UsageError(
             f"all checkpoints in {folder} are damaged (round {step}: {reason}); bring one back "
             "from a copy, or delete that folder to start again"
@@ -307,35 +315,35 @@ def _found(built: Built, members: Sequence[Member]) -> list[State] | None:
 
 
 def _set(
-    members: Sequence[Member],
+    sweep_runs: Sequence[SweepRun],
     found: Sequence[tuple[Position, State, State | None]],
     step: int,
-    damaged: Sequence[tuple[int, Member, str]],
+    damaged: Sequence[tuple[int, SweepRun, str]],
 ) -> list[State]:
-    for worse, member, reason in damaged:
-        which = f" of {member.name}" if member.name else ""
+    for worse, sweep_run, reason in damaged:
+        which = f" of {sweep_run.name}" if sweep_run.name else ""
         print(
             f"The checkpoint of round {worse}{which} is damaged: {reason}. Going on from round "
             f"{step}.",
             file=sys.stderr,
         )
-    _drop(members, step)
-    for member, (at, _, best) in zip(members, found, strict=True):
-        member.at, member.best, member.resumed_at = at, best, at.round
+    _drop(sweep_runs, step)
+    for sweep_run, (at, _, best) in zip(sweep_runs, found, strict=True):
+        sweep_run.at, sweep_run.best, sweep_run.resumed_at = at, best, at.round
     return [state for _, state, _ in found]
 
 
-def templates(built: Built) -> list[PyTree]:
+def templates(experiment: Experiment) -> list[PyTree]:
     """The shapes of one run's state at the end of each phase."""
     found, state = [], None
-    for phase in built.phases:
+    for phase in experiment.phases:
         state = jax.eval_shape(phase.rounds.init, phase.points, state)
         found.append(sweep.alone(state) if isinstance(phase.points, sweep.Points) else state)
     return found
 
 
 def restored(
-    built: Built,
+    experiment: Experiment,
     store: checkpoints.Store,
     templates: Sequence[PyTree],
     step: int,
@@ -350,7 +358,7 @@ def restored(
     there = facts.pop("config")
     different = configuration.differences(there, config)
     longer = configuration.longer(there, config)  # as its directory may have been made
-    why = fixed_length(built) if different and longer else ""
+    why = fixed_length(experiment) if different and longer else ""
     if different and (why or not longer):
         raise UsageError(
             f"{store.folder} holds a checkpoint of a run with other settings: "
@@ -367,7 +375,7 @@ def restored(
         return at, found["state"], found.get("best")
     now = changed_rows.described(rows)
     changed_rows.check(store.rows, now)
-    phase = built.phases[at.phase]
+    phase = experiment.phases[at.phase]
     rest, each = apart(phase.algorithm, templates[at.phase])
     wanted |= dict.fromkeys(wanted if now.best is not None else ("state",), rest)
     found = store.restore(step, wanted)
@@ -388,13 +396,13 @@ def _clients(
     make = functools.partial(
         stores.Rows, clients=phase.federation.clients, store=kind, folder=store.folder.parent
     )
-    several, far = groups.has_groups(phase.algorithm), names(phase.algorithm)
-    return changed_rows.read(store.rows, now, each, several, make, far)
+    several, offload = groups.has_groups(phase.algorithm), names(phase.algorithm)
+    return changed_rows.read(store.rows, now, each, several, make, offload)
 
 
-def _drop(members: Sequence[Member], after: int) -> None:
+def _drop(sweep_runs: Sequence[SweepRun], after: int) -> None:
     """Remove checkpoints of later rounds, which are computed again."""
-    for member in members:
-        for step in member.store.steps() if member.store else []:
+    for sweep_run in sweep_runs:
+        for step in sweep_run.store.steps() if sweep_run.store else []:
             if step > after:
-                member.store.drop(step)  # type: ignore[union-attr]
+                sweep_run.store.drop(step)  # type: ignore[union-attr]

@@ -19,12 +19,12 @@ from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import method_labels, tensorboard
 from fedjax_pfl.runs import beside, checkpoints, points, progress, run_directory
-from fedjax_pfl.runs.build import Built, build, described, fixed_length
+from fedjax_pfl.runs.build import Experiment, build, described, fixed_length
 from fedjax_pfl.runs.interrupt import Stop, Stopped, on_keyboard
 from fedjax_pfl.runs.phase import Phase, boundary
 from fedjax_pfl.runs.result import Result, recorded, write_report
 from fedjax_pfl.runs.run_state import (
-    Member,
+    SweepRun,
     begin,
     checkpoints_fit,
     keep,
@@ -50,7 +50,7 @@ def run(
     config: ConfigDict | Mapping[str, Any],
     workdir: str | Path | None = None,
     stop: Stop | None = None,
-    **brought: Unpack[custom.Brought],
+    **brought: Unpack[custom.UserComponents],
 ) -> Result:
     """Train and evaluate what a configuration says; go on where the directory already has a part.
 
@@ -83,7 +83,7 @@ def run_all(
     stop: Stop | None = None,
     *,
     tell: Callable[[str], None] = _silent,
-    **brought: Unpack[custom.Brought],
+    **brought: Unpack[custom.UserComponents],
 ) -> dict[str, Result]:
     """As `run`, for all the runs that `seeds` and `sweep` ask for, in one compiled program.
 
@@ -113,7 +113,7 @@ def run_all(
 
 
 def _answer(
-    result: Result, settings: ConfigDict, stop: Stop | None, words: configuration.Words
+    result: Result, settings: ConfigDict, stop: Stop | None, words: configuration.Registry
 ) -> None:
     """Report again, with the runs that are given or asked for beside it."""
     assert result.directory is not None
@@ -128,7 +128,7 @@ def run_points(
     workdir: str | Path | None = None,
     stop: Stop | None = None,
     *,
-    words: configuration.Words = configuration.OURS,
+    words: configuration.Registry = configuration.BUILTINS,
     tell: Callable[[str], None] = _silent,
 ) -> dict[str, Result]:
     """As `run_all`, for runs that are listed: each has a seed and real-valued settings of its own.
@@ -137,39 +137,41 @@ def run_points(
       points: complete configurations, by the names of their directories in `workdir`.
       words: what names in the configurations mean.
     """
-    members = [Member(name, one, {}) for name, one in points.items()]
+    sweep_runs = [SweepRun(name, one, {}) for name, one in points.items()]
     recorded = None
     if workdir is not None:
-        each = (run_directory.read_plans(Path(workdir, member.name)) for member in members)
+        each = (run_directory.read_plans(Path(workdir, sweep_run.name)) for sweep_run in sweep_runs)
         recorded = execution_plan.agreed(next(filter(None, each), None))
-    for member in members:
-        member.config = json.loads(json.dumps(configuration.resolved(member.settings, words)))
-    built = build(*(member.settings for member in members), words=words, plans=recorded)
-    tell(method_labels.first_line([member.config for member in members], words))
-    multiprocess.check_examples(built.data)
-    for phase in built.phases:
-        tell(execution_plan.describe(phase.plan, phase.work.cohort, phase.work.devices))
-    tell(f"state and examples need at least {built.needs}; store={built.phases[0].store}")
-    fixed = functools.cache(functools.partial(fixed_length, built))
-    facts = described(built)
-    beside.check_examples([member.config for member in members], facts)
+    for sweep_run in sweep_runs:
+        sweep_run.config = json.loads(json.dumps(configuration.resolved(sweep_run.settings, words)))
+    experiment = build(
+        *(sweep_run.settings for sweep_run in sweep_runs), words=words, plans=recorded
+    )
+    tell(method_labels.first_line([sweep_run.config for sweep_run in sweep_runs], words))
+    multiprocess.check_examples(experiment.data)
+    for phase in experiment.phases:
+        tell(execution_plan.describe(phase.plan, phase.inputs.cohort, phase.inputs.devices))
+    tell(f"state and examples need at least {experiment.needs}; store={experiment.phases[0].store}")
+    fixed = functools.cache(functools.partial(fixed_length, experiment))
+    facts = described(experiment)
+    beside.check_examples([sweep_run.config for sweep_run in sweep_runs], facts)
     with contextlib.ExitStack() as kept:
         stop = stop or kept.enter_context(on_keyboard(saves=workdir is not None))
-        for member in members if workdir is not None and multiprocess.lead() else []:
-            directory = Path(workdir, member.name)  # type: ignore[arg-type]
-            member.directory = kept.enter_context(
-                run_directory.claimed(directory, member.config, fixed)
+        for sweep_run in sweep_runs if workdir is not None and multiprocess.lead() else []:
+            directory = Path(workdir, sweep_run.name)  # type: ignore[arg-type]
+            sweep_run.directory = kept.enter_context(
+                run_directory.claimed(directory, sweep_run.config, fixed)
             )
-            with member.writing():
+            with sweep_run.writing():
                 run_directory.write_examples(directory, facts)
-                run_directory.write_plans(directory, [phase.plan for phase in built.phases])
-                member.store = checkpoints.open_store(directory / "checkpoints")
+                run_directory.write_plans(directory, [phase.plan for phase in experiment.phases])
+                sweep_run.store = checkpoints.open_store(directory / "checkpoints")
         try:
-            return _execute(built, members, stop)
+            return _execute(experiment, sweep_runs, stop)
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             line = (str(error).splitlines() or ["MemoryError"])[0][:200]
             if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
-                fewer = ", or fewer seeds or points at a time" if len(members) > 1 else ""
+                fewer = ", or fewer seeds or points at a time" if len(sweep_runs) > 1 else ""
                 raise UsageError(
                     f"there is too little memory ({line}); go on with a smaller chunk or "
                     f"checkpoint_every{fewer}, or begin anew with a smaller batch_size or model"
@@ -177,81 +179,92 @@ def run_points(
             raise
 
 
-def _execute(built: Built, members: Sequence[Member], stop: Stop) -> dict[str, Result]:
-    end, states = built.phases[-1].end, dict[str, State]()
-    for i, member in enumerate(members):
-        start(built, member)
-        if multiprocess.agree(member.store is not None and end in member.store.steps()[:1]):
-            states |= zip([member.name], resume(built.of([i]), [member]) or [], strict=True)
-            begin(member)
-    left = [i for i, member in enumerate(members) if member.at.round < end]
+def _execute(
+    experiment: Experiment, sweep_runs: Sequence[SweepRun], stop: Stop
+) -> dict[str, Result]:
+    end, states = experiment.phases[-1].end, dict[str, State]()
+    for i, sweep_run in enumerate(sweep_runs):
+        start(experiment, sweep_run)
+        if multiprocess.agree(sweep_run.store is not None and end in sweep_run.store.steps()[:1]):
+            states |= zip(
+                [sweep_run.name], resume(experiment.of([i]), [sweep_run]) or [], strict=True
+            )
+            begin(sweep_run)
+    left = [i for i, sweep_run in enumerate(sweep_runs) if sweep_run.at.round < end]
     for i in left:
-        if directory := members[i].directory:
-            with members[i].writing():
+        if directory := sweep_runs[i].directory:
+            with sweep_runs[i].writing():
                 run_directory.write_made(directory)
     # What is finished is not computed again, and what has come further does not wait for the rest.
-    saved = [set(store.steps()) if (store := members[i].store) else set[int]() for i in left]
+    saved = [set(store.steps()) if (store := sweep_runs[i].store) else set[int]() for i in left]
     for group in multiprocess.agree(together(saved)):
         which = [left[n] for n in group]
-        program, some = built.of(which), [members[i] for i in which]
+        program, some = experiment.of(which), [sweep_runs[i] for i in which]
         found = _advance(program, some, resume(program, some), stop)
-        states |= zip((member.name for member in some), found, strict=True)
+        states |= zip((sweep_run.name for sweep_run in some), found, strict=True)
     results = {}
-    for i, member in enumerate(members):
-        result = results[member.name] = Result(
-            member.config,
-            list(member.at.metrics),
-            table(built, member.at),
-            member.at.ledger,
-            states[member.name],
-            member.best,
-            built.of([i]).phases,
-            built.data,
-            built.federation,
-            member.directory,
-            member.seen,
-            member.resumed_at,
+    for i, sweep_run in enumerate(sweep_runs):
+        result = results[sweep_run.name] = Result(
+            sweep_run.config,
+            list(sweep_run.at.metrics),
+            table(experiment, sweep_run.at),
+            sweep_run.at.ledger,
+            states[sweep_run.name],
+            sweep_run.best,
+            experiment.of([i]).phases,
+            experiment.data,
+            experiment.federation,
+            sweep_run.directory,
+            sweep_run.seen,
+            sweep_run.resumed_at,
         )
-        if not member.directory:
+        if not sweep_run.directory:
             continue
-        with member.writing():
-            run_directory.write_clients(member.directory, result.clients)
-            run_directory.write_traffic(member.directory, result.ledger)
-            if not (member.directory / "report.html").exists():
+        with sweep_run.writing():
+            run_directory.write_clients(sweep_run.directory, result.clients)
+            run_directory.write_traffic(sweep_run.directory, result.ledger)
+            if not (sweep_run.directory / "report.html").exists():
                 write_report(result)
     multiprocess.agree("done")
     return results
 
 
 def _advance(
-    built: Built, members: Sequence[Member], states: Sequence[State] | None, stop: Stop
+    experiment: Experiment,
+    sweep_runs: Sequence[SweepRun],
+    states: Sequence[State] | None,
+    stop: Stop,
 ) -> list[State]:
     """Run members that stand at the same place to the end."""
-    for member in members:
-        begin(member)
-    at = members[0].at
+    for sweep_run in sweep_runs:
+        begin(sweep_run)
+    at = sweep_runs[0].at
     state = None if states is None else _stacked(states)
     bar = tqdm(
-        total=built.phases[-1].end,
+        total=experiment.phases[-1].end,
         initial=at.round,
         unit="round",
         disable=not (multiprocess.lead() and sys.stderr.isatty()),
         dynamic_ncols=True,
     )
     with bar:
-        for line in built.remarks if multiprocess.lead() else ():
+        for line in experiment.remarks if multiprocess.lead() else ():
             bar.write(line, file=sys.stderr)
-        for number in range(at.phase, len(built.phases)):
-            phase = built.phases[number]
-            program = phase.program(members[0].directory)
-            if members[0].at.phase < number or state is None:
+        for number in range(at.phase, len(experiment.phases)):
+            phase = experiment.phases[number]
+            program = phase.program(sweep_runs[0].directory)
+            if sweep_runs[0].at.phase < number or state is None:
                 state = program.init(state)
-                for member in members:
-                    member.at = member.at._replace(phase=number, best_round=None, best_score=None)
-                    member.best = None
-            if members[0].at.round < phase.end:
-                state = _one_phase(built, phase, program, members, state, bar, stop)
-    return [_state_of(state and spread.gathered(state), i, members) for i in range(len(members))]
+                for sweep_run in sweep_runs:
+                    sweep_run.at = sweep_run.at._replace(
+                        phase=number, best_round=None, best_score=None
+                    )
+                    sweep_run.best = None
+            if sweep_runs[0].at.round < phase.end:
+                state = _one_phase(experiment, phase, program, sweep_runs, state, bar, stop)
+    return [
+        _state_of(state and spread.gathered(state), i, sweep_runs) for i in range(len(sweep_runs))
+    ]
 
 
 def _stacked(states: Sequence[State]) -> State:
@@ -261,25 +274,25 @@ def _stacked(states: Sequence[State]) -> State:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *states)
 
 
-def _part(tree: PyTree, i: int, members: Sequence[Member]) -> PyTree:
+def _part(tree: PyTree, i: int, sweep_runs: Sequence[SweepRun]) -> PyTree:
     """That of one member, the inverse of `_stacked`."""
-    return tree if len(members) == 1 else trees.row(tree, i)
+    return tree if len(sweep_runs) == 1 else trees.row(tree, i)
 
 
 # Of what is on the devices: one program in place of one for each operation on each leaf's shape.
 _row = jax.jit(trees.row)
 
 
-def _state_of(state: PyTree, i: int, members: Sequence[Member]) -> PyTree:
+def _state_of(state: PyTree, i: int, sweep_runs: Sequence[SweepRun]) -> PyTree:
     """As `_part`, of what is on the devices."""
-    return state if len(members) == 1 else _row(state, np.int32(i))
+    return state if len(sweep_runs) == 1 else _row(state, np.int32(i))
 
 
 def _one_phase(
-    built: Built,
+    experiment: Experiment,
     phase: Phase,
     program: OnDevice | Streamed,
-    members: Sequence[Member],
+    sweep_runs: Sequence[SweepRun],
     state: State,
     bar: Any,
     stop: Stop,
@@ -287,15 +300,15 @@ def _one_phase(
     """Run a phase from where it stands to its end."""
     one, state = phase.config, program.enter(state)
     began = time.perf_counter()
-    program.compile(state, members[0].at.round)
+    program.compile(state, sweep_runs[0].at.round)
     multiprocess.agree("compiled")
     compiling = time.perf_counter() - began
-    for member in members:
-        own = member.at.compile_seconds + compiling / len(members)
-        member.at = member.at._replace(compile_seconds=own)
+    for sweep_run in sweep_runs:
+        own = sweep_run.at.compile_seconds + compiling / len(sweep_runs)
+        sweep_run.at = sweep_run.at._replace(compile_seconds=own)
 
     stopping = 0
-    while (now := members[0].at.round) < phase.end:
+    while (now := sweep_runs[0].at.round) < phase.end:
         with stop.held():
             began = time.perf_counter()
             until = boundary(one, phase.begin, now)
@@ -306,53 +319,54 @@ def _one_phase(
             if evaluated:
                 all_scores = program.evaluate(state, until)
             ended = time.perf_counter()
-            for i, member in enumerate(members):
-                logs = _part(all_logs, i, members)
+            for i, sweep_run in enumerate(sweep_runs):
+                logs = _part(all_logs, i, sweep_runs)
                 said = list(metrics.rejections(logs, now, rounds))
                 free = 1 if now == 0 and not one.count_initial_download else 0
-                member.at = member.at._replace(
+                sweep_run.at = sweep_run.at._replace(
                     round=until,
-                    seconds=member.at.seconds + (ended - began) / len(members),
-                    evaluate_seconds=member.at.evaluate_seconds + (ended - trained) / len(members),
-                    ledger=ledger.add(member.at.ledger, logs, rounds, free),
-                    pending=metrics.gather(member.at.pending, logs, rounds),
+                    seconds=sweep_run.at.seconds + (ended - began) / len(sweep_runs),
+                    evaluate_seconds=sweep_run.at.evaluate_seconds
+                    + (ended - trained) / len(sweep_runs),
+                    ledger=ledger.add(sweep_run.at.ledger, logs, rounds, free),
+                    pending=metrics.gather(sweep_run.at.pending, logs, rounds),
                 )
                 if evaluated:
-                    mine, scores = _state_of(state, i, members), _part(all_scores, i, members)
+                    mine, scores = _state_of(state, i, sweep_runs), _part(all_scores, i, sweep_runs)
                     shown = program.observe(phase.algorithms[i], mine)
-                    line = measured(built, member, scores, mine, shown)
-                    said += [f"round {until}: {remark}" for remark in news(member)]
-                    said += progress.not_finite(built, member, scores)
-                    keep(member, shown, line)
+                    line = measured(experiment, sweep_run, scores, mine, shown)
+                    said += [f"round {until}: {remark}" for remark in news(sweep_run)]
+                    said += progress.not_finite(experiment, sweep_run, scores)
+                    keep(sweep_run, shown, line)
                 for one_line in said if multiprocess.lead() else ():
-                    bar.write(progress.named(member, one_line), file=sys.stderr)
+                    bar.write(progress.named(sweep_run, one_line), file=sys.stderr)
             if evaluated:
                 metric, lines = (
-                    built.federation.task.metrics[0],
-                    [member.at.metrics[-1] for member in members],
+                    experiment.federation.task.metrics[0],
+                    [sweep_run.at.metrics[-1] for sweep_run in sweep_runs],
                 )
                 bar.set_postfix({metric.name: progress.score(metric, lines, "before")})
                 if multiprocess.lead() and not sys.stderr.isatty():
-                    told = progress.evaluation(metric, lines, built.phases[-1].end)
+                    told = progress.evaluation(metric, lines, experiment.phases[-1].end)
                     bar.write(told, file=sys.stderr)
                     sys.stderr.flush()
             bar.update(rounds)
-            due = until == phase.end or _due(one, until - phase.begin, members)
-            if until < built.phases[-1].end:
+            due = until == phase.end or _due(one, until - phase.begin, sweep_runs)
+            if until < experiment.phases[-1].end:
                 stopping, due = multiprocess.agree([stop.asked, due], _stop_or_save)
             if due or stopping:
-                for i, member in enumerate(members):
-                    save(member, _state_of(state, i, members))
+                for i, sweep_run in enumerate(sweep_runs):
+                    save(sweep_run, _state_of(state, i, sweep_runs))
         if stopping:
             raise Stopped(until, stopping, stop.call)
     return state
 
 
-def _due(one: ConfigDict, done: int, members: Sequence[Member]) -> bool:
+def _due(one: ConfigDict, done: int, sweep_runs: Sequence[SweepRun]) -> bool:
     """Whether a checkpoint is to be written after so many rounds of a phase."""
     if one.checkpoint_every:
         return done % one.checkpoint_every == 0
-    return done % one.eval_every == 0 and checkpoints_fit(members)
+    return done % one.eval_every == 0 and checkpoints_fit(sweep_runs)
 
 
 def _stop_or_save(each: Sequence[tuple[int, bool]]) -> tuple[int, bool]:

@@ -31,7 +31,7 @@ DATASETS: dict[str, Callable[..., Any]] = dict(data.SOURCES)
 TASKS: dict[str, Callable[..., Any]] = {"auto": task.suited, **task.TASKS}
 
 
-class Words(NamedTuple):
+class Registry(NamedTuple):
     """What each name means, by the setting that chooses it."""
 
     algorithm: Mapping[str, Callable[..., Any]] = ALGORITHMS
@@ -43,7 +43,9 @@ class Words(NamedTuple):
     task: Mapping[str, Callable[..., Any]] = TASKS
 
 
-OURS = Words()  # what is part of the library; custom.py adds what a caller brings for one run
+BUILTINS = (
+    Registry()
+)  # what is part of the library; custom.py adds what a caller brings for one run
 _GIVEN = {"outputs", "conv", "parent", "name", "data_dir"}  # set elsewhere than in a sub-config
 
 
@@ -84,7 +86,7 @@ def chosen(config: Mapping[str, Any], kind: str) -> str:
     return data.kind(config[kind]) if kind == "dataset" else config[kind]
 
 
-def default(words: Words = OURS) -> ConfigDict:
+def default(words: Registry = BUILTINS) -> ConfigDict:
     """Every setting with its default: FedAvg on the embedded digits."""
     config = ConfigDict()
     for name, row in ROWS.items():
@@ -136,7 +138,7 @@ _CALLED_ELSEWHERE = {
 }
 
 
-def complete(given: Mapping[str, Any], words: Words = OURS) -> ConfigDict:
+def complete(given: Mapping[str, Any], words: Registry = BUILTINS) -> ConfigDict:
     """The defaults with what is given in their place; an unknown key is an error."""
     config = default(words)
     override(config, given)
@@ -174,7 +176,7 @@ def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> 
             ) from None
 
 
-def phases(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
+def phases(config: ConfigDict, words: Registry = BUILTINS) -> list[ConfigDict]:
     """The configuration of each phase, in order: one where none are listed."""
     listed = list(config.phases) or [{}]
     resolved = []
@@ -192,7 +194,7 @@ def phases(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
     return resolved
 
 
-def groups(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
+def groups(config: ConfigDict, words: Registry = BUILTINS) -> list[ConfigDict]:
     """The configuration of each group of architectures: one where none are listed."""
     made = []
     for number, changes in enumerate(config.groups or [{}]):
@@ -209,7 +211,7 @@ def groups(config: ConfigDict, words: Words = OURS) -> list[ConfigDict]:
     return made
 
 
-def resolved(config: ConfigDict, words: Words = OURS) -> dict[str, Any]:
+def resolved(config: ConfigDict, words: Registry = BUILTINS) -> dict[str, Any]:
     """As plain data, with the sub-configs of what is used and no others."""
     plain = config.copy_and_resolve_references().to_dict()
     each = [g for one in phases(config, words) for g in groups(one, words)]
@@ -236,10 +238,10 @@ class Specification:
 
     settings: ConfigDict
     phases: tuple[PhaseSpecification, ...]
-    words: Words
+    words: Registry
 
 
-def specify(config: ConfigDict, words: Words = OURS) -> Specification:
+def specify(config: ConfigDict, words: Registry = BUILTINS) -> Specification:
     """What a run is to be, from its settings, or UsageError for the first that cannot be.
 
     What builds from a specification checks no setting again.
@@ -327,7 +329,7 @@ def _check_types(config: ConfigDict, like: ConfigDict, where: str) -> None:
             raise UsageError(f"{where}{key} is {value!r}; it must be numbers as in {wanted!r}")
 
 
-def _check_network(one: ConfigDict, words: Words, where: str) -> None:
+def _check_network(one: ConfigDict, words: Registry, where: str) -> None:
     """A network of ours: of what it has a number of it has one at least; dropout is a share."""
     if words.model[one.model] is not MODELS.get(one.model):
         return

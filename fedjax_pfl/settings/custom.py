@@ -18,7 +18,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.numbers import in_parts
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.configuration import OURS, Words
+from fedjax_pfl.settings.configuration import BUILTINS, Registry
 from fedjax_pfl.settings.own_networks import name_of, own_network
 
 Factory = Callable[..., Any]
@@ -26,7 +26,7 @@ _USUAL = {"algorithm": "fedavg", "task": "classification"}
 _TAKES = {"algorithm": ("model", "training", "federation"), "task": ("outputs",)}
 
 
-class Brought(TypedDict, total=False):
+class UserComponents(TypedDict, total=False):
     """What a caller can bring, by the argument of `fedjax_pfl.run` that it is."""
 
     dataset: Dataset | None
@@ -46,7 +46,7 @@ def added(
     task: Factory | None = None,
     optimizer: optax.GradientTransformation | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
-) -> tuple[Words, dict[str, Any]]:
+) -> tuple[Registry, dict[str, Any]]:
     """The library's words and these, and the configuration with their names.
 
     All but the examples may be named in the configuration instead, as MODULE:NAME.
@@ -55,7 +55,7 @@ def added(
         raise UsageError(
             f"settings are a mapping, such as {{'algorithm': 'fedavg'}}, not {given!r}"
         )
-    words, given = OURS, dict(given)
+    words, given = BUILTINS, dict(given)
     if dataset is not None:
         if not isinstance(dataset, Dataset):
             raise UsageError("dataset must be what fedjax_pfl.arrays(x, y) makes")
@@ -183,7 +183,7 @@ def _free(kind: str, name: str, how: str) -> str:
     """A name for one of a kind that is no setting's and no other thing's."""
     if not str(name).isidentifier():
         raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {how}")
-    taken = next((k for k, table in OURS._asdict().items() if name in table), None)
+    taken = next((k for k, table in BUILTINS._asdict().items() if name in table), None)
     if taken or name in configuration.default():
         what = f"one of ours ({taken})" if taken else "a setting"
         raise UsageError(f"{name!r} is the name of {what} already; use {how}")

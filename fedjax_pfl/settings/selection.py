@@ -7,12 +7,12 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.settings.configuration import OURS, Words, chosen, groups, phases
+from fedjax_pfl.settings.configuration import BUILTINS, Registry, chosen, groups, phases
 from fedjax_pfl.settings.general import ROWS
 
 
 def check_given(
-    given: Mapping[str, Any], configs: Sequence[ConfigDict], words: Words = OURS
+    given: Mapping[str, Any], configs: Sequence[ConfigDict], words: Registry = BUILTINS
 ) -> None:
     """Raises UsageError for a setting that was given and that none of the configurations can read.
 
@@ -37,7 +37,7 @@ def check_given(
 
 
 def _check(
-    given: Mapping[str, Any], readers: Sequence[ConfigDict], where: str, words: Words
+    given: Mapping[str, Any], readers: Sequence[ConfigDict], where: str, words: Registry
 ) -> None:
     for name, values in given.items():
         if name in ROWS:

@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     points: int = 1  # of a sweep
     devices: int = 1
     mapped: int = 0  # of the examples, what is in files
-    far: int = 0  # of the bytes of `row`, what may lie with what stays with a client
+    offload: int = 0  # of the bytes of `row`, what may lie with what stays with a client
 
 
 class Need(NamedTuple):
@@ -79,12 +79,12 @@ def need(sizes: Sizes, store: str) -> Need:
             held = sizes.server + -(-sizes.clients // sizes.devices) * each
         # A copy on its way to a checkpoint, and the best one.
         return Need(held + sizes.examples, states * state, _KEPT * states * state)
-    shared -= sizes.points * sizes.clients * sizes.far
+    shared -= sizes.points * sizes.clients * sizes.offload
     trained = min(sizes.clients, sizes.rounds * sizes.cohort)
-    changed = states * trained * (sizes.client + sizes.far)
+    changed = states * trained * (sizes.client + sizes.offload)
     # The cohort's before and after the round; the next cohort's is on its way.
     device = shared + 3 * sizes.cohort * sizes.client + 2 * sizes.sent
-    device += 2 * sizes.cohort * sizes.far
+    device += 2 * sizes.cohort * sizes.offload
     host = states * shared + sizes.examples - sizes.mapped + (changed if store == "host" else 0)
     saved = _KEPT * (states * shared + changed)
     return Need(device, host, saved + (changed if store == "disk" else 0))

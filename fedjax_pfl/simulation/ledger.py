@@ -37,7 +37,7 @@ def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) 
     """The ledger after the first `rounds` rounds of one call's logs.
 
     Args:
-      logs: one per group, as `Rounds.run` returns them.
+      logs: one per group, as `CompiledRounds.run` returns them.
       free_rounds: the downloads of this many first rounds of the call cost nothing: round 0, where
         everybody can build the initial model from the seed.
     """

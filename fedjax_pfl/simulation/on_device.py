@@ -11,13 +11,13 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Algorithm, State
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.simulation import spread
-from fedjax_pfl.simulation.records import Evaluation, Log, Rounds
+from fedjax_pfl.simulation.records import CompiledRounds, Evaluation, Log
 
 
 class OnDevice:
     """A phase's rounds, of a run or of all points of a sweep; `Streamed` has the same methods."""
 
-    def __init__(self, rounds: Rounds, key: Any, data: FederatedData) -> None:
+    def __init__(self, rounds: CompiledRounds, key: Any, data: FederatedData) -> None:
         self.rounds, (self.key, self.data) = rounds, rounds.place((key, data))
         self.calls: Any = rounds.run
         self.scores: Any = rounds.evaluate

@@ -12,7 +12,7 @@ from fedjax_pfl.core.examples import FederatedData
 
 
 class Log(NamedTuple):
-    """What happened to a group's cohort; from `Rounds.run` with a leading axis of rounds."""
+    """Outcome of a group's cohort. `CompiledRounds.run` adds a leading axis of rounds."""
 
     ids: jax.Array  # int32 [K]
     present: jax.Array  # bool [K]: sampled into this slot
@@ -36,23 +36,23 @@ class Evaluation(NamedTuple):
     after: local_training.Scores | None
 
 
-class Seats(NamedTuple):
+class Slots(NamedTuple):
     """A group's places in a cohort."""
 
     ids: Any  # int32 [K]
     present: Any  # bool [K]: which are taken
 
 
-class Party(NamedTuple):
+class CohortBatch(NamedTuple):
     """A group's clients that are computed, and what they bring; stacked on axis 0 but for data."""
 
-    seats: Seats
+    slots: Slots
     places: jax.Array  # int32 [K]: which clients of `data` they are
     data: FederatedData
     clients: PyTree
 
 
-class Plain(NamedTuple):
+class RoundFunctions(NamedTuple):
     """An algorithm's rounds, to be compiled.
 
     init      (key, start=None) -> State
@@ -71,13 +71,13 @@ class Plain(NamedTuple):
     init: Callable[..., State]
     run: Callable[..., tuple[State, tuple[Log, ...]]]
     evaluate: Callable[..., Evaluation]
-    seats: Any = None  # of a sweep, there are none of these
+    slots: Any = None  # of a sweep, there are none of these
     meet: Any = None
     score: Any = None
-    how: Any = None
+    spec: Any = None
 
 
-class Rounds(NamedTuple):
+class CompiledRounds(NamedTuple):
     """As Plain, compiled; `run` uses up the state that it is given."""
 
     init: Any  # compiled functions can also be lowered, which Callable does not say
@@ -88,7 +88,7 @@ class Rounds(NamedTuple):
     everywhere: Any  # where a tree is that `place` has put, for `jax.jit`
 
 
-class How(NamedTuple):
+class RoundSpec(NamedTuple):
     """What a program of rounds is made for; none of it is traced. Groups of clients in tuples."""
 
     given: Algorithm
@@ -108,7 +108,7 @@ class How(NamedTuple):
     spread: bool  # whether a state's rows and clients are spread over the mesh
 
 
-class Shared(NamedTuple):
+class SharedInputs(NamedTuple):
     """What all clients of a stage have in common."""
 
     key: jax.Array

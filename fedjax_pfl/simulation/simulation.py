@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import members
@@ -176,14 +176,14 @@ class Simulation:
         has_groups = isinstance(self.method.send, tuple)
         group = int(self.federation.groups[client]) if has_groups else 0
         client_states = state.clients[group] if has_groups else state.clients
-        visit = Visit(
+        ctx = ClientContext(
             i=client,
             data=client_data(self.examples, client),
             t=t,
             key=stage_key(self._key, PERSONAL, t, client),
         )
         member = members(self.method)[group]
-        return member.personal(state._replace(clients=()), row(client_states, client), visit)
+        return member.personalize(state._replace(clients=()), row(client_states, client), ctx)
 
     def _program(self, rounds: int) -> OnDevice | Streamed:
         """Returns the program that runs up to so many rounds in one call, made at first use."""

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.simulation import multiprocess
-from fedjax_pfl.simulation.records import Evaluation, How, Plain, Rounds
+from fedjax_pfl.simulation.records import CompiledRounds, Evaluation, RoundFunctions, RoundSpec
 
 _AT_ONCE = 1 << 26  # bytes that one device is sent at a time, where all clients' are fetched
 
@@ -75,11 +75,11 @@ def gathered(state: State) -> State:
     return State(*(part.gathered() if isinstance(part, Spread) else part for part in state))
 
 
-def pinned(how: How, state: State) -> State:
+def pinned(spec: RoundSpec, state: State) -> State:
     """A state as a method knows it, held to where it is; what is not spread stays as it is."""
-    if not how.spread:
+    if not spec.spread:
         return state
-    server, each = _shardings(how.mesh)
+    server, each = _shardings(spec.mesh)
     return State(*map(jax.lax.with_sharding_constraint, state, (server, each, each)))
 
 
@@ -88,9 +88,9 @@ def _shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names[0]))
 
 
-def compiled(plain: Plain) -> Rounds:
+def compiled(plain: RoundFunctions) -> CompiledRounds:
     """Rounds whose states are spread over the mesh that they are made for."""
-    n, mesh = plain.how.federation.clients, plain.how.mesh
+    n, mesh = plain.spec.federation.clients, plain.spec.mesh
     everywhere, each = _shardings(mesh)
     more, states = -n % mesh.size, State(everywhere, each, each)
 
@@ -103,14 +103,14 @@ def compiled(plain: Plain) -> Rounds:
 
     def init(key: jax.Array, start: State | None = None) -> State:
         begun = plain.init(key, None if start is None else cut(start))
-        return padded(pinned(plain.how, begun))
+        return padded(pinned(plain.spec, begun))
 
     def run(key: jax.Array, state: State, data: Any, t: Any, rounds: Any) -> tuple[State, Any]:
         state, logs = plain.run(key, cut(state), data, t, rounds)
         return padded(state), logs
 
     def evaluate(key: jax.Array, state: State, data: Any, t: Any) -> Evaluation:
-        return plain.evaluate(key, pinned(plain.how, cut(state)), data, t)
+        return plain.evaluate(key, pinned(plain.spec, cut(state)), data, t)
 
     def place(tree: PyTree) -> PyTree:
         return multiprocess.put(tree, everywhere)
@@ -125,7 +125,7 @@ def compiled(plain: Plain) -> Rounds:
         leaves = jax.tree.leaves
         return State(place(state.server), part(state.rows), part(state.clients))
 
-    return Rounds(
+    return CompiledRounds(
         jax.jit(init, out_shardings=states),
         jax.jit(run, donate_argnums=1, out_shardings=(states, everywhere)),
         jax.jit(evaluate, out_shardings=everywhere),

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_pfl.core import far
+from fedjax_pfl.core import offload
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError, removed
 from fedjax_pfl.simulation import spread
@@ -227,15 +227,17 @@ class Rows:
 
 
 class Clients:
-    """`State.clients`, and what of its rows is far, where they are not on a device."""
+    """Off-device storage of `State.clients` and of the offloaded parts of `State.rows`."""
 
-    def __init__(self, groups: Sequence[Rows], several: bool, far: Sequence[str] = ()) -> None:
-        """Rows of each group of architectures, and then of the parts of `State.rows` named `far`.
+    def __init__(self, groups: Sequence[Rows], several: bool, offload: Sequence[str] = ()) -> None:
+        """Wraps stored rows.
 
         Args:
-          several: whether an algorithm has a tuple of groups, and not just one.
+          groups: Rows of each architecture group, then of each offloaded part.
+          several: True if the algorithm has a tuple of groups.
+          offload: Names of the offloaded parts of `State.rows`.
         """
-        self.groups, self.several, self.far = tuple(groups), several, tuple(far)
+        self.groups, self.several, self.offload = tuple(groups), several, tuple(offload)
         self.best: Snapshot | None = None  # of an earlier round, which has to stay as it is
         self.described: Any = None  # where it was last saved
 
@@ -290,16 +292,16 @@ class Clients:
     def filled(self, state: State, leaf: Callable[[int, int], Any]) -> State:
         """A state whose clients these are, with leaf(group, number) in the place of each of theirs.
 
-        The parts of its rows that are far come back to their places, too.
+        The parts of its rows that are offload come back to their places, too.
         """
         found = []
         for g, rows in enumerate(self.groups):
             leaves = [leaf(g, k) for k in range(len(rows.form.shapes))]
             found.append(jax.tree.unflatten(rows.form.tree, leaves))
-        own = len(found) - len(self.far)
-        parts = dict(zip(self.far, found[own:], strict=True))
+        own = len(found) - len(self.offload)
+        parts = dict(zip(self.offload, found[own:], strict=True))
         clients = tuple(found[:own]) if self.several else found[0]
-        return State(state.server, far.joined(state.rows, parts), clients)
+        return State(state.server, offload.join_parts(state.rows, parts), clients)
 
     def shape(self, g: int, k: int) -> jax.ShapeDtypeStruct:
         """That of a leaf of all clients."""
@@ -311,7 +313,7 @@ class Snapshot(Clients):
     """Clients as they were: what has changed since is kept."""
 
     def __init__(self, now: Clients) -> None:
-        super().__init__([rows.like() for rows in now.groups], now.several, now.far)
+        super().__init__([rows.like() for rows in now.groups], now.several, now.offload)
         self.now = now
 
     def before(self, g: int, ids: np.ndarray) -> None:

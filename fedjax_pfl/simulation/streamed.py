@@ -21,9 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedjax_pfl.core import groups, trees
 from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.simulation.far_rows import FarRows, apart, names
 from fedjax_pfl.simulation.first_rows import First, first_state
-from fedjax_pfl.simulation.records import Evaluation, Log, Party, Plain, Seats
+from fedjax_pfl.simulation.offloaded_rows import OffloadedRows, apart, names
+from fedjax_pfl.simulation.records import CohortBatch, Evaluation, Log, RoundFunctions, Slots
 from fedjax_pfl.simulation.stores import Clients, Rows
 
 _LEAST = 32  # clients that are evaluated by one call, or all if there are fewer
@@ -40,7 +40,7 @@ class _Stored:
 class Fetched(NamedTuple):
     """A group's part of a round, with records as they were when it was fetched."""
 
-    seats: Seats  # NumPy
+    slots: Slots  # NumPy
     data: FederatedData  # on the devices
     records: np.ndarray
 
@@ -94,7 +94,7 @@ class Streamed:
 
     def __init__(
         self,
-        plain: Plain,
+        plain: RoundFunctions,
         key: jax.Array,
         data: FederatedData,
         mesh: Mesh | None = None,
@@ -110,21 +110,21 @@ class Streamed:
           end: the round after the last, which nothing is fetched for.
           store, folder: where what stays with clients is kept.
         """
-        self.plain, self.how = plain, plain.how
+        self.plain, self.spec = plain, plain.spec
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh else None
         self.place: Callable[..., Any] = partial(jax.device_put, device=everywhere)
         self.key, self.data, self.end = self.place(key), jax.tree.map(np.asarray, data), end
         self.store, self.folder = store, folder
         jit = partial(jax.jit, out_shardings=everywhere)
-        self.draw: Any = jit(plain.seats)
+        self.draw: Any = jit(plain.slots)
         self.meet: Any = jit(self._meet, donate_argnums=1)
         self.score: list[Any] = [
-            jit(partial(self._score, plain.score(g))) for g in range(len(self.how.members))
+            jit(partial(self._score, plain.score(g))) for g in range(len(self.spec.members))
         ]
-        self.far_rows: FarRows | None = None  # as soon as there is a state
+        self.offloaded_rows: OffloadedRows | None = None  # as soon as there is a state
         self.worker = ThreadPoolExecutor(1)
         self.coming: tuple[int, Future[list[Fetched]]] | None = None
-        self.stale = [np.zeros(0, np.int32) for _ in self.how.members]  # since that was fetched
+        self.stale = [np.zeros(0, np.int32) for _ in self.spec.members]  # since that was fetched
         self._room = functools.cache(lambda n, test: room_for(self.data, n, test=test))
 
     def init(self, start: State | None = None) -> State:
@@ -146,7 +146,7 @@ class Streamed:
             return old.column(*own[k]) if k in own else leaves[k]
 
         shapes = jax.tree.map(shape, arguments)
-        split = partial(apart, self.how.given)
+        split = partial(apart, self.spec.given)
         forms = split(jax.eval_shape(self.plain.init, *shapes))[1]
         rest, firsts = first_state(self.plain.init, split, shapes, fetch)
         made = []
@@ -157,14 +157,14 @@ class Streamed:
 
     def _known(self, rest: State, clients: Clients) -> State:
         """A state, of which the programs know what it looks like from here on."""
-        self.far_rows = self.far_rows or FarRows(clients)
+        self.offloaded_rows = self.offloaded_rows or OffloadedRows(clients)
         return rest._replace(clients=clients)
 
     def _begun(
         self, tree: Any, firsts: Sequence[First], old: Clients | None, own: Mapping[int, Any]
     ) -> Rows:
         """A group's store at the start of a phase."""
-        n = self.how.federation.clients
+        n = self.spec.federation.clients
 
         def of(first: First, ids: np.ndarray) -> np.ndarray:
             if first.same is not None:
@@ -199,12 +199,12 @@ class Streamed:
         """A state as `run` takes it, from `init`, from an earlier program or from NumPy arrays."""
         rest, clients = state._replace(clients=()), state.clients
         if not isinstance(clients, Clients):
-            rest, each = apart(self.how.given, state)
+            rest, each = apart(self.spec.given, state)
             clients = self._clients(self._stored(each))
         return self._known(self.place(rest), clients)
 
     def _clients(self, made: Sequence[Rows]) -> Clients:
-        given = self.how.given
+        given = self.spec.given
         return Clients(made, groups.has_groups(given), names(given))
 
     def _stored(self, each: Sequence[PyTree]) -> list[Rows]:
@@ -212,7 +212,7 @@ class Streamed:
         made = []
         for tree in each:
             first = trees.row(tree, 0)
-            rows = Rows(first, self.how.federation.clients, self.store, self.folder)
+            rows = Rows(first, self.spec.federation.clients, self.store, self.folder)
             for ids in rows.blocks(np.arange(rows.clients)):
                 rows.put(ids, rows.form.pack(trees.row(tree, ids)))
             made.append(rows)
@@ -221,25 +221,25 @@ class Streamed:
     def compile(self, state: State, t: int) -> None:
         """So that no round waits for it."""
         shared, now = state._replace(clients=()), self._number(t)
-        parties = self._parties(state.clients, self._next(state.clients, t))
-        self.meet = self.meet.lower(self.key, shared, parties, now).compile()
+        cohort_batches = self._parties(state.clients, self._next(state.clients, t))
+        self.meet = self.meet.lower(self.key, shared, cohort_batches, now).compile()
         for g, ids in enumerate(self._evaluated()):
             if len(ids):
                 fetched = self._block(state.clients, g, ids[: self._width(ids)])
-                party = self._parties(state.clients, [fetched], g)[0]
-                self.score[g] = self.score[g].lower(self.key, shared, party, now).compile()
+                cohort_batch = self._parties(state.clients, [fetched], g)[0]
+                self.score[g] = self.score[g].lower(self.key, shared, cohort_batch, now).compile()
 
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
         """Rounds t .. t+n-1; the logs as NumPy arrays. The state that it is given is used up."""
         clients, shared, all_logs = state.clients, state._replace(clients=()), []
         known = self._pointed(clients)
         for r in range(t, t + n):
-            parties = self._parties(clients, self._next(clients, r))
+            cohort_batches = self._parties(clients, self._next(clients, r))
             self.coming = None
             if self.end is None or r + 1 < self.end:
                 self.stale = [np.zeros(0, np.int32) for _ in self.stale]
                 self.coming = r + 1, self._fetching(clients, r + 1)
-            now, written, logs = self.meet(self.key, shared, parties, self._number(r))
+            now, written, logs = self.meet(self.key, shared, cohort_batches, self._number(r))
             new, written, logs = jax.device_get((now.clients, written, logs))
             shared = now._replace(clients=())
             if self.coming is not None:
@@ -256,9 +256,9 @@ class Streamed:
         )
 
     def evaluate(self, state: State, t: int) -> Evaluation:
-        """As `Rounds.evaluate`, in NumPy: block by block, and the next is fetched meanwhile."""
+        """Like `CompiledRounds.evaluate`, in NumPy, block by block with prefetching."""
         self._pointed(state.clients)
-        shared, n = state._replace(clients=()), self.how.federation.clients
+        shared, n = state._replace(clients=()), self.spec.federation.clients
         whole: Any = None
         for g, everyone in enumerate(self._evaluated()):
             size = self._width(everyone)
@@ -269,8 +269,10 @@ class Streamed:
                 fetched = coming.pop().result()
                 following = blocks[number + 1 : number + 2]
                 coming += [self.worker.submit(fetch, ids) for ids in following]
-                party = self._parties(state.clients, [fetched], g)[0]
-                scores = jax.device_get(self.score[g](self.key, shared, party, self._number(t)))
+                cohort_batch = self._parties(state.clients, [fetched], g)[0]
+                scores = jax.device_get(
+                    self.score[g](self.key, shared, cohort_batch, self._number(t))
+                )
                 if whole is None:
                     whole = jax.tree.map(lambda a: np.zeros((n, *a.shape[1:]), a.dtype), scores)
                 for into, some in zip(*map(jax.tree.leaves, (whole, scores)), strict=True):
@@ -280,7 +282,7 @@ class Streamed:
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
         """What an algorithm shows; of clients that which it reads, of all of them."""
         known, clients = self._pointed(state.clients), state.clients
-        own = Clients(clients.groups[: len(self.how.members)], clients.several)
+        own = Clients(clients.groups[: len(self.spec.members)], clients.several)
         given, tree = jax.tree.flatten(own.filled(state, own.shape))
         shown_names: list[str] = []
 
@@ -304,36 +306,38 @@ class Streamed:
         shown = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(used, closed.consts)))(*inputs)
         return dict(zip(shown_names, jax.device_get(shown), strict=True))
 
-    def _meet(self, key: Any, shared: State, parties: Any, t: Any) -> Any:
-        """As `Plain.meet`, and what is to be written of rows that are not on the devices."""
-        assert self.far_rows is not None
-        rows = self.far_rows.seen(shared.rows, len(parties[0].seats.ids))
-        now, logs = self.plain.meet(key, shared._replace(rows=rows), parties, t)
-        rest, written = self.far_rows.taken(now.rows)
+    def _meet(self, key: Any, shared: State, cohort_batches: Any, t: Any) -> Any:
+        """Like `RoundFunctions.meet`; also returns the pending writes of offloaded rows."""
+        assert self.offloaded_rows is not None
+        rows = self.offloaded_rows.seen(shared.rows, len(cohort_batches[0].slots.ids))
+        now, logs = self.plain.meet(key, shared._replace(rows=rows), cohort_batches, t)
+        rest, written = self.offloaded_rows.taken(now.rows)
         return now._replace(rows=rest), written, logs
 
-    def _score(self, score: Any, key: Any, shared: State, party: Party, t: Any) -> Evaluation:
-        assert self.far_rows is not None
-        rows = self.far_rows.seen(shared.rows)
-        return score(key, shared._replace(rows=rows), party, t)
+    def _score(
+        self, score: Any, key: Any, shared: State, cohort_batch: CohortBatch, t: Any
+    ) -> Evaluation:
+        assert self.offloaded_rows is not None
+        rows = self.offloaded_rows.seen(shared.rows)
+        return score(key, shared._replace(rows=rows), cohort_batch, t)
 
-    def _pointed(self, clients: Clients) -> FarRows:
+    def _pointed(self, clients: Clients) -> OffloadedRows:
         """The rows off the devices that programs read: these clients'."""
-        assert self.far_rows is not None
-        self.far_rows.point(clients)
-        return self.far_rows
+        assert self.offloaded_rows is not None
+        self.offloaded_rows.point(clients)
+        return self.offloaded_rows
 
     def _number(self, value: int) -> Any:
         return self.place(np.int32(value))
 
     def _evaluated(self) -> list[np.ndarray]:
         """The ids of those of each group who are evaluated."""
-        some = np.arange(self.how.federation.clients, dtype=np.int32)
-        some = some if self.how.evaluated is None else np.asarray(self.how.evaluated, np.int32)
-        return [some[own[some]] for own in self.how.membership]
+        some = np.arange(self.spec.federation.clients, dtype=np.int32)
+        some = some if self.spec.evaluated is None else np.asarray(self.spec.evaluated, np.int32)
+        return [some[own[some]] for own in self.spec.membership]
 
     def _width(self, ids: np.ndarray) -> int:
-        return max(1, min(len(ids), max(_LEAST, self.how.cohort)))
+        return max(1, min(len(ids), max(_LEAST, self.spec.cohort)))
 
     def _next(self, clients: Clients, t: int) -> list[Fetched]:
         """A round's cohort, which may have been fetched."""
@@ -346,34 +350,34 @@ class Streamed:
         # Asked for before the round that is computed meanwhile, so that it does not wait for that.
         return self.worker.submit(self._fetch, clients, self.draw(self.key, self._number(t)))
 
-    def _fetch(self, clients: Clients, each: Sequence[Seats]) -> list[Fetched]:
+    def _fetch(self, clients: Clients, each: Sequence[Slots]) -> list[Fetched]:
         return [
-            self._fetched(clients, g, Seats(*map(np.asarray, seats)), test=False)
-            for g, seats in enumerate(each)
+            self._fetched(clients, g, Slots(*map(np.asarray, slots)), test=False)
+            for g, slots in enumerate(each)
         ]
 
     def _block(self, clients: Clients, g: int, ids: np.ndarray) -> Fetched:
         """Clients who are evaluated; a block has the same length always."""
         more = self._width(self._evaluated()[g]) - len(ids)
-        seats = Seats(np.pad(ids, (0, more), mode="edge"), np.arange(len(ids) + more) < len(ids))
-        return self._fetched(clients, g, seats, test=True)
+        slots = Slots(np.pad(ids, (0, more), mode="edge"), np.arange(len(ids) + more) < len(ids))
+        return self._fetched(clients, g, slots, test=True)
 
-    def _fetched(self, clients: Clients, g: int, seats: Seats, *, test: bool) -> Fetched:
-        ids = np.asarray(seats.ids)
+    def _fetched(self, clients: Clients, g: int, slots: Slots, *, test: bool) -> Fetched:
+        ids = np.asarray(slots.ids)
         room = self._room(len(ids), test)
         data = cohort_data(self.data, ids, room, test=test)
-        return Fetched(seats, self.place(data), clients.records(g, ids))
+        return Fetched(slots, self.place(data), clients.records(g, ids))
 
     def _parties(
         self, clients: Clients, each: Sequence[Fetched], first: int = 0
-    ) -> tuple[Party, ...]:
+    ) -> tuple[CohortBatch, ...]:
         """On the devices, with rows as they are now."""
-        parties = []
-        for g, (seats, data, records) in enumerate(each, first):
-            old = np.isin(seats.ids, self.stale[g])
-            records[old] = clients.records(g, np.asarray(seats.ids)[old])
+        cohort_batches = []
+        for g, (slots, data, records) in enumerate(each, first):
+            old = np.isin(slots.ids, self.stale[g])
+            records[old] = clients.records(g, np.asarray(slots.ids)[old])
             places = np.arange(len(records), dtype=np.int32)
             rows = clients.groups[g].form.unpack(records)
-            ours = self.place((Seats(*seats), places, rows))
-            parties.append(Party(ours[0], ours[1], data, ours[2]))
-        return tuple(parties)
+            ours = self.place((Slots(*slots), places, rows))
+            cohort_batches.append(CohortBatch(ours[0], ours[1], data, ours[2]))
+        return tuple(cohort_batches)

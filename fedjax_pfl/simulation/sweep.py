@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.simulation.records import Plain, Rounds
+from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled
 
 
@@ -38,11 +38,11 @@ def alone(shapes: Any) -> Any:
 
 
 def make_rounds(
-    make: Callable[[Mapping[str, Any]], Plain],
+    make: Callable[[Mapping[str, Any]], RoundFunctions],
     settings: Mapping[str, Sequence[float]],
     mesh: Mesh | None,
     width: int,
-) -> Rounds:
+) -> CompiledRounds:
     """Rounds of all points: as of one, with Points for the key and the points on axis 0 of results.
 
     Args:
@@ -51,7 +51,7 @@ def make_rounds(
       width: how many points are computed at once; the others follow.
     """
 
-    def plain(index: jax.Array) -> Plain:
+    def plain(index: jax.Array) -> RoundFunctions:
         values = {name: jnp.asarray(each, jnp.float32) for name, each in settings.items()}
         return make({name: each[index] for name, each in values.items()})
 
@@ -70,4 +70,4 @@ def make_rounds(
     def evaluate(points: Points, state: Any, data: Any, t: jax.Array) -> Any:
         return over(lambda p, s: plain(p.at).evaluate(p.key, s, data, t), points, state)
 
-    return compiled(Plain(init, run, evaluate), mesh)
+    return compiled(RoundFunctions(init, run, evaluate), mesh)

@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Federation,
     PyTree,
     State,
     Traffic,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.setting import Setting
@@ -82,10 +82,10 @@ def compression(
     """
 
     def wrap(member: Algorithm) -> Algorithm:
-        def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
             # The same key as without compression, so that both runs draw the same batches.
-            trained = member.train(payload, client.method, visit)
-            key = jax.random.fold_in(visit.key, _ROUNDING)
+            trained = member.train(payload, client.method, ctx)
+            key = jax.random.fold_in(ctx.key, _ROUNDING)
             new, shape = jax.tree.flatten(trained.upload)
             old = jax.tree.leaves(trees.came_down(payload, trained.upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
@@ -98,22 +98,22 @@ def compression(
             upload = jax.tree.unflatten(shape, new)
             return trained._replace(upload=upload, client=Client(trained.client, kept))
 
-        def personal(state: State, client: Client, visit: Visit) -> PyTree:
-            return member.personal(state, client.method, visit)
+        def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+            return member.personalize(state, client.method, ctx)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
             return _packed(member.traffic(payload, upload), upload, bits, top_k)
 
-        return member._replace(train=train, personal=personal, traffic=traffic)
+        return member._replace(train=train, personalize=personalize, traffic=traffic)
 
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
         if not feedback:
             return ()
 
         def upload_of() -> PyTree:
-            payload = member.send(state._replace(clients=()), Visit(0, None, 0, key))
-            visit = Visit(0, client_data(data, jnp.asarray(0)), 0, key)
-            return member.train(payload, trees.row(state.clients, 0), visit).upload
+            payload = member.send(state._replace(clients=()), ClientContext(0, None, 0, key))
+            ctx = ClientContext(0, client_data(data, jnp.asarray(0)), 0, key)
+            return member.train(payload, trees.row(state.clients, 0), ctx).upload
 
         shapes = jax.eval_shape(upload_of)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)

@@ -18,12 +18,12 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Federation,
     PyTree,
     State,
     Traffic,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
@@ -75,10 +75,10 @@ def private_layers(
         return trees.repeat(one, federation.clients)
 
     def wrap(member: Algorithm) -> Algorithm:
-        def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
             mine = with_own(payload, client.own)
             method = with_own(client.method, client.own, 0)  # models, and no momentum of theirs
-            trained = member.train(mine, method, visit)
+            trained = member.train(mine, method, ctx)
             where, values = _found(trained.upload, own_shapes), dict(leaves_of(trained.upload))
             new = {end: values[path] for path, end in where.items()}
             own = map_with_path(lambda end, old: new.get(end, old), client.own)
@@ -89,10 +89,10 @@ def private_layers(
             )
             return trained._replace(upload=upload, client=Client(trained.client, own))
 
-        def personal(state: State, client: Client, visit: Visit) -> PyTree:
+        def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
             server, rows = (with_own(part, client.own) for part in (state.server, state.rows))
             method = with_own(client.method, client.own, 0)
-            return member.personal(State(server, rows, ()), method, visit)
+            return member.personalize(State(server, rows, ()), method, ctx)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
             bill = member.traffic(payload, upload)
@@ -100,7 +100,7 @@ def private_layers(
                 *({name: b for name, b in way.items() if name not in layers} for way in bill)
             )
 
-        return member._replace(train=train, personal=personal, traffic=traffic)
+        return member._replace(train=train, personalize=personalize, traffic=traffic)
 
     def transform(algorithm: Algorithm) -> Algorithm:
         if has_groups(algorithm):
@@ -108,7 +108,7 @@ def private_layers(
         if not _shares(algorithm, own_shapes, data):
             return algorithm
         # A client reads its own head in all rows, which takes arrays.
-        return keeping(algorithm, Client, first, wrap)._replace(far=())
+        return keeping(algorithm, Client, first, wrap)._replace(offload=())
 
     return transform
 
@@ -137,14 +137,14 @@ def _shares(algorithm: Algorithm, own: PyTree, data: FederatedData) -> bool:
     """Whether a client would upload these layers, of one model of the network that is stored."""
     key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def visit(key: jax.Array, i: jax.Array) -> Any:
+    def ctx(key: jax.Array, i: jax.Array) -> Any:
         state = algorithm.init(key)
-        payload = algorithm.send(state._replace(clients=()), Visit(i, None, i, key))
-        here = Visit(i, client_data(data, i), i, key)
+        payload = algorithm.send(state._replace(clients=()), ClientContext(i, None, i, key))
+        here = ClientContext(i, client_data(data, i), i, key)
         upload, trained, *_ = algorithm.train(payload, trees.row(state.clients, i), here)
         return payload, upload, trained, (state.server, state.rows)
 
-    payload, upload, trained, stored = jax.eval_shape(visit, key, i)
+    payload, upload, trained, stored = jax.eval_shape(ctx, key, i)
     names = set(trees.layers(own))
     if names <= set(trees.layers(trained)) and not names & set(trees.layers(upload)):
         return False  # as factorized_fl, whose head has factors and never travels

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import optax
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, PyTree, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import has_groups
@@ -87,8 +87,8 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
                 server=Server(state.server, optimizer.init(state.server["params"]))
             )
 
-        def send(state: State, visit: Visit) -> PyTree:
-            return algorithm.send(_inner(state), visit)
+        def send(state: State, ctx: ClientContext) -> PyTree:
+            return algorithm.send(_inner(state), ctx)
 
         def receive(state: State, cohort: Cohort) -> tuple[Server, PyTree]:
             mean, rows = algorithm.receive(_inner(state), cohort)
@@ -99,14 +99,14 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
             new = jax.tree.map(_moved, old, steps, delta, mean["params"])
             return Server({**mean, "params": new}, kept), rows
 
-        def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-            return algorithm.personal(_inner(state), client, visit)
+        def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+            return algorithm.personalize(_inner(state), client, ctx)
 
         def observe(state: State) -> dict[str, jax.Array]:
             return algorithm.observe(_inner(state))
 
         return algorithm._replace(
-            init=init, send=send, receive=receive, personal=personal, observe=observe
+            init=init, send=send, receive=receive, personalize=personalize, observe=observe
         )
 
     return transform
@@ -131,8 +131,8 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
 
     def visited(key: jax.Array, i: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         state = algorithm.init(key)
-        payload = algorithm.send(state._replace(clients=()), Visit(i, None, i, key))
-        here = Visit(i, client_data(data, i), i, key)
+        payload = algorithm.send(state._replace(clients=()), ClientContext(i, None, i, key))
+        here = ClientContext(i, client_data(data, i), i, key)
         trained = algorithm.train(payload, trees.row(state.clients, i), here)
         return state.server, payload, trained.upload
 

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, PyTree, Trained, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import has_groups, members
 from fedjax_pfl.core.setting import Setting
@@ -53,10 +53,10 @@ def upload_noise(clip_norm: float, multiplier: float) -> Transform:
             new.append(leaf)
         return jax.tree.unflatten(shape, new)
 
-    def wrap(member: Algorithm) -> Callable[..., Trained]:
-        def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
-            trained = member.train(payload, client, visit)
-            key = jax.random.fold_in(visit.key, _NOISE)
+    def wrap(member: Algorithm) -> Callable[..., ClientResult]:
+        def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
+            trained = member.train(payload, client, ctx)
+            key = jax.random.fold_in(ctx.key, _NOISE)
             return trained._replace(upload=noised(payload, trained.upload, key))
 
         return train

@@ -70,7 +70,7 @@ def keeping(
       record: a NamedTuple of (method, what the transform keeps), the type of a client's state.
       first: (member, key, state, start) -> what it keeps at first, stacked. Both states are those
         of one group of clients; the start may be of an algorithm without the transform.
-      wrap: one group's algorithm, whose clients are `record`s in `train` and `personal`.
+      wrap: one group's algorithm, whose clients are `record`s in `train` and `personalize`.
     """
     whole, parts = grouped(algorithm), members(algorithm)
 
@@ -95,7 +95,7 @@ def keeping(
     made = whole._replace(
         init=init,
         train=tuple(one.train for one in wrapped),
-        personal=tuple(one.personal for one in wrapped),
+        personalize=tuple(one.personalize for one in wrapped),
         traffic=tuple(one.traffic for one in wrapped),
         observe=observe,
     )

@@ -39,7 +39,7 @@ def test_three_steps_by_hand(alpha_rate):
     np.testing.assert_allclose(weights(done.client.own), [v], rtol=1e-6)
     np.testing.assert_allclose(done.client.alpha, alpha, rtol=1e-6)
     np.testing.assert_allclose(weights(done.variables), [alpha * v + (1 - alpha) * w], rtol=1e-6)
-    served = made.personal(State(variables([5.0]), (), ()), done.client, None)
+    served = made.personalize(State(variables([5.0]), (), ()), done.client, None)
     np.testing.assert_allclose(weights(served), [alpha * v + (1 - alpha) * 5], rtol=1e-6)
 
 

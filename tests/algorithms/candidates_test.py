@@ -11,7 +11,7 @@ import pytest
 from fedjax_pfl.algorithms.pfedla import candidates
 from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Cohort, Federation, State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, Cohort, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 
@@ -95,7 +95,7 @@ def test_only_candidates_are_mixed():
         psi=jax.tree_util.tree_map_with_path(weigh, state.rows.psi),
         candidates=state.rows.candidates._replace(client_ids=ids),
     )
-    sent = algorithm.send(State((), rows, ()), Visit(jnp.int32(0), None, jnp.int32(0), KEY))
+    sent = algorithm.send(State((), rows, ()), ClientContext(jnp.int32(0), None, jnp.int32(0), KEY))
     expected = jax.tree.map(lambda x: x[0] / 6 + x[2] / 3 + x[5] / 2, rows.theta)
     chex.assert_trees_all_close(sent["params"], expected, rtol=1e-5, atol=1e-5)
     diagnostics = algorithm.observe(state._replace(rows=rows))
@@ -116,7 +116,7 @@ def test_with_all_clients_as_candidates_it_is_the_papers_method():
         @jax.jit
         def server(rows: Any, t: jax.Array, made: Any = made) -> tuple[Any, Any]:
             state = State((), rows, ())
-            payloads = jax.vmap(lambda i: made.send(state, Visit(i, None, t, KEY)))(ids)
+            payloads = jax.vmap(lambda i: made.send(state, ClientContext(i, None, t, KEY)))(ids)
             keys = iter(jax.random.split(jax.random.fold_in(KEY, t), 20))
 
             def with_noise(leaf: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ from scipy.spatial.distance import squareform
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.clustered_fl import Clusters, bipartition, products
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation, State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
@@ -56,7 +56,7 @@ def at(models, used, rows):
 def meet(made, server, rows, updates, ids=range(6), here=None):
     """One `receive` of clients whose models moved by `updates`."""
     ids, here = np.array(ids), np.ones(len(updates), bool) if here is None else np.array(here)
-    sent = jax.vmap(lambda i: made.send(State(server, rows, ()), Visit(i, None, T, KEY)))(
+    sent = jax.vmap(lambda i: made.send(State(server, rows, ()), ClientContext(i, None, T, KEY)))(
         jnp.asarray(ids)
     )
     kernel = sent["params"]["fc"]["kernel"] + jnp.asarray(updates, jnp.float32)[..., None]
@@ -131,7 +131,7 @@ def test_a_start_from_a_global_model_or_its_own_kind():
     again = made.init(KEY, own)
     np.testing.assert_array_equal(again.rows, own.rows)
     assert int(again.server.used) == 2
-    served = made.personal(own, (), Visit(1, None, T, KEY))
+    served = made.personalize(own, (), ClientContext(1, None, T, KEY))
     np.testing.assert_array_equal(weights(served), weights(trees.row(own.server.models, 1)))
 
 

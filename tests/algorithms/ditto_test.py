@@ -31,7 +31,7 @@ def test_two_steps_by_hand():
     np.testing.assert_allclose(done.metrics["loss"], (1 + 0.95**2) / 4, rtol=1e-6)
     np.testing.assert_allclose(done.metrics["shared_loss"], (4 + 1.8**2) / 4, rtol=1e-6)
     chex.assert_trees_all_equal(done.client.own, done.variables)
-    assert made.personal(None, done.client, None) is done.client.own
+    assert made.personalize(None, done.client, None) is done.client.own
 
 
 def test_its_shared_model_is_fedavgs_and_without_a_penalty_its_own_is_locals():

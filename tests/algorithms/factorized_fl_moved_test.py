@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.simulation import rounds
 from tests import cases, tiny
@@ -30,7 +30,7 @@ def served_v(made: Any, state: State) -> np.ndarray:
     """v of fc1 as each client downloads it, [N, HIDDEN]."""
 
     def send(state: State, i: jax.Array) -> Any:
-        return made.send(state, Visit(i, None, jnp.int32(0), KEY))["params"]["fc1"]["v"]
+        return made.send(state, ClientContext(i, None, jnp.int32(0), KEY))["params"]["fc1"]["v"]
 
     return np.asarray(jax.jit(jax.vmap(send, (None, 0)))(state, np.arange(N)))[..., 0]
 

@@ -13,7 +13,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.factorized_fl.pruning import collect_mu
 from fedjax_pfl.algorithms.shared.matching import candidates, cosine
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation, State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.networks import ResNet9
@@ -52,7 +52,7 @@ def observed(made: Any, state: State) -> dict[str, np.ndarray]:
 
 def sent(made: Any, state: State, key: Any = KEY) -> Any:
     def send(state: State, key: Any, i: jax.Array) -> Any:
-        return made.send(state, Visit(i, None, T, key))
+        return made.send(state, ClientContext(i, None, T, key))
 
     return jax.device_get(jax.jit(jax.vmap(send, (None, None, 0)))(state, key, np.arange(N)))[
         "params"
@@ -133,13 +133,13 @@ def test_entries_pruned_for_evaluation_only_travel_unbilled():
         client = trees.row(state.clients, 0)
 
         @jax.jit
-        def visit(state: State, made: Any = made, client: Any = client, data: Any = data) -> Any:
-            payload = made.send(state, Visit(0, None, T, KEY))
-            upload, trained, _, _ = made.train(payload, client, Visit(0, data, T, KEY))
+        def ctx(state: State, made: Any = made, client: Any = client, data: Any = data) -> Any:
+            payload = made.send(state, ClientContext(0, None, T, KEY))
+            upload, trained, _, _ = made.train(payload, client, ClientContext(0, data, T, KEY))
             bill = made.traffic(payload, upload)
             return payload, upload, trained, (bill.down["fc1"], bill.up["fc1"])
 
-        *trees_of, bill = visit(state)
+        *trees_of, bill = ctx(state)
         down, up, trained = (np.abs(tree["params"]["fc1"]["mu"]) for tree in trees_of)
         assert ((trained == 0) | (trained >= 0.3)).all()
         assert ((down > 0) & (down < 0.3)).any() == (pruned == "evaluation")
@@ -219,11 +219,11 @@ def test_without_a_loss_mu_moves_by_the_sign(penalty):
         start[layer] = client.own["params"][layer]["mu"] = mu
 
     @jax.jit
-    def visit(state: State, client: Any, data: Any) -> Any:
-        payload = made.send(state, Visit(0, None, T, KEY))
-        return payload, made.train(payload, client, Visit(0, client_data(data, 0), T, KEY))
+    def ctx(state: State, client: Any, data: Any) -> Any:
+        payload = made.send(state, ClientContext(0, None, T, KEY))
+        return payload, made.train(payload, client, ClientContext(0, client_data(data, 0), T, KEY))
 
-    payload, (_, trained, after, _) = visit(State((), state.rows, ()), client, data)
+    payload, (_, trained, after, _) = ctx(State((), state.rows, ()), client, data)
     for layer, mu in start.items():
         got = np.asarray(after.own["params"][layer]["mu"])
         np.testing.assert_allclose(got, mu - penalty * 0.5 * 0.01 * np.sign(mu), atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedala import Client
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms import linear
@@ -60,7 +60,7 @@ def test_a_visit_by_hand(first, before, passes):
 def test_a_client_is_served_what_it_has_taken_in():
     made, data = make()
     state = State(deep([[A]], [[B]]), (), ())
-    got = made.personal(state, clients(), Visit(jnp.int32(0), client(data, 0), T, KEY))
+    got = made.personalize(state, clients(), ClientContext(jnp.int32(0), client(data, 0), T, KEY))
     weight = learned(1.0, 3, 0.3)
     np.testing.assert_allclose(
         np.ravel(kernels(got)), [A, weight * B + (1 - weight) * OWN], rtol=1e-5

@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.local import Client
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, T, variables, weights, work
@@ -47,7 +47,7 @@ def test_what_comes_down_is_the_mixture(attention):
     made, _ = make(attention=attention, sigma=2.0, self_weight=0.3, alpha=0.4)
     state = State((), rows(), ())
     for i in (0, 1, 2):
-        got = made.send(state, Visit(i, None, T, KEY))
+        got = made.send(state, ClientContext(i, None, T, KEY))
         np.testing.assert_allclose(weights(got), expected(attention, 2.0, i), rtol=1e-5, atol=1e-6)
     xi = np.asarray(made.observe(state)["xi"])
     np.testing.assert_allclose(xi.sum(1), 1, rtol=1e-6)

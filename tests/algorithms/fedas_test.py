@@ -93,7 +93,7 @@ def test_what_is_served_and_phases():
     state = made.init(KEY, State(deep(A, HEAD), (), ()))
     np.testing.assert_array_equal(kernels(trees.row(state.clients.own, 0))[1], np.float32(HEAD))
     own = Client(deep(MINE, HEAD), ())
-    assert made.personal(state, own, None) is own.own
+    assert made.personalize(state, own, None) is own.own
     moved = state._replace(server=trees.split(deep(MINE, HEAD), {"body"})[0])
     chex.assert_trees_all_equal(made.init(KEY, moved), moved)
 

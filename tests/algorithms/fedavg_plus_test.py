@@ -6,7 +6,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, client, variables, weights
@@ -34,8 +34,8 @@ def make(**own):
 def test_tuning_by_hand(own, t, shrunk):
     """The distance to the optimum, 3 − 1 = 2, shrinks by 1 − rate in each of the steps."""
     made, data = make(**own)
-    served = made.personal(
-        State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), jnp.int32(t), KEY)
+    served = made.personalize(
+        State(variables([1.0]), (), ()), (), ClientContext(0, client(data, 0), jnp.int32(t), KEY)
     )
     np.testing.assert_allclose(weights(served), [3 - 2 * shrunk], rtol=1e-6)
 

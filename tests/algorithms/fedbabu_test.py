@@ -7,7 +7,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.shared.split_model import Client
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, T, client, deep, kernels, work
@@ -49,7 +49,9 @@ def test_a_visit_trains_the_body_alone():
 def test_a_client_is_served_what_it_has_tuned(tune, moves):
     made, data = make(tune=tune, epochs=3, rate=0.05)
     body, head = parts(0.8, 0.5)
-    got = made.personal(State(body, (), ()), Client(head, ()), Visit(0, client(data, 0), T, KEY))
+    got = made.personalize(
+        State(body, (), ()), Client(head, ()), ClientContext(0, client(data, 0), T, KEY)
+    )
     wanted = descended(0.8, 0.5, 3, 0.05, moves)
     np.testing.assert_allclose(np.ravel(kernels(got)), np.ravel(wanted), rtol=1e-6)
 

@@ -45,7 +45,7 @@ def test_the_server_by_hand():
     server = linear.met(made, state, counts, uploads, [True, True, False]).server
     np.testing.assert_allclose(weights({"params": server["drift"]}), [-0.5], rtol=1e-6)
     np.testing.assert_allclose(weights(server), [14.5 + 1.0], rtol=1e-6)
-    assert set(made.send(state, None)) == {"params"} == set(made.personal(state, (), None))
+    assert set(made.send(state, None)) == {"params"} == set(made.personalize(state, (), None))
 
 
 def test_it_ends_where_the_sum_is_least():

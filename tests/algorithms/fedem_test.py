@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation, State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.task import regression
@@ -71,8 +71,10 @@ def test_a_round_equals_numpy():
         np.testing.assert_allclose(got.clients.pi[k], q.mean(1), rtol=1e-5)
     wanted = (5 * uploads[0] + 3 * uploads[1]) / 8
     np.testing.assert_allclose(got.server["params"]["fc"]["kernel"], wanted, rtol=1e-4, atol=1e-6)
-    served = made.personal(
-        State(got.server, (), ()), trees.row(got.clients, 0), Visit(0, client_data(data, 0), 1, KEY)
+    served = made.personalize(
+        State(got.server, (), ()),
+        trees.row(got.clients, 0),
+        ClientContext(0, client_data(data, 0), 1, KEY),
     )
     parts = [softmax(x @ w) for w in wanted]
     mixed = np.einsum("m,mbc->bc", np.asarray(got.clients.pi[0]), parts)
@@ -107,8 +109,8 @@ def test_a_novel_client_weighs_by_its_own_examples():
     state = made.init(KEY)
     data, pi = tiny.federated()[0], []
     for i in (0, 5):
-        visit = Visit(i, client_data(data, i), 0, KEY)
-        pi.append(made.personal(state, trees.row(state.clients, i), visit)["pi"])
+        ctx = ClientContext(i, client_data(data, i), 0, KEY)
+        pi.append(made.personalize(state, trees.row(state.clients, i), ctx)["pi"])
     np.testing.assert_array_equal(pi[0], [0.5, 0.5])
     assert float(abs(pi[1][0] - 0.5)) > 1e-3
 

@@ -9,7 +9,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedfomo.method import Client, mixture
 from fedjax_pfl.algorithms.shared.matching import leading
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
@@ -60,7 +60,9 @@ def test_weights_and_mixture_equal_numpy():
     """θ_prev [2, −2], own model [1, −1], and three peers, of which one is worse than θ_prev."""
     made, data = setting(validation=3)
     previous, sent = np.array([2.0, -2.0]), payload(STORED[0], STORED[1:])
-    upload, trained, stays, _ = made.train(sent, home(previous), Visit(0, client(data, 0), T, KEY))
+    upload, trained, stays, _ = made.train(
+        sent, home(previous), ClientContext(0, client(data, 0), T, KEY)
+    )
     signed, mixed = oracle(previous, STORED, X[:3], Y[:3])
     np.testing.assert_array_equal(signed > 0, [True, True, False, True])
     np.testing.assert_allclose(upload["weights"], signed[1:], rtol=1e-5)
@@ -72,7 +74,7 @@ def test_weights_and_mixture_equal_numpy():
 def test_against_the_last_model_only_peers_have_a_share():
     made, data = setting(validation=3, reference="last")
     sent = payload(STORED[0], STORED[1:])
-    upload, _, stays, _ = made.train(sent, home(), Visit(0, client(data, 0), T, KEY))
+    upload, _, stays, _ = made.train(sent, home(), ClientContext(0, client(data, 0), T, KEY))
     signed, mixed = oracle(STORED[0], STORED[1:], X[:3], Y[:3])
     np.testing.assert_allclose(upload["weights"], signed, rtol=1e-5)
     np.testing.assert_allclose(weights(upload), mixed, rtol=1e-5)
@@ -92,7 +94,7 @@ def test_where_all_are_worse_the_previous_model_stays():
     for reference, own, at_home in (("last", best, home()), ("start", STORED[0], home(best))):
         made, data = setting(reference=reference)
         upload, *_ = made.train(
-            payload(own, STORED[:3]), at_home, Visit(0, client(data, 0), T, KEY)
+            payload(own, STORED[:3]), at_home, ClientContext(0, client(data, 0), T, KEY)
         )
         assert (upload["weights"] < 0).all()
         np.testing.assert_array_equal(weights(upload), best.astype(np.float32))
@@ -103,7 +105,7 @@ def test_without_better_peers_the_own_model_stays():
     best = np.linalg.lstsq(X, Y, rcond=None)[0]
     made, data = setting(peers=2)
     sent = payload(best, [STORED[2], STORED[2] + 1])
-    upload, *_ = made.train(sent, home(STORED[1]), Visit(0, client(data, 0), T, KEY))
+    upload, *_ = made.train(sent, home(STORED[1]), ClientContext(0, client(data, 0), T, KEY))
     np.testing.assert_allclose(weights(upload), best, rtol=1e-5)
 
 
@@ -112,7 +114,7 @@ def test_an_equal_model_has_weight_zero():
     made, data = setting()
     peers = [STORED[0], STORED[1], STORED[0]]
     sent = payload(STORED[0], peers)
-    upload, *_ = made.train(sent, home(STORED[0]), Visit(0, client(data, 0), T, KEY))
+    upload, *_ = made.train(sent, home(STORED[0]), ClientContext(0, client(data, 0), T, KEY))
     np.testing.assert_array_equal(upload["weights"][jnp.array([0, 2])], 0.0)
     np.testing.assert_allclose(weights(upload), STORED[1], rtol=1e-5)
 
@@ -120,7 +122,9 @@ def test_an_equal_model_has_weight_zero():
 def test_local_training_follows_the_mixture():
     made, data = setting(rate=0.1)
     previous, sent = np.array([2.0, -2.0]), payload(STORED[0], STORED[1:])
-    upload, _, stays, _ = made.train(sent, home(previous), Visit(0, client(data, 0), T, KEY))
+    upload, _, stays, _ = made.train(
+        sent, home(previous), ClientContext(0, client(data, 0), T, KEY)
+    )
     _, mixed = oracle(previous, STORED)
     np.testing.assert_allclose(weights(stays.start), mixed, rtol=1e-5)
     expected = mixed - 0.1 * X.T @ (X @ mixed - Y) / len(X)
@@ -162,7 +166,9 @@ def test_ties_are_broken_at_random():
 
 
 def sends(made, state, i, t=0, draws=40):
-    send = jax.jit(jax.vmap(lambda key: made.send(state, Visit(i, None, jnp.int32(t), key))))
+    send = jax.jit(
+        jax.vmap(lambda key: made.send(state, ClientContext(i, None, jnp.int32(t), key)))
+    )
     return send(jax.random.split(KEY, draws))
 
 
@@ -191,7 +197,7 @@ def test_the_payload_holds_the_own_model_and_those_of_the_peers():
     made, _ = setting()
     state = made.init(KEY)
     state = state._replace(rows=state.rows._replace(models=stacked(STORED)))
-    got = made.send(state, Visit(2, None, T, KEY))
+    got = made.send(state, ClientContext(2, None, T, KEY))
     stored = STORED.astype(np.float32)
     np.testing.assert_array_equal(weights(got), stored[2])
     np.testing.assert_array_equal(weights(got["peers"]), stored[np.asarray(got["ids"])])
@@ -222,8 +228,8 @@ def test_personal_mixes_the_peers_of_highest_affinity():
     rows = made.init(KEY).rows._replace(models=stacked(STORED))
     for best in (1, 3):
         rows = rows._replace(affinity=jnp.zeros((4, 4)).at[0, best].set(1.0))
-        served = made.personal(
-            State((), rows, ()), home(STORED[0]), Visit(0, client(data, 0), T, KEY)
+        served = made.personalize(
+            State((), rows, ()), home(STORED[0]), ClientContext(0, client(data, 0), T, KEY)
         )
         np.testing.assert_allclose(weights(served), STORED[best], rtol=1e-5)
 

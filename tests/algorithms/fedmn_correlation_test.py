@@ -12,7 +12,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedmn import correlation, router
 from fedjax_pfl.algorithms.fedmn.modular import blocks
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext
 from fedjax_pfl.core.examples import client_data
 from tests import cases, tiny
 
@@ -38,8 +38,8 @@ def test_only_the_map_to_gates_learns_and_embeddings_travel_once():
     algorithm = make(training)
     state = jax.jit(algorithm.init)(KEY)
     client, own = trees.row(state.clients, CLIENT), client_data(data, CLIENT)
-    visit, train = Visit(CLIENT, own, jnp.int32(0), KEY), jax.jit(algorithm.train)
-    done = train(state.server, client, visit)
+    ctx, train = ClientContext(CLIENT, own, jnp.int32(0), KEY), jax.jit(algorithm.train)
+    done = train(state.server, client, ctx)
     seen = done.upload["batch_stats"][correlation.STATISTICS]
     made = correlation.Correlation(tiny.Net(), LAYOUT, tiny.CLIENTS, 3)
     variables = {"params": router_of(state.server), "batch_stats": state.server["batch_stats"]}
@@ -57,7 +57,7 @@ def test_only_the_map_to_gates_learns_and_embeddings_travel_once():
         "batch_stats": {**state.server["batch_stats"], correlation.STATISTICS: known},
     }
     visited = client._replace(pi=jnp.full(10, 0.5))
-    learnt = train(server, visited, visit._replace(t=jnp.int32(1), key=jax.random.key(5)))
+    learnt = train(server, visited, ctx._replace(t=jnp.int32(1), key=jax.random.key(5)))
     for name in router.EMBEDDINGS:
         chex.assert_trees_all_equal(learnt.upload["params"][name], server["params"][name])
     before, after = (tree["params"]["router_gates"]["kernel"] for tree in (server, learnt.upload))
@@ -83,8 +83,8 @@ def test_an_encoder_without_use_neither_changes_nor_travels():
     state, ids = jax.jit(algorithm.init)(KEY), jnp.arange(tiny.CLIENTS)
 
     def one(i: jax.Array, client: Any) -> Any:
-        visit = Visit(i, client_data(data, i), jnp.int32(0), jax.random.fold_in(KEY, i))
-        return algorithm.train(state.server, client, visit)
+        ctx = ClientContext(i, client_data(data, i), jnp.int32(0), jax.random.fold_in(KEY, i))
+        return algorithm.train(state.server, client, ctx)
 
     done = jax.jit(jax.vmap(one))(ids, state.clients)
     active = np.asarray(done.upload["active"])

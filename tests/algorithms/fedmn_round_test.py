@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.networks import MLP
 from tests import tiny
@@ -112,7 +112,9 @@ def test_a_round_is_the_papers(gates):
     server, keys = state.server, jax.random.split(jax.random.key(40), len(CLIENTS))
 
     def train(i: jax.Array, client: Any, key: jax.Array) -> Any:
-        return algorithm.train(server, client, Visit(i, client_data(data, i), jnp.int32(22), key))
+        return algorithm.train(
+            server, client, ClientContext(i, client_data(data, i), jnp.int32(22), key)
+        )
 
     clients = jax.tree.map(lambda leaf: leaf[CLIENTS], state.clients)
     done = jax.jit(jax.vmap(train))(jnp.asarray(CLIENTS), clients, keys)
@@ -151,8 +153,8 @@ def test_a_round_is_the_papers(gates):
     assert moved.max() > 1e-3  # the router learns, or the comparison above shows nothing
 
     first = jax.tree.map(lambda leaf: leaf[0], done.client)
-    own = Visit(0, client_data(data, 0), jnp.int32(23), keys[0])
-    served = algorithm.personal(State(new, (), ()), first, own)["gates"]
+    own = ClientContext(0, client_data(data, 0), jnp.int32(23), keys[0])
+    served = algorithm.personalize(State(new, (), ()), first, own)["gates"]
     rows = numpy_data.train.rows[0][: tiny.TRAIN[0]]
     z = logits(jax.device_get(new["params"]), numpy_data.x[rows], numpy_data.y[rows])
     opened = z > 0

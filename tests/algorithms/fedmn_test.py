@@ -17,7 +17,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedmn.modular import Modular, blocks
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from tests import cases, rules, tiny
@@ -53,7 +53,7 @@ def plain(gates: str) -> tuple[Algorithm, Any, Any]:
     state, data = jax.jit(algorithm.init)(KEY), client_data(tiny.federated()[0], CLIENT)
     client = trees.row(state.clients, CLIENT)
     train = jax.jit(
-        lambda payload, t, key: algorithm.train(payload, client, Visit(0, data, t, key))
+        lambda payload, t, key: algorithm.train(payload, client, ClientContext(0, data, t, key))
     )
     return algorithm, state, train
 
@@ -126,7 +126,7 @@ def test_an_inactive_block_neither_travels_nor_changes(gates):
     def one(i: jax.Array, client: Any) -> Any:
         key = jax.random.fold_in(KEY, i)
         return algorithm.train(
-            state.server, client, Visit(i, client_data(data, i), jnp.int32(0), key)
+            state.server, client, ClientContext(i, client_data(data, i), jnp.int32(0), key)
         )
 
     uploads, _, clients, _ = jax.jit(jax.vmap(one))(ids, state.clients)
@@ -226,8 +226,8 @@ def test_evaluation_opens_gates_above_one_half():
     algorithm, state, train = plain("hard")
     data, client = client_data(tiny.federated()[0], CLIENT), trees.row(state.clients, CLIENT)
     serve = jax.jit(
-        lambda server: algorithm.personal(
-            State(server, (), ()), client, Visit(CLIENT, data, 0, KEY)
+        lambda server: algorithm.personalize(
+            State(server, (), ()), client, ClientContext(CLIENT, data, 0, KEY)
         )
     )
     pi = train(state.server, jnp.int32(0), KEY)[2].pi

@@ -120,7 +120,7 @@ def test_what_is_served_and_phases():
     moved = state._replace(
         rows={"params": {"head": {"kernel": rows["params"]["head"]["kernel"] + 1}}}
     )
-    served = made.personal(moved, None, linear.Visit(1, None, 0, KEY))
+    served = made.personalize(moved, None, linear.ClientContext(1, None, 0, KEY))
     np.testing.assert_allclose(kernels(served)[1], HEAD + 1, rtol=1e-6)
     assert set(served) == {"params"}
     chex.assert_trees_all_equal(made.init(KEY, moved)[:2], moved[:2])

@@ -76,14 +76,14 @@ def test_the_server_by_hand():
 
 def test_the_nearest_prototype_decides():
     made, _ = make()
-    served = made.personal(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
+    served = made.personalize(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
     x = X.astype(np.float32)
     logits, z = made.predict(served, x), X @ A
     for c in (0, 1):
         np.testing.assert_allclose(logits[:, c], -np.square(z - PROTOTYPES[c]).sum(1), rtol=1e-5)
     unseen = {**served, "seen": jnp.zeros(3, bool)}
     by_head = make(decides="head")[0]
-    plain = by_head.personal(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
+    plain = by_head.personalize(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
     assert set(plain) == {"params"}
     np.testing.assert_array_equal(made.predict(unseen, x), by_head.predict(plain, x))
 
@@ -92,7 +92,7 @@ def test_a_class_without_a_prototype_is_farthest_and_its_loss_stays_small():
     """Distances 1 and 9 to the prototypes, so 10 to class 2."""
     made, _ = make()
     unit = {"prototypes": jnp.float32([[0, 0], [2, 0], [7, 7]]), "seen": jnp.asarray(SEEN)}
-    served = made.personal(State(unit, (), ()), Client(deep(np.eye(2), HEAD), ()), None)
+    served = made.personalize(State(unit, (), ()), Client(deep(np.eye(2), HEAD), ()), None)
     logits = made.predict(served, jnp.float32([[-1.0, 0.0]]))
     np.testing.assert_array_equal(logits, [[-1.0, -9.0, -10.0]])
     loss = CLASSES.loss(logits, jnp.int32([2]), jnp.ones(3, bool))

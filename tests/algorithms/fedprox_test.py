@@ -6,7 +6,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms import linear
@@ -19,7 +19,9 @@ def test_two_steps_by_hand():
     data, federation = linear.federated([[[1.0]]], [[3.0]])
     training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
     made = algorithms.fedprox(linear.Linear(), training, federation, mu=2.0)
-    upload, after, _, _ = made.train(variables([1.0]), (), Visit(0, client(data, 0), T, KEY))
+    upload, after, _, _ = made.train(
+        variables([1.0]), (), ClientContext(0, client(data, 0), T, KEY)
+    )
     np.testing.assert_allclose(weights(upload), [1.34], rtol=1e-6)
     assert after is upload
 

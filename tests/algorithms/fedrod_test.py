@@ -58,7 +58,7 @@ def test_three_steps_by_hand():
     np.testing.assert_allclose(shared, head, rtol=1e-5)
     np.testing.assert_allclose(done.client.own["head"]["kernel"], mine, rtol=1e-5)
     np.testing.assert_allclose(kernels(done.variables)[1], head + mine, rtol=1e-5, atol=1e-6)
-    served = made.personal(State(deep(A, HEAD), (), ()), done.client, None)
+    served = made.personalize(State(deep(A, HEAD), (), ()), done.client, None)
     np.testing.assert_allclose(kernels(served)[1], HEAD + mine, rtol=1e-5, atol=1e-6)
     # What it is served is the sum of both heads' logits
     logits = made.predict(served, X.astype(np.float32))

@@ -28,7 +28,7 @@ def test_two_steps_by_hand():
     made, data = make(pull=0.25)
     mean, client = variables([5.0, -3.0]), Client(variables([1.0, 1.0]), ())
     x = np.array([2.0, 0.0])
-    served = made.personal(State(mean, (), ()), client, None)
+    served = made.personalize(State(mean, (), ()), client, None)
     np.testing.assert_allclose(weights(served), x, rtol=1e-6)
     for _ in range(2):
         x = x - 0.1 * np.array([x[0] - 3, 0.0])

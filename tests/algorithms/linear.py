@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Federation, State
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
 from tests.tiny import HALF_SQUARES
 from tests.tiny import cohort as tiny_cohort
@@ -50,10 +50,12 @@ def kernels(variables: Any) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(one["kernel"]) for _, one in sorted(variables["params"].items()))
 
 
-def work(made: Algorithm, payload: Any, client: Any, data: FederatedData, i: int = 0) -> Trained:
+def work(
+    made: Algorithm, payload: Any, client: Any, data: FederatedData, i: int = 0
+) -> ClientResult:
     """Client i's local work."""
     own = client_data(data, jnp.int32(i))
-    return jax.jit(made.train)(payload, client, Visit(jnp.int32(i), own, T, KEY))
+    return jax.jit(made.train)(payload, client, ClientContext(jnp.int32(i), own, T, KEY))
 
 
 def met(made: Algorithm, state: State, counts: Any, uploads: list[Any], arrived: Any) -> State:
@@ -69,14 +71,14 @@ def play(made: Algorithm, state: State, data: FederatedData, counts: Any, n: int
     """n rounds in which all take part."""
     ids = jnp.arange(len(counts))
 
-    def visit(state: State, client: Any, i: jax.Array) -> Any:
-        payload = made.send(state, Visit(i, None, T, KEY))
-        return payload, made.train(payload, client, Visit(i, client_data(data, i), T, KEY))
+    def ctx(state: State, client: Any, i: jax.Array) -> Any:
+        payload = made.send(state, ClientContext(i, None, T, KEY))
+        return payload, made.train(payload, client, ClientContext(i, client_data(data, i), T, KEY))
 
     @jax.jit
     def one(state: State) -> State:
         seen = state._replace(clients=())
-        payloads, done = jax.vmap(visit, (None, 0, 0))(seen, state.clients, ids)
+        payloads, done = jax.vmap(ctx, (None, 0, 0))(seen, state.clients, ids)
         here = jnp.ones(len(counts), bool)
         cohort = tiny_cohort(counts, ids, here, payloads, done.upload, T)
         return State(*made.receive(seen, cohort), done.client)

@@ -8,7 +8,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.per_fedavg import meta_gradient
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
@@ -39,7 +39,7 @@ def test_one_step_on_a_quadratic(variant):
     """Batches hold all of the data, so that only the direction is left."""
     made, data = make(variant)
     upload, trained, kept, metrics = made.train(
-        variables(START), (), Visit(0, client(data, 0), T, KEY)
+        variables(START), (), ClientContext(0, client(data, 0), T, KEY)
     )
     w = wanted(variant)
     np.testing.assert_allclose(weights(upload), w, atol=2e-6)
@@ -55,13 +55,17 @@ def test_the_directions_differ():
 
 def test_personal_is_one_inner_step():
     made, data = make("fo")
-    served = made.personal(State(variables(START), (), ()), (), Visit(0, client(data, 0), T, KEY))
+    served = made.personalize(
+        State(variables(START), (), ()), (), ClientContext(0, client(data, 0), T, KEY)
+    )
     np.testing.assert_allclose(weights(served), START - ALPHA * A @ START, rtol=1e-5)
 
 
 def test_without_an_inner_step_it_is_sgd():
     made, data = make("hf", alpha=0.0)
-    upload, trained, _, _ = made.train(variables(START), (), Visit(0, client(data, 0), T, KEY))
+    upload, trained, _, _ = made.train(
+        variables(START), (), ClientContext(0, client(data, 0), T, KEY)
+    )
     np.testing.assert_allclose(weights(upload), START - BETA * A @ START, rtol=1e-5)
     np.testing.assert_array_equal(weights(trained), weights(upload))
 

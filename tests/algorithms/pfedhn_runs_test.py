@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.runs import build, checkpoints, runner
 from fedjax_pfl.settings import configuration
 
@@ -91,7 +91,7 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     # How far the bodies that are sent are from their mean.
     send = run.phases[1].algorithm.send
     seen = run.state._replace(clients=())
-    sent = [send(seen, Visit(jnp.int32(i), None, T, KEY)) for i in range(6)]
+    sent = [send(seen, ClientContext(jnp.int32(i), None, T, KEY)) for i in range(6)]
     flat = np.stack([np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)]) for one in sent])
     lengths = np.linalg.norm(flat - flat.mean(0), axis=1) / np.linalg.norm(flat.mean(0))
     np.testing.assert_allclose(run.observations["spread"][1][-1], lengths, rtol=1e-5)
@@ -113,7 +113,7 @@ def test_one_hypernetwork_for_three_sizes():
     for g, size in enumerate(sizes):
 
         def send(s, g=g):
-            return algorithm.send[g](s, Visit(g, None, T, KEY))
+            return algorithm.send[g](s, ClientContext(g, None, T, KEY))
 
         payload = jax.eval_shape(send, state)
         assert trees.size(payload) == size

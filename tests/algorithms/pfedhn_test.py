@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.pfedhn import hypernet
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation, State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import MLP, LeNet
 from fedjax_pfl.simulation.rounds import make_rounds
@@ -189,7 +189,7 @@ def test_the_whole_method_equals_numpy(name: str):
 
 def everybody(algorithm: Any, state: Any) -> Any:
     """Payloads of all clients, and uploads a little away from them."""
-    send = jax.vmap(lambda i: algorithm.send(state, Visit(i, None, T, KEY)))
+    send = jax.vmap(lambda i: algorithm.send(state, ClientContext(i, None, T, KEY)))
     payloads, rng = jax.jit(send)(jnp.arange(tiny.CLIENTS)), np.random.default_rng(0)
 
     def noise(leaf):
@@ -209,7 +209,7 @@ def test_a_step_brings_the_generated_model_closer_to_the_trained_one():
         server, rows = algorithm.receive(
             state, tiny.cohort(tiny.TRAIN, i[None], jnp.ones(1, bool), payload, upload, T)
         )
-        after = algorithm.send(State(server, rows, ()), Visit(i, None, T, KEY))
+        after = algorithm.send(State(server, rows, ()), ClientContext(i, None, T, KEY))
 
         def change(model):
             return trees.squared_norm(jax.tree.map(lambda a, b: a - b[0], model, upload))
@@ -260,7 +260,7 @@ def test_sizes_share_one_step():
     arrived = (jnp.array([True, False]), jnp.array([True, True]))
 
     def send(g):
-        return jax.jit(jax.vmap(lambda i: algorithm.send[g](state, Visit(i, None, T, KEY))))
+        return jax.jit(jax.vmap(lambda i: algorithm.send[g](state, ClientContext(i, None, T, KEY))))
 
     payloads = tuple(send(g)(ids[g] % 6) for g in range(2))
     sizes = [trees.size(trees.row(p, 0)) for p in payloads]
@@ -297,14 +297,14 @@ def test_heads_never_travel():
         made = getattr(algorithms, name)(LeNet(), cases.training(), federation)
         state = jax.eval_shape(made.init, KEY)
         assert state.rows.v.shape == (50, 13)
-        payload = jax.eval_shape(lambda s, m=made: m.send(s, Visit(0, None, T, KEY)), state)
+        payload = jax.eval_shape(lambda s, m=made: m.send(s, ClientContext(0, None, T, KEY)), state)
         bill = made.traffic(payload, payload)
         assert sum(bill.down.values()) == sum(bill.up.values()) == 4 * wanted
         assert ("fc3" in bill.up) == (name == "pfedhn")
 
 
 def test_a_body_serves_another_clients_head():
-    """`personal` joins body j with head i."""
+    """`personalize` joins body j with head i."""
     made = make("pfedhn_pc")
     state = jax.jit(made.init)(KEY)
     home = jax.tree.map(
@@ -313,8 +313,8 @@ def test_a_body_serves_another_clients_head():
     clients = state.clients._replace(own=home)
     mixed, body = jax.jit(
         lambda state, client: (
-            made.personal(state, client, Visit(1, None, T, KEY)),
-            made.send(state, Visit(1, None, T, KEY))["params"],
+            made.personalize(state, client, ClientContext(1, None, T, KEY)),
+            made.send(state, ClientContext(1, None, T, KEY))["params"],
         )
     )(state, trees.row(clients, 4))
     chex.assert_trees_all_equal(mixed["params"]["fc1"], body["fc1"])

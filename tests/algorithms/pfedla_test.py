@@ -12,7 +12,7 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.pfedla.layer_weights import normalised
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.randomness import INIT, stage_key
@@ -85,7 +85,8 @@ def test_a_tiny_step_brings_the_mixed_model_closer_to_the_trained_one(normalise:
     ids, t = jnp.arange(N), jnp.int32(0)
     send = jax.jit(
         jax.vmap(
-            lambda rows, i: algorithm.send(State((), rows, ()), Visit(i, None, t, KEY)), (None, 0)
+            lambda rows, i: algorithm.send(State((), rows, ()), ClientContext(i, None, t, KEY)),
+            (None, 0),
         )
     )
     payloads = send(state.rows, ids)
@@ -131,7 +132,7 @@ def test_with_one_hot_alpha_pfedla_equals_local():
     state = one_hot_psi(algorithm, scattered(algorithm))
     for i in range(N):
         payload = algorithm.send(
-            State((), state.rows, ()), Visit(jnp.int32(i), None, jnp.int32(0), KEY)
+            State((), state.rows, ()), ClientContext(jnp.int32(i), None, jnp.int32(0), KEY)
         )
         chex.assert_trees_all_equal(payload["params"], trees.row(state.rows.theta, i))
     pfedla = make_rounds(algorithm, federation, cohort=N, calls=3)
@@ -155,7 +156,7 @@ def test_uniform_alpha_is_the_plain_mean():
     algorithm = make()
     state = scattered(algorithm)
     payload = algorithm.send(
-        State((), state.rows, ()), Visit(jnp.int32(2), None, jnp.int32(0), KEY)
+        State((), state.rows, ()), ClientContext(jnp.int32(2), None, jnp.int32(0), KEY)
     )
     expected = trees.weighted_mean(state.rows.theta, jnp.ones(N))
     chex.assert_trees_all_close(payload["params"], expected, rtol=1e-5, atol=1e-6)
@@ -183,7 +184,7 @@ def test_the_largest_own_weights_are_retained():
     weights = np.asarray(algorithm.observe(state)["alpha"])
     for i in range(N):
         payload = algorithm.send(
-            State((), state.rows, ()), Visit(jnp.int32(i), None, jnp.int32(0), KEY)
+            State((), state.rows, ()), ClientContext(jnp.int32(i), None, jnp.int32(0), KEY)
         )
         chosen = set(np.flatnonzero(payload["retained"]))
         assert chosen == set(np.argsort(-weights[i, :, i])[:2])
@@ -203,7 +204,7 @@ def test_of_equal_weights_the_earlier_layers_are_retained(model, first):
     state = made.init(KEY)
     equal = jax.tree.map(jnp.zeros_like, state.rows.psi)
     state = state._replace(rows=state.rows._replace(psi=equal))
-    kept = made.send(state, Visit(jnp.int32(2), None, jnp.int32(0), KEY))["retained"]
+    kept = made.send(state, ClientContext(jnp.int32(2), None, jnp.int32(0), KEY))["retained"]
     names = np.array(list(trees.bytes_per_layer(state.rows.theta)))
     assert sorted(names[np.asarray(kept)]) == sorted(first)
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
 from tests.algorithms import linear
@@ -30,7 +30,7 @@ def test_one_local_round_by_hand():
     """θ: 1 → 1 − .05·(−2) = 1.1 → 1.1 − .05·(−1.9 + 15·.1) = 1.12; w: 1 + .01·15·.12 = 1.018."""
     made, data = make()
     upload, trained, kept, metrics = made.train(
-        variables([1.0]), (), Visit(0, client(data, 0), T, KEY)
+        variables([1.0]), (), ClientContext(0, client(data, 0), T, KEY)
     )
     np.testing.assert_allclose(weights(trained), [1.12], rtol=1e-6)
     np.testing.assert_allclose(weights(upload), [1.018], rtol=1e-6)
@@ -42,7 +42,9 @@ def test_one_local_round_by_hand():
 
 def test_local_rounds_go_on_from_the_last_theta():
     made, data = make(rounds=4)
-    upload, trained, _, _ = made.train(variables([1.0]), (), Visit(0, client(data, 0), T, KEY))
+    upload, trained, _, _ = made.train(
+        variables([1.0]), (), ClientContext(0, client(data, 0), T, KEY)
+    )
     w = theta = 1.0
     for _ in range(4):
         for _ in range(2):
@@ -55,20 +57,24 @@ def test_local_rounds_go_on_from_the_last_theta():
 def test_a_client_is_served_theta_after_its_local_rounds():
     """Not w, and not the θ of the first batch only; of one round 200 steps solve exactly."""
     made, data = make(rounds=4)
-    _, trained, _, _ = made.train(variables([1.0]), (), Visit(0, client(data, 0), T, KEY))
-    served = made.personal(State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), T, KEY))
+    _, trained, _, _ = made.train(variables([1.0]), (), ClientContext(0, client(data, 0), T, KEY))
+    served = made.personalize(
+        State(variables([1.0]), (), ()), (), ClientContext(0, client(data, 0), T, KEY)
+    )
     np.testing.assert_array_equal(weights(served), weights(trained))
     assert weights(served)[0] > 1.15  # one round ends at 1.12
     exact, _ = make(inner_steps=200)
-    served = exact.personal(State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), T, KEY))
+    served = exact.personalize(
+        State(variables([1.0]), (), ()), (), ClientContext(0, client(data, 0), T, KEY)
+    )
     np.testing.assert_allclose(weights(served), [(TARGET + 15) / 16], rtol=1e-6)
 
 
 def test_a_large_penalty_ties_theta_to_w():
     for penalty in (15.0, 1.5e3, 1.5e5):
         made, data = make(penalty=penalty, inner_rate=1 / penalty, inner_steps=5)
-        served = made.personal(
-            State(variables([1.0]), (), ()), (), Visit(0, client(data, 0), T, KEY)
+        served = made.personalize(
+            State(variables([1.0]), (), ()), (), ClientContext(0, client(data, 0), T, KEY)
         )
         wanted = (TARGET - 1) / (penalty + 1)  # the minimum; five steps end 2e-7 from it
         np.testing.assert_allclose(weights(served) - 1, [wanted], rtol=1e-4, atol=2e-6)
@@ -92,7 +98,7 @@ def test_each_inner_step_has_a_dropout_mask_of_its_own():
     settings = {"penalty": 1e-6, "inner_steps": 4, "inner_rate": 1.0}
     made = algorithms.pfedme(Dropped(), training, federation, **settings)
     start = variables(np.zeros(64))
-    _, trained, _, _ = made.train(start, (), Visit(0, client(data, 0), T, KEY))
+    _, trained, _, _ = made.train(start, (), ClientContext(0, client(data, 0), T, KEY))
     moved = np.round(-weights(trained), 3)  # what the penalty adds is below 1e-4
     assert set(moved) <= {0, 2, 4, 6, 8}
     assert np.isin(moved, (2, 4, 6)).sum() >= 48  # expected: 64 · 14/16 = 56, deviation 2.6

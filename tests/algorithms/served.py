@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, State, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, State
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.randomness import TRAIN, stage_key
 from fedjax_pfl.simulation.rounds import make_rounds
@@ -33,13 +33,13 @@ def served(algorithm: Algorithm, state: State, i: int) -> Any:
     """The variables that client i is served now."""
     own = client_data(tiny.federated()[0], jnp.int32(i))
     client = trees.row(state.clients, i)
-    return algorithm.personal(state, client, Visit(i, own, 0, KEY))
+    return algorithm.personalize(state, client, ClientContext(i, own, 0, KEY))
 
 
 def trained(algorithm: Algorithm, state: State, i: int) -> tuple[Any, Any, Any, Any]:
     """Client i's upload, model, state and metrics after one round of its work."""
     data, client = tiny.federated()[0], trees.row(state.clients, i)
-    payload = algorithm.send(state, Visit(i, None, 0, KEY))
+    payload = algorithm.send(state, ClientContext(i, None, 0, KEY))
     key = stage_key(KEY, TRAIN, 0, i)
-    visit = Visit(jnp.int32(i), client_data(data, i), jnp.int32(0), key)
-    return jax.jit(algorithm.train)(payload, client, visit)
+    ctx = ClientContext(jnp.int32(i), client_data(data, i), jnp.int32(0), key)
+    return jax.jit(algorithm.train)(payload, client, ctx)

@@ -141,7 +141,7 @@ GENERAL_NAMES = [name for group in GENERAL.values() for name in group]
 def test_every_general_setting_has_its_default_and_its_meaning():
     default = configuration.default()
     assert len(GENERAL_NAMES) == len(set(GENERAL_NAMES))
-    owners = {name for table in configuration.OURS for name in table}
+    owners = {name for table in configuration.BUILTINS for name in table}
     assert set(GENERAL_NAMES) == set(default) - owners
     found = dict(re.findall(r"^    (\w+) +(\S+ +\S.*)$", listing.listing("settings"), re.MULTILINE))
     assert set(found) >= set(GENERAL_NAMES)

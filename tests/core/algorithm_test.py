@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.examples import client_data
 from tests import cases, tiny
 
@@ -55,12 +55,14 @@ def test_where_only_clients_without_examples_arrive_the_server_stays(name):
     made, key = cases.make(name, federation), jax.random.key(0)
     state = jax.jit(made.init)(key)
 
-    def visit(state):
-        payload = made.send(state, Visit(0, None, 0, key))
+    def ctx(state):
+        payload = made.send(state, ClientContext(0, None, 0, key))
         client = jax.tree.map(lambda leaf: leaf[0], state.clients)
-        return payload, made.train(payload, client, Visit(0, client_data(data, 0), 0, key)).upload
+        return payload, made.train(
+            payload, client, ClientContext(0, client_data(data, 0), 0, key)
+        ).upload
 
-    shapes = jax.eval_shape(visit, state)
+    shapes = jax.eval_shape(ctx, state)
     payloads, uploads = jax.tree.map(lambda s: jnp.ones((2, *s.shape), s.dtype), shapes)
     here = tiny.cohort(np.zeros(6), jnp.arange(2), jnp.ones(2, bool), payloads, uploads, 0)
     server, _ = jax.jit(made.receive)(State(state.server, state.rows, ()), here)

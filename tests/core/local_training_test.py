@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.core.task import Task
@@ -56,8 +56,8 @@ def trace(rounds: int, steps: int, **settings: Any) -> list[float]:
 
     @jax.jit
     def fit(params: Any, state: Any, t: jax.Array) -> Any:
-        visit = Visit(2, data, t, KEY)
-        return local_training.fit(training, quadratic, params, {}, state, visit)
+        ctx = ClientContext(2, data, t, KEY)
+        return local_training.fit(training, quadratic, params, {}, state, ctx)
 
     seen = []
     for t in range(rounds):
@@ -127,14 +127,14 @@ def start(size: int) -> Any:
 def visitor(mapped: bool, **settings: Any) -> Any:
     training = local_training.sgd(learning_rate=1.0, momentum=0.5, keep_optimizer=True, **settings)
 
-    def visit(data: FederatedData, i: jax.Array) -> Any:
+    def ctx(data: FederatedData, i: jax.Array) -> Any:
         params, rest = start(training.batch_size)
         state = training.optimizer.init(params)
         key, t = jax.random.fold_in(KEY, i), jnp.int32(0)
-        visit = Visit(i, client_data(data, i), t, key)
-        return local_training.fit(training, recorder, params, rest, state, visit)
+        ctx = ClientContext(i, client_data(data, i), t, key)
+        return local_training.fit(training, recorder, params, rest, state, ctx)
 
-    return jax.jit(jax.vmap(visit, (None, 0)) if mapped else visit)
+    return jax.jit(jax.vmap(ctx, (None, 0)) if mapped else ctx)
 
 
 def visited(data: FederatedData, **settings: Any) -> Any:
@@ -309,8 +309,8 @@ def test_a_batch_larger_than_all_data_takes_no_more_memory_and_changes_nothing(h
             return (value, rest), slope
 
         def fit(data):
-            visit = Visit(5, client_data(data, 5), 0, KEY)
-            return local_training.fit(training, gradient, variables["params"], {}, (), visit)[0]
+            ctx = ClientContext(5, client_data(data, 5), 0, KEY)
+            return local_training.fit(training, gradient, variables["params"], {}, (), ctx)[0]
 
         shapes = jax.make_jaxpr(fit)(data)
         return fit(data), shapes

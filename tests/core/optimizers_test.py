@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from fedjax_pfl.core import local_training, optimizers
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.settings.general import ROWS
@@ -42,10 +42,10 @@ def gradient(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
 
 def fitted(training: local_training.Training, state: Any = (), t: int = 0) -> Any:
     """Parameters and the optimiser's state after a visit, and the batches' sums."""
-    visit = Visit(CLIENT, client_data(DATA, jnp.int32(CLIENT)), jnp.int32(t), KEY)
+    ctx = ClientContext(CLIENT, client_data(DATA, jnp.int32(CLIENT)), jnp.int32(t), KEY)
     rest = {"seen": jnp.zeros(3 * STEPS), "n": jnp.int32(0)}
     fit = jax.jit(local_training.fit, static_argnums=(0, 1))
-    params, rest, state, _ = fit(training, gradient, PARAMS, rest, state, visit)
+    params, rest, state, _ = fit(training, gradient, PARAMS, rest, state, ctx)
     return params, state, rest["seen"][: int(rest["n"])]
 
 

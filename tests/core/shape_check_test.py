@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.core.algorithm import State, Trained
+from fedjax_pfl.core.algorithm import ClientResult, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
@@ -24,7 +24,7 @@ def line(**changes):
 
 
 def train(change):
-    return lambda payload, client, visit: change(BASE.train(payload, client, visit))
+    return lambda payload, client, ctx: change(BASE.train(payload, client, ctx))
 
 
 def test_what_is_right_passes():
@@ -37,25 +37,25 @@ def test_what_is_right_passes():
 AMP = cases.make("fedamp", FEDERATION)
 
 
-def test_far_rows_are_read_in_three_ways_alone():
+def test_offloaded_rows_are_read_in_three_ways_alone():
     def line(**changes):
         with pytest.raises(UsageError) as caught:
             check_shapes("mine", AMP._replace(**changes), FEDERATION, DATA)
         return str(caught.value)
 
-    def summed(state, visit):
+    def summed(state, ctx):
         """Of all that there is of the rows, which far ones do not show."""
         more = sum(jnp.sum(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(state.rows))
-        return jax.tree.map(lambda leaf: leaf + more, AMP.send(state, visit))
+        return jax.tree.map(lambda leaf: leaf + more, AMP.send(state, ctx))
 
-    wrong = "reads rows that are far by more than trees.row, far.mixed and far.each"
+    wrong = "reads offloaded rows; use trees.row, offload.weighted_sum or offload.map_clients"
     assert line(send=summed) == f"mine: send {wrong}"
     assert line(observe=lambda state: {"rows": state.rows["params"]}) == f"mine: observe {wrong}"
-    lost = "mine: receive writes rows that are far by more than cohort.put"
+    lost = "mine: receive replaces offloaded rows; write them with cohort.put"
     first = AMP.init(jax.random.key(0)).rows
     assert line(receive=lambda state, cohort: (state.server, first)) == lost
-    assert line(far=("models",)) == "mine: far names models, and rows have params"
-    check_shapes("mine", AMP._replace(send=summed, far=()), FEDERATION, DATA)
+    assert line(offload=("models",)) == "mine: offload names models, and rows have params"
+    check_shapes("mine", AMP._replace(send=summed, offload=()), FEDERATION, DATA)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_far_rows_are_read_in_three_ways_alone():
         (
             {"train": train(lambda done: tuple(done)[:3])},
             "mine: train returns a tuple of 3; it must return "
-            "Trained(upload, variables, client, metrics)",
+            "ClientResult(upload, variables, client, metrics)",
         ),
         (
             {"train": train(lambda done: done._replace(client=()))},
@@ -119,7 +119,7 @@ def test_far_rows_are_read_in_three_ways_alone():
         ),
         (
             {"send": lambda server, rows, i, t, key: server},
-            "mine: send takes (server, rows, i, t, key); it must take (state, visit)",
+            "mine: send takes (server, rows, i, t, key); it must take (state, ctx)",
         ),
         (
             {"predict": lambda variables, x: jnp.zeros(2)},
@@ -140,9 +140,9 @@ def test_a_mistake_is_one_line(changes, said):
 
 
 def test_what_a_function_raises_is_shown_with_its_name():
-    broken = BASE._replace(send=lambda state, visit: state.rows[visit.i])
+    broken = BASE._replace(send=lambda state, ctx: state.rows[ctx.i])
     with pytest.raises(Exception, match="__index__") as caught:
         check_shapes("mine", broken, FEDERATION, DATA)
     assert not isinstance(caught.value, UsageError)
     assert caught.value.__notes__[-1] == "raised in send of mine"
-    assert Trained._fields == ("upload", "variables", "client", "metrics")
+    assert ClientResult._fields == ("upload", "variables", "client", "metrics")

@@ -39,10 +39,10 @@ def test_integers_stay_integers_and_say_what_is_learned_by_their_type():
     one, *_ = federate(tokens, "iid", clients=3)
     _, federation, _ = federate(tokens, "iid", clients=3)
     assert (one.x.dtype, one.y.dtype) == ("int32", "int32")
-    assert (federation.input_dtype, federation.each, federation.outputs) == ("int32", (5,), 7)
+    assert (federation.input_dtype, federation.positions, federation.outputs) == ("int32", (5,), 7)
     assert federation.examples(2).dtype == "int32"
     _, federation, _ = federate(labels, "iid", clients=3)
-    assert (federation.input_dtype, federation.each, federation.outputs) == ("float32", (), 5)
+    assert (federation.input_dtype, federation.positions, federation.outputs) == ("float32", (), 5)
     image = arrays(np.zeros((4, 2, 2, 1), np.uint8), np.arange(4) % 2)
     assert federate(image, "iid", clients=2)[1].input_dtype == "float32"
 

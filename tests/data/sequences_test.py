@@ -98,7 +98,7 @@ def test_femnist_is_leafs_folder_in_the_data_folder(tmp_path):
     preset.fedmn.update(width=2, hidden=2, x_size=2, y_size=2)
     built = build(preset)
     assert "digest" in described(built)  # another sample of LEAF's is noticed
-    federation = built.phases[-1].work.federation
+    federation = built.phases[-1].inputs.federation
     np.testing.assert_array_equal(federation.counts, [8, 8, 8])
     assert (federation.input_shape, federation.outputs) == ((28, 28, 1), 62)
 

@@ -389,5 +389,5 @@ def test_nothing_that_is_planted_is_among_the_bytes_that_leave_in_a_run(tmp_path
     # The search does find what a node holds: its own files have all of it.
     held = (tmp_path / "0" / "own.csv").read_bytes()
     assert all(word.encode() in held for word in (SECRET, "Person", *COLUMNS, str(ID)))
-    for visit in (tmp_path / "0" / "node").glob("run-*/client-0/visit-*"):
-        assert b"upload/" in visit.read_bytes()
+    for ctx in (tmp_path / "0" / "node").glob("run-*/client-0/visit-*"):
+        assert b"upload/" in ctx.read_bytes()

@@ -105,7 +105,7 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
     assert (tmp_path / "real" / "traffic.json").read_text() == (
         tmp_path / "simulated" / "traffic.json"
     ).read_text()
-    wanted = dict(export.personal(simulated, simulated.state, 3, range(3)))
+    wanted = dict(export.personalize(simulated, simulated.state, 3, range(3)))
     x = np.ones((2, 2, 2, 1), np.float32)
     for i in range(3):
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")

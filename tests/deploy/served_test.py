@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import served
 
@@ -17,52 +17,52 @@ STATE = State(jnp.float32(2.0), ROWS, ())
 CLIENT = jnp.ones(3)
 
 
-def visit(i: int) -> Visit:
-    return Visit(jnp.int32(i), {"x": jnp.arange(5.0)}, jnp.int32(7), jax.random.key(3))
+def ctx(i: int) -> ClientContext:
+    return ClientContext(jnp.int32(i), {"x": jnp.arange(5.0)}, jnp.int32(7), jax.random.key(3))
 
 
-def both(personal: Any, i: int = 2) -> tuple[list[Any], Any]:
+def both(personalize: Any, i: int = 2) -> tuple[list[Any], Any]:
     """What crossed, and what came of it; the state is not there at the client, nor at the server
     the client's own."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), CLIENT)
-    data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), visit(i).data)
-    crossed = served.serve(personal, STATE, shapes, visit(i)._replace(data=data))
+    data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), ctx(i).data)
+    crossed = served.serve(personalize, STATE, shapes, ctx(i)._replace(data=data))
     nothing = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), STATE)
-    return crossed, served.finish(personal, crossed, nothing, CLIENT, visit(i))
+    return crossed, served.finish(personalize, crossed, nothing, CLIENT, ctx(i))
 
 
-def mixed(state: State, client: Any, visit: Visit) -> Any:
+def mixed(state: State, client: Any, ctx: ClientContext) -> Any:
     """A row of the client's own, a scalar that is spread, a draw, and a loop over the data."""
-    mine = jnp.tanh(state.rows @ jnp.ones((3, 3)))[visit.i]
-    noise = jax.random.normal(visit.key, (3,))
+    mine = jnp.tanh(state.rows @ jnp.ones((3, 3)))[ctx.i]
+    noise = jax.random.normal(ctx.key, (3,))
 
     def step(n: Any, so_far: Any) -> Any:
-        return so_far + mine * visit.data["x"][n]
+        return so_far + mine * ctx.data["x"][n]
 
     total = jax.lax.fori_loop(0, 5, step, client)
-    return {"w": total + noise, "b": jnp.full((50,), state.server) * visit.data["x"][0]}
+    return {"w": total + noise, "b": jnp.full((50,), state.server) * ctx.data["x"][0]}
 
 
 def test_both_parts_make_the_whole_and_a_row_and_a_number_cross():
     crossed, made = both(mixed)
-    wanted = mixed(STATE, CLIENT, visit(2))
+    wanted = mixed(STATE, CLIENT, ctx(2))
     for name in wanted:
         np.testing.assert_allclose(made[name], wanted[name], rtol=1e-6)
     assert sum(map(trees.leaf_bytes, crossed)) <= 4 * (3 + 2)
 
 
 def test_what_is_the_clients_alone_makes_nothing_cross():
-    assert both(lambda state, client, visit: client * visit.data["x"][1])[0] == []
+    assert both(lambda state, client, ctx: client * ctx.data["x"][1])[0] == []
 
 
 def test_what_is_the_servers_alone_crosses_as_it_is():
-    crossed, made = both(lambda state, client, visit: state.rows[visit.i] * 2)
+    crossed, made = both(lambda state, client, ctx: state.rows[ctx.i] * 2)
     assert [one.shape for one in crossed] == [(3,)]
     np.testing.assert_array_equal(made, ROWS[2] * 2)
 
 
 def test_nobody_is_sent_the_rows_of_others():
-    def greedy(state: State, client: Any, visit: Visit) -> Any:
+    def greedy(state: State, client: Any, ctx: ClientContext) -> Any:
         return jnp.where(client[0] > 0, state.rows, 0.0).sum(0)
 
     with pytest.raises(UsageError, match="all clients' rows"):

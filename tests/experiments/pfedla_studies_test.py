@@ -8,7 +8,7 @@ import pytest
 from experiments.papers.pfedla import studies
 from experiments.papers.pfedla.similarity import layer_cosines, similarity
 from fedjax_pfl.algorithms.pfedla.layer_mixing import layer_rows
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from tests import cases, tiny
 
 THETA = {
@@ -46,7 +46,9 @@ def test_similar_models_weigh_more(kind: str, rows: int):
     assert alpha.shape == (tiny.CLIENTS, rows, tiny.CLIENTS)
     # exp(log 3 * 1) = 3 for two clients, 1/3 for four.
     np.testing.assert_allclose(alpha[0, :, 0], 3 / (6 + 4 / 3), rtol=1e-5)
-    sent = made.send(State((), state.rows, ()), Visit(jnp.int32(0), None, jnp.int32(0), None))
+    sent = made.send(
+        State((), state.rows, ()), ClientContext(jnp.int32(0), None, jnp.int32(0), None)
+    )
     expected = (6 - 4 / 3) / (6 + 4 / 3)
     for leaf in jax.tree.leaves(sent):
         np.testing.assert_allclose(leaf, expected, rtol=1e-5)

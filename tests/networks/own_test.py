@@ -20,7 +20,7 @@ KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
 
 
-class Plain(nn.Module):
+class RoundFunctions(nn.Module):
     """Parameters in another order than that of their names; a flag by another name."""
 
     outputs: int = 3
@@ -51,7 +51,7 @@ class Normed(nn.Module):
         return nn.Dense(2)(nn.BatchNorm(not is_training)(nn.Dense(4)(x)))
 
 
-LINEN = Linen("Plain", {}, Plain(), (5,))
+LINEN = Linen("Plain", {}, RoundFunctions(), (5,))
 NNX = Nnx("Modern", {}, lambda rngs: Modern(rngs=rngs), (5,))
 
 
@@ -72,7 +72,7 @@ def test_layers_are_in_the_order_of_calls():
 
 def test_features_are_the_inputs_of_the_last_layer():
     variables = LINEN.init(KEY, X[:1])
-    outputs, z = WithFeatures(Linen("Plain", {}, Plain(), (5,))).apply(variables, X)
+    outputs, z = WithFeatures(Linen("Plain", {}, RoundFunctions(), (5,))).apply(variables, X)
     wanted = X.astype(np.float64) @ variables["params"]["z"]["kernel"] / np.sqrt(1 + 1e-5)
     np.testing.assert_allclose(z, np.maximum(wanted, 0), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(outputs, LINEN.apply(variables, X))
@@ -226,7 +226,7 @@ def test_what_cannot_be_trained(net, line):
 
 
 def test_layers_and_head_can_be_named():
-    named = type("Named", (Plain,), {"layers": ("a", "z", "middle"), "head": "z"})
+    named = type("Named", (RoundFunctions,), {"layers": ("a", "z", "middle"), "head": "z"})
     net = Linen("Named", {}, named(), (5,))
     assert (net.layers, net.head) == (("a", "z", "middle"), "z")
     with pytest.raises(
@@ -278,9 +278,9 @@ class Remembers(nn.Module):
             Remembers("batch_stats", 3),
         ),
         (
-            type("Named", (Plain,), {"layers": ("a", "z")})(),
+            type("Named", (RoundFunctions,), {"layers": ("a", "z")})(),
             "layers names a, z; .* name all of them and no others, or leave layers out",
-            type("Named", (Plain,), {"layers": ("a", "z", "middle")})(),
+            type("Named", (RoundFunctions,), {"layers": ("a", "z", "middle")})(),
         ),
         (
             WithHead(),

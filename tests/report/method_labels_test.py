@@ -82,7 +82,7 @@ def test_changes_as_a_sentence():
 
 def test_the_first_line_has_what_all_runs_change():
     runs = [read(learning_rate=rate, momentum=0.9) for rate in (0.1, 0.2)]
-    assert method_labels.first_line(runs, configuration.OURS) == (
+    assert method_labels.first_line(runs, configuration.BUILTINS) == (
         "FedAvg, the method of McMahan et al. 2017; changed from the defaults: momentum=0.9"
     )
 
@@ -95,7 +95,7 @@ def test_the_first_line_knows_the_settings_of_a_users_own_method():
           strength: how much.
         """
 
-    words = configuration.OURS
+    words = configuration.BUILTINS
     words = words._replace(algorithm={**words.algorithm, "mine": mine})
     config = read() | {"algorithm": "mine", "mine": {"strength": 2.0}}
     assert method_labels.first_line([config], words) == (

@@ -52,9 +52,9 @@ def test_by_default_checkpoints_take_a_twentieth_of_the_time(tmp_path, monkeypat
 def test_the_next_checkpoint_has_to_fit_into_the_twentieth_too():
     """Of the time of all runs that a program computes: here two, of ten seconds each."""
     at = run_state.Position(seconds=10.0, checkpoint_seconds=0.25)
-    member = run_state.Member("", {}, {}, at=at, last_checkpoint_seconds=0.25)
+    member = run_state.SweepRun("", {}, {}, at=at, last_checkpoint_seconds=0.25)
     assert run_state.checkpoints_fit([member, member])
-    slower = run_state.Member("", {}, {}, at=at, last_checkpoint_seconds=0.26)
+    slower = run_state.SweepRun("", {}, {}, at=at, last_checkpoint_seconds=0.26)
     assert not run_state.checkpoints_fit([slower, member])
     member.at = at._replace(seconds=9.9)
     assert not run_state.checkpoints_fit([member])

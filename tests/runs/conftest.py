@@ -18,8 +18,8 @@ def with_seed(config, seed):
 
 def seeded(phase, seeds):
     """The same phase, compiled once, of points with these seeds."""
-    alike = [with_seed(one, seed) for one, seed in zip(phase.work.alike, seeds, strict=True)]
-    return phase._replace(work=dataclasses.replace(phase.work, alike=alike))
+    alike = [with_seed(one, seed) for one, seed in zip(phase.inputs.alike, seeds, strict=True)]
+    return phase._replace(work=dataclasses.replace(phase.inputs, alike=alike))
 
 
 @pytest.fixture(scope="module", autouse=True)

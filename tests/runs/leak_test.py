@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.runs import checkpoints
 from fedjax_pfl.simulation import ledger, metrics
@@ -80,17 +80,17 @@ def test_a_mark_in_a_clients_data_and_layers_stays_with_it(name: str, tmp_path: 
     assert near(DATA, client_data(data, WHO).x)
     ids, key = jnp.arange(tiny.CLIENTS), jax.random.key(1)
 
-    def visit(state: State, i: jax.Array, t: jax.Array) -> Any:
-        payload = made.send(state, Visit(i, None, t, key))
+    def ctx(state: State, i: jax.Array, t: jax.Array) -> Any:
+        payload = made.send(state, ClientContext(i, None, t, key))
         client = trees.row(state.clients, i)
         upload, trained, client, seen = made.train(
-            payload, client, Visit(i, client_data(data, i), t, key)
+            payload, client, ClientContext(i, client_data(data, i), t, key)
         )
         return payload, upload, client, seen, trained
 
     @jax.jit
     def one_round(state: State, t: jax.Array) -> tuple[State, Any]:
-        met = jax.vmap(visit, (None, 0, None))(state, ids, t)
+        met = jax.vmap(ctx, (None, 0, None))(state, ids, t)
         arrived = jnp.ones(tiny.CLIENTS, bool)
         cohort = tiny.cohort(tiny.TRAIN, ids, arrived, *met[:2], t)
         server, rows = made.receive(state, cohort)

@@ -53,7 +53,7 @@ def test_a_line_of_an_evaluation_to_the_letter():
 
 def test_a_line_says_of_which_run_it_is_where_there_are_several():
     for name, said in (("seed=1", "seed=1: no model"), ("", "no model")):
-        member = run_state.Member(name, configuration.default(), {})
+        member = run_state.SweepRun(name, configuration.default(), {})
         assert progress.named(member, "no model") == said
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import client_data
 from fedjax_pfl.runs import build, runner
@@ -252,7 +252,7 @@ def test_the_learning_rate_drops_at_its_rounds():
 
     @jax.jit
     def step(t):
-        upload, *_ = phase.algorithm.train(server, (), Visit(0, client, t, key))
+        upload, *_ = phase.algorithm.train(server, (), ClientContext(0, client, t, key))
         return trees.squared_norm(trees.change(server, upload))
 
     sizes = np.sqrt([float(step(jnp.int32(t))) for t in range(2, 7)])

@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_another_store(method, tmp_path):
     assert_same(got, wanted)
     whole = export.restored(tmp_path)
     for state in (got.state, got.best):
-        parts = (export.personal(whole, one, 4, [1, 4]) for one in (state, arrays(state)))
+        parts = (export.personalize(whole, one, 4, [1, 4]) for one in (state, arrays(state)))
         for (i, one), (j, other) in zip(*parts, strict=True):
             assert i == j
             assert_close(one, other)

@@ -42,8 +42,8 @@ def test_a_core_without_a_client_is_no_device(cohort, devices, used):
         phases=({"rounds": 1}, {"rounds": 1, "clients_per_round": 1}),
     )
     first, later = build.build(made).phases
-    assert first.work.mesh is later.work.mesh  # one for the run: the state stays where it is
-    assert first.work.devices == used
+    assert first.inputs.mesh is later.inputs.mesh  # one for the run: the state stays where it is
+    assert first.inputs.devices == used
 
 
 def test_accelerators_and_several_processes_keep_all_devices(monkeypatch):

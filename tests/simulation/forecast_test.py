@@ -32,7 +32,7 @@ def test_needs():
     assert forecast.need(rows, "host").device == host.device + 50_000
     assert forecast.need(rows, "disk").disk == disk.disk + 2 * 50_000
     # Rows of which 40 bytes lie where clients' do, and are on the device for those of a round.
-    some = forecast.need(rows._replace(far=40), "host")
+    some = forecast.need(rows._replace(offload=40), "host")
     shared = 7 + 10 * 1000
     assert some.device == shared + 3 * 1000 + 2 * 400 + 2 * 400
     assert (some.host, some.disk) == (shared + 40_000 + 50 * 140, 2 * (shared + 50 * 140))

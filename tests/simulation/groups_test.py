@@ -10,12 +10,12 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.networks.mlp import MLP
-from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import tiny
 from tests.simulation.rounds_test import KEY, scalar
@@ -29,12 +29,12 @@ def narrow_and_wide(federation: Federation, name: str = "fedavg") -> tuple[Algor
     return tuple(factory(MLP(tiny.CLASSES, (width,)), training, federation) for width in (2, 3))
 
 
-def wander(payload: Any, client: Any, visit: Visit) -> Trained:
+def wander(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     """In place of training, which takes long to compile: a step at random."""
-    length = jax.random.uniform(visit.key)
+    length = jax.random.uniform(ctx.key)
     new = jax.tree.map(lambda leaf: leaf + length * jnp.cos(9 * leaf), payload)
     kept = jax.tree.map(lambda leaf: leaf + length, client)
-    return Trained(new, new, kept, {"loss": length})
+    return ClientResult(new, new, kept, {"loss": length})
 
 
 def correct(server: Any, data: Any, i: int) -> int:
@@ -53,12 +53,12 @@ def test_groups_run_side_by_side():
     federation = federation._replace(groups=GROUPS)
     pair = tuple(a._replace(train=wander) for a in narrow_and_wide(federation))
 
-    def compiled(algorithm: Algorithm, active: np.ndarray, groups: np.ndarray) -> Rounds:
+    def compiled(algorithm: Algorithm, active: np.ndarray, groups: np.ndarray) -> CompiledRounds:
         among = federation._replace(active=active, groups=groups)
         cohort = int(active.sum())
         return make_rounds(algorithm, classification(), among, cohort=cohort, calls=2, after=False)
 
-    def ran(rounds: Rounds, start: State) -> Any:
+    def ran(rounds: CompiledRounds, start: State) -> Any:
         return jax.device_get(rounds.run(KEY, start, data, scalar(0), scalar(2)))
 
     rounds = compiled(by_group(pair), federation.active, GROUPS)

@@ -8,12 +8,12 @@ import numpy as np
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, Trained
+from fedjax_pfl.core.algorithm import Algorithm, ClientResult, Federation
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.simulation import ledger
-from fedjax_pfl.simulation.records import Log, Rounds
+from fedjax_pfl.simulation.records import CompiledRounds, Log
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import tiny
 
@@ -23,7 +23,7 @@ BIG = 2_000_000_000
 
 
 def log(ids, down, up, present=True, dropped=False, rejected=False) -> Log:
-    """Rounds x slots, as one call of `Rounds.run` returns them."""
+    """Rounds x slots, as one call of `CompiledRounds.run` returns them."""
     ids = np.array(ids, np.int32)
     flags = [np.broadcast_to(np.array(f, bool), ids.shape) for f in (present, dropped, rejected)]
     bills = [
@@ -110,12 +110,12 @@ def test_json_holds_it():
     assert back.total_up == 6 * BIG
 
 
-def idle(payload, client, visit):
-    return Trained(payload, payload, client, {"loss": jnp.zeros(())})
+def idle(payload, client, ctx):
+    return ClientResult(payload, payload, client, {"loss": jnp.zeros(())})
 
 
 def ran(algorithm: Algorithm, federation: Federation, rounds: int, **settings) -> ledger.Ledger:
-    compiled: Rounds = make_rounds(
+    compiled: CompiledRounds = make_rounds(
         algorithm, federation, cohort=len(federation.counts), calls=rounds, **settings
     )
     data = tiny.federated()[0]

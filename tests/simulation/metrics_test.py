@@ -135,10 +135,10 @@ def member_and_program(task=TASK):
     phase = SimpleNamespace(
         federation=SimpleNamespace(active=everyone(1)),
         config=SimpleNamespace(algorithm="fedavg"),
-        work=SimpleNamespace(evaluated=None),
+        inputs=SimpleNamespace(evaluated=None),
     )
     built = SimpleNamespace(phases=[phase, phase], federation=SimpleNamespace(task=task))
-    return built, run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
+    return built, run_state.SweepRun("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
 
 
 def test_a_phase_does_not_take_over_the_best_of_the_one_before():
@@ -175,10 +175,10 @@ def test_a_round_in_which_one_client_is_not_finite_is_never_the_best():
     phase = SimpleNamespace(
         federation=SimpleNamespace(active=everyone(2)),
         config=SimpleNamespace(algorithm="fedavg"),
-        work=SimpleNamespace(evaluated=None),
+        inputs=SimpleNamespace(evaluated=None),
     )
     built = SimpleNamespace(phases=[phase], federation=SimpleNamespace(task=TASK))
-    one = run_state.Member("", None, {}, at=run_state.Position(ledger=ledger.empty(2)))
+    one = run_state.SweepRun("", None, {}, at=run_state.Position(ledger=ledger.empty(2)))
     whole, part = scores([2, 4], [1, 1], [4, 4]), scores([0, 4], [np.nan, 1], [4, 4])
     for t, found in enumerate([whole, part], 1):
         one.at = one.at._replace(round=t)

@@ -11,14 +11,14 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, Federation, State, Trained
+from fedjax_pfl.core.algorithm import Algorithm, ClientResult, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.randomness import INIT, stage_key
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.simulation import ledger
-from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 
@@ -40,12 +40,12 @@ def counting(clients: int) -> Algorithm:
 
     return Algorithm(
         init=lambda key, start=None: State(jnp.zeros(()), jnp.zeros(clients), jnp.zeros(clients)),
-        send=lambda state, visit: jnp.zeros(5),
-        train=lambda payload, client, visit: Trained(
+        send=lambda state, ctx: jnp.zeros(5),
+        train=lambda payload, client, ctx: ClientResult(
             jnp.ones(()), (), client + 1, {"loss": jnp.ones(())}
         ),
         receive=receive,
-        personal=lambda state, client, visit: (),
+        personalize=lambda state, client, ctx: (),
         predict=lambda variables, x: x,
     )
 
@@ -72,7 +72,7 @@ ACTIVE = ~np.isin(np.arange(9), NOVEL)
 
 
 @cache
-def counted(chunk: int = 1) -> Rounds:
+def counted(chunk: int = 1) -> CompiledRounds:
     federation = clients_of(9, ACTIVE)
     settings = {"cohort": COHORT, "calls": CALLS, "dropout": 0.25, "chunk": chunk}
     return make_rounds(counting(9), federation, **settings)
@@ -280,7 +280,7 @@ def first_model() -> Any:
 
 
 @cache
-def limited() -> tuple[Rounds, float]:
+def limited() -> tuple[CompiledRounds, float]:
     """A limit that three of the six updates exceed."""
     data, federation = targets()
     third, fourth = np.sort(lengths(oracle(data, **first_model()), **first_model()))[2:4]
@@ -323,13 +323,13 @@ def test_large_updates_are_rejected():
 def test_a_finite_update_whose_square_overflows_is_rejected_by_default():
     """Client 2 uploads 1e37: the run goes on with the others."""
 
-    def train(payload, client, visit):
-        upload = jnp.where(visit.i == 2, jnp.float32(1e37), jnp.float32(1.0))
-        return Trained(upload, (), client, {"loss": jnp.ones(())})
+    def train(payload, client, ctx):
+        upload = jnp.where(ctx.i == 2, jnp.float32(1e37), jnp.float32(1.0))
+        return ClientResult(upload, (), client, {"loss": jnp.ones(())})
 
     algorithm = counting(4)._replace(
         train=train,
-        send=lambda state, visit: jnp.zeros(()),
+        send=lambda state, ctx: jnp.zeros(()),
         receive=lambda state, cohort: (cohort.mean(cohort.uploads, state.server), state.rows),
     )
     rounds = make_rounds(algorithm, clients_of(4), cohort=4)

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    State,
+)
 from fedjax_pfl.core.examples import FederatedData, Split, take
 from fedjax_pfl.simulation import ledger
 from fedjax_pfl.simulation.on_device import OnDevice
@@ -32,20 +39,20 @@ def mixing(n: int, size: int) -> Algorithm:
     def init(key: jax.Array, start: State | None = None) -> State:
         return State(jnp.zeros(size), jax.random.normal(key, (n, size)), jnp.ones((n, size)))
 
-    def send(state: State, visit: Visit) -> jax.Array:
-        share = jax.nn.softmax(state.rows @ state.rows[visit.i] / size)
+    def send(state: State, ctx: ClientContext) -> jax.Array:
+        share = jax.nn.softmax(state.rows @ state.rows[ctx.i] / size)
         return state.server + share @ state.rows
 
-    def train(payload: jax.Array, client: jax.Array, visit: Visit) -> Trained:
-        x = take(visit.data, visit.data.train.rows, jnp.ones(1, bool)).x[0]
+    def train(payload: jax.Array, client: jax.Array, ctx: ClientContext) -> ClientResult:
+        x = take(ctx.data, ctx.data.train.rows, jnp.ones(1, bool)).x[0]
         new = 0.5 * client + x * payload
-        return Trained(new, new, client + new, {"loss": jnp.sum(new)})
+        return ClientResult(new, new, client + new, {"loss": jnp.sum(new)})
 
     def receive(state: State, cohort: Cohort) -> tuple[jax.Array, jax.Array]:
         return cohort.mean(cohort.uploads, state.server), cohort.put(state.rows, cohort.uploads)
 
-    def personal(state: State, client: jax.Array, visit: Visit) -> jax.Array:
-        return send(state, visit) + client
+    def personalize(state: State, client: jax.Array, ctx: ClientContext) -> jax.Array:
+        return send(state, ctx) + client
 
     def predict(variables: jax.Array, x: jax.Array) -> jax.Array:
         return x * variables[:1][None]
@@ -53,7 +60,7 @@ def mixing(n: int, size: int) -> Algorithm:
     def observe(state: State) -> dict[str, jax.Array]:
         return {"sum": state.rows.sum(1) + state.clients.sum(1)}
 
-    return Algorithm(init, send, train, receive, personal, predict, observe=observe)
+    return Algorithm(init, send, train, receive, personalize, predict, observe=observe)
 
 
 def toy(n: int, size: int) -> rules.Subject:

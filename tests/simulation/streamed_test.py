@@ -50,9 +50,9 @@ def test_every_store_gives_the_run_of_a_device(name: str, monkeypatch):
     wanted, wanted_log = one.run(ROUNDS)
     state = begun(program, "host")
     alike(arrays(state), one.first)
-    assert state.clients.far == one.algorithm.far
+    assert state.clients.offload == one.algorithm.offload
     chex.assert_trees_all_equal_shapes(arrays(state), one.first)
-    for g, part in enumerate(("clients", *state.clients.far)):
+    for g, part in enumerate(("clients", *state.clients.offload)):
         assert not len(state.clients.written(g)) or part in DRAWN
     program.compile(state, 0)
     logs = []

@@ -68,7 +68,9 @@ def differences(one: Federation) -> list[str]:
         pair = [(path / name).read_text() for path in (one.place / "run", simulated.directory)]
         if not near(*map(numbers, pair)):
             found.append(name)
-    wanted = dict(export.personal(simulated, simulated.state, one.config["rounds"], range(NODES)))
+    wanted = dict(
+        export.personalize(simulated, simulated.state, one.config["rounds"], range(NODES))
+    )
     for i in range(NODES):
         (path,) = one.nodes.glob(f"node-{i}/run-*/model.safetensors")
         if not near(export.load(path)[1], wanted[i]):

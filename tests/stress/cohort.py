@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import State, Trained, Visit
+from fedjax_pfl.core.algorithm import ClientContext, ClientResult, State
 from fedjax_pfl.core.randomness import TRAIN, stage_key
-from fedjax_pfl.simulation.records import Rounds
+from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds
 from tests import cases, tiny
 from tests.stress.common import Row, finish, progress
@@ -75,17 +75,17 @@ def rubbish(name: str) -> dict[str, str]:
     t, n = jnp.int32(0), jnp.int32(1)
     bad_key = jax.random.key_data(stage_key(KEY, TRAIN, t, BAD))
 
-    def train(payload: Any, client: Any, visit: Visit) -> Trained:
-        trained = made.train(payload, client, visit)
-        bad = jnp.all(jax.random.key_data(visit.key) == bad_key)
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        trained = made.train(payload, client, ctx)
+        bad = jnp.all(jax.random.key_data(ctx.key) == bad_key)
 
         def spoilt(leaf: jax.Array) -> jax.Array:
             floats = jnp.issubdtype(leaf.dtype, jnp.floating)
-            return jnp.where(bad, leaf + visit.data.x[number, 0], leaf) if floats else leaf
+            return jnp.where(bad, leaf + ctx.data.x[number, 0], leaf) if floats else leaf
 
         return trained._replace(upload=jax.tree.map(spoilt, trained.upload))
 
-    rounds: Rounds = make_rounds(
+    rounds: CompiledRounds = make_rounds(
         made._replace(train=train), federation, cohort=6, max_update_norm=1e6
     )
 

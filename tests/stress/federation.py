@@ -34,17 +34,17 @@ def before_training(one: Federation, rng: np.random.Generator) -> str:
     """A node loses its power as soon as the next round has begun."""
     i = int(rng.integers(NODES))
     one.next_round()
-    seen = one.visit(i)
+    seen = one.ctx(i)
     ended(one.node(i))
-    assert one.visit(i) == seen
+    assert one.ctx(i) == seen
     return f"node-{i} has ended"
 
 
 def before_answering(one: Federation, rng: np.random.Generator) -> str:
     """A node loses its power when what it has trained is on its disk, and not yet on its way."""
     i = int(rng.integers(NODES))
-    seen = one.visit(i)
-    one.until(lambda: one.visit(i) > seen, f"a visit of client {i}")
+    seen = one.ctx(i)
+    one.until(lambda: one.ctx(i) > seen, f"a visit of client {i}")
     sent = one.sent(i)
     ended(one.node(i))
     time.sleep(1)
@@ -55,9 +55,9 @@ def before_answering(one: Federation, rng: np.random.Generator) -> str:
 def after_answering(one: Federation, rng: np.random.Generator) -> str:
     """A node loses its power when its answer is there, and another one's is not."""
     i = int(rng.integers(NODES))
-    other, seen = one.worker(1 - i), one.visit(i)
+    other, seen = one.worker(1 - i), one.ctx(i)
     ended([other], signal.SIGSTOP)
-    one.until(lambda: one.visit(i) > seen, f"a visit of client {i}")
+    one.until(lambda: one.ctx(i) > seen, f"a visit of client {i}")
     sent = one.sent(i)
     one.until(lambda: one.sent(i) > sent, f"an answer of client {i}")
     ended(one.node(i))

@@ -63,7 +63,7 @@ class Federation:
         path = self.place / "run" / run.WIRE
         return path.read_text().count("\n") if path.exists() else 0
 
-    def visit(self, i: int) -> int:
+    def ctx(self, i: int) -> int:
         """The round of client i's newest visit; -1 before the first."""
         found = self.nodes.glob(f"node-{i}/run-*/client-{i}/visit-*")
         return max((int(path.name.removeprefix("visit-")) for path in found), default=-1)

@@ -21,8 +21,8 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints, runner
-from fedjax_pfl.runs.build import Built, build
-from fedjax_pfl.runs.run_state import Member, Position, resume
+from fedjax_pfl.runs.build import Experiment, build
+from fedjax_pfl.runs.run_state import Position, SweepRun, resume
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import ledger, stores
 from tests.stress.common import (
@@ -66,13 +66,13 @@ def damage(kind: str, path: Path, rng: np.random.Generator) -> None:
 class Resumed:
     """What a run's checkpoints are good for: the round, the states, and what is said."""
 
-    def __init__(self, built: Built, directory: Path) -> None:
+    def __init__(self, built: Experiment, directory: Path) -> None:
         config, said = json.loads((directory / "config.json").read_text()), io.StringIO()
         self.round, self.digest, self.error = -1, "", None
         with contextlib.redirect_stderr(said):
             store = checkpoints.open_store(directory / "checkpoints")
             start = Position(ledger=ledger.empty(built.federation.clients))
-            run = Member("", built.phases[0].config, config, directory, store, start)
+            run = SweepRun("", built.phases[0].config, config, directory, store, start)
             try:
                 state = (resume(built, [run]) or [None])[0]
                 states = [one and stores.arrays(one) for one in (state, run.best)]

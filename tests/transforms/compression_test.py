@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Algorithm, State, Traffic, Trained, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, State, Traffic
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.simulation import ledger
@@ -96,17 +96,17 @@ def scripted() -> Algorithm:
     """Adds CHANGES[t]; a counter and a mask go up beside the model."""
     state = State({"w": jnp.zeros(4)}, (), jnp.arange(6))
 
-    def train(payload: Any, client: Any, visit: Visit) -> Trained:
-        new, t = {"w": payload["w"] + jnp.asarray(CHANGES)[visit.t]}, visit.t
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        new, t = {"w": payload["w"] + jnp.asarray(CHANGES)[ctx.t]}, ctx.t
         extra = {"count": 300 + jnp.asarray(t, jnp.int32), "mask": jnp.asarray([True, False])}
-        return Trained({**new, **extra}, new, client + 1, {"loss": jnp.zeros(())})
+        return ClientResult({**new, **extra}, new, client + 1, {"loss": jnp.zeros(())})
 
     return Algorithm(
         init=lambda key, start=None: state if start is None else state._replace(clients=start[2]),
-        send=lambda state, visit: state.server,
+        send=lambda state, ctx: state.server,
         train=train,
         receive=lambda state, cohort: (state.server, state.rows),
-        personal=lambda state, client, visit: client,
+        personalize=lambda state, client, ctx: client,
         predict=lambda variables, x: x,
     )
 
@@ -121,7 +121,7 @@ def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], Client]:
     for t in range(3):
         payload = {"w": jnp.float32([16, 32, -16, 2]) * t}
         key = jax.random.fold_in(KEY, t)
-        upload, trained, client, _ = train(payload, client, Visit(0, (), jnp.int32(t), key))
+        upload, trained, client, _ = train(payload, client, ClientContext(0, (), jnp.int32(t), key))
         np.testing.assert_array_equal(trained["w"], payload["w"] + CHANGES[t])
         assert (int(upload["count"]), upload["mask"].tolist()) == (300 + t, [True, False])
         assert (upload["count"].dtype, upload["mask"].dtype) == (jnp.int32, jnp.bool_)
@@ -170,7 +170,10 @@ def test_the_state_of_a_compressed_algorithm():
     again = algorithm.init(KEY, later)
     chex.assert_trees_all_equal(again, later)
     client = Client(jnp.int32(3), ())
-    assert algorithm.personal(State(state.server, (), ()), client, Visit(0, (), 0, KEY)) == 3
+    assert (
+        algorithm.personalize(State(state.server, (), ()), client, ClientContext(0, (), 0, KEY))
+        == 3
+    )
     pair = compression(federation, data, bits=8)(by_group((scripted(), scripted())))
     both = pair.init(KEY)
     assert [len(both.clients), len(pair.train), len(pair.traffic)] == [2, 2, 2]
@@ -202,12 +205,12 @@ def test_a_part_of_a_layer():
     assert up == {"w": 6}
 
 
-def step(payload: Any, client: Any, visit: Visit) -> Trained:
+def step(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
     """In place of training, which takes long to compile: a step that depends on the data."""
-    data = visit.data
+    data = ctx.data
     mean = jnp.mean(data.x[data.train.rows])
     new = jax.tree.map(lambda leaf: leaf + mean * jnp.cos(7 * leaf), payload)
-    return Trained(new, new, client, {"loss": mean})
+    return ClientResult(new, new, client, {"loss": mean})
 
 
 def test_a_round_of_fedavg():

@@ -14,7 +14,7 @@ DATA, FEDERATION = tiny.federated()
 
 
 def around():
-    return transforms.Around(tiny.Net(), FEDERATION, DATA, configuration.OURS._asdict())
+    return transforms.Around(tiny.Net(), FEDERATION, DATA, configuration.BUILTINS._asdict())
 
 
 def value_of(**settings):

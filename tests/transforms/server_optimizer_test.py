@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl import transforms
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, State, Trained, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.transforms.server_optimizer import (
@@ -31,16 +31,16 @@ CHANGES = np.random.default_rng(0).normal(size=(3, 3, 2, 3)).astype(np.float32)
 def toy() -> Algorithm:
     """FedAvg of one array and one statistic."""
 
-    def train(payload: Any, client: Any, visit: Visit) -> Trained:
-        return Trained(payload, payload, client, {"loss": jnp.zeros(())})
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        return ClientResult(payload, payload, client, {"loss": jnp.zeros(())})
 
     first = {"params": {"w": jnp.asarray(W)}, "batch_stats": {"s": jnp.float32(1)}}
     return Algorithm(
         init=lambda key, start=None: State(first if start is None else start.server, (), ()),
-        send=lambda state, visit: state.server,
+        send=lambda state, ctx: state.server,
         train=train,
         receive=lambda state, cohort: (cohort.mean(cohort.uploads, state.server), state.rows),
-        personal=lambda state, client, visit: state.server,
+        personalize=lambda state, client, ctx: state.server,
         predict=lambda variables, x: x,
         observe=lambda state: {"seen": state.server["params"]["w"]},
     )
@@ -60,7 +60,7 @@ def rounds(optimizer: Any) -> tuple[list[np.ndarray], list[np.ndarray], State]:
     made = server_optimizer(DATA, optimizer)(toy())
     state, seen, means = made.init(KEY), [], []
     for change in CHANGES:
-        sent = made.send(state._replace(clients=()), Visit(0, None, 0, KEY))
+        sent = made.send(state._replace(clients=()), ClientContext(0, None, 0, KEY))
         assert set(sent) == {"params", "batch_stats"}
         uploads = {
             "params": {"w": sent["params"]["w"][None] + change},
@@ -133,7 +133,7 @@ def test_momentum_is_the_fedavgm_of_the_documents():
     ours = server_optimizer(DATA, named("sgd", server_momentum=0.5))(plain)
     one, other = ours.init(KEY), theirs.init(KEY)
     for t in range(3):
-        sent = ours.send(one._replace(clients=()), Visit(0, None, t, KEY))
+        sent = ours.send(one._replace(clients=()), ClientContext(0, None, t, KEY))
         uploads = jax.tree.map(lambda x: jnp.stack([x + 0.1, x * 0.9, x - 0.3]), sent)
         ids, arrived = jnp.array([0, 4, 6]), jnp.array([True, True, False])
         cohort = tiny.cohort(tiny.TRAIN, ids, arrived, uploads, uploads, t)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.algorithm import Algorithm, State, Trained, Visit
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.transforms.upload_noise import NOISE, upload_noise
@@ -19,22 +19,22 @@ KEY = jax.random.key(2)
 
 
 def scripted(upload: Any) -> Algorithm:
-    def train(payload: Any, client: Any, visit: Visit) -> Trained:
-        return Trained(upload, upload, client, {"loss": jnp.zeros(())})
+    def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+        return ClientResult(upload, upload, client, {"loss": jnp.zeros(())})
 
     return Algorithm(
         init=lambda key, start=None: State((), (), ()),
-        send=lambda state, visit: DOWN,
+        send=lambda state, ctx: DOWN,
         train=train,
         receive=lambda state, cohort: (state.server, state.rows),
-        personal=lambda state, client, visit: (),
+        personalize=lambda state, client, ctx: (),
         predict=lambda variables, x: x,
     )
 
 
 def sent(clip_norm: float, multiplier: float, upload: Any = UP, key: jax.Array = KEY) -> Any:
     made = upload_noise(clip_norm, multiplier)(scripted(upload))
-    trained = made.train(DOWN, (), Visit(0, (), 0, key))
+    trained = made.train(DOWN, (), ClientContext(0, (), 0, key))
     assert trained.variables is upload  # the client's own model is not noised
     return trained.upload
 
@@ -61,7 +61,7 @@ def test_noise_has_the_deviation_and_is_its_clients_own():
     made = upload_noise(0.5, 3.0)(scripted(down))
 
     def draw(key):
-        return np.asarray(made.train(down, (), Visit(0, (), 0, key)).upload["w"])
+        return np.asarray(made.train(down, (), ClientContext(0, (), 0, key)).upload["w"])
 
     one, other = draw(KEY), draw(jax.random.fold_in(KEY, 1))
     np.testing.assert_allclose([one.std(), one.mean()], [1.5, 0.0], atol=0.05)
@@ -84,7 +84,7 @@ def test_what_is_no_real_number_travels_as_it_is_and_no_variance_is_negative():
 
 def test_groups():
     pair = upload_noise(2.5, 0.0)(by_group((scripted(UP), scripted(DOWN))))
-    both = [train(DOWN, (), Visit(0, (), 0, KEY)).upload for train in pair.train]
+    both = [train(DOWN, (), ClientContext(0, (), 0, KEY)).upload for train in pair.train]
     np.testing.assert_allclose(flat(both[0]), [2.5, 1.0, 0.0], rtol=1e-6)
     np.testing.assert_array_equal(flat(both[1]), flat(DOWN))
 
@@ -97,5 +97,5 @@ def test_settings():
     with pytest.raises(UsageError, match=r"upload_noise is 0\.5 times upload_clip_norm, which is"):
         ask(upload_clip_norm=None, upload_noise=0.5)
     made = ask(upload_clip_norm=2.5, upload_noise=0.0)(scripted(UP))
-    got = made.train(DOWN, (), Visit(0, (), 0, KEY)).upload
+    got = made.train(DOWN, (), ClientContext(0, (), 0, KEY)).upload
     np.testing.assert_allclose(flat(got), [2.5, 1.0, 0.0], rtol=1e-6)

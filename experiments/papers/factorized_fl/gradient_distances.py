@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from experiments.papers.study import DATA_DIR, DATASET, ROUNDS, SEEDS, mean_std
 from fedjax_pfl import data
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, Split
 from fedjax_pfl.core.task import classification
@@ -96,7 +96,7 @@ def _one_seed(net: Any, seed: int, epochs: int) -> tuple[dict[str, list[float]],
         params, statistics = local_training.split_variables(variables)
         gradient = local_training.gradient(net, task, data)
         params, statistics, _, _ = local_training.fit(
-            training, gradient, params, statistics, (), Visit(0, data, jnp.int32(0), key)
+            training, gradient, params, statistics, (), ClientContext(0, data, jnp.int32(0), key)
         )
         return {"params": params, **statistics}
 

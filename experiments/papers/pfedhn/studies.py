@@ -32,7 +32,7 @@ from experiments.papers.pfedhn import tables as tables
 from experiments.papers.study import CLIENTS, DATASET, ROUNDS, SEEDS, mean_std
 from experiments.papers.table import accuracy, best, plateau
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import Split, client_data
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.runs import runner
@@ -145,8 +145,8 @@ def _crossed(result: runner.Result) -> np.ndarray:
     @jax.jit
     def score(state: Any, i: jax.Array, j: jax.Array) -> jax.Array:
         own, client = client_data(data, i), trees.row(state.clients, i)
-        visit = Visit(j, own, jnp.int32(0), key)
-        variables = algorithm.personal(state._replace(clients=()), client, visit)
+        ctx = ClientContext(j, own, jnp.int32(0), key)
+        variables = algorithm.personalize(state._replace(clients=()), client, ctx)
         test = Split(data.test.rows[i], data.test.size[i])
         scores = local_training.evaluate(algorithm.predict, variables, own, test, classification())
         return scores.metrics["accuracy"] / scores.examples

@@ -10,12 +10,12 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
-    Trained,
-    Visit,
 )
 
 
@@ -69,20 +69,20 @@ def similarity(
         clients = {"rest": trees.repeat(rest, n), "momentum": momentum}
         return State((), trees.repeat(params, n), clients)
 
-    def send(state: State, visit: Visit) -> PyTree:
-        return mix(state.rows, alpha(state.rows, visit.i), layers)
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        return mix(state.rows, alpha(state.rows, ctx.i), layers)
 
-    def train(payload: PyTree, client: PyTree, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
         variables = {"params": payload, **client["rest"]}
-        trained, momentum, metrics = local_sgd(variables, client["momentum"], visit)
+        trained, momentum, metrics = local_sgd(variables, client["momentum"], ctx)
         params, rest = local_training.split_variables(trained)
-        return Trained(params, trained, {"rest": rest, "momentum": momentum}, metrics)
+        return ClientResult(params, trained, {"rest": rest, "momentum": momentum}, metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, cohort.put(state.rows, cohort.uploads)
 
-    def personal(state: State, client: PyTree, visit: Visit) -> PyTree:
-        return {"params": send(state, visit), **client["rest"]}
+    def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
+        return {"params": send(state, ctx), **client["rest"]}
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"alpha": jax.vmap(alpha, (None, 0))(state.rows, jnp.arange(n))}
@@ -92,7 +92,7 @@ def similarity(
         send=send,
         train=train,
         receive=receive,
-        personal=personal,
+        personalize=personalize,
         predict=model.apply,
         observe=observe,
     )

@@ -9,16 +9,16 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.factorized_fl.pruning import bytes_used, prune, share_pruned, with_l1
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.split_model import Client
-from fedjax_pfl.core import far, local_training, trees
+from fedjax_pfl.core import local_training, offload, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
     Traffic,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.errors import need
 from fedjax_pfl.networks.factorized import Factorized
@@ -54,7 +54,7 @@ def stacked_leaf(models: PyTree, layer: str, leaf: str) -> jax.Array:
     part = models["params"]
     for word in layer.split("/"):
         part = part[word]
-    return far.each(jnp.ravel, part[leaf])
+    return offload.map_clients(jnp.ravel, part[leaf])
 
 
 def factor_mixing(
@@ -96,30 +96,30 @@ def factor_mixing(
         need(same, "this method can only continue its own factors, of the same settings")
         return State((), start.rows, Client(kept, momentum))
 
-    def send(state: State, visit: Visit) -> PyTree:
+    def send(state: State, ctx: ClientContext) -> PyTree:
         stored = {"params": state.rows["params"]}
-        mixed = far.mixed(stored, matching.weights(state.rows, visit.i, visit.key))
+        mixed = offload.weighted_sum(stored, matching.weights(state.rows, ctx.i, ctx.key))
         mixed = {"params": sent(trees.divide(mixed, is_mixed)[0]["params"])}
         if is_mixed(matching.compared, "v"):
             return mixed
-        return trees.join(mixed, trees.divide(trees.row(stored, visit.i), is_compared)[0])
+        return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_compared)[0])
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
         params, rest = local_training.split_variables(trees.join(payload, client.own))
-        gradient = with_l1(local_training.gradient(net, task, visit.data), penalty.gradient)
+        gradient = with_l1(local_training.gradient(net, task, ctx.data), penalty.gradient)
         params, rest, momentum, metrics = local_training.fit(
-            training, gradient, params, rest, client.momentum, visit
+            training, gradient, params, rest, client.momentum, ctx
         )
         upload, _ = trees.divide({"params": sent(params)}, travels)
         own = {**trees.divide({"params": params}, travels)[1], **rest}
         variables = {"params": prune(params, penalty.least), **rest}
-        return Trained(upload, variables, Client(own, momentum), metrics)
+        return ClientResult(upload, variables, Client(own, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, cohort.put(state.rows, matching.updated(state.rows, cohort))
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
-        variables = trees.join(send(state, visit), client.own)
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+        variables = trees.join(send(state, ctx), client.own)
         return {**variables, "params": prune(variables["params"], penalty.least)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
@@ -142,9 +142,9 @@ def factor_mixing(
         send=send,
         train=train,
         receive=receive,
-        personal=personal,
+        personalize=personalize,
         predict=net.apply,
         traffic=traffic,
         observe=observe,
-        far=("params",),
+        offload=("params",),
     )

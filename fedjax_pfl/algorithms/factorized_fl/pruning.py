@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core import far, trees
+from fedjax_pfl.core import offload, trees
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.local_training import Gradient
@@ -62,6 +62,6 @@ def share_pruned(parts: Sequence[PyTree], least: Any) -> jax.Array:
         small = [jnp.sum(jnp.abs(mu) < least, dtype=jnp.int32) for mu in matrices]
         return jnp.stack([sum(small, jnp.int32(0)), jnp.int32(sum(mu.size for mu in matrices))])
 
-    counts = [far.each(counted, part) for part in parts if jax.tree.leaves(part)]
+    counts = [offload.map_clients(counted, part) for part in parts if jax.tree.leaves(part)]
     small, entries = jnp.moveaxis(jnp.stack(counts).sum(0), 1, 0)
     return small / entries

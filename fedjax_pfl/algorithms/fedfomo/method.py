@@ -31,13 +31,13 @@ from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
     Traffic,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.errors import UsageError, at_least, need, one_of
 from fedjax_pfl.core.examples import ClientData
@@ -131,18 +131,18 @@ def fedfomo(
         momentum = common.kept(training, variables["params"], federation)
         return State((), rows, Client(begun, momentum))
 
-    def send(state: State, visit: Visit) -> PyTree:
-        rounds = jnp.float32(visit.t - training.begin)
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        rounds = jnp.float32(ctx.t - training.begin)
         exploring = jnp.maximum(epsilon - epsilon_decay * rounds, 0.0)
-        others, ids = fetch(state.rows, visit.i, exploring, visit.key)
-        return {**trees.row(state.rows.models, visit.i), "peers": others, "ids": ids}
+        others, ids = fetch(state.rows, ctx.i, exploring, ctx.key)
+        return {**trees.row(state.rows.models, ctx.i), "peers": others, "ids": ids}
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
         own = {name: payload[name] for name in payload if name not in ("peers", "ids")}
-        start, weights = mixed(own, payload["peers"], client, visit.data)
-        trained, momentum, metrics = sgd(start, client.momentum, visit)
+        start, weights = mixed(own, payload["peers"], client, ctx.data)
+        trained, momentum, metrics = sgd(start, client.momentum, ctx)
         client = Client(start if reference == "start" else (), momentum)
-        return Trained({**trained, "weights": weights}, trained, client, metrics)
+        return ClientResult({**trained, "weights": weights}, trained, client, metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         rows, uploads = state.rows, cohort.uploads
@@ -151,10 +151,10 @@ def fedfomo(
         affinity = places.add(uploads["weights"], mode="drop")
         return state.server, Rows(cohort.put(rows.models, models), affinity)
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
-        others, _ = fetch(state.rows, visit.i, jnp.zeros(()), visit.key)
-        own = trees.row(state.rows.models, visit.i)
-        return mixed(own, others, client, visit.data)[0]
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+        others, _ = fetch(state.rows, ctx.i, jnp.zeros(()), ctx.key)
+        own = trees.row(state.rows.models, ctx.i)
+        return mixed(own, others, client, ctx.data)[0]
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """A client has its own model, and the ids are free."""
@@ -163,8 +163,8 @@ def fedfomo(
     def observe(state: State) -> dict[str, jax.Array]:
         return {"affinity": state.rows.affinity}
 
-    parts = (init, send, train, receive, personal, model.apply, traffic, observe)
-    return Algorithm(*parts, far=("models",))
+    parts = (init, send, train, receive, personalize, model.apply, traffic, observe)
+    return Algorithm(*parts, offload=("models",))
 
 
 def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: float) -> None:

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedmn.router import Routing
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import Batch, ClientData
 
 PyTree = Any
@@ -141,9 +141,9 @@ def correlated(network: Correlation, outputs: int, training: local_training.Trai
     def logits_of(psi: PyTree, data: ClientData) -> jax.Array:
         return logits(network, psi, signature_of(psi, data))
 
-    def route(psi: PyTree, visit: Visit) -> tuple[PyTree, jax.Array, router.Pullback]:
-        own = signature_of(psi, visit.data)
-        psi = averaged(psi, own, jnp.where(visit.t == training.begin, 1.0, 0.1))
+    def route(psi: PyTree, ctx: ClientContext) -> tuple[PyTree, jax.Array, router.Pullback]:
+        own = signature_of(psi, ctx.data)
+        psi = averaged(psi, own, jnp.where(ctx.t == training.begin, 1.0, 0.1))
         return psi, logits(network, psi, own), partial(pull, network, psi, own)
 
     return Routing(init=network.init, logits=logits_of, route=route, frozen=router.EMBEDDINGS)

@@ -21,13 +21,13 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
     Traffic,
-    Trained,
-    Visit,
 )
 from fedjax_pfl.core.errors import UsageError, at_least, need
 from fedjax_pfl.core.examples import Batch
@@ -53,7 +53,7 @@ def check(
 ) -> None:
     """Raises UsageError if the method `name` cannot work with these settings or this network."""
     user_defined = isinstance(getattr(model, "model", model), Own)  # also with a head of zeros
-    if user_defined or federation.each:
+    if user_defined or federation.positions:
         what = f"{model.name}, a network of your own" if user_defined else "tokens"
         raise UsageError(
             f"{name} routes examples with one label through blocks of our networks, not {what}; "
@@ -110,9 +110,9 @@ def assemble(
         momentum = [common.kept(training, part["params"], federation) for part in divide(server)]
         return State(server, (), Client(pi=closed, gates=closed, momentum=momentum))
 
-    def fit(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, visit: Visit) -> Any:
+    def fit(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, ctx: ClientContext) -> Any:
         """Runs SGD at fixed gates; also returns the sum over batches of the gradient at z."""
-        whole = local_training.gradient(WithLogits(network, sample), federation.task, visit.data)
+        whole = local_training.gradient(WithLogits(network, sample), federation.task, ctx.data)
 
         def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
             rest, cotangent = carried
@@ -121,39 +121,39 @@ def assemble(
 
         params, rest = local_training.split_variables(theta)
         params, (rest, cotangent), trace, metrics = local_training.fit(
-            training, gradient, params, (rest, jnp.zeros(paths)), trace, visit
+            training, gradient, params, (rest, jnp.zeros(paths)), trace, ctx
         )
         return {"params": params, **rest}, trace, cotangent, metrics["loss"]
 
     def step_router(
-        psi: PyTree, trace: PyTree, grads: PyTree, visit: Visit
+        psi: PyTree, trace: PyTree, grads: PyTree, ctx: ClientContext
     ) -> tuple[PyTree, PyTree]:
         params = psi["params"]
         trace = trace if training.keep else training.optimizer.init(params)
         updates, trace = training.optimizer.update(grads, trace, params)
-        new = local_training.descend(params, updates, training.rate(visit.t))
+        new = local_training.descend(params, updates, training.rate(ctx.t))
         new |= {name: params[name] for name in routing.frozen}  # decay would move them
         return {**psi, "params": new}, trace if training.keep else ()
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
         theta, psi = divide(payload)
         trace, psi_trace = client.momentum
-        noise_key, fit_key = jax.random.split(visit.key)
-        tau = router.temperature(visit.t - training.begin, training.rounds, *temperatures)
+        noise_key, fit_key = jax.random.split(ctx.key)
+        tau = router.temperature(ctx.t - training.begin, training.rounds, *temperatures)
         noise = jax.random.logistic(noise_key, (paths,))
         sample = partial(router.sample, noise=noise, tau=tau, layout=layout, hard=hard)
-        psi, z, pullback = routing.route(psi, visit)
+        psi, z, pullback = routing.route(psi, ctx)
         gates = sample(z)
         active = router.active(gates, layout, network.trimmed)
-        fitted = fit(theta, trace, z, sample, visit._replace(key=fit_key))
+        fitted = fit(theta, trace, z, sample, ctx._replace(key=fit_key))
         new_theta, new_trace, cotangent, loss = fitted
         # Decay and momentum would also move blocks that the client does not hold.
         theta, trace = keep_inactive(active, names, (new_theta, new_trace), (theta, trace))
-        psi, psi_trace = step_router(psi, psi_trace, pullback(cotangent), visit)
+        psi, psi_trace = step_router(psi, psi_trace, pullback(cotangent), ctx)
         first = {"first": ~jnp.any(client.pi > 0)} if routing.frozen else {}
-        return Trained(
+        return ClientResult(
             {**trees.join(theta, psi), "active": active, **first},
-            {**theta, "gates": router.decide(routing.logits(psi, visit.data), layout)},
+            {**theta, "gates": router.decide(routing.logits(psi, ctx.data), layout)},
             Client(pi=jax.nn.sigmoid(z), gates=gates, momentum=[trace, psi_trace]),
             {"loss": loss, "active_blocks": jnp.sum(active).astype(jnp.float32)},
         )
@@ -169,9 +169,9 @@ def assemble(
         uploaded = {name: cohort.uploads[name] for name in state.server}
         return trees.map_layers(mean, state.server, uploaded), state.rows
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         theta, psi = divide(state.server)
-        return {**theta, "gates": router.decide(routing.logits(psi, visit.data), layout)}
+        return {**theta, "gates": router.decide(routing.logits(psi, ctx.data), layout)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         """Bills active blocks, both ways; a frozen part of the router comes once, down only."""
@@ -193,7 +193,7 @@ def assemble(
         send=fedavg(model, training, federation).send,
         train=train,
         receive=receive,
-        personal=personal,
+        personalize=personalize,
         predict=Routed(network).apply,
         traffic=traffic,
         observe=observe,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import Visit
+from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks import init
 
@@ -32,7 +32,7 @@ class Routing(NamedTuple):
     init: Callable[..., PyTree]  # (key, x [B, ...], y [B, C]) -> ψ
     logits: Callable[[PyTree, ClientData], jax.Array]  # (ψ, data) -> [E]
     # (ψ, visit) -> ψ with the statistics of this visit, the logits [E] and their pullback
-    route: Callable[[PyTree, Visit], tuple[PyTree, jax.Array, Pullback]]
+    route: Callable[[PyTree, ClientContext], tuple[PyTree, jax.Array, Pullback]]
     frozen: tuple[str, ...] = ()  # modules that do not learn; sent with a client's first visit
 
 
@@ -65,11 +65,11 @@ def concatenated(router: Router, outputs: int, size: int) -> Routing:
     def logits_of(psi: PyTree, data: ClientData) -> jax.Array:
         return logits(router, psi, data, outputs, size)
 
-    def route(psi: PyTree, visit: Visit) -> tuple[PyTree, jax.Array, Pullback]:
+    def route(psi: PyTree, ctx: ClientContext) -> tuple[PyTree, jax.Array, Pullback]:
         def pullback(cotangent: jax.Array) -> PyTree:
-            return pull(router, psi, visit.data, outputs, size, cotangent)
+            return pull(router, psi, ctx.data, outputs, size, cotangent)
 
-        return psi, logits_of(psi, visit.data), pullback
+        return psi, logits_of(psi, ctx.data), pullback
 
     return Routing(init=router.init, logits=logits_of, route=route)
 

@@ -18,7 +18,15 @@ from fedjax_pfl.algorithms.pfedhn.settings import (
 )
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Cohort,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import alone
 
@@ -140,25 +148,25 @@ def build_algorithm(
         return State(server, start.rows, tuple(clients))
 
     def client_functions(g: int) -> tuple[Callable[..., Any], ...]:
-        """Returns `send`, `train` and `personal` of a client of group g."""
+        """Returns `send`, `train` and `personalize` of a client of group g."""
         model, joint = networks[g], local_optimizer(networks[g])
         sgd = common.trainer(model, federation.task, training._replace(optimizer=joint, keep=True))
 
-        def send(state: State, visit: Visit) -> PyTree:
-            return generate(state.server.phi, state.server.spectral, state.rows.v[visit.i])[g]
+        def send(state: State, ctx: ClientContext) -> PyTree:
+            return generate(state.server.phi, state.server.spectral, state.rows.v[ctx.i])[g]
 
-        def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+        def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
             variables = trees.join(payload, client.own)
             fresh = joint.init(variables["params"])
             moments = fresh._replace(inner_states={**fresh.inner_states, **client.momentum})
-            variables, moments, metrics = sgd(variables, moments, visit)
+            variables, moments, metrics = sgd(variables, moments, ctx)
             body, own = split(model, variables)
-            return Trained(body, variables, Client(own, kept_momentum(moments)), metrics)
+            return ClientResult(body, variables, Client(own, kept_momentum(moments)), metrics)
 
-        def personal(state: State, client: Client, visit: Visit) -> PyTree:
-            return trees.join(send(state, visit), client.own)
+        def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
+            return trees.join(send(state, ctx), client.own)
 
-        return send, train, personal
+        return send, train, personalize
 
     def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[Server, Rows]:
         """Takes one step along g = Jᵀ (θ − θ̃), summed over the cohorts of all groups."""
@@ -187,13 +195,13 @@ def build_algorithm(
         h = partial(generate, state.server.phi, state.server.spectral)
         return {"embeddings": state.rows.v, "spread": hypernet.spread(h, state.rows.v)}
 
-    send, train, personal = zip(*map(client_functions, range(len(networks))), strict=True)
+    send, train, personalize = zip(*map(client_functions, range(len(networks))), strict=True)
     algorithm = Algorithm(
         init=init,
         send=send,
         train=train,
         receive=receive,
-        personal=personal,
+        personalize=personalize,
         predict=tuple(net.apply for net in networks),
         observe=observe,
     )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.pfedla.layer_weights import NORMALISE
-from fedjax_pfl.core import far, trees
+from fedjax_pfl.core import offload, trees
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import MOST_LAYERS, at_least, need, one_of
 
@@ -55,7 +55,7 @@ def mix(theta: PyTree, weights: jax.Array, layers: LayerRows) -> PyTree:
       weights: Array of shape [L, N].
       layers: Row of each layer.
     """
-    return far.mixed(theta, jax.tree.map(lambda row: weights[row], layers.of_leaf))
+    return offload.weighted_sum(theta, jax.tree.map(lambda row: weights[row], layers.of_leaf))
 
 
 def check(

@@ -37,13 +37,13 @@ from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
+    ClientContext,
+    ClientResult,
     Cohort,
     Federation,
     PyTree,
     State,
     Traffic,
-    Trained,
-    Visit,
 )
 
 
@@ -116,19 +116,19 @@ def pfedla(
         table = mixing_candidates.initial_table(federation, candidates, key)
         return State((), ServerState(trees.repeat(params, n), psi, table), clients)
 
-    def send(state: State, visit: Visit) -> PyTree:
-        stored = inputs(state.rows, visit.i)
-        weights = alpha(trees.row(state.rows.psi, visit.i), stored)
+    def send(state: State, ctx: ClientContext) -> PyTree:
+        stored = inputs(state.rows, ctx.i)
+        weights = alpha(trees.row(state.rows.psi, ctx.i), stored)
         retained = largest(weights[:, stored.own_column], k, layers)
         one_hot = jax.nn.one_hot(stored.own_column, columns)
         params = mix(stored.models, jnp.where(retained[:, None], one_hot, weights), layers)
         return {"params": params, "retained": retained}
 
-    def train(payload: PyTree, client: ClientState, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: ClientState, ctx: ClientContext) -> ClientResult:
         variables = {"params": payload["params"], **client.rest}
-        trained, momentum, metrics = local_sgd(variables, client.momentum, visit)
+        trained, momentum, metrics = local_sgd(variables, client.momentum, ctx)
         params, rest = local_training.split_variables(trained)
-        return Trained({"params": params}, trained, ClientState(rest, momentum), metrics)
+        return ClientResult({"params": params}, trained, ClientState(rest, momentum), metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, ServerState]:
         rows = state.rows
@@ -144,8 +144,8 @@ def pfedla(
         table = mixing_candidates.updated_rows(rows.candidates, cohort, federation)
         return state.server, cohort.put(rows, ServerState(cohort.uploads["params"], psi, table))
 
-    def personal(state: State, client: ClientState, visit: Visit) -> PyTree:
-        return {"params": send(state, visit)["params"], **client.rest}
+    def personalize(state: State, client: ClientState, ctx: ClientContext) -> PyTree:
+        return {"params": send(state, ctx)["params"], **client.rest}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         retained = {name: payload["retained"][row] for name, row in layers.row.items()}
@@ -164,11 +164,11 @@ def pfedla(
         send=send,
         train=train,
         receive=receive,
-        personal=personal,
+        personalize=personalize,
         predict=model.apply,
         traffic=traffic,
         observe=observe,
-        far=("theta", "psi"),
+        offload=("theta", "psi"),
     )
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.core import local_training, trees
-from fedjax_pfl.core.algorithm import Federation, PyTree, State, Visit
+from fedjax_pfl.core.algorithm import ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.core.local_training import Gradient, Training, split_variables
@@ -150,9 +150,9 @@ def trainer(model: Any, task: Task, training: Training) -> Trainer:
     """
 
     def train(
-        variables: PyTree, optimizer_state: PyTree, visit: Visit, frozen: PyTree = _NOTHING
+        variables: PyTree, optimizer_state: PyTree, ctx: ClientContext, frozen: PyTree = _NOTHING
     ) -> tuple[PyTree, PyTree, dict[str, jax.Array]]:
-        whole = local_training.gradient(model, task, visit.data)
+        whole = local_training.gradient(model, task, ctx.data)
         layers = trees.layers(variables)
 
         def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
@@ -163,7 +163,7 @@ def trainer(model: Any, task: Task, training: Training) -> Trainer:
             return (loss, rest), grads
 
         params, rest, optimizer_state, metrics = local_training.fit(
-            training, gradient, *split_variables(variables), optimizer_state, visit
+            training, gradient, *split_variables(variables), optimizer_state, ctx
         )
         return {"params": params, **rest}, optimizer_state, metrics
 

@@ -8,7 +8,14 @@ import jax
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import trees
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State, Trained, Visit
+from fedjax_pfl.core.algorithm import (
+    Algorithm,
+    ClientContext,
+    ClientResult,
+    Federation,
+    PyTree,
+    State,
+)
 from fedjax_pfl.core.errors import UsageError, need
 from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.networks import norm_layers
@@ -86,14 +93,14 @@ def partly_shared(
 
     sgd = common.trainer(model, federation.task, training)
 
-    def train(payload: PyTree, client: Client, visit: Visit) -> Trained:
+    def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
         whole = trees.join(payload, client.own)
-        variables, momentum, metrics = sgd(whole, client.momentum, visit)
+        variables, momentum, metrics = sgd(whole, client.momentum, ctx)
         mine, shared = trees.divide(variables, own)
-        return Trained(shared, variables, Client(mine, momentum), metrics)
+        return ClientResult(shared, variables, Client(mine, momentum), metrics)
 
-    def personal(state: State, client: Client, visit: Visit) -> PyTree:
+    def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return trees.join(state.server, client.own)
 
     averaged = fedavg(model, training, federation)
-    return averaged._replace(init=init, train=train, personal=personal)
+    return averaged._replace(init=init, train=train, personalize=personalize)

@@ -149,7 +149,9 @@ def put(settings: dict[str, Any], point: Point) -> None:
         (settings.setdefault(group, {}) if group else settings)[last] = value
 
 
-def given(config: ConfigDict, words: configuration.Words = configuration.OURS) -> dict[str, Any]:
+def given(
+    config: ConfigDict, words: configuration.Registry = configuration.BUILTINS
+) -> dict[str, Any]:
     """What differs from the defaults in the settings that are used; not what suits a machine."""
     plain = configuration.resolved(config, words)
     usual = configuration.default(words).to_dict()

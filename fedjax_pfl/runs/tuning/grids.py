@@ -29,7 +29,7 @@ _WORDS = {"true": True, "false": False}
 def grids(
     texts: Sequence[str],
     methods: Sequence[str],
-    words: configuration.Words = configuration.OURS,
+    words: configuration.Registry = configuration.BUILTINS,
 ) -> dict[str, Grid]:
     """The grid of each method.
 

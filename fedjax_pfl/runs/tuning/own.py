@@ -20,7 +20,7 @@ def tune(
     budget: int | None = None,
     budget_seed: int = 0,
     together: int | None = None,
-    **brought: Unpack[custom.Brought],
+    **brought: Unpack[custom.UserComponents],
 ) -> dict[str, dict[str, Any]]:
     """What the command `tune` does, by the arguments that it has for flags.
 

@@ -14,7 +14,7 @@ from fedjax_pfl.runs.tuning import choice, grids, show, trials
 from fedjax_pfl.runs.tuning.show import Found
 from fedjax_pfl.runs.tuning.trials import Trial
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.configuration import OURS, Words
+from fedjax_pfl.settings.configuration import BUILTINS, Registry
 
 
 def plan(
@@ -23,7 +23,7 @@ def plan(
     rounds: int | None,
     budget: int | None,
     seed: int = 0,
-    words: Words = OURS,
+    words: Registry = BUILTINS,
     as_preset: bool = False,
 ) -> list[Trial]:
     """What is tried of each method, or UsageError for what cannot be.
@@ -134,7 +134,7 @@ def tune(
     grid = "; ".join(" ".join(part.split()) for part in texts)
     last = first.seed + seeds - 1
     what = f"Grid: {grid}. Seeds {first.seed} to {last}." if seeds > 1 else f"Grid: {grid}."
-    ours = made[0].words is OURS
+    ours = made[0].words is BUILTINS
     chosen = write(found, said, what, out, ours) if not only_show else False
     print(text(found, said, form))
     if chosen and form == "text":  # other formats are for programs to read
@@ -142,7 +142,7 @@ def tune(
     return status
 
 
-def known(methods: Iterable[str], words: Words = OURS) -> list[str]:
+def known(methods: Iterable[str], words: Registry = BUILTINS) -> list[str]:
     """Each of them once, or UsageError."""
     for method in methods:
         if method not in words.algorithm:

@@ -21,7 +21,7 @@ from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs.tuning import choice, grids, trials
 from fedjax_pfl.runs.tuning.choice import Tried
-from fedjax_pfl.settings.configuration import OURS, Words
+from fedjax_pfl.settings.configuration import BUILTINS, Registry
 
 Found = Mapping[str, Sequence[Tried]]  # by method, points in grid order
 
@@ -56,7 +56,9 @@ def _cells(one: Tried, metric: Metric) -> list[str]:
     return [mean_and_deviation(spread, metric), best, seeds, rounds]
 
 
-def head(found: Found, seeds: int, configs: Mapping[str, ConfigDict], words: Words = OURS) -> str:
+def head(
+    found: Found, seeds: int, configs: Mapping[str, ConfigDict], words: Registry = BUILTINS
+) -> str:
     """What the score is and what every method was given."""
     metric = metric_in(found)
     points = _count((len(tried) for tried in found.values()), "point")
@@ -74,7 +76,7 @@ def _count(numbers: Iterable[int], noun: str) -> str:
     return f"{'at most ' * (least < most)}{most} {noun}{'s' * (most > 1)}"
 
 
-def work(configs: Mapping[str, ConfigDict], words: Words = OURS) -> str:
+def work(configs: Mapping[str, ConfigDict], words: Registry = BUILTINS) -> str:
     """The client visits of each method's runs, and what they are made of."""
     alike: dict[str, list[str]] = {}
     for method, config in configs.items():

@@ -17,7 +17,7 @@ from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.runs.tuning.grids import Point, apply, word
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.configuration import OURS, Words
+from fedjax_pfl.settings.configuration import BUILTINS, Registry
 from fedjax_pfl.settings.general import having
 from fedjax_pfl.simulation import sweep
 
@@ -32,7 +32,7 @@ class Trial(NamedTuple):
     config: ConfigDict  # without the values of a point
     points: Sequence[Point]
     whole: int  # points of its grid, of which these may be some
-    words: Words = OURS  # what names in the configuration mean
+    words: Registry = BUILTINS  # what names in the configuration mean
 
 
 class Job(NamedTuple):
@@ -45,12 +45,12 @@ class Job(NamedTuple):
     steps: frozenset[int]  # the rounds of its checkpoints
 
 
-def length(config: ConfigDict, words: Words = OURS) -> int:
+def length(config: ConfigDict, words: Registry = BUILTINS) -> int:
     """The rounds of a whole run."""
     return sum(one.rounds for one in configuration.phases(config, words))
 
 
-def cohorts(config: ConfigDict, words: Words = OURS) -> list[tuple[int, int]]:
+def cohorts(config: ConfigDict, words: Registry = BUILTINS) -> list[tuple[int, int]]:
     """Each phase's rounds, and the clients in a round."""
     novel = {"active": config.clients - config.held_out, "held_out": config.held_out}
     return [
@@ -59,21 +59,21 @@ def cohorts(config: ConfigDict, words: Words = OURS) -> list[tuple[int, int]]:
     ]
 
 
-def visits(config: ConfigDict, words: Words = OURS) -> int:
+def visits(config: ConfigDict, words: Registry = BUILTINS) -> int:
     """How often a run has a client train."""
     return sum(rounds * clients for rounds, clients in cohorts(config, words))
 
 
-def evaluations(config: ConfigDict, words: Words = OURS) -> int:
+def evaluations(config: ConfigDict, words: Registry = BUILTINS) -> int:
     """Of a run's last phase, of which the best counts."""
     return -(-_last(config, words) // config.eval_every)
 
 
-def _last(config: ConfigDict, words: Words) -> int:
+def _last(config: ConfigDict, words: Registry) -> int:
     return int(configuration.phases(config, words)[-1].rounds)
 
 
-def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Words = OURS) -> None:
+def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Registry = BUILTINS) -> None:
     """Give the first method's runs so many rounds, and those of the others in proportion.
 
     Methods that have as many client visits as the first keep as many, or UsageError.
@@ -95,7 +95,7 @@ def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Words = OURS) ->
         )
 
 
-def _shorten(config: ConfigDict, rounds: int, words: Words) -> None:
+def _shorten(config: ConfigDict, rounds: int, words: Registry) -> None:
     """Give a whole run so many rounds; phases keep their shares of it."""
     each = [one.rounds for one in configuration.phases(config, words)]
     whole = sum(each)
@@ -114,7 +114,7 @@ def _shorten(config: ConfigDict, rounds: int, words: Words) -> None:
     )
 
 
-def evaluate_alike(each: Mapping[str, ConfigDict], words: Words = OURS) -> None:
+def evaluate_alike(each: Mapping[str, ConfigDict], words: Registry = BUILTINS) -> None:
     """Let all methods have as many evaluations to be best in: the first's, or what all can have."""
     wanted = evaluations(next(iter(each.values())), words)
     while {evaluations(config, words) for config in each.values()} != {wanted}:
@@ -239,7 +239,7 @@ def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
     ]
 
 
-def _programs(jobs: list[Job], words: Words = OURS) -> list[list[Job]]:
+def _programs(jobs: list[Job], words: Registry = BUILTINS) -> list[list[Job]]:
     """As few programs as the method allows: some numbers shape it, or choose what it does."""
     try:
         built = build(*(job.config for job in jobs), words=words)

@@ -9,7 +9,7 @@ class State(NamedTuple):
 
 class federated_averaging:
     def __init__(self, gradient, client, server, how):
-        self.gradient, self.rate, self.how = jax.jit(gradient), client, how
+        self.gradient, self.rate, self.spec = jax.jit(gradient), client, how
         assert server == 1.0
 
     def init(self, params):
@@ -19,7 +19,7 @@ class federated_averaging:
         ends = []
         for _, data, key in clients:
             params = state.params
-            for batch in data.shuffle_repeat_batch(self.how):
+            for batch in data.shuffle_repeat_batch(self.spec):
                 grads = self.gradient(params, batch, key)
                 params = jax.tree.map(lambda p, g: p - self.rate * g, params, grads)
             ends.append(params)

@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.simulation.far_rows import FarRows
+from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
 from fedjax_pfl.simulation.stores import Clients, Rows, arrays
 
 FIRST = {"a": np.arange(3, dtype=np.float32), "b": np.float32(7)}
@@ -16,8 +16,10 @@ FIRST = {"a": np.arange(3, dtype=np.float32), "b": np.float32(7)}
 @pytest.mark.parametrize("parts", [("a", "b"), ("a",), ("b",)], ids=["both", "a", "b"])
 @pytest.mark.parametrize("ids", [[4, 1], [5, 1], [5, 5]], ids=["all", "one is absent", "nobody"])
 def test_leaves_that_are_not_written_stay(parts, ids):
-    clients = Clients([Rows((), 5, "host"), Rows(FIRST, 5, "host")], several=False, far=("models",))
-    known, new = FarRows(clients), {"a": jnp.full((2, 3), 9.0), "b": jnp.array([20.0, 21.0])}
+    clients = Clients(
+        [Rows((), 5, "host"), Rows(FIRST, 5, "host")], several=False, offload=("models",)
+    )
+    known, new = OffloadedRows(clients), {"a": jnp.full((2, 3), 9.0), "b": jnp.array([20.0, 21.0])}
 
     @jax.jit
     def round_(ids):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core import far, trees
+from fedjax_pfl.core import offload, trees
 
 N = 7
 ROWS = {
@@ -34,7 +34,7 @@ def elsewhere(source: Arrays, seats: int = 2) -> Any:
     return jax.tree.unflatten(
         form,
         [
-            far.Far(source, k, x.shape, x.dtype, none, jnp.zeros((seats, *x.shape[1:])))
+            offload.Offloaded(source, k, x.shape, x.dtype, none, jnp.zeros((seats, *x.shape[1:])))
             for k, x in enumerate(leaves)
         ],
     )
@@ -43,7 +43,7 @@ def elsewhere(source: Arrays, seats: int = 2) -> Any:
 @pytest.fixture(params=[1, 60, 1 << 20], ids=["row by row", "two at a time", "all at once"])
 def block(request, monkeypatch) -> int:
     """Bytes of a block; a row has 28."""
-    monkeypatch.setattr(far, "_BLOCK", request.param)
+    monkeypatch.setattr(offload, "_BLOCK", request.param)
     return request.param
 
 
@@ -58,10 +58,10 @@ def everything(rows: Any, i: Any, weights: Any) -> Any:
     """One client's row, two rows, a sum with one weight and one with two, and a number of each."""
     return (
         trees.row(rows, i),
-        far.take(rows, jnp.array([i, 0])),
-        far.mixed(rows, weights["a"]),
-        far.mixed(rows, weights),
-        far.each(squares, rows),
+        offload.take_rows(rows, jnp.array([i, 0])),
+        offload.weighted_sum(rows, weights["a"]),
+        offload.weighted_sum(rows, weights),
+        offload.map_clients(squares, rows),
     )
 
 
@@ -78,7 +78,7 @@ def test_reads_what_arrays_have(block):
 
 def test_weights_have_the_gradient_of_arrays(block):
     def loss(rows: Any, weights: Any) -> Any:
-        return trees.squared_norm(far.mixed(rows, weights)) / 2
+        return trees.squared_norm(offload.weighted_sum(rows, weights)) / 2
 
     slope = jax.jit(jax.grad(loss, 1))
     found = slope(elsewhere(Arrays()), WEIGHTS)
@@ -92,15 +92,17 @@ def test_what_is_written_is_kept_aside():
     source, ids = Arrays(), jnp.array([4, N], jnp.int32)
     new = jax.tree.map(lambda x: jnp.asarray(x[:2] + 1), ROWS)
     rows = trees.put(elsewhere(source), ids, new)
-    for leaf, wanted in zip(jax.tree.leaves(rows, is_leaf=far.is_far), new.values(), strict=True):
+    for leaf, wanted in zip(
+        jax.tree.leaves(rows, is_leaf=offload.is_offloaded), new.values(), strict=True
+    ):
         np.testing.assert_array_equal(leaf.ids, ids)
         np.testing.assert_array_equal(leaf.values, wanted)
     np.testing.assert_array_equal(jax.jit(trees.row)(rows, 4)["b"], ROWS["b"][4])  # as it was
 
 
 def test_parts_are_taken_out_and_come_back():
-    rest, parts = far.separate(ROWS, ("a",))
+    rest, parts = offload.split_parts(ROWS, ("a",))
     assert rest["a"] == ()
     assert list(parts) == ["a"]
-    chex.assert_trees_all_equal(far.joined(rest, parts), ROWS)
-    assert far.separate(ROWS, ()) == (ROWS, {})
+    chex.assert_trees_all_equal(offload.join_parts(rest, parts), ROWS)
+    assert offload.split_parts(ROWS, ()) == (ROWS, {})

@@ -7,24 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_pfl.core import far, groups
+from fedjax_pfl.core import groups, offload
 from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
 from fedjax_pfl.simulation.stores import Clients
 
 
 def names(algorithm: Algorithm) -> tuple[str, ...]:
     """The parts of an algorithm's rows that may lie off the devices."""
-    return () if groups.has_groups(algorithm) else algorithm.far
+    return () if groups.has_groups(algorithm) else algorithm.offload
 
 
 def apart(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree, ...]]:
     """What is on the devices of a state, and what is not: clients by group, and those parts."""
-    rows, parts = far.separate(state.rows, names(algorithm))
+    rows, parts = offload.split_parts(state.rows, names(algorithm))
     return State(state.server, rows, ()), (*groups.enter(algorithm, state).clients, *parts.values())
 
 
 class Source:
-    """One part's rows, of the clients that it is pointed at: `far.Source`."""
+    """One part's rows, of the clients that it is pointed at: `offload.Source`."""
 
     def __init__(self, g: int, clients: Clients) -> None:
         """g: its number among what is kept of clients."""
@@ -49,13 +49,13 @@ class Written(NamedTuple):
     leaves: list[Any]  # [K, ...]
 
 
-class FarRows:
+class OffloadedRows:
     """The parts of a method's rows that lie with clients that are off the devices."""
 
     def __init__(self, clients: Clients) -> None:
         """Of clients of this form; which ones, `point` says."""
-        own = len(clients.groups) - len(clients.far)
-        self.sources = {name: Source(g, clients) for g, name in enumerate(clients.far, own)}
+        own = len(clients.groups) - len(clients.offload)
+        self.sources = {name: Source(g, clients) for g, name in enumerate(clients.offload, own)}
 
     def point(self, clients: Clients) -> None:
         """From here on it is these whose rows are read."""
@@ -64,25 +64,27 @@ class FarRows:
 
     def seen(self, rows: PyTree, number: int = 1) -> PyTree:
         """In a program: rows as the method knows them, of which so many can be written."""
-        return far.joined(rows, {name: self._leaves(s, number) for name, s in self.sources.items()})
+        return offload.join_parts(
+            rows, {name: self._leaves(s, number) for name, s in self.sources.items()}
+        )
 
     def _leaves(self, source: Source, number: int) -> PyTree:
         whole = source.clients.groups[source.g]
         none = jnp.full(number, whole.clients, jnp.int32)
 
-        def leaf(k: int) -> far.Far:
+        def leaf(k: int) -> offload.Offloaded:
             shape, dtype = whole.form.shapes[k], whole.form.dtypes[k]
             values = jnp.zeros((number, *shape), dtype)
-            return far.Far(source, k, (whole.clients, *shape), dtype, none, values)
+            return offload.Offloaded(source, k, (whole.clients, *shape), dtype, none, values)
 
         return jax.tree.unflatten(whole.form.tree, list(map(leaf, range(len(whole.form.shapes)))))
 
     def taken(self, rows: PyTree) -> tuple[PyTree, dict[str, Written]]:
         """In a program: the rest of the rows, and what is to be written of the parts."""
-        rest, parts = far.separate(rows, tuple(self.sources))
+        rest, parts = offload.split_parts(rows, tuple(self.sources))
         found = {}
         for name, part in parts.items():
-            leaves = far.leaves_of(part)
+            leaves = offload.offloaded_leaves(part)
             found[name] = Written([x.ids for x in leaves], [x.values for x in leaves])
         return rest, found
 
