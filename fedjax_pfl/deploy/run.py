@@ -21,7 +21,7 @@ from fedjax_pfl.deploy.programs import AtServer, Method
 from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.server import Open, Server, Standing
 from fedjax_pfl.report import run_reader
-from fedjax_pfl.runs import checkpoints, progress, run_directory, run_state
+from fedjax_pfl.runs import checkpoints, progress, resume, run_directory, run_state
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.settings import configuration
@@ -186,7 +186,7 @@ class _Running(NamedTuple):
         """Runs from a state to the end."""
         self.noted_until(self.member.at.round)
         member, end = self.member, self.built.phases[0].end
-        run_state.begin(member)
+        run_state.sync_files(member)
         short = 0
         while member.at.round < end:
             before = member.at.round
@@ -198,7 +198,7 @@ class _Running(NamedTuple):
                     f"{short} times; see to the nodes and give the same command again"
                 )
         assert member.directory is not None
-        rows = run_state.table(self.built, member.at)
+        rows = run_state.client_table(self.built, member.at)
         with member.writing():
             run_directory.write_clients(member.directory, rows)
             run_directory.write_traffic(member.directory, member.at.ledger)
@@ -211,14 +211,12 @@ class _Running(NamedTuple):
         """Restores the newest intact checkpoint, or begins."""
         store, member = self.member.store, self.member
         assert store is not None
-        run_state.start(self.built, member)
+        run_state.reset(self.built, member)
         standing = server.begin(self.server)
         state = self.server.programs.shapes[0].state
         for step in store.steps():
             try:
-                at, found, best = run_state.restored(
-                    self.built, store, [state], step, member.config
-                )
+                at, found, best = resume.restore(self.built, store, [state], step, member.config)
                 settled = store.restore(step, {"settled": standing.settled})["settled"]
             except checkpoints.DamagedError as error:
                 self.tell(f"The checkpoint of round {step} is damaged: {error}.")
@@ -314,10 +312,10 @@ class _Running(NamedTuple):
         """Writes and tells an evaluation's line."""
         member = self.member
         shown = assembly.observed(self.method, standing.state)
-        line = run_state.measured(self.built, member, scores, standing.state, shown)
-        for remark in run_state.news(member):
+        line = run_state.record_evaluation(self.built, member, scores, standing.state, shown)
+        for remark in run_state.new_warnings(member):
             self.tell(f"round {member.at.round}: {remark}")
-        run_state.keep(member, shown, line)
+        run_state.append_evaluation(member, shown, line)
         metric = self.built.federation.task.metrics[0]
         self.tell(progress.evaluation(metric, [line], self.built.phases[0].end))
 
@@ -329,7 +327,7 @@ class _Running(NamedTuple):
         if member.best is not None:
             trees["best"] = member.best
         with member.writing():
-            facts = run_state.facts_of(member.at) | {"config": member.config}
+            facts = resume.to_facts(member.at) | {"config": member.config}
             member.store.save(member.at.round, trees, facts)
         took = time.perf_counter() - began
         total = member.at.checkpoint_seconds + took

@@ -29,8 +29,8 @@ from fedjax_pfl.networks.own import Own
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner
 from fedjax_pfl.runs.build import build, described
-from fedjax_pfl.runs.run_state import restored as from_checkpoint
-from fedjax_pfl.runs.run_state import table, templates
+from fedjax_pfl.runs.resume import restore, state_templates
+from fedjax_pfl.runs.run_state import client_table
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import having
 from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
@@ -94,7 +94,7 @@ def restored(
     store = checkpoints.open_store(folder, only_read=True)
     resolved = json.loads(json.dumps(configuration.resolved(settings, words)))
     try:
-        at, state, best = from_checkpoint(built, store, templates(built), last, resolved)
+        at, state, best = restore(built, store, state_templates(built), last, resolved)
     except checkpoints.DamagedError as error:
         raise UsageError(
             f"{directory}: the checkpoint of round {last} is damaged: {error}; give the run's "
@@ -103,7 +103,7 @@ def restored(
     return runner.Result(
         config=resolved,
         metrics=list(at.metrics),
-        clients=table(built, at),
+        clients=client_table(built, at),
         ledger=at.ledger,
         state=state,
         best=best,

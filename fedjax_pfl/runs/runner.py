@@ -23,18 +23,15 @@ from fedjax_pfl.runs.build import Experiment, build, described, fixed_length
 from fedjax_pfl.runs.interrupt import Stop, Stopped, on_keyboard
 from fedjax_pfl.runs.phase import Phase, boundary
 from fedjax_pfl.runs.result import Result, recorded, write_report
+from fedjax_pfl.runs.resume import can_save_checkpoint, group_by_checkpoint, resume, save_checkpoint
 from fedjax_pfl.runs.run_state import (
     SweepRun,
-    begin,
-    checkpoints_fit,
-    keep,
-    measured,
-    news,
-    resume,
-    save,
-    start,
-    table,
-    together,
+    append_evaluation,
+    client_table,
+    new_warnings,
+    record_evaluation,
+    reset,
+    sync_files,
 )
 from fedjax_pfl.settings import configuration, custom, general, selection
 from fedjax_pfl.simulation import execution_plan, ledger, metrics, multiprocess, spread
@@ -184,12 +181,12 @@ def _execute(
 ) -> dict[str, Result]:
     end, states = experiment.phases[-1].end, dict[str, State]()
     for i, sweep_run in enumerate(sweep_runs):
-        start(experiment, sweep_run)
+        reset(experiment, sweep_run)
         if multiprocess.agree(sweep_run.store is not None and end in sweep_run.store.steps()[:1]):
             states |= zip(
                 [sweep_run.name], resume(experiment.of([i]), [sweep_run]) or [], strict=True
             )
-            begin(sweep_run)
+            sync_files(sweep_run)
     left = [i for i, sweep_run in enumerate(sweep_runs) if sweep_run.at.round < end]
     for i in left:
         if directory := sweep_runs[i].directory:
@@ -197,7 +194,7 @@ def _execute(
                 run_directory.write_made(directory)
     # What is finished is not computed again, and what has come further does not wait for the rest.
     saved = [set(store.steps()) if (store := sweep_runs[i].store) else set[int]() for i in left]
-    for group in multiprocess.agree(together(saved)):
+    for group in multiprocess.agree(group_by_checkpoint(saved)):
         which = [left[n] for n in group]
         program, some = experiment.of(which), [sweep_runs[i] for i in which]
         found = _advance(program, some, resume(program, some), stop)
@@ -207,7 +204,7 @@ def _execute(
         result = results[sweep_run.name] = Result(
             sweep_run.config,
             list(sweep_run.at.metrics),
-            table(experiment, sweep_run.at),
+            client_table(experiment, sweep_run.at),
             sweep_run.at.ledger,
             states[sweep_run.name],
             sweep_run.best,
@@ -237,7 +234,7 @@ def _advance(
 ) -> list[State]:
     """Run members that stand at the same place to the end."""
     for sweep_run in sweep_runs:
-        begin(sweep_run)
+        sync_files(sweep_run)
     at = sweep_runs[0].at
     state = None if states is None else _stacked(states)
     bar = tqdm(
@@ -334,10 +331,10 @@ def _one_phase(
                 if evaluated:
                     mine, scores = _state_of(state, i, sweep_runs), _part(all_scores, i, sweep_runs)
                     shown = program.observe(phase.algorithms[i], mine)
-                    line = measured(experiment, sweep_run, scores, mine, shown)
-                    said += [f"round {until}: {remark}" for remark in news(sweep_run)]
+                    line = record_evaluation(experiment, sweep_run, scores, mine, shown)
+                    said += [f"round {until}: {remark}" for remark in new_warnings(sweep_run)]
                     said += progress.not_finite(experiment, sweep_run, scores)
-                    keep(sweep_run, shown, line)
+                    append_evaluation(sweep_run, shown, line)
                 for one_line in said if multiprocess.lead() else ():
                     bar.write(progress.named(sweep_run, one_line), file=sys.stderr)
             if evaluated:
@@ -356,7 +353,7 @@ def _one_phase(
                 stopping, due = multiprocess.agree([stop.asked, due], _stop_or_save)
             if due or stopping:
                 for i, sweep_run in enumerate(sweep_runs):
-                    save(sweep_run, _state_of(state, i, sweep_runs))
+                    save_checkpoint(sweep_run, _state_of(state, i, sweep_runs))
         if stopping:
             raise Stopped(until, stopping, stop.call)
     return state
@@ -366,7 +363,7 @@ def _due(one: ConfigDict, done: int, sweep_runs: Sequence[SweepRun]) -> bool:
     """Whether a checkpoint is to be written after so many rounds of a phase."""
     if one.checkpoint_every:
         return done % one.checkpoint_every == 0
-    return done % one.eval_every == 0 and checkpoints_fit(sweep_runs)
+    return done % one.eval_every == 0 and can_save_checkpoint(sweep_runs)
 
 
 def _stop_or_save(each: Sequence[tuple[int, bool]]) -> tuple[int, bool]:

@@ -43,9 +43,7 @@ class Registry(NamedTuple):
     task: Mapping[str, Callable[..., Any]] = TASKS
 
 
-BUILTINS = (
-    Registry()
-)  # what is part of the library; custom.py adds what a caller brings for one run
+BUILTINS = Registry()  # the library's own components; custom.py adds a user's for one run
 _GIVEN = {"outputs", "conv", "parent", "name", "data_dir"}  # set elsewhere than in a sub-config
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.runs import checkpoints, run_directory, run_state, runner
+from fedjax_pfl.runs import checkpoints, resume, run_directory, run_state, runner
 from tests.runs.common import BASE, assert_same_bits, assert_same_run, contents, undisturbed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
@@ -53,11 +53,11 @@ def test_the_next_checkpoint_has_to_fit_into_the_twentieth_too():
     """Of the time of all runs that a program computes: here two, of ten seconds each."""
     at = run_state.Position(seconds=10.0, checkpoint_seconds=0.25)
     member = run_state.SweepRun("", {}, {}, at=at, last_checkpoint_seconds=0.25)
-    assert run_state.checkpoints_fit([member, member])
+    assert resume.can_save_checkpoint([member, member])
     slower = run_state.SweepRun("", {}, {}, at=at, last_checkpoint_seconds=0.26)
-    assert not run_state.checkpoints_fit([slower, member])
+    assert not resume.can_save_checkpoint([slower, member])
     member.at = at._replace(seconds=9.9)
-    assert not run_state.checkpoints_fit([member])
+    assert not resume.can_save_checkpoint([member])
 
 
 def test_a_checkpoint_of_a_run_with_other_settings_is_refused(finished, tmp_path):

@@ -145,10 +145,10 @@ def test_a_phase_does_not_take_over_the_best_of_the_one_before():
     """Its first score is not a number, so that it has no best round yet."""
     built, one = member_and_program()
     good, unknown = (scores([value], [1.0], [4]) for value in (3, np.nan))
-    run_state.measured(built, one, Evaluation(good, good, None), NOTHING, {})
+    run_state.record_evaluation(built, one, Evaluation(good, good, None), NOTHING, {})
     assert one.at.clients[0]["best_before_a"] == 0.75
     one.at = one.at._replace(phase=1, best_round=None, best_score=None)
-    run_state.measured(built, one, Evaluation(unknown, unknown, None), NOTHING, {})
+    run_state.record_evaluation(built, one, Evaluation(unknown, unknown, None), NOTHING, {})
     assert (one.at.best_round, one.at.clients[0]["best_before_a"]) == (None, None)
 
 
@@ -159,7 +159,7 @@ def best_round(task, values, losses, name):
         part = scores([value], [loss], [1], name)
         if task is not TASK:
             part = part._replace(metrics=part.metrics | {"rmse": part.metrics[name]})
-        run_state.measured(built, one, Evaluation(part, part, None), NOTHING, {})
+        run_state.record_evaluation(built, one, Evaluation(part, part, None), NOTHING, {})
     return one.at.best_round
 
 
@@ -182,7 +182,7 @@ def test_a_round_in_which_one_client_is_not_finite_is_never_the_best():
     whole, part = scores([2, 4], [1, 1], [4, 4]), scores([0, 4], [np.nan, 1], [4, 4])
     for t, found in enumerate([whole, part], 1):
         one.at = one.at._replace(round=t)
-        line = run_state.measured(built, one, Evaluation(found, found, None), NOTHING, {})
+        line = run_state.record_evaluation(built, one, Evaluation(found, found, None), NOTHING, {})
     assert line["validation"]["a_mean"] == 1.0
     assert one.at.best_round == 1
     said = list(progress.not_finite(built, one, Evaluation(part, part, None)))

@@ -22,7 +22,8 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.build import Experiment, build
-from fedjax_pfl.runs.run_state import Position, SweepRun, resume
+from fedjax_pfl.runs.resume import resume
+from fedjax_pfl.runs.run_state import Position, SweepRun
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import ledger, stores
 from tests.stress.common import (

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.report.run_index import Known
-from fedjax_pfl.runs import interrupt, run_state, runner
+from fedjax_pfl.runs import interrupt, resume, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.runs.tuning.grids import Point, apply, word
@@ -235,7 +235,7 @@ def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
     return [
         [alike[i] for i in which]
         for alike in groups.values()
-        for which in run_state.together([job.steps for job in alike])
+        for which in resume.group_by_checkpoint([job.steps for job in alike])
     ]
 
 
