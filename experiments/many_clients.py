@@ -39,11 +39,11 @@ from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.networks import LeNet
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled, plain_rounds
 from fedjax_pfl.simulation.stores import Clients
-from fedjax_pfl.simulation.streamed import Streamed
+from fedjax_pfl.simulation.streamed import StreamedProgram
 
 _POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
 _STEPS = _TRAIN // _BATCH
@@ -100,16 +100,18 @@ def measure(
 ) -> dict[str, Any]:
     """In this process: bytes, and CPU seconds of a client's step and of an evaluation."""
     few, few_data = made(method, 10, 10, model)
-    beside: Any = OnDevice(compiled(few), jax.random.key(0), few_data)
+    beside: Any = DeviceProgram(compiled(few), jax.random.key(0), few_data)
     at_first = beside.enter(beside.init())
     beside.compile(at_first, 0)
     at_first, _ = beside.run(at_first, 0, 1)
 
     plain, data = made(method, clients, cohort, model)
     with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
-        program: Any = OnDevice(compiled(plain), jax.random.key(0), data)
+        program: Any = DeviceProgram(compiled(plain), jax.random.key(0), data)
         if store != "device":
-            program = Streamed(plain, jax.random.key(0), data, store=store, folder=Path(folder))
+            program = StreamedProgram(
+                plain, jax.random.key(0), data, store=store, folder=Path(folder)
+            )
         del data
         state = program.enter(program.init())
         kept = state.clients if isinstance(state.clients, Clients) else None

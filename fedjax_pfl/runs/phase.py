@@ -26,10 +26,10 @@ from fedjax_pfl.runs import points
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan, sweep
 from fedjax_pfl.simulation.execution_plan import Plan
-from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled, plain_rounds
-from fedjax_pfl.simulation.streamed import Streamed
+from fedjax_pfl.simulation.streamed import StreamedProgram
 
 _MANY = 10_000  # clients; of more than that not all are evaluated, unless that is said
 
@@ -97,7 +97,7 @@ class PhaseInputs:
             plain_rounds,
             federation=self.federation,
             cohort=self.cohort,
-            calls=boundary(one, self.begin, self.begin) - self.begin,
+            calls=next_boundary(one, self.begin, self.begin) - self.begin,
             dropout=one.dropout,
             max_update_norm=one.max_update_norm,
             after=one.evaluate_after,
@@ -130,18 +130,18 @@ class Phase(NamedTuple):
     rounds: CompiledRounds
     store: str = "device"  # where examples and state are kept
 
-    def program(self, folder: Path | None) -> OnDevice | Streamed:
+    def program(self, folder: Path | None) -> DeviceProgram | StreamedProgram:
         """Its rounds with the examples, as a run goes through them.
 
         folder: where what does not fit into memory may lie.
         """
         inputs, store = self.inputs, self.store
         if store == "device":
-            return OnDevice(self.rounds, self.points, inputs.arrays)
+            return DeviceProgram(self.rounds, self.points, inputs.arrays)
         plain = inputs.plain(self.plan.chunk, by_client=store == "sharded")(self.algorithm)
         if store == "sharded":
-            return OnDevice(compiled(plain), self.points, inputs.arrays)
-        return Streamed(
+            return DeviceProgram(compiled(plain), self.points, inputs.arrays)
+        return StreamedProgram(
             plain, self.points, inputs.arrays, inputs.mesh, end=self.end, store=store, folder=folder
         )
 
@@ -325,7 +325,7 @@ def _suiting(federation: Federation) -> tuple[str, ...]:
     return {1: ("mlp",), 2: ("cnn1d", "mlp")}.get(len(federation.input_shape), ("small", "mlp"))
 
 
-def boundary(one: ConfigDict, begin: int, now: int) -> int:
-    """The round at which the host next has something to do."""
+def next_boundary(one: ConfigDict, begin: int, now: int) -> int:
+    """Returns the round at which the next evaluation or checkpoint is due."""
     every = [one.eval_every, *([one.checkpoint_every] if one.checkpoint_every else [])]
     return min(begin + one.rounds, *(now + e - (now - begin) % e for e in every))

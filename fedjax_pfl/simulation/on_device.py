@@ -1,7 +1,4 @@
-"""A run whose examples are on every device: all rounds of a call are one program.
-
-Its clients are on every device, too, or spread over them.
-"""
+"""Programs whose examples and state are on the devices: all rounds of a call are one program."""
 
 from typing import Any
 
@@ -14,44 +11,50 @@ from fedjax_pfl.simulation import spread
 from fedjax_pfl.simulation.records import CompiledRounds, Evaluation, Log
 
 
-class OnDevice:
-    """A phase's rounds, of a run or of all points of a sweep; `Streamed` has the same methods."""
+class DeviceProgram:
+    """Compiled rounds of a run, or of all runs of a sweep. `StreamedProgram` has the same methods.
+
+    State is on every device, or spread over the devices by client.
+    """
 
     def __init__(self, rounds: CompiledRounds, key: Any, data: FederatedData) -> None:
         self.rounds, (self.key, self.data) = rounds, rounds.place((key, data))
-        self.calls: Any = rounds.run
-        self.scores: Any = rounds.evaluate
+        self._run: Any = rounds.run
+        self._evaluate: Any = rounds.evaluate
 
     def init(self, start: State | None = None) -> State:
-        """The first state, or one that begins where an earlier phase ended."""
+        """Returns the initial state, or one that starts from the end of another phase."""
         return self.rounds.init(self.key, start and self.rounds.enter(start))
 
     def enter(self, state: State) -> State:
-        """A state as `run` takes it, also from NumPy arrays."""
+        """Puts a state, also one of NumPy arrays, on the devices as `run` takes it."""
         return self.rounds.enter(state)
 
     def compile(self, state: State, t: int) -> None:
-        """So that no round waits for it."""
-        now = self._number(t)
-        self.calls = self.calls.lower(self.key, state, self.data, now, now).compile()
-        self.scores = self.scores.lower(self.key, state, self.data, now).compile()
+        """Compiles `run` and `evaluate` now, so that no round waits for it."""
+        number = self._number(t)
+        self._run = self._run.lower(self.key, state, self.data, number, number).compile()
+        self._evaluate = self._evaluate.lower(self.key, state, self.data, number).compile()
 
     def run(self, state: State, t: int, n: int) -> tuple[State, tuple[Log, ...]]:
-        """Rounds t .. t+n-1; the logs as NumPy arrays. The state that it is given is used up."""
-        state, logs = self.calls(self.key, state, self.data, self._number(t), self._number(n))
+        """Runs rounds t to t + n - 1. Returns the state and the logs of all groups in NumPy.
+
+        The arrays of the state that is passed in are used up.
+        """
+        state, logs = self._run(self.key, state, self.data, self._number(t), self._number(n))
         return state, jax.device_get(jax.block_until_ready(logs))
 
     def evaluate(self, state: State, t: int) -> Evaluation:
-        """In NumPy."""
-        return jax.device_get(self.scores(self.key, state, self.data, self._number(t)))
+        """Scores all clients as of round `t`, in NumPy."""
+        return jax.device_get(self._evaluate(self.key, state, self.data, self._number(t)))
 
     def observe(self, algorithm: Algorithm, state: State) -> dict[str, np.ndarray]:
-        """What an algorithm shows of its state."""
+        """Returns the arrays that the method exposes of its state."""
 
-        def shown(state: State) -> dict[str, jax.Array]:
+        def observe(state: State) -> dict[str, jax.Array]:
             return algorithm.observe(spread.cut(state))
 
-        return jax.device_get(jax.jit(shown, out_shardings=self.rounds.everywhere)(state))
+        return jax.device_get(jax.jit(observe, out_shardings=self.rounds.everywhere)(state))
 
     def _number(self, value: int) -> Any:
         return self.rounds.place(np.int32(value))

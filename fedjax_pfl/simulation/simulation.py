@@ -25,9 +25,9 @@ from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.core.trees import row
 from fedjax_pfl.simulation import execution_plan, metrics, records
-from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.rounds import compiled, plain_rounds
-from fedjax_pfl.simulation.streamed import Streamed
+from fedjax_pfl.simulation.streamed import StreamedProgram
 
 STORES = ("device", "sharded", "host", "disk")
 
@@ -127,7 +127,7 @@ class Simulation:
         self._key = jax.random.key(seed)
         self._store = store
         self._folder = None if folder is None else Path(folder)
-        self._programs: dict[int, OnDevice | Streamed] = {}
+        self._programs: dict[int, DeviceProgram | StreamedProgram] = {}
         self._program(1)  # reports mistakes in the arguments now
 
     def __repr__(self) -> str:
@@ -150,7 +150,7 @@ class Simulation:
             raise UsageError(f"n must be at least 1, got {n}")
         program = self._program(n)
         state, logs = program.run(program.enter(state), t, n)
-        return state, [_round_log(logs, r) for r in range(n)]
+        return state, [round_log(logs, r) for r in range(n)]
 
     def evaluate(self, state: State, t: int) -> Evaluation:
         """Scores every client's personal model as of round `t`."""
@@ -185,7 +185,7 @@ class Simulation:
         member = members(self.method)[group]
         return member.personalize(state._replace(clients=()), row(client_states, client), ctx)
 
-    def _program(self, rounds: int) -> OnDevice | Streamed:
+    def _program(self, rounds: int) -> DeviceProgram | StreamedProgram:
         """Returns the program that runs up to so many rounds in one call, made at first use."""
         if self._store in ("host", "disk"):
             rounds = 1  # one round per call in any case
@@ -193,11 +193,13 @@ class Simulation:
             plain = plain_rounds(self.method, self.federation, calls=rounds, **self._settings)
             mesh = self._settings["mesh"]
             if self._store in ("host", "disk"):
-                self._programs[rounds] = Streamed(
+                self._programs[rounds] = StreamedProgram(
                     plain, self._key, self.examples, mesh, store=self._store, folder=self._folder
                 )
             else:
-                self._programs[rounds] = OnDevice(compiled(plain, mesh), self._key, self.examples)
+                self._programs[rounds] = DeviceProgram(
+                    compiled(plain, mesh), self._key, self.examples
+                )
         return self._programs[rounds]
 
 
@@ -211,7 +213,7 @@ def _check(method: Any, store: str) -> None:
         raise UsageError(f"store is {store!r}; choose {', '.join(STORES)}")
 
 
-def _round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
+def round_log(logs: Sequence[records.Log], r: int) -> RoundLog:
     """Returns round `r` of a call's logs, over all groups of clients, ordered by client."""
     parts = [jax.tree.map(lambda leaf: np.asarray(leaf)[r], log) for log in logs]
     present = np.concatenate([part.present for part in parts])

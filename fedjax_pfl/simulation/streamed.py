@@ -89,7 +89,7 @@ def room_for(data: FederatedData, clients: int, *, test: bool) -> int:
     return max(1, min(most, len(data.y)))
 
 
-class Streamed:
+class StreamedProgram:
     """A phase's rounds, with clients and examples of all where this machine keeps them."""
 
     def __init__(

@@ -19,7 +19,7 @@ def with_seed(config, seed):
 def seeded(phase, seeds):
     """The same phase, compiled once, of points with these seeds."""
     alike = [with_seed(one, seed) for one, seed in zip(phase.inputs.alike, seeds, strict=True)]
-    return phase._replace(work=dataclasses.replace(phase.inputs, alike=alike))
+    return phase._replace(inputs=dataclasses.replace(phase.inputs, alike=alike))
 
 
 @pytest.fixture(scope="module", autouse=True)

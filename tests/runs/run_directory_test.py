@@ -251,10 +251,10 @@ def test_too_little_memory_is_one_line(error, monkeypatch):
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(runner, "_one_phase", fail)
+    monkeypatch.setattr(runner, "train", fail)
     with pytest.raises(UsageError, match=r"too little memory .*go on with a smaller chunk"):
         runner.run(BASE)
-    monkeypatch.setattr(runner, "_one_phase", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(runner, "train", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         runner.run(BASE)
 

@@ -156,7 +156,9 @@ def test_a_specification_is_frozen():
 def test_a_run_is_validated_once(monkeypatch):
     found, specify = [], configuration.specify
     monkeypatch.setattr(configuration, "specify", lambda *a: found.append(a) or specify(*a))
-    monkeypatch.setattr(runner, "_execute", lambda built, members, stop: {"": built})
+    monkeypatch.setattr(
+        runner, "_execute", lambda experiment, sweep_runs, stop, callbacks: {"": experiment}
+    )
     made = runner.run({**TINY, "phases": [{}, {"rounds": 3}]})
     assert len(found) == 1
     assert [phase.config.rounds for phase in made.phases] == [2, 3]

@@ -20,7 +20,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.examples import FederatedData, Split, take
 from fedjax_pfl.simulation import ledger
-from fedjax_pfl.simulation.on_device import OnDevice
+from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.simulation.spread import Spread
 from fedjax_pfl.simulation.stores import arrays, copied
@@ -89,12 +89,12 @@ def subject(name: str) -> rules.Subject:
 
 
 @cache
-def program(name: str, devices: int, *, by_client: bool) -> OnDevice:
+def program(name: str, devices: int, *, by_client: bool) -> DeviceProgram:
     one, axis = subject(name), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis, devices=jax.devices()[:devices])
     how = {**rules.HOW, "mesh": mesh, "by_client": by_client}
     made = make_rounds(one.algorithm, one.world.federation, **how)
-    return OnDevice(made, rules.KEY, one.world.data)
+    return DeviceProgram(made, rules.KEY, one.world.data)
 
 
 def alike(one: Any, other: Any) -> None:

@@ -12,7 +12,7 @@ from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.simulation import ledger, streamed
 from fedjax_pfl.simulation.rounds import plain_rounds
 from fedjax_pfl.simulation.stores import arrays
-from fedjax_pfl.simulation.streamed import Streamed
+from fedjax_pfl.simulation.streamed import StreamedProgram
 from tests import cases, rules, tiny
 
 ROUNDS = 3
@@ -27,13 +27,13 @@ NAMES = [
 
 
 @cache
-def subject(name: str) -> tuple[rules.Subject, Streamed]:
+def subject(name: str) -> tuple[rules.Subject, StreamedProgram]:
     one = rules.subject(name)
     plain = plain_rounds(one.algorithm, one.world.federation, **rules.HOW)
-    return one, Streamed(plain, rules.KEY, one.world.data)
+    return one, StreamedProgram(plain, rules.KEY, one.world.data)
 
 
-def begun(program: Streamed, store: str, state: Any = None) -> State:
+def begun(program: StreamedProgram, store: str, state: Any = None) -> State:
     """A first state, or one that goes on from NumPy arrays, in such a store."""
     program.store, program.coming = store, None
     return program.enter(program.init() if state is None else state)
