@@ -37,8 +37,9 @@ BLUE, ORANGE = "#0072b2", "#d55e00"
 
 
 def _config(clients: int, **pfedla: Any) -> ConfigDict:
+    """Returns a preset with eta 0.5, so that all datasets of a figure have the same."""
     config = presets.get_config(f"{DATASET.value}-n{clients}")
-    config.pfedla.update(pfedla)
+    config.pfedla.update({"rate": 0.5} | pfedla)
     return config
 
 
@@ -182,7 +183,7 @@ def rates() -> tuple[dict[str, Any], Figure]:
             "fedavg": {"algorithm": "fedavg"},
         }
         rows |= {f"eta {rate:g}": {"pfedla": {"rate": rate}} for rate in RATES}
-        rows["eta 0.5, k = 1"] = {"pfedla": {"k": 1}}
+        rows["eta 0.5, k = 1"] = {"pfedla": {"rate": 0.5, "k": 1}}
         numbers[split] = {}
         for name, changes in rows.items():
             results = []
