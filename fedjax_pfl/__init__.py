@@ -18,7 +18,7 @@ The loop, with the parts that it is made of:
 report.
 """
 
-from fedjax_pfl import networks, transforms
+from fedjax_pfl import networks, testing, transforms
 from fedjax_pfl.algorithms import (
     apfl,
     clustered_fl,
@@ -115,5 +115,6 @@ __all__ = [
     "run",
     "run_all",
     "scaffold",
+    "testing",
     "transforms",
 ]

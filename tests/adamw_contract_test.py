@@ -14,6 +14,7 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.settings.general import ROWS
 from fedjax_pfl.simulation import sweep
 from fedjax_pfl.simulation.rounds import plain_rounds
+from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
 # What differs between methods is where they keep the optimiser's state, and how many there are.
@@ -22,13 +23,13 @@ pytestmark = pytest.mark.slow("the programs of seven methods; the optimiser has 
 # An eps as small as the default would show the rounding of gradients that are next to nothing.
 SETTINGS = {**{name: row.usual for name, row in ROWS.items()}, "weight_decay": 0.01, "eps": 1e-2}
 RULES = (
-    rules.shapes_are_right,
-    rules.equals_a_plain_loop,
-    rules.values_of_padding_are_not_read,
-    rules.calls_do_not_matter_and_compile_once,
-    rules.a_checkpoint_holds_all_of_the_state,
-    rules.absent_clients_are_untouched,
-    rules.nobody_answers,
+    contract.shapes_are_right,
+    contract.equals_a_plain_loop,
+    contract.padding_is_invisible,
+    contract.rounds_are_compiled_once,
+    contract.a_checkpoint_holds_the_whole_state,
+    contract.absent_clients_are_untouched,
+    contract.a_round_without_uploads_changes_nothing,
 )
 
 
@@ -51,7 +52,7 @@ def subject(name: str) -> rules.Subject:
     def made(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
         return make(name, federation, own)
 
-    return rules.Subject(name, cases.CASES[name], made)
+    return rules.make_subject(name, cases.CASES[name], made)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -62,15 +63,15 @@ def test_rule(name: str, rule: Any):
 
 def test_a_rate_that_is_swept():
     """The second of two points is the run with its rate; the first is another."""
-    one, points = subject("fedavg"), sweep.Points(jnp.stack([rules.KEY] * 2), jnp.arange(2))
+    one, points = subject("fedavg"), sweep.Points(jnp.stack([contract.KEY] * 2), jnp.arange(2))
 
     def plain(now: Mapping[str, Any]) -> Any:
-        made = make("fedavg", rules.FEDERATION, {}, now["rate"])
-        return plain_rounds(made, rules.FEDERATION, **rules.HOW)
+        made = make("fedavg", rules.TINY.federation, {}, now["rate"])
+        return plain_rounds(made, rules.TINY.federation, **contract.OPTIONS)
 
     rounds = sweep.make_rounds(plain, {"rate": (0.005, 0.01)}, None, width=1)
-    states, _ = rounds.run(points, rounds.init(points), rules.DATA, jnp.int32(0), jnp.int32(1))
+    states, _ = rounds.run(points, rounds.init(points), rules.TINY.data, jnp.int32(0), jnp.int32(1))
     wanted, _ = one.run(1)
-    chex.assert_trees_all_close(trees.row(states, 1), wanted, **rules.CLOSE)
+    chex.assert_trees_all_close(trees.row(states, 1), wanted, **contract.TOLERANCES)
     first, second = (jax.tree.leaves(trees.row(states, i).server) for i in (0, 1))
     assert all((a != b).any() for a, b in zip(first, second, strict=True))

@@ -11,11 +11,12 @@ import numpy as np
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedpac import mixtures
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.core.task import classification
 from fedjax_pfl.settings import configuration
+from fedjax_pfl.testing.example import training
 from tests import documents, tiny
 
 TASK = classification()
@@ -358,20 +359,6 @@ NAMES = sorted(FACTORIES)
 # Seven that differ in structure: what follows from the simulation alone need not be asked of more.
 STRUCTURES = ("clustered_fl", "factorized_fl", "fedavg", "fedfomo", "fedmn", "pfedhn_pc", "pfedla")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-def training(**changes: Any) -> local_training.Training:
-    """Momentum that clients keep, decay, clipping, and a short last batch."""
-    settings = {
-        "learning_rate": 0.1,
-        "momentum": 0.9,
-        "weight_decay": 1e-3,
-        "clip_norm": 5.0,
-        "batch_size": 4,
-        "epochs": 2,
-        "keep_optimizer": True,
-    }
-    return local_training.sgd(**{**settings, **changes})
 
 
 def make(

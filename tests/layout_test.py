@@ -13,7 +13,7 @@ FLOORS = (
     ("settings",),
     ("report",),
     ("runs",),
-    ("presets", "deploy"),
+    ("presets", "deploy", "testing"),
     ("cli",),
 )
 BELOW = {

@@ -17,6 +17,7 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.networks import LSTM, Transformer
 from fedjax_pfl.networks.own import Linen
 from fedjax_pfl.networks.own_nnx import Nnx
+from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
 
@@ -55,12 +56,12 @@ NETWORKS = {
     "transformer": Transformer(tiny.TOKENS, 4, 1, 2, 0.1),
 }
 RULES = (
-    rules.shapes_are_right,
-    rules.equals_a_plain_loop,
-    rules.values_of_padding_are_not_read,
-    rules.calls_do_not_matter_and_compile_once,
-    rules.a_checkpoint_holds_all_of_the_state,
-    rules.absent_clients_are_untouched,
+    contract.shapes_are_right,
+    contract.equals_a_plain_loop,
+    contract.padding_is_invisible,
+    contract.rounds_are_compiled_once,
+    contract.a_checkpoint_holds_the_whole_state,
+    contract.absent_clients_are_untouched,
 )
 LONG = pytest.mark.slow("each of them compiles programs of its own")
 SUBJECTS = [
@@ -106,8 +107,8 @@ def subject(network: str, name: str) -> rules.Subject:
         settings = {**case.settings, **OWN.get((network, name), {}), **own}
         return cases.FACTORIES[name](NETWORKS[network], training, federation, **settings)
 
-    place = rules.world(tiny.tokens) if tokens else rules.TINY
-    return rules.Subject(name, cases.CASES[name], make, place)
+    place = contract.make_world(tiny.tokens) if tokens else rules.TINY
+    return rules.make_subject(name, cases.CASES[name], make, place)
 
 
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])
@@ -120,11 +121,13 @@ def test_rule(network: str, name: str, rule: str):
 def test_something_is_learned(network: str, name: str):
     """Some rounds move the loss down: the gradient goes through all of it."""
     one = subject(network, name)
-    rounds = LEARNED.get((network, name), rules.ROUNDS)
+    rounds = LEARNED.get((network, name), contract.ROUNDS)
     end = jnp.int32(rounds)
     first, last = (
-        jax.device_get(one.rounds.evaluate(rules.KEY, one.rounds.place(state), one.world.data, end))
-        for state in (one.first, one.run(rounds)[0])
+        jax.device_get(
+            one.rounds.evaluate(contract.KEY, one.rounds.place(state), one.world.data, end)
+        )
+        for state in (one.first_state, one.run(rounds)[0])
     )
     before, after = (float(scores.before.loss.sum()) for scores in (first, last))
     assert after < before

@@ -20,6 +20,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import take
+from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
 
@@ -74,7 +75,7 @@ def subject(**changes: Any) -> rules.Subject:
     def fired(first: State, last: State) -> bool:
         return bool((first.rows != last.rows).all())
 
-    return rules.Subject("mine", cases.Case({}, fired, lambda model: (24, 20)), make)
+    return rules.make_subject("mine", cases.Case({}, fired, lambda model: (24, 20)), make)
 
 
 def test_the_honest_method_keeps_all_rules():
@@ -143,16 +144,16 @@ def traffic_forgotten(payload: Any, upload: Any) -> Traffic:
 @pytest.mark.parametrize(
     ("function", "mistake", "rule"),
     [
-        ("receive", absent_as_zero, rules.empty_seats_may_hold_anything),
-        ("receive", stale_row_read, rules.equals_a_plain_loop),
-        ("train", test_data_touched, rules.test_examples_are_not_seen),
-        ("train", unseeded_randomness, rules.equals_a_plain_loop),
-        ("train", state_in_a_closure, rules.equals_a_plain_loop),
-        ("traffic", traffic_forgotten, rules.every_byte_is_counted),
-        ("receive", wrong_dtype, rules.shapes_are_right),
-        ("train", padding_read, rules.values_of_padding_are_not_read),
-        ("receive", order_of_clients, rules.absent_clients_are_untouched),
-        ("train", shape_by_count, rules.equals_a_plain_loop),
+        ("receive", absent_as_zero, contract.empty_slots_may_hold_anything),
+        ("receive", stale_row_read, contract.equals_a_plain_loop),
+        ("train", test_data_touched, contract.training_reads_no_test_examples),
+        ("train", unseeded_randomness, contract.equals_a_plain_loop),
+        ("train", state_in_a_closure, contract.equals_a_plain_loop),
+        ("traffic", traffic_forgotten, rules.bytes_match_the_closed_formula),
+        ("receive", wrong_dtype, contract.shapes_are_right),
+        ("train", padding_read, contract.padding_is_invisible),
+        ("receive", order_of_clients, contract.absent_clients_are_untouched),
+        ("train", shape_by_count, contract.equals_a_plain_loop),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

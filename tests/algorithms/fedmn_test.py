@@ -20,7 +20,8 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
-from tests import cases, rules, tiny
+from fedjax_pfl.testing import rules as contract
+from tests import cases, tiny
 
 KEY = jax.random.key(3)
 LAYOUT = (2, 2, 2)
@@ -199,7 +200,7 @@ def test_aggregation_in_numpy():
     active = np.array([[1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
 
     uploads = jax.tree.map(lambda x: rng.normal(size=(4, *x.shape)).astype(np.float32), server)
-    uploads = rules.where(ids < tiny.CLIENTS, uploads, jax.tree.map(np.zeros_like, uploads))
+    uploads = contract.where(ids < tiny.CLIENTS, uploads, jax.tree.map(np.zeros_like, uploads))
     uploaded = {**uploads, "active": active}
 
     @jax.jit

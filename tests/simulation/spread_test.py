@@ -24,6 +24,7 @@ from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.simulation.spread import Spread
 from fedjax_pfl.simulation.stores import arrays, copied
+from fedjax_pfl.testing import rules as contract
 from tests import cases, programs, rules, tiny
 
 ROUNDS = 3
@@ -72,8 +73,8 @@ def toy(n: int, size: int) -> rules.Subject:
         np.ones(n, int), (1,), 1, np.ones(n, bool), np.zeros(n, int), task=tiny.HALF_SQUARES
     )
     case, made = cases.Case({}, bool, lambda model: (0, 0)), mixing(n, size)
-    world = rules.World(data, federation, data, data)
-    return rules.Subject("toy", case, lambda _: made, world)
+    world = contract.World(data, federation, data, data)
+    return rules.make_subject("toy", case, lambda _: made, world)
 
 
 @cache
@@ -85,16 +86,16 @@ def subject(name: str) -> rules.Subject:
     def make(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
         return cases.make(name, federation, own, learning_rate=0.02)
 
-    return rules.Subject(name, cases.CASES[name], make)
+    return rules.make_subject(name, cases.CASES[name], make)
 
 
 @cache
 def program(name: str, devices: int, *, by_client: bool) -> DeviceProgram:
     one, axis = subject(name), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis, devices=jax.devices()[:devices])
-    how = {**rules.HOW, "mesh": mesh, "by_client": by_client}
+    how = {**contract.OPTIONS, "mesh": mesh, "by_client": by_client}
     made = make_rounds(one.algorithm, one.world.federation, **how)
-    return DeviceProgram(made, rules.KEY, one.world.data)
+    return DeviceProgram(made, contract.KEY, one.world.data)
 
 
 def alike(one: Any, other: Any) -> None:
@@ -167,9 +168,9 @@ def test_a_round_moves_its_cohort_and_not_the_state():
     n, size, cohort, devices = 1200, 1000, 5, 8
     one, axis = toy(n, size), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis)
-    how = {**rules.HOW, "cohort": cohort, "calls": 1, "mesh": mesh, "by_client": True}
+    how = {**contract.OPTIONS, "cohort": cohort, "calls": 1, "mesh": mesh, "by_client": True}
     made = make_rounds(one.algorithm, one.world.federation, **how)
-    key, data, t = made.place((rules.KEY, one.world.data, np.int32(0)))
+    key, data, t = made.place((contract.KEY, one.world.data, np.int32(0)))
     zeros = np.zeros((n, size), np.float32)
     run = made.run.lower(key, made.enter(State(zeros[0], zeros, zeros)), data, t, t).compile()
     text, share = run.as_text(), 2 * zeros.nbytes / devices

@@ -13,6 +13,7 @@ from fedjax_pfl.simulation import ledger, streamed
 from fedjax_pfl.simulation.rounds import plain_rounds
 from fedjax_pfl.simulation.stores import arrays
 from fedjax_pfl.simulation.streamed import StreamedProgram
+from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
 ROUNDS = 3
@@ -29,8 +30,8 @@ NAMES = [
 @cache
 def subject(name: str) -> tuple[rules.Subject, StreamedProgram]:
     one = rules.subject(name)
-    plain = plain_rounds(one.algorithm, one.world.federation, **rules.HOW)
-    return one, StreamedProgram(plain, rules.KEY, one.world.data)
+    plain = plain_rounds(one.algorithm, one.world.federation, **contract.OPTIONS)
+    return one, StreamedProgram(plain, contract.KEY, one.world.data)
 
 
 def begun(program: StreamedProgram, store: str, state: Any = None) -> State:
@@ -49,9 +50,9 @@ def test_every_store_gives_the_run_of_a_device(name: str, monkeypatch):
     one, program = subject(name)
     wanted, wanted_log = one.run(ROUNDS)
     state = begun(program, "host")
-    alike(arrays(state), one.first)
+    alike(arrays(state), one.first_state)
     assert state.clients.offload == one.algorithm.offload
-    chex.assert_trees_all_equal_shapes(arrays(state), one.first)
+    chex.assert_trees_all_equal_shapes(arrays(state), one.first_state)
     for g, part in enumerate(("clients", *state.clients.offload)):
         assert not len(state.clients.written(g)) or part in DRAWN
     program.compile(state, 0)
@@ -60,7 +61,7 @@ def test_every_store_gives_the_run_of_a_device(name: str, monkeypatch):
         before = arrays(state)
         state, (log,) = program.run(state, t, n)
         logs.append(log)
-        here = rules.arrived(log)
+        here = contract.arrived_clients(log)
         parts = (jax.tree.leaves(one.clients) for one in (before, arrays(state)))
         for old, new in zip(*parts, strict=True):
             np.testing.assert_array_equal(old[~here], new[~here])
@@ -71,7 +72,7 @@ def test_every_store_gives_the_run_of_a_device(name: str, monkeypatch):
     assert books[0] == books[1]
 
     t = np.int32(ROUNDS)
-    scores = one.rounds.evaluate(rules.KEY, one.rounds.place(wanted), one.world.data, t)
+    scores = one.rounds.evaluate(contract.KEY, one.rounds.place(wanted), one.world.data, t)
     chex.assert_trees_all_close(
         program.evaluate(state, ROUNDS), jax.device_get(scores), rtol=1e-4, atol=1e-4
     )

@@ -211,7 +211,7 @@ def _subject() -> rules.Subject:
         own = trees.layers(last.clients.own)
         return set(own) == {"fc2"} and all(bool((a != b).any()) for a, b in pairs)
 
-    return rules.Subject("fedper", cases.Case({}, fired, case.bytes_per_visit), make)
+    return rules.make_subject("fedper", cases.Case({}, fired, case.bytes_per_visit), make)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,44 @@
+"""`fedjax_pfl.testing.check`, as an author of a method calls it."""
+
+import jax
+import pytest
+
+import fedjax_pfl as pfl
+from fedjax_pfl.core.errors import UsageError
+
+
+def test_a_method_of_the_library_keeps_all_rules():
+    lines = []
+    pfl.testing.check(pfl.fedper, tell=lines.append)
+    assert len(lines) == 11
+    assert all(line.startswith("ok ") for line in lines)
+
+
+def forgets_who_is_absent(model, training, federation, *, rate: float = 1.0):
+    base = pfl.fedavg(model, training, federation)
+
+    def receive(state, cohort):
+        mean = jax.tree.map(lambda leaf: leaf.mean(0), cohort.uploads)
+        return mean, state.rows
+
+    return base._replace(receive=receive)
+
+
+def test_a_broken_rule_is_named():
+    lines = []
+    with pytest.raises(AssertionError, match="forgets_who_is_absent breaks 3 of 11 rules"):
+        pfl.testing.check(forgets_who_is_absent, tell=lines.append, rate=0.5)
+    assert [line for line in lines if line.startswith("broken  empty slots may hold anything")]
+
+
+def test_wrong_shapes_end_the_check_and_a_method_is_not_a_factory():
+    lines = []
+
+    def scalar(model, training, federation):
+        return pfl.fedavg(model, training, federation)._replace(train=lambda *_: 3)
+
+    with pytest.raises(AssertionError, match="must return ClientResult"):
+        pfl.testing.check(scalar, tell=lines.append)
+    assert len(lines) == 1
+    with pytest.raises(UsageError, match="takes a method's factory"):
+        pfl.testing.check(3)
