@@ -21,7 +21,11 @@ from tests import cases, rules, tiny
 pytestmark = pytest.mark.slow("the programs of seven methods; the optimiser has tests of its own")
 
 # An eps as small as the default would show the rounding of gradients that are next to nothing.
-SETTINGS = {**{name: row.usual for name, row in ROWS.items()}, "weight_decay": 0.01, "eps": 1e-2}
+SETTINGS = {
+    **{name: row.default_value for name, row in ROWS.items()},
+    "weight_decay": 0.01,
+    "eps": 1e-2,
+}
 RULES = (
     contract.shapes_are_right,
     contract.equals_a_plain_loop,
@@ -34,10 +38,10 @@ RULES = (
 
 
 def make(name: str, federation: Federation, own: Mapping[str, Any], rate: Any = 0.01) -> Algorithm:
-    training = local_training.training_by(
+    training = local_training.make_training(
         optimizers.OPTIMIZERS["adamw"](SETTINGS.__getitem__),
         learning_rate=rate,
-        within=optimizers.schedule("linear", 0.5, 0.0),
+        step_schedule=optimizers.schedule("linear", 0.5, 0.0),
         clip_norm=5.0,
         batch_size=4,
         epochs=2,

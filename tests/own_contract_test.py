@@ -15,8 +15,8 @@ from flax import nnx
 
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.networks import LSTM, Transformer
-from fedjax_pfl.networks.own import Linen
-from fedjax_pfl.networks.own_nnx import Nnx
+from fedjax_pfl.networks.user_defined import LinenNetwork
+from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
 from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
@@ -50,8 +50,8 @@ def modern(rngs: nnx.Rngs) -> Modern:
 
 
 NETWORKS = {
-    "linen": Linen("Plain", {}, RoundFunctions(), (tiny.FEATURES,)),
-    "nnx": Nnx("Modern", {}, modern, (tiny.FEATURES,)),
+    "linen": LinenNetwork("Plain", {}, RoundFunctions(), (tiny.FEATURES,)),
+    "nnx": NnxNetwork("Modern", {}, modern, (tiny.FEATURES,)),
     "lstm": LSTM(tiny.TOKENS, 3, (4,)),
     "transformer": Transformer(tiny.TOKENS, 4, 1, 2, 0.1),
 }

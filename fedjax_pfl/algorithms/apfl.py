@@ -30,7 +30,7 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.diagnostics import Picture
-from fedjax_pfl.core.errors import at_least, need
+from fedjax_pfl.core.errors import require, require_at_least
 from fedjax_pfl.core.examples import Batch
 
 
@@ -58,10 +58,10 @@ def apfl(
       alpha: α, the share of a client's own model in the mixture; the initial share if it adapts.
       alpha_rate: η_α, the learning rate of α; 0 keeps α fixed.
     """
-    need((alpha >= 0) & (alpha <= 1), f"apfl.alpha is {alpha}; it is a share, 0 to 1")
-    at_least("apfl.alpha_rate", alpha_rate, 0)
+    require((alpha >= 0) & (alpha <= 1), f"apfl.alpha is {alpha}; it is a share, 0 to 1")
+    require_at_least("apfl.alpha_rate", alpha_rate, 0)
     average = fedavg(model, training, federation)
-    separate = training._replace(optimizer=optimizers.apart(training.optimizer))
+    separate = training._replace(optimizer=optimizers.per_entry(training.optimizer))
 
     def mix(alpha: jax.Array, v: PyTree, w: PyTree) -> PyTree:
         return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, v, w)

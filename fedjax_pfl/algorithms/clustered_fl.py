@@ -24,7 +24,7 @@ from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 from fedjax_pfl.core.diagnostics import Diagnostic, Picture, mean, of_array
-from fedjax_pfl.core.errors import at_least
+from fedjax_pfl.core.errors import require_at_least
 
 
 class Clusters(NamedTuple):
@@ -96,14 +96,14 @@ def clustered_fl(
       longest_above: ε₂; and only where its longest update is longer than this.
       max_clusters: when there are so many, nothing splits any more; 1 is FedAvg.
     """
-    at_least("clustered_fl.max_clusters", max_clusters, 1)
+    require_at_least("clustered_fl.max_clusters", max_clusters, 1)
     base = fedavg(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         begun = base.init(key, None)
         server = Clusters(trees.repeat(begun.server, max_clusters), jnp.int32(1))
         rows = jnp.zeros(federation.clients, jnp.int32)
-        if start is not None and trees.alike((server, rows), (start.server, start.rows)):
+        if start is not None and trees.same_shapes((server, rows), (start.server, start.rows)):
             server, rows = start.server, start.rows
         elif start is not None:
             known = common.initial(model, federation, key, start)

@@ -25,7 +25,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import at_least
+from fedjax_pfl.core.errors import require_at_least
 
 
 class Client(NamedTuple):
@@ -50,8 +50,8 @@ def ditto(
       penalty: λ, how firmly v is held near w.
       own_epochs: passes over a client's examples in which v trains; unset: as w does.
     """
-    at_least("ditto.penalty", penalty, 0)
-    at_least("ditto.own_epochs", own_epochs, 1)
+    require_at_least("ditto.penalty", penalty, 0)
+    require_at_least("ditto.own_epochs", own_epochs, 1)
     average = fedavg(model, training, federation)
     by_own = training if own_epochs is None else training._replace(epochs=own_epochs, steps=None)
 

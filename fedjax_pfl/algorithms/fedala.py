@@ -30,7 +30,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import at_least, need
+from fedjax_pfl.core.errors import require, require_at_least
 from fedjax_pfl.core.examples import take
 
 
@@ -60,9 +60,9 @@ def fedala(
       share: of a client's examples, on which W is learned in a visit.
       first_passes: over them, where W is learned for the first time; later it is one.
     """
-    at_least("fedala.weight_rate", weight_rate, 0)
-    at_least("fedala.first_passes", first_passes, 1)
-    need((share > 0) & (share <= 1), f"fedala.share is {share}; choose above 0, to 1")
+    require_at_least("fedala.weight_rate", weight_rate, 0)
+    require_at_least("fedala.first_passes", first_passes, 1)
+    require((share > 0) & (share <= 1), f"fedala.share is {share}; choose above 0, to 1")
     late = last_layers(model, federation, "fedala.layers", layers, early=0)
     average = fedavg(model, training, federation)
 
@@ -88,7 +88,7 @@ def fedala(
         new, early = parts(params)
         keys = jax.random.split(jax.random.fold_in(ctx.key, 1))
         longest, size = split.rows.shape[0], min(training.batch_size, split.rows.shape[0])
-        order = local_training.shuffled(keys[0], longest, split.size)
+        order = local_training.random_order(keys[0], longest, split.size)
         rows = jnp.pad(split.rows[order], (0, -longest % size))
         chosen = jnp.clip(jnp.round(share * split.size.astype(jnp.float32)), 1.0)
         examples = jnp.minimum(chosen.astype(jnp.int32), split.size)

@@ -31,7 +31,13 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.diagnostics import Picture
-from fedjax_pfl.core.errors import UsageError, above, at_least, need, one_of
+from fedjax_pfl.core.errors import (
+    UsageError,
+    require,
+    require_above,
+    require_at_least,
+    require_one_of,
+)
 
 ATTENTION = ("cosine", "distance")
 
@@ -56,12 +62,12 @@ def fedamp(
       alpha: α; of distance it scales the weights of others, of both it divides λ.
       penalty: λ, how firmly a client is held near its mixture.
     """
-    one_of("fedamp.attention", attention, ATTENTION)
-    above("fedamp.sigma", sigma, 0)
-    above("fedamp.alpha", alpha, 0)
-    at_least("fedamp.penalty", penalty, 0)
+    require_one_of("fedamp.attention", attention, ATTENTION)
+    require_above("fedamp.sigma", sigma, 0)
+    require_above("fedamp.alpha", alpha, 0)
+    require_at_least("fedamp.penalty", penalty, 0)
     share = (self_weight >= 0) & (self_weight <= 1)
-    need(share, f"fedamp.self_weight is {self_weight}; it is a share, 0 to 1")
+    require(share, f"fedamp.self_weight is {self_weight}; it is a share, 0 to 1")
     if int(federation.active.sum()) < 2:
         raise UsageError("fedamp mixes in others' models; it needs two active clients or more")
     active = jnp.asarray(federation.active)

@@ -34,7 +34,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError, at_least
+from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks import features
 
@@ -63,8 +63,8 @@ def fedas(
       align_epochs: Passes over a client's examples to align the downloaded body.
     """
     task = federation.task
-    at_least("fedas.align_rate", align_rate, 0)
-    at_least("fedas.align_epochs", align_epochs, 1)
+    require_at_least("fedas.align_rate", align_rate, 0)
+    require_at_least("fedas.align_epochs", align_epochs, 1)
     if not task.has_classes:
         raise UsageError("fedas makes a prototype of each class; choose a dataset with classes")
     classes = federation.outputs
@@ -119,7 +119,7 @@ def fedas(
 
             return trees.squared_norm(jax.grad(loss)(params))
 
-        return local_training.total(squared, data, data.train, training.batch_size)
+        return local_training.sum_batches(squared, data, data.train, training.batch_size)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is not None and isinstance(start.clients, Client):

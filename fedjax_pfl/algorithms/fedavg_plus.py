@@ -14,8 +14,8 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
-from fedjax_pfl.core.errors import above, at_least
-from fedjax_pfl.core.local_training import Training, constant
+from fedjax_pfl.core.errors import require_above, require_at_least
+from fedjax_pfl.core.local_training import Training, constant_rate
 
 
 def fedavg_plus(
@@ -32,13 +32,13 @@ def fedavg_plus(
       rate: of the tuning, in all rounds; unset: that of training in the same round.
       epochs: passes of the tuning over the client's training examples.
     """
-    above("fedavg_plus.rate", rate, 0)
-    at_least("fedavg_plus.epochs", epochs, 1)
+    require_above("fedavg_plus.rate", rate, 0)
+    require_at_least("fedavg_plus.epochs", epochs, 1)
     tuning = training._replace(
-        rate=training.rate if rate is None else constant(rate),
+        rate=training.rate if rate is None else constant_rate(rate),
         epochs=epochs,
         steps=None,
-        keep=False,
+        keep_optimizer=False,
     )
 
     tune = common.trainer(model, federation.task, tuning)

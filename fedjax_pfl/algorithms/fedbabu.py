@@ -26,7 +26,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import above, at_least, one_of
+from fedjax_pfl.core.errors import require_above, require_at_least, require_one_of
 
 PARTS = ("all", "head", "body")
 
@@ -47,14 +47,14 @@ def fedbabu(
       rate: of the tuning, in all rounds; unset: that of training in the same round.
       tune: what is tuned: all, head or body.
     """
-    at_least("fedbabu.epochs", epochs, 1)
-    above("fedbabu.rate", rate, 0)
-    one_of("fedbabu.tune", tune, PARTS)
+    require_at_least("fedbabu.epochs", epochs, 1)
+    require_above("fedbabu.rate", rate, 0)
+    require_one_of("fedbabu.tune", tune, PARTS)
     tuning = training._replace(
-        rate=training.rate if rate is None else local_training.constant(rate),
+        rate=training.rate if rate is None else local_training.constant_rate(rate),
         epochs=epochs,
         steps=None,
-        keep=False,
+        keep_optimizer=False,
     )
     sgd, fine = (common.trainer(model, federation.task, how) for how in (training, tuning))
     joint = partly_shared(model, training, federation, of_layers({model.head}))

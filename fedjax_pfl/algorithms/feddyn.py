@@ -30,7 +30,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import above
+from fedjax_pfl.core.errors import require_above
 from fedjax_pfl.core.examples import Batch
 
 
@@ -53,7 +53,7 @@ def feddyn(
     Args:
       alpha: α, how firmly clients are held near w, and by how much g_k and h move.
     """
-    above("feddyn.alpha", alpha, 0)
+    require_above("feddyn.alpha", alpha, 0)
     average = fedavg(model, training, federation)
     clients = int(federation.active.sum())
 

@@ -40,7 +40,7 @@ from fedjax_pfl.core.diagnostics import (
     entropy_bits,
     of_array,
 )
-from fedjax_pfl.core.errors import UsageError, at_least
+from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData
 
 
@@ -101,7 +101,7 @@ def fedem(
     Args:
       components: M, how many models each client mixes; 1 is FedAvg.
     """
-    at_least("fedem.components", components, 1)
+    require_at_least("fedem.components", components, 1)
     if not federation.task.has_classes:
         raise UsageError("fedem mixes probabilities of classes; choose a dataset with classes")
     step = training.optimizer
@@ -113,7 +113,7 @@ def fedem(
         server = jax.vmap(draw)(jax.random.split(key, components))
         pi = jnp.full((federation.clients, components), 1 / components, jnp.float32)
         if start is not None:
-            if not isinstance(start.clients, Client) or not trees.alike(
+            if not isinstance(start.clients, Client) or not trees.same_shapes(
                 (server, pi), (start.server, start.clients.pi)
             ):
                 raise UsageError(
@@ -135,7 +135,7 @@ def fedem(
             q = responsibilities(losses(server, batch, data), pi)
             return jnp.sum(jnp.where(batch.mask, q, 0.0), 1)
 
-        sums = local_training.total(one, data, data.train, training.batch_size)
+        sums = local_training.sum_batches(one, data, data.train, training.batch_size)
         return jnp.where(data.train.size > 0, sums / jnp.maximum(jnp.sum(sums), 1e-9), pi)
 
     def mixture(server: PyTree, pi: jax.Array, data: ClientData) -> PyTree:

@@ -35,7 +35,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError, at_least
+from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.networks import features
 
 
@@ -57,7 +57,7 @@ def mixtures(h: jax.Array, variances: jax.Array, here: jax.Array) -> jax.Array:
     def one(own: jax.Array) -> jax.Array:
         gaps = own[None] - flat
         form = jnp.matmul(gaps, gaps.T, precision="highest") + jnp.diag(variances)
-        return simplex.least(form, here)
+        return simplex.minimize_quadratic(form, here)
 
     return jax.lax.map(one, flat)
 
@@ -79,8 +79,8 @@ def fedpac(
       head_epochs: passes over a client's examples in which its head trains; the body's are
         `local_epochs`.
     """
-    at_least("fedpac.penalty", penalty, 0)
-    at_least("fedpac.head_epochs", head_epochs, 1)
+    require_at_least("fedpac.penalty", penalty, 0)
+    require_at_least("fedpac.head_epochs", head_epochs, 1)
     if not federation.task.has_classes:
         raise UsageError("fedpac makes a prototype of each class; choose a dataset with classes")
     classes, d = federation.outputs, features.width("fedpac", model, federation)

@@ -37,7 +37,7 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.diagnostics import Picture
-from fedjax_pfl.core.errors import UsageError, at_least, one_of
+from fedjax_pfl.core.errors import UsageError, require_at_least, require_one_of
 from fedjax_pfl.networks import features
 
 DECIDERS = ("prototype", "head")
@@ -84,8 +84,8 @@ def fedproto(
       penalty: λ, the weight of the distance between an example's features and its prototype.
       decides: What predicts when a client's model is evaluated: the nearest prototype or its head.
     """
-    at_least("fedproto.penalty", penalty, 0)
-    one_of("fedproto.decides", decides, DECIDERS)
+    require_at_least("fedproto.penalty", penalty, 0)
+    require_one_of("fedproto.decides", decides, DECIDERS)
     if not federation.task.has_classes:
         raise UsageError("fedproto makes a prototype of each class; choose a dataset with classes")
     classes, d = federation.outputs, features.width("fedproto", model, federation)

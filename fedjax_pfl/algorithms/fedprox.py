@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Federation, PyTree
-from fedjax_pfl.core.errors import at_least
+from fedjax_pfl.core.errors import require_at_least
 
 
 def fedprox(
@@ -30,7 +30,7 @@ def fedprox(
     Args:
       mu: μ, how firmly clients are held near the global model; 0 is FedAvg.
     """
-    at_least("fedprox.mu", mu, 0)
+    require_at_least("fedprox.mu", mu, 0)
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
         w, rest = local_training.split_variables(payload)

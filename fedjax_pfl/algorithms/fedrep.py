@@ -23,7 +23,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import at_least
+from fedjax_pfl.core.errors import require_at_least
 
 
 class Momentum(NamedTuple):
@@ -51,8 +51,8 @@ def fedrep(
       head_steps: so many batches, each drawn afresh, in place of head_epochs.
     """
     task = federation.task
-    at_least("fedrep.head_epochs", head_epochs, 1)
-    at_least("fedrep.head_steps", head_steps, 1)
+    require_at_least("fedrep.head_epochs", head_epochs, 1)
+    require_at_least("fedrep.head_steps", head_steps, 1)
     by_head = training._replace(
         epochs=head_epochs if head_steps is None else None, steps=head_steps
     )

@@ -47,7 +47,7 @@ def fedrod(model: Any, training: local_training.Training, federation: Federation
     if not task.has_classes:
         raise UsageError("fedrod balances classes; choose a dataset with classes")
     average = fedavg(model, training, federation)
-    apart = training._replace(optimizer=optimizers.apart(training.optimizer))
+    apart = training._replace(optimizer=optimizers.per_entry(training.optimizer))
 
     def parts(params: PyTree) -> tuple[PyTree, PyTree]:
         """The head's parameters, and the others."""

@@ -28,7 +28,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import require
 
 
 class Client(NamedTuple):
@@ -52,7 +52,7 @@ def l2gd(
     Args:
       pull: ρ, how far a client's model goes to the mean before it trains on, 0 to 1.
     """
-    need((pull >= 0) & (pull <= 1), f"l2gd.pull is {pull}; it is a share, 0 to 1")
+    require((pull >= 0) & (pull <= 1), f"l2gd.pull is {pull}; it is a share, 0 to 1")
     average = fedavg(model, training, federation)
 
     def pulled(own: PyTree, mean: PyTree) -> PyTree:

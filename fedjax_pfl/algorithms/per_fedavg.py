@@ -29,7 +29,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import above, at_least, one_of
+from fedjax_pfl.core.errors import require_above, require_at_least, require_one_of
 from fedjax_pfl.core.examples import Batch, ClientData
 
 VARIANTS = ("fo", "hf")
@@ -50,12 +50,14 @@ def meta_gradient(
         params: PyTree, rest: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         first, second, third, key1, key3 = jax.random.split(key, 5)
-        _, inner = gradient(params, rest, local_training.draw(data, data.train, size, key1), first)
+        _, inner = gradient(
+            params, rest, local_training.sample_batch(data, data.train, size, key1), first
+        )
         there = optax.tree.add_scale(params, -alpha, inner)
         aux, outer = gradient(there, rest, batch, second)
         if variant == "fo":
             return aux, outer
-        another = local_training.draw(data, data.train, size, key3)
+        another = local_training.sample_batch(data, data.train, size, key3)
         # One key for both sides: the difference of two dropout masks is no derivative.
         _, above = gradient(optax.tree.add_scale(params, delta, outer), rest, another, third)
         _, below = gradient(optax.tree.add_scale(params, -delta, outer), rest, another, third)
@@ -83,14 +85,14 @@ def per_fedavg(
         rounding.
     """
     task = federation.task
-    one_of("per_fedavg.variant", variant, VARIANTS)
-    at_least("per_fedavg.alpha", alpha, 0)
-    above("per_fedavg.delta", delta, 0)
+    require_one_of("per_fedavg.variant", variant, VARIANTS)
+    require_at_least("per_fedavg.alpha", alpha, 0)
+    require_above("per_fedavg.delta", delta, 0)
 
     def adapted(variables: PyTree, data: ClientData, key: jax.Array) -> PyTree:
         params, rest = local_training.split_variables(variables)
         draw_key, noise_key = jax.random.split(key)
-        batch = local_training.draw(data, data.train, training.batch_size, draw_key)
+        batch = local_training.sample_batch(data, data.train, training.batch_size, draw_key)
         _, grads = local_training.gradient(model, task, data)(params, rest, batch, noise_key)
         return {"params": optax.tree.add_scale(params, -alpha, grads), **rest}
 

@@ -32,7 +32,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import above, at_least
+from fedjax_pfl.core.errors import require_above, require_at_least
 from fedjax_pfl.core.examples import Batch
 
 
@@ -53,8 +53,8 @@ def pfedgraph(
       alpha: α, the weight that keeps w_i near the shares of examples; a small α follows similarity.
       penalty: λ, the weight of the cosine between a client's model and the model it was sent.
     """
-    above("pfedgraph.alpha", alpha, 0)
-    at_least("pfedgraph.penalty", penalty, 0)
+    require_above("pfedgraph.alpha", alpha, 0)
+    require_at_least("pfedgraph.penalty", penalty, 0)
     average = fedavg(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:

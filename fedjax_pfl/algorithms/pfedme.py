@@ -30,7 +30,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import above, at_least, need
+from fedjax_pfl.core.errors import require, require_above, require_at_least
 from fedjax_pfl.core.examples import Batch
 
 
@@ -54,11 +54,11 @@ def pfedme(
       inner_rate: η_p, the rate of those steps; `learning_rate` is η.
       beta: β, how far the server goes to the new mean; 1 is all the way.
     """
-    above("pfedme.penalty", penalty, 0)
-    above("pfedme.inner_rate", inner_rate, 0)
-    above("pfedme.beta", beta, 0)
-    at_least("pfedme.inner_steps", inner_steps, 1)
-    need(
+    require_above("pfedme.penalty", penalty, 0)
+    require_above("pfedme.inner_rate", inner_rate, 0)
+    require_above("pfedme.beta", beta, 0)
+    require_at_least("pfedme.inner_steps", inner_steps, 1)
+    require(
         penalty * inner_rate < 2,
         f"pfedme.penalty {penalty} times inner_rate {inner_rate} is not below 2, and inner steps "
         "diverge from 2 on; use a smaller inner_rate",

@@ -14,7 +14,7 @@ from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import require
 from fedjax_pfl.networks.factorized import Hadamard
 
 PERSONAL = ("x2", "y2", "t2")
@@ -33,7 +33,7 @@ def pfedpara(
       gamma: rank of the factors, from 0 (the least with which W can have full rank) to 1 (as many
         numbers as in W).
     """
-    need((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")
+    require((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")
     net = Hadamard(model, federation.input_shape, gamma, input_dtype=federation.input_dtype)
 
     def own(layer: str, leaf: str) -> bool:

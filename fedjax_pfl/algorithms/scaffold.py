@@ -31,7 +31,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import above
+from fedjax_pfl.core.errors import require_above
 from fedjax_pfl.core.examples import Batch
 
 
@@ -54,7 +54,7 @@ def scaffold(
     Args:
       server_rate: η_g, how far the server goes to the mean of the models; 1 is all the way.
     """
-    above("scaffold.server_rate", server_rate, 0)
+    require_above("scaffold.server_rate", server_rate, 0)
     average = fedavg(model, training, federation)
     clients = int(federation.active.sum())
 

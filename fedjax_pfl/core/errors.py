@@ -10,7 +10,7 @@ class UsageError(ValueError):
     """One line: what is wrong and what would be right. Commands print it and exit with status 2."""
 
 
-def removed(directory: Any) -> UsageError:
+def removed_directory(directory: Any) -> UsageError:
     """Of a run's directory that is not where it was."""
     return UsageError(
         f"{directory} was removed or moved during its run; put it back and give the same "
@@ -18,10 +18,10 @@ def removed(directory: Any) -> UsageError:
     )
 
 
-MOST_LAYERS = 1000  # of one kind, which Python goes through one by one
+MAX_LAYERS = 1000  # of one kind, which Python goes through one by one
 
 
-def need(condition: Any, line: str) -> None:
+def require(condition: Any, line: str) -> None:
     """Raise UsageError with this line where the condition is false.
 
     A traced condition has no value yet: a method's numbers are traced in the program of a sweep,
@@ -31,17 +31,17 @@ def need(condition: Any, line: str) -> None:
         raise UsageError(line)
 
 
-def at_least(name: str, value: Any, bound: float) -> None:
+def require_at_least(name: str, value: Any, bound: float) -> None:
     """Raise UsageError where a setting is below its bound; None is unset, and passes."""
-    need(value is None or value >= bound, f"{name} is {value}; it must be at least {bound}")
+    require(value is None or value >= bound, f"{name} is {value}; it must be at least {bound}")
 
 
-def above(name: str, value: Any, bound: float) -> None:
+def require_above(name: str, value: Any, bound: float) -> None:
     """Raise UsageError where a setting is not above its bound; None is unset, and passes."""
-    need(value is None or value > bound, f"{name} is {value}; it must be above {bound}")
+    require(value is None or value > bound, f"{name} is {value}; it must be above {bound}")
 
 
-def one_of(name: str, value: Any, words: Sequence[str]) -> None:
+def require_one_of(name: str, value: Any, words: Sequence[str]) -> None:
     """Raise UsageError where a setting is none of these words."""
     *first, last = words
-    need(value in words, f"{name} is {value!r}; choose {', '.join(first)} or {last}")
+    require(value in words, f"{name} is {value!r}; choose {', '.join(first)} or {last}")

@@ -15,7 +15,7 @@ def has_groups(algorithm: Algorithm) -> bool:
     return isinstance(algorithm.send, tuple)
 
 
-def members(algorithm: Algorithm) -> tuple[Algorithm, ...]:
+def group_algorithms(algorithm: Algorithm) -> tuple[Algorithm, ...]:
     """One algorithm per group of architectures, each with plain functions in place of tuples."""
     if not has_groups(algorithm):
         return (algorithm,)
@@ -29,49 +29,51 @@ def members(algorithm: Algorithm) -> tuple[Algorithm, ...]:
     return tuple(map(member, range(len(algorithm.send))))
 
 
-def enter(algorithm: Algorithm, state: State) -> State:
+def wrap_clients(algorithm: Algorithm, state: State) -> State:
     """A state of the algorithm with a tuple of clients, one for each group, in any case."""
     return state if has_groups(algorithm) else state._replace(clients=(state.clients,))
 
 
-def leave(algorithm: Algorithm, state: State) -> State:
+def unwrap_clients(algorithm: Algorithm, state: State) -> State:
     """The inverse of `enter`."""
     return state if has_groups(algorithm) else state._replace(clients=state.clients[0])
 
 
-def grouped(algorithm: Algorithm) -> Algorithm:
+def as_grouped(algorithm: Algorithm) -> Algorithm:
     """The same algorithm made of tuples, also where there is one group."""
     if has_groups(algorithm):
         return algorithm
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        return enter(algorithm, algorithm.init(key, start and leave(algorithm, start)))
+        return wrap_clients(
+            algorithm, algorithm.init(key, start and unwrap_clients(algorithm, start))
+        )
 
     def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[PyTree, PyTree]:
         return algorithm.receive(state, cohorts[0])
 
     def observe(state: State) -> dict[str, jax.Array]:
-        return algorithm.observe(leave(algorithm, state))
+        return algorithm.observe(unwrap_clients(algorithm, state))
 
     per_group = {name: (getattr(algorithm, name),) for name in _PER_GROUP}
     return algorithm._replace(init=init, receive=receive, observe=observe, **per_group)
 
 
-def alone(algorithm: Algorithm) -> Algorithm:
+def as_single_group(algorithm: Algorithm) -> Algorithm:
     """An algorithm made of tuples with an entry per group, where there is one group: without them.
 
     One that shares something between architectures is written for any number of groups.
     """
-    single = members(algorithm)[0]
+    single = group_algorithms(algorithm)[0]
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        return leave(single, algorithm.init(key, start and enter(single, start)))
+        return unwrap_clients(single, algorithm.init(key, start and wrap_clients(single, start)))
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return algorithm.receive(state, (cohort,))
 
     def observe(state: State) -> dict[str, jax.Array]:
-        return algorithm.observe(enter(single, state))
+        return algorithm.observe(wrap_clients(single, state))
 
     return single._replace(init=init, receive=receive, observe=observe)
 

@@ -13,7 +13,7 @@ import optax
 
 from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.algorithm import ClientContext
-from fedjax_pfl.core.errors import UsageError, at_least
+from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
 
@@ -32,10 +32,10 @@ class Training(NamedTuple):
     epochs: int | None
     steps: int | None
     drop_last: bool  # the short batch at the end of an epoch
-    keep: bool  # the optimiser's state stays with the client from round to round
-    begin: int  # the phase's first round
+    keep_optimizer: bool  # the optimiser's state stays with the client from round to round
+    first_round: int  # the phase's first round
     rounds: int  # and its length: what a schedule of an algorithm runs over
-    within: Callable[[Any, Any], Any] | None = None  # (step, steps) -> factor of the rate
+    step_schedule: Callable[[Any, Any], Any] | None = None  # (step, steps) -> factor of the rate
 
 
 class Scores(NamedTuple):
@@ -51,9 +51,9 @@ def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **how: Any) -> Trai
 
     Args:
       momentum, weight_decay: 0 leaves them out of the program; a traced number never does.
-      how: as for `training_by`.
+      how: as for `make_training`.
     """
-    return training_by(optimizers.sgd(momentum, weight_decay), **how)
+    return make_training(optimizers.sgd(momentum, weight_decay), **how)
 
 
 def local_sgd(
@@ -106,7 +106,7 @@ def local_training(
       optimizer: With its learning rate, such as `optax.adamw(1e-3)`.
       epochs, steps, batch_size, clip_norm, keep_optimizer: As for `local_sgd`.
     """
-    return training_by(
+    return make_training(
         optimizers.with_rate(optimizer),
         learning_rate=1.0,
         epochs=_epochs(epochs, steps),
@@ -121,41 +121,41 @@ def _epochs(epochs: int | None, steps: int | None) -> int | None:
     """Returns the number of epochs, 1 if neither is given, or raises UsageError."""
     if epochs is not None and steps is not None:
         raise UsageError("give epochs or steps, not both")
-    at_least("epochs", epochs, 1)
-    at_least("steps", steps, 1)
+    require_at_least("epochs", epochs, 1)
+    require_at_least("steps", steps, 1)
     return 1 if epochs is None and steps is None else epochs
 
 
-def training_by(
+def make_training(
     optimizer: optax.GradientTransformation,
     *,
     learning_rate: Any = 0.01,
-    within: Callable[[Any, Any], Any] | None = None,
+    step_schedule: Callable[[Any, Any], Any] | None = None,
     clip_norm: float | None = None,
     batch_size: int = 32,
     epochs: int | None = None,
     steps: int | None = None,
     drop_last: bool = False,
     keep_optimizer: bool = False,
-    begin: int = 0,
+    first_round: int = 0,
     rounds: int = 1,
 ) -> Training:
     """Training by an optimiser as in `core.optimizers`, without the rate.
 
     Args:
       learning_rate: a number, or a function of the round.
-      within: (step, steps) -> a factor of the rate at a client's step; None: 1.
+      step_schedule: (step, steps) -> a factor of the rate at a client's step; None: 1.
       clip_norm: largest global norm of a gradient; None: any.
       epochs: shuffled passes over all examples.
       steps: instead, so many batches, each drawn afresh without replacement.
       drop_last: a pass ends before its last short batch, unless it has no other.
       keep_optimizer: the client keeps the optimiser's state between rounds.
-      begin, rounds: the phase that this is for, where an algorithm has a schedule of its own.
+      first_round, rounds: the phase that this is for, where an algorithm has a schedule of its own.
     """
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
     clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-    rate = learning_rate if callable(learning_rate) else constant(learning_rate)
+    rate = learning_rate if callable(learning_rate) else constant_rate(learning_rate)
     return Training(
         optax.chain(clip, optimizer),
         optimizer,
@@ -165,13 +165,13 @@ def training_by(
         steps,
         drop_last,
         keep_optimizer,
-        begin,
+        first_round,
         rounds,
-        within,
+        step_schedule,
     )
 
 
-def constant(rate: Any) -> Callable[[jax.Array], Any]:
+def constant_rate(rate: Any) -> Callable[[jax.Array], Any]:
     """The same rate in every round."""
 
     def rate_of(t: jax.Array) -> Any:
@@ -206,7 +206,7 @@ def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
     return jax.value_and_grad(loss, has_aux=True)
 
 
-def shuffled(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
+def random_order(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
     """A random order of 0..count-1, padding behind it; it does not depend on `longest`."""
     return jnp.argsort(_ranks(key, longest, count))
 
@@ -221,7 +221,7 @@ def _drawn(
 ) -> tuple[jax.Array, jax.Array]:
     """`size` different places among 0..count-1 with their mask; padding where there are fewer.
 
-    The first of `shuffled`, without sorting the rest.
+    The first of `random_order`, without sorting the rest.
     """
     _, first = jax.lax.top_k(-_ranks(key, longest, count), min(size, longest))
     return jnp.pad(first, (0, max(size - longest, 0))), jnp.arange(size) < count
@@ -244,7 +244,7 @@ def padded_size(batch_size: int, longest: int) -> int:
     return min(batch_size, max(longest, _ALWAYS_PADDED))
 
 
-def draw(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
+def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
     """A batch of `size` examples of a split, or of all where it has fewer, without replacement."""
     longest = split.rows.shape[0]
     places, mask = _drawn(key, longest, split.size, padded_size(size, longest))
@@ -266,7 +266,7 @@ def _schedule(
 
     assert training.epochs is not None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(training.epochs))
-    orders = jax.vmap(shuffled, (0, None, None))(keys, longest, split.size)
+    orders = jax.vmap(random_order, (0, None, None))(keys, longest, split.size)
     orders = jnp.pad(orders, ((0, 0), (0, -longest % size)))
     per_epoch = -(-split.size // size)
     if training.drop_last:
@@ -300,7 +300,7 @@ def fit(
     data, split = ctx.data, ctx.data.train
     order_key, noise_key = jax.random.split(ctx.key)
     steps, next_batch = _schedule(training, split, order_key)
-    moments = optimizer_state if training.keep else training.optimizer.init(params)
+    moments = optimizer_state if training.keep_optimizer else training.optimizer.init(params)
     rate = training.rate(ctx.t)
 
     def step(s: jax.Array, now: _Fit) -> _Fit:
@@ -309,7 +309,7 @@ def fit(
         noise = jax.random.fold_in(noise_key, s)
         (loss, rest), grads = gradient(now.params, now.rest, batch, noise)
         updates, moments = training.optimizer.update(grads, now.moments, now.params)
-        factor = 1.0 if training.within is None else training.within(s, steps)
+        factor = 1.0 if training.step_schedule is None else training.step_schedule(s, steps)
         params = descend(now.params, updates, rate * factor)
         examples = jnp.sum(mask).astype(jnp.float32)
         return _Fit(params, rest, moments, now.loss + loss * examples, now.examples + examples)
@@ -317,7 +317,7 @@ def fit(
     zero = jnp.zeros((), jnp.float32)
     end = jax.lax.fori_loop(0, steps, step, _Fit(params, rest, moments, zero, zero))
     metrics = {"loss": end.loss / jnp.maximum(end.examples, 1.0)}
-    return end.params, end.rest, end.moments if training.keep else (), metrics
+    return end.params, end.rest, end.moments if training.keep_optimizer else (), metrics
 
 
 class _Fit(NamedTuple):
@@ -358,14 +358,14 @@ def evaluate(
 
     if split.rows.shape[0] == 0:
         empty = Split(jnp.zeros((1,), split.rows.dtype), split.size)
-        shapes = jax.eval_shape(lambda: total(one, data, empty, 1))
+        shapes = jax.eval_shape(lambda: sum_batches(one, data, empty, 1))
         metrics, loss = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return Scores(metrics, loss, jnp.zeros((), jnp.int32))
-    metrics, loss = total(one, data, split, batch_size)
+    metrics, loss = sum_batches(one, data, split, batch_size)
     return Scores(metrics, loss, split.size)
 
 
-def total(
+def sum_batches(
     f: Callable[[Batch], PyTree], data: ClientData, split: Split, batch_size: int = 128
 ) -> PyTree:
     """The sum of f(batch) over the batches that a client's examples in `split` make, in order."""

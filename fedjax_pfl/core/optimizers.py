@@ -62,7 +62,7 @@ def _sgd(value_of: ValueOf) -> optax.GradientTransformation:
 
 def _adam(value_of: ValueOf) -> optax.GradientTransformation:
     b2, eps = _own(value_of, "b2", 0.999), _own(value_of, "eps", 1e-8)
-    return promoting(optax.scale_by_adam(value_of("b1"), b2, eps))
+    return with_dtype_promotion(optax.scale_by_adam(value_of("b1"), b2, eps))
 
 
 def _adamw(value_of: ValueOf) -> optax.GradientTransformation:
@@ -91,10 +91,10 @@ OPTIMIZERS: dict[str, Callable[[ValueOf], optax.GradientTransformation]] = {
 
 def with_rate(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """A whole optax optimiser, whose updates are added, as one here, for a rate of 1."""
-    return optax.chain(promoting(optimizer), optax.scale(-1.0))
+    return optax.chain(with_dtype_promotion(optimizer), optax.scale(-1.0))
 
 
-def promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def with_dtype_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same where JAX is told not to promote dtypes: optax raises floats to integer powers."""
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
@@ -104,7 +104,7 @@ def promoting(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
     return optax.GradientTransformation(optimizer.init, update)
 
 
-def apart(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+def per_entry(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
     """The same for each entry of a dict of trees by itself: clipping measures each alone."""
 
     def init(params: PyTree) -> PyTree:
@@ -126,14 +126,16 @@ def check(name: str, optimizer: Any, params: PyTree) -> None:
     """
     try:
         state = jax.eval_shape(optimizer.init, params)
-        updates, after = jax.eval_shape(promoting(optimizer).update, params, state, params)
+        updates, after = jax.eval_shape(
+            with_dtype_promotion(optimizer).update, params, state, params
+        )
     except Exception as error:  # whatever it raises
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"{name} cannot be used: it must need gradients and parameters only, no loss, value "
             f"function or other argument ({line})"
         ) from error
-    if not (trees.alike(updates, params) and trees.alike(after, state)):
+    if not (trees.same_shapes(updates, params) and trees.same_shapes(after, state)):
         raise UsageError(
             f"{name} cannot be used: its updates must have the form of the parameters, and its "
             "state must keep its own"

@@ -21,19 +21,19 @@ class Setting:
     resumable: bool = False  # it may differ when a run goes on: it changes no result
     per_process: bool = False  # it may differ between the processes of one run
     sweepable: bool = False  # points of one program can differ in it
-    zero_apart: bool = False  # but 0 leaves it out of the program, and other numbers do not
+    zero_is_special: bool = False  # but 0 leaves it out of the program, and other numbers do not
     tunable: bool = False  # it can be in a grid: the others are the problem, or the budget
     budget: bool = False  # how much a run may cost, which is the same for all that are tuned
-    visits: bool = False  # it says how often clients train in a run
+    sets_participation: bool = False  # it says how often clients train in a run
     defines_data: bool = False  # it says which examples a client has
-    counts_with: tuple[str, tuple[str, ...]] | None = None  # another and its values, or always
+    used_with: tuple[str, tuple[str, ...]] | None = None  # another and its values, or always
 
     @property
-    def usual(self) -> Any:
+    def default_value(self) -> Any:
         """Its default, None where it is unset."""
         return None if isinstance(self.default, type) else self.default
 
-    def wrong(self, value: Any) -> str:
+    def violation(self, value: Any) -> str:
         """What a value must be and is not, in words; nothing where it can be."""
         if value is None:
             return ""
@@ -47,9 +47,9 @@ class Setting:
             return f"below {self.below}"
         return ""
 
-    def counts(self, value_of: Callable[[str], Any]) -> bool:
+    def is_used(self, value_of: Callable[[str], Any]) -> bool:
         """Whether anything reads it beside these values of other settings."""
-        if self.counts_with is None:
+        if self.used_with is None:
             return True
-        name, values = self.counts_with
+        name, values = self.used_with
         return value_of(name) in values

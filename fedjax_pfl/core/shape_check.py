@@ -20,7 +20,7 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.groups import grouped, has_groups, members
+from fedjax_pfl.core.groups import as_grouped, group_algorithms, has_groups
 from fedjax_pfl.core.offload_check import (
     check_names,
     check_reads,
@@ -59,10 +59,10 @@ def check_shapes(
       name: of the method.
       data: of which only the shapes matter.
     """
-    for part in members(algorithm):
+    for part in group_algorithms(algorithm):
         for function, arguments in _GIVEN.items():
             _check_arguments(name, function, getattr(part, function), arguments)
-    whole = grouped(algorithm)
+    whole = as_grouped(algorithm)
     key, number = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
     state = _called(name, "init", algorithm.init, key)
     _of_type(name, "init", state, State)
@@ -71,7 +71,7 @@ def check_shapes(
         _check_stacked(name, part_name, stacks, federation.clients)
     seen = state._replace(clients=())
     cohorts = []
-    for g, member in enumerate(members(algorithm)):
+    for g, member in enumerate(group_algorithms(algorithm)):
         client = jax.tree.map(
             lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.clients[g]
         )

@@ -19,7 +19,7 @@ def project(y: jax.Array, among: jax.Array) -> jax.Array:
     return jnp.where(among, jnp.maximum(y - level[positive - 1], 0.0), 0.0)
 
 
-def least(form: jax.Array, among: jax.Array, steps: int = 1000) -> jax.Array:
+def minimize_quadratic(form: jax.Array, among: jax.Array, steps: int = 1000) -> jax.Array:
     """argmin_x xᵀ A x over x ≥ 0 with Σ x = 1, where x is 0 but `among` these places.
 
     By projected gradients with momentum, which starts anew where it leads uphill (O'Donoghue and

@@ -28,7 +28,7 @@ class Task(NamedTuple):
     metrics: tuple[Metric, ...]
     has_classes: bool = False  # outputs are logits of classes, one of which an example has
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (x, key) -> x, in training
-    others: tuple[Metric, ...] = ()  # what the setting `metrics` can name besides
+    optional_metrics: tuple[Metric, ...] = ()  # what the setting `metrics` can name besides
 
 
 def classification(outputs: int = 0) -> Task:
@@ -40,7 +40,7 @@ def classification(outputs: int = 0) -> Task:
     more = (scores.BALANCED_ACCURACY, scores.MACRO_F1, scores.PERPLEXITY)
     both = (scores.AUROC,) if outputs == 2 else ()
     others = (*more, *both)
-    return Task(scores.cross_entropy, (scores.ACCURACY,), has_classes=True, others=others)
+    return Task(scores.cross_entropy, (scores.ACCURACY,), has_classes=True, optional_metrics=others)
 
 
 def regression(outputs: int = 0) -> Task:
@@ -50,7 +50,7 @@ def regression(outputs: int = 0) -> Task:
     """
     del outputs
     errors = (scores.SQUARED_ERROR, scores.RMSE)
-    return Task(scores.squared_error, errors, others=(scores.R2,))
+    return Task(scores.squared_error, errors, optional_metrics=(scores.R2,))
 
 
 def tokens(outputs: int = 0) -> Task:
@@ -82,7 +82,7 @@ def multilabel(outputs: int = 0) -> Task:
         return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, y.astype(jnp.float32)), -1)
 
     others = (scores.LABEL_F1, scores.LABEL_AUROC)
-    return Task(loss, (scores.LABEL_ACCURACY,), others=others)
+    return Task(loss, (scores.LABEL_ACCURACY,), optional_metrics=others)
 
 
 # By the names that a configuration uses.
@@ -100,7 +100,7 @@ _LABELS = {
 }
 
 
-def suited(y: Any) -> str:
+def infer_task(y: Any) -> str:
     """The task that labels are for, by their type."""
     if y.dtype.kind == "f":
         return "regression"
@@ -111,10 +111,10 @@ def suited(y: Any) -> str:
 
 def check_labels(name: str, y: Any) -> None:
     """UsageError where labels are not those of one of our tasks."""
-    if name in TASKS and suited(y) != name:
+    if name in TASKS and infer_task(y) != name:
         raise UsageError(
             f"task {name} learns {_LABELS[name]}, and y is {y.dtype} {list(y.shape)}, for "
-            f"task={suited(y)}"
+            f"task={infer_task(y)}"
         )
 
 
@@ -123,7 +123,7 @@ def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
 
     outputs, y: of n examples; their shapes will do.
     """
-    n, metrics = outputs.shape[0], (*task.metrics, *task.others)
+    n, metrics = outputs.shape[0], (*task.metrics, *task.optional_metrics)
     if not task.metrics:
         raise UsageError(f"{name} has no metric; the first one chooses a run's best round")
     for metric in metrics:
@@ -151,9 +151,9 @@ def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
             )
 
 
-def judged_by(task: Task, name: str, names: Sequence[str]) -> Task:
+def select_metrics(task: Task, name: str, names: Sequence[str]) -> Task:
     """The task with these metrics, in their order; its own where none is named."""
-    known = {metric.name: metric for metric in (*task.metrics, *task.others)}
+    known = {metric.name: metric for metric in (*task.metrics, *task.optional_metrics)}
     for one in names:
         if one not in known:
             if one == scores.AUROC.name and name == "classification":

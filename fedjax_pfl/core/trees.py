@@ -70,7 +70,7 @@ def join(one: PyTree, other: PyTree) -> PyTree:
     return joined
 
 
-def alike(one: PyTree, other: PyTree) -> bool:
+def same_shapes(one: PyTree, other: PyTree) -> bool:
     """Whether two trees have leaves of the same shapes and dtypes under the same paths."""
 
     def form(tree: PyTree) -> list[Any]:
@@ -157,7 +157,7 @@ def all_finite(tree: PyTree) -> jax.Array:
     return jnp.all(jnp.stack(checks)) if checks else jnp.ones((), bool)
 
 
-def came_down(payload: PyTree, upload: PyTree) -> PyTree:
+def matching_download(payload: PyTree, upload: PyTree) -> PyTree:
     """For each leaf of an upload what came down under the same path, or zeros where nothing did."""
     sent = dict(jax.tree_util.tree_leaves_with_path(payload))
 
@@ -177,7 +177,7 @@ def change(payload: PyTree, upload: PyTree) -> PyTree:
     def minus(new: jax.Array, old: jax.Array) -> jax.Array:
         return new - old if jnp.issubdtype(new.dtype, jnp.floating) else new
 
-    return jax.tree.map(minus, upload, came_down(payload, upload))
+    return jax.tree.map(minus, upload, matching_download(payload, upload))
 
 
 def map_layers(f: Callable[..., Any], tree: PyTree, *others: PyTree) -> PyTree:

@@ -7,7 +7,7 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.core.task import TASKS, Task, check_labels, suited
+from fedjax_pfl.core.task import TASKS, Task, check_labels, infer_task
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.federate import federate
 
@@ -74,7 +74,7 @@ def partition(
         validation_fraction=validation_fraction,
     )
     if task is None:
-        kind = suited(examples.y)
+        kind = infer_task(examples.y)
         check_labels(kind, examples.y)
         task = TASKS[kind](federation.outputs)
     return PartitionedData(examples=examples, federation=federation._replace(task=task))

@@ -31,14 +31,14 @@ class Method(NamedTuple):
     @property
     def whole(self) -> Algorithm:
         """The algorithm as one of groups."""
-        return groups.grouped(self.algorithm)
+        return groups.as_grouped(self.algorithm)
 
     def group(self, i: int) -> int:
         """Returns the architecture group of a client."""
         return int(self.federation.groups[i]) if groups.has_groups(self.algorithm) else 0
 
     def member(self, g: int) -> Algorithm:
-        return groups.members(self.algorithm)[g]
+        return groups.group_algorithms(self.algorithm)[g]
 
 
 class Answer(NamedTuple):
@@ -132,7 +132,7 @@ class AtServer:
     def __init__(self, method: Method, data: FederatedData, cohort: int) -> None:
         self.method, self.cohort = method, cohort
         data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
-        count = len(groups.members(method.algorithm))
+        count = len(groups.group_algorithms(method.algorithm))
         self.shapes = tuple(shapes(method, g, data) for g in range(count))
         self.init = jax.jit(self._init)
         self.receive = jax.jit(method.whole.receive)

@@ -83,5 +83,5 @@ def _reference(settings: ConfigDict, method: str, words: configuration.Registry)
     one = each[-1].copy_and_resolve_references()
     one.update(algorithm=method, rounds=sum(phase.rounds for phase in each))
     one.update(reference=False, beside="", sweep="", seeds=1)
-    one.update({name: row.usual for name, row in transforms.SETTINGS.items()})
+    one.update({name: row.default_value for name, row in transforms.SETTINGS.items()})
     return one

@@ -15,7 +15,7 @@ from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.core import groups
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.task import Task, check_labels, check_task, judged_by, suited
+from fedjax_pfl.core.task import Task, check_labels, check_task, infer_task, select_metrics
 from fedjax_pfl.data.augment import on_normalised
 from fedjax_pfl.runs import points
 from fedjax_pfl.runs.phase import Phase, PhaseInputs
@@ -139,7 +139,7 @@ def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
     best = bool(np.sum(inputs.arrays.validation.size))
     server, rows, own = (count(part) // points for part in state)
     offloaded_shapes = offloaded_rows.apart(phase.algorithm, state)[1][
-        len(groups.members(phase.algorithm)) :
+        len(groups.group_algorithms(phase.algorithm)) :
     ]
     return forecast.Sizes(
         server,
@@ -185,13 +185,13 @@ def task_of(
 ) -> Task:
     """What is learned, with the metrics that are named; looked at by shapes if it is not ours."""
     outputs = federation.outputs
-    name = suited(y) if config.task == "auto" else config.task
+    name = infer_task(y) if config.task == "auto" else config.task
     check_labels(name, y)
     task = words.task[name](outputs, **config.get(name, ConfigDict()).to_dict())
     if not isinstance(task, Task):
         raise UsageError(f"{name} returns no Task, but {type(task).__name__}")
     names = [one.strip() for one in config.metrics.split(",") if one.strip()]
-    task = judged_by(task, name, names)
+    task = select_metrics(task, name, names)
     if name not in configuration.TASKS:
         seen = jax.ShapeDtypeStruct((2, *federation.positions, outputs), jnp.float32)
         check_task(name, task, seen, jax.ShapeDtypeStruct((2, *y.shape[1:]), y.dtype))

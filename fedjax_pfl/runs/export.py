@@ -20,12 +20,12 @@ from fedjax_pfl.algorithms.fedproto import Nearest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.groups import enter, members
+from fedjax_pfl.core.groups import group_algorithms, wrap_clients
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import ClientData, client_data
 from fedjax_pfl.networks import MODELS
 from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels
-from fedjax_pfl.networks.own import Own
+from fedjax_pfl.networks.user_defined import UserNetwork
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner
 from fedjax_pfl.runs.build import build, described
@@ -153,7 +153,7 @@ def write(
         result.config["seed"],
         result.federation,
     )
-    each = members(algorithm)
+    each = group_algorithms(algorithm)
     for member in each:
         _network(member, about)
     paths = []
@@ -223,7 +223,7 @@ def personalize(
     algorithm = result.phases[-1].algorithm
     # From wherever it was computed to one device, once for all clients.
     clients = state.clients if isinstance(state.clients, Clients) else None
-    kept = state._replace(clients=()) if clients else enter(algorithm, state)
+    kept = state._replace(clients=()) if clients else wrap_clients(algorithm, state)
     state, data = jax.device_put(jax.device_get((kept, result.data)))
     seen = state._replace(clients=())
     offloaded = OffloadedRows(clients) if clients else None
@@ -236,7 +236,7 @@ def personalize(
 
         return jax.jit(one)
 
-    each = [served(member) for member in members(algorithm)]
+    each = [served(member) for member in group_algorithms(algorithm)]
     key = jax.random.key(result.config["seed"])
     for i in ids:
         g = int(result.federation.groups[i])
@@ -344,7 +344,7 @@ def _network(member: Algorithm, about: Described) -> dict[str, Any]:
 
 
 def _plain(net: Any) -> dict[str, Any]:
-    if isinstance(net, Own):
+    if isinstance(net, UserNetwork):
         return {"kind": "own", "name": net.name, **json.loads(json.dumps(dict(net.settings)))}
     kinds = {made: name for name, made in NETWORKS.items()}
     if type(net) not in kinds:

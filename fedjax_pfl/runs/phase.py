@@ -20,7 +20,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.data.checks import holder
-from fedjax_pfl.networks.own import Own, check, check_tokens
+from fedjax_pfl.networks.user_defined import UserNetwork, check, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import points
 from fedjax_pfl.settings import configuration
@@ -198,18 +198,18 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     def value(name: str) -> Any:
         return settings.get(name, one.get(name))
 
-    rate, within = _rate(inputs, one, value)
-    training = local_training.training_by(
+    rate, step_schedule = _rate(inputs, one, value)
+    training = local_training.make_training(
         words.optimizer[one.optimizer](value),
         learning_rate=rate,
-        within=within,
+        step_schedule=step_schedule,
         clip_norm=value("clip_norm"),
         batch_size=one.batch_size,
         epochs=None if one.local_steps else one.local_epochs or 1,
         steps=one.local_steps,
         drop_last=one.drop_last,
         keep_optimizer=one.keep_optimizer,
-        begin=inputs.begin,
+        first_round=inputs.begin,
         rounds=one.rounds,
     )
     training = _noting(training, functools.partial(inputs.asked.add, one.algorithm))
@@ -246,7 +246,7 @@ def _rate(
 ) -> tuple[Callable[[jax.Array], Any], Any]:
     """The learning rate of a round, and what multiplies it within a visit, or None."""
     if one.optimizer not in optimizers.OPTIMIZERS:  # which has a rate inside
-        return local_training.constant(1.0), None
+        return local_training.constant_rate(1.0), None
     ends = [inputs.begin + round(share * one.rounds) for share in one.learning_rate_drops]
     drops = np.asarray(ends, np.int32)
     rate, factor = value_of("learning_rate"), None
@@ -285,7 +285,7 @@ def _model(inputs: PhaseInputs, one: ConfigDict, conv: str) -> Any:
     shape, dtype = federation.input_shape, federation.input_dtype
     try:
         model = factory(outputs=federation.outputs, **own)
-        if isinstance(model, Own):
+        if isinstance(model, UserNetwork):
             model = dataclasses.replace(model, input_shape=shape, input_dtype=dtype, conv=conv)
         outputs = check(one.model, model, jax.eval_shape(lambda: federation.examples(2)))
     except Exception as error:  # flax raises whatever a layer without room raises

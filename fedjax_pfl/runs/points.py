@@ -107,11 +107,11 @@ def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str
     for name in sorted(differing(configs)):
         group, _, _ = name.rpartition(".")
         each = values(configs, [name])[name]
-        if name in ROWS and not ROWS[name].counts(configs[0].get):
+        if name in ROWS and not ROWS[name].is_used(configs[0].get):
             continue
         own = group == algorithm or name in having("sweepable")
         if own and all(isinstance(value, float) for value in each):
-            if name in having("zero_apart") and 0 in each:
+            if name in having("zero_is_special") and 0 in each:
                 words = " or ".join(dict.fromkeys(f"{value:g}" for value in each))
                 line = f"{name} is {words}, which makes different programs; run them one by one"
                 raise Apart([name], line)

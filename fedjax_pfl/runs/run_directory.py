@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError, removed
+from fedjax_pfl.core.errors import UsageError, removed_directory
 from fedjax_pfl.report import csv_tables, run_reader
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import ROWS
@@ -95,7 +95,7 @@ def writing(
         if known is None or isinstance(error, UsageError):
             raise
         if not known.is_file():
-            raise removed(directory) from error
+            raise removed_directory(directory) from error
         if not isinstance(error, OSError):
             raise
         rounds = saved() if saved else []

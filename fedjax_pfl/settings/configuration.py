@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.core import optimizers, task
-from fedjax_pfl.core.errors import MOST_LAYERS, UsageError
+from fedjax_pfl.core.errors import MAX_LAYERS, UsageError
 from fedjax_pfl.settings.general import ROWS, having
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
@@ -28,7 +28,7 @@ ALGORITHMS: dict[str, Callable[..., Any]] = {
 PARTITIONS: dict[str, Callable[..., Any]] = data.PARTITIONS
 MODELS: dict[str, Callable[..., Any]] = dict(networks.MODELS)
 DATASETS: dict[str, Callable[..., Any]] = dict(data.SOURCES)
-TASKS: dict[str, Callable[..., Any]] = {"auto": task.suited, **task.TASKS}
+TASKS: dict[str, Callable[..., Any]] = {"auto": task.infer_task, **task.TASKS}
 
 
 class Registry(NamedTuple):
@@ -88,7 +88,7 @@ def default(words: Registry = BUILTINS) -> ConfigDict:
     """Every setting with its default: FedAvg on the embedded digits."""
     config = ConfigDict()
     for name, row in ROWS.items():
-        unset = row.usual is None
+        unset = row.default_value is None
         config[name] = config_dict.placeholder(row.default) if unset else row.default
     for table in words:
         for name, factory in table.items():
@@ -276,7 +276,7 @@ def _check_rows(one: ConfigDict, where: str) -> None:
     """Each setting by what its row says."""
     for name, row in ROWS.items():
         value = one[name]
-        if wanted := row.wrong(value):
+        if wanted := row.violation(value):
             raise UsageError(f"{where}{name} is {value}; it must be {wanted}")
         if row.choices and value not in row.choices:
             raise UsageError(f"{where}{name} is {value!r}{nearest(value, row.choices)}")
@@ -333,13 +333,13 @@ def _check_network(one: ConfigDict, words: Registry, where: str) -> None:
         return
     for key, value in one.get(one.model, ConfigDict()).items():
         for number in value if isinstance(value, tuple) else (value,):
-            most = MOST_LAYERS if key in ("blocks", "kernel_size") else _MOST_UNITS
+            most = MAX_LAYERS if key in ("blocks", "kernel_size") else _MOST_UNITS
             if type(number) is int and not 1 <= number <= most:
                 wanted = f"from 1 to {most:,}"
             elif key == "dropout" and not 0 <= number < 1:
                 wanted = "at least 0 and below 1"
-            elif type(number) is float and key != "dropout" and not 0 < number <= MOST_LAYERS:
-                wanted = f"above 0 and at most {MOST_LAYERS:,}"
+            elif type(number) is float and key != "dropout" and not 0 < number <= MAX_LAYERS:
+                wanted = f"above 0 and at most {MAX_LAYERS:,}"
             else:
                 continue
             raise UsageError(f"{where}{one.model}.{key} is {value}; it must be {wanted}")

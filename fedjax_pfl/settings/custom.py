@@ -141,7 +141,7 @@ def _optimizer(kind: str, brought: Any) -> tuple[str, Callable[..., Any]]:
             f"by their names in the settings, as {{{kind!r}: 'adam'}}"
         )
     optimizers.check(f"{kind}=", brought, _SOME)
-    whole = optimizers.with_rate if kind == "optimizer" else optimizers.promoting
+    whole = optimizers.with_rate if kind == "optimizer" else optimizers.with_dtype_promotion
 
     def made(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
         return whole(brought)

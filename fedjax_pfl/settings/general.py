@@ -107,7 +107,11 @@ GENERAL: dict[str, dict[str, Setting]] = {
             per_phase=True,
         ),
         "clients_per_round": Setting(
-            int, "how many are drawn for a round; unset: all", low=1, per_phase=True, visits=True
+            int,
+            "how many are drawn for a round; unset: all",
+            low=1,
+            per_phase=True,
+            sets_participation=True,
         ),
         "rounds": Setting(
             50,
@@ -115,7 +119,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             low=1,
             per_phase=True,
             budget=True,
-            visits=True,
+            sets_participation=True,
         ),
         "dropout": Setting(
             0.0,
@@ -162,7 +166,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             per_phase=True,
             sweepable=True,
             tunable=True,
-            counts_with=("optimizer", _OURS),
+            used_with=("optimizer", _OURS),
         ),
         "learning_rate_schedule": Setting(
             "constant",
@@ -171,7 +175,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             choices=("constant", *SCHEDULES),
             per_phase=True,
             tunable=True,
-            counts_with=("optimizer", _OURS),
+            used_with=("optimizer", _OURS),
         ),
         "schedule_over": Setting(
             "rounds",
@@ -179,7 +183,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             choices=("rounds", "steps"),
             per_phase=True,
             tunable=True,
-            counts_with=("learning_rate_schedule", tuple(SCHEDULES)),
+            used_with=("learning_rate_schedule", tuple(SCHEDULES)),
         ),
         "schedule_end": Setting(
             0.01,
@@ -188,7 +192,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             high=1,
             per_phase=True,
             tunable=True,
-            counts_with=("learning_rate_schedule", tuple(SCHEDULES)),
+            used_with=("learning_rate_schedule", tuple(SCHEDULES)),
         ),
         "schedule_warmup": Setting(
             0.1,
@@ -197,13 +201,13 @@ GENERAL: dict[str, dict[str, Setting]] = {
             below=1,
             per_phase=True,
             tunable=True,
-            counts_with=("learning_rate_schedule", ("warmup_constant", "warmup_cosine_decay")),
+            used_with=("learning_rate_schedule", ("warmup_constant", "warmup_cosine_decay")),
         ),
         "learning_rate_drops": Setting(
             (),
             "shares of the rounds after each of which the rate falls to a tenth: .5,.75",
             per_phase=True,
-            counts_with=("optimizer", _OURS),
+            used_with=("optimizer", _OURS),
         ),
         "momentum": Setting(
             0.0,
@@ -212,9 +216,9 @@ GENERAL: dict[str, dict[str, Setting]] = {
             below=1,
             per_phase=True,
             sweepable=True,
-            zero_apart=True,
+            zero_is_special=True,
             tunable=True,
-            counts_with=("optimizer", ("sgd", "rmsprop")),
+            used_with=("optimizer", ("sgd", "rmsprop")),
         ),
         "b1": Setting(
             0.9,
@@ -223,7 +227,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             below=1,
             per_phase=True,
             tunable=True,
-            counts_with=("optimizer", ("adam", "adamw")),
+            used_with=("optimizer", ("adam", "adamw")),
         ),
         "b2": Setting(
             float,
@@ -232,7 +236,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             below=1,
             per_phase=True,
             tunable=True,
-            counts_with=("optimizer", ("adam", "adamw", "rmsprop")),
+            used_with=("optimizer", ("adam", "adamw", "rmsprop")),
         ),
         "eps": Setting(
             float,
@@ -240,7 +244,7 @@ GENERAL: dict[str, dict[str, Setting]] = {
             above=0,
             per_phase=True,
             tunable=True,
-            counts_with=("optimizer", ("adam", "adamw", "adagrad", "rmsprop")),
+            used_with=("optimizer", ("adam", "adamw", "adagrad", "rmsprop")),
         ),
         "keep_optimizer": Setting(
             False,
@@ -254,16 +258,16 @@ GENERAL: dict[str, dict[str, Setting]] = {
             low=0,
             per_phase=True,
             sweepable=True,
-            zero_apart=True,
+            zero_is_special=True,
             tunable=True,
-            counts_with=("optimizer", ("sgd", "adamw")),
+            used_with=("optimizer", ("sgd", "adamw")),
         ),
         "decay_vectors": Setting(
             True,
             "whether vectors decay too: biases, and scale and shift of a normalisation",
             per_phase=True,
             tunable=True,
-            counts_with=("optimizer", ("sgd", "adamw")),
+            used_with=("optimizer", ("sgd", "adamw")),
         ),
         "clip_norm": Setting(
             float,

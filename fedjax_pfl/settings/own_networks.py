@@ -14,7 +14,7 @@ from typing import Any
 import flax.linen as nn
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.networks.own import Linen, Own
+from fedjax_pfl.networks.user_defined import LinenNetwork, UserNetwork
 
 _KINDS = (bool, int, float, str, tuple)
 _NOT_OURS = ("parent", "name", "outputs", "rngs", "self")
@@ -25,8 +25,8 @@ def name_of(given: Any) -> str:
     return str(getattr(given, "__name__", "") or type(given).__name__)
 
 
-def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
-    """The factory: (*, outputs, digest, its settings) -> Own.
+def own_network(name: str, given: Any, digest: str) -> Callable[..., UserNetwork]:
+    """The factory: (*, outputs, digest, its settings) -> UserNetwork.
 
     digest: of its code, which is a setting, so that a configuration says which code it is.
     """
@@ -47,7 +47,7 @@ def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
         )
     taken, usual = _taken(name, given)
 
-    def network(*, outputs: int, **settings: Any) -> Own:
+    def network(*, outputs: int, **settings: Any) -> UserNetwork:
         said = settings.pop("digest", digest)
         if said != digest:
             raise UsageError(
@@ -57,10 +57,10 @@ def own_network(name: str, given: Any, digest: str) -> Callable[..., Own]:
         facts = {**settings, "digest": digest}
         own = settings | ({"outputs": outputs} if "outputs" in taken else {})
         if isinstance(given, nn.Module):
-            return Linen(name, facts, given.clone(**settings))
+            return LinenNetwork(name, facts, given.clone(**settings))
         if "rngs" in taken or _makes_nnx(given):
             return _nnx_network(name, facts, given, own, "rngs" in taken)
-        return Linen(name, facts, _made(name, given(**own), nn.Module))
+        return LinenNetwork(name, facts, _made(name, given(**own), nn.Module))
 
     kinds = {**{key: type(value) for key, value in usual.items()}, "digest": str}
     network.__annotations__ = kinds
@@ -83,15 +83,15 @@ def _is_torch(given: Any) -> bool:
 
 def _nnx_network(
     name: str, facts: Mapping[str, Any], given: Any, own: Mapping[str, Any], random: bool
-) -> Own:
+) -> UserNetwork:
     from flax import nnx
 
-    from fedjax_pfl.networks.own_nnx import Nnx
+    from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
 
     def made(rngs: Any) -> Any:
         return _made(name, given(**own, **({"rngs": rngs} if random else {})), nnx.Module)
 
-    return Nnx(name, facts, made)
+    return NnxNetwork(name, facts, made)
 
 
 def _nnx_module() -> type | None:

@@ -58,9 +58,9 @@ def _check(
 
 def _check_counts(name: str, value: Any, readers: Sequence[ConfigDict], where: str) -> None:
     row = ROWS[name]
-    if _plain(value) == _plain(row.usual) or any(row.counts(one.get) for one in readers):
+    if _plain(value) == _plain(row.default_value) or any(row.is_used(one.get) for one in readers):
         return
-    other, choices = row.counts_with or ("", ())
+    other, choices = row.used_with or ("", ())
     now = " or ".join(dict.fromkeys(str(one[other]) for one in readers))
     raise UsageError(
         f"{where}{name} counts with {other}={' or '.join(choices)} only, and {other} is {now}; "

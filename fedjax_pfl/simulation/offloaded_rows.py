@@ -20,7 +20,10 @@ def names(algorithm: Algorithm) -> tuple[str, ...]:
 def apart(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree, ...]]:
     """What is on the devices of a state, and what is not: clients by group, and those parts."""
     rows, parts = offload.split_parts(state.rows, names(algorithm))
-    return State(state.server, rows, ()), (*groups.enter(algorithm, state).clients, *parts.values())
+    return State(state.server, rows, ()), (
+        *groups.wrap_clients(algorithm, state).clients,
+        *parts.values(),
+    )
 
 
 class Source:

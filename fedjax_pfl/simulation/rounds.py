@@ -116,12 +116,12 @@ def plain_rounds(
             f"clients_per_round is {cohort}, and there are {active} active clients; "
             f"choose 1 to {active}"
         )
-    members = groups.members(algorithm)
+    members = groups.group_algorithms(algorithm)
     several = groups.has_groups(algorithm)
     of_group = federation.groups if several else np.zeros(federation.clients, int)
     spec = RoundSpec(
         algorithm,
-        groups.grouped(algorithm),
+        groups.as_grouped(algorithm),
         members,
         tuple(of_group == g for g in range(len(members))),
         federation,
@@ -143,11 +143,11 @@ def plain_rounds(
     def run(
         key: jax.Array, state: State, data: FederatedData, t: jax.Array, rounds: jax.Array
     ) -> tuple[State, tuple[Log, ...]]:
-        state, logs = _run(spec, key, groups.enter(algorithm, state), data, t, rounds)
-        return groups.leave(algorithm, state), logs
+        state, logs = _run(spec, key, groups.wrap_clients(algorithm, state), data, t, rounds)
+        return groups.unwrap_clients(algorithm, state), logs
 
     def evaluate(key: jax.Array, state: State, data: FederatedData, t: jax.Array) -> Evaluation:
-        return evaluation(spec, key, groups.enter(algorithm, state), data, t)
+        return evaluation(spec, key, groups.wrap_clients(algorithm, state), data, t)
 
     return RoundFunctions(
         init,

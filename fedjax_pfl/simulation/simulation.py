@@ -20,7 +20,7 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, client_data
-from fedjax_pfl.core.groups import members
+from fedjax_pfl.core.groups import group_algorithms
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.core.trees import row
@@ -182,7 +182,7 @@ class Simulation:
             t=t,
             key=stage_key(self._key, PERSONAL, t, client),
         )
-        member = members(self.method)[group]
+        member = group_algorithms(self.method)[group]
         return member.personalize(state._replace(clients=()), row(client_states, client), ctx)
 
     def _program(self, rounds: int) -> DeviceProgram | StreamedProgram:

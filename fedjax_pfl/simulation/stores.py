@@ -18,7 +18,7 @@ import numpy as np
 
 from fedjax_pfl.core import offload
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.core.errors import UsageError, removed
+from fedjax_pfl.core.errors import UsageError, removed_directory
 from fedjax_pfl.simulation import spread
 
 PyTree = Any
@@ -148,7 +148,7 @@ def _writable(folder: Path | None) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise removed(folder) from error
+        raise removed_directory(folder) from error
     except OSError as error:
         where = folder or tempfile.gettempdir()
         raise UsageError(

@@ -87,7 +87,7 @@ def compression(
             trained = member.train(payload, client.method, ctx)
             key = jax.random.fold_in(ctx.key, _ROUNDING)
             new, shape = jax.tree.flatten(trained.upload)
-            old = jax.tree.leaves(trees.came_down(payload, trained.upload))
+            old = jax.tree.leaves(trees.matching_download(payload, trained.upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
             for i, leaf in enumerate(new):
                 if not _exact(leaf):

@@ -85,7 +85,7 @@ def private_layers(
             upload = map_with_path(
                 lambda path, new, old: old if path in where else new,
                 trained.upload,
-                trees.came_down(payload, trained.upload),
+                trees.matching_download(payload, trained.upload),
             )
             return trained._replace(upload=upload, client=Client(trained.client, own))
 

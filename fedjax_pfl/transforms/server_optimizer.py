@@ -138,7 +138,7 @@ def _check(algorithm: Algorithm, data: FederatedData) -> None:
 
     server, payload, upload = jax.eval_shape(visited, key, i)
     is_model = isinstance(server, Mapping) and "params" in server
-    if not (is_model and trees.alike(server, payload) and trees.alike(server, upload)):
+    if not (is_model and trees.same_shapes(server, payload) and trees.same_shapes(server, upload)):
         raise UsageError(
             "server_optimizer is for methods whose server makes one model of the models that "
             "clients upload, as fedavg's mean is; the method chosen is none of them; leave it off"
@@ -220,7 +220,7 @@ SERVER_OPTIMIZER = Selectable(
             per_phase=True,
             sweepable=True,
             tunable=True,
-            counts_with=("server_optimizer", ("sgd", *_ADAPTIVE)),
+            used_with=("server_optimizer", ("sgd", *_ADAPTIVE)),
         ),
         "server_momentum": Setting(
             0.0,
@@ -230,7 +230,7 @@ SERVER_OPTIMIZER = Selectable(
             per_phase=True,
             sweepable=True,
             tunable=True,
-            counts_with=("server_optimizer", ("sgd",)),
+            used_with=("server_optimizer", ("sgd",)),
         ),
         "server_b1": Setting(
             float,
@@ -239,7 +239,7 @@ SERVER_OPTIMIZER = Selectable(
             below=1,
             per_phase=True,
             tunable=True,
-            counts_with=("server_optimizer", _ADAPTIVE),
+            used_with=("server_optimizer", _ADAPTIVE),
         ),
         "server_b2": Setting(
             0.99,
@@ -248,7 +248,7 @@ SERVER_OPTIMIZER = Selectable(
             below=1,
             per_phase=True,
             tunable=True,
-            counts_with=("server_optimizer", ("adam", "yogi")),
+            used_with=("server_optimizer", ("adam", "yogi")),
         ),
         "server_eps": Setting(
             1e-3,
@@ -256,7 +256,7 @@ SERVER_OPTIMIZER = Selectable(
             above=0,
             per_phase=True,
             tunable=True,
-            counts_with=("server_optimizer", _ADAPTIVE),
+            used_with=("server_optimizer", _ADAPTIVE),
         ),
     },
     _asked_for,

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, PyTree
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.groups import has_groups, members
+from fedjax_pfl.core.groups import group_algorithms, has_groups
 from fedjax_pfl.core.setting import Setting
 from fedjax_pfl.transforms.wrapping import Around, Selectable, Transform
 
@@ -43,7 +43,7 @@ def upload_noise(clip_norm: float, multiplier: float) -> Transform:
         norm = jnp.sqrt(trees.squared_norm(trees.change(payload, upload)))
         share = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
         leaves, shape = jax.tree_util.tree_flatten_with_path(upload)
-        before, new = jax.tree.leaves(trees.came_down(payload, upload)), []
+        before, new = jax.tree.leaves(trees.matching_download(payload, upload)), []
         for i, ((path, leaf), old) in enumerate(zip(leaves, before, strict=True)):
             if jnp.issubdtype(leaf.dtype, jnp.floating):
                 draw = jax.random.normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
@@ -62,7 +62,7 @@ def upload_noise(clip_norm: float, multiplier: float) -> Transform:
         return train
 
     def transform(algorithm: Algorithm) -> Algorithm:
-        each = tuple(map(wrap, members(algorithm)))
+        each = tuple(map(wrap, group_algorithms(algorithm)))
         return algorithm._replace(train=each if has_groups(algorithm) else each[0])
 
     return transform

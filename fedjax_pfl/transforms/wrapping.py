@@ -7,7 +7,14 @@ import jax
 
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.core.groups import alone, enter, grouped, has_groups, leave, members
+from fedjax_pfl.core.groups import (
+    as_grouped,
+    as_single_group,
+    group_algorithms,
+    has_groups,
+    unwrap_clients,
+    wrap_clients,
+)
 from fedjax_pfl.core.setting import Setting
 
 Transform = Callable[[Algorithm], Algorithm]
@@ -41,9 +48,9 @@ def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is None:
             return inner.init(key)
-        clients = tuple(map(_bare, enter(inner, start).clients))
+        clients = tuple(map(_bare, wrap_clients(inner, start).clients))
         bare = State(_bare(start.server), start.rows, clients)
-        return inner.init(key, leave(inner, bare))
+        return inner.init(key, unwrap_clients(inner, bare))
 
     algorithm = inner._replace(init=init)
     for transform in transforms:
@@ -72,7 +79,7 @@ def keeping(
         of one group of clients; the start may be of an algorithm without the transform.
       wrap: one group's algorithm, whose clients are `record`s in `train` and `personalize`.
     """
-    whole, parts = grouped(algorithm), members(algorithm)
+    whole, parts = as_grouped(algorithm), group_algorithms(algorithm)
 
     def bare(state: State) -> State:
         methods = (c.method if isinstance(c, record) else c for c in state.clients)
@@ -99,4 +106,4 @@ def keeping(
         traffic=tuple(one.traffic for one in wrapped),
         observe=observe,
     )
-    return made if has_groups(algorithm) else alone(made)
+    return made if has_groups(algorithm) else as_single_group(made)

@@ -27,7 +27,7 @@ def setting(clients=4, validation=5, peers=3, rate=0.0, active=None, begin=0, **
     data, federation = linear.federated([X] * clients, [Y] * clients, more)
     if active is not None:
         federation = federation._replace(active=np.asarray(active))
-    training = local_training.sgd(learning_rate=rate, batch_size=8, steps=1, begin=begin)
+    training = local_training.sgd(learning_rate=rate, batch_size=8, steps=1, first_round=begin)
     made = algorithms.fedfomo(linear.Linear(), training, federation, peers=peers, **settings)
     return made, data
 

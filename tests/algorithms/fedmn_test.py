@@ -31,7 +31,9 @@ NAMES = blocks(LAYOUT)
 RATE, CLIENT = 0.5, 3
 # Full batches, so that order does not matter: one step with soft gates, two with hard ones.
 TRAINING = {
-    "soft": local_training.sgd(learning_rate=RATE, batch_size=16, epochs=1, begin=20, rounds=5),
+    "soft": local_training.sgd(
+        learning_rate=RATE, batch_size=16, epochs=1, first_round=20, rounds=5
+    ),
     "hard": local_training.sgd(learning_rate=RATE, batch_size=16, steps=2),
 }
 

@@ -33,11 +33,11 @@ def test_what_is_in_both_parts_cannot_be_joined():
 
 def test_alike():
     one, shape = {"w": np.ones((2, 3), np.float32)}, jax.ShapeDtypeStruct((2, 3), np.float32)
-    assert trees.alike(one, {"w": shape})
-    assert not trees.alike(one, {"v": shape})
-    assert not trees.alike(one, {"w": None})
-    assert not trees.alike(one, {"w": jax.ShapeDtypeStruct((2, 4), np.float32)})
-    assert not trees.alike(one, {"w": jax.ShapeDtypeStruct((2, 3), np.int32)})
+    assert trees.same_shapes(one, {"w": shape})
+    assert not trees.same_shapes(one, {"v": shape})
+    assert not trees.same_shapes(one, {"w": None})
+    assert not trees.same_shapes(one, {"w": jax.ShapeDtypeStruct((2, 4), np.float32)})
+    assert not trees.same_shapes(one, {"w": jax.ShapeDtypeStruct((2, 3), np.int32)})
 
 
 def test_a_phase_goes_on_from_its_own_kind():

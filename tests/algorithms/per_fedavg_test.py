@@ -96,7 +96,7 @@ def test_batches_are_independent_and_the_difference_shares_one():
         return (jnp.zeros(()), rest), params
 
     meta = meta_gradient(inner, own, 1, variant="hf", alpha=0.1, delta=1e-2)
-    given = local_training.draw(own, own.train, 1, jax.random.key(0))
+    given = local_training.sample_batch(own, own.train, 1, jax.random.key(0))
     firsts, thirds = set(), set()
     for k in range(12):
         seen.clear()

@@ -40,11 +40,11 @@ def test_the_tree_is_the_targets(width):
     made = network.apply(variables, jnp.ones(4))
     assert type(made[0]) is dict
     assert jax.tree.structure(made) == jax.tree.structure((one, two))
-    assert trees.alike(made, (one, two))
+    assert trees.same_shapes(made, (one, two))
     both = trees.size((one, two))
     assert trees.size(variables) == (4 * both if width == 0 else 5 * 3 + 4 * 3 + 4 * both)
     single = Hypernetwork(one, width=width)
-    assert trees.alike(single.apply(single.init(KEY, jnp.zeros(4)), jnp.ones(4)), one)
+    assert trees.same_shapes(single.apply(single.init(KEY, jnp.zeros(4)), jnp.ones(4)), one)
 
 
 def test_by_numpy():

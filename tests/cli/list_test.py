@@ -26,7 +26,7 @@ EXPORTED = {
     "datasets": data.SOURCES,
     "partitions": data.PARTITIONS,
     "models": networks.MODELS,
-    "tasks": {"auto": task.suited, **task.TASKS},
+    "tasks": {"auto": task.infer_task, **task.TASKS},
 }
 
 

@@ -52,7 +52,7 @@ def trace(rounds: int, steps: int, **settings: Any) -> list[float]:
     training = local_training.sgd(batch_size=BATCH, steps=steps, **settings)
     data = client_data(federated(), jnp.asarray(2))
     params = {"w": jnp.float32(2)}
-    state = training.optimizer.init(params) if training.keep else ()
+    state = training.optimizer.init(params) if training.keep_optimizer else ()
 
     @jax.jit
     def fit(params: Any, state: Any, t: jax.Array) -> Any:
@@ -63,7 +63,7 @@ def trace(rounds: int, steps: int, **settings: Any) -> list[float]:
     for t in range(rounds):
         params, rest, state, _ = fit(params, state, jnp.int32(t))
         assert rest == {}
-        assert training.keep or state == ()
+        assert training.keep_optimizer or state == ()
         seen.append(float(params["w"]))
     return seen
 
@@ -199,10 +199,10 @@ def test_steps_draw_without_replacement(client: int):
 @pytest.mark.parametrize("count", [0, 3, 5_000, 6_000])
 def test_a_drawn_batch_is_the_beginning_of_a_random_order(count: int):
     longest, size, key = 6_000, 64, jax.random.key(count)
-    whole = np.asarray(local_training.shuffled(key, longest, jnp.array(count)))
+    whole = np.asarray(local_training.random_order(key, longest, jnp.array(count)))
     split = Split(jnp.arange(longest), jnp.array(count))
     data = ClientData(jnp.zeros((longest, 1)), split.rows, split, split, None, None, None, None)
-    batch = jax.jit(local_training.draw, static_argnums=2)(data, split, size, key)
+    batch = jax.jit(local_training.sample_batch, static_argnums=2)(data, split, size, key)
     assert int(batch.mask.sum()) == min(count, size)
     np.testing.assert_array_equal(batch.y[batch.mask], whole[: min(count, size)])
 

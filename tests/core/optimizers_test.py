@@ -26,7 +26,7 @@ HOW = {"learning_rate": RATE, "batch_size": 4, "steps": STEPS}
 
 
 def value_of(**settings: Any) -> Any:
-    return {**{name: row.usual for name, row in ROWS.items()}, **settings}.__getitem__
+    return {**{name: row.default_value for name, row in ROWS.items()}, **settings}.__getitem__
 
 
 def named(name: str, **settings: Any) -> optax.GradientTransformation:
@@ -89,16 +89,16 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "settings", "wanted"), CASES)
 def test_equals_optax_over_the_same_batches(name: str, settings: Any, wanted: Any):
-    params, _, seen = fitted(local_training.training_by(named(name, **settings), **HOW))
+    params, _, seen = fitted(local_training.make_training(named(name, **settings), **HOW))
     assert len(seen) == STEPS == len(set(seen.tolist()))
     chex.assert_trees_all_close(params, by_hand(wanted, seen)[0], rtol=1e-6, atol=1e-6)
     assert all((params[k] != PARAMS[k]).all() for k in PARAMS)
 
 
 def test_names_are_those_of_the_settings():
-    assert ROWS["optimizer"].usual in optimizers.OPTIMIZERS
+    assert ROWS["optimizer"].default_value in optimizers.OPTIMIZERS
     for name in ("learning_rate", "momentum", "weight_decay", "b1", "b2", "eps"):
-        other, names = ROWS[name].counts_with or ("", ())
+        other, names = ROWS[name].used_with or ("", ())
         assert other == "optimizer"
         assert set(names) <= set(optimizers.OPTIMIZERS)
     assert set(optimizers.OPTIMIZERS) == {name for name, _, _ in CASES}
@@ -110,7 +110,9 @@ def test_names_are_those_of_the_settings():
 
 def test_sgd_decays_what_it_is_told_to():
     training = local_training.sgd(weight_decay=0.5, **HOW)
-    masked = local_training.training_by(named("sgd", weight_decay=0.5, decay_vectors=False), **HOW)
+    masked = local_training.make_training(
+        named("sgd", weight_decay=0.5, decay_vectors=False), **HOW
+    )
     plain = fitted(local_training.sgd(**HOW))[0]
     all_of_it, kernel_only = fitted(training)[0], fitted(masked)[0]
     chex.assert_trees_all_equal(kernel_only["kernel"], all_of_it["kernel"])
@@ -122,20 +124,20 @@ def test_a_whole_optimizer_is_added_as_it_is():
     """With a rate and a schedule of its own, and clipping before it."""
     whole = optax.adamw(optax.cosine_decay_schedule(0.1, STEPS), weight_decay=0.1)
     how = {**HOW, "learning_rate": 1.0, "clip_norm": 0.5}
-    params, _, seen = fitted(local_training.training_by(optimizers.with_rate(whole), **how))
+    params, _, seen = fitted(local_training.make_training(optimizers.with_rate(whole), **how))
     clipped = optax.chain(optax.clip_by_global_norm(0.5), whole)
     chex.assert_trees_all_close(params, by_hand(clipped, seen)[0], rtol=1e-6, atol=1e-6)
 
 
 def test_its_state_stays_or_is_made_anew():
     """Two visits are one loop over both where it is kept; else the second begins as the first."""
-    kept = local_training.training_by(named("adam"), keep_optimizer=True, **HOW)
+    kept = local_training.make_training(named("adam"), keep_optimizer=True, **HOW)
     _, state, seen = fitted(kept, kept.optimizer.init(PARAMS))
     again, _, _ = fitted(kept, state)
     _, moments = by_hand(optax.adam(RATE), seen)
     wanted, _ = by_hand(optax.adam(RATE), seen, moments)
     chex.assert_trees_all_close(again, wanted, rtol=1e-6, atol=1e-6)
-    anew = local_training.training_by(named("adam"), **HOW)
+    anew = local_training.make_training(named("adam"), **HOW)
     first, none, _ = fitted(anew)
     assert none == ()
     chex.assert_trees_all_equal(fitted(anew, ())[0], first)
@@ -166,8 +168,13 @@ def test_a_schedule_is_that_of_optax(name: str):
 
 def test_a_schedule_over_a_visits_steps():
     """As optax with a count of its own; how many steps there are follows from the examples."""
-    how = {**HOW, "within": optimizers.schedule("linear", 0.1, 0.0), "steps": None, "epochs": 2}
-    params, _, seen = fitted(local_training.training_by(named("adam"), **how))
+    how = {
+        **HOW,
+        "step_schedule": optimizers.schedule("linear", 0.1, 0.0),
+        "steps": None,
+        "epochs": 2,
+    }
+    params, _, seen = fitted(local_training.make_training(named("adam"), **how))
     assert len(seen) == 6  # of 9 examples by 4, twice
     wanted, _ = by_hand(optax.adam(optax.linear_schedule(RATE, 0.1 * RATE, 6)), seen)
     chex.assert_trees_all_close(params, wanted, rtol=1e-6, atol=1e-6)

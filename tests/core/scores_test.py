@@ -13,10 +13,10 @@ from fedjax_pfl.core.task import (
     check_labels,
     check_task,
     classification,
-    judged_by,
+    infer_task,
     multilabel,
     regression,
-    suited,
+    select_metrics,
     tokens,
 )
 
@@ -46,7 +46,7 @@ def summed(metric, outputs, y):
 
 
 def metric_of(task, name):
-    return {metric.name: metric for metric in (*task.metrics, *task.others)}[name]
+    return {metric.name: metric for metric in (*task.metrics, *task.optional_metrics)}[name]
 
 
 def test_of_classes():
@@ -108,7 +108,7 @@ def test_of_targets():
     y = y.astype(np.float32)
     outputs = (y + DRAW.normal(size=y.shape)).astype(np.float32)
     task = regression(3)
-    got = {m.name: summed(m, outputs, y) for m in (*task.metrics, *task.others)}
+    got = {m.name: summed(m, outputs, y) for m in (*task.metrics, *task.optional_metrics)}
     error = oracle.mean_squared_error(y, outputs)
     np.testing.assert_allclose([got["squared_error"], got["rmse"]], [error, error**0.5], rtol=1e-6)
     # The third target is the same in all examples, and explains nothing.
@@ -141,9 +141,9 @@ def test_of_tokens():
 
 
 def test_metrics_that_are_named_come_in_their_order():
-    task = judged_by(classification(2), "classification", ["auroc", "accuracy", "auroc"])
+    task = select_metrics(classification(2), "classification", ["auroc", "accuracy", "auroc"])
     assert [metric.name for metric in task.metrics] == ["auroc", "accuracy"]
-    assert judged_by(regression(1), "regression", []) == regression(1)._replace(
+    assert select_metrics(regression(1), "regression", []) == regression(1)._replace(
         loss=scores.squared_error
     )
     for task, name, wrong, line in (
@@ -152,7 +152,7 @@ def test_metrics_that_are_named_come_in_their_order():
         (regression(1), "regression", "x", "there are squared_error, rmse, r2"),
     ):
         with pytest.raises(UsageError, match=line.replace("?", r"\?")):
-            judged_by(task, name, [wrong])
+            select_metrics(task, name, [wrong])
 
 
 def test_labels_say_their_task():
@@ -162,7 +162,7 @@ def test_labels_say_their_task():
         (np.zeros((3, 4), np.int32), "tokens"),
         (np.zeros((3, 4), bool), "multilabel"),
     ):
-        assert suited(y) == name
+        assert infer_task(y) == name
         check_labels(name, y)
         check_labels("mine", y)
     with pytest.raises(UsageError, match=r"task tokens learns .* and y is bool .* task=multilabel"):

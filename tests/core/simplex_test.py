@@ -47,7 +47,7 @@ def test_one_far_above_the_others_gets_exactly_everything():
 def test_among_nobody_nothing_is_not_finite():
     for made in (
         simplex.project(jnp.ones(2), jnp.zeros(2, bool)),
-        simplex.least(jnp.eye(2), jnp.zeros(2, bool), 3),
+        simplex.minimize_quadratic(jnp.eye(2), jnp.zeros(2, bool), 3),
     ):
         np.testing.assert_array_equal(made, [0, 0])
 
@@ -56,7 +56,7 @@ def test_among_nobody_nothing_is_not_finite():
 def test_least_form(own):
     """Distances between points and variances, as FedPAC has them; some weights are 0."""
     rng, zeros = np.random.default_rng(1), 0
-    solve = jax.jit(simplex.least)
+    solve = jax.jit(simplex.minimize_quadratic)
     for _ in range(5):
         gaps = rng.normal(size=(5, 6)) + rng.normal(size=6)
         form = gaps @ gaps.T + own * np.diag(rng.uniform(0.5, 1, 5))

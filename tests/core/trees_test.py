@@ -120,7 +120,7 @@ def test_change_counts_from_what_came_down():
     """Same path and shape: the difference. Another path, another shape, not floats: all of it."""
     payload = {"w": array(1, 2), "v": array(5), "count": array(7, dtype=np.int32), "peers": ()}
     upload = {"w": array(4, 1), "v": array(8, 9), "count": array(9, dtype=np.int32), "u": array(3)}
-    down = trees.came_down(payload, upload)
+    down = trees.matching_download(payload, upload)
     expected = {"w": [1, 2], "v": [0, 0], "count": [0], "u": [0]}
     assert {name: leaf.tolist() for name, leaf in down.items()} == expected
     moved = trees.change(payload, upload)

@@ -41,7 +41,7 @@ def both(name: str, folder: Path, dropout: float) -> Any:
         standing, logs = made.round(standing, t, dropped(SEED, dropout, t))
         moved = ledger.add(moved, logs, 1)
     own = stacked([made.own_state(standing, i) for i in range(CLIENTS)])
-    whole = groups.leave(algorithm, standing.state._replace(clients=(own,)))
+    whole = groups.unwrap_clients(algorithm, standing.state._replace(clients=(own,)))
     return simulated, (jax.device_get(whole), moved, made.evaluate(standing, ROUNDS))
 
 

@@ -51,7 +51,7 @@ def test_layers_keep_their_names():
         assert set(trees.layers(made)) == set(trees.layers(plain)) == set(net.layers)
         assert set(made["params"]["conv1"]) == dense
         assert set(made["params"]["fc2"]) == head
-        assert trees.alike(jax.eval_shape(net.plain, made["params"]), plain["params"])
+        assert trees.same_shapes(jax.eval_shape(net.plain, made["params"]), plain["params"])
     assert Factorized(SMALL, SHAPE).factorized == ("conv1", "conv2", "fc1", "fc2")
     assert SplitKernels(SMALL, SHAPE).factorized == ("conv1", "conv2", "fc1")
 

@@ -12,9 +12,9 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks import LSTM, Transformer
 from fedjax_pfl.networks.factorized import LAYOUTS, Factorized, Hadamard, SplitKernels
 from fedjax_pfl.networks.features import WithFeatures
-from fedjax_pfl.networks.own import Linen, check, check_tokens
-from fedjax_pfl.networks.own_nnx import Nnx
 from fedjax_pfl.networks.tracing import layers_in_order
+from fedjax_pfl.networks.user_defined import LinenNetwork, check, check_tokens
+from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(7, 5)).astype(np.float32)
@@ -51,8 +51,8 @@ class Normed(nn.Module):
         return nn.Dense(2)(nn.BatchNorm(not is_training)(nn.Dense(4)(x)))
 
 
-LINEN = Linen("Plain", {}, RoundFunctions(), (5,))
-NNX = Nnx("Modern", {}, lambda rngs: Modern(rngs=rngs), (5,))
+LINEN = LinenNetwork("Plain", {}, RoundFunctions(), (5,))
+NNX = NnxNetwork("Modern", {}, lambda rngs: Modern(rngs=rngs), (5,))
 
 
 def test_layers_are_in_the_order_of_calls():
@@ -72,7 +72,7 @@ def test_layers_are_in_the_order_of_calls():
 
 def test_features_are_the_inputs_of_the_last_layer():
     variables = LINEN.init(KEY, X[:1])
-    outputs, z = WithFeatures(Linen("Plain", {}, RoundFunctions(), (5,))).apply(variables, X)
+    outputs, z = WithFeatures(LinenNetwork("Plain", {}, RoundFunctions(), (5,))).apply(variables, X)
     wanted = X.astype(np.float64) @ variables["params"]["z"]["kernel"] / np.sqrt(1 + 1e-5)
     np.testing.assert_allclose(z, np.maximum(wanted, 0), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(outputs, LINEN.apply(variables, X))
@@ -100,7 +100,7 @@ def test_batch_norm_sees_the_examples_and_no_padding(net):
 
 def test_outputs_of_padded_batches():
     """In training, without dropout."""
-    net = Linen("Normed", {}, Normed(), (5,))
+    net = LinenNetwork("Normed", {}, Normed(), (5,))
     variables = net.init(KEY, X[:1])
     assert net.layers == ("Dense_1", "BatchNorm_0", "Dense_0")  # by call, not by name
 
@@ -147,8 +147,8 @@ class ModernTokens(nnx.Module):
 @pytest.mark.parametrize(
     "net",
     [
-        Linen("Tokens", {}, Tokens(), (5,), "int32"),
-        Nnx("ModernTokens", {}, lambda rngs: ModernTokens(rngs=rngs), (5,), "int32"),
+        LinenNetwork("Tokens", {}, Tokens(), (5,), "int32"),
+        NnxNetwork("ModernTokens", {}, lambda rngs: ModernTokens(rngs=rngs), (5,), "int32"),
         LSTM(7, 3, (4,)),
         Transformer(7, 8, 1, 2),
     ],
@@ -209,15 +209,27 @@ class ModernCaches(nnx.Module):
 @pytest.mark.parametrize(
     ("net", "line"),
     [
-        (Linen("Net", {}, AlwaysDrops(), (5,)), "Net draws random numbers when it is evaluated"),
-        (Linen("Net", {}, Caches(), (5,)), "Net keeps cache beside its parameters"),
         (
-            Linen("Net", {}, nn.Sequential([nn.Dense(4), nn.BatchNorm(False)]), (5,)),
+            LinenNetwork("Net", {}, AlwaysDrops(), (5,)),
+            "Net draws random numbers when it is evaluated",
+        ),
+        (LinenNetwork("Net", {}, Caches(), (5,)), "Net keeps cache beside its parameters"),
+        (
+            LinenNetwork("Net", {}, nn.Sequential([nn.Dense(4), nn.BatchNorm(False)]), (5,)),
             "Net changes batch_stats when it is evaluated; let its __call__ take train",
         ),
-        (Linen("Net", {}, Folds(), (5,)), r"BatchNorm of Net sees \[10, 1\], whose first axis is"),
-        (Nnx("Net", {}, lambda rngs: ModernDrops(rngs=rngs), (5,)), "Net draws random numbers"),
-        (Nnx("Net", {}, lambda rngs: ModernCaches(rngs=rngs), (5,)), "Net has last, which is a Ca"),
+        (
+            LinenNetwork("Net", {}, Folds(), (5,)),
+            r"BatchNorm of Net sees \[10, 1\], whose first axis is",
+        ),
+        (
+            NnxNetwork("Net", {}, lambda rngs: ModernDrops(rngs=rngs), (5,)),
+            "Net draws random numbers",
+        ),
+        (
+            NnxNetwork("Net", {}, lambda rngs: ModernCaches(rngs=rngs), (5,)),
+            "Net has last, which is a Ca",
+        ),
     ],
 )
 def test_what_cannot_be_trained(net, line):
@@ -227,12 +239,12 @@ def test_what_cannot_be_trained(net, line):
 
 def test_layers_and_head_can_be_named():
     named = type("Named", (RoundFunctions,), {"layers": ("a", "z", "middle"), "head": "z"})
-    net = Linen("Named", {}, named(), (5,))
+    net = LinenNetwork("Named", {}, named(), (5,))
     assert (net.layers, net.head) == (("a", "z", "middle"), "z")
     with pytest.raises(
         UsageError, match=r"Net.head is 'nowhere'; choose one of its layers Dense_0"
     ):
-        _ = Linen("Net", {}, WithHead(), (5,)).head
+        _ = LinenNetwork("Net", {}, WithHead(), (5,)).head
 
 
 class Reshapes(nn.Module):
@@ -291,7 +303,7 @@ class Remembers(nn.Module):
 )
 def test_the_advice_on_a_network_that_is_refused_mends_it(wrong, line, mended):
     def used(module):
-        net = Linen("Net", {}, module, (5,))
+        net = LinenNetwork("Net", {}, module, (5,))
         return check("Net", net, X[:2]), net.layers, net.head
 
     with pytest.raises(UsageError, match=line) as error:
@@ -304,7 +316,7 @@ def test_the_advice_on_a_network_that_is_refused_mends_it(wrong, line, mended):
 def test_kernels_of_one_dimension_have_factors(layout):
     """A window [F, I, O] is [F, 1, I, O]."""
     module = nn.Sequential([nn.Conv(4, (3,)), lambda x: x.sum(1), nn.Dense(2)])
-    plain = Linen("conv", {}, module, (6, 3))
+    plain = LinenNetwork("conv", {}, module, (6, 3))
     net = Factorized(plain, (6, 3), 2, layout)
     assert net.factorized == ("layers_0", "layers_2")
     x = np.random.default_rng(1).normal(size=(2, 6, 3)).astype(np.float32)

@@ -115,9 +115,9 @@ def test_a_schedule_reaches_the_rate_of_a_round():
 
     over_rounds, why = training()
     assert [round(float(over_rounds.rate(t)), 6) for t in (0, 1, 4)] == [0.1, 0.08, 0.02]
-    assert over_rounds.within is None
+    assert over_rounds.step_schedule is None
     assert why == "learning_rate_schedule is over all rounds"
     over_steps, why = training(schedule_over="steps")
     assert [round(float(over_steps.rate(t)), 6) for t in (0, 3)] == [0.1, 0.1]
-    assert round(float(over_steps.within(5, 10)), 6) == 0.6
+    assert round(float(over_steps.step_schedule(5, 10)), 6) == 0.6
     assert why == ""

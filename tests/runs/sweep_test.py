@@ -8,7 +8,7 @@ import pytest
 
 from fedjax_pfl import algorithms, arrays
 from fedjax_pfl.cli import train
-from fedjax_pfl.core.errors import UsageError, need
+from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.runs import build, checkpoints, points, run_directory, runner
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan
@@ -210,8 +210,8 @@ def test_a_method_of_ones_own_can_be_swept_in_a_phase():
 
 def _chooses(model, training, federation, *, rate: float = 1.0, share: float = 0.5):
     """Its `share` is multiplied with only; of its `rate` it makes a choice in Python."""
-    need(share > 0, f"share is {share}")
-    need(share <= 1, f"share is {share}")
+    require(share > 0, f"share is {share}")
+    require(share <= 1, f"share is {share}")
     usual = algorithms.fedavg(model, training, federation)
 
     def less(*rest):

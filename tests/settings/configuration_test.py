@@ -100,10 +100,10 @@ def test_the_facts_of_a_row_agree_with_each_other():
         assert not row.per_process or row.resumable, name
         assert not row.sweepable or (row.tunable and not row.defines_data), name
         assert not row.sweepable or float in (type(row.default), row.default), name
-        assert not (row.tunable and (row.budget or row.visits)), name
+        assert not (row.tunable and (row.budget or row.sets_participation)), name
         assert not row.choices or row.default in row.choices, name
         unset = isinstance(row.default, type)
-        assert unset or not isinstance(row.default, int | float) or row.wrong(row.default) == ""
+        assert unset or not isinstance(row.default, int | float) or row.violation(row.default) == ""
     assert ROWS["split"].choices == SPLITS
     for name in ROWS["conv"].choices:
         lowering(name)
@@ -122,7 +122,7 @@ def test_the_facts_of_a_row_agree_with_each_other():
     ],
 )
 def test_a_row_says_what_a_value_must_be(name, values, wanted):
-    assert tuple(ROWS[name].wrong(value) for value in values) == wanted
+    assert tuple(ROWS[name].violation(value) for value in values) == wanted
 
 
 def test_no_list_of_settings_is_written_by_hand():

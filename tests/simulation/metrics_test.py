@@ -8,7 +8,7 @@ import pytest
 from fedjax_pfl.core.algorithm import Federation, State
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.scores import ACCURACY
-from fedjax_pfl.core.task import Task, classification, judged_by, regression
+from fedjax_pfl.core.task import Task, classification, regression, select_metrics
 from fedjax_pfl.runs import progress, run_state
 from fedjax_pfl.simulation import ledger, metrics
 from fedjax_pfl.simulation.records import Evaluation, Log
@@ -251,7 +251,7 @@ def test_a_line_for_each_rejected_upload():
 
 def test_a_metric_that_a_client_does_not_define_is_left_out_alone():
     """Client 1 has one class only: no AUROC, and an accuracy that counts."""
-    task = judged_by(classification(2), "classification", ["accuracy", "auroc"])
+    task = select_metrics(classification(2), "classification", ["accuracy", "auroc"])
     histogram = np.zeros((3, 2, 4))
     histogram[0] = [[2, 0, 0, 0], [0, 2, 0, 0]]  # all in order: 1
     histogram[1, 1] = 4

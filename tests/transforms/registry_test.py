@@ -18,7 +18,7 @@ def around():
 
 
 def value_of(**settings):
-    return {**{name: row.usual for name, row in ROWS.items()}, **settings}.__getitem__
+    return {**{name: row.default_value for name, row in ROWS.items()}, **settings}.__getitem__
 
 
 def test_each_brings_its_own_rows():

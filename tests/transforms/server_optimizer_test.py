@@ -47,7 +47,7 @@ def toy() -> Algorithm:
 
 
 def value_of(**settings: Any) -> Any:
-    usual = {name: row.usual for name, row in SERVER_OPTIMIZER.settings.items()}
+    usual = {name: row.default_value for name, row in SERVER_OPTIMIZER.settings.items()}
     return {**usual, **settings}.__getitem__
 
 

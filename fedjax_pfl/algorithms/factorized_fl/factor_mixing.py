@@ -20,7 +20,7 @@ from fedjax_pfl.core.algorithm import (
     State,
     Traffic,
 )
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import require
 from fedjax_pfl.networks.factorized import Factorized
 
 
@@ -45,7 +45,7 @@ class Penalty(NamedTuple):
 def body_layers(net: Factorized) -> list[str]:
     """Returns the factorised layers before the head, from the input to the output."""
     layers = [name for name in net.factorized if name != net.head]
-    need(layers, "this method mixes the factors of layers before the last, and there are none")
+    require(layers, "this method mixes the factors of layers before the last, and there are none")
     return layers
 
 
@@ -92,8 +92,8 @@ def factor_mixing(
         if start is None:
             return State((), rows, stays)
         kept = start.clients.own if isinstance(start.clients, Client) else None
-        same = trees.alike((start.rows, kept), (rows, stays.own))
-        need(same, "this method can only continue its own factors, of the same settings")
+        same = trees.same_shapes((start.rows, kept), (rows, stays.own))
+        require(same, "this method can only continue its own factors, of the same settings")
         return State((), start.rows, Client(kept, momentum))
 
     def send(state: State, ctx: ClientContext) -> PyTree:

@@ -46,7 +46,7 @@ from fedjax_pfl.algorithms.shared.matching import RULES, candidates, cosine, cos
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree
-from fedjax_pfl.core.errors import at_least, need, one_of
+from fedjax_pfl.core.errors import require, require_at_least, require_one_of
 from fedjax_pfl.networks.factorized import LAYOUTS, Factorized
 from fedjax_pfl.networks.zero_head import ZeroHead
 
@@ -86,19 +86,19 @@ def factorized_fl(
       layout: how a convolution's kernel becomes a matrix: kernel, mixed or oihw.
       bias: whether there is a μ.
     """
-    one_of("factorized_fl.share", share, ("all", "u"))
-    one_of("factorized_fl.matching", matching, RULES)
-    one_of("factorized_fl.pruned", pruned, ("travel", "evaluation"))
-    one_of("factorized_fl.layout", layout, LAYOUTS)
-    at_least("factorized_fl.sparsity", sparsity, 0)
-    at_least("factorized_fl.rank", rank, 1)
+    require_one_of("factorized_fl.share", share, ("all", "u"))
+    require_one_of("factorized_fl.matching", matching, RULES)
+    require_one_of("factorized_fl.pruned", pruned, ("travel", "evaluation"))
+    require_one_of("factorized_fl.layout", layout, LAYOUTS)
+    require_at_least("factorized_fl.sparsity", sparsity, 0)
+    require_at_least("factorized_fl.rank", rank, 1)
     members, control = int(np.sum(federation.active)), matching in ("random", "worst")
     choices = f"it counts the client itself, choose 1 to {members}"
-    need(1 <= minimum <= members, f"factorized_fl.minimum is {minimum}; {choices}")
+    require(1 <= minimum <= members, f"factorized_fl.minimum is {minimum}; {choices}")
     fits = not control or 1 <= peers < max(members, 2)
-    need(fits, f"factorized_fl.peers is {peers}; choose 1 to {members - 1}")
+    require(fits, f"factorized_fl.peers is {peers}; choose 1 to {members - 1}")
     drawn = not isinstance(model, ZeroHead)
-    need(drawn, "factorized_fl starts the last layer from factors; set zero_head=False")
+    require(drawn, "factorized_fl starts the last layer from factors; set zero_head=False")
     shape, dtype = federation.input_shape, federation.input_dtype
     net = Factorized(model, shape, rank, layout, bias, input_dtype=dtype)
     body = body_layers(net)

@@ -29,7 +29,7 @@ from fedjax_pfl.algorithms.shared.matching import candidates, cosine, cosines
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Cohort, Federation, PyTree
-from fedjax_pfl.core.errors import at_least, need, one_of
+from fedjax_pfl.core.errors import require, require_at_least, require_one_of
 from fedjax_pfl.networks.factorized import SplitKernels
 
 
@@ -53,11 +53,11 @@ def factorized_fl_moved(
       minimum: the least number of candidates, the client itself included.
       sparsity: smaller entries of μ are pruned.
     """
-    one_of("factorized_fl_moved.share", share, ("all", "u"))
-    at_least("factorized_fl_moved.sparsity", sparsity, 0)
+    require_one_of("factorized_fl_moved.share", share, ("all", "u"))
+    require_at_least("factorized_fl_moved.sparsity", sparsity, 0)
     members, active = int(np.sum(federation.active)), jnp.asarray(federation.active)
     choices = f"it counts the client itself, choose 1 to {members}"
-    need(1 <= minimum <= members, f"factorized_fl_moved.minimum is {minimum}; {choices}")
+    require(1 <= minimum <= members, f"factorized_fl_moved.minimum is {minimum}; {choices}")
     net = SplitKernels(model, federation.input_shape, input_dtype=federation.input_dtype)
     last = body_layers(net)[-1]
 

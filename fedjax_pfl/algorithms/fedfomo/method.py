@@ -39,7 +39,7 @@ from fedjax_pfl.core.algorithm import (
     State,
     Traffic,
 )
-from fedjax_pfl.core.errors import UsageError, at_least, need, one_of
+from fedjax_pfl.core.errors import UsageError, require, require_at_least, require_one_of
 from fedjax_pfl.core.examples import ClientData
 
 REFERENCES = ("start", "last")
@@ -90,7 +90,7 @@ def fedfomo(
       reference: θ_prev, what the last local training began with (start) or ended with (last).
     """
     task = federation.task
-    one_of("fedfomo.reference", reference, REFERENCES)
+    require_one_of("fedfomo.reference", reference, REFERENCES)
     _check(federation, peers, epsilon, epsilon_decay)
     active = jnp.asarray(federation.active)
     sgd = common.trainer(model, task, training)
@@ -132,7 +132,7 @@ def fedfomo(
         return State((), rows, Client(begun, momentum))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
-        rounds = jnp.float32(ctx.t - training.begin)
+        rounds = jnp.float32(ctx.t - training.first_round)
         exploring = jnp.maximum(epsilon - epsilon_decay * rounds, 0.0)
         others, ids = fetch(state.rows, ctx.i, exploring, ctx.key)
         return {**trees.row(state.rows.models, ctx.i), "peers": others, "ids": ids}
@@ -171,13 +171,13 @@ def _check(federation: Federation, peers: int, epsilon: float, epsilon_decay: fl
     others = int(np.sum(federation.active)) - 1
     if others < 1:
         raise UsageError("fedfomo mixes in peers; it needs at least one other active client")
-    need(
+    require(
         1 <= peers <= others,
         f"fedfomo.peers is {peers}; a client has {others}, choose 1 to {others}",
     )
     probability = (epsilon >= 0) & (epsilon <= 1)
-    need(probability, f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
-    at_least("fedfomo.epsilon_decay", epsilon_decay, 0)
+    require(probability, f"fedfomo.epsilon is {epsilon}; it is a probability, 0 to 1")
+    require_at_least("fedfomo.epsilon_decay", epsilon_decay, 0)
     known = federation.validation_counts
     counts = np.zeros(federation.clients) if known is None else known
     without = np.flatnonzero(counts == 0)

@@ -143,7 +143,7 @@ def correlated(network: Correlation, outputs: int, training: local_training.Trai
 
     def route(psi: PyTree, ctx: ClientContext) -> tuple[PyTree, jax.Array, router.Pullback]:
         own = signature_of(psi, ctx.data)
-        psi = averaged(psi, own, jnp.where(ctx.t == training.begin, 1.0, 0.1))
+        psi = averaged(psi, own, jnp.where(ctx.t == training.first_round, 1.0, 0.1))
         return psi, logits(network, psi, own), partial(pull, network, psi, own)
 
     return Routing(init=network.init, logits=logits_of, route=route, frozen=router.EMBEDDINGS)
@@ -159,7 +159,7 @@ def look(
         image, label = network.apply(variables, batch.x, y, method="embed")
         return moments(jnp.asarray(image), jnp.asarray(label), batch.mask)
 
-    sums = local_training.total(moments_of, data, data.train, size)
+    sums = local_training.sum_batches(moments_of, data, data.train, size)
     return signature(sums, data.train.size.astype(jnp.float32))
 
 

@@ -33,7 +33,7 @@ from fedjax_pfl.algorithms.fedmn.router import Router, concatenated, paths
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.core.errors import one_of
+from fedjax_pfl.core.errors import require_one_of
 
 
 def fedmn(
@@ -65,7 +65,7 @@ def fedmn(
     """
     sizes = {"width": width, "hidden": hidden, "x_size": x_size, "y_size": y_size}
     check("fedmn", model, federation, layout, temperatures, dropout, **sizes)
-    one_of("fedmn.gates", gates, ("soft", "hard"))
+    require_one_of("fedmn.gates", gates, ("soft", "hard"))
     network = Modular(model, federation.outputs, layout, width, hidden, dropout)
     router = Router(model, paths(layout), x_size, y_size)
     return assemble(

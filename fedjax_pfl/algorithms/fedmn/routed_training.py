@@ -29,9 +29,9 @@ from fedjax_pfl.core.algorithm import (
     State,
     Traffic,
 )
-from fedjax_pfl.core.errors import UsageError, at_least, need
+from fedjax_pfl.core.errors import UsageError, require, require_at_least
 from fedjax_pfl.core.examples import Batch
-from fedjax_pfl.networks.own import Own
+from fedjax_pfl.networks.user_defined import UserNetwork
 
 
 class Client(NamedTuple):
@@ -52,7 +52,9 @@ def check(
     **sizes: int,
 ) -> None:
     """Raises UsageError if the method `name` cannot work with these settings or this network."""
-    user_defined = isinstance(getattr(model, "model", model), Own)  # also with a head of zeros
+    user_defined = isinstance(
+        getattr(model, "model", model), UserNetwork
+    )  # also with a head of zeros
     if user_defined or federation.positions:
         what = f"{model.name}, a network of your own" if user_defined else "tokens"
         raise UsageError(
@@ -64,9 +66,9 @@ def check(
     if len(temperatures) != 2 or min(temperatures) <= 0:
         raise UsageError(f"{name}.temperatures is {temperatures}; give two numbers above 0")
     share = (dropout >= 0) & (dropout < 1)
-    need(share, f"{name}.dropout is {dropout}; it must be at least 0 and below 1")
+    require(share, f"{name}.dropout is {dropout}; it must be at least 0 and below 1")
     for size, value in sizes.items():
-        at_least(f"{name}.{size}", value, 1)
+        require_at_least(f"{name}.{size}", value, 1)
 
 
 def assemble(
@@ -101,7 +103,7 @@ def assemble(
 
     def init(key: jax.Array, start: State | None = None) -> State:
         server = trees.join(*draw(key))
-        if start is not None and trees.alike(server, start.server):
+        if start is not None and trees.same_shapes(server, start.server):
             server = start.server
         elif start is not None:
             trained = common.initial(model, federation, key, start)
@@ -129,17 +131,17 @@ def assemble(
         psi: PyTree, trace: PyTree, grads: PyTree, ctx: ClientContext
     ) -> tuple[PyTree, PyTree]:
         params = psi["params"]
-        trace = trace if training.keep else training.optimizer.init(params)
+        trace = trace if training.keep_optimizer else training.optimizer.init(params)
         updates, trace = training.optimizer.update(grads, trace, params)
         new = local_training.descend(params, updates, training.rate(ctx.t))
         new |= {name: params[name] for name in routing.frozen}  # decay would move them
-        return {**psi, "params": new}, trace if training.keep else ()
+        return {**psi, "params": new}, trace if training.keep_optimizer else ()
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
         theta, psi = divide(payload)
         trace, psi_trace = client.momentum
         noise_key, fit_key = jax.random.split(ctx.key)
-        tau = router.temperature(ctx.t - training.begin, training.rounds, *temperatures)
+        tau = router.temperature(ctx.t - training.first_round, training.rounds, *temperatures)
         noise = jax.random.logistic(noise_key, (paths,))
         sample = partial(router.sample, noise=noise, tau=tau, layout=layout, hard=hard)
         psi, z, pullback = routing.route(psi, ctx)

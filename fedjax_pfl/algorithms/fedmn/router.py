@@ -82,7 +82,7 @@ def logits(
     def share_of(batch: Batch) -> jax.Array:
         return _share(router, variables, data, outputs, batch)
 
-    return local_training.total(share_of, data, data.train, size)
+    return local_training.sum_batches(share_of, data, data.train, size)
 
 
 def pull(
@@ -103,7 +103,7 @@ def pull(
 
         return jax.grad(product)(params)
 
-    return local_training.total(gradient, data, data.train, size)
+    return local_training.sum_batches(gradient, data, data.train, size)
 
 
 def _share(

@@ -28,7 +28,7 @@ from fedjax_pfl.core.algorithm import (
     State,
 )
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.groups import alone
+from fedjax_pfl.core.groups import as_single_group
 
 
 class Server(NamedTuple):
@@ -109,7 +109,7 @@ def build_algorithm(
         parts = {"generated": training.optimizer, "kept": training.unclipped}
         return optax.partition(parts, lambda params: trees.map_layers(part, params))
 
-    persistent = ("generated", "kept") if training.keep else ("kept",)
+    persistent = ("generated", "kept") if training.keep_optimizer else ("kept",)
 
     def kept_momentum(state: Any) -> dict[str, PyTree]:
         return {part: state.inner_states[part] for part in persistent}
@@ -138,7 +138,9 @@ def build_algorithm(
         def weights(s: State) -> PyTree:
             return s.server.phi, s.server.spectral, s.rows, [c.own for c in s.clients]
 
-        if not isinstance(start.server, Server) or not trees.alike(weights(start), weights(state)):
+        if not isinstance(start.server, Server) or not trees.same_shapes(
+            weights(start), weights(state)
+        ):
             raise UsageError(
                 f"a phase of {name} can only start from one of the same method, network and "
                 "hypernetwork: φ cannot be read from a model"
@@ -150,7 +152,9 @@ def build_algorithm(
     def client_functions(g: int) -> tuple[Callable[..., Any], ...]:
         """Returns `send`, `train` and `personalize` of a client of group g."""
         model, joint = networks[g], local_optimizer(networks[g])
-        sgd = common.trainer(model, federation.task, training._replace(optimizer=joint, keep=True))
+        sgd = common.trainer(
+            model, federation.task, training._replace(optimizer=joint, keep_optimizer=True)
+        )
 
         def send(state: State, ctx: ClientContext) -> PyTree:
             return generate(state.server.phi, state.server.spectral, state.rows.v[ctx.i])[g]
@@ -205,4 +209,4 @@ def build_algorithm(
         predict=tuple(net.apply for net in networks),
         observe=observe,
     )
-    return algorithm if isinstance(models, tuple) else alone(algorithm)
+    return algorithm if isinstance(models, tuple) else as_single_group(algorithm)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl.core.algorithm import Federation
-from fedjax_pfl.core.errors import MOST_LAYERS, UsageError, above, at_least, need
+from fedjax_pfl.core.errors import MAX_LAYERS, UsageError, require, require_above, require_at_least
 
 
 class Settings(NamedTuple):
@@ -31,14 +31,14 @@ class Settings(NamedTuple):
 def check(name: str, settings: Settings) -> None:
     """Raises UsageError for settings that method `name` cannot have."""
     depth = settings.depth
-    need(0 <= depth <= MOST_LAYERS, f"{name}.depth is {depth}; choose 0 to {MOST_LAYERS}")
-    at_least(f"{name}.width", settings.width, 0)
+    require(0 <= depth <= MAX_LAYERS, f"{name}.depth is {depth}; choose 0 to {MAX_LAYERS}")
+    require_at_least(f"{name}.width", settings.width, 0)
     for setting in ("momentum", "weight_decay"):
-        at_least(f"{name}.{setting}", getattr(settings, setting), 0)
+        require_at_least(f"{name}.{setting}", getattr(settings, setting), 0)
     for setting in ("rate", "clip_norm"):
-        above(f"{name}.{setting}", getattr(settings, setting), 0)
-    need(settings.momentum < 1, f"{name}.momentum is {settings.momentum}; it must be below 1")
-    at_least(f"{name}.embedding", settings.embedding, 1)
+        require_above(f"{name}.{setting}", getattr(settings, setting), 0)
+    require(settings.momentum < 1, f"{name}.momentum is {settings.momentum}; it must be below 1")
+    require_at_least(f"{name}.embedding", settings.embedding, 1)
     if settings.fixed and settings.frozen:
         raise UsageError(f"{name}.fixed and {name}.frozen leave nothing to learn; choose one")
     if settings.fixed and settings.embedding is not None:

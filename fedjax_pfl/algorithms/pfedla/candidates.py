@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_pfl.algorithms.shared.matching import cosines
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Cohort, Federation, PyTree
-from fedjax_pfl.core.errors import need
+from fedjax_pfl.core.errors import require
 
 _NEVER_COMPARED = -2.0  # less than any cosine
 
@@ -34,7 +34,7 @@ class MixingInputs(NamedTuple):
 
 def check(clients: int, candidates: int | None) -> None:
     """Raises UsageError unless the number of candidates is between 2 and the number of clients."""
-    need(
+    require(
         candidates is None or 2 <= candidates <= clients,
         f"pfedla.candidates is {candidates}; choose 2 to {clients}, the client itself included",
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.pfedla.layer_weights import NORMALISE
 from fedjax_pfl.core import offload, trees
 from fedjax_pfl.core.algorithm import Federation
-from fedjax_pfl.core.errors import MOST_LAYERS, at_least, need, one_of
+from fedjax_pfl.core.errors import MAX_LAYERS, require, require_at_least, require_one_of
 
 PyTree = Any
 
@@ -68,13 +68,15 @@ def check(
     sizes: dict[str, int],
 ) -> None:
     """Raises UsageError for settings that pFedLA cannot use; `sizes` are its hypernetwork's."""
-    need(federation.clients >= 2, "pfedla mixes models of clients; clients must be at least 2")
-    need(not federation.groups.any(), "pfedla mixes models of one network; use it without groups")
-    one_of("pfedla.granularity", granularity, ("layer", "model"))
-    one_of("pfedla.normalise", normalise, NORMALISE)
-    need(0 <= k <= layers, f"pfedla.k is {k}; choose 0 to {layers} of the {layers} layers")
-    at_least("pfedla.rate", rate, 0)
-    at_least("pfedla.embedding", sizes["embedding"], 1)
-    at_least("pfedla.hidden", sizes["hidden"], 1)
+    require(federation.clients >= 2, "pfedla mixes models of clients; clients must be at least 2")
+    require(
+        not federation.groups.any(), "pfedla mixes models of one network; use it without groups"
+    )
+    require_one_of("pfedla.granularity", granularity, ("layer", "model"))
+    require_one_of("pfedla.normalise", normalise, NORMALISE)
+    require(0 <= k <= layers, f"pfedla.k is {k}; choose 0 to {layers} of the {layers} layers")
+    require_at_least("pfedla.rate", rate, 0)
+    require_at_least("pfedla.embedding", sizes["embedding"], 1)
+    require_at_least("pfedla.hidden", sizes["hidden"], 1)
     depth = sizes["depth"]
-    need(0 <= depth <= MOST_LAYERS, f"pfedla.depth is {depth}; choose 0 to {MOST_LAYERS}")
+    require(0 <= depth <= MAX_LAYERS, f"pfedla.depth is {depth}; choose 0 to {MAX_LAYERS}")

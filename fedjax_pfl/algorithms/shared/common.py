@@ -34,7 +34,7 @@ def initial(model: Any, federation: Federation, key: jax.Array, start: State | N
     wanted = shapes(model, federation)
     there = start.server if isinstance(start.server, dict) else {}
     found = {name: there.get(name) for name in wanted}
-    if not trees.alike(wanted, found):
+    if not trees.same_shapes(wanted, found):
         raise UsageError(
             "a phase can only start from one that ends with a global model of the same network; "
             "give the phases the same model, and put a method such as fedavg first"
@@ -44,7 +44,7 @@ def initial(model: Any, federation: Federation, key: jax.Array, start: State | N
 
 def kept(training: Training, params: PyTree, federation: Federation) -> PyTree:
     """Every client's first optimiser state, stacked, where clients keep it; else empty."""
-    if not training.keep:
+    if not training.keep_optimizer:
         return ()
     return trees.repeat(training.optimizer.init(params), federation.clients)
 
@@ -59,7 +59,7 @@ def own_first(first: PyTree, start: State | None, kind: type, federation: Federa
     if start is None or not isinstance(start.clients, kind):
         return stacked
     there = start.clients.own  # type: ignore[attr-defined]
-    return there if trees.alike(stacked, there) else stacked
+    return there if trees.same_shapes(stacked, there) else stacked
 
 
 def held(gradient: Gradient, anchor: PyTree, penalty: Any) -> Gradient:
@@ -83,7 +83,7 @@ def class_counts(data: ClientData, classes: int) -> jax.Array:
     def one(batch: Batch) -> jax.Array:
         return jnp.sum(by_class(batch, classes), 0).astype(jnp.float32)
 
-    return local_training.total(one, data, data.train)
+    return local_training.sum_batches(one, data, data.train)
 
 
 class ByClass(NamedTuple):
@@ -104,7 +104,7 @@ def features_by_class(network: Any, variables: PyTree, data: ClientData, classes
         squares = jnp.sum(jnp.where(batch.mask, jnp.sum(jnp.square(z), -1), 0.0))
         return jnp.sum(own_class, 0), totals, squares
 
-    counts, totals, squares = local_training.total(sums, data, data.train)
+    counts, totals, squares = local_training.sum_batches(sums, data, data.train)
     means = totals / jnp.maximum(counts, 1.0)[:, None]
     return ByClass(counts, means, squares / jnp.maximum(jnp.sum(counts), 1.0))
 

@@ -16,7 +16,7 @@ from fedjax_pfl.core.algorithm import (
     PyTree,
     State,
 )
-from fedjax_pfl.core.errors import UsageError, need
+from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.core.local_training import Training
 from fedjax_pfl.networks import norm_layers
 
@@ -48,7 +48,7 @@ def last_layers(
     norms = norm_layers(common.shapes(model, federation))
     counted = [layer for layer in model.layers if layer not in norms]
     most = max(len(counted) - early, 1)
-    need(
+    require(
         1 <= many <= most,
         f"{setting} is {many}, and the network has {len(counted)} layers besides BatchNorm; "
         f"choose 1 to {most}",
@@ -82,7 +82,7 @@ def partly_shared(
         if (
             start is not None
             and isinstance(start.clients, Client)
-            and trees.alike((first_shared, stacked_own), (start.server, start.clients.own))
+            and trees.same_shapes((first_shared, stacked_own), (start.server, start.clients.own))
         ):
             shared, owned = start.server, start.clients.own
         else:

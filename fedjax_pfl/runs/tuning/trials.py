@@ -22,7 +22,7 @@ from fedjax_pfl.settings.general import having
 from fedjax_pfl.simulation import sweep
 
 # What says how many client visits a run has; on the command line it is for all methods alike.
-LENGTH = having("visits")
+LENGTH = having("sets_participation")
 
 
 class Trial(NamedTuple):

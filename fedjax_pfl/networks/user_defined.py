@@ -30,7 +30,7 @@ _EVALUATE = ("deterministic", "evaluate", "inference")
 
 
 @dataclasses.dataclass(frozen=True)
-class Own(abc.ABC):
+class UserNetwork(abc.ABC):
     """A module as a network of ours."""
 
     name: str  # as configurations call it
@@ -102,7 +102,7 @@ class Own(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Linen(Own):
+class LinenNetwork(UserNetwork):
     """A linen module."""
 
     @property
@@ -205,7 +205,7 @@ def check(name: str, model: Any, x: Any) -> Any:
             "return one array of the same shape, whatever train is"
         )
     for kind, tree in variables.items():
-        if kind != "params" and not trees.alike(tree, rest[kind]):
+        if kind != "params" and not trees.same_shapes(tree, rest[kind]):
             raise UsageError(
                 f"{name} has other shapes or types of {kind} after a step of training than before; "
                 "update them in place, without another shape or type"

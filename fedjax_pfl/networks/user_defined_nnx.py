@@ -12,11 +12,11 @@ from jax.lax import conv_general_dilated as plain_convolution
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks.lowerings.conv import lowering
-from fedjax_pfl.networks.own import Own, PyTree, draws, spread_mask
+from fedjax_pfl.networks.user_defined import PyTree, UserNetwork, draws, spread_mask
 
 
 @dataclasses.dataclass(frozen=True)
-class Nnx(Own):
+class NnxNetwork(UserNetwork):
     """What makes an NNX module; its Param are `params`, its BatchStat `batch_stats`."""
 
     @cached_property
