@@ -75,7 +75,7 @@ def test_a_trial_that_was_ended_goes_on_and_ends_as_one_that_was_not(tmp_path: P
     for after, number in enumerate((signal.SIGTERM, signal.SIGKILL, signal.SIGINT), start=1):
         said = ended(tmp_path, number, after)
         assert "Traceback" not in said
-        assert ("the same command goes on" in said) == (number != signal.SIGKILL)
+        assert ("give the same command again" in said) == (number != signal.SIGKILL)
     last = command(tmp_path)
     said = last.communicate(timeout=LIMIT)[0]
     assert last.returncode == 0, said
