@@ -41,7 +41,7 @@ from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import RoundFunctions
-from fedjax_pfl.simulation.rounds import compiled, plain_rounds
+from fedjax_pfl.simulation.rounds import compiled, round_functions
 from fedjax_pfl.simulation.stores import Clients
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
@@ -85,8 +85,8 @@ def made(
     cohort = min(cohort, clients)
     some = min(clients, max(1, cohort * _CALL // 2))
     evaluated = np.sort(rng.choice(clients, some, replace=False)).astype(np.int32)
-    how: dict[str, Any] = {"cohort": cohort, "calls": _CALL, "evaluated": evaluated}
-    return plain_rounds(algorithm, federation, **how), data
+    how: dict[str, Any] = {"cohort": cohort, "max_rounds": _CALL, "evaluated_ids": evaluated}
+    return round_functions(algorithm, federation, **how), data
 
 
 def measure(

@@ -13,7 +13,7 @@ from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.settings.general import ROWS
 from fedjax_pfl.simulation import sweep
-from fedjax_pfl.simulation.rounds import plain_rounds
+from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.testing import rules as contract
 from tests import cases, rules, tiny
 
@@ -71,7 +71,7 @@ def test_a_rate_that_is_swept():
 
     def plain(now: Mapping[str, Any]) -> Any:
         made = make("fedavg", rules.TINY.federation, {}, now["rate"])
-        return plain_rounds(made, rules.TINY.federation, **contract.OPTIONS)
+        return round_functions(made, rules.TINY.federation, **contract.OPTIONS)
 
     rounds = sweep.make_rounds(plain, {"rate": (0.005, 0.01)}, None, width=1)
     states, _ = rounds.run(points, rounds.init(points), rules.TINY.data, jnp.int32(0), jnp.int32(1))

@@ -13,7 +13,7 @@ import pytest
 from fedjax_pfl.core import trees
 from fedjax_pfl.simulation import memory_estimate, sweep
 from fedjax_pfl.simulation.records import CompiledRounds
-from fedjax_pfl.simulation.rounds import make_rounds, plain_rounds
+from fedjax_pfl.simulation.rounds import make_rounds, round_functions
 from fedjax_pfl.testing import rules as contract
 from fedjax_pfl.testing.rules import ALL_CLIENTS, KEY, OPTIONS, TOLERANCES, WARM_UP
 from tests import cases, programs, rules, tiny
@@ -108,7 +108,7 @@ def test_as_a_point_of_a_sweep(name: str):
     points = sweep.Points(jnp.stack([jax.random.key(8), KEY]), jnp.arange(2))
 
     def plain(now: Any) -> Any:
-        return plain_rounds(cases.make(name, TINY.federation, now), TINY.federation, **OPTIONS)
+        return round_functions(cases.make(name, TINY.federation, now), TINY.federation, **OPTIONS)
 
     real = {key: (value / 2, value) for key, value in cases.real(name).items()}
     rounds = sweep.make_rounds(plain, real, None, width=1)

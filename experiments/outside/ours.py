@@ -109,7 +109,7 @@ def rounds(name: str, given: Mapping[str, np.ndarray]) -> Arrays:
     batch = given["y"].shape[1]
     training = local_training.sgd(learning_rate=RATE, batch_size=batch, epochs=EPOCHS)
     plain, begun, data, federation = made(name, given, training)
-    engine = make_rounds(begun, federation, cohort=CLIENTS, calls=1, after=False)
+    engine = make_rounds(begun, federation, cohort=CLIENTS, max_rounds=1, evaluate_after=False)
     found: Arrays = {}
     key = jax.random.key(KEY)
     state = engine.init(key)

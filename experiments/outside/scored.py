@@ -54,7 +54,7 @@ def rounds(name: str, norm: bool, seeds: Sequence[int], many: int) -> Accuracies
     training = local_training.sgd(learning_rate=RATE, batch_size=BATCH, epochs=EPOCHS)
     given = [work(norm, seed) for seed in seeds]
     made, _, _, federation = ours.made(name, given[0], training)
-    engine = make_rounds(made, federation, cohort=CLIENTS, calls=many)
+    engine = make_rounds(made, federation, cohort=CLIENTS, max_rounds=many)
     found: Accuracies = {stage: [] for stage in STAGES}
     for seed, one in zip(seeds, given, strict=True):
         _, begun, data, _ = ours.made(name, one, training)

@@ -13,7 +13,7 @@ from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import INIT, PERSONAL, SEND, TRAIN, stage_key
 from fedjax_pfl.deploy import served
 from fedjax_pfl.simulation.records import Evaluation
-from fedjax_pfl.simulation.rounds import plain_rounds
+from fedjax_pfl.simulation.rounds import round_functions
 
 _NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -136,8 +136,8 @@ class AtServer:
         self.shapes = tuple(shapes(method, g, data) for g in range(count))
         self.init = jax.jit(self._init)
         self.receive = jax.jit(method.whole.receive)
-        plain = plain_rounds(method.algorithm, method.federation, cohort=cohort)
-        self.seats = jax.jit(partial(plain.slots, _key(method)))
+        plain = round_functions(method.algorithm, method.federation, cohort=cohort)
+        self.seats = jax.jit(partial(plain.sample_slots, _key(method)))
         each = range(count)
         self.send = tuple(jax.jit(partial(_send, method, g)) for g in each)
         self.judge = tuple(jax.jit(partial(_judge, method, g)) for g in each)

@@ -200,7 +200,10 @@ def task_of(
 
 def _check_observed(phase: Phase, state: Any) -> None:
     """UsageError where an observation has a name that is no name of a file."""
-    algorithm, one = phase.algorithm, sweep.alone(state) if len(phase.inputs.alike) > 1 else state
+    algorithm, one = (
+        phase.algorithm,
+        sweep.shapes_of_one(state) if len(phase.inputs.alike) > 1 else state,
+    )
     for name in jax.eval_shape(algorithm.observe, one):
         if not re.fullmatch("[A-Za-z0-9_]+", name):
             raise UsageError(
@@ -276,7 +279,7 @@ def _with_room(inputs: PhaseInputs, recorded: Plan | None, before: Any) -> tuple
       before: the state's shapes at the end of the phase before.
     """
     one, clients = inputs.alike[0], inputs.federation.clients
-    chosen = Plan(one.conv, one.chunk or execution_plan.at_once(clients))
+    chosen = Plan(one.conv, one.chunk or execution_plan.default_chunk(clients))
     if recorded:
         conv = recorded.conv if one.conv == "auto" else one.conv
         chosen = Plan(conv, one.chunk or recorded.chunk)
@@ -287,10 +290,10 @@ def _with_room(inputs: PhaseInputs, recorded: Plan | None, before: Any) -> tuple
         if not inputs.swept:
             raise
         alone = Phase(inputs, chosen, rounds).of([0])  # where it may raise as well
-        _traced(alone.inputs, alone.rounds, before and sweep.alone(before))
+        _traced(alone.inputs, alone.rounds, before and sweep.shapes_of_one(before))
         names = _apart(inputs, chosen, before)
         named = " or ".join(names)
-        raise sweep.Apart(
+        raise sweep.SeparateRunsError(
             names,
             f"{named} cannot differ in one program ({named} shapes the program, or Python chooses "
             "by its number what is computed); run its values one by one",

@@ -28,7 +28,7 @@ from fedjax_pfl.simulation import execution_plan, sweep
 from fedjax_pfl.simulation.execution_plan import Plan
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
-from fedjax_pfl.simulation.rounds import compiled, plain_rounds
+from fedjax_pfl.simulation.rounds import compiled, round_functions
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 _MANY = 10_000  # clients; of more than that not all are evaluated, unless that is said
@@ -94,15 +94,15 @@ class PhaseInputs:
         """From an algorithm to its rounds, to be compiled."""
         one = self.alike[0]
         return functools.partial(
-            plain_rounds,
+            round_functions,
             federation=self.federation,
             cohort=self.cohort,
-            calls=next_boundary(one, self.begin, self.begin) - self.begin,
+            max_rounds=next_boundary(one, self.begin, self.begin) - self.begin,
             dropout=one.dropout,
             max_update_norm=one.max_update_norm,
-            after=one.evaluate_after,
+            evaluate_after=one.evaluate_after,
             validate_after=one.validate_after,
-            evaluated=self.evaluated,
+            evaluated_ids=self.evaluated,
             chunk=chunk,
             mesh=self.mesh,
             by_client=by_client,
@@ -118,7 +118,7 @@ class PhaseInputs:
             return plain(_algorithm(self, plan.conv, values))
 
         return sweep.make_rounds(
-            make, self._values, self.mesh, execution_plan.at_once(len(self.alike))
+            make, self._values, self.mesh, execution_plan.default_chunk(len(self.alike))
         )
 
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import ROWS, having
-from fedjax_pfl.simulation.sweep import Apart
+from fedjax_pfl.simulation.sweep import SeparateRunsError
 
 _MOST = 1000  # points
 
@@ -98,7 +98,7 @@ def differing(configs: Sequence[ConfigDict]) -> set[str]:
 def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str]:
     """The settings in which the configurations of a phase differ and that its rounds read.
 
-    Raises Apart for one that makes more different than numbers.
+    Raises SeparateRunsError for one that makes more different than numbers.
 
     Args:
       algorithms: by which names there are settings that belong to an algorithm.
@@ -114,10 +114,10 @@ def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str
             if name in having("zero_is_special") and 0 in each:
                 words = " or ".join(dict.fromkeys(f"{value:g}" for value in each))
                 line = f"{name} is {words}, which makes different programs; run them one by one"
-                raise Apart([name], line)
+                raise SeparateRunsError([name], line)
             found.append(name)
         elif own or group not in algorithms:  # a phase of another method may read it
-            raise Apart(
+            raise SeparateRunsError(
                 [name],
                 f"{name} cannot differ in one program (it is {', '.join(map(str, each))}); "
                 f"{_what_can(algorithm)} can",

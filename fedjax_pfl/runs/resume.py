@@ -160,7 +160,9 @@ def state_templates(experiment: Experiment) -> list[PyTree]:
     found, state = [], None
     for phase in experiment.phases:
         state = jax.eval_shape(phase.rounds.init, phase.points, state)
-        found.append(sweep.alone(state) if isinstance(phase.points, sweep.Points) else state)
+        found.append(
+            sweep.shapes_of_one(state) if isinstance(phase.points, sweep.Points) else state
+        )
     return found
 
 

@@ -1,6 +1,6 @@
-"""How a run's work is laid out: convolutions' lowering, and how many clients are vmapped together.
+"""Execution plan: lowering of convolutions, and number of clients that are vmapped together.
 
-Results agree to rounding whatever the plan is; what is usual rests on measurements on CPUs.
+Results of all plans agree up to rounding. The defaults were measured on CPUs.
 """
 
 from collections.abc import Sequence
@@ -15,62 +15,65 @@ from fedjax_pfl.simulation.devices import cores
 
 
 class Plan(NamedTuple):
-    """See `networks/lowerings` for `conv`; `chunk` clients are vmapped together on a device."""
+    """Choices that affect speed only."""
 
-    conv: str
-    chunk: int
+    conv: str  # see `networks/lowerings`
+    chunk: int  # clients that are vmapped together on a device
 
 
 def describe(plan: Plan, cohort: int, devices: int) -> str:
-    """A line for people."""
+    """Returns a line that describes the plan."""
     devices = min(devices, cohort)
-    where = f"each of {devices} devices" if devices > 1 else "one device"
-    who = f"{cohort} client" + "s" * (cohort > 1)
+    place = f"each of {devices} devices" if devices > 1 else "one device"
+    clients = f"{cohort} client" + "s" * (cohort > 1)
     return (
-        f"{who} a round, {min(plan.chunk, -(-cohort // devices))} at a time on {where}, "
+        f"{clients} a round, {min(plan.chunk, -(-cohort // devices))} at a time on {place}, "
         f"convolutions by {plan.conv}"
     )
 
 
 def agreed(plans: Sequence[Plan] | None) -> list[Plan] | None:
-    """What process 0 has read."""
-    found = multiprocess.agree(plans)
-    return None if found is None else [Plan(*one) for one in found]
+    """Returns the plans of process 0."""
+    first = multiprocess.agree(plans)
+    return None if first is None else [Plan(*plan) for plan in first]
 
 
 def machine() -> str:
-    """What a plan is for."""
+    """Returns the description of a machine that a plan is stored with."""
     return f"{jax.devices()[0].device_kind}, {cores()} cores"
 
 
 def mesh(devices: int | None, cohort: int, *, several: bool) -> Mesh | None:
-    """All devices; on a CPU, unless a number is given, no more than there are clients in a round.
+    """Returns the mesh of all devices; on a CPU at most one device per client of a round.
 
-    several: runs are computed by one program, which JAX 0.11 cannot compile for several devices of
-      a CPU: XLA ends the process. 0.10 and 0.12 can.
+    A CPU core without a device helps with the matrix products of the others: one client on two
+    cores takes 0.6 of the time that it takes with two devices.
 
-    A core whose device has no client to train would wait; without one it helps with the products of
-    the others, which takes .6 of the time where there is one client on two cores.
+    Args:
+      devices: Number of devices. Default: all.
+      cohort: Clients of a round.
+      several: Whether one program computes several runs. JAX 0.11 cannot compile such a program for
+        several CPU devices (XLA ends the process); 0.10 and 0.12 can.
     """
-    chosen = multiprocess.devices(devices)
-    if devices is None and multiprocess.count() == 1 and chosen[0].platform == "cpu":
-        chosen = chosen[:cohort]
-    on_cpus = chosen[0].platform == "cpu" and len(chosen) > 1
+    used = multiprocess.devices(devices)
+    if devices is None and multiprocess.count() == 1 and used[0].platform == "cpu":
+        used = used[:cohort]
+    on_cpus = used[0].platform == "cpu" and len(used) > 1
     if several and on_cpus and jax.__version_info__[:2] == (0, 11):
         if devices is not None or multiprocess.count() > 1:
-            # Several processes have a device each, which no setting makes fewer.
-            fewer = "use devices=1, " if multiprocess.count() == 1 else ""
+            # Several processes have one device each, whatever the setting says.
+            remedy = "use devices=1, " if multiprocess.count() == 1 else ""
             raise UsageError(
                 f"JAX {jax.__version__} cannot compile several runs as one program over "
-                f"{len(chosen)} CPU devices; {fewer}run them one by one, or take JAX 0.12"
+                f"{len(used)} CPU devices; {remedy}run them one by one, or take JAX 0.12"
             )
-        chosen = chosen[:1]
-    if len(chosen) == 1:
+        used = used[:1]
+    if len(used) == 1:
         return None
     axis = (AxisType.Auto,)
-    return jax.make_mesh((len(chosen),), ("clients",), axis, devices=chosen)
+    return jax.make_mesh((len(used),), ("clients",), axis, devices=used)
 
 
-def at_once(count: int) -> int:
-    """On a CPU one client at a time fills a core; an accelerator wants them all together."""
+def default_chunk(count: int) -> int:
+    """Returns the default chunk: 1 on a CPU, where one client fills a core, else all clients."""
     return 1 if jax.default_backend() == "cpu" else count

@@ -1,4 +1,4 @@
-"""One function over many clients: sharded over devices, in chunks, vmapped within a chunk."""
+"""Maps a function over clients: sharded over devices, in chunks, vmapped within a chunk."""
 
 from collections.abc import Callable
 from functools import partial
@@ -16,19 +16,20 @@ Work = Callable[[PyTree, PyTree], PyTree]  # (shared, item) -> result
 
 
 class Layout(NamedTuple):
-    """How items are laid out: on each device `chunks` chunks, one after the other, of `width`."""
+    """Layout of items: on each device, `chunks` chunks of `width` items, one after the other."""
 
     devices: int
     chunks: int
     width: int
 
     @property
-    def on_each(self) -> int:
+    def per_device(self) -> int:
+        """Returns the number of items on each device."""
         return self.chunks * self.width
 
 
 def layout(n: int, chunk: int, mesh: Mesh | None) -> Layout:
-    """Chunks of equal width, `chunk` at most; there may be places for more than n items."""
+    """Returns a layout for at least n items, with chunks of equal width, at most `chunk`."""
     devices = mesh.size if mesh else 1
     per_device = -(-n // devices)
     chunks = -(-per_device // max(1, min(chunk, per_device)))
@@ -44,39 +45,42 @@ def map_clients(
     mesh: Mesh | None,
     before: Callable[[PyTree], PyTree] | None = None,
 ) -> PyTree:
-    """f(shared, item) for every item on axis 0: sharded, then chunk by chunk, vmapped in a chunk.
+    """Computes f(shared, item) for every item on axis 0.
 
     Args:
-      use: bool [n]; a chunk in which none is used is not computed, its results are zero.
-      chunk: how many clients are vmapped together; 1 maps without vmap.
-      mesh: over which the items are spread, or None.
-      before: of an item, what reads arrays that are spread over the mesh; XLA lays that out, before
-        each device computes its own f(shared, (item, before(item))).
+      f: Function of the shared inputs and one item.
+      shared: Inputs of all items.
+      items: Tree with items on axis 0.
+      use: bool [n]. Chunks without a used item are not computed; their results are zero.
+      chunk: Number of clients that are vmapped together; 1 maps without vmap.
+      mesh: Devices over which the items are spread, or None.
+      before: Function of an item that reads arrays spread over the mesh. XLA computes it first;
+        then each device computes f(shared, (item, before(item))) of its items.
     """
-    f = jax.jit(f, inline=True)  # traced once, for its results' shapes and for its work
+    f = jax.jit(f, inline=True)  # traced once, for result shapes and for the computation
     n, shape = use.shape[0], layout(use.shape[0], chunk, mesh)
-    more = shape.devices * shape.on_each - n
+    padding = shape.devices * shape.per_device - n
     items, use = jax.tree.map(
-        lambda a: jnp.pad(a, ((0, more), *((0, 0),) * (a.ndim - 1))), (items, use)
+        lambda a: jnp.pad(a, ((0, padding), *((0, 0),) * (a.ndim - 1))), (items, use)
     )
     if before is not None and mesh is not None:
         out = _after(before, f, shape, mesh, shared, items, use)
         return jax.tree.map(lambda a: a[:n], out)
-    own = partial(_on_device, f, shape)
-    out = (_on_mesh(own, shape, mesh) if mesh else own)(shared, items, use)
+    on_device = partial(_on_device, f, shape)
+    out = (_on_mesh(on_device, shape, mesh) if mesh else on_device)(shared, items, use)
     return jax.tree.map(lambda a: a[:n], out)
 
 
-def _on_mesh(own: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[..., PyTree]:
-    """Every device computes its own items, and gets the results of all."""
+def _on_mesh(on_device: Callable[..., PyTree], shape: Layout, mesh: Mesh) -> Callable[..., PyTree]:
+    """Returns a function in which each device computes its items and gets the results of all."""
     axis = mesh.axis_names[0]
 
     def gathered(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-        first = jax.lax.axis_index(axis) * shape.on_each
+        first = jax.lax.axis_index(axis) * shape.per_device
         part = jax.tree.map(
-            lambda a: jax.lax.dynamic_slice_in_dim(a, first, shape.on_each), (items, use)
+            lambda a: jax.lax.dynamic_slice_in_dim(a, first, shape.per_device), (items, use)
         )
-        return jax.lax.all_gather(own(shared, *part), axis, tiled=True)
+        return jax.lax.all_gather(on_device(shared, *part), axis, tiled=True)
 
     # Inputs are declared as replicated: if items were declared sharded, XLA would shard what they
     # are computed from and communicate that. Replication is not checked, because random keys and
@@ -93,43 +97,45 @@ def _after(
     items: PyTree,
     use: jax.Array,
 ) -> PyTree:
-    """Chunks of all devices one after the other, so that little of `before` is there at a time."""
+    """Computes chunk by chunk over all devices, so that few results of `before` exist at a time."""
     axis = mesh.axis_names[0]
 
-    def own(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
+    def on_device(shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
         return jax.lax.all_gather(_chunk(f, shape, shared, (items, use)), axis, tiled=True)
 
     specs = (P(), P(axis), P(axis))
-    on_mesh = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    on_mesh = jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
 
     def chunk(items_use: tuple[PyTree, jax.Array]) -> PyTree:
         items, use = items_use
         return on_mesh(shared, (items, jax.vmap(before)(items)), use)
 
-    each = shape.devices * shape.width
-    cut = jax.tree.map(lambda a: a.reshape(shape.chunks, each, *a.shape[1:]), (items, use))
-    out = jax.lax.map(chunk, cut)
-    return jax.tree.map(lambda a: a.reshape(shape.chunks * each, *a.shape[2:]), out)
+    size = shape.devices * shape.width
+    chunks = jax.tree.map(lambda a: a.reshape(shape.chunks, size, *a.shape[1:]), (items, use))
+    out = jax.lax.map(chunk, chunks)
+    return jax.tree.map(lambda a: a.reshape(shape.chunks * size, *a.shape[2:]), out)
 
 
 def _on_device(f: Work, shape: Layout, shared: PyTree, items: PyTree, use: jax.Array) -> PyTree:
-    """f of a device's items, chunk by chunk."""
+    """Computes f of a device's items, chunk by chunk."""
     chunk = partial(_chunk, f, shape, shared)
     if shape.chunks == 1:
         return chunk((items, use))
-    cut = jax.tree.map(lambda a: a.reshape(shape.chunks, shape.width, *a.shape[1:]), (items, use))
-    out = jax.lax.map(chunk, cut)
-    return jax.tree.map(lambda a: a.reshape(shape.on_each, *a.shape[2:]), out)
+    chunks = jax.tree.map(
+        lambda a: a.reshape(shape.chunks, shape.width, *a.shape[1:]), (items, use)
+    )
+    out = jax.lax.map(chunk, chunks)
+    return jax.tree.map(lambda a: a.reshape(shape.per_device, *a.shape[2:]), out)
 
 
 def _chunk(f: Work, shape: Layout, shared: PyTree, items_use: tuple[PyTree, jax.Array]) -> PyTree:
-    """f of the items in a chunk, or zeros where none of them is used."""
+    """Computes f of the items of a chunk, or zeros if none of them is used."""
     items, use = items_use
 
-    def work(items: PyTree) -> PyTree:
-        if shape.width == 1:  # without vmap, which has slower ways for some operations
+    def compute(items: PyTree) -> PyTree:
+        if shape.width == 1:  # vmap is slower for some operations
             return trees.repeat(f(shared, trees.row(items, 0)), 1)
         return jax.vmap(partial(f, shared))(items)
 
-    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(work, items))
-    return jax.lax.cond(use.any(), work, lambda _: zeros, items)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(compute, items))
+    return jax.lax.cond(use.any(), compute, lambda _: zeros, items)

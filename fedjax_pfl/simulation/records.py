@@ -1,4 +1,4 @@
-"""What rounds are made for, what goes into one and what comes out."""
+"""Records of the compiled rounds: their specification, inputs and outputs."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,102 +16,101 @@ class Log(NamedTuple):
 
     ids: jax.Array  # int32 [K]
     present: jax.Array  # bool [K]: sampled into this slot
-    dropped: jax.Array  # bool [K]: downloaded and never answered
-    rejected: jax.Array  # bool [K]: the answer was not finite, or too large
-    metrics: dict[str, jax.Array]  # [K] each, of those that arrived
-    down: dict[str, jax.Array]  # int32 [K] bytes by layer
+    dropped: jax.Array  # bool [K]: downloaded, and never returned its update
+    rejected: jax.Array  # bool [K]: returned an update that is not finite, or too large
+    metrics: dict[str, jax.Array]  # [K] each; 0 for clients that did not arrive
+    down: dict[str, jax.Array]  # int32 [K]: bytes by layer
     up: dict[str, jax.Array]
 
     @property
     def arrived(self) -> jax.Array:
-        """bool [K]: the answer counted."""
+        """Returns bool [K]: clients whose update the server used."""
         return self.present & ~self.dropped & ~self.rejected
 
 
 class Evaluation(NamedTuple):
-    """Sums over each client's examples, [N]: as served, and after one more local training."""
+    """Sums over the examples of each client, arrays of shape [N]."""
 
-    before: local_training.Scores
-    validation: local_training.Scores  # as served or, where that is to choose, after local training
-    after: local_training.Scores | None
+    before: local_training.Scores  # test examples, the model that the client is served
+    validation: local_training.Scores  # the same, or after local training with `validate_after`
+    after: local_training.Scores | None  # test examples, after one more local training
 
 
 class Slots(NamedTuple):
-    """A group's places in a cohort."""
+    """Places of a group's clients in a cohort."""
 
     ids: Any  # int32 [K]
-    present: Any  # bool [K]: which are taken
+    present: Any  # bool [K]: False for empty slots
 
 
 class CohortBatch(NamedTuple):
-    """A group's clients that are computed, and what they bring; stacked on axis 0 but for data."""
+    """A group's sampled clients with their inputs, stacked on axis 0 except for the data."""
 
     slots: Slots
-    places: jax.Array  # int32 [K]: which clients of `data` they are
+    places: jax.Array  # int32 [K]: index of each client in `data`
     data: FederatedData
-    clients: PyTree
+    clients: PyTree  # client-side state
+
+
+class RoundSpec(NamedTuple):
+    """Static facts that a program of rounds is compiled for. One tuple entry per group."""
+
+    original: Algorithm  # as the user made it
+    algorithm: Algorithm  # the same in the form of `groups.as_grouped`
+    members: tuple[Algorithm, ...]
+    membership: tuple[np.ndarray, ...]  # bool [N] for each group
+    federation: Federation
+    cohort: int  # clients sampled in a round
+    max_rounds: int  # most rounds in one call
+    dropout: Any
+    max_update_norm: Any
+    evaluate_after: bool
+    validate_after: bool
+    evaluated_ids: np.ndarray | None  # None: all clients
+    chunk: int
+    mesh: Any  # None: one device
+    is_spread: bool  # rows and client-side state are spread over the mesh
 
 
 class RoundFunctions(NamedTuple):
-    """An algorithm's rounds, to be compiled.
+    """The rounds of a method as functions that are not compiled yet.
 
-    init      (key, start=None) -> State
-    run       (key, state, data, t, n) -> (state, logs): rounds t .. t+n-1, n up to `calls`
-    evaluate  (key, state, data, t) -> Evaluation
+    init          (key, start=None) -> State
+    run           (key, state, data, t, n) -> (state, logs): rounds t to t + n - 1
+    evaluate      (key, state, data, t) -> Evaluation
 
-    Of these, the parts for clients and examples that lie elsewhere; with several groups or one,
-    parties are a tuple. `shared` is a state without the clients.
+    Parts of these for off-device storage. `state` has no clients here.
 
-    seats     (key, t) -> Seats of each group: who is in round t
-    meet      (key, shared, parties, t) -> (state with the parties' clients after it, logs)
-    score     (g) -> (key, shared, party, t) -> Evaluation of those of a group, [K]
-    how       what they are made for
+    sample_slots  (key, t) -> Slots of each group in round t
+    run_cohort    (key, state, cohort_batches, t) -> (state with the cohort's clients, logs)
+    score_cohort  (g) -> (key, state, cohort_batch, t) -> Evaluation of clients of group g, [K]
+    spec          what the functions are made for
     """
 
     init: Callable[..., State]
     run: Callable[..., tuple[State, tuple[Log, ...]]]
     evaluate: Callable[..., Evaluation]
-    slots: Any = None  # of a sweep, there are none of these
-    meet: Any = None
-    score: Any = None
+    sample_slots: Any = None  # None in sweeps
+    run_cohort: Any = None
+    score_cohort: Any = None
     spec: Any = None
 
 
 class CompiledRounds(NamedTuple):
-    """As Plain, compiled; `run` uses up the state that it is given."""
+    """`RoundFunctions`, compiled. `run` uses up the arrays of the state that is passed in."""
 
-    init: Any  # compiled functions can also be lowered, which Callable does not say
+    init: Any  # Any: compiled functions also have `lower`
     run: Any
     evaluate: Any
-    place: Callable[[PyTree], PyTree]  # puts a tree on the devices that the rounds run on
-    enter: Callable[[State], State]  # puts a state there, as `run` takes it
-    everywhere: Any  # where a tree is that `place` has put, for `jax.jit`
-
-
-class RoundSpec(NamedTuple):
-    """What a program of rounds is made for; none of it is traced. Groups of clients in tuples."""
-
-    given: Algorithm
-    algorithm: Algorithm  # as `groups.grouped` makes it
-    members: tuple[Algorithm, ...]
-    membership: tuple[np.ndarray, ...]  # bool [N] for each group
-    federation: Federation
-    cohort: int
-    calls: int
-    dropout: Any
-    max_update_norm: Any
-    after: bool
-    validate_after: bool
-    evaluated: np.ndarray | None
-    chunk: int
-    mesh: Any  # or None
-    spread: bool  # whether a state's rows and clients are spread over the mesh
+    place: Callable[[PyTree], PyTree]  # puts a tree on the devices of the rounds
+    enter: Callable[[State], State]  # puts a state there in the form that `run` takes
+    everywhere: Any  # sharding of trees that `place` returns, for `jax.jit`
 
 
 class SharedInputs(NamedTuple):
-    """What all clients of a stage have in common."""
+    """Inputs that all clients of a stage have in common."""
 
     key: jax.Array
-    state: Any  # without the clients; None for what is not to read it
+    state: Any  # without the clients; None for functions that must not read it
     data: FederatedData
     t: Any

@@ -1,7 +1,8 @@
-"""A compiled round, and many of them in one call: sample, send, train, receive, count.
+"""A compiled round, and many rounds in one call: sample, send, train, receive, count.
 
-Sampling, chunking, sharding, masking and counting live here and nowhere else. A round is computed
-from its cohort's own rows and examples (`CohortBatch`), wherever those of all clients lie.
+Sampling, chunking, sharding, masking and counting are implemented here and nowhere else. A round
+needs only the rows and examples of its cohort (`CohortBatch`), wherever those of all clients are
+stored.
 """
 
 from functools import partial
@@ -30,85 +31,95 @@ from fedjax_pfl.simulation.records import (
     SharedInputs,
     Slots,
 )
-from fedjax_pfl.simulation.scoring import evaluation, score_party
+from fedjax_pfl.simulation.scoring import evaluate_clients, score_cohort
 
 
 class Slot(NamedTuple):
-    """A place in the cohort; stacked on axis 0."""
+    """One place in the cohort; fields are stacked on axis 0."""
 
-    i: jax.Array
-    place: jax.Array
+    i: jax.Array  # client id
+    place: jax.Array  # index of the client in the data
     present: jax.Array
     dropped: jax.Array
-    client: PyTree
+    client: PyTree  # client-side state
 
 
 class ClientOutcome(NamedTuple):
-    """What a client's round comes to; stacked on axis 0."""
+    """Outcome of one client's round; fields are stacked on axis 0."""
 
     payload: PyTree
     upload: PyTree
-    client: PyTree
+    client: PyTree  # new client-side state
     metrics: dict[str, jax.Array]
-    fine: jax.Array  # bool: finite, and not too large
+    is_accepted: jax.Array  # bool: finite, and not too large
     down: dict[str, jax.Array]
     up: dict[str, jax.Array]
 
 
 class RoundCarry(NamedTuple):
-    """The carry of `run`."""
+    """Carry of the loop over rounds."""
 
     state: State
     logs: tuple[Log, ...]
 
 
-def compiled(plain: RoundFunctions, mesh: Mesh | None = None) -> CompiledRounds:
-    """Rounds on one device, or on all of a mesh."""
-    if plain.spec is not None and plain.spec.spread:
-        return spread.compiled(plain)
+def compiled(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRounds:
+    """Compiles rounds for one device, or for all devices of a mesh."""
+    if functions.spec is not None and functions.spec.is_spread:
+        return spread.compiled(functions)
     everywhere = NamedSharding(mesh, P()) if mesh else None
     jit = partial(jax.jit, out_shardings=everywhere)
 
     def place(tree: PyTree) -> PyTree:
         return multiprocess.put(tree, everywhere) if everywhere else jax.device_put(tree)
 
-    run = jit(plain.run, donate_argnums=1)
-    return CompiledRounds(jit(plain.init), run, jit(plain.evaluate), place, place, everywhere)
+    return CompiledRounds(
+        init=jit(functions.init),
+        run=jit(functions.run, donate_argnums=1),
+        evaluate=jit(functions.evaluate),
+        place=place,
+        enter=place,
+        everywhere=everywhere,
+    )
 
 
-def make_rounds(algorithm: Algorithm, federation: Federation, **spec: Any) -> CompiledRounds:
-    """Compile an algorithm's rounds and its evaluation; `spec` as for `plain_rounds`."""
-    return compiled(plain_rounds(algorithm, federation, **spec), spec.get("mesh"))
+def make_rounds(algorithm: Algorithm, federation: Federation, **options: Any) -> CompiledRounds:
+    """Compiles the rounds and the evaluation of a method; options as for `round_functions`."""
+    return compiled(round_functions(algorithm, federation, **options), options.get("mesh"))
 
 
-def plain_rounds(
+def round_functions(
     algorithm: Algorithm,
     federation: Federation,
     *,
     cohort: int,
-    calls: int = 1,
+    max_rounds: int = 1,
     dropout: float = 0.0,
     max_update_norm: float | None = None,
-    after: bool = True,
+    evaluate_after: bool = True,
     validate_after: bool = False,
-    evaluated: np.ndarray | None = None,
+    evaluated_ids: np.ndarray | None = None,
     chunk: int = 1,
     mesh: Mesh | None = None,
     by_client: bool = False,
 ) -> RoundFunctions:
-    """An algorithm's rounds and its evaluation.
+    """Returns the rounds and the evaluation of a method as functions to compile.
 
     Args:
-      cohort: clients sampled in a round, without replacement, of those that are active.
-      calls: the most rounds in one call of `run`.
-      dropout: probability that a sampled client never answers.
-      max_update_norm: Updates with a larger norm are rejected. None: those whose squared norm is
-        not finite in float32, 1.8e19 and more.
-      after: whether `evaluate` also trains every client once more and scores the result.
-      validate_after: whether it is that result which is scored on the validation examples.
-      evaluated: the ids of those who are evaluated, in order; None: all. Others have no examples.
-      chunk, mesh: see `map_clients`.
-      by_client: whether the state's rows and clients are spread over the mesh; see `spread`.
+      algorithm: The method.
+      federation: Facts about the clients.
+      cohort: Number of active clients that are sampled in a round, without replacement.
+      max_rounds: Most rounds in one call of `run`.
+      dropout: Probability that a sampled client never returns its update.
+      max_update_norm: Updates with a larger norm are rejected. Default: updates whose squared norm
+        is not finite in float32, from 1.8e19 on.
+      evaluate_after: Whether `evaluate` also scores every model after one more local training.
+      validate_after: Whether validation examples are scored with that model.
+      evaluated_ids: Sorted ids of the clients to evaluate; all others have no examples. Default:
+        all clients.
+      chunk: Clients that are vmapped together, see `map_clients`.
+      mesh: Devices, see `map_clients`.
+      by_client: Whether rows and client-side state are spread over the mesh, see `spread`.
     """
     active = int(np.sum(federation.active))
     if not 1 <= cohort <= active:
@@ -117,24 +128,24 @@ def plain_rounds(
             f"choose 1 to {active}"
         )
     members = groups.group_algorithms(algorithm)
-    several = groups.has_groups(algorithm)
-    of_group = federation.groups if several else np.zeros(federation.clients, int)
+    has_groups = groups.has_groups(algorithm)
+    group_of_client = federation.groups if has_groups else np.zeros(federation.clients, int)
     spec = RoundSpec(
-        algorithm,
-        groups.as_grouped(algorithm),
-        members,
-        tuple(of_group == g for g in range(len(members))),
-        federation,
-        cohort,
-        calls,
-        dropout,
-        max_update_norm,
-        after,
-        validate_after,
-        evaluated,
-        chunk,
-        mesh,
-        by_client and mesh is not None,
+        original=algorithm,
+        algorithm=groups.as_grouped(algorithm),
+        members=members,
+        membership=tuple(group_of_client == g for g in range(len(members))),
+        federation=federation,
+        cohort=cohort,
+        max_rounds=max_rounds,
+        dropout=dropout,
+        max_update_norm=max_update_norm,
+        evaluate_after=evaluate_after,
+        validate_after=validate_after,
+        evaluated_ids=evaluated_ids,
+        chunk=chunk,
+        mesh=mesh,
+        is_spread=by_client and mesh is not None,
     )
 
     def init(key: jax.Array, start: State | None = None) -> State:
@@ -147,16 +158,16 @@ def plain_rounds(
         return groups.unwrap_clients(algorithm, state), logs
 
     def evaluate(key: jax.Array, state: State, data: FederatedData, t: jax.Array) -> Evaluation:
-        return evaluation(spec, key, groups.wrap_clients(algorithm, state), data, t)
+        return evaluate_clients(spec, key, groups.wrap_clients(algorithm, state), data, t)
 
     return RoundFunctions(
-        init,
-        run,
-        evaluate,
-        partial(_seats, spec),
-        partial(_meet, spec),
-        partial(partial, score_party, spec),
-        spec,
+        init=init,
+        run=run,
+        evaluate=evaluate,
+        sample_slots=partial(_sample_slots, spec),
+        run_cohort=partial(_run_cohort, spec),
+        score_cohort=partial(partial, score_cohort, spec),
+        spec=spec,
     )
 
 
@@ -168,15 +179,16 @@ def _run(
     t: jax.Array,
     rounds: jax.Array,
 ) -> RoundCarry:
-    # Traced once, for the shapes of the log and for the loop.
-    one_round = jax.jit(partial(_round, spec), inline=True)
-    shapes = jax.eval_shape(one_round, key, state, data, t).logs
-    logs = jax.tree.map(lambda s: jnp.zeros((spec.calls, *s.shape), s.dtype), shapes)
+    """Runs a traced number of rounds in a loop."""
+    # Traced once: for the shapes of the log, and for the loop.
+    run_round = jax.jit(partial(_round, spec), inline=True)
+    shapes = jax.eval_shape(run_round, key, state, data, t).logs
+    logs = jax.tree.map(lambda s: jnp.zeros((spec.max_rounds, *s.shape), s.dtype), shapes)
 
-    def step(r: jax.Array, so_far: RoundCarry) -> RoundCarry:
-        now = one_round(key, so_far.state, data, t + r)
-        written = jax.tree.map(lambda whole, new: whole.at[r].set(new), so_far.logs, now.logs)
-        return RoundCarry(now.state, written)
+    def step(r: jax.Array, carry: RoundCarry) -> RoundCarry:
+        result = run_round(key, carry.state, data, t + r)
+        logs = jax.tree.map(lambda all_, new: all_.at[r].set(new), carry.logs, result.logs)
+        return RoundCarry(result.state, logs)
 
     return jax.lax.fori_loop(0, rounds, step, RoundCarry(spread.pinned(spec, state), logs))
 
@@ -184,150 +196,167 @@ def _run(
 def _round(
     spec: RoundSpec, key: jax.Array, state: State, data: FederatedData, t: Any
 ) -> RoundCarry:
-    """One round, with all clients at hand; `state.clients` is a tuple."""
-    each = _seats(spec, key, t)
+    """Runs one round with the state of all clients; `state.clients` is a tuple of groups."""
     cohort_batches = tuple(
-        CohortBatch(slots, slots.ids, data, trees.row(clients, slots.ids))
-        for slots, clients in zip(each, state.clients, strict=True)
+        CohortBatch(slots=slots, places=slots.ids, data=data, clients=trees.row(rows, slots.ids))
+        for slots, rows in zip(_sample_slots(spec, key, t), state.clients, strict=True)
     )
-    now, logs = _meet(spec, key, state._replace(clients=()), cohort_batches, t)
-    n = spec.federation.clients
+    new, logs = _run_cohort(spec, key, state._replace(clients=()), cohort_batches, t)
+    out_of_range = spec.federation.clients
     clients = tuple(
-        trees.put(whole, jnp.where(log.arrived, log.ids, n), new)
-        for whole, log, new in zip(state.clients, logs, now.clients, strict=True)
+        trees.put(rows, jnp.where(log.arrived, log.ids, out_of_range), new_rows)
+        for rows, log, new_rows in zip(state.clients, logs, new.clients, strict=True)
     )
-    return RoundCarry(spread.pinned(spec, now._replace(clients=clients)), logs)
+    return RoundCarry(spread.pinned(spec, new._replace(clients=clients)), logs)
 
 
-def _meet(
+def _run_cohort(
     spec: RoundSpec, key: jax.Array, state: State, cohort_batches: tuple[CohortBatch, ...], t: Any
 ) -> tuple[State, tuple[Log, ...]]:
-    """One round of the parties: the state with their clients after it, and the logs."""
-    outcomes = [
-        _meet_group(spec, g, SharedInputs(key, state, cohort_batch.data, t), cohort_batch)
-        for g, cohort_batch in enumerate(cohort_batches)
+    """Runs one round of a cohort. Returns the state with the cohort's clients, and the logs."""
+    results = [
+        _run_group(spec, g, SharedInputs(key, state, batch.data, t), batch)
+        for g, batch in enumerate(cohort_batches)
     ]
-    cohorts, clients, logs = zip(*outcomes, strict=True)
+    cohorts, clients, logs = zip(*results, strict=True)
 
-    def receive(cohorts: Any, now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        server, rows = spec.algorithm.receive(State(*now, ()), cohorts)
+    def receive(cohorts: Any, server_and_rows: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        server, rows = spec.algorithm.receive(State(*server_and_rows, ()), cohorts)
         return spread.pinned(spec, State(server, rows, ()))[:2]
 
-    anyone = jnp.any(jnp.concatenate([cohort.arrived for cohort in cohorts]))
-    now = (state.server, state.rows)
-
-    def received(now: Any, cohorts: Any, anyone: jax.Array) -> tuple[PyTree, PyTree]:
-        return jax.lax.cond(anyone, partial(receive, cohorts), groups.unchanged, now)
-
-    if spec.mesh is not None and offload.offloaded_leaves(state.rows):
-        # Each device asks for rows by itself: XLA would let one ask for all.
-        received = jax.shard_map(
-            received, mesh=spec.mesh, in_specs=P(), out_specs=P(), check_vma=False
+    def update(server_and_rows: Any, cohorts: Any, any_arrived: jax.Array) -> Any:
+        return jax.lax.cond(
+            any_arrived, partial(receive, cohorts), groups.unchanged, server_and_rows
         )
-    server, rows = received(now, cohorts, anyone)
+
+    any_arrived = jnp.any(jnp.concatenate([cohort.arrived for cohort in cohorts]))
+    if spec.mesh is not None and offload.offloaded_leaves(state.rows):
+        # Each device requests rows itself; XLA would let one device request all.
+        update = jax.shard_map(update, mesh=spec.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    server, rows = update((state.server, state.rows), cohorts, any_arrived)
     return State(server, rows, clients), logs
 
 
 def _sample(spec: RoundSpec, key: jax.Array, t: Any) -> jax.Array:
-    """The ids of a round's cohort, in their order."""
+    """Returns the sorted ids of a round's cohort."""
     candidates = np.flatnonzero(spec.federation.active).astype(np.int32)
     if spec.cohort == len(candidates):
         return jnp.asarray(candidates)
-    draws = jax.random.uniform(stage_key(key, SAMPLE, t), (len(candidates),))
-    _, lowest = jax.lax.top_k(
-        -draws, spec.cohort
-    )  # of two alike the first, as a sort would have it
+    priorities = jax.random.uniform(stage_key(key, SAMPLE, t), (len(candidates),))
+    # Of equal priorities the first one is taken, as by a stable sort.
+    _, lowest = jax.lax.top_k(-priorities, spec.cohort)
     return jnp.sort(jnp.asarray(candidates)[lowest])
 
 
-def _seats(spec: RoundSpec, key: jax.Array, t: Any) -> tuple[Slots, ...]:
-    """Those of each group."""
+def _sample_slots(spec: RoundSpec, key: jax.Array, t: Any) -> tuple[Slots, ...]:
+    """Returns the slots of each group in round `t`."""
     ids = _sample(spec, key, t)
-    return tuple(_seats_of_group(spec, g, ids) for g in range(len(spec.members)))
+    return tuple(_slots_of_group(spec, g, ids) for g in range(len(spec.members)))
 
 
-def _seats_of_group(spec: RoundSpec, g: int, ids: jax.Array) -> Slots:
-    """The cohort's clients of group g in a fixed number of places."""
-    candidates = spec.membership[g][spec.federation.active]
-    if candidates.all():
+def _slots_of_group(spec: RoundSpec, g: int, ids: jax.Array) -> Slots:
+    """Returns the cohort's clients of group `g` in a fixed number of slots."""
+    is_member = spec.membership[g][spec.federation.active]
+    if is_member.all():
         return Slots(ids, jnp.ones(spec.cohort, bool))
-    own = jnp.asarray(spec.membership[g])[ids]
-    # At least one, empty, where every client of a group is novel: arrays need a length.
-    places = max(1, min(spec.cohort, int(np.sum(candidates))))
-    order = jnp.argsort(~own, stable=True)[:places]
-    return Slots(ids[order], own[order])
+    in_group = jnp.asarray(spec.membership[g])[ids]
+    # At least one slot, also if no active client is in the group: arrays need a length.
+    count = max(1, min(spec.cohort, int(np.sum(is_member))))
+    order = jnp.argsort(~in_group, stable=True)[:count]
+    return Slots(ids[order], in_group[order])
 
 
-def _meet_group(
-    spec: RoundSpec, g: int, shared: SharedInputs, cohort_batch: CohortBatch
+def _run_group(
+    spec: RoundSpec, g: int, shared: SharedInputs, batch: CohortBatch
 ) -> tuple[Cohort, PyTree, Log]:
-    """One group's part of a round: what the server gets, the group's clients after it, the log."""
-    ids, present = cohort_batch.slots
+    """Trains the cohort's clients of one group.
 
-    def draw(i: jax.Array) -> jax.Array:
+    Returns what the server receives, the new client-side states and the log.
+    """
+    ids, present = batch.slots
+
+    def uniform(i: jax.Array) -> jax.Array:
         return jax.random.uniform(stage_key(shared.key, DROP, shared.t, i))
 
-    dropped = present & (jax.vmap(draw)(ids) < spec.dropout)
-    slots = Slot(ids, cohort_batch.places, present, dropped, cohort_batch.clients)
+    dropped = present & (jax.vmap(uniform)(ids) < spec.dropout)
+    slots = Slot(i=ids, place=batch.places, present=present, dropped=dropped, client=batch.clients)
     send, train = partial(_send, spec.members[g]), partial(_train, spec, spec.members[g])
-    if spec.spread and jax.tree.leaves(shared.state.rows):
-        # What reads the rows of all clients is computed where they are.
-        known, before = shared._replace(state=None), partial(send, shared)
-        outcomes = map_clients(train, known, slots, present, spec.chunk, spec.mesh, before)
+    if spec.is_spread and jax.tree.leaves(shared.state.rows):
+        # Payloads are computed on the devices that store the rows.
+        without_state = shared._replace(state=None)
+        outcomes = map_clients(
+            train, without_state, slots, present, spec.chunk, spec.mesh, partial(send, shared)
+        )
     else:
 
-        def work(shared: SharedInputs, slot: Slot) -> ClientOutcome:
+        def send_and_train(shared: SharedInputs, slot: Slot) -> ClientOutcome:
             return train(shared, (slot, send(shared, slot)))
 
-        outcomes = map_clients(work, shared, slots, present, spec.chunk, spec.mesh)
+        outcomes = map_clients(send_and_train, shared, slots, present, spec.chunk, spec.mesh)
 
-    arrived = present & ~dropped & outcomes.fine
-    safe = jnp.where(arrived, ids, spec.federation.clients)
+    arrived = present & ~dropped & outcomes.is_accepted
+    safe_ids = jnp.where(arrived, ids, spec.federation.clients)
     counts = jnp.asarray(spec.federation.counts, jnp.float32)
-    weights = counts.at[safe].get(mode="fill", fill_value=0.0)
-    # Zero is as good as anything there, but for 0 · NaN.
+    # Zeros, because 0 * NaN would spread.
     uploads, metrics = (
         trees.where(arrived, part, jax.tree.map(jnp.zeros_like, part))
         for part in (outcomes.upload, outcomes.metrics)
     )
-    cohort = Cohort(safe, arrived, weights, outcomes.payload, uploads, shared.t)
-    rejected = present & ~dropped & ~outcomes.fine
-    return (
-        cohort,
-        outcomes.client,
-        Log(ids, present, dropped, rejected, metrics, outcomes.down, outcomes.up),
+    cohort = Cohort(
+        ids=safe_ids,
+        arrived=arrived,
+        weights=counts.at[safe_ids].get(mode="fill", fill_value=0.0),
+        payloads=outcomes.payload,
+        uploads=uploads,
+        t=shared.t,
     )
+    log = Log(
+        ids=ids,
+        present=present,
+        dropped=dropped,
+        rejected=present & ~dropped & ~outcomes.is_accepted,
+        metrics=metrics,
+        down=outcomes.down,
+        up=outcomes.up,
+    )
+    return cohort, outcomes.client, log
 
 
 def _send(member: Algorithm, shared: SharedInputs, slot: Slot) -> PyTree:
-    """What a client downloads."""
+    """Returns a client's payload."""
     key, state, _, t = shared
     return member.send(state, ClientContext(slot.i, None, t, stage_key(key, SEND, t, slot.i)))
 
 
 def _train(
-    spec: RoundSpec, member: Algorithm, shared: SharedInputs, sent: tuple[Slot, PyTree]
+    spec: RoundSpec, member: Algorithm, shared: SharedInputs, slot_and_payload: tuple[Slot, PyTree]
 ) -> ClientOutcome:
-    """The rest of a client's round: it trains, and its answer is looked at and billed."""
-    (key, _, data, t), (slot, payload) = shared, sent
+    """Trains one client, checks its update and counts its bytes."""
+    (key, _, data, t), (slot, payload) = shared, slot_and_payload
     i = slot.i
     ctx = ClientContext(i, client_data(data, slot.place), t, stage_key(key, TRAIN, t, i))
     upload, variables, client, metrics = member.train(payload, slot.client, ctx)
-    fine = trees.all_finite((upload, variables, client))
-    # Squares of a change this large overflow, and the server's state would soon not be finite.
-    moved = trees.squared_norm(trees.change(payload, upload))
-    fine &= jnp.isfinite(moved)
+    is_accepted = trees.all_finite((upload, variables, client))
+    # Squares of larger changes overflow, and the server's state would soon not be finite.
+    squared_norm = trees.squared_norm(trees.change(payload, upload))
+    is_accepted &= jnp.isfinite(squared_norm)
     if spec.max_update_norm is not None:
-        fine &= moved <= jnp.square(jnp.float32(spec.max_update_norm))
-    bill = member.traffic(payload, upload)
-    down = _counted(bill.down, slot.present)
-    up = _counted(bill.up, slot.present & ~slot.dropped)
-    return ClientOutcome(payload, upload, client, metrics, fine, down, up)
+        is_accepted &= squared_norm <= jnp.square(jnp.float32(spec.max_update_norm))
+    traffic = member.traffic(payload, upload)
+    return ClientOutcome(
+        payload=payload,
+        upload=upload,
+        client=client,
+        metrics=metrics,
+        is_accepted=is_accepted,
+        down=_counted(traffic.down, slot.present),
+        up=_counted(traffic.up, slot.present & ~slot.dropped),
+    )
 
 
-def _counted(bill: dict[str, Any], counts: jax.Array) -> dict[str, jax.Array]:
-    """A client's bill as int32, zero where it does not count."""
-    for layer, amount in bill.items():
-        if isinstance(amount, int) and amount >= 2**31:
-            raise UsageError(f"layer {layer} has {amount:,} bytes; at most 2**31 - 1 can be billed")
-    return {layer: jnp.where(counts, jnp.int32(amount), 0) for layer, amount in bill.items()}
+def _counted(traffic: dict[str, Any], is_counted: jax.Array) -> dict[str, jax.Array]:
+    """Returns bytes by layer as int32, 0 if they do not count."""
+    for layer, count in traffic.items():
+        if isinstance(count, int) and count >= 2**31:
+            raise UsageError(f"layer {layer} has {count:,} bytes; at most 2**31 - 1 can be counted")
+    return {layer: jnp.where(is_counted, jnp.int32(count), 0) for layer, count in traffic.items()}

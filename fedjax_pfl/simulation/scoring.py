@@ -1,4 +1,4 @@
-"""An evaluation: each client as it is served now, and after one more local training."""
+"""Evaluation: scores of each client's personal model, and after one more local training."""
 
 from functools import partial
 from typing import Any
@@ -14,87 +14,92 @@ from fedjax_pfl.core.task import Task
 from fedjax_pfl.simulation.map_clients import map_clients
 from fedjax_pfl.simulation.records import CohortBatch, Evaluation, RoundSpec, SharedInputs, Slots
 
-Item = tuple[Any, Any, PyTree]  # a client's id, its place in the data, and what stays with it
+Item = tuple[Any, Any, PyTree]  # client id, its index in the data, client-side state
 
 
-def evaluation(
+def evaluate_clients(
     spec: RoundSpec, key: jax.Array, state: State, data: FederatedData, t: jax.Array
 ) -> Evaluation:
-    """The sum over groups: a client has scores in its own only. `state.clients` is a tuple."""
-    n, some = spec.federation.clients, spec.evaluated
-    ids = jnp.arange(n, dtype=jnp.int32) if some is None else jnp.asarray(some, jnp.int32)
+    """Scores all clients, or those of `spec.evaluated_ids`; the others have zeros.
 
-    def group(g: int) -> Evaluation:
-        own, clients = jnp.asarray(spec.membership[g]), state.clients[g]
-        own = own if some is None else own[ids]
-        if spec.spread:
-            return _score_spread(spec, g, SharedInputs(key, state, data, t), ids, own)
-        clients = clients if some is None else trees.row(clients, ids)
-        cohort_batch = CohortBatch(Slots(ids, own), ids, data, clients)
-        return score_party(spec, g, key, state._replace(clients=()), cohort_batch, t)
+    Sums over groups, because a client has scores in its own group only. `state.clients` is a tuple
+    of groups.
+    """
+    n, chosen = spec.federation.clients, spec.evaluated_ids
+    ids = jnp.arange(n, dtype=jnp.int32) if chosen is None else jnp.asarray(chosen, jnp.int32)
 
-    first, *others = map(group, range(len(spec.members)))
+    def score_group(g: int) -> Evaluation:
+        in_group, clients = jnp.asarray(spec.membership[g]), state.clients[g]
+        in_group = in_group if chosen is None else in_group[ids]
+        if spec.is_spread:
+            return _score_spread(spec, g, SharedInputs(key, state, data, t), ids, in_group)
+        clients = clients if chosen is None else trees.row(clients, ids)
+        batch = CohortBatch(slots=Slots(ids, in_group), places=ids, data=data, clients=clients)
+        return score_cohort(spec, g, key, state._replace(clients=()), batch, t)
+
+    total, *others = map(score_group, range(len(spec.members)))
     for scores in others:
-        first = jax.tree.map(jnp.add, first, scores)
-    if some is None:
-        return first
-    return jax.tree.map(lambda a: jnp.zeros((n, *a.shape[1:]), a.dtype).at[ids].set(a), first)
+        total = jax.tree.map(jnp.add, total, scores)
+    if chosen is None:
+        return total
+    return jax.tree.map(lambda a: jnp.zeros((n, *a.shape[1:]), a.dtype).at[ids].set(a), total)
 
 
-def score_party(
-    spec: RoundSpec, g: int, key: jax.Array, state: State, cohort_batch: CohortBatch, t: Any
+def score_cohort(
+    spec: RoundSpec, g: int, key: jax.Array, state: State, batch: CohortBatch, t: Any
 ) -> Evaluation:
-    """Those of a group, [K]; zeros where a seat is empty."""
-    (ids, own), places, data, clients = cohort_batch
+    """Scores clients of group `g`, arrays of shape [K]; empty slots have zeros."""
+    ids, present = batch.slots
     member = spec.members[g]
 
-    def work(shared: SharedInputs, item: Item) -> Evaluation:
+    def score(shared: SharedInputs, item: Item) -> Evaluation:
         return _scores(spec, member, shared, item, _served(spec, member, shared, item))
 
-    items = (ids, places, clients)
-    scores = map_clients(work, SharedInputs(key, state, data, t), items, own, spec.chunk, spec.mesh)
-    return _of_those(own, scores)
+    shared, items = SharedInputs(key, state, batch.data, t), (ids, batch.places, batch.clients)
+    scores = map_clients(score, shared, items, present, spec.chunk, spec.mesh)
+    return _zero_unless(present, scores)
 
 
 def _score_spread(
-    spec: RoundSpec, g: int, shared: SharedInputs, ids: jax.Array, own: jax.Array
+    spec: RoundSpec, g: int, shared: SharedInputs, ids: jax.Array, present: jax.Array
 ) -> Evaluation:
-    """As `score_party`, of clients that are spread over devices with all of `shared.state`."""
+    """Like `score_cohort`, for clients whose state is spread over devices."""
     member, state = spec.members[g], shared.state
-    seen = state._replace(clients=())
-    reads = bool(jax.tree.leaves(state.rows))
+    server_state = state._replace(clients=())
+    has_rows = bool(jax.tree.leaves(state.rows))
 
-    def before(i: jax.Array) -> tuple[PyTree, Any]:
-        """What is read of all clients; models, too, where they are made of that."""
+    def read_rows(i: jax.Array) -> tuple[PyTree, Any]:
+        """Returns the client's state and, if models depend on rows, its model and payload."""
         client = trees.row(state.clients[g], i)
-        if not reads:
+        if not has_rows:
             return client, None
-        return client, _served(spec, member, shared._replace(state=seen), (i, i, client))
+        return client, _served(spec, member, shared._replace(state=server_state), (i, i, client))
 
-    def work(shared: SharedInputs, known: tuple[jax.Array, tuple[PyTree, Any]]) -> Evaluation:
-        i, (client, served) = known
+    def score(shared: SharedInputs, inputs: tuple[jax.Array, tuple[PyTree, Any]]) -> Evaluation:
+        i, (client, served) = inputs
         item = (i, i, client)
-        served = served if reads else _served(spec, member, shared, item)
+        served = served if has_rows else _served(spec, member, shared, item)
         return _scores(spec, member, shared, item, served)
 
-    rest = shared._replace(state=None if reads else seen)
-    return _of_those(own, map_clients(work, rest, ids, own, spec.chunk, spec.mesh, before))
+    without_rows = shared._replace(state=None if has_rows else server_state)
+    scores = map_clients(score, without_rows, ids, present, spec.chunk, spec.mesh, read_rows)
+    return _zero_unless(present, scores)
 
 
-def _of_those(own: jax.Array, scores: Evaluation) -> Evaluation:
-    return trees.where(own, scores, jax.tree.map(jnp.zeros_like, scores))
+def _zero_unless(present: jax.Array, scores: Evaluation) -> Evaluation:
+    return trees.where(present, scores, jax.tree.map(jnp.zeros_like, scores))
 
 
 def _served(
     spec: RoundSpec, member: Algorithm, shared: SharedInputs, item: Item
 ) -> tuple[PyTree, PyTree]:
-    """One client's model, and what it would download to train once more."""
+    """Returns a client's model and, if it is trained once more, the payload for that."""
     (key, state, data, t), (i, place, client) = shared, item
     ctx = ClientContext(i, client_data(data, place), t, stage_key(key, PERSONAL, t, i))
-    served = member.personalize(state, client, ctx)
-    if not spec.after:
-        return served, None
-    return served, member.send(state, ClientContext(i, None, t, stage_key(key, SEND, t, i)))
+    model = member.personalize(state, client, ctx)
+    if not spec.evaluate_after:
+        return model, None
+    return model, member.send(state, ClientContext(i, None, t, stage_key(key, SEND, t, i)))
 
 
 def _scores(
@@ -102,21 +107,22 @@ def _scores(
     member: Algorithm,
     shared: SharedInputs,
     item: Item,
-    made: tuple[PyTree, PyTree],
+    model_and_payload: tuple[PyTree, PyTree],
 ) -> Evaluation:
-    """One client's."""
-    (key, _, data, t), (i, place, client), (served, payload) = shared, item, made
-    own = client_data(data, place)
+    """Scores one client."""
+    (key, _, data, t), (i, place, client) = shared, item
+    model, payload = model_and_payload
+    examples = client_data(data, place)
     test = Split(data.test.rows[place], data.test.size[place])
-    score = partial(_score, spec.federation.task, member, own)
-    before, validation = score(served, test), score(served, own.validation)
-    if not spec.after:
-        return Evaluation(before, validation, None)
-    ctx = ClientContext(i, own, t, stage_key(key, TRAIN, t, i))
-    _, trained, _, _ = member.train(payload, client, ctx)
+    score = partial(_score, spec.federation.task, member, examples)
+    before, validation = score(model, test), score(model, examples.validation)
+    if not spec.evaluate_after:
+        return Evaluation(before=before, validation=validation, after=None)
+    ctx = ClientContext(i, examples, t, stage_key(key, TRAIN, t, i))
+    _, trained_model, _, _ = member.train(payload, client, ctx)
     if spec.validate_after:
-        validation = score(trained, own.validation)
-    return Evaluation(before, validation, score(trained, test))
+        validation = score(trained_model, examples.validation)
+    return Evaluation(before=before, validation=validation, after=score(trained_model, test))
 
 
 def _score(

@@ -26,7 +26,7 @@ from fedjax_pfl.core.task import Task
 from fedjax_pfl.core.trees import row
 from fedjax_pfl.simulation import execution_plan, metrics, records
 from fedjax_pfl.simulation.on_device import DeviceProgram
-from fedjax_pfl.simulation.rounds import compiled, plain_rounds
+from fedjax_pfl.simulation.rounds import compiled, round_functions
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 STORES = ("device", "sharded", "host", "disk")
@@ -119,8 +119,8 @@ class Simulation:
             "cohort": cohort,
             "dropout": dropout,
             "max_update_norm": max_update_norm,
-            "after": evaluate_after,
-            "chunk": chunk or execution_plan.at_once(clients),
+            "evaluate_after": evaluate_after,
+            "chunk": chunk or execution_plan.default_chunk(clients),
             "mesh": mesh,
             "by_client": store == "sharded",
         }
@@ -190,7 +190,9 @@ class Simulation:
         if self._store in ("host", "disk"):
             rounds = 1  # one round per call in any case
         if rounds not in self._programs:
-            plain = plain_rounds(self.method, self.federation, calls=rounds, **self._settings)
+            plain = round_functions(
+                self.method, self.federation, max_rounds=rounds, **self._settings
+            )
             mesh = self._settings["mesh"]
             if self._store in ("host", "disk"):
                 self._programs[rounds] = StreamedProgram(

@@ -1,7 +1,7 @@
-"""A state whose rows and clients are spread over a mesh: of N clients each device has N / devices.
+"""State whose rows and client-side parts are spread over a mesh: N / devices clients per device.
 
-What one client reads is gathered from where it is, what a method makes of all rows is summed where
-they are: XLA's partitioner sees to both, so that a method's author writes nothing for it.
+XLA's partitioner gathers the rows that a client reads and sums over all rows where they are
+stored, so methods need no code for it.
 """
 
 from functools import partial
@@ -17,119 +17,121 @@ from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.simulation import multiprocess
 from fedjax_pfl.simulation.records import CompiledRounds, Evaluation, RoundFunctions, RoundSpec
 
-_AT_ONCE = 1 << 26  # bytes that one device is sent at a time, where all clients' are fetched
+_BLOCK = 1 << 26  # bytes sent to one device at a time if the rows of all clients are fetched
 
 
 @jax.tree_util.register_pytree_node_class
 class Spread:
-    """A state's rows or clients with their axis padded, as devices can only hold equally many."""
+    """Rows or client-side state with a padded axis: all devices hold the same number of rows."""
 
     def __init__(self, padded: PyTree, clients: int) -> None:
         self.padded, self.clients = padded, clients
 
     def tree_flatten(self) -> tuple[tuple[PyTree], int]:
-        """As JAX asks for it."""
+        """Implements JAX's pytree protocol."""
         return (self.padded,), self.clients
 
     @classmethod
     def tree_unflatten(cls, clients: int, children: tuple[PyTree]) -> "Spread":
-        """The inverse."""
+        """Implements JAX's pytree protocol."""
         return cls(*children, clients)
 
     def cut(self) -> PyTree:
-        """Without the padding."""
+        """Returns the rows without padding."""
         return jax.tree.map(lambda leaf: leaf[: self.clients], self.padded)
 
     def gathered(self) -> PyTree:
-        """NumPy arrays of all clients, in every process; all have to call this."""
-
+        """Returns NumPy arrays of all clients in every process; all processes must call it."""
         return jax.tree.map(lambda leaf: _fetched(leaf)[: self.clients], self.padded)
 
 
 def _fetched(leaf: jax.Array) -> np.ndarray:
-    """All of an array; where other processes have parts of it, block by block over the devices."""
+    """Returns all of an array, in blocks if other processes hold parts of it."""
     if leaf.is_fully_addressable:
         return np.asarray(leaf)
     sharding: Any = leaf.sharding
-    step = max(1, _AT_ONCE * len(leaf) // max(1, leaf.nbytes))
+    step = max(1, _BLOCK * len(leaf) // max(1, leaf.nbytes))
 
     @partial(jax.jit, out_shardings=NamedSharding(sharding.mesh, P()))
     def block(leaf: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(leaf, start, min(step, len(leaf)))
 
-    whole = np.empty(leaf.shape, leaf.dtype)
-    for at in range(0, len(leaf), step):
-        start = min(at, max(0, len(leaf) - step))  # the last begins earlier, and is as long
+    rows = np.empty(leaf.shape, leaf.dtype)
+    for begin in range(0, len(leaf), step):
+        start = min(begin, max(0, len(leaf) - step))  # the last block overlaps the one before
         part = block(leaf, np.int32(start))
-        whole[start : start + len(part)] = np.asarray(part)
-    return whole
+        rows[start : start + len(part)] = np.asarray(part)
+    return rows
 
 
 def cut(state: State) -> State:
-    """A state as a method knows it."""
+    """Returns a state in the form that methods take."""
     return State(*(part.cut() if isinstance(part, Spread) else part for part in state))
 
 
 def gathered(state: State) -> State:
-    """A state with nothing spread; of another one, the same."""
+    """Returns a state with nothing spread; a state that is not spread stays the same."""
     return State(*(part.gathered() if isinstance(part, Spread) else part for part in state))
 
 
 def pinned(spec: RoundSpec, state: State) -> State:
-    """A state as a method knows it, held to where it is; what is not spread stays as it is."""
-    if not spec.spread:
+    """Pins a state in the form that methods take to its devices, if it is spread."""
+    if not spec.is_spread:
         return state
-    server, each = _shardings(spec.mesh)
-    return State(*map(jax.lax.with_sharding_constraint, state, (server, each, each)))
+    replicated, by_client = _shardings(spec.mesh)
+    shardings = (replicated, by_client, by_client)
+    return State(*map(jax.lax.with_sharding_constraint, state, shardings))
 
 
 def _shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
-    """Of what all devices have, and of what they share out by client."""
+    """Returns the shardings of replicated values and of values that are split by client."""
     return NamedSharding(mesh, P()), NamedSharding(mesh, P(mesh.axis_names[0]))
 
 
-def compiled(plain: RoundFunctions) -> CompiledRounds:
-    """Rounds whose states are spread over the mesh that they are made for."""
-    n, mesh = plain.spec.federation.clients, plain.spec.mesh
-    everywhere, each = _shardings(mesh)
-    more, states = -n % mesh.size, State(everywhere, each, each)
+def compiled(functions: RoundFunctions) -> CompiledRounds:
+    """Compiles rounds whose states are spread over the mesh of their spec."""
+    n, mesh = functions.spec.federation.clients, functions.spec.mesh
+    everywhere, by_client = _shardings(mesh)
+    padding, states = -n % mesh.size, State(everywhere, by_client, by_client)
 
     def pad(leaf: Any, numpy: Any = jnp) -> Any:
-        return numpy.pad(leaf, ((0, more), *((0, 0),) * (leaf.ndim - 1))) if more else leaf
+        return numpy.pad(leaf, ((0, padding), *((0, 0),) * (leaf.ndim - 1))) if padding else leaf
 
     def padded(state: State) -> State:
         parts = (Spread(jax.tree.map(pad, part), n) for part in state[1:])
         return State(state.server, *parts)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        begun = plain.init(key, None if start is None else cut(start))
-        return padded(pinned(plain.spec, begun))
+        state = functions.init(key, None if start is None else cut(start))
+        return padded(pinned(functions.spec, state))
 
     def run(key: jax.Array, state: State, data: Any, t: Any, rounds: Any) -> tuple[State, Any]:
-        state, logs = plain.run(key, cut(state), data, t, rounds)
+        state, logs = functions.run(key, cut(state), data, t, rounds)
         return padded(state), logs
 
     def evaluate(key: jax.Array, state: State, data: Any, t: Any) -> Evaluation:
-        return plain.evaluate(key, pinned(plain.spec, cut(state)), data, t)
+        return functions.evaluate(key, pinned(functions.spec, cut(state)), data, t)
 
     def place(tree: PyTree) -> PyTree:
         return multiprocess.put(tree, everywhere)
 
     def enter(state: State) -> State:
-        def part(tree: PyTree) -> Spread:
+        def spread(tree: PyTree) -> Spread:
             if isinstance(tree, Spread):
                 return tree
-            one_by_one = (multiprocess.put(pad(np.asarray(x), np), each) for x in leaves(tree))
-            return Spread(jax.tree.unflatten(jax.tree.structure(tree), one_by_one), n)
+            leaves = (
+                multiprocess.put(pad(np.asarray(leaf), np), by_client)
+                for leaf in jax.tree.leaves(tree)
+            )
+            return Spread(jax.tree.unflatten(jax.tree.structure(tree), leaves), n)
 
-        leaves = jax.tree.leaves
-        return State(place(state.server), part(state.rows), part(state.clients))
+        return State(place(state.server), spread(state.rows), spread(state.clients))
 
     return CompiledRounds(
-        jax.jit(init, out_shardings=states),
-        jax.jit(run, donate_argnums=1, out_shardings=(states, everywhere)),
-        jax.jit(evaluate, out_shardings=everywhere),
-        place,
-        enter,
-        everywhere,
+        init=jax.jit(init, out_shardings=states),
+        run=jax.jit(run, donate_argnums=1, out_shardings=(states, everywhere)),
+        evaluate=jax.jit(evaluate, out_shardings=everywhere),
+        place=place,
+        enter=enter,
+        everywhere=everywhere,
     )

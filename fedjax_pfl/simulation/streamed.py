@@ -116,10 +116,10 @@ class StreamedProgram:
         self.key, self.data, self.end = self.place(key), jax.tree.map(np.asarray, data), end
         self.store, self.folder = store, folder
         jit = partial(jax.jit, out_shardings=everywhere)
-        self.draw: Any = jit(plain.slots)
+        self.draw: Any = jit(plain.sample_slots)
         self.meet: Any = jit(self._meet, donate_argnums=1)
         self.score: list[Any] = [
-            jit(partial(self._score, plain.score(g))) for g in range(len(self.spec.members))
+            jit(partial(self._score, plain.score_cohort(g))) for g in range(len(self.spec.members))
         ]
         self.offloaded_rows: OffloadedRows | None = None  # as soon as there is a state
         self.worker = ThreadPoolExecutor(1)
@@ -146,7 +146,7 @@ class StreamedProgram:
             return old.column(*own[k]) if k in own else leaves[k]
 
         shapes = jax.tree.map(shape, arguments)
-        split = partial(apart, self.spec.given)
+        split = partial(apart, self.spec.original)
         forms = split(jax.eval_shape(self.plain.init, *shapes))[1]
         rest, firsts = first_state(self.plain.init, split, shapes, fetch)
         made = []
@@ -199,12 +199,12 @@ class StreamedProgram:
         """A state as `run` takes it, from `init`, from an earlier program or from NumPy arrays."""
         rest, clients = state._replace(clients=()), state.clients
         if not isinstance(clients, Clients):
-            rest, each = apart(self.spec.given, state)
+            rest, each = apart(self.spec.original, state)
             clients = self._clients(self._stored(each))
         return self._known(self.place(rest), clients)
 
     def _clients(self, made: Sequence[Rows]) -> Clients:
-        given = self.spec.given
+        given = self.spec.original
         return Clients(made, groups.has_groups(given), names(given))
 
     def _stored(self, each: Sequence[PyTree]) -> list[Rows]:
@@ -310,7 +310,7 @@ class StreamedProgram:
         """Like `RoundFunctions.meet`; also returns the pending writes of offloaded rows."""
         assert self.offloaded_rows is not None
         rows = self.offloaded_rows.seen(shared.rows, len(cohort_batches[0].slots.ids))
-        now, logs = self.plain.meet(key, shared._replace(rows=rows), cohort_batches, t)
+        now, logs = self.plain.run_cohort(key, shared._replace(rows=rows), cohort_batches, t)
         rest, written = self.offloaded_rows.taken(now.rows)
         return now._replace(rows=rest), written, logs
 
@@ -333,7 +333,11 @@ class StreamedProgram:
     def _evaluated(self) -> list[np.ndarray]:
         """The ids of those of each group who are evaluated."""
         some = np.arange(self.spec.federation.clients, dtype=np.int32)
-        some = some if self.spec.evaluated is None else np.asarray(self.spec.evaluated, np.int32)
+        some = (
+            some
+            if self.spec.evaluated_ids is None
+            else np.asarray(self.spec.evaluated_ids, np.int32)
+        )
         return [some[own[some]] for own in self.spec.membership]
 
     def _width(self, ids: np.ndarray) -> int:

@@ -1,4 +1,4 @@
-"""Several runs as one program: points that differ in their seed and real-valued settings only."""
+"""Sweeps: several runs in one program that differ only in seed and real-valued settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,28 +12,28 @@ from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled
 
 
-class Apart(UsageError):
-    """Settings, by name, whose several values one program cannot have."""
+class SeparateRunsError(UsageError):
+    """Settings of which one program cannot have several values."""
 
-    def __init__(self, names: Sequence[str], line: str) -> None:
-        super().__init__(line)
+    def __init__(self, names: Sequence[str], message: str) -> None:
+        super().__init__(message)
         self.names = tuple(names)
 
 
 class Points(NamedTuple):
-    """What each point of a sweep has of its own, on axis 0; in the place of a run's key."""
+    """Seed and settings of each run of a sweep, on axis 0. Takes the place of a run's key."""
 
     key: jax.Array
-    at: jax.Array  # int32 [points]: where its values are among those of each setting
+    number: jax.Array  # int32 [points]: index into the values of each setting
 
 
 def points(seeds: Sequence[int]) -> Points:
-    """The points of a sweep."""
+    """Returns the points of a sweep of several seeds."""
     return Points(jnp.stack([jax.random.key(seed) for seed in seeds]), jnp.arange(len(seeds)))
 
 
-def alone(shapes: Any) -> Any:
-    """Of the shapes of all points' states those of one."""
+def shapes_of_one(shapes: Any) -> Any:
+    """Returns the shapes of one run's state from the shapes of all."""
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), shapes)
 
 
@@ -43,31 +43,32 @@ def make_rounds(
     mesh: Mesh | None,
     width: int,
 ) -> CompiledRounds:
-    """Rounds of all points: as of one, with Points for the key and the points on axis 0 of results.
+    """Returns compiled rounds of all runs, with `Points` as key and runs on axis 0 of results.
 
     Args:
-      make: from the settings that differ, each a traced float32 [], to the rounds of one point.
-      settings: their values, by name, which have been checked.
-      width: how many points are computed at once; the others follow.
+      make: Function from the swept settings, each a traced float32 scalar, to one run's rounds.
+      settings: Values of the swept settings, by name.
+      mesh: Devices.
+      width: Number of runs that are computed at the same time.
     """
 
-    def plain(index: jax.Array) -> RoundFunctions:
-        values = {name: jnp.asarray(each, jnp.float32) for name, each in settings.items()}
-        return make({name: each[index] for name, each in values.items()})
+    def functions(index: jax.Array) -> RoundFunctions:
+        tables = {name: jnp.asarray(values, jnp.float32) for name, values in settings.items()}
+        return make({name: table[index] for name, table in tables.items()})
 
-    def over(f: Callable[..., Any], *trees: Any) -> Any:
-        at_once = width if width > 1 else None
-        return jax.lax.map(lambda point: f(*point), trees, batch_size=at_once)
+    def map_runs(f: Callable[..., Any], *trees: Any) -> Any:
+        batch_size = width if width > 1 else None
+        return jax.lax.map(lambda arguments: f(*arguments), trees, batch_size=batch_size)
 
     def init(points: Points, start: Any = None) -> Any:
         if start is None:
-            return over(lambda p: plain(p.at).init(p.key), points)
-        return over(lambda p, start: plain(p.at).init(p.key, start), points, start)
+            return map_runs(lambda p: functions(p.number).init(p.key), points)
+        return map_runs(lambda p, start: functions(p.number).init(p.key, start), points, start)
 
     def run(points: Points, state: Any, data: Any, t: jax.Array, n: jax.Array) -> Any:
-        return over(lambda p, s: plain(p.at).run(p.key, s, data, t, n), points, state)
+        return map_runs(lambda p, s: functions(p.number).run(p.key, s, data, t, n), points, state)
 
     def evaluate(points: Points, state: Any, data: Any, t: jax.Array) -> Any:
-        return over(lambda p, s: plain(p.at).evaluate(p.key, s, data, t), points, state)
+        return map_runs(lambda p, s: functions(p.number).evaluate(p.key, s, data, t), points, state)
 
     return compiled(RoundFunctions(init, run, evaluate), mesh)

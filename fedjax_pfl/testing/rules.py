@@ -39,7 +39,7 @@ KEY = jax.random.key(7)
 ROUNDS = 6
 WARM_UP = 2  # rounds before the one that is examined, so that no two clients are alike
 # Five of six clients in chunks of three, of which one slot stays empty, and some drop out.
-OPTIONS = {"cohort": 5, "calls": ROUNDS, "chunk": 3, "dropout": 0.3}
+OPTIONS = {"cohort": 5, "max_rounds": ROUNDS, "chunk": 3, "dropout": 0.3}
 TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 ALL_CLIENTS = np.arange(example.CLIENTS)
 

@@ -41,7 +41,7 @@ def test_weights_follow_the_movement_of_v(share):
     its best peer."""
     made = make(share=share, tau=-1.0, scale=3.0, minimum=2)
     data, federation = tiny.federated()
-    engine = rounds.make_rounds(made, federation, cohort=N, calls=1, after=False)
+    engine = rounds.make_rounds(made, federation, cohort=N, max_rounds=1, evaluate_after=False)
     state = engine.init(KEY)
     np.testing.assert_array_equal(state.rows["moved"], 0)
     np.testing.assert_allclose(observed(made, state)["weights"], 1 / N, rtol=1e-6)

@@ -116,7 +116,7 @@ def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
         sparsity=LAMBDA,
         penalty=penalty,
     )
-    engine = rounds.make_rounds(made, federation, cohort=N, calls=1, after=False)
+    engine = rounds.make_rounds(made, federation, cohort=N, max_rounds=1, evaluate_after=False)
     state = engine.init(KEY)
 
     def scatter(leaf: jax.Array) -> jax.Array:

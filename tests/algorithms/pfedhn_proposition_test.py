@@ -33,7 +33,7 @@ def test_proposition_1():
         clip_norm=1e9,
     )
     calls = 1500
-    rounds = make_rounds(algorithm, federation, cohort=clients, calls=calls)
+    rounds = make_rounds(algorithm, federation, cohort=clients, max_rounds=calls)
     state, _ = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(calls))
     (head,) = state.server.phi.values()
     assert set(head) == {"kernel"}

@@ -139,7 +139,7 @@ def test_the_whole_method_equals_numpy(name: str):
         width=5,
         depth=1,
     )
-    rounds = make_rounds(algorithm, federation, cohort=1, calls=ROUNDS)
+    rounds = make_rounds(algorithm, federation, cohort=1, max_rounds=ROUNDS)
     start = float64(rounds.init(KEY))
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, T, jnp.int32(ROUNDS))
     visits = np.asarray(log.ids)[:, 0]

@@ -135,8 +135,8 @@ def test_with_one_hot_alpha_pfedla_equals_local():
             State((), state.rows, ()), ClientContext(jnp.int32(i), None, jnp.int32(0), KEY)
         )
         chex.assert_trees_all_equal(payload["params"], trees.row(state.rows.theta, i))
-    pfedla = make_rounds(algorithm, federation, cohort=N, calls=3)
-    alone = make_rounds(make("local"), federation, cohort=N, calls=3)
+    pfedla = make_rounds(algorithm, federation, cohort=N, max_rounds=3)
+    alone = make_rounds(make("local"), federation, cohort=N, max_rounds=3)
     start = alone.init(KEY)
     same = one_hot_psi(algorithm, pfedla.init(KEY))
     chex.assert_trees_all_equal(same.rows.theta, start.clients.variables["params"])
@@ -165,8 +165,8 @@ def test_uniform_alpha_is_the_plain_mean():
 @pytest.mark.slow("three methods' runs")
 def test_retaining_every_layer_equals_local():
     data, federation = tiny.federated()
-    heur = make_rounds(make(k=3), federation, cohort=N, calls=2)
-    alone = make_rounds(make("local"), federation, cohort=N, calls=2)
+    heur = make_rounds(make(k=3), federation, cohort=N, max_rounds=2)
+    alone = make_rounds(make("local"), federation, cohort=N, max_rounds=2)
     kept, logs = heur.run(KEY, heur.init(KEY), data, 0, 2)
     own, _ = alone.run(KEY, alone.init(KEY), data, 0, 2)
     scores = [jax.device_get(r.evaluate(KEY, s, data, 2)) for r, s in ((heur, kept), (alone, own))]

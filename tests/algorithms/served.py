@@ -24,7 +24,7 @@ def paths(tree: Any) -> list[str]:
 def after_rounds(algorithm: Algorithm, n: int, clients: int = tiny.CLIENTS) -> tuple[State, Any]:
     """The state after n rounds in which all take part, and their log."""
     data, federation = tiny.federated(clients=clients)
-    rounds = make_rounds(algorithm, federation, cohort=clients, calls=n, after=False)
+    rounds = make_rounds(algorithm, federation, cohort=clients, max_rounds=n, evaluate_after=False)
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, jnp.int32(0), jnp.int32(n))
     return state, log
 

@@ -27,7 +27,7 @@ QUICK = ("fedper",)
 def both(name: str, folder: Path, dropout: float) -> Any:
     """(state, ledger, scores) of the simulation and of the nodes."""
     algorithm = cases.make(name, FEDERATION)
-    how = {"cohort": COHORT, "calls": ROUNDS, "dropout": dropout}
+    how = {"cohort": COHORT, "max_rounds": ROUNDS, "dropout": dropout}
     rounds = make_rounds(algorithm, FEDERATION, **how)
     key = jax.random.key(SEED)
     state, logs = rounds.run(key, rounds.init(key), DATA, np.int32(0), np.int32(ROUNDS))

@@ -30,7 +30,7 @@ def test_clients_share_a_pool():
     plain, data = many_clients.made("local", 1000, 100)
     assert data.x.shape == (20_000, 32, 32, 3)
     assert data.train.rows.shape == (1000, 40)
-    assert len(plain.spec.evaluated) == 250
+    assert len(plain.spec.evaluated_ids) == 250
     some = cohort_data(data, np.array([3, 999]), 200, test=True)
     for place, i in enumerate((3, 999)):
         for part in ("train", "test"):

@@ -56,7 +56,9 @@ def test_groups_run_side_by_side():
     def compiled(algorithm: Algorithm, active: np.ndarray, groups: np.ndarray) -> CompiledRounds:
         among = federation._replace(active=active, groups=groups)
         cohort = int(active.sum())
-        return make_rounds(algorithm, classification(), among, cohort=cohort, calls=2, after=False)
+        return make_rounds(
+            algorithm, classification(), among, cohort=cohort, max_rounds=2, evaluate_after=False
+        )
 
     def ran(rounds: CompiledRounds, start: State) -> Any:
         return jax.device_get(rounds.run(KEY, start, data, scalar(0), scalar(2)))

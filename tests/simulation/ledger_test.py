@@ -116,7 +116,7 @@ def idle(payload, client, ctx):
 
 def ran(algorithm: Algorithm, federation: Federation, rounds: int, **settings) -> ledger.Ledger:
     compiled: CompiledRounds = make_rounds(
-        algorithm, federation, cohort=len(federation.counts), calls=rounds, **settings
+        algorithm, federation, cohort=len(federation.counts), max_rounds=rounds, **settings
     )
     data = tiny.federated()[0]
     logs = compiled.run(KEY, compiled.init(KEY), data, jnp.int32(0), jnp.int32(rounds))[1]

@@ -88,9 +88,9 @@ def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
 
     def make(*arguments, chunk, **settings):
         tried.append(chunk)
-        return rounds.plain_rounds(*arguments, chunk=chunk, **settings)
+        return rounds.round_functions(*arguments, chunk=chunk, **settings)
 
-    monkeypatch.setattr(phase, "plain_rounds", make)
+    monkeypatch.setattr(phase, "round_functions", make)
     build.build(configuration.complete({**BASE, "memory_gb": 1.0}))
     assert tried == [10]
     tried.clear()

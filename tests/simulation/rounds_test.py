@@ -74,7 +74,7 @@ ACTIVE = ~np.isin(np.arange(9), NOVEL)
 @cache
 def counted(chunk: int = 1) -> CompiledRounds:
     federation = clients_of(9, ACTIVE)
-    settings = {"cohort": COHORT, "calls": CALLS, "dropout": 0.25, "chunk": chunk}
+    settings = {"cohort": COHORT, "max_rounds": CALLS, "dropout": 0.25, "chunk": chunk}
     return make_rounds(counting(9), federation, **settings)
 
 
@@ -136,7 +136,7 @@ def neighbours(clients: int, size: int) -> Algorithm:
 def test_rows_are_written_in_place():
     """Though new ones are made from those of others."""
     n, size = 500, 1000
-    how = {"cohort": 2, "calls": 1}
+    how = {"cohort": 2, "max_rounds": 1}
     rounds = make_rounds(neighbours(n, size), clients_of(n), **how)
     arguments = (KEY, rounds.init(KEY), nothing(n), scalar(0), scalar(1))
     run = rounds.run.lower(*arguments).compile()
@@ -169,7 +169,7 @@ def test_chunks_within_devices():
     ends = []
     for how in ({}, {"chunk": 2, "mesh": two}):
         made = cases.make("pfedla", federation)
-        rounds = make_rounds(made, federation, cohort=6, calls=2, **how)
+        rounds = make_rounds(made, federation, cohort=6, max_rounds=2, **how)
         key, there, t, n = rounds.place((KEY, data, scalar(0), scalar(2)))
         state, logs = rounds.run(key, rounds.init(key), there, t, n)
         ends.append(jax.device_get((state, logs, rounds.evaluate(key, state, there, n))))
@@ -189,7 +189,7 @@ def test_seats_of_two_groups():
         by_group((counting(7), counting(7))),
         clients_of(7, active, groups),
         cohort=4,
-        calls=200,
+        max_rounds=200,
         dropout=0.4,
     )
     state, logs = jax.device_get(

@@ -168,7 +168,7 @@ def test_a_round_moves_its_cohort_and_not_the_state():
     n, size, cohort, devices = 1200, 1000, 5, 8
     one, axis = toy(n, size), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis)
-    how = {**contract.OPTIONS, "cohort": cohort, "calls": 1, "mesh": mesh, "by_client": True}
+    how = {**contract.OPTIONS, "cohort": cohort, "max_rounds": 1, "mesh": mesh, "by_client": True}
     made = make_rounds(one.algorithm, one.world.federation, **how)
     key, data, t = made.place((contract.KEY, one.world.data, np.int32(0)))
     zeros = np.zeros((n, size), np.float32)

@@ -10,7 +10,7 @@ import pytest
 
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.simulation import ledger, streamed
-from fedjax_pfl.simulation.rounds import plain_rounds
+from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.simulation.stores import arrays
 from fedjax_pfl.simulation.streamed import StreamedProgram
 from fedjax_pfl.testing import rules as contract
@@ -30,7 +30,7 @@ NAMES = [
 @cache
 def subject(name: str) -> tuple[rules.Subject, StreamedProgram]:
     one = rules.subject(name)
-    plain = plain_rounds(one.algorithm, one.world.federation, **contract.OPTIONS)
+    plain = round_functions(one.algorithm, one.world.federation, **contract.OPTIONS)
     return one, StreamedProgram(plain, contract.KEY, one.world.data)
 
 

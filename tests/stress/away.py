@@ -105,7 +105,7 @@ def absent(rounds: int = 50, seed: int = 0) -> Row:
     algorithm = cases.make("fedper", federation)
     rng = np.random.default_rng(seed)
     away = {t: rng.choice(CLIENTS, AWAY, replace=False).tolist() for t in range(rounds)}
-    how = {"cohort": CLIENTS, "calls": rounds, "dropout": 0.5}
+    how = {"cohort": CLIENTS, "max_rounds": rounds, "dropout": 0.5}
     with dropping(away, CLIENTS):
         made = engine.make_rounds(algorithm, federation, **how)
         key = jax.random.key(seed)

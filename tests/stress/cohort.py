@@ -40,7 +40,9 @@ def _same(a: Any, b: Any) -> bool:
 def absent(name: str, rounds: int) -> tuple[int, int, str]:
     """Clients that were missing, rounds in which nobody answered, and what went wrong."""
     data, federation = tiny.federated()
-    made = make_rounds(cases.make(name, federation), federation, cohort=3, calls=1, dropout=SHARE)
+    made = make_rounds(
+        cases.make(name, federation), federation, cohort=3, max_rounds=1, dropout=SHARE
+    )
     state, missing, empty, wrong = made.init(KEY), 0, 0, []
     for t in range(rounds):
         before = jax.device_get(state)

@@ -243,7 +243,7 @@ def _programs(jobs: list[Job], words: Registry = BUILTINS) -> list[list[Job]]:
     """As few programs as the method allows: some numbers shape it, or choose what it does."""
     try:
         built = build(*(job.config for job in jobs), words=words)
-    except sweep.Apart as error:
+    except sweep.SeparateRunsError as error:
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in jobs:
             groups.setdefault(tuple(job.point.get(name) for name in error.names), []).append(job)
