@@ -1,4 +1,4 @@
-"""A figure or a study of one of the four papers: runs it, draws it, writes its numbers.
+"""Runs a study of one of the four papers, draws it and writes its numbers.
 
 python -m experiments.studies pfedla            the studies of pFedLA
 python -m experiments.studies pfedla figure6    one of them; --help shows the flags
@@ -16,7 +16,7 @@ SYSTEMS = ("pfedla", "pfedhn", "fedmn", "factorized_fl")
 
 
 def main() -> None:
-    """Hand the command line over to the studies of the system that is named first."""
+    """Runs the command line of the system that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     with ending():
         if name.lstrip("-").startswith("help") or not name:

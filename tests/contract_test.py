@@ -15,7 +15,7 @@ from fedjax_pfl.simulation import memory_estimate, sweep
 from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds, round_functions
 from fedjax_pfl.testing import rules as contract
-from fedjax_pfl.testing.rules import ALL_CLIENTS, KEY, OPTIONS, TOLERANCES, WARM_UP
+from fedjax_pfl.testing.rules import ALL_CLIENTS, OPTIONS, TOLERANCES, WARM_UP, make_key
 from tests import cases, programs, rules, tiny
 from tests.cases import NAMES
 from tests.rules import TINY
@@ -78,7 +78,7 @@ def spread(one: rules.Subject, mesh: jax.sharding.Mesh) -> CompiledRounds:
 def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
     one = subject(name)
     rounds = spread(one, mesh)
-    key, there, first = rounds.place((KEY, TINY.data, one.first_state))
+    key, there, first = rounds.place((make_key(), TINY.data, one.first_state))
     t, n = rounds.place((np.int32(0), np.int32(1)))
     most = memory_estimate.gathered(rounds.run, key, first, there, t, n)
     run = rounds.run.lower(key, first, there, t, n).compile()
@@ -92,10 +92,12 @@ def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
 def test_starts_and_scores_do_not_depend_on_devices(name: str, mesh: jax.sharding.Mesh):
     one = subject(name)
     rounds = spread(one, mesh)
-    key, there, state, n = rounds.place((KEY, TINY.data, one.run(1)[0], np.int32(1)))
+    key, there, state, n = rounds.place((make_key(), TINY.data, one.run(1)[0], np.int32(1)))
     chex.assert_trees_all_close(jax.device_get(rounds.init(key)), one.first_state, **TOLERANCES)
     scores = jax.device_get(rounds.evaluate(key, state, there, n))
-    expected = one.rounds.evaluate(KEY, one.rounds.place(one.run(1)[0]), TINY.data, np.int32(1))
+    expected = one.rounds.evaluate(
+        make_key(), one.rounds.place(one.run(1)[0]), TINY.data, np.int32(1)
+    )
     chex.assert_trees_all_close(scores, jax.device_get(expected), rtol=1e-4, atol=1e-4)
     np.testing.assert_array_equal(scores.before.examples, tiny.TEST)
     np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
@@ -105,7 +107,7 @@ def test_starts_and_scores_do_not_depend_on_devices(name: str, mesh: jax.shardin
 def test_as_a_point_of_a_sweep(name: str):
     """The second of two, with a seed and in all real-valued settings numbers of their own."""
     one = subject(name)
-    points = sweep.Points(jnp.stack([jax.random.key(8), KEY]), jnp.arange(2))
+    points = sweep.Points(jnp.stack([jax.random.key(8), make_key()]), jnp.arange(2))
 
     def plain(now: Any) -> Any:
         return round_functions(cases.make(name, TINY.federation, now), TINY.federation, **OPTIONS)

@@ -1,7 +1,10 @@
 """What is imported only when it is used, because it takes longer than all the rest."""
 
+import os
 import subprocess
 import sys
+
+from fedjax_pfl.simulation.devices import cores
 
 NAMED = ("flax.nnx",)
 LATER = ("matplotlib", "orbax", "scipy", "sklearn", "tensorflow_datasets", "tensorboardX", "PIL")
@@ -20,3 +23,18 @@ def test_the_library_comes_without_what_draws_and_saves():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_importing_the_library_does_not_start_jax():
+    """Or it would be too late to make every core a device."""
+    program = (
+        "import fedjax_pfl, jax; fedjax_pfl.prepare_devices(); print(jax.local_device_count())"
+    )
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert (done.returncode, done.stdout) == (0, f"{cores()}\n"), done.stderr

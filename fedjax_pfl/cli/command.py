@@ -8,6 +8,7 @@ from absl import app, flags, logging
 
 from fedjax_pfl.cli.configs import check_keys, define_config, resolve_config
 from fedjax_pfl.cli.errors import ending, in_one_line, own_flags
+from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings.listing import wrapped
 
 _HELP = ("h", "help", "helpshort", "helpfull")
@@ -18,7 +19,15 @@ class Call(NamedTuple):
 
     arguments: Sequence[str]  # everything after the command's name
     options: flags.FlagValues  # parsed flags
-    words: Sequence[str]  # arguments that are no flags
+    positional: Sequence[str]  # arguments that are no flags
+
+
+def check_no_positional(call: Call) -> None:
+    """Raises a UsageError if an argument is no flag."""
+    if call.positional:
+        raise UsageError(
+            f"{call.positional[0]!r} is no flag; settings are given as --config.KEY=VALUE"
+        )
 
 
 class Command(NamedTuple):

@@ -40,9 +40,9 @@ def run_directories(path: Path) -> list[Path]:
 
 def compare(call: Call) -> None:
     """Reads runs, prints their comparison and writes it to --out."""
-    if not call.words:
+    if not call.positional:
         raise UsageError("name one run directory or more, such as runs/pfedla")
-    directories = [path for word in call.words for path in run_directories(Path(word))]
+    directories = [path for word in call.positional for path in run_directories(Path(word))]
     rows = comparison.group([comparison.read(path) for path in directories])
     page = None if call.options.out is None else write(rows, Path(call.options.out))
     print(FORMATS[call.options.format][0](rows))

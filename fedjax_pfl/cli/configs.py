@@ -87,9 +87,9 @@ def _nearest_config(name: str, preset: str, default: str) -> str:
     """Returns a hint for a configuration that does not exist."""
     is_path = "/" in name or name.endswith(".py")
     files = {path.stem: str(path) for path in Path(name).parent.glob("[!_]*.py")} if is_path else {}
-    known = {**files, **{system: system for system in presets.SYSTEMS}}
-    if near := difflib.get_close_matches(Path(name).stem, known, 1, 0.5):
-        return f"did you mean {known[near[0]]}{preset}?"
+    candidates = {**files, **{system: system for system in presets.SYSTEMS}}
+    if matches := difflib.get_close_matches(Path(name).stem, candidates, 1, 0.5):
+        return f"did you mean {candidates[matches[0]]}{preset}?"
     if not name or preset or is_path:
         return f"systems are {', '.join(presets.SYSTEMS)}"
     return f"did you mean {default}:{name}?"
@@ -97,19 +97,19 @@ def _nearest_config(name: str, preset: str, default: str) -> str:
 
 def check_keys(arguments: Sequence[str]) -> None:
     """Raises a UsageError with the nearest name if a KEY of --config.KEY=VALUE does not exist."""
-    known = configuration.default()
+    defaults = configuration.default()
     for argument in arguments:
         path = argument.lstrip("-").partition("=")[0]
         if not path.startswith("config."):
             continue
-        level, seen = known, ""
+        level, prefix = defaults, ""
         for word in path.removeprefix("config.").split("."):
             names = list(level) if isinstance(level, ConfigDict) else []
             key = word.partition("[")[0]
             if key not in names:
-                hint = configuration.nearest(key, names, f"{seen}{{}}") if names else ""
-                raise UsageError(f"there is no setting {seen}{key}{hint}")
-            level, seen = level[key], f"{seen}{key}."
+                hint = configuration.nearest(key, names, f"{prefix}{{}}") if names else ""
+                raise UsageError(f"there is no setting {prefix}{key}{hint}")
+            level, prefix = level[key], f"{prefix}{key}."
 
 
 def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -124,20 +124,20 @@ def flag_values(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def replace_length(settings: ConfigDict, arguments: Sequence[str]) -> None:
     """Lets local steps on the command line replace a preset's epochs, and epochs its steps."""
-    given = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
-    for chosen, other in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
-        if chosen in given and other not in given:
-            settings[other] = None
+    changed = {flag.removeprefix("config.") for flag, _ in flag_values(arguments)}
+    for unit, replaced in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
+        if unit in changed and replaced not in changed:
+            settings[replaced] = None
 
 
 def default_workdir(name: str, arguments: Sequence[str]) -> str:
     """Returns runs/NAME-PRESET-CHANGES, so that runs of other settings have other directories."""
-    words = [name]
+    parts = [name]
     for flag, value in flag_values(arguments):
         if flag == "config" and ":" in value:
-            words.insert(1, value.rpartition(":")[2])
+            parts.insert(1, value.rpartition(":")[2])
         elif flag.startswith(("config.", "noconfig.")):
             key = flag.replace("config.", "", 1)
-            words.append(f"{key}={value}" if value else key)
-    kept = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(words))
-    return str(Path("runs") / kept[:150])
+            parts.append(f"{key}={value}" if value else key)
+    directory = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in "-".join(parts))
+    return str(Path("runs") / directory[:150])

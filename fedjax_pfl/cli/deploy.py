@@ -7,7 +7,7 @@ from pathlib import Path
 
 from absl import flags
 
-from fedjax_pfl.cli.command import Call, Command
+from fedjax_pfl.cli.command import Call, Command, check_no_positional
 from fedjax_pfl.cli.configs import default_workdir, define_data_dir, read_settings
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import assembly
@@ -59,8 +59,7 @@ def define_flags(options: flags.FlagValues) -> None:
 def deploy(call: Call) -> None:
     """Starts the nodes, trains, prints the scores and stops the nodes."""
     options = call.options
-    if call.words:
-        raise UsageError(f"{call.words[0]!r} is no flag; settings are given as --config.KEY=VALUE")
+    check_no_positional(call)
     if importlib.util.find_spec("flwr") is None:
         raise UsageError("Flower is not there: install it, pip install 'fedjax_pfl[flower]'")
     from fedjax_pfl.deploy import trial

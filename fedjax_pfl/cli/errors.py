@@ -20,13 +20,13 @@ _EXPECTED = {  # by a part of absl's message
 def own_flags(options: flags.FlagValues) -> list[flags.Flag]:
     """Returns the flags that commands define, without those of libraries and settings."""
     modules = (sys.argv[0], "fedjax_pfl.", "experiments.")
-    found = {
+    by_name = {
         flag.name: flag
         for module, defined in options.flags_by_module_dict().items()
         if module.startswith(modules)
         for flag in defined
     }
-    return [found[name] for name in sorted(found)]
+    return [by_name[name] for name in sorted(by_name)]
 
 
 @contextlib.contextmanager
@@ -66,11 +66,10 @@ def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
     except (UsageError, BrokenPipeError):
         raise
     except flags.UnrecognizedFlagError as error:
-        names = [f"--{flag.name}" for flag in own_flags(options)] if options else []
+        names = [] if options is None else [f"--{flag.name}" for flag in own_flags(options)]
         names += ["--config.KEY"] * ("--config" in names)
-        raise UsageError(
-            f"there is no flag --{error.flagname}; there are {', '.join(names)}"
-        ) from None
+        hint = f"; there are {', '.join(names)}" if names else ""
+        raise UsageError(f"there is no flag --{error.flagname}{hint}") from None
     except flags.IllegalFlagValueError as error:
         text = str(error)
         raise UsageError(_last_line(text) if "Traceback" in text else _flag_error(text)) from None

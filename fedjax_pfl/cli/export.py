@@ -52,13 +52,13 @@ def parse_clients(text: str) -> list[int]:
 def write_models(call: Call) -> None:
     """Restores a run, writes its models and prints where they are."""
     options = call.options
-    if len(call.words) != 1:
+    if len(call.positional) != 1:
         raise UsageError("name one run directory, such as runs/pfedla")
     if options.out is None:
         raise UsageError("say where the files go: --out=FOLDER")
     export.check(Path(options.out))
     clients = None if options.clients is None else parse_clients(options.clients)
-    result = export.restored(Path(call.words[0]), data_dir=options.data_dir)
+    result = export.restored(Path(call.positional[0]), data_dir=options.data_dir)
     paths = export.write(result, Path(options.out), clients, best=options.best)
     size = sum(path.stat().st_size for path in paths)
     print(f"{len(paths)} models, {size / 1e6:.3g} MB: {paths[0]}" + ", ..." * (len(paths) > 1))

@@ -36,12 +36,12 @@ def _presets() -> Iterator[str]:
 
 def print_lists(call: Call) -> None:
     """Prints the list of one kind, or all lists."""
-    if len(call.words) > 1:
+    if len(call.positional) > 1:
         raise UsageError(f"name one kind, or none for all: {', '.join(KINDS)}")
-    for word in call.words:
+    for word in call.positional:
         if word not in KINDS:
             raise UsageError(f"there is no kind {word!r}{configuration.nearest(word, KINDS)}")
-    print("\n\n".join(text(kind) for kind in call.words or KINDS))
+    print("\n\n".join(text(kind) for kind in call.positional or KINDS))
 
 
 COMMANDS = {"list": Command(lambda: HELP, lambda options: None, print_lists)}

@@ -55,11 +55,11 @@ def help_text() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command that the first argument names; by default those of the process."""
-    name, *rest = arguments or sys.argv[1:] or ["--help"]
+    name, *own_arguments = arguments or sys.argv[1:] or ["--help"]
     with ending():
         if name.lstrip("-") in ("h", "help"):
             print(help_text())
         elif name not in COMMANDS:
             raise UsageError(f"there is no command {name!r}{nearest(name, COMMANDS)}")
         else:
-            run_command(load(name), rest)
+            run_command(load(name), own_arguments)

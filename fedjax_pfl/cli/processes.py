@@ -1,8 +1,8 @@
 """Several processes that compute one run, and one line about how they ended.
 
 The process that starts them computes nothing. It forwards signals, waits, and reads the last line
-and the output of each worker: when one process is gone, JAX ends the others at once, with a page of
-text.
+and the output of each worker. It has to: if one process is gone, JAX ends the others at once with a
+page of text.
 """
 
 import contextlib
@@ -50,7 +50,7 @@ class Worker(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a worker ended."""
+    """The end of a worker."""
 
     number: int | None
     code: int  # negative: the signal that ended it

@@ -7,7 +7,7 @@ from pathlib import Path
 from absl import flags
 
 from fedjax_pfl import presets
-from fedjax_pfl.cli.command import Call, Command
+from fedjax_pfl.cli.command import Call, Command, check_no_positional
 from fedjax_pfl.cli.configs import (
     changed_settings,
     default_workdir,
@@ -15,7 +15,6 @@ from fedjax_pfl.cli.configs import (
     read_settings,
 )
 from fedjax_pfl.cli.processes import ProcessOptions, run_in_processes
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration, custom, listing, selection
 from fedjax_pfl.simulation import multiprocess
@@ -58,12 +57,11 @@ def define_flags(options: flags.FlagValues) -> None:
 
 def train(name: str, call: Call) -> None:
     """Trains, and prints the scores and the path of the report."""
-    if call.words:
-        raise UsageError(f"{call.words[0]!r} is no flag; settings are given as --config.KEY=VALUE")
+    check_no_positional(call)
     options = call.options
     settings = read_settings(options, call.arguments)
-    words, whole = custom.added(settings.to_dict())
-    complete = configuration.complete(whole, words)
+    words, values = custom.added(settings.to_dict())
+    complete = configuration.complete(values, words)
     selection.check_given(selection.nested(changed_settings(options)), [complete], words)
     workdir = Path(options.workdir or default_workdir(name, call.arguments))
     processes = ProcessOptions(

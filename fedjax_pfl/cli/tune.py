@@ -11,7 +11,7 @@ from absl import flags
 from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags, config_path
 
-from fedjax_pfl.cli.command import Call, Command
+from fedjax_pfl.cli.command import Call, Command, check_no_positional
 from fedjax_pfl.cli.configs import (
     changed_settings,
     define_data_dir,
@@ -148,8 +148,7 @@ def _method_preset(source: str, method: str) -> ConfigDict | None:
 def tune(call: Call) -> None:
     """Runs the points of all methods, and prints and writes the tables."""
     options = call.options
-    if call.words:
-        raise UsageError(f"{call.words[0]!r} is no flag; settings are given as --config.KEY=VALUE")
+    check_no_positional(call)
     base = read_settings(options, call.arguments)
     if base.sweep:
         raise UsageError("give the values to try as --grid instead of sweep")

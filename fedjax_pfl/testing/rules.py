@@ -35,13 +35,18 @@ from fedjax_pfl.simulation.records import CompiledRounds, Log
 from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.testing import example
 
-KEY = jax.random.key(7)
+SEED = 7
 ROUNDS = 6
 WARM_UP = 2  # rounds before the one that is examined, so that no two clients are alike
 # Five of six clients in chunks of three, of which one slot stays empty, and some drop out.
 OPTIONS = {"cohort": 5, "max_rounds": ROUNDS, "chunk": 3, "dropout": 0.3}
 TOLERANCES = {"rtol": 1e-5, "atol": 1e-6}
 ALL_CLIENTS = np.arange(example.CLIENTS)
+
+
+def make_key() -> jax.Array:
+    """Returns the key of all runs. A constant would start JAX on import."""
+    return jax.random.key(SEED)
 
 
 class World(NamedTuple):
@@ -96,15 +101,15 @@ class Subject:
 
     def run(self, n: int, t: int = 0, state: Any = None, data: Any = None) -> tuple[State, Log]:
         """Returns state and log in NumPy after `n` more rounds."""
-        state = self.rounds.init(KEY) if state is None else self.rounds.place(state)
+        state = self.rounds.init(make_key()) if state is None else self.rounds.place(state)
         data = self.world.data if data is None else data
-        state, (log,) = self.rounds.run(KEY, state, data, jnp.int32(t), jnp.int32(n))
+        state, (log,) = self.rounds.run(make_key(), state, data, jnp.int32(t), jnp.int32(n))
         return jax.device_get(state), jax.device_get(log)
 
     @cached_property
     def first_state(self) -> State:
         """Returns the initial state."""
-        return jax.device_get(self.rounds.init(KEY))
+        return jax.device_get(self.rounds.init(make_key()))
 
     @cached_property
     def warm_state(self) -> State:
@@ -122,8 +127,8 @@ class Subject:
 
         def send_and_train(state: State, data: Any, i: jax.Array, t: jax.Array) -> Any:
             server_state = state._replace(clients=())
-            send = ClientContext(i, None, t, stage_key(KEY, SEND, t, i))
-            train = ClientContext(i, client_data(data, i), t, stage_key(KEY, TRAIN, t, i))
+            send = ClientContext(i, None, t, stage_key(make_key(), SEND, t, i))
+            train = ClientContext(i, client_data(data, i), t, stage_key(make_key(), TRAIN, t, i))
             payload = self.algorithm.send(server_state, send)
             result = self.algorithm.train(payload, trees.row(state.clients, i), train)
             return payload, result.upload, result.client
@@ -226,7 +231,7 @@ def a_checkpoint_holds_the_whole_state(subject: Subject) -> None:
     with TemporaryDirectory() as folder:
         store = checkpoints.open_store(Path(folder))
         store.save(WARM_UP, {"state": subject.rounds.place(subject.warm_state)}, {})
-        template = jax.eval_shape(subject.rounds.init, KEY)
+        template = jax.eval_shape(subject.rounds.init, make_key())
         restored = store.restore(WARM_UP, {"state": template})["state"]
     chex.assert_trees_all_equal(restored, subject.warm_state)
     again, _ = subject.run(ROUNDS - WARM_UP, WARM_UP, restored)

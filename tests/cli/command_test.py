@@ -36,7 +36,7 @@ _WRONG = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """What each of the commands has left."""
+    """Status, output and files of each command."""
     commands = {name: arguments for name, (arguments, _) in _WRONG.items()} | {"help": ["--help"]}
     started = {
         name: Forked("experiments.baseline", *given, place=tmp_path_factory.mktemp("launch"))
@@ -57,7 +57,7 @@ def test_a_wrong_command_ends_with_one_line(name, ended):
 
 
 def test_a_real_process_says_the_same(ended, tmp_path):
-    """Of one of them; the others are forked."""
+    """One command in a process of its own; the others are forked."""
     arguments, _ = _WRONG["bad value"]
     told = subprocess.run(
         [sys.executable, "-m", "experiments.baseline", *arguments],

@@ -73,6 +73,13 @@ def test_an_unknown_command_gets_the_nearest(capsys):
         assert capsys.readouterr().err.startswith(line)
 
 
+def test_a_command_without_flags_refuses_one(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(["list", "--rounds=3"])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == "error: there is no flag --rounds\n"
+
+
 def test_a_closed_pipe_is_no_error(monkeypatch):
     """As if `head` had read enough."""
 
