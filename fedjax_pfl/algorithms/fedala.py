@@ -21,7 +21,7 @@ from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.algorithms.shared.split_model import last_layers
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import batches, local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -88,7 +88,7 @@ def fedala(
         new, early = parts(params)
         keys = jax.random.split(jax.random.fold_in(ctx.key, 1))
         longest, size = split.rows.shape[0], min(training.batch_size, split.rows.shape[0])
-        order = local_training.random_order(keys[0], longest, split.size)
+        order = batches.random_order(keys[0], longest, split.size)
         rows = jnp.pad(split.rows[order], (0, -longest % size))
         chosen = jnp.clip(jnp.round(share * split.size.astype(jnp.float32)), 1.0)
         examples = jnp.minimum(chosen.astype(jnp.int32), split.size)

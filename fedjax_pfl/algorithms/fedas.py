@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import batches, local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -119,7 +119,7 @@ def fedas(
 
             return trees.squared_norm(jax.grad(loss)(params))
 
-        return local_training.sum_batches(squared, data, data.train, training.batch_size)
+        return batches.sum_batches(squared, data, data.train, training.batch_size)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is not None and isinstance(start.clients, Client):

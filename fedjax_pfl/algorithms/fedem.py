@@ -23,7 +23,7 @@ import optax
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import batches, local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -135,7 +135,7 @@ def fedem(
             q = responsibilities(losses(server, batch, data), pi)
             return jnp.sum(jnp.where(batch.mask, q, 0.0), 1)
 
-        sums = local_training.sum_batches(one, data, data.train, training.batch_size)
+        sums = batches.sum_batches(one, data, data.train, training.batch_size)
         return jnp.where(data.train.size > 0, sums / jnp.maximum(jnp.sum(sums), 1e-9), pi)
 
     def mixture(server: PyTree, pi: jax.Array, data: ClientData) -> PyTree:

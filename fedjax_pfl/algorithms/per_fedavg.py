@@ -20,7 +20,7 @@ import optax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -50,14 +50,12 @@ def meta_gradient(
         params: PyTree, rest: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         first, second, third, key1, key3 = jax.random.split(key, 5)
-        _, inner = gradient(
-            params, rest, local_training.sample_batch(data, data.train, size, key1), first
-        )
+        _, inner = gradient(params, rest, batches.sample_batch(data, data.train, size, key1), first)
         there = optax.tree.add_scale(params, -alpha, inner)
         aux, outer = gradient(there, rest, batch, second)
         if variant == "fo":
             return aux, outer
-        another = local_training.sample_batch(data, data.train, size, key3)
+        another = batches.sample_batch(data, data.train, size, key3)
         # One key for both sides: the difference of two dropout masks is no derivative.
         _, above = gradient(optax.tree.add_scale(params, delta, outer), rest, another, third)
         _, below = gradient(optax.tree.add_scale(params, -delta, outer), rest, another, third)
@@ -92,7 +90,7 @@ def per_fedavg(
     def adapted(variables: PyTree, data: ClientData, key: jax.Array) -> PyTree:
         params, rest = local_training.split_variables(variables)
         draw_key, noise_key = jax.random.split(key)
-        batch = local_training.sample_batch(data, data.train, training.batch_size, draw_key)
+        batch = batches.sample_batch(data, data.train, training.batch_size, draw_key)
         _, grads = local_training.gradient(model, task, data)(params, rest, batch, noise_key)
         return {"params": optax.tree.add_scale(params, -alpha, grads), **rest}
 

@@ -1,47 +1,49 @@
-"""The one kind of error that is the user's to mend."""
+"""UsageError, for mistakes that the user can fix, and checks that raise it."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+MAX_LAYERS = 1000  # most layers of one kind: the layers of a network are built in a Python loop
+
 
 class UsageError(ValueError):
-    """One line: what is wrong and what would be right. Commands print it and exit with status 2."""
+    """A mistake of the user, in one line: what is wrong, where, and what to do.
+
+    Commands print the line and exit with status 2.
+    """
 
 
 def removed_directory(directory: Any) -> UsageError:
-    """Of a run's directory that is not where it was."""
+    """Returns the error for a run directory that disappeared during the run."""
     return UsageError(
-        f"{directory} was removed or moved during its run; put it back and give the same "
-        "command or call again, or choose another workdir to start anew"
+        f"{directory} was removed or moved during its run; put it back and repeat the command "
+        "or call, or choose another workdir"
     )
 
 
-MAX_LAYERS = 1000  # of one kind, which Python goes through one by one
+def require(condition: Any, message: str) -> None:
+    """Raises UsageError with this message if the condition is false.
 
-
-def require(condition: Any, line: str) -> None:
-    """Raise UsageError with this line where the condition is false.
-
-    A traced condition has no value yet: a method's numbers are traced in the program of a sweep,
-    and were checked before, when each point's method was made with its own.
+    A traced condition passes. It occurs in the program of a sweep, whose settings were checked when
+    each run's method was built with concrete numbers.
     """
     if not isinstance(condition, jax.core.Tracer) and not condition:
-        raise UsageError(line)
+        raise UsageError(message)
 
 
 def require_at_least(name: str, value: Any, bound: float) -> None:
-    """Raise UsageError where a setting is below its bound; None is unset, and passes."""
+    """Raises UsageError if the value of a setting is below its bound. None passes."""
     require(value is None or value >= bound, f"{name} is {value}; it must be at least {bound}")
 
 
 def require_above(name: str, value: Any, bound: float) -> None:
-    """Raise UsageError where a setting is not above its bound; None is unset, and passes."""
+    """Raises UsageError if the value of a setting is not above its bound. None passes."""
     require(value is None or value > bound, f"{name} is {value}; it must be above {bound}")
 
 
-def require_one_of(name: str, value: Any, words: Sequence[str]) -> None:
-    """Raise UsageError where a setting is none of these words."""
-    *first, last = words
-    require(value in words, f"{name} is {value!r}; choose {', '.join(first)} or {last}")
+def require_one_of(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises UsageError if the value of a setting is not among the choices."""
+    *first, last = choices
+    require(value in choices, f"{name} is {value!r}; choose {', '.join(first)} or {last}")

@@ -1,38 +1,41 @@
-"""A federation's data: one flat array of examples and, for each client, the rows that are its own.
+"""Arrays of a federation: all examples in one flat array, and the rows of each client.
 
-Images stay as they are stored (uint8); `take` normalises what it gathers, and maps the labels.
+Images are stored as uint8. `take` gathers examples, normalises them and maps their labels.
 """
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-Array = Any  # of JAX in compiled code, of NumPy where a federation is put together
+Array = Any  # a JAX array in compiled code, a NumPy array while a federation is built
 
 
 class Split(NamedTuple):
-    """Rows of the flat arrays; in FederatedData with a leading client axis."""
+    """Rows of the flat arrays that belong to one split of a client.
 
-    rows: Array  # int32 [N, longest]; what lies behind `size` is padding
-    size: Array  # int32 [N]
+    In `FederatedData` both fields have a leading client axis [N].
+    """
+
+    rows: Array  # int32 [longest]; entries from `size` on are padding
+    size: Array  # int32 []
 
 
 class FederatedData(NamedTuple):
-    """All clients' examples. A pytree: passed into compiled functions, never closed over."""
+    """Examples of all clients. A pytree: passed into compiled functions, never closed over."""
 
-    x: Array  # [examples, ...]: uint8, float32, or int32, which stays as it is
-    y: Array  # [examples] int32 classes, [examples, ...] int32, or float32 targets, or bool
+    x: Array  # [examples, ...]: uint8, float32, or int32 tokens
+    y: Array  # [examples, ...]: int32 classes, float32 targets, or bool labels
     train: Split
     validation: Split
     test: Split
-    scale: Array | None = None  # an example becomes x * scale + shift, in float32
+    scale: Array | None = None  # examples are normalised to x * scale + shift in float32
     shift: Array | None = None
-    label_map: Array | None = None  # int32 [N, stored classes] -> the label that this client uses
-    classes: Array | None = None  # bool [N, outputs]: outputs that this client uses
+    label_map: Array | None = None  # int32 [N, stored classes]: label that a client uses
+    classes: Array | None = None  # bool [N, outputs]: outputs that a client uses
 
 
 class ClientData(NamedTuple):
-    """What one client's own code sees: everything of it but the test examples."""
+    """Examples that a client's code may read: all but its test examples."""
 
     x: Array
     y: Array
@@ -45,43 +48,41 @@ class ClientData(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Examples ready for a model, some of which may be padding."""
+    """Examples that are ready for a model."""
 
     x: Array
     y: Array
-    mask: Array  # bool [B]: false where there is no example
+    mask: Array  # bool [B]: False for padding
 
 
 def client_data(data: FederatedData, i: Array) -> ClientData:
-    """The data of client i."""
+    """Returns the data of client `i`."""
 
     def row(table: Array | None) -> Array | None:
         return None if table is None else table[i]
 
-    def split(whole: Split) -> Split:
-        return Split(whole.rows[i], whole.size[i])
-
     return ClientData(
-        data.x,
-        data.y,
-        split(data.train),
-        split(data.validation),
-        data.scale,
-        data.shift,
-        row(data.label_map),
-        row(data.classes),
+        x=data.x,
+        y=data.y,
+        train=Split(data.train.rows[i], data.train.size[i]),
+        validation=Split(data.validation.rows[i], data.validation.size[i]),
+        scale=data.scale,
+        shift=data.shift,
+        label_map=row(data.label_map),
+        classes=row(data.classes),
     )
 
 
 def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
-    """Gather and normalise examples.
+    """Gathers and normalises examples.
 
     Args:
-      data: a client's data. (FederatedData works where there is no label map.)
-      rows: int32 [B], rows of the flat arrays; anything where `mask` is false.
+      data: Data of one client. `FederatedData` also works if it has no label map.
+      rows: int32 [B], rows of the flat arrays; ignored where `mask` is False.
       mask: bool [B].
 
-    Where the mask is false the example is zero and its label the first: padding has no value.
+    Returns:
+      A batch whose padding has zero examples and zero labels.
     """
     x = data.x[jnp.where(mask, rows, 0)]
     if data.scale is not None and data.shift is not None:
@@ -90,10 +91,8 @@ def take(data: ClientData | FederatedData, rows: Array, mask: Array) -> Batch:
     if data.label_map is not None:
         y = data.label_map[y]
 
-    def spread(leaf: Array) -> Array:
-        return mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+    def zero_padding(leaf: Array) -> Array:
+        leaf_mask = mask.reshape(mask.shape + (1,) * (leaf.ndim - mask.ndim))
+        return jnp.where(leaf_mask, leaf, jnp.zeros_like(leaf))
 
-    def real(leaf: Array) -> Array:
-        return jnp.where(spread(leaf), leaf, jnp.zeros_like(leaf))
-
-    return Batch(real(x), real(y), mask)
+    return Batch(zero_padding(x), zero_padding(y), mask)

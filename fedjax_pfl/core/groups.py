@@ -1,4 +1,7 @@
-"""Clients with different architectures: an algorithm per group, or one that serves all groups."""
+"""Federations whose clients have different architectures, in groups of one architecture each.
+
+A grouped algorithm has tuples of functions, one per group; see `Algorithm`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,43 +14,45 @@ _PER_GROUP = ("send", "train", "personalize", "predict", "traffic")
 
 
 def has_groups(algorithm: Algorithm) -> bool:
-    """Whether it is made of tuples with an entry per group."""
+    """Returns True if the algorithm has tuples with a function per group."""
     return isinstance(algorithm.send, tuple)
 
 
 def group_algorithms(algorithm: Algorithm) -> tuple[Algorithm, ...]:
-    """One algorithm per group of architectures, each with plain functions in place of tuples."""
+    """Returns one algorithm per group, with functions instead of tuples."""
     if not has_groups(algorithm):
         return (algorithm,)
+    parts = {name: getattr(algorithm, name) for name in _PER_GROUP}
 
-    def member(g: int) -> Algorithm:
-        parts = {name: getattr(algorithm, name) for name in _PER_GROUP}
+    def group_algorithm(g: int) -> Algorithm:
         return algorithm._replace(
             **{name: part[g] if isinstance(part, tuple) else part for name, part in parts.items()}
         )
 
-    return tuple(map(member, range(len(algorithm.send))))
+    return tuple(map(group_algorithm, range(len(algorithm.send))))
 
 
 def wrap_clients(algorithm: Algorithm, state: State) -> State:
-    """A state of the algorithm with a tuple of clients, one for each group, in any case."""
+    """Returns the state with a tuple of client-side states, one per group.
+
+    An algorithm without groups has one group.
+    """
     return state if has_groups(algorithm) else state._replace(clients=(state.clients,))
 
 
 def unwrap_clients(algorithm: Algorithm, state: State) -> State:
-    """The inverse of `enter`."""
+    """Returns the state as the algorithm expects it; the inverse of `wrap_clients`."""
     return state if has_groups(algorithm) else state._replace(clients=state.clients[0])
 
 
 def as_grouped(algorithm: Algorithm) -> Algorithm:
-    """The same algorithm made of tuples, also where there is one group."""
+    """Returns the algorithm in its grouped form. An algorithm without groups has one group."""
     if has_groups(algorithm):
         return algorithm
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        return wrap_clients(
-            algorithm, algorithm.init(key, start and unwrap_clients(algorithm, start))
-        )
+        state = algorithm.init(key, start and unwrap_clients(algorithm, start))
+        return wrap_clients(algorithm, state)
 
     def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[PyTree, PyTree]:
         return algorithm.receive(state, cohorts[0])
@@ -60,9 +65,9 @@ def as_grouped(algorithm: Algorithm) -> Algorithm:
 
 
 def as_single_group(algorithm: Algorithm) -> Algorithm:
-    """An algorithm made of tuples with an entry per group, where there is one group: without them.
+    """Returns a grouped algorithm with one group as an algorithm without groups.
 
-    One that shares something between architectures is written for any number of groups.
+    Methods that share parts between architectures are written for any number of groups.
     """
     single = group_algorithms(algorithm)[0]
 
@@ -79,61 +84,63 @@ def as_single_group(algorithm: Algorithm) -> Algorithm:
 
 
 def by_group(algorithms: tuple[Algorithm, ...]) -> Algorithm:
-    """Run one algorithm in each group of clients, side by side and without exchange.
+    """Returns a grouped algorithm that runs one algorithm per group, without exchange.
 
-    Every one of them is built for the whole federation: a client's id is the same everywhere.
+    Args:
+      algorithms: One algorithm per group. Each is built for the whole federation, so a client has
+        the same id in all of them.
     """
 
-    def part(state: State, g: int) -> State:
-        return State(*(whole[g] if whole else () for whole in state))
+    def group_state(state: State, g: int) -> State:
+        return State(*(part[g] if part else () for part in state))
 
-    def sender(g: int) -> Callable[..., PyTree]:
+    def send_of(g: int) -> Callable[..., PyTree]:
         def send(state: State, ctx: ClientContext) -> PyTree:
-            return algorithms[g].send(part(state, g), ctx)
+            return algorithms[g].send(group_state(state, g), ctx)
 
         return send
 
-    def server_of(g: int) -> Callable[..., PyTree]:
+    def personalize_of(g: int) -> Callable[..., PyTree]:
         def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-            return algorithms[g].personalize(part(state, g), client, ctx)
+            return algorithms[g].personalize(group_state(state, g), client, ctx)
 
         return personalize
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        begun = [a.init(key, start and part(start, g)) for g, a in enumerate(algorithms)]
-        return State(*map(tuple, zip(*begun, strict=True)))
+        states = [a.init(key, start and group_state(start, g)) for g, a in enumerate(algorithms)]
+        return State(*map(tuple, zip(*states, strict=True)))
 
     def receive(state: State, cohorts: tuple[Cohort, ...]) -> tuple[PyTree, PyTree]:
-        def received(g: int) -> tuple[PyTree, PyTree]:
-            def step(now: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-                return algorithms[g].receive(State(*now, ()), cohorts[g])
+        def receive_group(g: int) -> tuple[PyTree, PyTree]:
+            def update(server_and_rows: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+                return algorithms[g].receive(State(*server_and_rows, ()), cohorts[g])
 
-            now = (state.server[g], state.rows[g])
-            return jax.lax.cond(cohorts[g].arrived.any(), step, unchanged, now)
+            server_and_rows = (state.server[g], state.rows[g])
+            return jax.lax.cond(cohorts[g].arrived.any(), update, unchanged, server_and_rows)
 
-        servers, rows = zip(*map(received, range(len(algorithms))), strict=True)
+        servers, rows = zip(*map(receive_group, range(len(algorithms))), strict=True)
         return servers, rows
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {
             f"{name}_group{g}": values
             for g, a in enumerate(algorithms)
-            for name, values in a.observe(part(state, g)).items()
+            for name, values in a.observe(group_state(state, g)).items()
         }
 
-    every = range(len(algorithms))
+    groups = range(len(algorithms))
     return Algorithm(
         init=init,
-        send=tuple(map(sender, every)),
+        send=tuple(map(send_of, groups)),
         train=tuple(a.train for a in algorithms),
         receive=receive,
-        personalize=tuple(map(server_of, every)),
+        personalize=tuple(map(personalize_of, groups)),
         predict=tuple(a.predict for a in algorithms),
         traffic=tuple(a.traffic for a in algorithms),
         observe=observe,
     )
 
 
-def unchanged(now: Any) -> Any:
-    """What `receive` comes to where nobody arrived."""
-    return now
+def unchanged(server_and_rows: Any) -> Any:
+    """Returns its argument: the result of `receive` if no client returned an update."""
+    return server_and_rows

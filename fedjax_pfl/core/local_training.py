@@ -1,7 +1,7 @@
-"""One client's work: local SGD over its own examples, and scoring a model on them.
+"""Local training of one client, and evaluation of a model on its examples.
 
-Written for one client. The number of steps is the client's own (a traced loop bound): mapped, a
-client runs no step more than it needs; vmapped, a step beyond its own leaves it untouched.
+The number of steps is a traced loop bound. Under `lax.map` a client runs only its own steps; under
+`vmap` further steps leave its state unchanged.
 """
 
 from collections.abc import Callable
@@ -11,49 +11,51 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_pfl.core import optimizers
+from fedjax_pfl.core import batches, optimizers
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.core.examples import Batch, ClientData, Split, take
 from fedjax_pfl.core.task import Task
 
 PyTree = Any
-# (params, rest, batch, key) -> ((loss, rest), gradient); `rest` are the variables not trained
+# (params, non_params, batch, key) -> ((loss, non_params), gradient of the loss in params).
+# `non_params` are the variables that the forward pass updates, such as batch statistics.
 Gradient = Callable[[PyTree, PyTree, Batch, jax.Array], tuple[tuple[jax.Array, PyTree], PyTree]]
 
 
 class Training(NamedTuple):
-    """How a client trains. Exactly one of `epochs` and `steps` is set."""
+    """Hyper-parameters of local training. Exactly one of `epochs` and `steps` is set."""
 
-    optimizer: optax.GradientTransformation  # without the rate
-    unclipped: optax.GradientTransformation  # the same, for parts whose gradient is not clipped
-    rate: Callable[[jax.Array], Any]  # of the round
+    optimizer: optax.GradientTransformation  # without learning rate
+    unclipped: optax.GradientTransformation  # the same optimiser without gradient clipping
+    rate: Callable[[jax.Array], Any]  # round -> learning rate
     batch_size: int
     epochs: int | None
     steps: int | None
-    drop_last: bool  # the short batch at the end of an epoch
-    keep_optimizer: bool  # the optimiser's state stays with the client from round to round
-    first_round: int  # the phase's first round
-    rounds: int  # and its length: what a schedule of an algorithm runs over
+    drop_last: bool  # drop the last batch of an epoch if it is short
+    keep_optimizer: bool  # keep the optimiser's state on the client between rounds
+    first_round: int  # first round of the phase
+    rounds: int  # rounds of the phase, for schedules of algorithms
     step_schedule: Callable[[Any, Any], Any] | None = None  # (step, steps) -> factor of the rate
 
 
 class Scores(NamedTuple):
-    """Sums over a client's examples."""
+    """Sums over the examples of a client."""
 
-    metrics: dict[str, PyTree]  # states, by the metric's name
+    metrics: dict[str, PyTree]  # states of metrics, by name
     loss: jax.Array
-    examples: jax.Array
+    examples: jax.Array  # int32: number of examples
 
 
-def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **how: Any) -> Training:
-    """SGD in PyTorch's order: clip the gradient, add the decay, then momentum, then the rate.
+def sgd(*, momentum: float = 0.0, weight_decay: float = 0.0, **settings: Any) -> Training:
+    """Returns training by SGD in PyTorch's order: clip, weight decay, momentum, learning rate.
 
     Args:
-      momentum, weight_decay: 0 leaves them out of the program; a traced number never does.
-      how: as for `make_training`.
+      momentum: Momentum. 0 leaves it out of the program; a traced number does not.
+      weight_decay: Weight decay. 0 leaves it out of the program; a traced number does not.
+      **settings: Keyword arguments of `make_training`.
     """
-    return make_training(optimizers.sgd(momentum, weight_decay), **how)
+    return make_training(optimizers.sgd(momentum, weight_decay), **settings)
 
 
 def local_sgd(
@@ -67,7 +69,7 @@ def local_sgd(
     clip_norm: float | None = None,
     keep_optimizer: bool = False,
 ) -> Training:
-    """Local SGD: what a client does with the model that it receives in a round.
+    """Returns local training by SGD.
 
     Args:
       learning_rate: Learning rate.
@@ -100,11 +102,15 @@ def local_training(
     clip_norm: float | None = None,
     keep_optimizer: bool = False,
 ) -> Training:
-    """Local training with any optax optimiser that needs gradients and parameters only.
+    """Returns local training by any optax optimiser that needs only gradients and parameters.
 
     Args:
       optimizer: With its learning rate, such as `optax.adamw(1e-3)`.
-      epochs, steps, batch_size, clip_norm, keep_optimizer: As for `local_sgd`.
+      epochs: As for `local_sgd`.
+      steps: As for `local_sgd`.
+      batch_size: As for `local_sgd`.
+      clip_norm: As for `local_sgd`.
+      keep_optimizer: As for `local_sgd`.
     """
     return make_training(
         optimizers.with_rate(optimizer),
@@ -140,198 +146,171 @@ def make_training(
     first_round: int = 0,
     rounds: int = 1,
 ) -> Training:
-    """Training by an optimiser as in `core.optimizers`, without the rate.
+    """Returns training by an optimiser without learning rate, as in `core.optimizers`.
 
     Args:
-      learning_rate: a number, or a function of the round.
-      step_schedule: (step, steps) -> a factor of the rate at a client's step; None: 1.
-      clip_norm: largest global norm of a gradient; None: any.
-      epochs: shuffled passes over all examples.
-      steps: instead, so many batches, each drawn afresh without replacement.
-      drop_last: a pass ends before its last short batch, unless it has no other.
-      keep_optimizer: the client keeps the optimiser's state between rounds.
-      first_round, rounds: the phase that this is for, where an algorithm has a schedule of its own.
+      optimizer: The optimiser.
+      learning_rate: A number, or a function of the round.
+      step_schedule: (step, steps) -> factor of the learning rate at a step. Default: 1.
+      clip_norm: Largest global norm of a gradient. Default: no limit.
+      batch_size: Examples of a gradient step.
+      epochs: Shuffled passes over all training examples.
+      steps: Number of batches instead of epochs, each sampled anew without replacement.
+      drop_last: Drop the last batch of an epoch if it is short, unless it is the only one.
+      keep_optimizer: Keep the optimiser's state on the client between rounds.
+      first_round: First round of the phase, for schedules of algorithms.
+      rounds: Number of rounds of the phase, for schedules of algorithms.
     """
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
     clip = optax.identity() if clip_norm is None else optax.clip_by_global_norm(clip_norm)
-    rate = learning_rate if callable(learning_rate) else constant_rate(learning_rate)
     return Training(
-        optax.chain(clip, optimizer),
-        optimizer,
-        rate,
-        batch_size,
-        epochs,
-        steps,
-        drop_last,
-        keep_optimizer,
-        first_round,
-        rounds,
-        step_schedule,
+        optimizer=optax.chain(clip, optimizer),
+        unclipped=optimizer,
+        rate=learning_rate if callable(learning_rate) else constant_rate(learning_rate),
+        batch_size=batch_size,
+        epochs=epochs,
+        steps=steps,
+        drop_last=drop_last,
+        keep_optimizer=keep_optimizer,
+        first_round=first_round,
+        rounds=rounds,
+        step_schedule=step_schedule,
     )
 
 
 def constant_rate(rate: Any) -> Callable[[jax.Array], Any]:
-    """The same rate in every round."""
+    """Returns a function of the round that is constant."""
 
-    def rate_of(t: jax.Array) -> Any:
+    def rate_of_round(t: jax.Array) -> Any:
         return rate
 
-    return rate_of
+    return rate_of_round
 
 
 def split_variables(variables: PyTree) -> tuple[PyTree, PyTree]:
-    """Flax variables as what is trained and the rest."""
-    rest = {name: tree for name, tree in variables.items() if name != "params"}
-    return variables["params"], rest
+    """Splits Flax variables into the parameters and the other collections."""
+    non_params = {name: tree for name, tree in variables.items() if name != "params"}
+    return variables["params"], non_params
 
 
 def gradient(model: Any, task: Task, data: ClientData) -> Gradient:
-    """The gradient of the task's mean loss over a batch's real examples."""
+    """Returns the gradient function of the task's mean loss over the examples of a batch."""
 
-    def loss(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
+    def loss(params: PyTree, non_params: PyTree, batch: Batch, key: jax.Array) -> Any:
         x = batch.x if task.augment is None else task.augment(batch.x, jax.random.fold_in(key, 1))
-        outputs, rest = model.apply(
-            {"params": params, **rest},
+        outputs, non_params = model.apply(
+            {"params": params, **non_params},
             x,
             train=True,
             mask=batch.mask,
             rngs={"dropout": key},
-            mutable=list(rest),
+            mutable=list(non_params),
         )
         losses = jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0)
         examples = jnp.sum(batch.mask).astype(jnp.float32)
-        return jnp.sum(losses) / jnp.maximum(examples, 1.0), rest
+        return jnp.sum(losses) / jnp.maximum(examples, 1.0), non_params
 
     return jax.value_and_grad(loss, has_aux=True)
 
 
-def random_order(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
-    """A random order of 0..count-1, padding behind it; it does not depend on `longest`."""
-    return jnp.argsort(_ranks(key, longest, count))
-
-
-def _ranks(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
-    """A random number for each place; padding has the highest."""
-    return jnp.where(jnp.arange(longest) < count, jax.random.uniform(key, (longest,)), 2.0)
-
-
-def _drawn(
-    key: jax.Array, longest: int, count: jax.Array, size: int
-) -> tuple[jax.Array, jax.Array]:
-    """`size` different places among 0..count-1 with their mask; padding where there are fewer.
-
-    The first of `random_order`, without sorting the rest.
-    """
-    _, first = jax.lax.top_k(-_ranks(key, longest, count), min(size, longest))
-    return jnp.pad(first, (0, max(size - longest, 0))), jnp.arange(size) < count
-
-
-_ALWAYS_PADDED = 1024
-
-
-def padded_size(batch_size: int, longest: int) -> int:
-    """Returns the number of rows that a batch is padded to.
-
-    A batch that is larger than any client's data needs no more rows than those. Up to 1,024
-    examples it has its own size all the same, so that random numbers drawn in its shape do not
-    depend on how many examples other clients have.
-
-    Args:
-      batch_size: Examples of a gradient step.
-      longest: The most training examples that a client has.
-    """
-    return min(batch_size, max(longest, _ALWAYS_PADDED))
-
-
-def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
-    """A batch of `size` examples of a split, or of all where it has fewer, without replacement."""
-    longest = split.rows.shape[0]
-    places, mask = _drawn(key, longest, split.size, padded_size(size, longest))
-    return take(data, split.rows[places], mask)
-
-
-def _schedule(
+def _batches(
     training: Training, split: Split, key: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, jax.Array]]]:
-    """The number of steps, and for a step the places in `split` of its batch with their mask."""
+    """Returns the number of steps, and a function step -> (positions in `split`, mask)."""
     longest = split.rows.shape[0]
-    size = padded_size(training.batch_size, longest)
+    size = batches.padded_size(training.batch_size, longest)
     if training.steps is not None:
 
-        def fresh(step: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return _drawn(jax.random.fold_in(key, step), longest, split.size, size)
+        def sampled_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+            return batches.sample_positions(
+                jax.random.fold_in(key, step), longest, split.size, size
+            )
 
-        return jnp.where(split.size > 0, training.steps, 0), fresh
+        return jnp.where(split.size > 0, training.steps, 0), sampled_batch
 
     assert training.epochs is not None
     keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(training.epochs))
-    orders = jax.vmap(random_order, (0, None, None))(keys, longest, split.size)
+    orders = jax.vmap(batches.random_order, (0, None, None))(keys, longest, split.size)
     orders = jnp.pad(orders, ((0, 0), (0, -longest % size)))
     per_epoch = -(-split.size // size)
     if training.drop_last:
         per_epoch = jnp.minimum(per_epoch, jnp.maximum(split.size // size, 1))
 
-    def next_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def epoch_batch(step: jax.Array) -> tuple[jax.Array, jax.Array]:
         epoch, batch = step // jnp.maximum(per_epoch, 1), step % jnp.maximum(per_epoch, 1)
-        places = jax.lax.dynamic_slice(orders[epoch], (batch * size,), (size,))
-        return places, batch * size + jnp.arange(size) < split.size
+        positions = jax.lax.dynamic_slice(orders[epoch], (batch * size,), (size,))
+        return positions, batch * size + jnp.arange(size) < split.size
 
-    return training.epochs * per_epoch, next_batch
+    return training.epochs * per_epoch, epoch_batch
 
 
 def fit(
     training: Training,
     gradient: Gradient,
     params: PyTree,
-    rest: PyTree,
+    non_params: PyTree,
     optimizer_state: PyTree,
     ctx: ClientContext,
 ) -> tuple[PyTree, PyTree, PyTree, dict[str, jax.Array]]:
-    """Train `params` on the visited client's training examples.
+    """Trains parameters on the training examples of the client `ctx.i`.
 
     Args:
-      gradient: see `Gradient`; another one makes another method (a proximal term, a meta-step).
-      params: the tree that is trained. rest: the variables that only the forward pass changes.
-      optimizer_state: as it was kept, or an empty tree to start a new one.
+      training: Hyper-parameters.
+      gradient: See `Gradient`. Methods replace it to add a proximal term or a meta step.
+      params: Parameters to train.
+      non_params: Variables that only the forward pass updates.
+      optimizer_state: State from the previous round; ignored unless `training.keep_optimizer`.
+      ctx: The client, its data, the round and a random key.
+
     Returns:
-      params, rest, the optimiser's state (empty unless it is kept), and metrics.
+      params, non_params, the optimiser's state, () unless it is kept, and metrics with the mean
+      loss.
     """
     data, split = ctx.data, ctx.data.train
     order_key, noise_key = jax.random.split(ctx.key)
-    steps, next_batch = _schedule(training, split, order_key)
+    steps, next_batch = _batches(training, split, order_key)
     moments = optimizer_state if training.keep_optimizer else training.optimizer.init(params)
     rate = training.rate(ctx.t)
 
-    def step(s: jax.Array, now: _Fit) -> _Fit:
-        places, mask = next_batch(s)
-        batch = take(data, split.rows[places], mask)
+    def step(s: jax.Array, carry: _FitCarry) -> _FitCarry:
+        positions, mask = next_batch(s)
+        batch = take(data, split.rows[positions], mask)
         noise = jax.random.fold_in(noise_key, s)
-        (loss, rest), grads = gradient(now.params, now.rest, batch, noise)
-        updates, moments = training.optimizer.update(grads, now.moments, now.params)
+        (loss, non_params), grads = gradient(carry.params, carry.non_params, batch, noise)
+        updates, moments = training.optimizer.update(grads, carry.moments, carry.params)
         factor = 1.0 if training.step_schedule is None else training.step_schedule(s, steps)
-        params = descend(now.params, updates, rate * factor)
+        params = descend(carry.params, updates, rate * factor)
         examples = jnp.sum(mask).astype(jnp.float32)
-        return _Fit(params, rest, moments, now.loss + loss * examples, now.examples + examples)
+        return _FitCarry(
+            params=params,
+            non_params=non_params,
+            moments=moments,
+            loss=carry.loss + loss * examples,
+            examples=carry.examples + examples,
+        )
 
     zero = jnp.zeros((), jnp.float32)
-    end = jax.lax.fori_loop(0, steps, step, _Fit(params, rest, moments, zero, zero))
+    start = _FitCarry(
+        params=params, non_params=non_params, moments=moments, loss=zero, examples=zero
+    )
+    end = jax.lax.fori_loop(0, steps, step, start)
     metrics = {"loss": end.loss / jnp.maximum(end.examples, 1.0)}
-    return end.params, end.rest, end.moments if training.keep_optimizer else (), metrics
+    return end.params, end.non_params, end.moments if training.keep_optimizer else (), metrics
 
 
-class _Fit(NamedTuple):
-    """What a step of `fit` hands to the next; loss and examples are sums."""
+class _FitCarry(NamedTuple):
+    """Loop state of `fit`."""
 
     params: PyTree
-    rest: PyTree
+    non_params: PyTree
     moments: PyTree
-    loss: jax.Array
+    loss: jax.Array  # sum over examples
     examples: jax.Array
 
 
 def descend(params: PyTree, updates: PyTree, rate: Any) -> PyTree:
-    """params − rate · updates."""
+    """Computes params − rate · updates."""
     return optax.apply_updates(params, jax.tree.map(lambda u: -(rate * u), updates))
 
 
@@ -343,42 +322,32 @@ def evaluate(
     task: Task,
     batch_size: int = 128,
 ) -> Scores:
-    """Sum metrics and loss over a client's examples in `split`."""
+    """Sums the task's metrics and loss over the examples of a split.
 
-    def one(batch: Batch) -> tuple[dict[str, PyTree], jax.Array]:
+    Args:
+      predict: (variables, x) -> outputs.
+      variables: Variables of the model.
+      data: Data of the client.
+      split: The split to evaluate.
+      task: Loss and metrics.
+      batch_size: Examples per forward pass.
+    """
+
+    def score(batch: Batch) -> tuple[dict[str, PyTree], jax.Array]:
         outputs = predict(variables, batch.x)
-        mask = batch.mask
 
-        def add(values: jax.Array) -> jax.Array:
-            real = mask.reshape(mask.shape + (1,) * (values.ndim - 1))
-            return jnp.sum(jnp.where(real, values, 0.0), 0)
+        def masked_sum(values: jax.Array) -> jax.Array:
+            mask = batch.mask.reshape(batch.mask.shape + (1,) * (values.ndim - 1))
+            return jnp.sum(jnp.where(mask, values, 0.0), 0)
 
-        each = {m.name: m.update(outputs, batch.y, data.classes) for m in task.metrics}
-        return jax.tree.map(add, each), add(task.loss(outputs, batch.y, data.classes))
+        terms = {m.name: m.update(outputs, batch.y, data.classes) for m in task.metrics}
+        sums = jax.tree.map(masked_sum, terms)
+        return sums, masked_sum(task.loss(outputs, batch.y, data.classes))
 
     if split.rows.shape[0] == 0:
         empty = Split(jnp.zeros((1,), split.rows.dtype), split.size)
-        shapes = jax.eval_shape(lambda: sum_batches(one, data, empty, 1))
+        shapes = jax.eval_shape(lambda: batches.sum_batches(score, data, empty, 1))
         metrics, loss = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return Scores(metrics, loss, jnp.zeros((), jnp.int32))
-    metrics, loss = sum_batches(one, data, split, batch_size)
+    metrics, loss = batches.sum_batches(score, data, split, batch_size)
     return Scores(metrics, loss, split.size)
-
-
-def sum_batches(
-    f: Callable[[Batch], PyTree], data: ClientData, split: Split, batch_size: int = 128
-) -> PyTree:
-    """The sum of f(batch) over the batches that a client's examples in `split` make, in order."""
-    longest = split.rows.shape[0]
-    size = min(batch_size, longest)
-    index = jnp.pad(split.rows, (0, -longest % size))
-
-    def batch(s: Any) -> Batch:
-        places = jax.lax.dynamic_slice(index, (s * size,), (size,))
-        return take(data, places, s * size + jnp.arange(size) < split.size)
-
-    def step(s: jax.Array, sums: PyTree) -> PyTree:
-        return jax.tree.map(jnp.add, sums, f(batch(s)))
-
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, batch(0)))
-    return jax.lax.fori_loop(0, -(-split.size // size), step, zeros)

@@ -1,7 +1,7 @@
-"""What makes steps of a client's gradients: by name or as a caller has it, and how rates change.
+"""Optimisers and learning rate schedules of clients.
 
-An optimiser here is an optax transformation without the learning rate, whose updates are taken off:
-local training multiplies them by the rate, which may be traced and changes with the round.
+An optimiser is an optax transformation without a learning rate. Local training subtracts its
+updates times the learning rate, which may be traced and may depend on the round.
 """
 
 from collections.abc import Callable
@@ -15,16 +15,18 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 
 PyTree = Any
-ValueOf = Callable[[str], Any]  # of a setting, by its name
+ValueOf = Callable[[str], Any]  # value of a setting, by name
 
 
 def sgd(
     momentum: Any = 0.0, weight_decay: Any = 0.0, mask: Any = None
 ) -> optax.GradientTransformation:
-    """Decay that is added to the gradient, then momentum; 0 leaves either out of the program.
+    """Returns SGD that adds weight decay to the gradient before momentum.
 
     Args:
-      mask: of parameters, what decays; None: all.
+      momentum: Momentum. 0 leaves it out of the program.
+      weight_decay: Weight decay. 0 leaves it out of the program.
+      mask: Function of the parameters that selects those that decay. Default: all.
     """
     parts = [optax.identity()]
     if _is_used(weight_decay):
@@ -39,7 +41,7 @@ def _is_used(number: Any) -> bool:
 
 
 def matrices(params: PyTree) -> PyTree:
-    """Of parameters, true for what is no vector: biases, and scale and shift of a normalisation."""
+    """Returns a mask of the parameters that are not vectors: no biases, no normalisation."""
     return jax.tree.map(_is_matrix, params)
 
 
@@ -47,36 +49,36 @@ def _is_matrix(leaf: Any) -> bool:
     return leaf.ndim > 1
 
 
-def _mask(value_of: ValueOf) -> Any:
+def _decay_mask(value_of: ValueOf) -> Any:
     return None if value_of("decay_vectors") else matrices
 
 
-def _own(value_of: ValueOf, name: str, usual: float) -> Any:
+def _value_or(value_of: ValueOf, name: str, default: float) -> Any:
     value = value_of(name)
-    return usual if value is None else value
+    return default if value is None else value
 
 
 def _sgd(value_of: ValueOf) -> optax.GradientTransformation:
-    return sgd(value_of("momentum"), value_of("weight_decay"), _mask(value_of))
+    return sgd(value_of("momentum"), value_of("weight_decay"), _decay_mask(value_of))
 
 
 def _adam(value_of: ValueOf) -> optax.GradientTransformation:
-    b2, eps = _own(value_of, "b2", 0.999), _own(value_of, "eps", 1e-8)
+    b2, eps = _value_or(value_of, "b2", 0.999), _value_or(value_of, "eps", 1e-8)
     return with_dtype_promotion(optax.scale_by_adam(value_of("b1"), b2, eps))
 
 
 def _adamw(value_of: ValueOf) -> optax.GradientTransformation:
-    decay = optax.add_decayed_weights(value_of("weight_decay"), _mask(value_of))
+    decay = optax.add_decayed_weights(value_of("weight_decay"), _decay_mask(value_of))
     return optax.chain(_adam(value_of), decay)
 
 
 def _adagrad(value_of: ValueOf) -> optax.GradientTransformation:
-    return optax.scale_by_rss(eps=_own(value_of, "eps", 1e-7))
+    return optax.scale_by_rss(eps=_value_or(value_of, "eps", 1e-7))
 
 
 def _rmsprop(value_of: ValueOf) -> optax.GradientTransformation:
-    """With momentum before the rate, as PyTorch has it; optax has it behind."""
-    scaled = optax.scale_by_rms(_own(value_of, "b2", 0.9), _own(value_of, "eps", 1e-8))
+    """Returns RMSProp with momentum before the learning rate, as in PyTorch but not in optax."""
+    scaled = optax.scale_by_rms(_value_or(value_of, "b2", 0.9), _value_or(value_of, "eps", 1e-8))
     return optax.chain(scaled, sgd(value_of("momentum")))
 
 
@@ -90,12 +92,15 @@ OPTIMIZERS: dict[str, Callable[[ValueOf], optax.GradientTransformation]] = {
 
 
 def with_rate(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A whole optax optimiser, whose updates are added, as one here, for a rate of 1."""
+    """Converts an optax optimiser with a learning rate to one for a learning rate of 1."""
     return optax.chain(with_dtype_promotion(optimizer), optax.scale(-1.0))
 
 
 def with_dtype_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same where JAX is told not to promote dtypes: optax raises floats to integer powers."""
+    """Returns the optimiser with dtype promotion allowed in its update.
+
+    optax raises floats to integer powers, which JAX refuses under strict promotion.
+    """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
         with jax.numpy_dtype_promotion("standard"):
@@ -105,44 +110,45 @@ def with_dtype_promotion(optimizer: optax.GradientTransformation) -> optax.Gradi
 
 
 def per_entry(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The same for each entry of a dict of trees by itself: clipping measures each alone."""
+    """Applies an optimiser to each entry of a dict separately, including gradient clipping."""
 
     def init(params: PyTree) -> PyTree:
         return {name: optimizer.init(part) for name, part in params.items()}
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        done = {n: optimizer.update(updates[n], state[n], params[n]) for n in updates}
-        return {n: new for n, (new, _) in done.items()}, {n: kept for n, (_, kept) in done.items()}
+        results = {n: optimizer.update(updates[n], state[n], params[n]) for n in updates}
+        return {n: r[0] for n, r in results.items()}, {n: r[1] for n, r in results.items()}
 
     return optax.GradientTransformation(init, update)
 
 
 def check(name: str, optimizer: Any, params: PyTree) -> None:
-    """UsageError where an optimiser needs more than gradients and parameters.
+    """Raises UsageError if an optimiser needs more than gradients and parameters.
 
     Args:
-      name: of the argument that brought it.
-      params: those of the network, of which only the shapes matter.
+      name: The argument that the optimiser was passed as, for the message.
+      optimizer: An optax optimiser.
+      params: Parameters of the network; only their shapes are used.
     """
     try:
         state = jax.eval_shape(optimizer.init, params)
-        updates, after = jax.eval_shape(
+        updates, new_state = jax.eval_shape(
             with_dtype_promotion(optimizer).update, params, state, params
         )
-    except Exception as error:  # whatever it raises
+    except Exception as error:  # a user's optimiser may raise anything
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
             f"{name} cannot be used: it must need gradients and parameters only, no loss, value "
             f"function or other argument ({line})"
         ) from error
-    if not (trees.same_shapes(updates, params) and trees.same_shapes(after, state)):
+    if not (trees.same_shapes(updates, params) and trees.same_shapes(new_state, state)):
         raise UsageError(
-            f"{name} cannot be used: its updates must have the form of the parameters, and its "
-            "state must keep its own"
+            f"{name} cannot be used: its updates must have the shapes of the parameters, and its "
+            "state must keep its shapes"
         )
 
 
-# How a rate changes: factors of it, by how much has passed, 0 to 1
+# Schedules: the factor of the learning rate as a function of progress, from 0 to 1.
 
 
 def _linear(end: float, warmup: float) -> optax.Schedule:
@@ -156,7 +162,8 @@ def _cosine_decay(end: float, warmup: float) -> optax.Schedule:
 def _exponential_decay(end: float, warmup: float) -> optax.Schedule:
     if end == 0:
         raise UsageError(
-            "schedule_end is 0, where exponential_decay never comes; choose a larger one, or linear"
+            "schedule_end is 0, which exponential_decay never reaches; choose a larger value, or "
+            "linear"
         )
     return optax.exponential_decay(1.0, 1, end)
 
@@ -179,18 +186,20 @@ SCHEDULES: dict[str, Callable[[float, float], optax.Schedule]] = {
 
 
 def schedule(name: str, end: float, warmup: float) -> Callable[[Any, Any], jax.Array]:
-    """(so many, of so many) -> the factor of the rate; beyond the end it is that of the end.
+    """Returns an optax schedule as a function (step, steps) -> factor of the learning rate.
 
-    The schedules are optax's, over the length 1: how many steps a client has is not known before.
+    The number of steps may be traced, as it differs between clients. Beyond the last step the
+    factor stays at its final value.
 
     Args:
-      end: the factor at the end and, where there is a warm-up, at the beginning.
-      warmup: share of the length in which the factor rises to 1.
+      name: Key of `SCHEDULES`.
+      end: Final factor; also the first one, for schedules with a warm-up.
+      warmup: Fraction of the steps in which the factor rises to 1.
     """
-    factor = SCHEDULES[name](end, warmup)
+    factor_of_progress = SCHEDULES[name](end, warmup)
 
-    def factor_at(now: Any, length: Any) -> jax.Array:
-        passed = jnp.asarray(now, jnp.float32) / jnp.maximum(jnp.asarray(length, jnp.float32), 1)
-        return jnp.asarray(factor(jnp.clip(passed, 0, 1)), jnp.float32)
+    def factor(step: Any, steps: Any) -> jax.Array:
+        progress = jnp.asarray(step, jnp.float32) / jnp.maximum(jnp.asarray(steps, jnp.float32), 1)
+        return jnp.asarray(factor_of_progress(jnp.clip(progress, 0, 1)), jnp.float32)
 
-    return factor_at
+    return factor

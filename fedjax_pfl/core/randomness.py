@@ -1,13 +1,13 @@
-"""Random keys: a function of (seed, stage, round, client) and of nothing else."""
+"""Random keys as a function of (seed, stage, round, client)."""
 
 from typing import Any
 
 import jax
 
-# Stages of `stage_key`; a number, once given, stays: it is part of what a seed means.
+# Stages. Numbers must not change: results of a seed depend on them.
 INIT, SAMPLE, DROP, SEND, TRAIN, PERSONAL = range(6)
 
 
 def stage_key(key: jax.Array, stage: int, t: Any = 0, i: Any = 0) -> jax.Array:
-    """The key of one stage, round and client."""
+    """Returns the random key of a stage in round `t` for client `i`."""
     return jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(key, stage), t), i)

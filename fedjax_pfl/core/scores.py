@@ -1,8 +1,8 @@
-"""The numbers by which models are judged: each a sum over examples, so that batches may be padded.
+"""Metrics. Each is a sum over examples, so batches can be padded.
 
-What a number needs of a batch is summed on the device, what it comes to is worked out on the host.
-A number that a client's examples do not define, such as the area under a curve where they are all
-of one class, is NaN for that client, and means leave it out.
+Sums are computed on the device, and metrics from the sums on the host in float64. A metric that is
+undefined for a client is NaN, such as the area under a curve if all examples have one class. Means
+over clients leave out NaN.
 """
 
 from collections.abc import Callable
@@ -13,47 +13,47 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-_CLOSED = -1e9  # a logit that no softmax sees, finite so that no gradient becomes NaN
-BINS = 512  # of the scores behind an area under the curve
+_UNUSED_LOGIT = -1e9  # probability 0; finite, so that no gradient becomes NaN
+BINS = 512  # histogram bins of the scores, for the area under a curve
+Update = Callable[[jax.Array, jax.Array, jax.Array | None], Any]
 
 
 class Metric(NamedTuple):
-    """A number by which a model is judged on a client's examples.
+    """A measure of a model on a client's examples.
 
-    Its state is a sum over these examples, which begins at zero: `update` gives what each example
-    of a batch adds, on the device, and `finish` makes the number of the sums, on the host. So a
-    mean has a state of one number, and a curve's area a histogram.
+    The state of a metric is a sum over examples: a number for a mean, a histogram for an area.
 
-    update: (outputs [B, ...], y [B, ...], classes: bool [C] or None) -> a tree of [B, ...]
-    finish: (state of [N, ...], examples [N]), in float64 -> [N]
+    update: (outputs [B, ...], y [B, ...], classes: bool [C] or None) -> tree of [B, ...], the terms
+      that the examples of a batch add to the state.
+    finish: (state [N, ...], examples [N]) -> [N], the values of N clients, in float64.
     """
 
-    name: str  # as files and reports call it: letters, digits and _
-    update: Callable[[jax.Array, jax.Array, jax.Array | None], Any]
+    name: str  # in files and reports: letters, digits and _
+    update: Update
     finish: Callable[[Any, np.ndarray], np.ndarray]
-    unit: str  # "%", of shares, which reports multiply by a hundred, or nothing
+    unit: str  # "%" for fractions, which reports multiply by 100, else ""
     higher_is_better: bool
 
 
-def opened(outputs: jax.Array, classes: jax.Array | None) -> jax.Array:
-    """Logits in float32, those of closed classes far below the others."""
+def mask_logits(outputs: jax.Array, classes: jax.Array | None) -> jax.Array:
+    """Returns logits in float32 with probability 0 for the classes that the client does not use."""
     outputs = outputs.astype(jnp.float32)
-    return outputs if classes is None else jnp.where(classes, outputs, _CLOSED)
+    return outputs if classes is None else jnp.where(classes, outputs, _UNUSED_LOGIT)
 
 
 def cross_entropy(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-    """−log softmax(outputs)[y] of each example, or of each position."""
-    return optax.softmax_cross_entropy_with_integer_labels(opened(outputs, classes), y)
+    """Computes −log softmax(outputs)[y] for every example, or every position of an example."""
+    return optax.softmax_cross_entropy_with_integer_labels(mask_logits(outputs, classes), y)
 
 
 def squared_error(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-    """Mean over the targets of an example."""
+    """Computes the mean squared error of every example over its targets."""
     del classes
     return jnp.mean(jnp.square(outputs.astype(jnp.float32) - y.astype(jnp.float32)), -1)
 
 
-def _is_right(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-    return (jnp.argmax(opened(outputs, classes), -1) == y).astype(jnp.float32)
+def _is_correct(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
+    return (jnp.argmax(mask_logits(outputs, classes), -1) == y).astype(jnp.float32)
 
 
 def _mean(total: np.ndarray, examples: np.ndarray) -> np.ndarray:
@@ -64,56 +64,57 @@ def _root(total: np.ndarray, examples: np.ndarray) -> np.ndarray:
     return np.sqrt(total / examples)
 
 
-def _power(total: np.ndarray, examples: np.ndarray) -> np.ndarray:
+def _exponential(total: np.ndarray, examples: np.ndarray) -> np.ndarray:
     with np.errstate(over="ignore"):
         return np.exp(total / examples)
 
 
-ACCURACY = Metric("accuracy", _is_right, _mean, "%", higher_is_better=True)
+ACCURACY = Metric("accuracy", _is_correct, _mean, "%", higher_is_better=True)
 SQUARED_ERROR = Metric("squared_error", squared_error, _mean, "", higher_is_better=False)
-# Of a client, in the targets' own unit; a mean over clients is not the root of their mean.
+# Per client. The mean over clients is not the root of the mean squared error.
 RMSE = Metric("rmse", squared_error, _root, "", higher_is_better=False)
-PERPLEXITY = Metric("perplexity", cross_entropy, _power, "", higher_is_better=False)
+PERPLEXITY = Metric("perplexity", cross_entropy, _exponential, "", higher_is_better=False)
 
 
 class Confusion(NamedTuple):
-    """Of each class, or label: how many there are, are found, and are both."""
+    """Counts for every class or label."""
 
-    there: jax.Array  # [..., C]
-    found: jax.Array
-    both: jax.Array
+    actual: jax.Array  # [..., C]: examples of the class
+    predicted: jax.Array  # [..., C]: predictions of the class
+    correct: jax.Array  # [..., C]: correct predictions of the class
 
 
 def _confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Confusion:
-    logits = opened(outputs, classes)
-    there = jax.nn.one_hot(y, logits.shape[-1])
-    found = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
-    return Confusion(there, found, there * found)
+    logits = mask_logits(outputs, classes)
+    actual = jax.nn.one_hot(y, logits.shape[-1])
+    predicted = jax.nn.one_hot(jnp.argmax(logits, -1), logits.shape[-1])
+    return Confusion(actual, predicted, actual * predicted)
 
 
 def _label_confusion(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Confusion:
-    there, found = (part.astype(jnp.float32) for part in (y, opened(outputs, classes) > 0))
-    return Confusion(there, found, there * found)
+    actual = y.astype(jnp.float32)
+    predicted = (mask_logits(outputs, classes) > 0).astype(jnp.float32)
+    return Confusion(actual, predicted, actual * predicted)
 
 
 def _recall(state: Confusion, examples: np.ndarray) -> np.ndarray:
-    """The mean over the classes that occur."""
+    """Computes the mean recall over the classes that occur."""
     del examples
-    return _mean_where(state.there > 0, state.both, state.there)
+    return _mean_ratio(state.actual > 0, state.correct, state.actual)
 
 
 def _f1(state: Confusion, examples: np.ndarray) -> np.ndarray:
-    """The mean over the classes that occur or are found."""
+    """Computes the mean F1 score over the classes that occur or are predicted."""
     del examples
-    each = state.there + state.found
-    return _mean_where(each > 0, 2 * state.both, each)
+    total = state.actual + state.predicted
+    return _mean_ratio(total > 0, 2 * state.correct, total)
 
 
-def _mean_where(there: Any, upper: Any, lower: Any) -> np.ndarray:
-    """The mean of quotients over the last axis, of those that are there; NaN where none is."""
-    shares = np.where(there, upper, 0.0) / np.where(there, lower, 1.0)
-    count = there.sum(-1)
-    return shares.sum(-1) / np.where(count > 0, count, np.nan)
+def _mean_ratio(mask: Any, numerator: Any, denominator: Any) -> np.ndarray:
+    """Computes the mean ratio over the last axis where the mask is true, or NaN if it never is."""
+    ratios = np.where(mask, numerator, 0.0) / np.where(mask, denominator, 1.0)
+    count = mask.sum(-1)
+    return ratios.sum(-1) / np.where(count > 0, count, np.nan)
 
 
 BALANCED_ACCURACY = Metric("balanced_accuracy", _confusion, _recall, "%", higher_is_better=True)
@@ -121,29 +122,29 @@ MACRO_F1 = Metric("macro_f1", _confusion, _f1, "%", higher_is_better=True)
 
 
 def _histogram(score: jax.Array, y: jax.Array) -> jax.Array:
-    """[..., 2, BINS]: the bin of a score among the examples that are not so, and that are.
+    """Returns one-hot bins of scores: [..., 2, BINS], for negative and positive examples.
 
-    Bins are as wide in s/(1 + |s|), between -1 and 1: two scores (1 + |s|)²/256 apart are in
-    different ones wherever they lie, and any in one bin count as equal.
+    Bins have equal width in s/(1 + |s|), which is between -1 and 1. Scores in one bin count as
+    equal; scores (1 + |s|)²/256 apart are in different bins.
     """
-    score = jnp.clip(score, -1e6, 1e6)  # ∞ / ∞ has no place
-    place = jnp.floor((score / (1 + jnp.abs(score)) + 1) * (BINS / 2)).astype(jnp.int32)
-    bins = jax.nn.one_hot(jnp.clip(place, 0, BINS - 1), BINS)
+    score = jnp.clip(score, -1e6, 1e6)  # ∞ / ∞ would be NaN
+    position = jnp.floor((score / (1 + jnp.abs(score)) + 1) * (BINS / 2)).astype(jnp.int32)
+    bins = jax.nn.one_hot(jnp.clip(position, 0, BINS - 1), BINS)
     return jax.nn.one_hot(y.astype(jnp.int32), 2)[..., None] * bins[..., None, :]
 
 
-def _two_classes(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
+def _binary_histogram(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
     del classes
     return _histogram((outputs[..., 1] - outputs[..., 0]).astype(jnp.float32), y)
 
 
-def _each_label(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
+def _label_histogram(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
     del classes
     return _histogram(outputs.astype(jnp.float32), y)
 
 
 def _area(state: np.ndarray, examples: np.ndarray) -> np.ndarray:
-    """Of all pairs of one that is so and one that is not: the share that is in order, ties half."""
+    """Computes the fraction of (negative, positive) pairs that are in order; ties count half."""
     del examples
     negative, positive = state[..., 0, :], state[..., 1, :]
     below = np.cumsum(negative, -1) - negative
@@ -153,16 +154,16 @@ def _area(state: np.ndarray, examples: np.ndarray) -> np.ndarray:
 
 
 def _mean_area(state: np.ndarray, examples: np.ndarray) -> np.ndarray:
-    """Over the labels that some examples have and others have not."""
-    each = _area(state, examples)
-    return _mean_where(np.isfinite(each), each, np.ones_like(each))
+    """Computes the mean area over the labels that have positive and negative examples."""
+    areas = _area(state, examples)
+    return _mean_ratio(np.isfinite(areas), areas, np.ones_like(areas))
 
 
-AUROC = Metric("auroc", _two_classes, _area, "%", higher_is_better=True)
+AUROC = Metric("auroc", _binary_histogram, _area, "%", higher_is_better=True)
 
 
 class Moments(NamedTuple):
-    """Sums over examples of each target."""
+    """Sums over examples, for every target."""
 
     error: jax.Array  # (ŷ − y)²
     y: jax.Array
@@ -175,59 +176,63 @@ def _moments(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Mom
     return Moments(jnp.square(outputs.astype(jnp.float32) - y), y, jnp.square(y))
 
 
-def _explained(state: Moments, examples: np.ndarray) -> np.ndarray:
-    """R², the mean over targets that are not all the same.
+def _r2(state: Moments, examples: np.ndarray) -> np.ndarray:
+    """Computes the mean R² over the targets that are not constant.
 
-    Sums are float32: targets whose mean is a thousand times their deviation leave one digit of it.
+    Sums are float32: if the mean of a target is 1,000 times its standard deviation, R² has one
+    correct digit.
     """
-    spread = state.square - state.y**2 / np.asarray(examples)[..., None]
-    there = spread > 1e-6 * np.abs(state.square)
-    return _mean_where(there, spread - state.error, spread)
+    variation = state.square - state.y**2 / np.asarray(examples)[..., None]
+    varies = variation > 1e-6 * np.abs(state.square)
+    return _mean_ratio(varies, variation - state.error, variation)
 
 
-R2 = Metric("r2", _moments, _explained, "", higher_is_better=True)
+R2 = Metric("r2", _moments, _r2, "", higher_is_better=True)
 
 
-class Found(NamedTuple):
-    """A sum over the positions that have a label, and how many these are."""
+class PositionSum(NamedTuple):
+    """Sum over the positions that have a label, and their number."""
 
     total: jax.Array
     positions: jax.Array
 
 
-def of_positions(
-    each: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array],
-) -> Callable[[jax.Array, jax.Array, jax.Array | None], Found]:
-    """(outputs [B, T, C], y [B, T], classes) -> the sum over T where y is no padding, -1."""
+def sum_over_positions(update: Update) -> Callable[..., PositionSum]:
+    """Returns a function (outputs [B, T, C], y [B, T], classes) -> sums of shape [B].
 
-    def update(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> Found:
-        there = y >= 0
-        values = jnp.where(there, each(outputs, jnp.maximum(y, 0), classes), 0.0)
-        return Found(jnp.sum(values, -1), jnp.sum(there, -1).astype(jnp.float32))
+    Args:
+      update: Computes a value for every position. Positions with label -1 are left out.
+    """
 
-    return update
+    def update_positions(
+        outputs: jax.Array, y: jax.Array, classes: jax.Array | None
+    ) -> PositionSum:
+        labelled = y >= 0
+        values = jnp.where(labelled, update(outputs, jnp.maximum(y, 0), classes), 0.0)
+        return PositionSum(jnp.sum(values, -1), jnp.sum(labelled, -1).astype(jnp.float32))
+
+    return update_positions
 
 
-def by_position(metric: Metric) -> Metric:
-    """A metric that is a mean over examples, as one over positions that have a label."""
+def per_position(metric: Metric) -> Metric:
+    """Converts a mean over examples to a mean over the positions that have a label."""
 
-    def finish(state: Found, examples: np.ndarray) -> np.ndarray:
+    def finish(state: PositionSum, examples: np.ndarray) -> np.ndarray:
         del examples
         positions = np.asarray(state.positions)
         return metric.finish(np.asarray(state.total), np.where(positions > 0, positions, np.nan))
 
-    return metric._replace(update=of_positions(metric.update), finish=finish)
+    return metric._replace(update=sum_over_positions(metric.update), finish=finish)
 
 
-def _right_labels(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-    return jnp.mean(((opened(outputs, classes) > 0) == y).astype(jnp.float32), -1)
+def _correct_labels(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
+    return jnp.mean(((mask_logits(outputs, classes) > 0) == y).astype(jnp.float32), -1)
 
 
-LABEL_ACCURACY = ACCURACY._replace(update=_right_labels)
+LABEL_ACCURACY = ACCURACY._replace(update=_correct_labels)
 LABEL_F1 = MACRO_F1._replace(update=_label_confusion)
-LABEL_AUROC = AUROC._replace(update=_each_label, finish=_mean_area)
-# By name, as a run directory has them.
-METRICS = {
+LABEL_AUROC = AUROC._replace(update=_label_histogram, finish=_mean_area)
+METRICS = {  # by the name that a run directory uses
     metric.name: metric
     for metric in (
         ACCURACY,

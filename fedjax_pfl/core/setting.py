@@ -1,4 +1,4 @@
-"""What is known of a setting that every run has."""
+"""Description of a setting that every run has."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,34 +7,35 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A setting of every run, and all that is known of it."""
+    """Default, meaning, limits and properties of a setting."""
 
-    default: Any  # or its type, where it is unset
+    default: Any  # or the type, if the setting is unset by default
     meaning: str
     _: dataclasses.KW_ONLY
-    low: float | None = None  # the least that it can be
-    high: float | None = None
-    above: float | None = None  # what it must be above
-    below: float | None = None
+    low: float | None = None  # least value
+    high: float | None = None  # largest value
+    above: float | None = None  # exclusive lower bound
+    below: float | None = None  # exclusive upper bound
     choices: tuple[str, ...] = ()
-    per_phase: bool = False  # a phase can change it; the others hold for all of a run
-    resumable: bool = False  # it may differ when a run goes on: it changes no result
-    per_process: bool = False  # it may differ between the processes of one run
-    sweepable: bool = False  # points of one program can differ in it
-    zero_is_special: bool = False  # but 0 leaves it out of the program, and other numbers do not
-    tunable: bool = False  # it can be in a grid: the others are the problem, or the budget
-    budget: bool = False  # how much a run may cost, which is the same for all that are tuned
-    sets_participation: bool = False  # it says how often clients train in a run
-    defines_data: bool = False  # it says which examples a client has
-    used_with: tuple[str, tuple[str, ...]] | None = None  # another and its values, or always
+    per_phase: bool = False  # may differ between the phases of a run
+    resumable: bool = False  # may change when a run is resumed, as it changes no result
+    per_process: bool = False  # may differ between the processes of one run
+    sweepable: bool = False  # may differ between the runs of a sweep in one program
+    zero_is_special: bool = False  # 0 needs another program than other values, see `sweepable`
+    tunable: bool = False  # may be in a tuning grid
+    budget: bool = False  # cost of a run, the same for all methods that are tuned
+    sets_participation: bool = False  # decides how often clients train
+    defines_data: bool = False  # decides which examples a client has
+    # (setting, values): used only if that setting has one of these values. None: always used.
+    used_with: tuple[str, tuple[str, ...]] | None = None
 
     @property
     def default_value(self) -> Any:
-        """Its default, None where it is unset."""
+        """Returns the default, or None if the setting is unset by default."""
         return None if isinstance(self.default, type) else self.default
 
     def violation(self, value: Any) -> str:
-        """What a value must be and is not, in words; nothing where it can be."""
+        """Returns the bound that a value violates, such as "at least 1", or ""."""
         if value is None:
             return ""
         if self.low is not None and value < self.low:
@@ -48,7 +49,7 @@ class Setting:
         return ""
 
     def is_used(self, value_of: Callable[[str], Any]) -> bool:
-        """Whether anything reads it beside these values of other settings."""
+        """Returns True if the setting has an effect, given the values of other settings."""
         if self.used_with is None:
             return True
         name, values = self.used_with

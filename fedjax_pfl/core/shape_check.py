@@ -1,4 +1,4 @@
-"""What a method's functions return, looked at by shapes before anything is compiled."""
+"""Checks of a method's functions by the shapes that they return, before anything is compiled."""
 
 import inspect
 from collections.abc import Callable
@@ -28,14 +28,14 @@ from fedjax_pfl.core.offload_check import (
     with_offloaded_shapes,
 )
 
-_WANTED = {
+_RESULTS = {
     "init": "State(server, rows, clients)",
     "train": "ClientResult(upload, variables, client, metrics)",
     "receive": "a tuple (server, rows)",
     "traffic": "Traffic(down, up)",
     "observe": "a dict of arrays by name",
 }
-_GIVEN = {
+_ARGUMENTS = {
     "init": ("key",),
     "send": ("state", "ctx"),
     "train": ("payload", "client", "ctx"),
@@ -45,77 +45,76 @@ _GIVEN = {
     "traffic": ("payload", "upload"),
     "observe": ("state",),
 }
-_SEATS = 2
+_COHORT_SIZE = 2
 
 
 def check_shapes(
     name: str, algorithm: Algorithm, federation: Federation, data: FederatedData
 ) -> None:
-    """Raise UsageError, one line, where a function does not keep the contract.
+    """Raises UsageError if a function of a method breaks the contract of `Algorithm`.
 
-    What a function itself raises goes on as it is, with a note that says which it was.
+    Exceptions of the functions themselves are passed on with a note that names the function.
 
     Args:
-      name: of the method.
-      data: of which only the shapes matter.
+      name: Name of the method, for messages.
+      algorithm: The method.
+      federation: The federation that the method was built for.
+      data: Data of the federation; only shapes and dtypes are used.
     """
-    for part in group_algorithms(algorithm):
-        for function, arguments in _GIVEN.items():
-            _check_arguments(name, function, getattr(part, function), arguments)
-    whole = as_grouped(algorithm)
+    algorithms, grouped = group_algorithms(algorithm), as_grouped(algorithm)
+    for group_algorithm in algorithms:
+        for function, arguments in _ARGUMENTS.items():
+            _check_arguments(name, function, getattr(group_algorithm, function), arguments)
     key, number = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
-    state = _called(name, "init", algorithm.init, key)
-    _of_type(name, "init", state, State)
-    state = _called(name, "init", whole.init, key)
-    for part_name, stacks in (("rows", state.rows), ("clients", state.clients)):
-        _check_stacked(name, part_name, stacks, federation.clients)
-    seen = state._replace(clients=())
+    send_ctx = ClientContext(i=number, data=None, t=number, key=key)
+    ctx = send_ctx._replace(data=jax.eval_shape(client_data, data, number))
+
+    state = _trace(name, "init", algorithm.init, key)
+    _check_type(name, "init", state, State)
+    state = _trace(name, "init", grouped.init, key)
+    for part_name, part in (("rows", state.rows), ("clients", state.clients)):
+        _check_stacked(name, part_name, part, federation.clients)
+    server_state = state._replace(clients=())
     cohorts = []
-    for g, member in enumerate(group_algorithms(algorithm)):
-        client = jax.tree.map(
-            lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.clients[g]
-        )
-        own = jax.eval_shape(client_data, data, number)
-        payload = _called(name, "send", member.send, seen, ClientContext(number, None, number, key))
-        ctx = ClientContext(number, own, number, key)
-        trained = _called(name, "train", member.train, payload, client, ctx)
-        _of_type(name, "train", trained, ClientResult)
-        _same(name, "train", "client", trained.client, client, "init made")
-        _check_metrics(name, trained.metrics)
-        served = _called(name, "personalize", member.personalize, seen, client, ctx)
-        for variables in (served, trained.variables):
-            _check_outputs(name, member, variables, federation)
-        bill = jax.eval_shape(partial(_bill, member), payload, trained.upload)
-        _of_type(name, "traffic", bill, Traffic)
-        cohorts.append(_cohort(payload, trained.upload))
-    after = _called(name, "receive", whole.receive, seen, tuple(cohorts))
-    if not isinstance(after, tuple) or len(after) != 2:
-        _wrong(name, "receive", after)
-    _same(name, "receive", "server", after[0], state.server, "init made")
-    _same(name, "receive", "rows", after[1], state.rows, "init made")
-    _of_type(name, "observe", _called(name, "observe", whole.observe, state), dict)
+    for group_algorithm, clients in zip(algorithms, state.clients, strict=True):
+        client = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), clients)
+        payload = _trace(name, "send", group_algorithm.send, server_state, send_ctx)
+        result = _trace(name, "train", group_algorithm.train, payload, client, ctx)
+        _check_type(name, "train", result, ClientResult)
+        _check_unchanged(name, "train", "client", result.client, client)
+        _check_metrics(name, result.metrics)
+        personalize = group_algorithm.personalize
+        variables = _trace(name, "personalize", personalize, server_state, client, ctx)
+        _check_outputs(name, group_algorithm, variables, federation)
+        _check_outputs(name, group_algorithm, result.variables, federation)
+        traffic = jax.eval_shape(partial(_traffic, group_algorithm), payload, result.upload)
+        _check_type(name, "traffic", traffic, Traffic)
+        cohorts.append(_cohort(payload, result.upload))
+    received = _trace(name, "receive", grouped.receive, server_state, tuple(cohorts))
+    if not isinstance(received, tuple) or len(received) != 2:
+        _raise_wrong_result(name, "receive", received)
+    _check_unchanged(name, "receive", "server", received[0], state.server)
+    _check_unchanged(name, "receive", "rows", received[1], state.rows)
+    _check_type(name, "observe", _trace(name, "observe", grouped.observe, state), dict)
+
     if algorithm.offload and not has_groups(algorithm):
         check_names(name, algorithm.offload, state.rows)
-        ctx, away = (
-            ClientContext(number, None, number, key),
-            with_offloaded_shapes(state.rows, algorithm.offload, _SEATS),
-        )
-        seen = seen._replace(rows=away)
-        check_reads(name, "send", algorithm.send, seen, ctx)
-        check_reads(
-            name, "personalize", algorithm.personalize, seen, client, ctx._replace(data=own)
-        )
-        check_writes(name, algorithm.receive, seen, cohorts[0])
-        whole_state = State(state.server, away, state.clients[0])
-        check_reads(name, "observe", algorithm.observe, whole_state)
+        rows = with_offloaded_shapes(state.rows, algorithm.offload, _COHORT_SIZE)
+        server_state = server_state._replace(rows=rows)
+        check_reads(name, "send", algorithm.send, server_state, send_ctx)
+        check_reads(name, "personalize", algorithm.personalize, server_state, client, ctx)
+        check_writes(name, algorithm.receive, server_state, cohorts[0])
+        full_state = State(server=state.server, rows=rows, clients=state.clients[0])
+        check_reads(name, "observe", algorithm.observe, full_state)
 
 
-def _bill(member: Algorithm, payload: PyTree, upload: PyTree) -> Any:
-    """Its amounts may be Python integers, which have no shape."""
-    return jax.tree.map(jnp.asarray, member.traffic(payload, upload))
+def _traffic(algorithm: Algorithm, payload: PyTree, upload: PyTree) -> Any:
+    """Returns the traffic as arrays; amounts may be Python integers, which have no shape."""
+    return jax.tree.map(jnp.asarray, algorithm.traffic(payload, upload))
 
 
-def _called(name: str, function: str, f: Callable[..., Any], *arguments: Any) -> Any:
+def _trace(name: str, function: str, f: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns the shapes of f(*arguments)."""
     try:
         return jax.eval_shape(f, *arguments)
     except UsageError:
@@ -125,112 +124,140 @@ def _called(name: str, function: str, f: Callable[..., Any], *arguments: Any) ->
         raise
 
 
-def _check_arguments(name: str, function: str, f: Any, wanted: tuple[str, ...]) -> None:
-    more = ", start=None" if function == "init" else ""
+def _check_arguments(name: str, function: str, f: Any, arguments: tuple[str, ...]) -> None:
+    """Raises UsageError if `f` cannot be called with these positional arguments."""
+    optional = ", start=None" if function == "init" else ""
     try:
-        inspect.signature(f).bind(*wanted)
+        inspect.signature(f).bind(*arguments)
     except TypeError:
-        given = ", ".join(inspect.signature(f).parameters)
+        parameters = ", ".join(inspect.signature(f).parameters)
         raise UsageError(
-            f"{name}: {function} takes ({given}); it must take ({', '.join(wanted)}{more})"
+            f"{name}: {function} takes ({parameters}); it must take "
+            f"({', '.join(arguments)}{optional})"
         ) from None
-    except ValueError:  # it has no signature to look at
+    except ValueError:  # f has no signature
         return
 
 
-def _what(value: Any) -> str:
-    """A value in words."""
+def _describe(value: Any) -> str:
+    """Returns the type of a value in words, such as "a tuple of 2"."""
     if isinstance(value, tuple) and type(value) is not tuple:
         return f"a {type(value).__name__}"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     if hasattr(value, "shape"):
-        return f"an array {_form(value)}"
+        return f"an array {_array_type(value)}"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
-def _form(leaf: Any) -> str:
+def _array_type(leaf: Any) -> str:
     return f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]"
 
 
-def _wrong(name: str, function: str, value: Any) -> NoReturn:
+def _raise_wrong_result(name: str, function: str, value: Any) -> NoReturn:
     raise UsageError(
-        f"{name}: {function} returns {_what(value)}; it must return {_WANTED[function]}"
+        f"{name}: {function} returns {_describe(value)}; it must return {_RESULTS[function]}"
     )
 
 
-def _of_type(name: str, function: str, value: Any, wanted: type) -> None:
-    if not isinstance(value, wanted):
-        _wrong(name, function, value)
+def _check_type(name: str, function: str, value: Any, required: type) -> None:
+    if not isinstance(value, required):
+        _raise_wrong_result(name, function, value)
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
+    """Returns the leaves of a tree by path."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def _place(part: str, path: str) -> str:
+def _full_path(part: str, path: str) -> str:
     return f"{part}/{path}" if path else part
 
 
-def _same(name: str, function: str, part: str, new: PyTree, old: PyTree, whence: str) -> None:
-    """The part that a function returns has the shapes and dtypes of what came in."""
-    got, wanted = _leaves(new), _leaves(old)
-    for path in [*wanted, *got]:
-        one, other = ("nothing" if path not in t else _form(t[path]) for t in (got, wanted))
-        if one != other:
+def _check_unchanged(name: str, function: str, part: str, new: PyTree, old: PyTree) -> None:
+    """Raises UsageError if a part of the state changes its structure, shapes or dtypes.
+
+    Args:
+      name: Name of the method.
+      function: The function that returned `new`.
+      part: Name of the part.
+      new: The part that the function returned.
+      old: The part that `init` returned.
+    """
+    new_leaves, old_leaves = _leaves(new), _leaves(old)
+    for path in [*old_leaves, *new_leaves]:
+        new_type, old_type = (
+            "nothing" if path not in leaves else _array_type(leaves[path])
+            for leaves in (new_leaves, old_leaves)
+        )
+        if new_type != old_type:
             raise UsageError(
-                f"{name}: {function} returns {one} for {_place(part, path)}, where {whence} "
-                f"{other}; shapes and dtypes must stay"
+                f"{name}: {function} returns {new_type} for {_full_path(part, path)}, but init "
+                f"returned {old_type}; shapes and dtypes must not change"
             )
-    form: Any = jax.tree.structure(new)
-    if form != jax.tree.structure(old):
+    structure: Any = jax.tree.structure(new)
+    if structure != jax.tree.structure(old):
         raise UsageError(
-            f"{name}: {function} returns {_what(new)} for {part}, where {whence} {_what(old)}; "
-            "the tree must stay"
+            f"{name}: {function} returns {_describe(new)} for {part}, but init returned "
+            f"{_describe(old)}; the tree structure must not change"
         )
 
 
 def _check_stacked(name: str, part: str, tree: PyTree, clients: int) -> None:
+    """Raises UsageError if a leaf has no leading axis of all clients."""
     for path, leaf in _leaves(tree).items():
         if leaf.shape[:1] != (clients,):
             raise UsageError(
-                f"{name}: init returns {_form(leaf)} for {_place(part, path)}; its first axis must "
-                f"be the {clients} clients, use trees.repeat(tree, federation.clients)"
+                f"{name}: init returns {_array_type(leaf)} for {_full_path(part, path)}; its "
+                f"first axis must be the {clients} clients, use trees.repeat(tree, "
+                "federation.clients)"
             )
 
 
 def _check_metrics(name: str, metrics: Any) -> None:
+    """Raises UsageError unless metrics are a dict of scalars with `loss`."""
     if not isinstance(metrics, dict) or "loss" not in metrics:
-        keys = f"{{{', '.join(metrics)}}}" if isinstance(metrics, dict) else _what(metrics)
+        keys = f"{{{', '.join(metrics)}}}" if isinstance(metrics, dict) else _describe(metrics)
         raise UsageError(
             f"{name}: train returns the metrics {keys}; they must be a dict of scalars with loss"
         )
     for key, value in metrics.items():
         if value.shape:
             raise UsageError(
-                f"{name}: train returns {_form(value)} for the metric {key}; it must be a scalar"
+                f"{name}: train returns {_array_type(value)} for the metric {key}; it must be a "
+                "scalar"
             )
 
 
-def _check_outputs(name: str, member: Algorithm, variables: PyTree, federation: Federation) -> None:
-    x = jax.eval_shape(lambda: federation.examples(_SEATS))
-    outputs = _called(name, "predict", member.predict, variables, x)
-    wanted = (_SEATS, *federation.positions, federation.outputs)
-    if getattr(outputs, "shape", None) != wanted:
+def _check_outputs(
+    name: str, algorithm: Algorithm, variables: PyTree, federation: Federation
+) -> None:
+    """Raises UsageError if `predict` does not return an output for every class or target."""
+    x = jax.eval_shape(lambda: federation.examples(_COHORT_SIZE))
+    outputs = _trace(name, "predict", algorithm.predict, variables, x)
+    required = (_COHORT_SIZE, *federation.positions, federation.outputs)
+    if getattr(outputs, "shape", None) != required:
         raise UsageError(
-            f"{name}: predict returns {_what(outputs)} for {_SEATS} examples; it must return "
-            f"{list(wanted)}, an output for each class or target"
+            f"{name}: predict returns {_describe(outputs)} for {_COHORT_SIZE} examples; it must "
+            f"return {list(required)}, an output for each class or target"
         )
 
 
 def _cohort(payload: PyTree, upload: PyTree) -> Cohort:
-    def seats(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((_SEATS,), dtype)
+    """Returns the shapes of a cohort of two clients."""
 
-    def stacked(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda s: jax.ShapeDtypeStruct((_SEATS, *s.shape), s.dtype), tree)
+    def vector(dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((_COHORT_SIZE,), dtype)
 
-    t = jax.ShapeDtypeStruct((), jnp.int32)
-    ids, arrived, weights = seats(jnp.int32), seats(jnp.bool_), seats(jnp.float32)
-    return Cohort(ids, arrived, weights, stacked(payload), stacked(upload), t)
+    def stack(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct((_COHORT_SIZE, *s.shape), s.dtype), tree)
+
+    return Cohort(
+        ids=vector(jnp.int32),
+        arrived=vector(jnp.bool_),
+        weights=vector(jnp.float32),
+        payloads=stack(payload),
+        uploads=stack(upload),
+        t=jax.ShapeDtypeStruct((), jnp.int32),
+    )

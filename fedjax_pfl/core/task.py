@@ -1,6 +1,6 @@
-"""What clients learn: losses and metrics, given to an algorithm so that none names them.
+"""Tasks: the loss and the metrics that clients learn with. Algorithms name no task.
 
-A task is made by a factory, NAME(outputs, *, its own settings) -> Task; one of your own is too.
+A task is made by a factory (outputs, *, **settings) -> Task; users can pass their own factory.
 """
 
 import difflib
@@ -18,75 +18,77 @@ from fedjax_pfl.core.scores import Metric
 
 
 class Task(NamedTuple):
-    """Loss of each example, and the metrics; a run's best round is best by the first of them.
+    """Loss and metrics. The first metric selects the best round of a run.
 
-    loss: (outputs [B, ...], y [B, ...], classes: bool [C] or None) -> [B]
-    `classes` opens the outputs that this client uses, where alphabets differ in size.
+    loss: (outputs [B, ...], y [B, ...], classes: bool [C] or None) -> [B]. `classes` selects the
+      outputs that the client uses, if clients have different numbers of classes.
     """
 
     loss: Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
     metrics: tuple[Metric, ...]
-    has_classes: bool = False  # outputs are logits of classes, one of which an example has
+    has_classes: bool = False  # outputs are logits, and an example has one class
     augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None  # (x, key) -> x, in training
-    optional_metrics: tuple[Metric, ...] = ()  # what the setting `metrics` can name besides
+    optional_metrics: tuple[Metric, ...] = ()  # metrics that the setting `metrics` can also select
 
 
 def classification(outputs: int = 0) -> Task:
-    """Softmax cross-entropy; accuracy.
+    """Softmax cross-entropy and accuracy.
 
-    The setting `metrics` can name balanced_accuracy, macro_f1, perplexity and, of two classes,
-    auroc too.
+    Optional metrics: balanced_accuracy, macro_f1, perplexity, and auroc for two classes.
     """
-    more = (scores.BALANCED_ACCURACY, scores.MACRO_F1, scores.PERPLEXITY)
-    both = (scores.AUROC,) if outputs == 2 else ()
-    others = (*more, *both)
-    return Task(scores.cross_entropy, (scores.ACCURACY,), has_classes=True, optional_metrics=others)
+    optional = [scores.BALANCED_ACCURACY, scores.MACRO_F1, scores.PERPLEXITY]
+    if outputs == 2:
+        optional.append(scores.AUROC)
+    return Task(
+        loss=scores.cross_entropy,
+        metrics=(scores.ACCURACY,),
+        has_classes=True,
+        optional_metrics=tuple(optional),
+    )
 
 
 def regression(outputs: int = 0) -> Task:
-    """The squared error, mean over an example's targets, as loss and as metric; and its root.
+    """Mean squared error over the targets of an example, and its root as second metric.
 
-    The setting `metrics` can name r2 too.
+    Optional metric: r2.
     """
     del outputs
-    errors = (scores.SQUARED_ERROR, scores.RMSE)
-    return Task(scores.squared_error, errors, optional_metrics=(scores.R2,))
+    metrics = (scores.SQUARED_ERROR, scores.RMSE)
+    return Task(scores.squared_error, metrics, optional_metrics=(scores.R2,))
 
 
 def tokens(outputs: int = 0) -> Task:
-    """Softmax cross-entropy of each position, mean over those of an example; accuracy, perplexity.
+    """Softmax cross-entropy of every position; accuracy and perplexity.
 
-    y is [B, T] classes, -1 where there is none, and outputs are [B, T, C]. Metrics are over all
-    positions of a client that have a label.
+    Outputs are [B, T, C]. Labels are classes [B, T], or -1 for positions without a label. The loss
+    is a mean over the positions of an example, metrics are means over all positions of a client.
     """
     del outputs
-    total = scores.of_positions(scores.cross_entropy)
+    position_sum = scores.sum_over_positions(scores.cross_entropy)
 
     def loss(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-        found = total(outputs, y, classes)
-        return found.total / jnp.maximum(found.positions, 1.0)
+        losses = position_sum(outputs, y, classes)
+        return losses.total / jnp.maximum(losses.positions, 1.0)
 
-    return Task(loss, tuple(map(scores.by_position, (scores.ACCURACY, scores.PERPLEXITY))))
+    return Task(loss, tuple(map(scores.per_position, (scores.ACCURACY, scores.PERPLEXITY))))
 
 
 def multilabel(outputs: int = 0) -> Task:
-    """Sigmoid cross-entropy, mean over an example's labels; the share of labels that are right.
+    """Mean sigmoid cross-entropy over the labels of an example; fraction of correct labels.
 
-    y is [B, L], true or false. The setting `metrics` can name macro_f1 and auroc, means over
-    labels, too.
+    Labels are bool [B, L]. Optional metrics: macro_f1 and auroc, means over labels.
     """
     del outputs
 
     def loss(outputs: jax.Array, y: jax.Array, classes: jax.Array | None) -> jax.Array:
-        logits = scores.opened(outputs, classes)
+        logits = scores.mask_logits(outputs, classes)
         return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, y.astype(jnp.float32)), -1)
 
-    others = (scores.LABEL_F1, scores.LABEL_AUROC)
-    return Task(loss, (scores.LABEL_ACCURACY,), optional_metrics=others)
+    optional = (scores.LABEL_F1, scores.LABEL_AUROC)
+    return Task(loss, (scores.LABEL_ACCURACY,), optional_metrics=optional)
 
 
-# By the names that a configuration uses.
-TASKS: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, Callable[..., Task]] = {  # by the name that a configuration uses
     "classification": classification,
     "regression": regression,
     "tokens": tokens,
@@ -101,7 +103,7 @@ _LABELS = {
 
 
 def infer_task(y: Any) -> str:
-    """The task that labels are for, by their type."""
+    """Returns the name of the task for labels of this dtype and number of axes."""
     if y.dtype.kind == "f":
         return "regression"
     if y.dtype.kind == "b":
@@ -110,56 +112,66 @@ def infer_task(y: Any) -> str:
 
 
 def check_labels(name: str, y: Any) -> None:
-    """UsageError where labels are not those of one of our tasks."""
+    """Raises UsageError if the labels do not suit a built-in task. Other tasks pass."""
     if name in TASKS and infer_task(y) != name:
         raise UsageError(
-            f"task {name} learns {_LABELS[name]}, and y is {y.dtype} {list(y.shape)}, for "
+            f"task {name} learns {_LABELS[name]}, and y is {y.dtype} {list(y.shape)}; use "
             f"task={infer_task(y)}"
         )
 
 
 def check_task(name: str, task: Task, outputs: Any, y: Any) -> None:
-    """UsageError where a loss or a metric does not keep its form.
+    """Raises UsageError if the loss or a metric fails or returns other shapes than required.
 
-    outputs, y: of n examples; their shapes will do.
+    Args:
+      name: Name of the task, for the message.
+      task: The task.
+      outputs: Outputs of n examples; only shapes and dtypes are used.
+      y: Labels of the same examples; only shapes and dtypes are used.
     """
     n, metrics = outputs.shape[0], (*task.metrics, *task.optional_metrics)
     if not task.metrics:
-        raise UsageError(f"{name} has no metric; the first one chooses a run's best round")
+        raise UsageError(f"{name} has no metric; the first one selects a run's best round")
     for metric in metrics:
         if not re.fullmatch("[A-Za-z0-9_]+", metric.name) or metric.name == "loss":
             raise UsageError(
                 f"{name} has a metric called {metric.name!r}; use letters, digits and _, and not "
-                "loss, which is there already"
+                "loss, which is reserved"
             )
-    parts = {"loss": task.loss, **{metric.name: metric.update for metric in metrics}}
-    for part, f in parts.items():
+    functions = {"loss": task.loss, **{metric.name: metric.update for metric in metrics}}
+    for part, f in functions.items():
         try:
-            made = jax.eval_shape(f, outputs, y, None)
-        except Exception as error:  # it is somebody's own, and raises whatever it raises
+            result = jax.eval_shape(f, outputs, y, None)
+        except Exception as error:  # a user's function may raise anything
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UsageError(
                 f"{name}: {part} fails for outputs {list(outputs.shape)} and y {list(y.shape)}: "
                 f"{line}"
             ) from error
-        shapes = [leaf.shape for leaf in jax.tree.leaves(made)]
-        right = shapes == [(n,)] if part == "loss" else all(s[:1] == (n,) for s in shapes)
-        if not right:
+        shapes = [leaf.shape for leaf in jax.tree.leaves(result)]
+        valid = shapes == [(n,)] if part == "loss" else all(s[:1] == (n,) for s in shapes)
+        if not valid:
             raise UsageError(
                 f"{name}: {part} gives {[list(s) for s in shapes]} for {n} examples; it must give "
                 f"a number{'' if part == 'loss' else ', or an array,'} for each"
             )
 
 
-def select_metrics(task: Task, name: str, names: Sequence[str]) -> Task:
-    """The task with these metrics, in their order; its own where none is named."""
-    known = {metric.name: metric for metric in (*task.metrics, *task.optional_metrics)}
-    for one in names:
-        if one not in known:
-            if one == scores.AUROC.name and name == "classification":
+def select_metrics(task: Task, name: str, metric_names: Sequence[str]) -> Task:
+    """Returns the task with the named metrics in this order, or unchanged if there are no names.
+
+    Args:
+      task: The task.
+      name: Name of the task, for error messages.
+      metric_names: Names of metrics or optional metrics of the task.
+    """
+    available = {metric.name: metric for metric in (*task.metrics, *task.optional_metrics)}
+    for metric_name in metric_names:
+        if metric_name not in available:
+            if metric_name == scores.AUROC.name and name == "classification":
                 raise UsageError("metrics: auroc is for two classes, or for task=multilabel")
-            near = difflib.get_close_matches(str(one), known, 1, 0.5)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise UsageError(f"metrics: task {name} has none called {one!r}; {hint}")
-    chosen = tuple(known[one] for one in dict.fromkeys(names)) or task.metrics
-    return task._replace(metrics=chosen)
+            matches = difflib.get_close_matches(str(metric_name), available, 1, 0.5)
+            hint = f"did you mean {matches[0]}?" if matches else f"there are {', '.join(available)}"
+            raise UsageError(f"metrics: task {name} has none called {metric_name!r}; {hint}")
+    metrics = tuple(available[metric_name] for metric_name in dict.fromkeys(metric_names))
+    return task._replace(metrics=metrics or task.metrics)

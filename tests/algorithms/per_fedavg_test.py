@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.per_fedavg import meta_gradient
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
 from tests import tiny
@@ -96,7 +96,7 @@ def test_batches_are_independent_and_the_difference_shares_one():
         return (jnp.zeros(()), rest), params
 
     meta = meta_gradient(inner, own, 1, variant="hf", alpha=0.1, delta=1e-2)
-    given = local_training.sample_batch(own, own.train, 1, jax.random.key(0))
+    given = batches.sample_batch(own, own.train, 1, jax.random.key(0))
     firsts, thirds = set(), set()
     for k in range(12):
         seen.clear()

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split, client_data
 from fedjax_pfl.core.scores import ACCURACY
@@ -199,10 +199,10 @@ def test_steps_draw_without_replacement(client: int):
 @pytest.mark.parametrize("count", [0, 3, 5_000, 6_000])
 def test_a_drawn_batch_is_the_beginning_of_a_random_order(count: int):
     longest, size, key = 6_000, 64, jax.random.key(count)
-    whole = np.asarray(local_training.random_order(key, longest, jnp.array(count)))
+    whole = np.asarray(batches.random_order(key, longest, jnp.array(count)))
     split = Split(jnp.arange(longest), jnp.array(count))
     data = ClientData(jnp.zeros((longest, 1)), split.rows, split, split, None, None, None, None)
-    batch = jax.jit(local_training.sample_batch, static_argnums=2)(data, split, size, key)
+    batch = jax.jit(batches.sample_batch, static_argnums=2)(data, split, size, key)
     assert int(batch.mask.sum()) == min(count, size)
     np.testing.assert_array_equal(batch.y[batch.mask], whole[: min(count, size)])
 

@@ -78,7 +78,7 @@ def test_offloaded_rows_are_read_in_three_ways_alone():
                     )
                 )
             },
-            "shapes and dtypes must stay",
+            "shapes and dtypes must not change",
         ),
         (
             {"train": train(lambda done: done._replace(metrics={"cost": done.metrics["loss"]}))},
@@ -107,7 +107,7 @@ def test_offloaded_rows_are_read_in_three_ways_alone():
         ),
         (
             {"receive": lambda state, cohort: (state.server, ("more",) and (jnp.zeros(6),))},
-            "mine: receive returns float32[6] for rows/0, where init made nothing",
+            "mine: receive returns float32[6] for rows/0, but init returned nothing",
         ),
         (
             {"init": lambda key, start=None: tuple(BASE.init(key))},

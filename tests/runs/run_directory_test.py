@@ -235,7 +235,7 @@ def test_a_directory_that_goes_away_is_named(name, tmp_path, monkeypatch):
     owner = run_directory if name == "append_metrics" else checkpoints.Store
     line = stopped(directory, monkeypatch, owner, name, lambda: directory.rename(aside))
     assert f"{directory} was removed or moved during its run" in line
-    assert "put it back and give the same command or call again" in line
+    assert "put it back and repeat the command or call" in line
     shutil.rmtree(directory, ignore_errors=True)
     aside.rename(directory)
     result = runner.run(BASE, directory)

@@ -175,7 +175,7 @@ def test_values_that_cannot_be(changes, words):
         ({"upload_noise": 0.5}, ["upload_noise is 0.5 times upload_clip_norm, which is unset"]),
         (
             {"learning_rate_schedule": "exponential_decay", "schedule_end": 0.0},
-            ["schedule_end is 0", "never comes"],
+            ["schedule_end is 0", "never reaches"],
         ),
         (
             {"algorithm": "local", "server_optimizer": "adam"},

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedmn.router import Routing
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import Batch, ClientData
 
@@ -159,7 +159,7 @@ def look(
         image, label = network.apply(variables, batch.x, y, method="embed")
         return moments(jnp.asarray(image), jnp.asarray(label), batch.mask)
 
-    sums = local_training.sum_batches(moments_of, data, data.train, size)
+    sums = batches.sum_batches(moments_of, data, data.train, size)
     return signature(sums, data.train.size.astype(jnp.float32))
 
 

@@ -15,7 +15,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core import local_training
+from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.examples import Batch, ClientData
 from fedjax_pfl.networks import init
@@ -82,7 +82,7 @@ def logits(
     def share_of(batch: Batch) -> jax.Array:
         return _share(router, variables, data, outputs, batch)
 
-    return local_training.sum_batches(share_of, data, data.train, size)
+    return batches.sum_batches(share_of, data, data.train, size)
 
 
 def pull(
@@ -103,7 +103,7 @@ def pull(
 
         return jax.grad(product)(params)
 
-    return local_training.sum_batches(gradient, data, data.train, size)
+    return batches.sum_batches(gradient, data, data.train, size)
 
 
 def _share(

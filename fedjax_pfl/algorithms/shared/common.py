@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import batches, local_training, trees
 from fedjax_pfl.core.algorithm import ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import Batch, ClientData
@@ -83,7 +83,7 @@ def class_counts(data: ClientData, classes: int) -> jax.Array:
     def one(batch: Batch) -> jax.Array:
         return jnp.sum(by_class(batch, classes), 0).astype(jnp.float32)
 
-    return local_training.sum_batches(one, data, data.train)
+    return batches.sum_batches(one, data, data.train)
 
 
 class ByClass(NamedTuple):
@@ -104,7 +104,7 @@ def features_by_class(network: Any, variables: PyTree, data: ClientData, classes
         squares = jnp.sum(jnp.where(batch.mask, jnp.sum(jnp.square(z), -1), 0.0))
         return jnp.sum(own_class, 0), totals, squares
 
-    counts, totals, squares = local_training.sum_batches(sums, data, data.train)
+    counts, totals, squares = batches.sum_batches(sums, data, data.train)
     means = totals / jnp.maximum(counts, 1.0)[:, None]
     return ByClass(counts, means, squares / jnp.maximum(jnp.sum(counts), 1.0))
 

@@ -1,0 +1,90 @@
+"""Batches of a client's examples, in random order or one after the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.core.examples import Batch, ClientData, Split, take
+
+PyTree = Any
+_ALWAYS_PADDED = 1024
+
+
+def random_order(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
+    """Returns a random permutation of 0..count-1, followed by padding, of shape [longest].
+
+    The permutation does not depend on `longest`.
+    """
+    return jnp.argsort(_random_ranks(key, longest, count))
+
+
+def _random_ranks(key: jax.Array, longest: int, count: jax.Array) -> jax.Array:
+    """Returns random numbers of shape [longest]; padding has the highest."""
+    return jnp.where(jnp.arange(longest) < count, jax.random.uniform(key, (longest,)), 2.0)
+
+
+def sample_positions(
+    key: jax.Array, longest: int, count: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Samples `size` of 0..count-1 without replacement: the start of `random_order`, unsorted.
+
+    Returns positions [size] and a mask [size] that is False for padding if count < size.
+    """
+    _, first = jax.lax.top_k(-_random_ranks(key, longest, count), min(size, longest))
+    return jnp.pad(first, (0, max(size - longest, 0))), jnp.arange(size) < count
+
+
+def padded_size(batch_size: int, longest: int) -> int:
+    """Returns the number of rows that a batch is padded to.
+
+    A batch never has more examples than a client, so it needs at most `longest` rows. Batches of up
+    to 1,024 examples are not reduced: random numbers of the batch's shape then do not depend on how
+    many examples other clients have.
+
+    Args:
+      batch_size: Examples of a gradient step.
+      longest: The most training examples that a client has.
+    """
+    return min(batch_size, max(longest, _ALWAYS_PADDED))
+
+
+def sample_batch(data: ClientData, split: Split, size: int, key: jax.Array) -> Batch:
+    """Samples a batch without replacement.
+
+    Args:
+      data: Data of the client.
+      split: The split to sample from.
+      size: Number of examples. A split with fewer examples gives all of them.
+      key: Random key.
+    """
+    longest = split.rows.shape[0]
+    positions, mask = sample_positions(key, longest, split.size, padded_size(size, longest))
+    return take(data, split.rows[positions], mask)
+
+
+def sum_batches(
+    f: Callable[[Batch], PyTree], data: ClientData, split: Split, batch_size: int = 128
+) -> PyTree:
+    """Computes the sum of f(batch) over consecutive batches of a split.
+
+    Args:
+      f: batch -> tree of arrays.
+      data: Data of the client.
+      split: The split to read.
+      batch_size: Examples of a batch; the last one is padded.
+    """
+    longest = split.rows.shape[0]
+    size = min(batch_size, longest)
+    padded_rows = jnp.pad(split.rows, (0, -longest % size))
+
+    def batch(s: Any) -> Batch:
+        rows = jax.lax.dynamic_slice(padded_rows, (s * size,), (size,))
+        return take(data, rows, s * size + jnp.arange(size) < split.size)
+
+    def step(s: jax.Array, sums: PyTree) -> PyTree:
+        return jax.tree.map(jnp.add, sums, f(batch(s)))
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, batch(0)))
+    return jax.lax.fori_loop(0, -(-split.size // size), step, zeros)
