@@ -11,7 +11,7 @@ from fedjax_pfl.core.errors import UsageError
 
 HELP = (
     "KEY=VALUE for every run; KEY may have dots, VALUE is JSON or a word; see fedjax-pfl list "
-    "settings."
+    "settings"
 )
 
 

@@ -28,7 +28,7 @@ from fedjax_pfl.simulation.metrics import mean_std as mean_std
 OUT = flags.DEFINE_string("out", "runs/studies", "Folder for runs, pictures and numbers.")
 DATASET = flags.DEFINE_string("dataset", "digits", "Dataset; digits is embedded.")
 ROUNDS = flags.DEFINE_integer(
-    "rounds", 60, "Rounds of each run. Default: what the study's line says.", lower_bound=2
+    "rounds", 60, "Rounds of each run; some studies have another default.", lower_bound=2
 )
 PAPER = flags.DEFINE_bool(
     "paper",
