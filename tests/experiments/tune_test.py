@@ -254,6 +254,7 @@ def test_the_tables_by_hand():
             ["learning_rate=0.1, momentum=0.5", "60.00 ± 14.14", "1, 1", "2", "1", ""],
         ],
         (),
+        "",
     )
     assert [row[-1] for row in pfedla.rows] == ["chosen", ""]
     rows = list(csv.DictReader(show.as_csv(FOUND).splitlines()))
