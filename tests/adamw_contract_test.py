@@ -67,7 +67,10 @@ def test_rule(name: str, rule: Any):
 
 def test_a_rate_that_is_swept():
     """The second of two points is the run with its rate; the first is another."""
-    one, points = subject("fedavg"), sweep.Points(jnp.stack([contract.KEY] * 2), jnp.arange(2))
+    one, points = (
+        subject("fedavg"),
+        sweep.Points(jnp.stack([contract.make_key()] * 2), jnp.arange(2)),
+    )
 
     def plain(now: Mapping[str, Any]) -> Any:
         made = make("fedavg", rules.TINY.federation, {}, now["rate"])

@@ -19,6 +19,18 @@ print(sorted(new & set({LATER!r})) + [name for name in {NAMED!r} if name in sys.
 """
 
 
+def test_importing_the_library_does_not_start_the_backend():
+    """The number of CPU devices, and the processes of a run, can only be set before that."""
+    program = (
+        "import fedjax_pfl, fedjax_pfl.cli.main, fedjax_pfl.cli.train\n"
+        "from jax._src import xla_bridge\n"
+        "print(xla_bridge.backends_are_initialized())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"
+
+
 def test_the_library_comes_without_what_draws_and_saves():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -125,7 +125,7 @@ def test_something_is_learned(network: str, name: str):
     end = jnp.int32(rounds)
     first, last = (
         jax.device_get(
-            one.rounds.evaluate(contract.KEY, one.rounds.place(state), one.world.data, end)
+            one.rounds.evaluate(contract.make_key(), one.rounds.place(state), one.world.data, end)
         )
         for state in (one.first_state, one.run(rounds)[0])
     )

@@ -13,7 +13,6 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
-from fedjax_pfl.core.task import classification
 from fedjax_pfl.networks.mlp import MLP
 from fedjax_pfl.simulation.records import CompiledRounds
 from fedjax_pfl.simulation.rounds import make_rounds
@@ -56,9 +55,7 @@ def test_groups_run_side_by_side():
     def compiled(algorithm: Algorithm, active: np.ndarray, groups: np.ndarray) -> CompiledRounds:
         among = federation._replace(active=active, groups=groups)
         cohort = int(active.sum())
-        return make_rounds(
-            algorithm, classification(), among, cohort=cohort, max_rounds=2, evaluate_after=False
-        )
+        return make_rounds(algorithm, among, cohort=cohort, max_rounds=2, evaluate_after=False)
 
     def ran(rounds: CompiledRounds, start: State) -> Any:
         return jax.device_get(rounds.run(KEY, start, data, scalar(0), scalar(2)))

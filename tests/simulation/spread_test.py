@@ -95,7 +95,7 @@ def program(name: str, devices: int, *, by_client: bool) -> DeviceProgram:
     mesh = jax.make_mesh((devices,), ("clients",), axis, devices=jax.devices()[:devices])
     how = {**contract.OPTIONS, "mesh": mesh, "by_client": by_client}
     made = make_rounds(one.algorithm, one.world.federation, **how)
-    return DeviceProgram(made, contract.KEY, one.world.data)
+    return DeviceProgram(made, contract.make_key(), one.world.data)
 
 
 def alike(one: Any, other: Any) -> None:
@@ -170,7 +170,7 @@ def test_a_round_moves_its_cohort_and_not_the_state():
     mesh = jax.make_mesh((devices,), ("clients",), axis)
     how = {**contract.OPTIONS, "cohort": cohort, "max_rounds": 1, "mesh": mesh, "by_client": True}
     made = make_rounds(one.algorithm, one.world.federation, **how)
-    key, data, t = made.place((contract.KEY, one.world.data, np.int32(0)))
+    key, data, t = made.place((contract.make_key(), one.world.data, np.int32(0)))
     zeros = np.zeros((n, size), np.float32)
     run = made.run.lower(key, made.enter(State(zeros[0], zeros, zeros)), data, t, t).compile()
     text, share = run.as_text(), 2 * zeros.nbytes / devices

@@ -31,7 +31,7 @@ NAMES = [
 def subject(name: str) -> tuple[rules.Subject, StreamedProgram]:
     one = rules.subject(name)
     plain = round_functions(one.algorithm, one.world.federation, **contract.OPTIONS)
-    return one, StreamedProgram(plain, contract.KEY, one.world.data)
+    return one, StreamedProgram(plain, contract.make_key(), one.world.data)
 
 
 def begun(program: StreamedProgram, store: str, state: Any = None) -> State:
@@ -72,7 +72,7 @@ def test_every_store_gives_the_run_of_a_device(name: str, monkeypatch):
     assert books[0] == books[1]
 
     t = np.int32(ROUNDS)
-    scores = one.rounds.evaluate(contract.KEY, one.rounds.place(wanted), one.world.data, t)
+    scores = one.rounds.evaluate(contract.make_key(), one.rounds.place(wanted), one.world.data, t)
     chex.assert_trees_all_close(
         program.evaluate(state, ROUNDS), jax.device_get(scores), rtol=1e-4, atol=1e-4
     )
