@@ -103,7 +103,7 @@ class Federation(NamedTuple):
     task: Task = classification()  # loss and metrics
 
     # Names of columns, classes and characters, as plain data
-    about: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None
 
     @property
     def clients(self) -> int:

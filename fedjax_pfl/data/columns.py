@@ -88,7 +88,7 @@ def examples(source: str, tables: tuple[Table, Table | None], roles: Roles, keep
         return whole
 
     parts = [table.column(roles.label, f"{source}.label") for table in files]
-    y, outputs, about = _labels(source, roles, files, parts, joined(roles.label, parts))
+    y, outputs, metadata = _labels(source, roles, files, parts, joined(roles.label, parts))
     inputs = [word.strip() for word in roles.input.split(",") if word.strip()]
     inputs = inputs or [c for c in train.columns if c not in (roles.owner, roles.label)]
     if not inputs:
@@ -119,7 +119,7 @@ def examples(source: str, tables: tuple[Table, Table | None], roles: Roles, keep
         owner_test=owners[1],
         owner_names=owners[2],
         normalise=_normalise(roles, numbers, y),
-        about={**about, **more},
+        metadata={**metadata, **more},
     )
     return kept(whole, keep)
 
@@ -243,7 +243,7 @@ def _inputs(
             parts.append(np.eye(len(words), dtype=np.float32)[place])
             named += [f"{column}={word}" for word in categories[column]]
             numbers += [False] * len(words)
-    x, about = np.concatenate(parts, 1), {"input": named, "categories": categories}
+    x, metadata = np.concatenate(parts, 1), {"input": named, "categories": categories}
     if roles.categories == "index" and not any(numbers):  # nothing but categories
-        return x.astype(np.int32), np.array(numbers), about
-    return x.astype(apart if any(numbers) else np.float32), np.array(numbers), about
+        return x.astype(np.int32), np.array(numbers), metadata
+    return x.astype(apart if any(numbers) else np.float32), np.array(numbers), metadata

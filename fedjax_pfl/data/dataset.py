@@ -53,7 +53,7 @@ class Dataset(NamedTuple):
     normalise: Normalise | None = None
     overlapping: bool = False  # examples of one owner share parts, so that no split may part them
     # What its numbers stand for, as plain data: columns, classes, characters
-    about: Mapping[str, Any] | None = None
+    metadata: Mapping[str, Any] | None = None
 
     def __repr__(self) -> str:
         """Returns one line: the arrays themselves are not printed."""

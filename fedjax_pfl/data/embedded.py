@@ -90,15 +90,15 @@ def _table(name: str, said: str) -> Callable[..., Dataset]:
         whole = getattr(datasets, f"load_{name}")(**more)
         numbers = name == "diabetes"
         y = whole.target.astype(np.float32)[:, None] if numbers else whole.target.astype(np.int32)
-        about = {"input": [str(one) for one in whole.feature_names]}
+        metadata = {"input": [str(one) for one in whole.feature_names]}
         if not numbers:
-            about["classes"] = [str(one) for one in whole.target_names]
+            metadata["classes"] = [str(one) for one in whole.target_names]
         x = whole.data.astype(np.float32)
         by = None
         if normalise != "none":
             by = Normalise(normalise, np.ones(x.shape[1], bool), numbers)
         outputs = 1 if numbers else len(whole.target_names)
-        return kept(Dataset(name, x, y, None, None, outputs, normalise=by, about=about), keep)
+        return kept(Dataset(name, x, y, None, None, outputs, normalise=by, metadata=metadata), keep)
 
     source.__doc__ = f"""{said}
 
@@ -153,7 +153,7 @@ def sensors(
         ys.append(activity)
     x, y = np.concatenate(xs).astype(np.float32), np.concatenate(ys).astype(np.int32)
     names = np.array([f"person {i + 1}" for i in range(owners)])
-    about = {"input": ["along", "up", "across"], "classes": ["rest", "walk", "run"]}
+    metadata = {"input": ["along", "up", "across"], "classes": ["rest", "walk", "run"]}
     whole = Dataset(
         "sensors",
         x,
@@ -164,7 +164,7 @@ def sensors(
         owner_train=np.repeat(np.arange(owners), rows),
         owner_names=names,
         normalise=Normalise("federation", np.ones(3, bool), False),
-        about=about,
+        metadata=metadata,
     )
     return cut(whole, length, stride, 0, 0.3, keep)
 

@@ -150,7 +150,7 @@ def federate(
         owners=owners,
         input_dtype="float32" if dataset.scale is not None or x.dtype.kind == "f" else x.dtype.name,
         positions=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
-        about={**(dataset.about or {}), **normal.about} or None,
+        metadata={**(dataset.metadata or {}), **normal.metadata} or None,
     )
     later = dataset.normalise is not None and dataset.normalise.by == LATER
     checks.check_federated(dataset.name, data, federation, rounded=not later)

@@ -73,7 +73,7 @@ def images(
         owner_train=whose[0],
         owner_test=whose[1],
         owner_names=whose[2],
-        about={"classes": classes},
+        metadata={"classes": classes},
     )
     return kept(whole, keep)
 

@@ -47,13 +47,13 @@ def leaf(
     users, xs, ys = zip(*(_read(name, root / part) for part in ("train", "test")), strict=True)
     first = xs[0][0]
     if isinstance(first, str):
-        x, y, outputs, about = _characters(name, xs, ys, every_position)
+        x, y, outputs, metadata = _characters(name, xs, ys, every_position)
     elif isinstance(first, list) and all(isinstance(field, str) for field in first):
         classes, outputs = _classes(name, ys)
-        x, about = _tweets(name, xs, length, words)
+        x, metadata = _tweets(name, xs, length, words)
         y = [_at_last(rows, own) for rows, own in zip(x, classes, strict=True)]
     else:
-        (y, outputs), x, about = _classes(name, ys), _numbers(name, xs), {}
+        (y, outputs), x, metadata = _classes(name, ys), _numbers(name, xs), {}
     owner, owner_test, names = owned(name, np.array(users[0]), np.array(users[1]))
     whole = Dataset(
         name,
@@ -65,7 +65,7 @@ def leaf(
         owner_train=owner,
         owner_test=owner_test,
         owner_names=names,
-        about=about,
+        metadata=metadata,
     )
     return kept(whole, keep)
 

@@ -14,7 +14,7 @@ class Normalised(NamedTuple):
 
     x: np.ndarray
     y: np.ndarray
-    about: dict[str, Any]  # means and deviations of inputs and of a target, as plain data
+    metadata: dict[str, Any]  # means and deviations of inputs and of a target, as plain data
 
 
 def normalised(
@@ -37,27 +37,27 @@ def normalised(
       trained_on: bool [examples]: its client trains on it.
       active: bool [N]: clients that take part in training.
     """
-    wanted, about = dataset.normalise, dict[str, Any]()
+    wanted, metadata = dataset.normalise, dict[str, Any]()
     if wanted is None or wanted.by == LATER:
-        return Normalised(x, y, about)
+        return Normalised(x, y, metadata)
     joins = trained_on & (client >= 0)
     joins[joins] = active[client[joins]]
     training, every = np.flatnonzero(joins), np.arange(len(x))
     if wanted.targets:
         y, mean, deviation = _standardised(y, np.ones(y.shape[-1], bool), [(every, training)])
-        about |= {"target_mean": mean.tolist(), "target_deviation": deviation.tolist()}
+        metadata |= {"target_mean": mean.tolist(), "target_deviation": deviation.tolist()}
     if not wanted.features.any():
-        return Normalised(x, y, about)
+        return Normalised(x, y, metadata)
     if wanted.by == "federation":
         x, mean, deviation = _standardised(x, wanted.features, [(every, training)])
-        about |= {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
+        metadata |= {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
     else:
         order = np.argsort(client, kind="stable")
         ends = np.searchsorted(client[order], np.arange(len(active) + 1))
         client_rows = [order[a:b] for a, b in itertools.pairwise(ends)]
         groups = [(rows, train) for rows in client_rows if len(train := rows[trained_on[rows]])]
         x, _, _ = _standardised(x, wanted.features, groups)
-    return Normalised(x, y, about)
+    return Normalised(x, y, metadata)
 
 
 def _standardised(

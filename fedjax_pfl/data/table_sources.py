@@ -14,7 +14,7 @@ Tables = tuple[Table, Table | None]
 
 
 def _source(
-    name: str, read: Callable[[str, str], Tables], about: str, test_is: str
+    name: str, read: Callable[[str, str], Tables], summary: str, test_is: str
 ) -> Callable[..., Dataset]:
     """A source of rows; `read` takes the path and the setting `test`, which is what `test_is`."""
 
@@ -36,7 +36,7 @@ def _source(
         roles = Roles(owner, input, label, label_kind, categories, normalise, normalise_label)
         return examples(name, read(path, test), roles, keep)
 
-    source.__doc__ = f"{about}\n{ROLES}  test: {test_is}.\n"
+    source.__doc__ = f"{summary}\n{ROLES}  test: {test_is}.\n"
     return source
 
 

@@ -97,7 +97,7 @@ def next_characters(name: str, texts: Mapping[str, str], length: int) -> Dataset
         tokens,
         owner_train=owner,
         owner_names=np.array(list(texts)),
-        about={"tokens": ["", *vocabulary]},
+        metadata={"tokens": ["", *vocabulary]},
     )
 
 

@@ -89,7 +89,7 @@ def federation_of(description: Mapping[str, Any]) -> Federation:
         validation_counts=np.array([one["validation"] for one in counts]),
         input_dtype=alike["input_dtype"],
         positions=tuple(alike["each"]),
-        about=_normalisation(description),
+        metadata=_normalisation(description),
     )
 
 

@@ -72,11 +72,11 @@ def read(file: NodeFile) -> NodeExamples:
     if summed and wanted is not None:  # by the sums of all nodes, and not rounded before
         dataset = dataset._replace(normalise=wanted._replace(by=LATER))
     arrays, federation, _ = data.federate(dataset, "iid", clients=1, **split)
-    about, more = dataset.about or {}, dict[str, Any]()
-    if "classes" in about:
-        more["classes"] = list(about["classes"])
-    if "input" in about:  # to be compared, and not to be read
-        text = json.dumps([about["input"], about.get("label"), file.words]).encode()
+    metadata, more = dataset.metadata or {}, dict[str, Any]()
+    if "classes" in metadata:
+        more["classes"] = list(metadata["classes"])
+    if "input" in metadata:  # to be compared, and not to be read
+        text = json.dumps([metadata["input"], metadata.get("label"), file.words]).encode()
         more["input"] = hashlib.sha256(text).hexdigest()
     if summed and wanted is not None:
         more |= _sums(arrays, wanted.features, wanted.targets, file.least_rows)

@@ -28,7 +28,7 @@ def stated(
     Args:
       index: a column of text is one feature, its place among the words, instead of one for each.
     """
-    if "tokens" in (dataset.about or {}):
+    if "tokens" in (dataset.metadata or {}):
         raise UsageError(
             f"{dataset.name} is text, whose characters or words each node would number in its own "
             "way; prepare it as whole numbers in an npy or Parquet file"
@@ -39,7 +39,7 @@ def stated(
 def _classified(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
     if dataset.y_train.dtype.kind != "i":  # targets, or labels that are true or false
         return dataset
-    found = (dataset.about or {}).get("classes")
+    found = (dataset.metadata or {}).get("classes")
     if labels is None:
         raise UsageError(
             f'{dataset.name} has classes, and this node\'s file does not state them: add "labels", '
@@ -61,12 +61,12 @@ def _classified(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
             raise UsageError(f"{dataset.name} has label {new.max()}; labels states {outputs}")
         return new
 
-    about = {k: v for k, v in (dataset.about or {}).items() if k != "classes"}
+    metadata = {k: v for k, v in (dataset.metadata or {}).items() if k != "classes"}
     if not isinstance(labels, int):
-        about["classes"] = list(labels)
+        metadata["classes"] = list(labels)
     y_train: Any = renumbered(dataset.y_train)
     y_test = renumbered(dataset.y_test)
-    return dataset._replace(y_train=y_train, y_test=y_test, outputs=outputs, about=about)
+    return dataset._replace(y_train=y_train, y_test=y_test, outputs=outputs, metadata=metadata)
 
 
 def _whole(name: str, words: Sequence[str]) -> np.ndarray:
@@ -94,14 +94,14 @@ class _Part(NamedTuple):
 
 
 def _categorised(dataset: Dataset, stated: Mapping[str, Vocabulary], index: bool) -> Dataset:
-    about = dict(dataset.about or {})
-    found: Mapping[str, Sequence[str]] = about.pop("categories", {})
+    metadata = dict(dataset.metadata or {})
+    found: Mapping[str, Sequence[str]] = metadata.pop("categories", {})
     if extra := sorted(set(stated) - set(found)):
         raise UsageError(f"{dataset.name} has no column of text {extra[0]!r} among its inputs")
     if not found:
         return dataset
     begins = {c if index else f"{c}={words[0]}": c for c, words in found.items()}
-    inputs, parts, at = about["input"], list[_Part](), 0
+    inputs, parts, at = metadata["input"], list[_Part](), 0
     while at < len(inputs):
         column = begins.get(inputs[at])
         if column is None:
@@ -126,7 +126,7 @@ def _categorised(dataset: Dataset, stated: Mapping[str, Vocabulary], index: bool
         x_train=_renumbered(dataset.x_train, parts, index),
         x_test=None if dataset.x_test is None else _renumbered(dataset.x_test, parts, index),
         normalise=normalise,
-        about={**about, "input": [name for part in parts for name in part.names]},
+        metadata={**metadata, "input": [name for part in parts for name in part.names]},
     )
 
 

@@ -163,7 +163,7 @@ def described(experiment: Experiment) -> dict[str, Any]:
 
     It has no entry for examples that a configuration alone says everything of.
     """
-    facts = dict(experiment.federation.about or {})
+    facts = dict(experiment.federation.metadata or {})
     if np.issubdtype(experiment.data.y.dtype, np.floating):
         facts["score_deviation"] = _deviation(experiment.data)
     if data.reads_own_files(experiment.phases[0].config.dataset):

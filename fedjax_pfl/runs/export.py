@@ -200,7 +200,7 @@ def packed(
         "input_dtype": about.federation.input_dtype,
         "each": list(about.federation.positions),
         "outputs": about.federation.outputs,
-        **_constants(about.federation.about or {}, data),
+        **_constants(about.federation.metadata or {}, data),
         "label_map": _as_list(data.label_map),
         "classes": _as_list(data.classes),
     }

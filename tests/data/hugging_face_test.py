@@ -30,7 +30,7 @@ def test_its_folders_are_read(tmp_path):
     for folder in ("saved", "files"):
         one = load(f"hf:{tmp_path / folder}", input="image", owner="who")
         np.testing.assert_array_equal(one.x_train, pictures)
-        assert one.about["classes"] == ["cat", "dog"]
+        assert one.metadata["classes"] == ["cat", "dog"]
         assert one.owner_train.tolist() == [0, 1, 2, 0, 1, 2]
         grid = load(f"hf:{tmp_path / folder}", input="grid")
         np.testing.assert_array_equal(grid.x_train[:, 0, 0], range(6))

@@ -37,8 +37,8 @@ def lists(folder, labels, told=None):
     table = pa.table({"a": [[1, 2]] * len(labels), "label": labels})
     if told:
         features = {"label": {"_type": "ClassLabel", "names": told}}
-        about = json.dumps({"info": {"features": features}})
-        table = table.replace_schema_metadata({"huggingface": about})
+        metadata = json.dumps({"info": {"features": features}})
+        table = table.replace_schema_metadata({"huggingface": metadata})
     parquet.write_table(table, folder / "t.parquet")
     return load(f"parquet:{folder / 't.parquet'}")
 
@@ -77,7 +77,7 @@ def test_labels_that_are_unambiguous_stay(tmp_path):
     codes = csv(tmp_path, ["007", "010", "007"])
     assert (codes.y_train.tolist(), codes.outputs) == ([0, 1, 0], 2)
     large = csv(tmp_path, [str(2**63), str(2**64 - 1), str(2**63)])
-    assert large.about["classes"] == [str(2**63), str(2**64 - 1)]
+    assert large.metadata["classes"] == [str(2**63), str(2**64 - 1)]
     mixed = csv(tmp_path, ["1", "2"], [str(2**64 - 1), str(2**64 - 2)])
     assert mixed.y_test.tolist() == [3, 2]
     prices = csv(tmp_path, ["1", "1.0", "2.5"])  # measurements

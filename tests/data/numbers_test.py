@@ -42,7 +42,7 @@ def test_a_column_of_unix_seconds_keeps_its_values(tmp_path, ending):
     assert data.x.dtype == np.float32
     x, rows = inputs(data)
     assert len(np.unique(x[:, 0])) == len(rows)
-    mean, deviation = (np.array(federation.about[f"input_{k}"]) for k in ("mean", "deviation"))
+    mean, deviation = (np.array(federation.metadata[f"input_{k}"]) for k in ("mean", "deviation"))
     raw = np.sort(x * deviation + mean, 0)
     assert set(np.round(raw[:, 0]).astype(int)) <= set(SECONDS.tolist())
     np.testing.assert_allclose(raw, np.round(2 * raw) / 2, atol=1e-5)
@@ -66,14 +66,13 @@ def test_windows_and_targets_far_from_zero(tmp_path):
     dataset = load(f"windows:{tmp_path / 's.csv'}", label="next", length=2, stride=2)
     data, federation, _ = federate(dataset, "iid", clients=1, split="official")
     own = data.train.rows[0, : data.train.size[0]]
-    about = federation.about
-    step = np.diff(data.x[own][:, :, 0]) * about["input_deviation"][0]
-    np.testing.assert_allclose(step, 1, rtol=1e-5)  # a second
+    facts = federation.metadata
+    x = data.x[own][:, :, 0].astype(np.float64) * facts["input_deviation"][0]
+    np.testing.assert_allclose(np.diff(x), 1, rtol=1e-5)  # a second
+    target = data.y[own, 0].astype(np.float64) * facts["target_deviation"][0]
     np.testing.assert_allclose(
-        data.y[own, 0].astype(np.float64) * about["target_deviation"][0] + about["target_mean"][0],
-        data.x[own, 1, 0].astype(np.float64) * about["input_deviation"][0]
-        + about["input_mean"][0]
-        + 0.5,
+        target + facts["target_mean"][0],
+        x[:, 1] + facts["input_mean"][0] + 0.5,
         rtol=0,
         atol=1e-4,
     )

@@ -26,7 +26,7 @@ def test_speakers_are_clients_and_labels_the_next_characters(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY)
     one = load(f"text:{tmp_path / 'play.txt'}", length=4)
     # 0 is none; the others \n a b c from 1. "abcab\nc" is cut into abca and b\n, shifted by one.
-    assert one.about["tokens"] == ["", "\n", "a", "b", "c"]
+    assert one.metadata["tokens"] == ["", "\n", "a", "b", "c"]
     assert one.owner_names.tolist() == ["All", "First Citizen"]
     np.testing.assert_array_equal(one.x_train, [[3, 0, 0, 0], [2, 3, 4, 2], [3, 1, 0, 0]])
     np.testing.assert_array_equal(one.y_train, [[2, -1, -1, -1], [3, 4, 2, 3], [1, 4, -1, -1]])
@@ -50,7 +50,7 @@ def test_speeches_come_along_and_stay_whole_numbers_when_dealt():
     data, federation, portions = federate(one, "natural", clients=12)
     assert (data.x.dtype, data.y.dtype, data.y.shape[1]) == (np.int32, np.int32, 64)
     assert federation.owners[0] == "CORIOLANUS"
-    assert federation.outputs == len(federation.about["tokens"]) == 61
+    assert federation.outputs == len(federation.metadata["tokens"]) == 61
     assert portions.train.shape == (12, 1)
     half = load("speeches", fraction=0.5)
     assert len(half.owner_names) == 6  # owners with all of theirs
@@ -136,7 +136,7 @@ def test_leafs_characters_and_tweets_are_whole_numbers(tmp_path):
         length=3,
         words=4,
     )
-    assert two.about["tokens"] == ["", "?", "day", "good"]  # the most frequent of training
+    assert two.metadata["tokens"] == ["", "?", "day", "good"]  # the most frequent of training
     assert two.x_train.tolist() == [[3, 3, 2], [1, 2, 0]]
     assert (two.x_test.tolist(), two.outputs) == ([[2, 1, 1]], 2)
     assert two.y_train.tolist() == [[-1, -1, 1], [-1, 0, -1]]  # where a tweet's last word stands
@@ -184,7 +184,7 @@ def test_folders_are_classes_and_owners(tmp_path):
     one = load(folder_of_pictures(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.jpg"), size=2)
     assert (one.x_train.shape, one.y_train.tolist()) == ((3, 2, 2, 3), [0, 1, 1])
     assert one.x_train[1, 0, 0].tolist() == [40, 40, 40]
-    assert one.about == {"classes": ["cat", "dog"]}
+    assert one.metadata == {"classes": ["cat", "dog"]}
     paths = ("train/bo/cat/1.png", "train/al/cat/1.png", "test/al/dog/1.png")
     two = load(folder_of_pictures(tmp_path / "b", *paths), size=2, colour="gray", owner="folder")
     assert two.x_test.shape == (1, 2, 2, 1)
@@ -201,14 +201,14 @@ def test_folders_are_classes_and_owners(tmp_path):
 def test_hidden_folders_are_no_classes(tmp_path):
     paths = ("cat/1.png", "dog/1.png", ".ipynb_checkpoints/1.png", "cat/._1.png")
     one = load(folder_of_pictures(tmp_path, *paths), size=2)
-    assert (one.about["classes"], one.y_train.tolist()) == (["cat", "dog"], [0, 1])
+    assert (one.metadata["classes"], one.y_train.tolist()) == (["cat", "dog"], [0, 1])
 
 
 def test_a_byte_order_mark_is_no_character(tmp_path):
     (tmp_path / "a.txt").write_text("ROMEO:\nhello\n", "utf-8-sig")
     (tmp_path / "b.txt").write_text("ROMEO:\nhello\n", "utf-8")
     one = load(f"text:{tmp_path}", length=4)
-    assert (one.owner_names.tolist(), "\ufeff" in one.about["tokens"]) == (["ROMEO"], False)
+    assert (one.owner_names.tolist(), "\ufeff" in one.metadata["tokens"]) == (["ROMEO"], False)
 
 
 def test_tables_of_scikit_learn_and_what_they_are():
@@ -219,7 +219,7 @@ def test_tables_of_scikit_learn_and_what_they_are():
     assert diabetes.normalise.targets
     assert not load("diabetes", normalise="none").normalise
     data, federation, _ = federate(diabetes, "iid", clients=4)
-    assert 140 < federation.about["target_mean"][0] < 165
+    assert 140 < federation.metadata["target_mean"][0] < 165
     assert abs(data.y.mean()) < 0.1
 
 

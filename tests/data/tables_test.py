@@ -42,7 +42,7 @@ def test_a_csv_becomes_numbers_categories_a_target_and_owners(houses):
     assert (one.x_train.dtype, one.y_train.dtype, one.outputs) == (np.float64, np.float64, 1)
     np.testing.assert_array_equal(one.owner_train, [0, 0, 1, 1, 2])
     assert one.owner_names.tolist() == ["Bern", "Cairo", "Delhi"]
-    assert one.about == {
+    assert one.metadata == {
         "label": "price",
         "input": ["rooms", "age", "kind=flat", "kind=house"],
         "categories": {"kind": ["flat", "house"]},
@@ -53,7 +53,7 @@ def test_a_csv_becomes_numbers_categories_a_target_and_owners(houses):
 def test_text_and_whole_numbers_are_classes_unless_they_are_said_to_be_numbers(houses):
     by_text = load(houses, label="kind", input="rooms")
     assert (by_text.y_train.tolist(), by_text.outputs) == ([0, 1, 0, 1, 0], 2)
-    assert by_text.about["classes"] == ["flat", "house"]
+    assert by_text.metadata["classes"] == ["flat", "house"]
     by_number = load(houses, label="rooms", input="age, kind", categories="index")
     assert by_number.y_train.tolist() == [1, 2, 3, 4, 0]
     assert by_number.x_train[:, 1].tolist() == [0, 1, 0, 1, 0]
@@ -66,7 +66,7 @@ def test_a_file_of_test_examples_shares_the_vocabulary(houses, tmp_path):
     more = tmp_path / "more.csv"
     more.write_text("price;kind;age;rooms;town\n1;barn;2;3;Oslo\n")
     both = load(houses, label="price", test=str(more), owner="town")
-    assert both.about["categories"]["kind"] == ["barn", "flat", "house"]
+    assert both.metadata["categories"]["kind"] == ["barn", "flat", "house"]
     np.testing.assert_array_equal(both.x_test, [[3, 2, 1, 0, 0]])
     assert both.owner_names[both.owner_test[0]] == "Oslo"
 
@@ -77,14 +77,14 @@ def test_numbers_are_normalised_by_training_examples_alone(houses, tmp_path):
     whole = load(path, owner="who", label="y", label_kind="number")
     data, federation, _ = federate(whole, "natural", clients=2, held_out=1, test_fraction=0.5)
     used = data.train.rows[0, : data.train.size[0]]  # of the only client that takes part
-    (mean, _), (deviation, _) = (federation.about[f"input_{k}"] for k in ("mean", "deviation"))
+    (mean, _), (deviation, _) = (federation.metadata[f"input_{k}"] for k in ("mean", "deviation"))
     x = data.x[:, 0].astype(np.float64) * deviation + mean
     np.testing.assert_allclose(x, np.round(x), atol=1e-5)  # whole numbers, as in the file
     own = np.round(x)[used]
     np.testing.assert_allclose([mean, deviation], [own.mean(), own.std()], rtol=1e-12)
     np.testing.assert_array_equal(data.x[:, 1], 0)  # all are 7
     np.testing.assert_allclose(data.y[used].mean(), 0, atol=1e-6)
-    (mean,), (deviation,) = (federation.about[f"target_{k}"] for k in ("mean", "deviation"))
+    (mean,), (deviation,) = (federation.metadata[f"target_{k}"] for k in ("mean", "deviation"))
     y = data.y[:, 0] * deviation + mean
     np.testing.assert_allclose(y, 10 * np.round(x), atol=1e-4)
 
@@ -147,7 +147,7 @@ def test_a_saved_hugging_face_dataset_is_read_without_the_package(tmp_path, monk
     assert (both.x_train.shape, both.x_train.dtype) == ((4, 3, 2, 3), np.uint8)
     assert both.x_train[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
     assert both.x_test[:, 2, 1, 2].tolist() == [20, 30]
-    assert both.about["classes"] == ["cat", "dog"]
+    assert both.metadata["classes"] == ["cat", "dog"]
     assert both.owner_names[both.owner_train].tolist() == ["b", "a", "b", "a"]
     batch = take(
         federate(both, "natural", clients=2, split="official")[0], np.array([3]), np.array([True])
@@ -265,14 +265,14 @@ def test_owners_are_named_as_the_file_spells_them(tmp_path):
 
 def test_codes_that_python_reads_as_numbers_are_text(tmp_path):
     one = load(written(tmp_path / "codes.csv", "code,label\n1_2,a\n12,b\n1_2,a\n"))
-    assert one.about["input"] == ["code=12", "code=1_2"]
+    assert one.metadata["input"] == ["code=12", "code=1_2"]
 
 
 def test_text_of_parquet_loses_spaces_as_cells_of_csv_do(tmp_path):
     table = pa.table({"x": [1, 2, 3], "label": ["cat", "cat ", "dog"], "who": ["b", " b", "a"]})
     parquet.write_table(table, tmp_path / "t.parquet")
     one = load(f"parquet:{tmp_path / 't.parquet'}", owner="who")
-    assert one.about["classes"] == ["cat", "dog"]
+    assert one.metadata["classes"] == ["cat", "dog"]
     assert one.owner_names.tolist() == ["a", "b"]
 
 
@@ -298,7 +298,7 @@ def test_classes_that_go_in_are_categories_and_name_owners(tmp_path):
     parquet.write_table(classes_of("pet", ["dog", "cat"], [0, 1]), tmp_path / "pets.parquet")
     at = f"parquet:{tmp_path / 'pets.parquet'}"
     one = load(at, label="y", input="pet")
-    assert one.about["input"] == ["pet=cat", "pet=dog"]
+    assert one.metadata["input"] == ["pet=cat", "pet=dog"]
     assert one.x_train.tolist() == [[0, 1], [1, 0]]
     assert load(at, label="y", owner="pet").owner_names.tolist() == ["cat", "dog"]
 

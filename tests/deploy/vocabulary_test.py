@@ -35,7 +35,7 @@ def test_classes_and_words_are_numbered_as_they_are_stated(tmp_path: Path):
     assert (made.y_train.tolist(), made.outputs) == ([1, 0, 1, 0], 3)
     assert made.normalise.features.tolist() == [False] * 4 + [True] + [False] * 2
     names = ["city=Paris", "city=Oslo", "city=Rome", "city=Bern", "age", "kind=b", "kind=a"]
-    assert made.about == {"label": "label", "input": names, "classes": ["no", "yes", "maybe"]}
+    assert made.metadata == {"label": "label", "input": names, "classes": ["no", "yes", "maybe"]}
 
 
 def test_an_index_is_the_place_among_the_stated_words(tmp_path: Path):
@@ -43,7 +43,7 @@ def test_an_index_is_the_place_among_the_stated_words(tmp_path: Path):
     made = vocabulary.stated(loaded(tmp_path, categories="index"), ["no", "yes"], words, True)
     np.testing.assert_array_equal(made.x_train, [[3, 1, 1], [2, 2, 0], [3, 3, 0], [1, 4, 1]])
     assert made.normalise.features.tolist() == [False, True, False]
-    assert made.about["input"] == ["city", "age", "kind"]
+    assert made.metadata["input"] == ["city", "age", "kind"]
 
 
 def test_hashed_words_leave_nothing_but_their_place(tmp_path: Path):
@@ -52,13 +52,14 @@ def test_hashed_words_leave_nothing_but_their_place(tmp_path: Path):
     for row, city in zip(made.x_train, ["Bern", "Rome", "Bern", "Oslo"], strict=True):
         place = int(hashlib.sha256(city.encode()).hexdigest()[:16], 16) % 5
         assert row[:5].tolist() == np.eye(5)[place].tolist()
-    assert made.about["input"][:6] == [*(f"city#{i}" for i in range(5)), "age"]
+    assert made.metadata["input"][:6] == [*(f"city#{i}" for i in range(5)), "age"]
 
 
 def test_labels_that_are_whole_numbers_keep_their_values(tmp_path: Path):
     rows = "age,label\n1,7\n2,3\n3,7\n"
     made = vocabulary.stated(loaded(tmp_path, rows), 9, {}, False)
-    assert (made.y_train.tolist(), made.outputs, "classes" in made.about) == ([7, 3, 7], 9, False)
+    assert (made.y_train.tolist(), made.outputs) == ([7, 3, 7], 9)
+    assert "classes" not in made.metadata
     with pytest.raises(UsageError, match="has label 7; labels states 7"):
         vocabulary.stated(loaded(tmp_path, rows), 7, {}, False)
 
