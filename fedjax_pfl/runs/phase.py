@@ -27,6 +27,7 @@ from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan, sweep
 from fedjax_pfl.simulation.execution_plan import Plan
 from fedjax_pfl.simulation.on_device import DeviceProgram
+from fedjax_pfl.simulation.programs import make_program
 from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled, round_functions
 from fedjax_pfl.simulation.streamed import StreamedProgram
@@ -131,18 +132,21 @@ class Phase(NamedTuple):
     store: str = "device"  # where examples and state are kept
 
     def program(self, folder: Path | None) -> DeviceProgram | StreamedProgram:
-        """Its rounds with the examples, as a run goes through them.
+        """Returns the compiled rounds with the examples, as a run calls them.
 
-        folder: where what does not fit into memory may lie.
+        Args:
+          folder: Folder for data that does not fit into memory.
         """
-        inputs, store = self.inputs, self.store
-        if store == "device":
-            return DeviceProgram(self.rounds, self.points, inputs.arrays)
-        plain = inputs.plain(self.plan.chunk, by_client=store == "sharded")(self.algorithm)
-        if store == "sharded":
-            return DeviceProgram(compiled(plain), self.points, inputs.arrays)
-        return StreamedProgram(
-            plain, self.points, inputs.arrays, inputs.mesh, end=self.end, store=store, folder=folder
+        if self.store == "device":  # also for sweeps
+            return DeviceProgram(self.rounds, self.points, self.inputs.arrays)
+        make = self.inputs.plain(self.plan.chunk, by_client=self.store == "sharded")
+        return make_program(
+            make(self.algorithm),
+            self.points,
+            self.inputs.arrays,
+            store=self.store,
+            folder=folder,
+            end=self.end,
         )
 
     @property

@@ -26,10 +26,9 @@ from fedjax_pfl.core.task import Task
 from fedjax_pfl.core.trees import row
 from fedjax_pfl.simulation import execution_plan, metrics, records
 from fedjax_pfl.simulation.on_device import DeviceProgram
-from fedjax_pfl.simulation.rounds import compiled, round_functions
+from fedjax_pfl.simulation.programs import OFF_DEVICE, STORES, make_program
+from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.simulation.streamed import StreamedProgram
-
-STORES = ("device", "sharded", "host", "disk")
 
 
 class RoundLog(NamedTuple):
@@ -186,22 +185,17 @@ class Simulation:
         return member.personalize(state._replace(clients=()), row(client_states, client), ctx)
 
     def _program(self, rounds: int) -> DeviceProgram | StreamedProgram:
-        """Returns the program that runs up to so many rounds in one call, made at first use."""
-        if self._store in ("host", "disk"):
-            rounds = 1  # one round per call in any case
+        """Returns the program for up to `rounds` rounds in one call, made at its first use."""
+        if self._store in OFF_DEVICE:
+            rounds = 1  # such programs run one round per call
         if rounds not in self._programs:
-            plain = round_functions(
-                self.method, self.federation, max_rounds=rounds, **self._settings
+            self._programs[rounds] = make_program(
+                round_functions(self.method, self.federation, max_rounds=rounds, **self._settings),
+                self._key,
+                self.examples,
+                store=self._store,
+                folder=self._folder,
             )
-            mesh = self._settings["mesh"]
-            if self._store in ("host", "disk"):
-                self._programs[rounds] = StreamedProgram(
-                    plain, self._key, self.examples, mesh, store=self._store, folder=self._folder
-                )
-            else:
-                self._programs[rounds] = DeviceProgram(
-                    compiled(plain, mesh), self._key, self.examples
-                )
         return self._programs[rounds]
 
 

@@ -1,0 +1,38 @@
+"""Programs of a run: where its state and its examples are stored, and how rounds reach them."""
+
+from pathlib import Path
+from typing import Any
+
+from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.simulation.on_device import DeviceProgram
+from fedjax_pfl.simulation.records import RoundFunctions
+from fedjax_pfl.simulation.rounds import compiled
+from fedjax_pfl.simulation.streamed import StreamedProgram
+
+STORES = ("device", "sharded", "host", "disk")
+OFF_DEVICE = ("host", "disk")
+
+
+def make_program(
+    functions: RoundFunctions,
+    key: Any,
+    data: FederatedData,
+    *,
+    store: str = "device",
+    folder: Path | None = None,
+    end: int | None = None,
+) -> DeviceProgram | StreamedProgram:
+    """Returns the program of one run.
+
+    Args:
+      functions: The rounds; with store="sharded" made with `by_client=True`.
+      key: The run's key.
+      data: Examples of all clients.
+      store: One of `STORES`.
+      folder: Folder for store="disk". Default: a temporary one.
+      end: The round after the last one, for which nothing is prefetched. Default: none.
+    """
+    mesh = functions.spec.mesh
+    if store in OFF_DEVICE:
+        return StreamedProgram(functions, key, data, mesh, end=end, store=store, folder=folder)
+    return DeviceProgram(compiled(functions, mesh), key, data)
