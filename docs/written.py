@@ -3,7 +3,7 @@
 A page holds <!-- begin MARK WORD ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ...,
 facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE, libraries FILE, accuracies FILE,
-leaderboard COLUMN, stress, federation, summary and cells TABLE COLUMN,... ROW ....
+leaderboard COLUMN, stress, summary and cells TABLE COLUMN,... ROW ....
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
 
@@ -184,7 +184,7 @@ def leaderboard(name: str) -> str:
 
 
 def stress() -> str:
-    """What was done to runs, and what became of them."""
+    """Returns the table of faults and of the runs that survived them."""
     whole = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
     rows = [
         [kind, str(tried), str(survived), str(lost), part["date"], note]
@@ -193,23 +193,6 @@ def stress() -> str:
     ]
     heads = ["tried", "survived", "lost", "measured", "note"]
     return text_tables.markdown([text_tables.Table("", heads, rows)])
-
-
-def federation() -> str:
-    """What was done to the processes of a federation, and what became of it."""
-    whole = json.loads((HERE.parent / "tests" / "stress" / "federation.json").read_text())
-    found: dict[str, list[tuple[bool, float]]] = {}
-    for run in whole:
-        for kind, wrong, seconds in run["tried"]:
-            found.setdefault(kind, []).append((wrong == "", seconds))
-    rows = []
-    for kind, each in found.items():
-        good, longest = sum(fine for fine, _ in each), max(seconds for _, seconds in each)
-        shown = f"{longest:.0f}" if longest else ""
-        rows.append([kind, str(len(each)), str(good), str(len(each) - good), shown])
-    heads = ["tried", "survived", "lost", "seconds to the next round, at most"]
-    dates = ", ".join(sorted({run["date"] for run in whole}))
-    return f"{text_tables.markdown([text_tables.Table('', heads, rows)])}\n\nMeasured on {dates}."
 
 
 def summary() -> str:
@@ -245,7 +228,6 @@ MARKS: dict[str, Callable[..., str]] = {
     "accuracies": accuracies,
     "leaderboard": leaderboard,
     "stress": stress,
-    "federation": federation,
     "summary": summary,
     "cells": cells,
 }

@@ -1,7 +1,6 @@
 """SIGKILL anywhere in rounds and saves, again and again.
 
 python -m tests.stress.kills --kills=100 --store=disk
-python -m tests.stress --only=each   every algorithm once, in a run of its own
 
 Nothing may be unrestorable, at most one evaluation's interval may have to be computed again, and
 what comes out in the end is what an undisturbed run gives, bit for bit.
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl import algorithms
 from tests.stress.common import (
     CONFIG,
     EVERY,
@@ -27,8 +25,6 @@ from tests.stress.common import (
     scratch,
     undisturbed,
 )
-
-NAMES = tuple(sorted(algorithms.METHODS))
 
 
 def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> list[Row]:
@@ -68,22 +64,6 @@ def kills(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> 
     return [
         Row(f"SIGKILL{of_store(config)}", done, done - bad, bad, f"{note}; {different} runs differ")
     ]
-
-
-def each(number: int = 1, seed: int = 0, names: tuple[str, ...] = NAMES) -> list[Row]:
-    """So many kills of every algorithm; a row for all of them."""
-    rows = []
-    with scratch():
-        for name in names:
-            own: dict[str, Any] = {"algorithm": name, "fedfomo": {"peers": 2}}
-            if name == "fedbn":  # it asks for normalisation
-                own |= {"model": "small", "small": {"kernels": (2, 4), "batch_norm": True}}
-            rows += kills(number, seed, {**CONFIG, "rounds": 8, **own})
-    bad = [f"{name}: {row.note}" for name, row in zip(names, rows, strict=True) if row.lost]
-    tried = sum(row.tried for row in rows)
-    lost = sum(row.lost for row in rows)
-    note = bad[0] if bad else f"{number} each, {len(names)} algorithms; no run differs"
-    return [Row("SIGKILL, every algorithm", tried, tried - lost, lost, note)]
 
 
 if __name__ == "__main__":
