@@ -15,12 +15,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments import agree, benchmark
-from experiments.outside import scored
+from experiments.libraries import kernels, layouts, rivals, scored, turns
 from experiments.papers import agreement
 from experiments.papers import table as common
 from experiments.papers.table import cell
 from experiments.papers.tables import TABLES
-from experiments.speed import kernels, layouts, rivals, turns
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.settings import configuration, listing

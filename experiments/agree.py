@@ -24,10 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from absl import flags
 
-from experiments.outside import judged, ours, scored
-from experiments.outside.methods import METHODS, Theirs
-from experiments.speed import rivals
-from experiments.speed.rivals import Child, Gone
+from experiments.libraries import judged, ours, rivals, scored
+from experiments.libraries.methods import METHODS, Theirs
+from experiments.libraries.rivals import Child, Gone
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables

@@ -30,8 +30,8 @@ from typing import Any
 import jax
 from absl import flags
 
-from experiments.speed import device_list, kernels, layouts, picture, rivals, turns, work
-from experiments.speed.rivals import Child, Gone
+from experiments.libraries import device_list, kernels, layouts, picture, rivals, turns, work
+from experiments.libraries.rivals import Child, Gone
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables

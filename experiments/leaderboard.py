@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict
 
-from experiments.speed import rivals
+from experiments.libraries import rivals
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError

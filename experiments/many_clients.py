@@ -28,9 +28,9 @@ import jax
 import numpy as np
 from absl import flags
 
-from experiments.speed import rivals
-from experiments.speed.rivals import Child, Gone
-from experiments.speed.work import Work, parameters
+from experiments.libraries import rivals
+from experiments.libraries.rivals import Child, Gone
+from experiments.libraries.work import Work, parameters
 from fedjax_pfl.cli.command import run_script
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Federation

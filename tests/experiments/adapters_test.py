@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from experiments import many_clients
-from experiments.speed import rivals, work
-from experiments.speed.rivals import Child, Gone
-from experiments.speed.work import Work
+from experiments.libraries import rivals, work
+from experiments.libraries.rivals import Child, Gone
+from experiments.libraries.work import Work
 from fedjax_pfl.networks import MODELS
 
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from experiments import agree
-from experiments.outside import judged, ours
-from experiments.outside.methods import METHODS, Theirs
-from experiments.speed import rivals
+from experiments.libraries import judged, ours, rivals
+from experiments.libraries.methods import METHODS, Theirs
 
 # FedAvg by NumPy; its `faster` is how much faster than the others the second client trains.
 STAND_IN = """

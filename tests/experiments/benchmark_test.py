@@ -14,9 +14,9 @@ import jax
 import pytest
 
 from experiments import benchmark
-from experiments.speed import layouts, rivals, work
-from experiments.speed.rivals import Child, Gone
-from experiments.speed.work import Work
+from experiments.libraries import layouts, rivals, work
+from experiments.libraries.rivals import Child, Gone
+from experiments.libraries.work import Work
 from fedjax_pfl.core import local_training
 from fedjax_pfl.networks import MLP, DropoutCNN, LeNet, ResNet9
 from tests.commands import message

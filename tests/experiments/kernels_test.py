@@ -3,7 +3,7 @@
 import pytest
 
 from experiments import benchmark
-from experiments.speed import device_list, kernels, work
+from experiments.libraries import device_list, kernels, work
 from fedjax_pfl.core.errors import UsageError
 
 

@@ -4,8 +4,8 @@ import types
 
 import jax
 
-from experiments.speed import layouts
-from experiments.speed.layouts import Layout, Size
+from experiments.libraries import layouts
+from experiments.libraries.layouts import Layout, Size
 from fedjax_pfl.settings.general import ROWS
 
 SIZE = Size(clients=20, steps=2)

@@ -10,7 +10,7 @@ import pytest
 from absl import flags
 
 from experiments import many_clients
-from experiments.speed.rivals import Gone
+from experiments.libraries.rivals import Gone
 from fedjax_pfl.simulation.streamed import cohort_data
 
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from experiments import agree
-from experiments.outside import scored
-from experiments.outside.methods import METHODS, Theirs
+from experiments.libraries import scored
+from experiments.libraries.methods import METHODS, Theirs
 from fedjax_pfl.core.errors import UsageError
 
 RESULTS = Path(__file__).parents[2] / "experiments" / "results" / "accuracies.json"

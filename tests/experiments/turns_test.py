@@ -2,9 +2,9 @@
 
 import pytest
 
-from experiments.speed import picture, rivals, turns
-from experiments.speed.rivals import Gone
-from experiments.speed.turns import Turn
+from experiments.libraries import picture, rivals, turns
+from experiments.libraries.rivals import Gone
+from experiments.libraries.turns import Turn
 from fedjax_pfl.report import text_tables
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.speed import work
+from experiments.libraries import work
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.settings.general import ROWS
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.speed.rivals import Gone
+from experiments.libraries.rivals import Gone
 from fedjax_pfl.report.text_tables import Table
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from experiments.speed import work
+from experiments.libraries import work
 from fedjax_pfl.report.text_tables import Table
 
 # Events that only contain others, on CPU threads.

@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.outside import ours
-from experiments.outside.methods import EPOCHS, METHODS
-from experiments.outside.ours import CLASSES, Arrays, Net
-from experiments.speed import rivals
+from experiments.libraries import ours, rivals
+from experiments.libraries.methods import EPOCHS, METHODS
+from experiments.libraries.ours import CLASSES, Arrays, Net
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.scores import ACCURACY
 from fedjax_pfl.report import text_tables

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.outside.methods import EPOCHS, METHODS
+from experiments.libraries.methods import EPOCHS, METHODS
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, task, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, State

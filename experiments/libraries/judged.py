@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.outside.methods import Theirs
+from experiments.libraries.methods import Theirs
 
 # Below this share of what training has moved, two are the same: float32 in another order of sums.
 SAME = 1e-4
