@@ -1,24 +1,23 @@
-"""Whole numbers that add up: the integer arithmetic under every partition."""
+"""Integer arithmetic of partitions: counts of examples that add up exactly."""
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 
 Ints = np.ndarray
-_TINY = 1e-12  # keeps a class drawable whose Dirichlet weight has underflowed to zero
-T = TypeVar("T")
+_TINY = 1e-12  # keeps a class selectable if its Dirichlet weight has underflowed to zero
 
 
-def deal(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
-    """Realise a counts matrix on labelled examples, at random and without replacement.
+def assign_examples(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
+    """Assigns labelled examples to clients at random, without replacement.
 
     Args:
       labels: int [examples].
       counts: int [N, C]; column sums are at most the number of examples of that class.
+      rng: Chooses the examples.
 
     Returns:
-      int32 [examples]: the client that holds each example, -1 where nobody does.
+      int32 [examples]: the client that holds each example, -1 for an unused example.
     """
     client = np.full(len(labels), -1, np.int32)
     ids = np.arange(len(counts), dtype=np.int32)
@@ -28,119 +27,140 @@ def deal(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
     return client
 
 
-def cut(shares: np.ndarray, total: Ints) -> Ints:
-    """Turn shares into counts by rounding the cumulative boundaries, so that nothing is lost.
+def round_shares(shares: np.ndarray, totals: Ints) -> Ints:
+    """Converts shares to counts by rounding cumulative sums; no example is lost.
 
     Args:
-      shares: float [N, C], columns that sum to at most one.
-      total: int [C].
+      shares: float [N, C]; each column sums to at most 1.
+      totals: int [C].
 
     Returns:
-      int [N, C]; a column whose shares sum to one adds up to exactly its total.
+      int [N, C]; a column whose shares sum to 1 adds up to exactly its total.
     """
-    bounds = np.rint(np.minimum(np.cumsum(shares, 0), 1.0) * total).astype(np.int64)
+    bounds = np.rint(np.minimum(np.cumsum(shares, 0), 1.0) * totals).astype(np.int64)
     return np.diff(bounds, axis=0, prepend=0)
 
 
-def same_shares(counts: Ints, of: Ints, total: Ints) -> Ints:
-    """What clients get of `total` when they hold `counts` of `of`; exact integer boundaries.
+def scale_counts(counts: Ints, totals: Ints, new_totals: Ints) -> Ints:
+    """Scales counts from one total to another in exact integer arithmetic.
 
     Args:
-      counts: int [N, C], column sums at most `of`.
-      of, total: int [C].
+      counts: int [N, C]; column sums are at most `totals`.
+      totals: int [C].
+      new_totals: int [C].
 
     Returns:
-      int [N, C]; where a column of `counts` adds up to `of`, the result adds up to `total`.
+      int [N, C]; a column of `counts` that adds up to `totals` adds up to `new_totals`.
     """
-    bounds = np.cumsum(counts, 0, dtype=np.int64) * total // np.maximum(of, 1)
+    bounds = np.cumsum(counts, 0, dtype=np.int64) * new_totals // np.maximum(totals, 1)
     return np.diff(bounds, axis=0, prepend=0)
 
 
-def proportional(weights: np.ndarray, total: int) -> Ints:
-    """Whole numbers [C] in proportion to `weights`, adding up to `total`: largest remainders."""
+def largest_remainder(weights: np.ndarray, total: int) -> Ints:
+    """Splits `total` in proportion to `weights` [C] by largest remainders. Returns int [C]."""
     exact = weights * (total / weights.sum())
-    whole = np.floor(exact).astype(np.int64)
-    short = total - int(whole.sum())
-    whole[np.argsort(whole - exact, kind="stable")[:short]] += 1
-    return whole
+    counts = np.floor(exact).astype(np.int64)
+    missing = total - int(counts.sum())
+    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
+    return counts
 
 
-def round_robin(total: Ints, clients: int) -> Ints:
-    """Deal the examples, sorted by class, one by one to the clients in turn.
+def round_robin(totals: Ints, clients: int) -> Ints:
+    """Deals examples, sorted by class, to the clients in turn.
 
-    Sizes differ by at most one between clients, and so do the counts of every class.
+    Sizes of clients differ by at most one, and so do the counts of every class.
+
+    Args:
+      totals: int [C], examples of each class.
+      clients: Number of clients N.
+
+    Returns:
+      int [N, C].
     """
-    ends = np.concatenate([[0], np.cumsum(total)])
-    up_to = (ends[None, :] - np.arange(clients)[:, None] + clients - 1) // clients
-    return np.diff(up_to, axis=1)
+    ends = np.concatenate([[0], np.cumsum(totals)])
+    dealt = (ends[None, :] - np.arange(clients)[:, None] + clients - 1) // clients
+    return np.diff(dealt, axis=1)
 
 
-def fits(capacity: Ints, clients: int, picks: int) -> bool:
-    """Whether every client can pick that many distinct classes, each class `capacity` times."""
+def can_pick(capacity: Ints, clients: int, picks: int) -> bool:
+    """Returns True if each client can pick `picks` classes within the `capacity` [C] of classes."""
     return int(np.clip(capacity, 0, clients).sum()) >= clients * picks
 
 
-def pick(capacity: Ints, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
-    """Random distinct classes for each client, no class more often than its capacity.
+def pick_classes(capacity: Ints, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
+    """Picks random distinct classes for each client, no class more often than its capacity.
 
-    Succeeds whenever `fits` says so. Choices are uniform until a class must be taken or spared:
-    with r clients to go, a class that can serve all r of them costs nothing, and of the others a
-    client may take only as many as leave enough for those who follow.
+    Succeeds if `can_pick` is True. Picks are uniform until a class must be taken or spared. While r
+    clients remain, a class with capacity r or more is never scarce. Of the scarce classes a client
+    takes only those that leave enough for the others.
+
+    Args:
+      capacity: int [C], how often each class may be picked.
+      clients: Number of clients N.
+      picks: Number of classes of each client.
+      rng: Chooses the classes.
 
     Returns:
       int [N, picks].
     """
     left = np.array(capacity)
-    chosen = np.zeros((clients, picks), np.int64)
+    classes = np.zeros((clients, picks), np.int64)
     for r in range(clients, 0, -1):
         order = rng.permutation(np.flatnonzero(left > 0))
         scarce = left[order] < r
         spare = int(np.minimum(left, r).sum()) - int((left >= r).sum()) - (r - 1) * picks
         allowed = ~scarce | (np.cumsum(scarce) <= spare)
-        taken = order[allowed][:picks]
-        left[taken] -= 1
-        chosen[r - 1] = taken
-    return chosen[rng.permutation(clients)]
+        row = order[allowed][:picks]
+        left[row] -= 1
+        classes[r - 1] = row
+    return classes[rng.permutation(clients)]
 
 
-def least_used(classes: int, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
-    """Distinct classes for each client, always from those that were picked least so far.
+def pick_least_used(classes: int, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
+    """Picks distinct classes for each client, always among those picked least so far.
+
+    Args:
+      classes: Number of classes C.
+      clients: Number of clients N.
+      picks: Number of classes of each client.
+      rng: Breaks ties.
 
     Returns:
-      int [N, picks]; classes are used equally often, give or take one.
+      int [N, picks]; numbers of uses of two classes differ by at most one.
     """
     used = np.zeros(classes, np.int64)
-    chosen = np.zeros((clients, picks), np.int64)
-    for row in chosen:
-        # Random among equals: a lexical sort by (times used, noise).
-        row[:] = np.lexsort((rng.random(classes), used))[:picks]
+    result = np.zeros((clients, picks), np.int64)
+    for row in result:
+        row[:] = np.lexsort((rng.random(classes), used))[:picks]  # by uses, ties at random
         used[row] += 1
-    return chosen
+    return result
 
 
-def draw(
-    remaining: Ints,
+def sample_counts(
+    available: Ints,
     size: int,
     weights: Callable[[np.ndarray], np.ndarray],
     rng: np.random.Generator,
 ) -> Ints:
-    """Draw one client's examples without replacement, by class weights.
+    """Samples one client's examples by class weights, without replacement.
 
     Args:
-      remaining: int [C], how many are left; at least `size` in all.
-      weights: from bool [C], the classes that are not used up, to float [C], their weights.
+      available: int [C], examples left of each class; at least `size` in total.
+      size: Number of examples of the client.
+      weights: Maps bool [C], True for classes with examples left, to class weights, float [C].
+      rng: Samples the classes.
 
     Returns:
-      int [C], adding up to `size`. Draws from a class that is used up are drawn again.
+      int [C] that adds up to `size`. Samples beyond the last example of a class are repeated.
     """
-    taken = np.zeros_like(remaining)
-    while (short := size - int(taken.sum())) > 0:
-        alive = taken < remaining
-        w = np.where(alive, weights(alive) + _TINY, 0.0)
-        taken = np.minimum(taken + rng.multinomial(short, w / w.sum()), remaining)
-    return taken
+    counts = np.zeros_like(available)
+    while (missing := size - int(counts.sum())) > 0:
+        has_examples = counts < available
+        w = np.where(has_examples, weights(has_examples) + _TINY, 0.0)
+        counts = np.minimum(counts + rng.multinomial(missing, w / w.sum()), available)
+    return counts
 
 
-def largest(ok: Callable[[int], bool], high: int) -> int:
-    """The largest n in 1..high for which `ok(n)`, 0 where there is none."""
-    return next((n for n in range(high, 0, -1) if ok(n)), 0)
+def largest_valid(is_valid: Callable[[int], bool], high: int) -> int:
+    """Returns the largest n in 1..high with `is_valid(n)`, or 0 if there is none."""
+    return next((n for n in range(high, 0, -1) if is_valid(n)), 0)

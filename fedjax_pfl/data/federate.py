@@ -98,11 +98,11 @@ def federate(
             named = "" if str(error).startswith("partition ") else f"partition {partition}: "
             raise UsageError(f"{named}{error}") from None
         client = np.full(len(labels), -1, np.int32)
-        client[ours] = apportion.deal(labels[ours], counts, dealing)
+        client[ours] = apportion.assign_examples(labels[ours], counts, dealing)
         for p in (_VALIDATION, _TEST) if split == "official" else ():
             rows = np.flatnonzero(part == p)
-            share = apportion.same_shares(counts, pool(ours).available, pool(rows).available)
-            client[rows] = apportion.deal(labels[rows], share, dealing)
+            share = apportion.scale_counts(counts, pool(ours).available, pool(rows).available)
+            client[rows] = apportion.assign_examples(labels[rows], share, dealing)
     if split == "pooled":
         part = _split_clients(client, clients, test_fraction, validation_fraction, dealing)
 

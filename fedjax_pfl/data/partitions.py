@@ -1,8 +1,8 @@
-"""How examples are spread over clients: each partition is a matrix of counts.
+"""Partitions, which divide examples among clients.
 
-A partition maps (pool, rng) and keyword-only settings to counts, int [N, C]: how many examples of
-each class each client gets. `apportion.deal` then picks the examples. Only `natural` differs: there
-the owner of an example decides.
+A partition maps a pool, a random generator and keyword-only settings to counts, int [N, C]: the
+number of examples of each class that each client gets. `apportion.assign_examples` then picks the
+examples. `natural` differs: it assigns an example to the client of its owner.
 """
 
 import inspect
@@ -14,51 +14,58 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import apportion
 from fedjax_pfl.data.mixtures import clusters, dirichlet, dirichlet_classes, pachinko
-from fedjax_pfl.data.pool import Pool, between, class_lists, client_size, need, superclasses
+from fedjax_pfl.data.pool import (
+    Pool,
+    check_class_lists,
+    client_size,
+    require,
+    require_between,
+    superclasses,
+)
 
 # Factorized-FL's five groups of ten CIFAR-100 classes, as pairs of superclasses in their official
 # (alphabetical) numbering: household devices and furniture; food containers, fruit and vegetables;
-# trees and flowers; vehicles 1 and 2; and two superclasses of animals, which the paper does not
-# name: large carnivores, large omnivores and herbivores.
+# trees and flowers; vehicles 1 and 2; and two superclasses of animals. The paper does not name the
+# latter; we use large carnivores, and large omnivores and herbivores.
 CIFAR100_DOMAINS = ((5, 6), (3, 4), (17, 2), (18, 19), (8, 11))
 
 
 def iid(pool: Pool, rng: np.random.Generator, *, examples: int | None = None) -> np.ndarray:
-    """Every client gets the same number of each class, give or take one.
+    """Gives every client the same number of examples of each class, plus or minus one.
 
     Args:
-      examples: per client; unset: all are dealt.
+      examples: Examples per client. Unset: all are used.
     """
-    del rng  # which examples a client gets is drawn in `deal`
+    del rng  # `assign_examples` samples the examples of a client
     if examples is None:
         client_size(pool, None)
         return apportion.round_robin(pool.available, pool.clients)
     total = client_size(pool, examples) * pool.clients
-    return apportion.round_robin(apportion.proportional(pool.available, total), pool.clients)
+    return apportion.round_robin(apportion.largest_remainder(pool.available, total), pool.clients)
 
 
-def _spread(chosen: np.ndarray, classes: int, base: int, extra: int) -> np.ndarray:
-    """counts [N, C]: `base` of every picked class, and one more of the first `extra` picks."""
-    counts = np.zeros((len(chosen), classes), np.int64)
-    amounts = base + (np.arange(chosen.shape[1]) < extra)
-    np.put_along_axis(counts, chosen, np.broadcast_to(amounts, chosen.shape), 1)
+def _counts_of(picks: np.ndarray, classes: int, base: int, extra: int) -> np.ndarray:
+    """Returns counts [N, C]: `base` for every picked class, plus 1 for the first `extra` picks."""
+    counts = np.zeros((len(picks), classes), np.int64)
+    sizes = base + (np.arange(picks.shape[1]) < extra)
+    np.put_along_axis(counts, picks, np.broadcast_to(sizes, picks.shape), 1)
     return counts
 
 
 def classes(
     pool: Pool, rng: np.random.Generator, *, per_client: int = 4, examples: int = 600
 ) -> np.ndarray:
-    """Each client gets `per_client` random classes, equally many examples of each.
+    """Gives each client `per_client` random classes with equally many examples of each.
 
     References: pFedLA's non-IID.1 (4 of 10 classes, 12 of 100).
-    Deviations: the paper leaves the number of examples open; it is a setting.
+    Deviations: the paper does not state the number of examples; it is a setting.
 
     Args:
-      per_client: how many classes a client has.
-      examples: per client.
+      per_client: Number of classes per client.
+      examples: Examples per client.
     """
-    between("per_client", per_client, 1, pool.classes, "the number of classes")
-    need(
+    require_between("per_client", per_client, 1, pool.classes, "the number of classes")
+    require(
         examples >= per_client,
         f"examples={examples} gives no example of some class: use at least {per_client}",
     )
@@ -66,28 +73,25 @@ def classes(
     def capacity(size: int) -> np.ndarray:
         return pool.available // -(-size // per_client)
 
-    def ok(size: int, clients: int = pool.clients) -> bool:
-        return apportion.fits(capacity(size), clients, per_client)
+    def fits(size: int, clients: int = pool.clients) -> bool:
+        return apportion.can_pick(capacity(size), clients, per_client)
 
-    if not ok(examples):
+    if not fits(examples):
         most = min(examples, pool.total // pool.clients) // per_client
-        slot = apportion.largest(lambda n: ok(n * per_client), most)
-        if slot:
-            advice = f"the largest `examples` that fits is {slot * per_client}"
+        per_class = apportion.largest_valid(lambda n: fits(n * per_client), most)
+        if per_class:
+            advice = f"the largest `examples` that fits is {per_class * per_client}"
+        elif most := apportion.largest_valid(lambda n: fits(per_client, n), pool.clients):
+            advice = f"one example of each class does not fit either; use at most {most} clients"
         else:
-            most = apportion.largest(lambda n: ok(per_client, n), pool.clients)
-            held = int((pool.available > 0).sum())
-            advice = (
-                f"not even one of each does; use at most {most} clients"
-                if most
-                else f"only {held} classes have examples; use at most that for per_client"
-            )
+            nonempty = int((pool.available > 0).sum())
+            advice = f"only {nonempty} classes have examples; use at most that for per_client"
         raise UsageError(
             f"{pool.clients} clients x {per_client} classes x {examples} examples do not fit into "
             f"{pool.total:,} examples of {pool.classes} classes: {advice}"
         )
-    chosen = apportion.pick(capacity(examples), pool.clients, per_client, rng)
-    return _spread(chosen, pool.classes, *divmod(examples, per_client))
+    picks = apportion.pick_classes(capacity(examples), pool.clients, per_client, rng)
+    return _counts_of(picks, pool.classes, *divmod(examples, per_client))
 
 
 def listed(
@@ -97,28 +101,30 @@ def listed(
     classes: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3)),
     examples: int = 600,
 ) -> np.ndarray:
-    """Each client has the classes that are listed for it, equally many examples of each.
+    """Gives each client the classes listed for it, with equally many examples of each.
 
     Args:
-      classes: one list per client; the lists start over where there are more clients.
-      examples: per client.
+      classes: One list of classes per client; the lists repeat if there are more clients.
+      examples: Examples per client.
     """
-    lists = class_lists("listed.classes", classes, pool.classes)
+    del rng
+    lists = check_class_lists("listed.classes", classes, pool.classes)
     counts = np.zeros((pool.clients, pool.classes), np.int64)
     for i in range(pool.clients):
-        own = lists[i % len(lists)]
-        need(
-            len(own) <= examples,
-            f"examples={examples} gives no example of some class: use at least {len(own)}",
+        members = lists[i % len(lists)]
+        base, extra = divmod(examples, len(members))
+        require(
+            base > 0,
+            f"examples={examples} gives no example of some class: use at least {len(members)}",
         )
-        counts[i, list(own)] = examples // len(own) + (np.arange(len(own)) < examples % len(own))
-    wanted = counts.sum(0)
-    c = int(np.argmax(wanted - pool.available))
-    most = int(examples * pool.available[c] / max(wanted[c], 1))
-    need(
-        wanted[c] <= pool.available[c],
+        counts[i, list(members)] = base + (np.arange(len(members)) < extra)
+    required = counts.sum(0)
+    c = int(np.argmax(required - pool.available))
+    most = int(examples * pool.available[c] / max(required[c], 1))
+    require(
+        required[c] <= pool.available[c],
         f"class {c} has {pool.available[c]:,} examples, and examples={examples} per client needs "
-        f"{wanted[c]:,} of it: "
+        f"{required[c]:,} of it: "
         + (f"the largest that fits is about {most:,}" if most else "use fewer clients"),
     )
     return counts
@@ -132,44 +138,45 @@ def dominant(
     ratio: float = 10.0,
     examples: int = 600,
 ) -> np.ndarray:
-    """Each client gets all classes, `ratio` times as many examples of `dominant` random ones.
+    """Gives each client all classes, with `ratio` times as many examples of `dominant` random ones.
 
     References: pFedLA's non-IID.2 (2 dominant classes of 10, 6 of 100).
     Deviations: the paper gives neither the ratio nor the number of examples; both are settings.
 
     Args:
-      dominant: how many classes of each client are.
-      ratio: examples of such a class for one of any other.
-      examples: per client.
+      dominant: Number of dominant classes per client.
+      ratio: Examples of a dominant class divided by those of any other class.
+      examples: Examples per client.
     """
-    between("dominant", dominant, 1, pool.classes, "the number of classes")
-    need(ratio >= 1, f"ratio={ratio} would make the dominant classes rare: use 1 or more")
-    others = pool.classes - dominant
+    require_between("dominant", dominant, 1, pool.classes, "the number of classes")
+    require(ratio >= 1, f"ratio={ratio} would make the dominant classes rare: use 1 or more")
+    n_rare = pool.classes - dominant
 
-    def amounts(size: int) -> tuple[int, int, int]:
-        low = int(size / (others + ratio * dominant)) if others else 0
-        return low, *divmod(size - low * others, dominant)
+    def sizes(examples: int) -> tuple[int, int, int]:
+        """Returns examples of a rare class, of a dominant one, and dominant ones with one more."""
+        low = int(examples / (n_rare + ratio * dominant)) if n_rare else 0
+        return low, *divmod(examples - low * n_rare, dominant)
 
-    def capacity(size: int) -> np.ndarray:
-        low, base, extra = amounts(size)
-        room = pool.available - low * pool.clients
-        more = base + (extra > 0) - low
-        return np.where(room < 0, -1, room // max(more, 1) if more else pool.clients)
+    def capacity(examples: int) -> np.ndarray:
+        low, base, extra = sizes(examples)
+        left = pool.available - low * pool.clients
+        step = base + (extra > 0) - low
+        return np.where(left < 0, -1, left // max(step, 1) if step else pool.clients)
 
-    def ok(size: int) -> bool:
-        room = capacity(size)
-        return bool((room >= 0).all()) and apportion.fits(room, pool.clients, dominant)
+    def fits(examples: int) -> bool:
+        room = capacity(examples)
+        return bool((room >= 0).all()) and apportion.can_pick(room, pool.clients, dominant)
 
-    if examples < 1 or not ok(examples):
-        size = apportion.largest(ok, min(examples, pool.total // pool.clients))
+    if examples < 1 or not fits(examples):
+        most = apportion.largest_valid(fits, min(examples, pool.total // pool.clients))
         raise UsageError(
             f"{pool.clients} clients x {examples} examples with {dominant} dominant classes do not "
             f"fit into {pool.total:,} examples of {pool.classes} classes: "
-            + (f"the largest `examples` that fits is {size}" if size else "use fewer clients")
+            + (f"the largest `examples` that fits is {most}" if most else "use fewer clients")
         )
-    low, base, extra = amounts(examples)
-    chosen = apportion.pick(capacity(examples), pool.clients, dominant, rng)
-    counts = _spread(chosen, pool.classes, base, extra)
+    low, base, extra = sizes(examples)
+    picks = apportion.pick_classes(capacity(examples), pool.clients, dominant, rng)
+    counts = _counts_of(picks, pool.classes, base, extra)
     return np.where(counts > 0, counts, low)
 
 
@@ -182,41 +189,41 @@ def shares(
     high: float = 0.6,
     spare_slot: bool = False,
 ) -> np.ndarray:
-    """Each client gets `per_client` classes and of each a random share, U(low, high) normalised.
+    """Gives each client `per_client` classes and a random share of each, U(low, high) normalised.
 
-    Classes are drawn from those that have been given out least.
-    References: pFedHN, section 5.1. The shares of a class sum to one.
+    Classes are sampled from those given out least so far.
+    References: pFedHN, section 5.1. The shares of a class sum to 1.
     Deviations: none by default; with `spare_slot` it is the authors' code.
 
     Args:
-      per_client: how many classes a client has.
-      low: least share that is drawn, before those of a class are made to sum to one.
-      high: largest such share.
-      spare_slot: normalise over floor(N * per_client / C) + 1 slots; the share of one that no
+      per_client: Number of classes per client.
+      low: Smallest share before normalisation.
+      high: Largest share before normalisation.
+      spare_slot: Normalise over floor(N * per_client / C) + 1 slots. The share of a slot that no
         client takes is lost.
     """
-    between("per_client", per_client, 1, pool.classes, "the number of classes")
-    need(0 < low <= high < np.inf, f"low={low}, high={high}: use 0 < low <= high")
-    chosen = apportion.least_used(pool.classes, pool.clients, per_client, rng)
+    require_between("per_client", per_client, 1, pool.classes, "the number of classes")
+    require(0 < low <= high < np.inf, f"low={low}, high={high}: use 0 < low <= high")
+    picks = apportion.pick_least_used(pool.classes, pool.clients, per_client, rng)
     has = np.zeros((pool.clients, pool.classes), bool)
-    np.put_along_axis(has, chosen, True, 1)
+    np.put_along_axis(has, picks, True, 1)
     weights = rng.uniform(low, high, has.shape) * has
-    whole = weights.sum(0)
+    total = weights.sum(0)
     if spare_slot:
         slots = pool.clients * per_client // pool.classes + 1
         spare = np.arange(slots)[:, None] >= has.sum(0)
-        whole = whole + (rng.uniform(low, high, spare.shape) * spare).sum(0)
-    return apportion.cut(weights / np.where(whole > 0, whole, 1), pool.available)
+        total = total + (rng.uniform(low, high, spare.shape) * spare).sum(0)
+    return apportion.round_shares(weights / np.where(total > 0, total, 1), pool.available)
 
 
 def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.ndarray:
-    """Examples sorted by class are cut into equal shards; each client gets `per_client` of them.
+    """Cuts the examples, sorted by class, into equal shards and gives `per_client` to each client.
 
     Args:
-      per_client: how many shards a client has.
+      per_client: Number of shards per client.
     """
     number = pool.clients * per_client
-    need(
+    require(
         1 <= number <= pool.total,
         f"{pool.clients} clients x {per_client} shards cannot be cut from {pool.total:,} examples: "
         + (
@@ -228,49 +235,53 @@ def shards(pool: Pool, rng: np.random.Generator, *, per_client: int = 2) -> np.n
     edges = np.arange(number + 1, dtype=np.int64) * pool.total // number
     ends = np.cumsum(pool.available)
     below = np.clip(edges[:, None] - (ends - pool.available), 0, pool.available)
-    content = np.diff(below, axis=0)
+    content = np.diff(below, axis=0)  # int [shards, C]
     return content[rng.permutation(number).reshape(pool.clients, per_client)].sum(1)
 
 
 def coarse(pool: Pool, rng: np.random.Generator, *, per_client: int = 1) -> np.ndarray:
-    """Each client gets `per_client` superclasses, each shared equally with others that have it.
+    """Gives each client `per_client` superclasses, each divided equally among its clients.
 
     Args:
-      per_client: how many superclasses a client has.
+      per_client: Number of superclasses per client.
     """
-    top = superclasses(pool, "coarse")
-    tops = int(top.max()) + 1
-    between("per_client", per_client, 1, tops, "the number of superclasses")
-    chosen = apportion.least_used(tops, pool.clients, per_client, rng)
+    group_of = superclasses(pool, "coarse")
+    groups = int(group_of.max()) + 1
+    require_between("per_client", per_client, 1, groups, "the number of superclasses")
+    picks = apportion.pick_least_used(groups, pool.clients, per_client, rng)
     counts = np.zeros((pool.clients, pool.classes), np.int64)
-    for t in range(tops):
-        holders = np.flatnonzero((chosen == t).any(1))
-        if len(holders):
-            ours = np.where(top == t, pool.available, 0)
-            counts[holders] += apportion.round_robin(ours, len(holders))
+    for g in range(groups):
+        clients = np.flatnonzero((picks == g).any(1))
+        if len(clients):
+            totals = np.where(group_of == g, pool.available, 0)
+            counts[clients] += apportion.round_robin(totals, len(clients))
     return counts
 
 
 def domain_classes(
     pool: Pool, *, domains: int = 5, groups: tuple[tuple[int, ...], ...] = ()
 ) -> list[np.ndarray]:
-    """The classes of each domain: those given, the paper's for CIFAR-100, or equal runs of classes.
+    """Returns the classes of each domain.
 
-    The paper's pairs are used where there are 100 classes in 20 superclasses and five domains.
+    Args:
+      pool: For 100 classes in 20 superclasses and five domains, Factorized-FL's pairs of
+        superclasses are used. Otherwise domains are ranges of classes.
+      domains: Number of domains.
+      groups: The classes of each domain, in place of the above.
     """
     if groups:
-        chosen = [np.array(g) for g in class_lists("domains.groups", groups, pool.classes)]
-        flat = np.concatenate(chosen)
-        need(len(set(flat)) == len(flat), f"domains.groups={groups} has a class twice")
-        return chosen
-    between("domains", domains, 1, pool.classes, "the number of classes")
+        result = [np.array(g) for g in check_class_lists("domains.groups", groups, pool.classes)]
+        members = np.concatenate(result)
+        require(len(set(members)) == len(members), f"domains.groups={groups} has a class twice")
+        return result
+    require_between("domains", domains, 1, pool.classes, "the number of classes")
     if pool.coarse is not None and (pool.classes, int(pool.coarse.max()), domains) == (100, 19, 5):
         return [np.flatnonzero(np.isin(pool.coarse, pair)) for pair in CIFAR100_DOMAINS]
     return np.array_split(np.arange(pool.classes), domains)
 
 
 def domain_of(clients: int, domains: int) -> np.ndarray:
-    """int [N]: the domain of each client, in runs of equal length, give or take one."""
+    """Returns the domain of each client, int [N]: consecutive ranges of nearly equal length."""
     return np.arange(clients) * domains // clients
 
 
@@ -281,43 +292,41 @@ def domains(
     domains: int = 5,
     groups: tuple[tuple[int, ...], ...] = (),
 ) -> np.ndarray:
-    """Classes are cut into domains, clients into as many runs; IID within a domain.
+    """Divides classes into domains and clients among the domains; IID within a domain.
 
-    `federate` numbers the labels of each domain from 0, so that domains share the outputs.
+    `federate` numbers the labels of each domain from 0; domains share the outputs.
     References: Factorized-FL's multi-domain setting (five groups of ten CIFAR-100 classes).
 
     Args:
-      domains: how many there are; not read where groups are given.
-      groups: the classes of each domain; none: equal runs of classes, or the paper's five domains
-        of CIFAR-100.
+      domains: Number of domains; ignored if groups are given.
+      groups: The classes of each domain. Empty: ranges of equal length, or the paper's five domains
+        for CIFAR-100.
     """
     del rng
-    cuts = domain_classes(pool, domains=domains, groups=groups)
-    need(
-        len(cuts) <= pool.clients,
-        f"{len(cuts)} domains need as many clients: use clients={len(cuts)} or more",
+    lists = domain_classes(pool, domains=domains, groups=groups)
+    require(
+        len(lists) <= pool.clients,
+        f"{len(lists)} domains need as many clients: use clients={len(lists)} or more",
     )
     counts = np.zeros((pool.clients, pool.classes), np.int64)
-    owner = domain_of(pool.clients, len(cuts))
-    for d, members in enumerate(cuts):
-        ours = np.zeros_like(pool.available)
-        ours[members] = pool.available[members]
-        counts[owner == d] = apportion.round_robin(ours, int((owner == d).sum()))
+    domain = domain_of(pool.clients, len(lists))
+    for d, members in enumerate(lists):
+        totals = np.zeros_like(pool.available)
+        totals[members] = pool.available[members]
+        counts[domain == d] = apportion.round_robin(totals, int((domain == d).sum()))
     return counts
 
 
 def natural(
     owners: np.ndarray, clients: int, rng: np.random.Generator, *, minimum: int = 1
 ) -> np.ndarray:
-    """Each client is one owner (writer, alphabet): as many random ones as there are clients.
+    """Makes each client one owner (writer, alphabet), sampled at random.
 
-    `owners` is int [examples].
+    Here the first argument is the owner of each example, int [examples]. Returns the client of each
+    owner, int32 [owners], -1 for an owner that is not sampled. Owners keep their order.
 
     Args:
-      minimum: owners with fewer examples are left out.
-
-    Returns:
-      int32 [owners]: the client that an owner is, -1 where it is none. Owners keep their order.
+      minimum: Least number of examples; owners with fewer are left out.
     """
     sizes = np.bincount(owners)
     eligible = np.flatnonzero(sizes >= max(minimum, 1))
@@ -325,7 +334,7 @@ def natural(
     if clients <= np.count_nonzero(sizes):
         hints.append(f"minimum={np.sort(sizes)[-clients]} or less")
     advice = ", or ".join(hints or ["a smaller minimum"])
-    need(
+    require(
         clients <= len(eligible),
         f"{clients} clients need as many owners with {minimum} or more examples, and there are "
         f"{len(eligible) or 'none'}: use {advice}",
@@ -353,6 +362,6 @@ PARTITIONS: dict[str, Callable[..., np.ndarray]] = {
 
 
 def partition_settings(name: str) -> dict[str, Any]:
-    """The settings of a partition and their defaults, as its signature has them."""
+    """Returns the settings of a partition and their defaults, read from its signature."""
     parameters = inspect.signature(PARTITIONS[name]).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

@@ -1,4 +1,4 @@
-"""What is to be partitioned, and the checks that partitions share."""
+"""The input of partitions, and the checks that partitions share."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ from fedjax_pfl.core.errors import UsageError
 
 
 class Pool(NamedTuple):
-    """What there is to be partitioned."""
+    """Number of examples of each class, and the clients to divide them among."""
 
     available: np.ndarray  # int [C]: examples of each class
     clients: int
     coarse: np.ndarray | None = None  # int [C]: the superclass of each class
-    held_out: int = 0  # the last so many clients are novel: they take no part in training
+    held_out: int = 0  # number of novel clients, the last ones; they do not train
 
     @property
     def classes(self) -> int:
@@ -24,43 +24,49 @@ class Pool(NamedTuple):
         return int(self.available.sum())
 
 
-def need(condition: bool, message: str) -> None:
-    """Raise the message as the user's error unless the condition holds."""
+def require(condition: bool, message: str) -> None:
+    """Raises UsageError with the message unless the condition holds."""
     if not condition:
         raise UsageError(message)
 
 
-def between(name: str, value: int, low: int, high: int, of: str) -> None:
-    """Check a whole-numbered setting; `of` says what its upper limit is."""
-    need(low <= value <= high, f"{name}={value} must lie between {low} and {high}, {of}")
+def require_between(name: str, value: int, low: int, high: int, high_means: str) -> None:
+    """Raises UsageError unless `low <= value <= high`; the message says what `high` means."""
+    require(low <= value <= high, f"{name}={value} must lie between {low} and {high}, {high_means}")
 
 
-def class_lists(name: str, lists: object, classes: int) -> list[tuple[int, ...]]:
-    """Lists of classes as tuples, or an error that shows what one looks like."""
+def check_class_lists(name: str, lists: object, classes: int) -> list[tuple[int, ...]]:
+    """Checks a setting that lists classes, and returns each list as a tuple.
+
+    Args:
+      name: Name of the setting, for messages.
+      lists: Its value; each list must hold distinct classes.
+      classes: Number of classes.
+    """
     example = f"{name}=((0, 1), (2, 3))"
     if not isinstance(lists, list | tuple) or not lists:
         raise UsageError(f"{name} is {lists!r}; list the classes of each, as in {example}")
 
-    def fits(one: object) -> bool:
-        if not isinstance(one, list | tuple) or not one or {type(c) for c in one} != {int}:
+    def is_valid(item: object) -> bool:
+        if not isinstance(item, list | tuple) or not item or {type(c) for c in item} != {int}:
             return False
-        return len(set(one)) == len(one) and set(one) <= set(range(classes))
+        return len(set(item)) == len(item) and set(item) <= set(range(classes))
 
-    for one in lists:
-        need(
-            fits(one),
-            f"{name} has {one!r}, and each must be some of the classes 0 to {classes - 1}, once; "
+    for item in lists:
+        require(
+            is_valid(item),
+            f"{name} has {item!r}; each item must list distinct classes from 0 to {classes - 1}, "
             f"as in {example}",
         )
-    return [tuple(one) for one in lists]
+    return [tuple(item) for item in lists]
 
 
 def client_size(pool: Pool, examples: int | None) -> int:
-    """Examples per client: as asked for, or as many as there are for everybody."""
+    """Returns the examples per client: the requested number, or an equal share if None."""
     most = pool.total // pool.clients
     size = most if examples is None else examples
-    need(most > 0, f"{pool.clients} clients for {pool.total:,} examples: use fewer clients")
-    need(
+    require(most > 0, f"{pool.clients} clients for {pool.total:,} examples: use fewer clients")
+    require(
         1 <= size <= most,
         f"{pool.clients} clients x {size} examples do not fit into the {pool.total:,} available: "
         f"the largest `examples` is {most}",
@@ -69,10 +75,10 @@ def client_size(pool: Pool, examples: int | None) -> int:
 
 
 def superclasses(pool: Pool, name: str) -> np.ndarray:
-    """int [C], or an error that names the partition."""
+    """Returns the superclass of each class, int [C]; UsageError names the partition if unknown."""
     if pool.coarse is None:
         raise UsageError(
-            f"partition {name} needs superclasses, which this dataset has not: use cifar100, "
+            f"partition {name} needs superclasses, which this dataset does not have: use cifar100, "
             "or give `coarse` to `arrays`"
         )
     return pool.coarse

@@ -12,111 +12,15 @@ from fedjax_pfl.data.pool import Pool
 
 CIFAR10 = np.full(10, 6000)
 DIGITS = np.array([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
-# The superclass of every fine class of CIFAR-100, in the official order.
-COARSE = np.array(
-    [
-        4,
-        1,
-        14,
-        8,
-        0,
-        6,
-        7,
-        7,
-        18,
-        3,
-        3,
-        14,
-        9,
-        18,
-        7,
-        11,
-        3,
-        9,
-        7,
-        11,
-        6,
-        11,
-        5,
-        10,
-        7,
-        6,
-        13,
-        15,
-        3,
-        15,
-        0,
-        11,
-        1,
-        10,
-        12,
-        14,
-        16,
-        9,
-        11,
-        5,
-        5,
-        19,
-        8,
-        8,
-        15,
-        13,
-        14,
-        17,
-        18,
-        10,
-        16,
-        4,
-        17,
-        4,
-        2,
-        0,
-        17,
-        4,
-        18,
-        17,
-        10,
-        3,
-        2,
-        12,
-        12,
-        16,
-        12,
-        1,
-        9,
-        19,
-        2,
-        10,
-        0,
-        1,
-        16,
-        12,
-        9,
-        13,
-        15,
-        13,
-        16,
-        19,
-        2,
-        4,
-        6,
-        19,
-        5,
-        5,
-        8,
-        19,
-        18,
-        1,
-        2,
-        15,
-        6,
-        0,
-        17,
-        8,
-        14,
-        13,
-    ]
-)
+# The superclass of every class of CIFAR-100, in the official order.
+# fmt: off
+COARSE = np.array([
+    4, 1, 14, 8, 0, 6, 7, 7, 18, 3, 3, 14, 9, 18, 7, 11, 3, 9, 7, 11, 6, 11, 5, 10, 7, 6, 13,
+    15, 3, 15, 0, 11, 1, 10, 12, 14, 16, 9, 11, 5, 5, 19, 8, 8, 15, 13, 14, 17, 18, 10, 16, 4,
+    17, 4, 2, 0, 17, 4, 18, 17, 10, 3, 2, 12, 12, 16, 12, 1, 9, 19, 2, 10, 0, 1, 16, 12, 9, 13,
+    15, 13, 16, 19, 2, 4, 6, 19, 5, 5, 8, 19, 18, 1, 2, 15, 6, 0, 17, 8, 14, 13,
+])
+# fmt: on
 CIFAR100 = Pool(np.full(100, 600), 100, COARSE)
 BY_LABEL = [name for name in PARTITIONS if name != "natural"]
 
@@ -127,7 +31,7 @@ def rng(seed=0):
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(BY_LABEL), st.integers(0, 99), st.integers(1, 6), st.booleans())
-def test_counts_never_pass_what_is_there(name, seed, clients, uneven):
+def test_counts_never_exceed_the_pool(name, seed, clients, uneven):
     available = rng(seed).integers(60, 90, 6) if uneven else np.full(6, 80)
     small = {"examples": 20} if "examples" in partitions.partition_settings(name) else {}
     small |= {"domains": 1} if name == "domains" else {}
@@ -140,13 +44,13 @@ def test_counts_never_pass_what_is_there(name, seed, clients, uneven):
 
 
 @pytest.mark.parametrize("name", [n for n in BY_LABEL if n not in ("iid", "domains", "listed")])
-def test_another_seed_gives_another_partition(name):
-    one, other = (PARTITIONS[name](CIFAR100, rng(seed)) for seed in (0, 1))
-    assert not np.array_equal(one, other)
+def test_partitions_depend_on_the_seed(name):
+    first, second = (PARTITIONS[name](CIFAR100, rng(seed)) for seed in (0, 1))
+    assert not np.array_equal(first, second)
 
 
 @pytest.mark.parametrize("name", BY_LABEL)
-def test_five_hundred_clients_are_quick(name):
+def test_five_hundred_clients_take_less_than_five_seconds(name):
     small = {"classes": 120, "dominant": 120, "listed": 2}
     small = {"examples": small[name]} if name in small else {}
     begin = time.perf_counter()
@@ -154,52 +58,39 @@ def test_five_hundred_clients_are_quick(name):
     assert time.perf_counter() - begin < 5
 
 
-def test_listed_classes_are_what_each_client_has():
+def test_listed_by_hand():
     lists = ((0, 1, 2), (2, 5))
     counts = partitions.listed(Pool(CIFAR10, 3), rng(), classes=lists, examples=7)
-    wanted = np.zeros((3, 10), int)
-    wanted[0, :3] = wanted[2, :3] = (3, 2, 2)
-    wanted[1, [2, 5]] = (4, 3)
-    np.testing.assert_array_equal(counts, wanted)
-    for bad, word in (
-        ({"classes": ()}, "list the classes"),
-        ({"classes": ((0, 0),)}, "once"),
-        ({"classes": ((10,),)}, "0 to 9"),
-        ({"classes": ((),)}, "once"),
-        ({"classes": (1, 2)}, "has 1, and each must be"),
-        ({"classes": (("a",),)}, "has .'a',., and each must be"),
-        ({"classes": ((True,),)}, "and each must be"),
-        ({"classes": ((0, 1, 2),), "examples": 2}, "use at least 3"),
-        ({"classes": ((1,),), "examples": 5000}, "class 1 has 6,000"),
-    ):
-        with pytest.raises(UsageError, match=word):
-            partitions.listed(Pool(CIFAR10, 3), rng(), **bad)
+    expected = np.zeros((3, 10), int)
+    expected[0, :3] = expected[2, :3] = (3, 2, 2)
+    expected[1, [2, 5]] = (4, 3)
+    np.testing.assert_array_equal(counts, expected)
 
 
-def test_iid_is_equal_per_class():
+def test_iid_gives_equal_counts_of_each_class():
     counts = partitions.iid(Pool(CIFAR10, 20), rng())
     np.testing.assert_array_equal(counts, np.full((20, 10), 300))
     counts = partitions.iid(Pool(CIFAR10, 20), rng(), examples=100)
     np.testing.assert_array_equal(counts, np.full((20, 10), 10))
 
 
-def test_classes_of_cifar10_as_in_pfedla():
+def test_classes_for_cifar10_as_in_pfedla():
     counts = partitions.classes(Pool(CIFAR10, 10), rng())
     np.testing.assert_array_equal(np.sort(counts, 1), [[0] * 6 + [150] * 4] * 10)
 
 
-def test_classes_when_every_example_of_some_is_needed():
-    # 8 slots of 5 into exactly 8 places: 3 + 2 + 2 + 1.
+def test_classes_if_some_class_is_used_up():
+    # 8 slots of 5 examples; the classes have exactly 3 + 2 + 2 + 1 slots.
     counts = partitions.classes(
         Pool(np.array([15, 14, 10, 9]), 4), rng(), per_client=2, examples=10
     )
     np.testing.assert_array_equal(counts.sum(0), [15, 10, 10, 5])
 
 
-def test_classes_of_digits_and_what_fits():
+def test_classes_says_what_fits():
     counts = partitions.classes(Pool(DIGITS, 10), rng(), examples=160)
     np.testing.assert_array_equal(np.sort(counts, 1)[:, -4:], 40)
-    # 43 of a class fit four times into 172 and more: ten classes carry the 40 slots.
+    # 43 examples fit four times into each class of 172 or more: ten classes hold the 40 slots.
     with pytest.raises(UsageError, match=r"the largest `examples` that fits is 172$"):
         partitions.classes(Pool(DIGITS, 10), rng())
     partitions.classes(Pool(DIGITS, 10), rng(), examples=172)
@@ -209,13 +100,13 @@ def test_classes_of_digits_and_what_fits():
     partitions.classes(Pool(DIGITS, 449), rng(), examples=4)
 
 
-def test_classes_spreads_a_remainder():
+def test_classes_distributes_a_remainder():
     counts = partitions.classes(Pool(CIFAR10, 3), rng(), per_client=4, examples=10)
     np.testing.assert_array_equal(np.sort(counts, 1)[:, -4:], [[2, 2, 3, 3]] * 3)
 
 
 def test_dominant_counts_by_hand():
-    # 8 others and 2 of weight 10: low = floor(600/28) = 21, high = (600 - 168)/2 = 216.
+    # 8 rare classes and 2 of weight 10: low = floor(600/28) = 21, high = (600 - 168)/2 = 216.
     counts = partitions.dominant(Pool(CIFAR10, 10), rng())
     np.testing.assert_array_equal(np.sort(counts, 1), [[21] * 8 + [216] * 2] * 10)
     with pytest.raises(UsageError, match="the largest `examples` that fits is") as error:
@@ -225,52 +116,52 @@ def test_dominant_counts_by_hand():
     assert size >= 150
 
 
-def test_shares_by_the_formula_sum_to_one():
+def test_shares_of_a_class_sum_to_one():
     counts = partitions.shares(Pool(CIFAR10, 10), rng())
     np.testing.assert_array_equal((counts > 0).sum(1), 2)
     np.testing.assert_array_equal((counts > 0).sum(0), 2)
     np.testing.assert_array_equal(counts.sum(0), CIFAR10)
-    held = counts[counts > 0] / 6000
-    assert held.min() >= 0.4  # .4/(.4 + .6)
-    assert held.max() <= 0.6
+    used = counts[counts > 0] / 6000
+    assert used.min() >= 0.4  # 0.4 / (0.4 + 0.6)
+    assert used.max() <= 0.6
 
 
-def test_shares_by_the_authors_code_leave_one_slot():
+def test_shares_with_a_spare_slot_lose_its_share():
     counts = partitions.shares(Pool(CIFAR10, 10), rng(), spare_slot=True)
-    held = counts[counts > 0] / 6000
-    assert held.min() >= 0.4 / 1.6 - 1e-3  # one of three slots: .4/(.4 + .6 + .6) and up
-    assert held.max() <= 0.6 / 1.4 + 1e-3
+    used = counts[counts > 0] / 6000
+    assert used.min() >= 0.4 / 1.6 - 1e-3  # one of three slots: 0.4 / (0.4 + 0.6 + 0.6)
+    assert used.max() <= 0.6 / 1.4 + 1e-3
     left = 1 - counts.sum(0) / 6000
     assert left.min() >= 0.4 / 1.6 - 1e-3
     assert left.max() <= 0.6 / 1.4 + 1e-3
 
 
-def test_dirichlet_deals_everything_and_keeps_its_minimum():
+def test_dirichlet_uses_all_examples_and_meets_the_minimum():
     counts = partitions.dirichlet(Pool(CIFAR10, 100), rng(), alpha=0.1, minimum=10)
     np.testing.assert_array_equal(counts.sum(0), CIFAR10)
     assert counts.sum(1).min() >= 10
     even = partitions.dirichlet(Pool(CIFAR10, 10), rng(), alpha=1e6)
     np.testing.assert_allclose(even, 600, atol=10)
-    with pytest.raises(UsageError, match="no draw gave each"):
+    with pytest.raises(UsageError, match="no sample gave each"):
         partitions.dirichlet(Pool(DIGITS, 100), rng(), alpha=0.01)
     with pytest.raises(UsageError, match="the largest `minimum` is 3"):
         partitions.dirichlet(Pool(DIGITS, 500), rng())
 
 
 def test_dirichlet_classes_of_unequal_sizes():
-    """A class is dealt out by p_ic / Σ_j p_jc; p_i is drawn with the client's own alpha."""
+    """Checks counts p_ic / Σ_j p_jc, with p_i sampled with the alpha of client i."""
     pool = Pool(CIFAR10, 100, held_out=10)
     counts = partitions.dirichlet_classes(pool, rng(), novel_alpha=1e6, equal=False)
     np.testing.assert_array_equal(counts.sum(0), CIFAR10)
-    again = rng()
-    drawn = np.stack([again.dirichlet(np.full(10, 0.1 if i < 90 else 1e6)) for i in range(100)])
-    np.testing.assert_allclose(counts, drawn / drawn.sum(0) * CIFAR10, atol=1)
+    generator = rng()
+    p = np.stack([generator.dirichlet(np.full(10, 0.1 if i < 90 else 1e6)) for i in range(100)])
+    np.testing.assert_allclose(counts, p / p.sum(0) * CIFAR10, atol=1)
     assert np.ptp(counts[90:], 0).max() <= 1
-    with pytest.raises(UsageError, match="deals everything"):
+    with pytest.raises(UsageError, match="uses all examples"):
         partitions.dirichlet_classes(pool, rng(), examples=5, equal=False)
 
 
-def test_dirichlet_classes_has_equal_sizes_and_other_novel_clients():
+def test_dirichlet_classes_of_equal_sizes_with_novel_clients():
     pool = Pool(CIFAR10, 100, held_out=10)
     counts = partitions.dirichlet_classes(pool, rng(), novel_alpha=1e6, examples=100)
     np.testing.assert_array_equal(counts.sum(1), 100)
@@ -292,19 +183,19 @@ def test_shards_by_hand():
 def test_clusters_share_proportions_within_a_cluster():
     counts = partitions.clusters(Pool(CIFAR10, 80), rng())
     np.testing.assert_array_equal(counts.sum(0), CIFAR10)
-    # Classes of one cluster go to the same clients: their columns agree, those of others do not.
-    together = np.corrcoef(counts.T) > 0.9
-    assert sorted(together.sum(0)) == [3] * 6 + [4] * 4
+    # Columns of two classes are correlated only if the classes are in one cluster.
+    same_cluster = np.corrcoef(counts.T) > 0.9
+    assert sorted(same_cluster.sum(0)) == [3] * 6 + [4] * 4
 
 
-def test_pachinko_uses_every_image_once():
+def test_pachinko_uses_every_example_once():
     counts = partitions.pachinko(CIFAR100, rng())
     np.testing.assert_array_equal(counts.sum(1), 600)
     np.testing.assert_array_equal(counts.sum(0), 600)
     few = partitions.pachinko(CIFAR100, rng(), examples=100)
-    by_top = np.stack([few[:, t == COARSE].sum(1) for t in range(20)], 1)
-    # Dir(.4) over 20 has E[sum of squares] = (.4 + 1)/(20 * .4 + 1) = .156, and sampling adds .01.
-    concentration = ((by_top / 100) ** 2).sum(1).mean()
+    by_superclass = np.stack([few[:, t == COARSE].sum(1) for t in range(20)], 1)
+    # Dir(0.4) over 20: E[sum of squares] = (0.4 + 1) / (20 * 0.4 + 1) = 0.156; sampling adds 0.01.
+    concentration = ((by_superclass / 100) ** 2).sum(1).mean()
     assert 0.12 < concentration < 0.21
 
 
@@ -315,7 +206,7 @@ def test_coarse_gives_whole_superclasses():
     assert all(len(set(COARSE[row > 0])) == 1 for row in counts)
 
 
-def test_domains_of_cifar100_and_of_anything():
+def test_domains_by_hand_and_for_cifar100():
     counts = partitions.domains(CIFAR100._replace(clients=20), rng())
     np.testing.assert_array_equal(counts.sum(1), 1500)
     assert set(COARSE[counts[0] > 0]) == {5, 6}
@@ -327,7 +218,7 @@ def test_domains_of_cifar100_and_of_anything():
     np.testing.assert_array_equal(counts, [[4, 0, 4], [0, 4, 0]])
 
 
-def test_natural_takes_owners_that_are_large_enough():
+def test_natural_leaves_out_small_owners():
     owners = np.array([0, 0, 2, 3, 3, 3, 4, 4])
     client = partitions.natural(owners, 3, rng(), minimum=2)
     np.testing.assert_array_equal(client, [0, -1, -1, 1, 2])
@@ -335,7 +226,7 @@ def test_natural_takes_owners_that_are_large_enough():
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong", "message"),
+    ("name", "options", "message"),
     [
         ("classes", {"per_client": 11}, "per_client=11 must lie between 1 and 10"),
         ("classes", {"examples": 3}, "use at least 4"),
@@ -352,21 +243,28 @@ def test_natural_takes_owners_that_are_large_enough():
         ("coarse", {}, "needs superclasses"),
         ("domains", {"domains": 11}, "domains=11"),
         ("domains", {"groups": ((1, 2), (2,))}, "has a class twice"),
-        ("domains", {"groups": (0, 1)}, "domains.groups has 0, and each must be"),
+        ("domains", {"groups": (0, 1)}, "domains.groups has 0; each item must"),
         ("domains", {"groups": "ab"}, "list the classes of each, as in"),
         ("classes", {"examples": 10**9}, "the largest `examples` that fits is 6000"),
         ("dirichlet", {"minimum": -1}, "must be at least 0"),
         ("clusters", {"minimum": -1}, "must be at least 0"),
         ("iid", {"examples": 6001}, "the largest `examples` is 6000"),
+        ("listed", {"classes": ((0, 0),)}, "each item must list distinct classes from 0 to 9"),
+        ("listed", {"classes": ((10,),)}, "distinct classes from 0 to 9"),
+        ("listed", {"classes": ((),)}, "each item must"),
+        ("listed", {"classes": (("a",),)}, "has .'a',.; each item must"),
+        ("listed", {"classes": ((True,),)}, "each item must"),
+        ("listed", {"classes": ((0, 1, 2),), "examples": 2}, "use at least 3"),
+        ("listed", {"classes": ((1,),), "examples": 5000}, "class 1 has 6,000"),
     ],
 )
-def test_impossible_settings_are_one_line(name, wrong, message):
+def test_invalid_settings_raise_one_line(name, options, message):
     with pytest.raises(UsageError, match=message) as error:
-        PARTITIONS[name](Pool(CIFAR10, 10), rng(), **wrong)
+        PARTITIONS[name](Pool(CIFAR10, 10), rng(), **options)
     assert "\n" not in str(error.value)
 
 
-def test_no_advice_is_a_number_that_cannot_be():
+def test_advice_is_possible():
     with pytest.raises(UsageError, match=r"use at most 1797 clients$"):
         partitions.shards(Pool(DIGITS, 3000), rng())
     with pytest.raises(UsageError, match="only 2 classes have examples; use at most that for per"):
@@ -375,7 +273,7 @@ def test_no_advice_is_a_number_that_cannot_be():
         partitions.listed(Pool(DIGITS, 5000), rng(), examples=2)
 
 
-def test_owners_with_too_few_examples_are_counted():
+def test_natural_counts_eligible_owners_in_errors():
     owners = np.array([0, 1, 1])
     for clients, minimum, line in (
         (2, 2, "2 or more examples, and there are 1: use clients=1 or fewer, or minimum=1 or less"),
@@ -388,6 +286,6 @@ def test_owners_with_too_few_examples_are_counted():
         assert str(error.value) == f"{clients} clients need as many owners with {line}"
 
 
-def test_settings_are_read_from_signatures():
+def test_partition_settings_are_read_from_signatures():
     assert partitions.partition_settings("classes") == {"per_client": 4, "examples": 600}
     assert partitions.partition_settings("natural") == {"minimum": 1}
