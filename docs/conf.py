@@ -98,10 +98,10 @@ NAVIGATION = """
 ```{toctree}
 :hidden:
 Start here <self>
-idea
 your_data
 your_model
 your_method
+contract
 models
 notebooks
 data
@@ -145,7 +145,6 @@ questions
 ```{toctree}
 :hidden:
 :caption: Reference
-contract
 robustness
 scaling
 deploy

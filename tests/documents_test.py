@@ -130,9 +130,9 @@ def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):
     assert "fedavgm.beta=0.9" in capsys.readouterr().out
 
 
-def test_fedavg_on_the_page_of_the_idea_keeps_the_contract():
+def test_fedavg_on_the_page_of_the_contract_keeps_it():
     """It has the shapes of a method; ten lines but for the heads of its functions."""
-    (code,) = documents.blocks("idea.md")
+    (code,) = documents.blocks("contract.md")
     (data, federation), training = tiny.federated(), cases.training(keep_optimizer=False)
     names = {"common": common, "State": State, "ClientResult": ClientResult, "Algorithm": Algorithm}
     given = {"model": tiny.Net(), "training": training}

@@ -42,7 +42,7 @@ def test_your_method_against_fedavg(tmp_path, monkeypatch):
     documents.module("your_method.md")
     exec(documents.blocks("your_method.md")[1], {"__name__": "__main__"})
     (command,) = documents.blocks("your_method.md", "sh")
-    *_, words = command.partition("experiments.compare ")
+    *_, words = command.partition("fedjax-pfl compare ")
     rows = comparison.group([comparison.read(tmp_path / word) for word in shlex.split(words)])
     fedavg, fedavgm = map(comparison.summary, rows)
     assert "fedavgm" not in rows[0].config  # which that run did not use
@@ -143,8 +143,8 @@ def test_the_methods_on_the_page_are_short():
 
 
 def table(first):
-    """The rows of your_method.md's table with that first heading, as dicts of their cells."""
-    lines = (documents.DOCS / "your_method.md").read_text().splitlines()
+    """Returns the rows of contract.md's table with that first heading, as dicts of cells."""
+    lines = (documents.DOCS / "contract.md").read_text().splitlines()
 
     def cells(line):
         return [cell.strip() for cell in line.strip("|").split("|")]
@@ -157,24 +157,27 @@ def table(first):
 def test_the_functions_are_those_of_the_contract():
     form = r"^ *(\w+) +\(([\w, =]+)\) -> (.+?)\.(?: |$)"
     contract = re.findall(form, Algorithm.__doc__, re.M)
-    shown = [tuple(row[k].replace("`", "") for k in row) for row in table("Function")]
+    shown = [
+        tuple(row[k].replace("`", "") for k in ("Function", "Arguments", "Returns"))
+        for row in table("Function")
+    ]
     assert shown == contract
     assert [*(name for name, *_ in shown), "offload"] == list(
         Algorithm._fields
     )  # offload is no function
     optional = set(Algorithm._field_defaults)
-    text = (documents.DOCS / "your_method.md").read_text()
-    assert "`traffic`, `observe` and `offload` may be left out" in text
+    text = (documents.DOCS / "contract.md").read_text()
+    assert "`traffic`, `observe` and `offload` are optional" in text
     assert optional == {"traffic", "observe", "offload"}
 
 
 def test_every_argument_is_in_the_table():
     found = {}
     for row in table("Argument"):
-        for function in row["Of"].replace("`", "").split(", "):
+        for function in row["Function"].replace("`", "").split(", "):
             found.setdefault(function, set()).add(row["Argument"].strip("`"))
     wanted = {
-        row["Function"].strip("`"): set(re.findall(r"(\w+)(?:=None)?", row["Is given"])) - {"None"}
+        row["Function"].strip("`"): set(re.findall(r"(\w+)(?:=None)?", row["Arguments"])) - {"None"}
         for row in table("Function")
     }
     own = inspect.signature(algorithms.fedavg).parameters
@@ -218,7 +221,7 @@ def test_arguments_are_what_the_table_says():
     jax.eval_shape(lambda state: method.observe(state), state)
 
     for row in table("Argument")[4:]:
-        for function in row["Of"].replace("`", "").split(", "):
+        for function in row["Function"].replace("`", "").split(", "):
             name = row["Argument"].strip("`")
             for value in (given[name] for given in seen[function]):
                 as_the_table_says(value, row, (function, name), n, k)
@@ -230,7 +233,7 @@ def test_arguments_are_what_the_table_says():
     fields = {record: [] for record in records}
     for row in table("Field"):
         name = row["Field"].strip("`")
-        for record in (r for r in records if r.__name__ in re.findall(r"\w+", row["Of"])):
+        for record in (r for r in records if r.__name__ in re.findall(r"\w+", row["Record"])):
             fields[record].append(name)
             for value in records[record]:
                 as_the_table_says(getattr(value, name), row, (record, name), n, k)
