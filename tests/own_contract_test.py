@@ -114,7 +114,7 @@ def subject(network: str, name: str) -> rules.Subject:
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in RULES])
 @pytest.mark.parametrize(("network", "name"), SUBJECTS)
 def test_rule(network: str, name: str, rule: str):
-    getattr(rules, rule)(subject(network, name))
+    rules.BY_NAME[rule](subject(network, name))
 
 
 @pytest.mark.parametrize(("network", "name"), SUBJECTS)

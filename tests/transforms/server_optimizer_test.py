@@ -222,4 +222,4 @@ def around_fedper() -> rules.Subject:
 @pytest.mark.slow("the contract once more, around several methods")
 @pytest.mark.parametrize("rule", [rule.__name__ for rule in rules.RULES])
 def test_noise_and_a_server_optimizer_keep_the_contract(rule: str, around_fedper: rules.Subject):
-    getattr(rules, rule)(around_fedper)
+    rules.BY_NAME[rule](around_fedper)
