@@ -42,7 +42,7 @@ from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.records import RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled, round_functions
-from fedjax_pfl.simulation.stores import Clients
+from fedjax_pfl.simulation.stores import ClientStore
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
 _POOL, _TRAIN, _TEST, _BATCH, _CALL = 20_000, 40, 10, 20, 5
@@ -114,7 +114,7 @@ def measure(
             )
         del data
         state = program.enter(program.init())
-        kept = state.clients if isinstance(state.clients, Clients) else None
+        kept = state.clients if isinstance(state.clients, ClientStore) else None
         for ids in kept.groups[0].blocks(np.arange(written)) if kept is not None else ():
             state.clients.put(0, ids, state.clients.records(0, ids))
         program.compile(state, 0)
@@ -138,7 +138,7 @@ def measure(
         "few_step": float(np.median(few_taken)) / 10 / _CALL / _STEPS,
         "rounds_between": float(np.median(taken)) * _CALL,
         "evaluation": evaluation,
-        "written": kept.kept() if kept else 0,
+        "written": kept.written_bytes() if kept else 0,
         "store": store,
     }
 

@@ -27,7 +27,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import ClientData, FederatedData, Split
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import memory_estimate
-from fedjax_pfl.simulation.forecast import readable
+from fedjax_pfl.simulation.forecast import format_bytes
 from fedjax_pfl.simulation.rounds import make_rounds
 
 _EXAMPLES = 16  # of each client; they are not part of a state
@@ -99,8 +99,8 @@ def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]
     data = FederatedData(images, _array(_EXAMPLES), split, split, split)
     key = jax.eval_shape(lambda: jax.random.key(0))
     state = jax.eval_shape(rounds.init, key)
-    round_ = memory_estimate.gathered(rounds.run, key, state, data, _array(), _array())
-    evaluation = memory_estimate.gathered(rounds.evaluate, key, state, data, _array())
+    round_ = memory_estimate.all_gather_bytes(rounds.run, key, state, data, _array(), _array())
+    evaluation = memory_estimate.all_gather_bytes(rounds.evaluate, key, state, data, _array())
     return round_ // 4, evaluation // clients
 
 
@@ -171,12 +171,12 @@ def main(argv: Sequence[str]) -> None:
             "gathered": {"visit": a_round, "evaluated": evaluation, "round": mixing},
         }
         cells = [
-            *(readable(each[n].state) for n in columns),
+            *(format_bytes(each[n].state) for n in columns),
             grows.name,
             "any" if math.isinf(largest) else f"{largest:,.0f}",
-            readable(ctx.down),
-            readable(ctx.up),
-            readable(mixing),
+            format_bytes(ctx.down),
+            format_bytes(ctx.up),
+            format_bytes(mixing),
         ]
         print(method.ljust(15) + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
     if chosen.out:

@@ -80,7 +80,7 @@ def test_vmap_and_devices_do_not_matter(name: str, mesh: jax.sharding.Mesh):
     rounds = spread(one, mesh)
     key, there, first = rounds.place((make_key(), TINY.data, one.first_state))
     t, n = rounds.place((np.int32(0), np.int32(1)))
-    most = memory_estimate.gathered(rounds.run, key, first, there, t, n)
+    most = memory_estimate.all_gather_bytes(rounds.run, key, first, there, t, n)
     run = rounds.run.lower(key, first, there, t, n).compile()
     assert programs.collectives(run.as_text()) == {"all-gather"}
     assert 0 < programs.all_gathered(run.as_text()) <= most

@@ -137,7 +137,7 @@ def _built(
     messages = [(one.payload, one.answer.upload) for one in programs.shapes]
     of_client = max(sum(map(trees.leaf_bytes, jax.tree.leaves(one))) for one in messages)
     need = state + of_client * programs.cohort
-    if lack := forecast.lacking(forecast.Need(need, 0, 0), forecast.room()):
+    if lack := forecast.shortage(forecast.Requirement(need, 0, 0), forecast.capacity()):
         raise UsageError(
             f"the server needs {lack}, for what the nodes describe; take a smaller model, or see "
             "to the nodes' files"

@@ -44,7 +44,9 @@ class Experiment(NamedTuple):
     data: data.FederatedData
     federation: Federation
     remarks: tuple[str, ...]  # on what is allowed and may cost accuracy
-    needs: forecast.Need = forecast.Need(0, 0, 0)  # at the least; nothing where others compute
+    memory: forecast.Requirement = forecast.Requirement(
+        0, 0, 0
+    )  # at the least; nothing where others compute
 
     def of(self, points: Sequence[int]) -> "Experiment":
         """The same of some points."""
@@ -121,27 +123,27 @@ def build(
     said = tuple(dict.fromkeys(line for line in remarks if line))
     needs = [_sizes(phase, state) for phase, state in zip(phases, states, strict=True)]
     processes = multiprocess.count()
-    there = forecast.room(phases[0].inputs.devices // processes)
-    store = forecast.choose(
+    there = forecast.capacity(phases[0].inputs.devices // processes)
+    store = forecast.choose_store(
         needs, config.store, there, several=len(configs) > 1, processes=processes
     )
     phases = [phase._replace(store=store) for phase in phases]
-    takes = forecast.most([forecast.need(one, store) for one in needs])
+    takes = forecast.maximum([forecast.required(one, store) for one in needs])
     return Experiment(tuple(phases), arrays, federation, said, takes)
 
 
-def _sizes(phase: Phase, state: Any) -> forecast.Sizes:
+def _sizes(phase: Phase, state: Any) -> forecast.PhaseSizes:
     """What its memory depends on; `state` is of all points of a sweep."""
     inputs, points = phase.inputs, len(phase.inputs.alike)
     cohort, clients = inputs.cohort, inputs.federation.clients
     count = memory_estimate.tree_bytes
-    examples, sent, mapped = forecast.examples_of(inputs.arrays, cohort)
+    examples, sent, mapped = forecast.example_bytes(inputs.arrays, cohort)
     best = bool(np.sum(inputs.arrays.validation.size))
     server, rows, own = (count(part) // points for part in state)
-    offloaded_shapes = offloaded_rows.apart(phase.algorithm, state)[1][
+    offloaded_shapes = offloaded_rows.split_state(phase.algorithm, state)[1][
         len(groups.group_algorithms(phase.algorithm)) :
     ]
-    return forecast.Sizes(
+    return forecast.PhaseSizes(
         server,
         -(-rows // clients),
         -(-own // clients),
@@ -354,6 +356,6 @@ def fixed_length(experiment: Experiment) -> str:
 def _needed(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> float:
     """GB of a round or an evaluation, and of a checkpoint, which is a copy of the state."""
     key, number = jax.eval_shape(inputs.points), jax.ShapeDtypeStruct((), jnp.int32)
-    run = memory_estimate.peak(rounds.run, key, state, inputs.arrays, number, number)
-    evaluate = memory_estimate.peak(rounds.evaluate, key, state, inputs.arrays, number)
+    run = memory_estimate.peak_bytes(rounds.run, key, state, inputs.arrays, number, number)
+    evaluate = memory_estimate.peak_bytes(rounds.evaluate, key, state, inputs.arrays, number)
     return (_SLACK * max(run, evaluate) + memory_estimate.tree_bytes(state)) / 1e9

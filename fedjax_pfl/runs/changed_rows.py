@@ -18,7 +18,7 @@ import numpy as np
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.runs.checkpoints import DamagedError
-from fedjax_pfl.simulation.stores import Clients, Rows, Snapshot
+from fedjax_pfl.simulation.stores import ClientStore, RowStore, Snapshot
 
 _READ = 1 << 26  # bytes at a time
 
@@ -80,10 +80,10 @@ class _Writer:
         return self.digest.hexdigest()
 
 
-def write(folder: Path, name: str, clients: Clients, best: Snapshot | None) -> Described:
+def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) -> Described:
     """Write what has changed since the last checkpoint that `done` was called of."""
     folder.mkdir(exist_ok=True)
-    before: Described | None = clients.described
+    before: Described | None = clients.saved
     writer = _Writer(folder / f"{name}.rows")
     try:
         first = [
@@ -91,7 +91,7 @@ def write(folder: Path, name: str, clients: Clients, best: Snapshot | None) -> D
             for g, rows in enumerate(clients.groups)
         ]
         state = _changed(writer, clients.groups, before.state if before else [])
-        same = before is not None and best is not None and best.described is before
+        same = before is not None and best is not None and best.saved is before
         overlay = None
         if best is not None:
             overlay = _changed(writer, best.groups, (before.best or []) if same and before else [])
@@ -105,25 +105,25 @@ def write(folder: Path, name: str, clients: Clients, best: Snapshot | None) -> D
     return Described(state, overlay, first, {file: known[file] for file in sorted(used)})
 
 
-def _changed(writer: _Writer, groups: Iterable[Rows], listed: list[Part]) -> list[Part]:
+def _changed(writer: _Writer, groups: Iterable[RowStore], listed: list[Part]) -> list[Part]:
     """The parts of a state's groups, of which those are written that have changed."""
     parts = []
     for g, rows in enumerate(groups):
         own = [part for part in listed if part.group == g]
         ids = np.flatnonzero(rows.changed)
-        if sum(part.number for part in own) + len(ids) > 2 * max(1, rows.number):
+        if sum(part.number for part in own) + len(ids) > 2 * max(1, rows.count):
             own, ids = [], rows.written()
-        if len(ids) and rows.form.size:
+        if len(ids) and rows.layout.size:
             own.append(writer.put(g, rows.blocks(ids), ids, rows.records))
         parts += own
     return parts
 
 
-def done(clients: Clients, best: Snapshot | None, now: Described) -> None:
+def done(clients: ClientStore, best: Snapshot | None, now: Described) -> None:
     """The checkpoint is whole: what changes from here on is what the next one has to hold."""
     for each in (clients, best):
         if each is not None:
-            each.described = now
+            each.saved = now
             for rows in each.groups:
                 rows.changed[:] = False
 
@@ -153,25 +153,25 @@ def read(
     now: Described,
     each: Sequence[PyTree],
     several: bool,
-    make: Callable[..., Rows],
+    make: Callable[..., RowStore],
     offload: Sequence[str] = (),
-) -> tuple[Clients, Snapshot | None]:
+) -> tuple[ClientStore, Snapshot | None]:
     """The clients, and those of the best round; files must have been checked.
 
     Args:
       each: Shapes of client-side state of each group, [N, ...], and of the offloaded rows.
-      make: from what all begin with to Rows.
+      make: from what all begin with to RowStore.
     """
     groups = []
     for g, shapes in enumerate(each):
         one = jax.tree.map(lambda s: np.zeros(s.shape[1:], s.dtype), shapes)
         rows = make(one)
-        if rows.form.size:
-            ((_, record),) = _records(folder, now.first, g, rows.form.size)
-            rows = make(trees.row(rows.form.unpack(record), 0))
+        if rows.layout.size:
+            ((_, record),) = _records(folder, now.first, g, rows.layout.size)
+            rows = make(trees.row(rows.layout.unpack(record), 0))
             _fill(folder, now.state, g, rows)
         groups.append(rows)
-    clients, best = Clients(groups, several, offload), None
+    clients, best = ClientStore(groups, several, offload), None
     if now.best is not None:
         best = clients.snapshot()
         for g, rows in enumerate(best.groups):
@@ -180,8 +180,8 @@ def read(
     return clients, best
 
 
-def _fill(folder: Path, listed: list[Part], g: int, rows: Rows) -> None:
-    for ids, records in _records(folder, listed, g, rows.form.size):
+def _fill(folder: Path, listed: list[Part], g: int, rows: RowStore) -> None:
+    for ids, records in _records(folder, listed, g, rows.layout.size):
         rows.put(ids, records)
 
 

@@ -34,7 +34,7 @@ from fedjax_pfl.runs.run_state import client_table
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import having
 from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
-from fedjax_pfl.simulation.stores import Clients
+from fedjax_pfl.simulation.stores import ClientStore
 
 _KEY = "fedjax_pfl"  # of the metadata; one key, because their order is not fixed
 _FORMAT = 1
@@ -222,7 +222,7 @@ def personalize(
     """The variables that clients are served, as NumPy arrays: of a state after t rounds."""
     algorithm = result.phases[-1].algorithm
     # From wherever it was computed to one device, once for all clients.
-    clients = state.clients if isinstance(state.clients, Clients) else None
+    clients = state.clients if isinstance(state.clients, ClientStore) else None
     kept = state._replace(clients=()) if clients else wrap_clients(algorithm, state)
     state, data = jax.device_put(jax.device_get((kept, result.data)))
     seen = state._replace(clients=())
@@ -230,7 +230,7 @@ def personalize(
 
     def served(member: Algorithm) -> Any:
         def one(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
-            state = state._replace(rows=offloaded.seen(state.rows)) if offloaded else state
+            state = state._replace(rows=offloaded.join(state.rows)) if offloaded else state
             ctx = ClientContext(i, client_data(data, i), t, stage_key(key, PERSONAL, t, i))
             return member.personalize(state, client, ctx)
 

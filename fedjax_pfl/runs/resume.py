@@ -18,7 +18,7 @@ from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.run_state import Position, SweepRun
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import ledger, multiprocess, spread, stores, sweep
-from fedjax_pfl.simulation.offloaded_rows import apart, names
+from fedjax_pfl.simulation.offloaded_rows import part_names, split_state
 
 
 def save_checkpoint(sweep_run: SweepRun, state: State) -> None:
@@ -36,7 +36,7 @@ def save_checkpoint(sweep_run: SweepRun, state: State) -> None:
 def _write_checkpoint(sweep_run: SweepRun, store: checkpoints.Store, state: State) -> None:
     saved = {"state": state} if sweep_run.best is None else {"state": state, "best": sweep_run.best}
     facts, clients = to_facts(sweep_run.at) | {"config": sweep_run.config}, state.clients
-    if not isinstance(clients, stores.Clients):
+    if not isinstance(clients, stores.ClientStore):
         store.save(sweep_run.at.round, saved, facts)
         return
     best = None if sweep_run.best is None else sweep_run.best.clients
@@ -200,7 +200,7 @@ def restore(
     now = changed_rows.described(rows)
     changed_rows.check(store.rows, now)
     phase = experiment.phases[at.phase]
-    rest, each = apart(phase.algorithm, templates[at.phase])
+    rest, each = split_state(phase.algorithm, templates[at.phase])
     wanted |= dict.fromkeys(wanted if now.best is not None else ("state",), rest)
     found = store.restore(step, wanted)
     clients, best = _clients(phase, now, each, store)
@@ -208,19 +208,19 @@ def restore(
     if best is not None and best_state is not None:
         best_state = best_state._replace(clients=best)
     if phase.store in ("device", "sharded"):
-        return at, stores.arrays(state), best_state and stores.arrays(best_state)
+        return at, stores.to_arrays(state), best_state and stores.to_arrays(best_state)
     return at, state, best_state
 
 
 def _clients(
     phase: Phase, now: changed_rows.Described, each: Sequence[PyTree], store: checkpoints.Store
-) -> tuple[stores.Clients, stores.Snapshot | None]:
+) -> tuple[stores.ClientStore, stores.Snapshot | None]:
     """What a checkpoint holds of them, and of those of the best round."""
     kind = "disk" if phase.store == "disk" else "host"
     make = functools.partial(
-        stores.Rows, clients=phase.federation.clients, store=kind, folder=store.folder.parent
+        stores.RowStore, clients=phase.federation.clients, store=kind, folder=store.folder.parent
     )
-    several, offload = groups.has_groups(phase.algorithm), names(phase.algorithm)
+    several, offload = groups.has_groups(phase.algorithm), part_names(phase.algorithm)
     return changed_rows.read(store.rows, now, each, several, make, offload)
 
 

@@ -110,7 +110,7 @@ def record_evaluation(
     if better and validation:
         score = validation[f"{experiment.federation.task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)
-        sweep_run.best = stores.copied(state)
+        sweep_run.best = stores.copy_state(state)
     line = {
         "round": at.round,
         "phase": at.phase,
@@ -127,13 +127,13 @@ def record_evaluation(
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
-        **metrics.own(experiment.federation.task),
+        **metrics.user_metrics(experiment.federation.task),
         **_diagnostics(experiment, sweep_run, shown),
     }
     evaluated = experiment.phases[at.phase].inputs.evaluated
     rows = metrics.client_scores(scores, experiment.federation.task, evaluated)
     known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
-    rows = metrics.with_best(rows, known, better, experiment.federation.task)
+    rows = metrics.add_best(rows, known, better, experiment.federation.task)
     sweep_run.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
 

@@ -173,7 +173,9 @@ def run_points(
     multiprocess.check_examples(experiment.data)
     for phase in experiment.phases:
         tell(execution_plan.describe(phase.plan, phase.inputs.cohort, phase.inputs.devices))
-    tell(f"state and examples need at least {experiment.needs}; store={experiment.phases[0].store}")
+    tell(
+        f"state and examples need at least {experiment.memory}; store={experiment.phases[0].store}"
+    )
     fixed = functools.cache(functools.partial(fixed_length, experiment))
     facts = described(experiment)
     beside.check_examples([sweep_run.config for sweep_run in sweep_runs], facts)

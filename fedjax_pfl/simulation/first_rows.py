@@ -1,8 +1,8 @@
-"""The first state of a run without a copy for each client of what all of them begin with.
+"""Initial state of a run, without a copy of the initial arrays for every client.
 
-`init` gives [N, ...] of what stays with clients, most of it one row that is repeated. Here its
-program is read: what it repeats is computed once, and what it passes on from an earlier phase is
-named. Only what is drawn for each client is computed for all.
+`init` returns client-side leaves [N, ...], most of which repeat one row. This module evaluates its
+jaxpr: it computes repeated rows once, and recognises leaves that an earlier phase passes on. Only
+leaves that differ between clients are computed for all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,120 +14,134 @@ from jax.extend import core
 from jax.interpreters import partial_eval
 
 PyTree = Any
-_CALLS = ("jit", "pjit", "closed_call", "core_call")  # whose insides are looked into
+_CALLS = ("jit", "pjit", "closed_call", "core_call")  # operations that are evaluated inside
 
 
 class Repeated(NamedTuple):
-    """A value that has one row for all clients, not yet repeated."""
+    """A value [N, ...] with one row for all clients, before the broadcast."""
 
     operand: Any
     shape: tuple[int, ...]
-    dimensions: tuple[int, ...]  # of `shape`, those of the operand
+    dimensions: tuple[int, ...]  # dimensions of `shape` that the operand has
 
     def row(self) -> jax.Array:
-        within = tuple(d - 1 for d in self.dimensions)
-        return jax.lax.broadcast_in_dim(self.operand, self.shape[1:], within)
+        """Returns the row of one client."""
+        row_dimensions = tuple(d - 1 for d in self.dimensions)
+        return jax.lax.broadcast_in_dim(self.operand, self.shape[1:], row_dimensions)
 
-    def whole(self) -> jax.Array:
+    def all_rows(self) -> jax.Array:
+        """Returns the rows of all clients."""
         return jax.lax.broadcast_in_dim(self.operand, self.shape, self.dimensions)
 
 
-class First(NamedTuple):
-    """A leaf of [N, ...]: of its three ways one, the others None."""
+class InitialLeaf(NamedTuple):
+    """A client-side leaf [N, ...] of the initial state. Exactly one field is not None."""
 
-    row: np.ndarray | None  # what all clients begin with
-    same: int | None  # the leaf of the earlier phase that it is
-    whole: np.ndarray | None
+    row: np.ndarray | None  # the row of every client
+    argument: int | None  # number of the leaf of the arguments that it is equal to
+    all_rows: np.ndarray | None  # [N, ...]
 
 
-def first_state(
+def initial_state(
     init: Callable[..., Any],
-    apart: Callable[[Any], tuple[PyTree, PyTree]],
+    split: Callable[[Any], tuple[PyTree, PyTree]],
     arguments: PyTree,
     fetch: Callable[[int], Any],
-) -> tuple[PyTree, list[First]]:
-    """(the rest of the state, each leaf of what is apart) of init(*arguments).
+) -> tuple[PyTree, list[InitialLeaf]]:
+    """Computes init(*arguments).
 
     Args:
-      apart: of a state the rest, which is computed as it is, and what is [N, ...].
-      arguments: shapes, of which leaf k is `fetch(k)` where it is needed.
+      init: The function.
+      split: Splits its result into a part to compute in full, and one with leaves [N, ...].
+      arguments: Shapes of the arguments.
+      fetch: Returns leaf `k` of the arguments; called for leaves that the result depends on.
+
+    Returns:
+      The first part of the split, and each leaf of the second part.
     """
-    shapes, tree = jax.tree.flatten(arguments)
+    shapes, structure = jax.tree.flatten(arguments)
     states: list[Any] = []
 
-    def flat(*leaves: Any) -> list[Any]:
-        rest, own = apart(init(*jax.tree.unflatten(tree, leaves)))
+    def flat_init(*leaves: Any) -> list[Any]:
+        rest, clients = split(init(*jax.tree.unflatten(structure, leaves)))
         states.append(jax.tree.structure(rest))
-        return [*jax.tree.leaves(rest), *jax.tree.leaves(own)]
+        return [*jax.tree.leaves(rest), *jax.tree.leaves(clients)]
 
-    closed = jax.make_jaxpr(flat)(*shapes)
-    number = states[-1].num_leaves
-    ways: list[int | str] = []
+    closed = jax.make_jaxpr(flat_init)(*shapes)
+    rest_count = states[-1].num_leaves
+    kinds: list[int | str] = []  # of each client-side leaf: argument number, "row" or "all_rows"
 
-    def lean(*leaves: Any) -> list[Any]:
-        values = _evaluated(closed.jaxpr, closed.consts, leaves)
-        ways.clear()
-        found = [_made(value) for value in values[:number]]
-        for value in values[number:]:
-            passed = [k for k, leaf in enumerate(leaves) if leaf is value]
-            ways.append(passed[0] if passed else "row" if isinstance(value, Repeated) else "whole")
-            if not passed:
-                found.append(value.row() if isinstance(value, Repeated) else value)
-        return found
+    def lean_init(*leaves: Any) -> list[Any]:
+        values = _evaluate(closed.jaxpr, closed.consts, leaves)
+        kinds.clear()
+        results = [_expand(value) for value in values[:rest_count]]
+        for value in values[rest_count:]:
+            matches = [k for k, leaf in enumerate(leaves) if leaf is value]
+            if matches:
+                kinds.append(matches[0])
+            elif isinstance(value, Repeated):
+                kinds.append("row")
+                results.append(value.row())
+            else:
+                kinds.append("all_rows")
+                results.append(value)
+        return results
 
-    program = jax.make_jaxpr(lean)(*shapes)
-    used, needed = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    given = [fetch(k) for k, one in enumerate(needed) if one]
-    ran = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(used, program.consts)))(*given)
-    rest, own = ran[:number], iter(ran[number:])
-    firsts = []
-    for way in ways:
-        value = None if isinstance(way, int) else np.asarray(next(own))
-        firsts.append(
-            First(
-                value if way == "row" else None,
-                way if isinstance(way, int) else None,
-                value if way == "whole" else None,
+    program = jax.make_jaxpr(lean_init)(*shapes)
+    pruned, is_used = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    inputs = [fetch(k) for k, used in enumerate(is_used) if used]
+    results = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(pruned, program.consts)))(*inputs)
+    computed = iter(results[rest_count:])
+    leaves = []
+    for kind in kinds:
+        if isinstance(kind, int):
+            leaves.append(InitialLeaf(row=None, argument=kind, all_rows=None))
+            continue
+        value = np.asarray(next(computed))
+        is_row = kind == "row"
+        leaves.append(
+            InitialLeaf(
+                row=value if is_row else None, argument=None, all_rows=None if is_row else value
             )
         )
-    return jax.tree.unflatten(states[-1], rest), firsts
+    return jax.tree.unflatten(states[-1], results[:rest_count]), leaves
 
 
-def _made(value: Any) -> Any:
-    return value.whole() if isinstance(value, Repeated) else value
+def _expand(value: Any) -> Any:
+    return value.all_rows() if isinstance(value, Repeated) else value
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """The program's results, with repeated rows as they are as long as nothing else reads them."""
-    known: dict[Any, Any] = dict(
+def _evaluate(jaxpr: Any, consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    """Returns the results of a jaxpr; values stay `Repeated` until an operation reads them."""
+    values: dict[Any, Any] = dict(
         zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=True)
     )
 
     def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else known[atom]
+        return atom.val if isinstance(atom, core.Literal) else values[atom]
 
     for eqn in jaxpr.eqns:
         name, params = eqn.primitive.name, eqn.params
         if name == "broadcast_in_dim" and len(eqn.invars) == 1 and 0 not in _axes(eqn):
-            found = [Repeated(_made(read(eqn.invars[0])), params["shape"], _axes(eqn))]
+            results = [Repeated(_expand(read(eqn.invars[0])), params["shape"], _axes(eqn))]
         elif name in _CALLS and "jaxpr" in params:
             inner = params["jaxpr"]
-            found = _evaluated(inner.jaxpr, inner.consts, list(map(read, eqn.invars)))
+            results = _evaluate(inner.jaxpr, inner.consts, list(map(read, eqn.invars)))
         else:
             inputs = dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal))
-            found = _by_itself(jaxpr, eqn, {v: _made(known[v]) for v in inputs})
-        known |= zip(eqn.outvars, found, strict=True)
+            results = _operation(jaxpr, eqn, {v: _expand(values[v]) for v in inputs})
+        values |= zip(eqn.outvars, results, strict=True)
     return list(map(read, jaxpr.outvars))
 
 
-def _by_itself(jaxpr: Any, eqn: Any, inputs: Mapping[Any, Any]) -> list[Any]:
-    """One operation's results, in their order; None where nobody reads one."""
-    read = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
-    one = jaxpr.replace(constvars=[], invars=list(inputs), outvars=read, eqns=[eqn])
-    found = iter(core.jaxpr_as_fun(core.ClosedJaxpr(one, []))(*inputs.values()))
-    return [None if isinstance(v, core.DropVar) else next(found) for v in eqn.outvars]
+def _operation(jaxpr: Any, eqn: Any, inputs: Mapping[Any, Any]) -> list[Any]:
+    """Returns the results of one operation; None for results that are unused."""
+    used = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+    program = jaxpr.replace(constvars=[], invars=list(inputs), outvars=used, eqns=[eqn])
+    results = iter(core.jaxpr_as_fun(core.ClosedJaxpr(program, []))(*inputs.values()))
+    return [None if isinstance(v, core.DropVar) else next(results) for v in eqn.outvars]
 
 
 def _axes(eqn: Any) -> tuple[int, ...]:
-    """Those of a broadcast that its operand has; all, where there are none that could be rows."""
+    """Returns the axes of a broadcast that its operand has; (0,) if the result is a scalar."""
     return tuple(eqn.params["broadcast_dimensions"]) if eqn.params["shape"] else (0,)

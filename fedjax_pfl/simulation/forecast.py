@@ -1,7 +1,7 @@
-"""How much of each kind of memory a run needs at the least, from shapes: before it is compiled.
+"""Lower bounds of the memory that a run needs, from shapes and before anything is compiled.
 
-What local training takes beside is not in it (`memory_gb` estimates that). On a CPU the devices'
-memory is the machine's.
+The memory of local training is not included; `memory_gb` estimates it. On a CPU, device memory and
+host memory are the same.
 """
 
 import math
@@ -15,151 +15,177 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.mapped import is_mapped
 
-_KEPT = 2  # checkpoints
-_SHARE = 0.5  # of a memory that is taken without being asked for
+_CHECKPOINTS = 2  # that a run directory holds
+_AUTO_SHARE = 0.5  # fraction of a memory that store=auto may fill
 
 
-class Sizes(NamedTuple):
-    """Of a phase; bytes and numbers."""
+class PhaseSizes(NamedTuple):
+    """Sizes of a phase: bytes and counts."""
 
-    server: int  # what all share
-    row: int  # what the server keeps for a client
-    client: int  # what stays with one
+    server: int  # shared server-side state
+    row: int  # server-side row of a client
+    client: int  # client-side state of a client
     clients: int
     cohort: int
     rounds: int
-    examples: int  # of all clients, with the tables that say whose they are
-    sent: int  # those of a cohort at most
-    best: bool  # whether a best round is kept beside the last
-    points: int = 1  # of a sweep
+    examples: int  # all examples, with the index tables of the clients
+    cohort_examples: int  # examples of the largest cohort
+    has_best: bool  # True if the best state is stored as well as the last
+    sweep_runs: int = 1  # runs that one program computes
     devices: int = 1
-    mapped: int = 0  # of the examples, what is in files
-    offload: int = 0  # of the bytes of `row`, what may lie with what stays with a client
+    mapped: int = 0  # part of `examples` that is memory-mapped from files
+    offload: int = 0  # part of `row` that may be stored off the device
 
 
-class Need(NamedTuple):
-    """Bytes."""
+class Requirement(NamedTuple):
+    """Bytes that a run needs at least."""
 
     device: int
     host: int
     disk: int
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {readable(value)}" for name, value in self._asdict().items())
+        return ", ".join(f"{name} {format_bytes(value)}" for name, value in self._asdict().items())
 
 
-class Room(NamedTuple):
-    """Bytes that there are; infinite where that is not known."""
+class Capacity(NamedTuple):
+    """Bytes that a machine has; infinite if unknown."""
 
     device: float
     host: float
     disk: float
-    apart: bool  # whether a device has memory of its own
-    devices: int = 1  # that this process computes with
+    has_device_memory: bool  # False if devices use host memory
+    devices: int = 1  # devices of this process
 
 
-def readable(number: float) -> str:
-    """Bytes with three digits."""
+def format_bytes(count: float) -> str:
+    """Formats a number of bytes with three digits and a unit."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if number < 999.5 or unit == "PB":
+        if count < 999.5 or unit == "PB":
             break
-        number /= 1000
-    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
+        count /= 1000
+    return f"{count:.3g} {unit}" if count < 999.5 else f"{count:.0f} {unit}"
 
 
-def need(sizes: Sizes, store: str) -> Need:
-    """What a phase needs with a store."""
-    states = 2 if sizes.best else 1
-    shared = sizes.points * (sizes.server + sizes.clients * sizes.row)
+def required(sizes: PhaseSizes, store: str) -> Requirement:
+    """Returns the bytes that a phase needs with the given store."""
+    states = 2 if sizes.has_best else 1
+    shared = sizes.sweep_runs * (sizes.server + sizes.clients * sizes.row)
     if store in ("device", "sharded"):
-        each = sizes.row + sizes.client
-        state = sizes.points * (sizes.server + sizes.clients * each)
-        held = state
+        per_client = sizes.row + sizes.client
+        state = sizes.sweep_runs * (sizes.server + sizes.clients * per_client)
+        on_device = state
         if store == "sharded":
-            held = sizes.server + -(-sizes.clients // sizes.devices) * each
-        # A copy on its way to a checkpoint, and the best one.
-        return Need(held + sizes.examples, states * state, _KEPT * states * state)
-    shared -= sizes.points * sizes.clients * sizes.offload
-    trained = min(sizes.clients, sizes.rounds * sizes.cohort)
-    changed = states * trained * (sizes.client + sizes.offload)
-    # The cohort's before and after the round; the next cohort's is on its way.
-    device = shared + 3 * sizes.cohort * sizes.client + 2 * sizes.sent
+            on_device = sizes.server + -(-sizes.clients // sizes.devices) * per_client
+        # The host holds the copy for a checkpoint and the best state.
+        return Requirement(
+            on_device + sizes.examples, states * state, _CHECKPOINTS * states * state
+        )
+    shared -= sizes.sweep_runs * sizes.clients * sizes.offload
+    sampled = min(sizes.clients, sizes.rounds * sizes.cohort)
+    changed = states * sampled * (sizes.client + sizes.offload)
+    # The cohort's states before and after the round, and those of the next cohort.
+    device = shared + 3 * sizes.cohort * sizes.client + 2 * sizes.cohort_examples
     device += 2 * sizes.cohort * sizes.offload
     host = states * shared + sizes.examples - sizes.mapped + (changed if store == "host" else 0)
-    saved = _KEPT * (states * shared + changed)
-    return Need(device, host, saved + (changed if store == "disk" else 0))
+    saved = _CHECKPOINTS * (states * shared + changed)
+    return Requirement(device, host, saved + (changed if store == "disk" else 0))
 
 
-def most(each: Sequence[Need]) -> Need:
-    """Of several phases."""
-    return Need(*map(max, zip(*each, strict=True)))
+def maximum(requirements: Sequence[Requirement]) -> Requirement:
+    """Returns the largest requirement of each kind of memory."""
+    return Requirement(*map(max, zip(*requirements, strict=True)))
 
 
-def room(devices: int = 1) -> Room:
-    """What this machine has; how much of its disk is for a run, nobody knows.
+def capacity(devices: int = 1) -> Capacity:
+    """Returns the memory of this machine. Disk space counts as infinite.
 
-    devices: those of this process that a run uses.
+    Args:
+      devices: Devices of this process that the run uses.
     """
     host = math.inf
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     first = jax.local_devices()[0]
-    apart = first.platform != "cpu"
-    known = (first.memory_stats() or {}).get("bytes_limit", math.inf) if apart else host
-    return Room(float(known), float(host), math.inf, apart, devices)
+    has_device_memory = first.platform != "cpu"
+    device = host
+    if has_device_memory:
+        device = (first.memory_stats() or {}).get("bytes_limit", math.inf)
+    return Capacity(
+        device=float(device),
+        host=float(host),
+        disk=math.inf,
+        has_device_memory=has_device_memory,
+        devices=devices,
+    )
 
 
-def lacking(wanted: Need, there: Room) -> str:
-    """What there is too little of, in words; nothing where all fits."""
-    host = wanted.host if there.apart else wanted.host + there.devices * wanted.device
-    for name, value, limit in (
-        ("on a device", wanted.device, there.device),
-        ("of memory", host, there.host),
-        ("on disk", wanted.disk, there.disk),
+def shortage(required: Requirement, available: Capacity) -> str:
+    """Returns which memory is too small and its two sizes, or "" if everything fits."""
+    host = required.host
+    if not available.has_device_memory:
+        host += available.devices * required.device
+    for place, value, limit in (
+        ("on a device", required.device, available.device),
+        ("of memory", host, available.host),
+        ("on disk", required.disk, available.disk),
     ):
         if value > limit:
-            return f"{readable(value)} {name}, of which there are {readable(limit)}"
+            return f"{format_bytes(value)} {place} ({format_bytes(limit)} available)"
     return ""
 
 
-def _fits_well(wanted: Need, there: Room) -> bool:
-    some = there._replace(device=_SHARE * there.device, host=_SHARE * there.host)
-    return not lacking(wanted, some)
+def _fits_well(required: Requirement, available: Capacity) -> bool:
+    share = available._replace(
+        device=_AUTO_SHARE * available.device, host=_AUTO_SHARE * available.host
+    )
+    return not shortage(required, share)
 
 
-def choose(each: Sequence[Sizes], store: str, there: Room, *, several: bool, processes: int) -> str:
-    """The store of a run, where it is auto; UsageError where what is needed is not there.
+def choose_store(
+    phases: Sequence[PhaseSizes], store: str, available: Capacity, *, several: bool, processes: int
+) -> str:
+    """Returns the store of a run; with "auto", the first one that fits.
+
+    Raises UsageError if the run does not fit into memory.
 
     Args:
-      each: of its phases.
-      several: whether a program computes several runs, which are on the device.
-      processes: that compute it; with several of them, devices are all that they have in common.
+      phases: Sizes of each phase.
+      store: The setting `store`.
+      available: Memory of this machine.
+      several: True if one program computes several runs, which requires state on the device.
+      processes: Number of processes; more than one rules out the host and the disk.
     """
-    sharded = ("sharded",) if each[0].devices > 1 and not several else ()
-    elsewhere = ("host", "disk") if processes == 1 and not several else ()
-    stores = ("device", *sharded, *elsewhere)
+    sharded = ("sharded",) if phases[0].devices > 1 and not several else ()
+    off_device = ("host", "disk") if processes == 1 and not several else ()
+    stores = ("device", *sharded, *off_device)
     if store == "sharded" and not sharded:
-        store = "device"  # which one device is
-    needs = {name: most([need(sizes, name) for sizes in each]) for name in stores}
+        store = "device"  # the same thing with one device
+    needs = {name: maximum([required(sizes, name) for sizes in phases]) for name in stores}
+    fitting = [name for name in stores if not shortage(needs[name], available)]
     if store == "auto":
-        well = [name for name in stores if _fits_well(needs[name], there)]
-        store = (well or [name for name in stores if not lacking(needs[name], there)] or stores)[0]
-    if wrong := lacking(needs[store], there):
-        others = [name for name in stores if not lacking(needs[name], there)]
-        hint = f"use store={others[0]}" if others else "take fewer clients or examples"
+        fitting_well = [name for name in stores if _fits_well(needs[name], available)]
+        store = (fitting_well or fitting or stores)[0]
+    if problem := shortage(needs[store], available):
+        hint = f"use store={fitting[0]}" if fitting else "use fewer clients or examples"
         raise UsageError(
-            f"with store={store} this run needs at least {wrong}; {hint}, or a smaller model"
+            f"with store={store} this run needs at least {problem}; {hint}, or a smaller model"
         )
     return store
 
 
-def examples_of(arrays: Any, cohort: int) -> tuple[int, int, int]:
-    """Bytes of all examples, of those of a cohort at most, and of what of all is in files."""
+def example_bytes(arrays: Any, cohort: int) -> tuple[int, int, int]:
+    """Returns the bytes of all examples, of the largest cohort's, and of the mapped files.
+
+    Args:
+      arrays: Examples of all clients, as `FederatedData`.
+      cohort: Number of clients in a round.
+    """
     leaves = list(map(np.asarray, jax.tree.leaves(arrays)))
-    whole, mapped = (
-        sum(leaf.nbytes for leaf in some) for some in (leaves, filter(is_mapped, leaves))
+    total, mapped = (
+        sum(leaf.nbytes for leaf in part) for part in (leaves, filter(is_mapped, leaves))
     )
-    own = np.asarray(arrays.train.size, np.int64) + np.asarray(arrays.validation.size, np.int64)
-    number = int(np.sort(own)[-cohort:].sum())
-    one = sum(leaf.nbytes for leaf in (arrays.x, arrays.y)) / max(1, len(arrays.y))
-    return whole, math.ceil(one * min(number, len(arrays.y))), mapped
+    counts = np.asarray(arrays.train.size, np.int64) + np.asarray(arrays.validation.size, np.int64)
+    largest = min(int(np.sort(counts)[-cohort:].sum()), len(arrays.y))
+    bytes_per_example = sum(leaf.nbytes for leaf in (arrays.x, arrays.y)) / max(1, len(arrays.y))
+    return total, math.ceil(bytes_per_example * largest), mapped

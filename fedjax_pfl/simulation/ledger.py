@@ -1,4 +1,4 @@
-"""Communication, counted on the host in Python integers: 32 bits overflow."""
+"""Communication ledger. Counts in Python integers on the host, because 32 bits overflow."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ from fedjax_pfl.simulation.records import Log
 
 
 class Ledger(NamedTuple):
-    """Totals since round 0. Plain numbers, so that a checkpoint can hold it as JSON."""
+    """Totals since round 0. Holds Python numbers only, for checkpoints in JSON."""
 
     down: dict[str, int]  # bytes by layer
     up: dict[str, int]
     client_down: list[int]  # bytes by client
     client_up: list[int]
-    visits: list[int]  # times that a client's answer counted
+    visits: list[int]  # rounds in which the server used the client's update
     dropped: list[int]
     rejected: list[int]
 
@@ -29,40 +29,51 @@ class Ledger(NamedTuple):
 
 
 def empty(clients: int) -> Ledger:
-    """Nothing has moved yet."""
+    """Returns the ledger before the first round."""
     return Ledger({}, {}, *([0] * clients for _ in range(5)))
 
 
 def add(ledger: Ledger, logs: Sequence[Log], rounds: int, free_rounds: int = 0) -> Ledger:
-    """The ledger after the first `rounds` rounds of one call's logs.
+    """Returns the ledger after the first `rounds` rounds of one call's logs.
 
     Args:
-      logs: one per group, as `CompiledRounds.run` returns them.
-      free_rounds: the downloads of this many first rounds of the call cost nothing: round 0, where
-        everybody can build the initial model from the seed.
+      ledger: Totals before the call.
+      logs: One log per group, as `CompiledRounds.run` returns them.
+      rounds: Number of rounds to count.
+      free_rounds: Number of first rounds whose downloads are not counted. Use 1 in the call that
+        starts with round 0 if clients build the initial model from the seed.
     """
     down, up = dict(ledger.down), dict(ledger.up)
-    lists = [list(column) for column in ledger[2:]]
+    client_down, client_up, visits, dropped, rejected = (list(column) for column in ledger[2:])
     for log in logs:
         ids = np.asarray(log.ids)[:rounds]
-        for total, per_client, bill, free in (
-            (down, lists[0], log.down, free_rounds),
-            (up, lists[1], log.up, 0),
+        for total, per_client, layer_bytes, free in (
+            (down, client_down, log.down, free_rounds),
+            (up, client_up, log.up, 0),
         ):
-            for layer, amounts in bill.items():
-                paid = np.asarray(amounts)[free:rounds].astype(np.int64)
-                total[layer] = total.get(layer, 0) + int(paid.sum())
-                _tally(per_client, ids[free:], paid)
-        present, dropped, rejected = (
-            np.asarray(flag)[:rounds] for flag in (log.present, log.dropped, log.rejected)
-        )
-        _tally(lists[2], ids, present & ~dropped & ~rejected)
-        _tally(lists[3], ids, dropped)
-        _tally(lists[4], ids, rejected)
-    return Ledger(down, up, *lists)
+            for layer, amounts in layer_bytes.items():
+                counted = np.asarray(amounts)[free:rounds].astype(np.int64)
+                total[layer] = total.get(layer, 0) + int(counted.sum())
+                _tally(per_client, ids[free:], counted)
+        for column, flag in (
+            (visits, log.arrived),
+            (dropped, log.dropped),
+            (rejected, log.rejected),
+        ):
+            _tally(column, ids, np.asarray(flag)[:rounds])
+    return Ledger(
+        down=down,
+        up=up,
+        client_down=client_down,
+        client_up=client_up,
+        visits=visits,
+        dropped=dropped,
+        rejected=rejected,
+    )
 
 
 def _tally(column: list[int], ids: np.ndarray, amounts: np.ndarray) -> None:
+    """Adds amounts to the entries `ids` of a column, in place."""
     sums = np.zeros(len(column), np.int64)
     np.add.at(sums, ids.ravel(), amounts.ravel().astype(np.int64))
     for i in np.flatnonzero(sums):
@@ -70,5 +81,5 @@ def _tally(column: list[int], ids: np.ndarray, amounts: np.ndarray) -> None:
 
 
 def from_json(saved: dict[str, Any]) -> Ledger:
-    """The ledger that `_asdict()` was saved from."""
+    """Returns the ledger with the fields `saved`; the inverse of `_asdict`."""
     return Ledger(**saved)

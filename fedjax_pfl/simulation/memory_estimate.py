@@ -1,8 +1,8 @@
-"""About how much memory a compiled function takes, found without compiling it.
+"""Memory estimates of functions, from their jaxpr and without compiling them.
 
-Values are counted as they are written down: XLA keeps fewer of them, because it fuses operations,
-and allocates some more for copies and gaps. How the need grows with the clients that are vmapped
-together shows all the same.
+Every value of the jaxpr counts. XLA keeps fewer values, because it fuses operations, and allocates
+some bytes for copies and gaps. The estimate shows how memory grows with the clients that are
+vmapped together.
 """
 
 import math
@@ -15,42 +15,46 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import partial_eval
 
-# Their result takes the place of their first operand, where nobody needs that any more.
+# The result takes the memory of the first operand if nothing else uses that operand.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice")
 
 
-def peak(f: Callable[..., Any], *arguments: Any) -> int:
-    """Bytes of the arguments and all values that live at once in f(*arguments), at the worst time.
+def peak_bytes(f: Callable[..., Any], *arguments: Any) -> int:
+    """Estimates the peak memory of f(*arguments) in bytes, arguments included.
 
-    Arguments may be shapes. Those of a compiled function stay, unless it takes them as donated;
-    those of a plain one are freed after their last use.
+    Arguments of a compiled function are live until the end, unless they are donated. Arguments of
+    a function that is not compiled are freed after their last use.
+
+    Args:
+      f: The function.
+      *arguments: Arrays or shapes.
     """
     jaxpr = jax.make_jaxpr(f)(*arguments).jaxpr
-    compiled = jaxpr.eqns[0].params.get("donated_invars") if len(jaxpr.eqns) == 1 else None
-    return _peak(jaxpr, compiled or [True] * len(jaxpr.invars))
+    donated = jaxpr.eqns[0].params.get("donated_invars") if len(jaxpr.eqns) == 1 else None
+    return _peak(jaxpr, donated or [True] * len(jaxpr.invars))
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of all leaves; shapes will do, and keys are two words each."""
+    """Returns the bytes of all leaves, arrays or shapes. A PRNG key has 8 bytes."""
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def gathered(f: Callable[..., Any], *arguments: Any) -> int:
-    """Bytes that f's all-gathers put together on every device; of a loop those of one pass.
+def all_gather_bytes(f: Callable[..., Any], *arguments: Any) -> int:
+    """Returns the bytes that the all-gathers of f(*arguments) produce on every device.
 
-    What nobody uses is left out, as XLA does.
+    A loop counts as one pass. All-gathers whose result is unused do not count, as in XLA.
     """
 
-    def within(jaxpr: Any) -> int:
+    def count(jaxpr: Any) -> int:
         total = 0
         jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "all_gather":
                 total += sum(_bytes(v.aval) for v in eqn.outvars)
-            total += sum(map(within, core.jaxprs_in_params(eqn.params)))
+            total += sum(map(count, core.jaxprs_in_params(eqn.params)))
         return total
 
-    return within(jax.make_jaxpr(f)(*arguments).jaxpr)
+    return count(jax.make_jaxpr(f)(*arguments).jaxpr)
 
 
 def _bytes(value: Any) -> int:
@@ -63,47 +67,53 @@ def _variables(atoms: Iterable[Any]) -> set[Any]:
     return {atom for atom in atoms if not isinstance(atom, core.Literal)}
 
 
-def _peak(jaxpr: Any, owned: Sequence[bool]) -> int:
-    """`owned`: inputs that are freed after their last use; others stay with the caller."""
+def _peak(jaxpr: Any, is_freed: Sequence[bool]) -> int:
+    """Returns the peak bytes of a jaxpr.
+
+    Args:
+      jaxpr: The program.
+      is_freed: For each input, True if it is freed after its last use.
+    """
     uses = Counter(v for eqn in jaxpr.eqns for v in _variables(eqn.invars))
     uses.update(_variables(jaxpr.outvars))
-    uses.update(v for v, ours in zip(jaxpr.invars, owned, strict=True) if not ours)
+    uses.update(v for v, freed in zip(jaxpr.invars, is_freed, strict=True) if not freed)
     uses.update(jaxpr.constvars)
     size = {v: _bytes(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
-    live = most = sum(size.values())
+    live = peak = sum(size.values())
     for eqn in jaxpr.eqns:
         outputs = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
         size |= {v: _bytes(v.aval) for v in outputs}
-        made = sum(size[v] for v in outputs)
+        output_bytes = sum(size[v] for v in outputs)
         replaced = _variables(eqn.invars[:1]) if eqn.primitive.name in _IN_PLACE else set()
-        taken = 0 if any(uses[v] == 1 for v in replaced) else made
-        most = max(most, live + _needed(eqn, taken, uses))
-        live += made
+        allocated = 0 if any(uses[v] == 1 for v in replaced) else output_bytes
+        peak = max(peak, live + _operation_bytes(eqn, allocated, uses))
+        live += output_bytes
         for v in _variables(eqn.invars):
             uses[v] -= 1
-        done = {v for v in (*_variables(eqn.invars), *outputs) if uses[v] == 0}
-        live -= sum(size[v] for v in done)
-    return most
+        unused = {v for v in (*_variables(eqn.invars), *outputs) if uses[v] == 0}
+        live -= sum(size[v] for v in unused)
+    return peak
 
 
-def _needed(eqn: Any, made: int, uses: Counter[Any]) -> int:
-    """What an operation needs beside its operands: results, and what goes on inside."""
-    loop, most = eqn.primitive.name in ("while", "scan"), 0
+def _operation_bytes(eqn: Any, output_bytes: int, uses: Counter[Any]) -> int:
+    """Returns the bytes of an operation's results and inner values, without its operands."""
+    is_loop, peak = eqn.primitive.name in ("while", "scan"), 0
     for inner in core.jaxprs_in_params(eqn.params):
         operands = eqn.invars[-len(inner.invars) :]
-        last = [isinstance(v, core.Literal) or uses[v] == 1 for v in operands]
-        owned = [True] * len(inner.invars) if loop or len(last) < len(inner.invars) else last
-        most = max(most, _peak(inner, owned) - sum(_bytes(v.aval) for v in inner.invars))
-    # A scan's stacked results are there all the time; other results are part of what is inside.
+        is_last = [isinstance(v, core.Literal) or uses[v] == 1 for v in operands]
+        all_freed = is_loop or len(is_last) < len(inner.invars)
+        is_freed = [True] * len(inner.invars) if all_freed else is_last
+        peak = max(peak, _peak(inner, is_freed) - sum(_bytes(v.aval) for v in inner.invars))
+    # Stacked results of a scan are live during all steps. Other results are counted inside.
     stacked = _stacked(eqn) if eqn.primitive.name == "scan" else []
-    return max(made if most == 0 else 0, most + sum(_bytes(v.aval) for v in stacked))
+    return max(output_bytes if peak == 0 else 0, peak + sum(_bytes(v.aval) for v in stacked))
 
 
 def _stacked(scan: Any) -> list[Any]:
-    """A scan's results with an axis for its steps, without what it carries.
+    """Returns the results of a scan that have an axis of steps, without the carry.
 
-    They are told apart by shape, since JAX 0.11 names their numbers in another way than 0.10.
+    Compares ranks, because JAX 0.10 and 0.11 name the parameter with their number differently.
     """
-    inside = scan.params["jaxpr"].jaxpr.outvars
-    pairs = zip(scan.outvars, inside, strict=True)
-    return [v for v, one in pairs if v.aval.ndim > one.aval.ndim]
+    step_results = scan.params["jaxpr"].jaxpr.outvars
+    pairs = zip(scan.outvars, step_results, strict=True)
+    return [v for v, step_result in pairs if v.aval.ndim > step_result.aval.ndim]

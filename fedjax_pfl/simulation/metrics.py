@@ -1,4 +1,4 @@
-"""Numbers of an evaluation, worked out on the host in float64 from sums over each client."""
+"""Metrics of an evaluation, computed on the host in float64 from the sums of each client."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,128 +16,153 @@ from fedjax_pfl.simulation.records import Evaluation, Log
 
 
 def _number(value: Any) -> float | None:
-    """A float for JSON, where there is no NaN."""
+    """Returns a float for JSON, or None if the value is not finite."""
     return float(value) if math.isfinite(value) else None
 
 
 def per_client(scores: Scores, task: Task) -> dict[str, np.ndarray]:
-    """Each client's metrics and `loss`; NaN where it has no examples, or where it is not finite.
+    """Computes the metrics and the loss of each client.
 
-    A client's evaluation is finite or it is not: a loss of NaN says that the model predicts
-    nothing, whatever class an arg max then finds. Of one that is, a metric is NaN alone where the
-    client's examples do not define it.
+    A loss that is not finite makes all metrics of its client NaN: the arg max of NaN logits is a
+    class, but no prediction. Otherwise only metrics that the examples do not define are NaN.
+
+    Args:
+      scores: Sums over the examples of each client, [N].
+      task: Defines the metrics.
+
+    Returns:
+      Arrays [N] by metric name and "loss"; NaN for clients without examples.
     """
     examples = np.asarray(scores.examples, np.float64)
-    counted = np.where(examples > 0, examples, np.nan)
-    found = {
+    counts = np.where(examples > 0, examples, np.nan)
+    columns = {
         metric.name: metric.finish(
-            jax.tree.map(lambda x: np.asarray(x, np.float64), scores.metrics[metric.name]), counted
+            jax.tree.map(lambda x: np.asarray(x, np.float64), scores.metrics[metric.name]), counts
         )
         for metric in task.metrics
     }
-    found["loss"] = np.asarray(scores.loss) / counted
-    finite = np.isfinite(found["loss"])
+    columns["loss"] = np.asarray(scores.loss) / counts
+    finite = np.isfinite(columns["loss"])
     return {
         name: np.where(finite & np.isfinite(values), values, np.nan)
-        for name, values in found.items()
+        for name, values in columns.items()
     }
 
 
+def _has_scores(scores: Scores, active: np.ndarray) -> np.ndarray:
+    """Returns bool [N]: active clients that have examples."""
+    return np.asarray(active) & (np.asarray(scores.examples) > 0)
+
+
 def not_finite(scores: Scores, active: np.ndarray, task: Task) -> list[int]:
-    """The active clients that have examples and no finite evaluation on them."""
-    chosen = np.asarray(active) & (np.asarray(scores.examples) > 0)
-    return np.flatnonzero(chosen & np.isnan(per_client(scores, task)["loss"])).tolist()
+    """Returns the active clients that have examples and a loss that is not finite."""
+    losses = per_client(scores, task)["loss"]
+    return np.flatnonzero(_has_scores(scores, active) & np.isnan(losses)).tolist()
 
 
-_SPREAD = ("mean", "weighted", "std", "variance", "worst10")
+_STATISTICS = ("mean", "weighted", "std", "variance", "worst10")
 
 
 def summary(scores: Scores, active: np.ndarray, task: Task) -> dict[str, Any] | None:
-    """Over active clients that have examples: mean, weighted by examples, spread, worst tenth.
+    """Summarises each metric over the active clients that have examples and a finite loss.
 
     Args:
-      scores: sums over each client's examples, [N].
+      scores: Sums over the examples of each client, [N].
+      active: bool [N].
+      task: Defines the metrics.
+
     Returns:
-      None where nobody has examples. `clients` says over how many the means are; the others have
-      no examples, or are counted under `not_finite`. The worst tenth is the mean over the
-      ceil(n/10) that are worst. A metric's numbers leave out clients whose examples do not define
-      it.
+      None if no active client has examples. Otherwise, for each metric NAME: NAME_mean,
+      NAME_weighted (by examples), NAME_std, NAME_variance and NAME_worst10, the mean of the
+      ceil(n/10) worst clients. Clients whose examples do not define a metric are left out of it.
+      Also `loss`, and the numbers `clients` (in the summary) and `not_finite` (left out).
     """
-    chosen = np.asarray(active) & (np.asarray(scores.examples) > 0)
-    if not chosen.any():
+    scored = _has_scores(scores, active)
+    if not scored.any():
         return None
-    each = per_client(scores, task)
-    kept = chosen & np.isfinite(each["loss"])
-    examples = np.asarray(scores.examples, np.float64)[kept]
-    found: dict[str, Any] = {}
+    columns = per_client(scores, task)
+    included = scored & np.isfinite(columns["loss"])
+    examples = np.asarray(scores.examples, np.float64)[included]
+    line: dict[str, Any] = {}
     for metric in task.metrics:
-        there = np.isfinite(each[metric.name][kept])
-        values, weights = each[metric.name][kept][there], examples[there]
-        in_order = np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
-        numbers: dict[str, float | None] = dict.fromkeys(_SPREAD)
+        defined = np.isfinite(columns[metric.name][included])
+        values, weights = columns[metric.name][included][defined], examples[defined]
+        worst_first = np.sort(values) if metric.higher_is_better else np.sort(values)[::-1]
+        statistics: dict[str, float | None] = dict.fromkeys(_STATISTICS)
         if len(values):
-            numbers["mean"] = _number(values.mean())
-            numbers["weighted"] = _number((values * weights).sum() / weights.sum())
-            numbers["std"] = _number(values.std())
-            numbers["variance"] = _number(values.var())
-            numbers["worst10"] = _number(in_order[: math.ceil(len(values) / 10)].mean())
-        found |= {f"{metric.name}_{word}": number for word, number in numbers.items()}
-    found["loss"] = _number(each["loss"][kept].mean()) if kept.any() else None
-    return found | {"clients": len(examples), "not_finite": int(chosen.sum()) - len(examples)}
+            statistics["mean"] = _number(values.mean())
+            statistics["weighted"] = _number((values * weights).sum() / weights.sum())
+            statistics["std"] = _number(values.std())
+            statistics["variance"] = _number(values.var())
+            statistics["worst10"] = _number(worst_first[: math.ceil(len(values) / 10)].mean())
+        line |= {f"{metric.name}_{name}": number for name, number in statistics.items()}
+    line["loss"] = _number(columns["loss"][included].mean()) if included.any() else None
+    return line | {"clients": len(examples), "not_finite": int(scored.sum()) - len(examples)}
 
 
-def own(task: Task) -> dict[str, Any]:
-    """What a report has to know of metrics that are not ours; nothing where all are."""
-    said = {
+def user_metrics(task: Task) -> dict[str, Any]:
+    """Returns the facts that a report needs about user-defined metrics, or {} if there are none."""
+    facts = {
         metric.name: {"unit": metric.unit, "higher_is_better": metric.higher_is_better}
         for metric in task.metrics
         if metric.name not in METRICS
     }
-    return {"own_metrics": said} if said else {}
+    return {"own_metrics": facts} if facts else {}
 
 
 def mean_std(values: Sequence[float]) -> dict[str, Any]:
-    """Mean and sample standard deviation over seeds; no deviation of one value."""
-    spread = float(np.std(values, ddof=1)) if len(values) > 1 else None
-    return {"mean": float(np.mean(values)), "std": spread, "seeds": len(values)}
+    """Returns mean and sample standard deviation over seeds; "std" is None for one value."""
+    std = float(np.std(values, ddof=1)) if len(values) > 1 else None
+    return {"mean": float(np.mean(values)), "std": std, "seeds": len(values)}
 
 
 def client_scores(
     scores: Evaluation, task: Task, evaluated: np.ndarray | None = None
 ) -> tuple[dict[str, Any], ...]:
-    """One row per client, or per client of those evaluated: metrics and loss, before and after."""
+    """Returns one row per evaluated client: test examples, and metrics and loss before and after.
+
+    Args:
+      scores: Result of an evaluation, arrays [N].
+      task: Defines the metrics.
+      evaluated: Ids of the evaluated clients. Default: all.
+    """
     if evaluated is not None:
         scores = jax.tree.map(lambda leaf: np.asarray(leaf)[evaluated], scores)
-    columns: dict[str, np.ndarray] = {"test_examples": np.asarray(scores.before.examples)}
-    empty = np.full(len(columns["test_examples"]), np.nan)
-    for word, part in (("before", scores.before), ("after", scores.after)):
+    examples = np.asarray(scores.before.examples)
+    columns: dict[str, np.ndarray] = {}
+    empty = np.full(len(examples), np.nan)
+    for stage, part in (("before", scores.before), ("after", scores.after)):
         names = [metric.name for metric in task.metrics] + ["loss"]
-        each = dict.fromkeys(names, empty) if part is None else per_client(part, task)
-        columns |= {f"{word}_{name}": values for name, values in each.items()}
-    clients = range(len(columns["test_examples"]))
+        values = dict.fromkeys(names, empty) if part is None else per_client(part, task)
+        columns |= {f"{stage}_{name}": column for name, column in values.items()}
     return tuple(
-        {
-            column: int(values[i]) if column == "test_examples" else _number(values[i])
-            for column, values in columns.items()
-        }
-        for i in clients
+        {"test_examples": int(count)}
+        | {column: _number(values[i]) for column, values in columns.items()}
+        for i, count in enumerate(examples)
     )
 
 
-def with_best(
+def add_best(
     rows: Sequence[Mapping[str, Any]],
-    earlier: Sequence[Mapping[str, Any]],
-    better: bool,
+    previous: Sequence[Mapping[str, Any]],
+    is_best: bool,
     task: Task,
 ) -> tuple[dict[str, Any], ...]:
-    """Rows that also have the metrics of the best evaluation: this one, or as earlier rows have."""
-    words = [f"{word}_{metric.name}" for metric in task.metrics for word in ("before", "after")]
-    if better:
-        best = [{f"best_{word}": row[word] for word in words} for row in rows]
+    """Adds the metrics of the best evaluation to the rows of `client_scores`.
+
+    Args:
+      rows: Rows of this evaluation.
+      previous: Rows of the previous evaluation with its best metrics; empty if there is none.
+      is_best: True if this evaluation is the best.
+      task: Defines the metrics.
+    """
+    names = [f"{stage}_{metric.name}" for metric in task.metrics for stage in ("before", "after")]
+    if is_best:
+        best = [{f"best_{name}": row[name] for name in names} for row in rows]
     else:
-        known = earlier or [{}] * len(rows)
-        best = [{f"best_{word}": row.get(f"best_{word}") for word in words} for row in known]
-    return tuple({**row, **more} for row, more in zip(rows, best, strict=True))
+        source = previous or [{}] * len(rows)
+        best = [{f"best_{name}": row.get(f"best_{name}") for name in names} for row in source]
+    return tuple({**row, **columns} for row, columns in zip(rows, best, strict=True))
 
 
 def client_table(
@@ -146,14 +171,18 @@ def client_table(
     ledger: Ledger,
     evaluated: np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows of clients.csv; nothing in the columns of `rows` for those who have none.
+    """Returns the rows of clients.csv, one per client.
 
-    evaluated: whose the rows are, where they are not everybody's.
+    Args:
+      federation: The clients.
+      rows: Rows of the evaluated clients. Other clients get None in these columns.
+      ledger: Communication of each client.
+      evaluated: Ids of the evaluated clients. Default: all.
     """
     if evaluated is not None and len(rows):
-        own = dict(zip(evaluated.tolist(), rows, strict=True))
-        nothing = dict.fromkeys(rows[0])
-        rows = [own.get(i, nothing) for i in range(federation.clients)]
+        by_client = dict(zip(evaluated.tolist(), rows, strict=True))
+        blank = dict.fromkeys(rows[0])
+        rows = [by_client.get(i, blank) for i in range(federation.clients)]
     return [
         {
             "client": i,
@@ -172,11 +201,17 @@ def client_table(
     ]
 
 
-Pending = tuple[dict[str, float], int]
+Pending = tuple[dict[str, float], int]  # sums of training metrics, and number of updates
 
 
 def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
-    """Add the training metrics of one call's clients that arrived to sums and a count."""
+    """Adds the training metrics of arrived updates.
+
+    Args:
+      pending: Sums before the call.
+      logs: One log per group.
+      rounds: Number of rounds in the logs.
+    """
     sums, count = dict(pending[0]), pending[1]
     for log in logs:
         arrived = log.arrived[:rounds]
@@ -187,16 +222,22 @@ def gather(pending: Pending, logs: Sequence[Log], rounds: int) -> Pending:
 
 
 def means(pending: Pending) -> dict[str, float | None]:
-    """The mean training metrics since the last evaluation, over all visits."""
+    """Returns the training metrics since the last evaluation, averaged over all updates."""
     sums, count = pending
     return {f"train_{name}": _number(x / count) if count else None for name, x in sums.items()}
 
 
 def rejections(logs: Sequence[Log], first: int, rounds: int) -> Iterator[str]:
-    """A line for every upload that was rejected."""
+    """Yields a message for every rejected update.
+
+    Args:
+      logs: One log per group.
+      first: Number of the first round in the logs.
+      rounds: Number of rounds in the logs.
+    """
     for log in logs:
         for r, slot in np.argwhere(log.rejected[:rounds]):
             yield (
-                f"round {first + r + 1}: the update of client {log.ids[r, slot]} was rejected, it "
-                "is not finite or too large"
+                f"round {first + r + 1}: the update of client {log.ids[r, slot]} was rejected "
+                "because it is not finite or too large"
             )

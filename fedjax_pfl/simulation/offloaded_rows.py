@@ -1,4 +1,4 @@
-"""A method's rows off the devices: what its programs see of them, and what a round writes there."""
+"""Offloaded parts of a method's rows: how programs read them, and what a round writes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,100 +9,113 @@ import numpy as np
 
 from fedjax_pfl.core import groups, offload
 from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
-from fedjax_pfl.simulation.stores import Clients
+from fedjax_pfl.simulation.stores import ClientStore
 
 
-def names(algorithm: Algorithm) -> tuple[str, ...]:
-    """The parts of an algorithm's rows that may lie off the devices."""
+def part_names(algorithm: Algorithm) -> tuple[str, ...]:
+    """Returns the names of the parts of an algorithm's rows that can be offloaded."""
     return () if groups.has_groups(algorithm) else algorithm.offload
 
 
-def apart(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree, ...]]:
-    """What is on the devices of a state, and what is not: clients by group, and those parts."""
-    rows, parts = offload.split_parts(state.rows, names(algorithm))
-    return State(state.server, rows, ()), (
-        *groups.wrap_clients(algorithm, state).clients,
-        *parts.values(),
-    )
+def split_state(algorithm: Algorithm, state: State) -> tuple[State, tuple[PyTree, ...]]:
+    """Splits a state into the part on the devices and the offloaded trees.
+
+    Returns the state with () for the offloaded parts, and a tuple with the clients of each group
+    followed by the parts of the rows.
+    """
+    rows, parts = offload.split_parts(state.rows, part_names(algorithm))
+    clients = groups.wrap_clients(algorithm, state).clients
+    return State(state.server, rows, ()), (*clients, *parts.values())
 
 
-class Source:
-    """One part's rows, of the clients that it is pointed at: `offload.Source`."""
+class PartSource:
+    """Implements `offload.Source` for one offloaded part. `clients` can be replaced."""
 
-    def __init__(self, g: int, clients: Clients) -> None:
-        """g: its number among what is kept of clients."""
+    def __init__(self, g: int, clients: ClientStore) -> None:
+        """Reads group `g` of the store."""
         self.g, self.clients = g, clients
 
     def read(self, leaves: Sequence[int], ids: np.ndarray) -> list[np.ndarray]:
-        """Of some leaves the rows `ids`, [*ids.shape, ...]; of an id above all the last, as JAX."""
+        """Returns rows `ids` of the given leaves, arrays of shape [*ids.shape, ...].
+
+        An id out of range reads the last row, as in JAX.
+        """
         rows = self.clients.groups[self.g]
         flat = np.minimum(ids.reshape(-1), rows.clients - 1)
-        if len(leaves) == len(rows.form.shapes):  # a record is read at once
+        if len(leaves) == len(rows.layout.shapes):  # one read for all leaves
             records = self.clients.records(self.g, flat)
-            each = [rows.form.leaf(k, records) for k in leaves]
+            arrays = [rows.layout.leaf(k, records) for k in leaves]
         else:
-            each = [self.clients.leaf(self.g, k, flat) for k in leaves]
-        return [leaf.reshape(*ids.shape, *leaf.shape[1:]) for leaf in each]
+            arrays = [self.clients.leaf(self.g, k, flat) for k in leaves]
+        return [array.reshape(*ids.shape, *array.shape[1:]) for array in arrays]
 
 
-class Written(NamedTuple):
-    """Rows of one part."""
+class PendingRows(NamedTuple):
+    """Rows of one part to write after a round."""
 
-    ids: list[Any]  # int32 [K] of each leaf; those out of range are none
+    ids: list[Any]  # int32 [K] for each leaf; ids out of range write nothing
     leaves: list[Any]  # [K, ...]
 
 
 class OffloadedRows:
-    """The parts of a method's rows that lie with clients that are off the devices."""
+    """The offloaded parts of a method's rows, as leaves that a program can read and write."""
 
-    def __init__(self, clients: Clients) -> None:
-        """Of clients of this form; which ones, `point` says."""
-        own = len(clients.groups) - len(clients.offload)
-        self.sources = {name: Source(g, clients) for g, name in enumerate(clients.offload, own)}
+    def __init__(self, clients: ClientStore) -> None:
+        """Reads from a store; `set_clients` replaces it by another one of the same layout."""
+        count = len(clients.groups) - len(clients.offload)
+        self.sources = {
+            name: PartSource(g, clients) for g, name in enumerate(clients.offload, count)
+        }
 
-    def point(self, clients: Clients) -> None:
-        """From here on it is these whose rows are read."""
+    def set_clients(self, clients: ClientStore) -> None:
+        """Reads from this store from now on."""
         for source in self.sources.values():
             source.clients = clients
 
-    def seen(self, rows: PyTree, number: int = 1) -> PyTree:
-        """In a program: rows as the method knows them, of which so many can be written."""
-        return offload.join_parts(
-            rows, {name: self._leaves(s, number) for name, s in self.sources.items()}
-        )
+    def join(self, rows: PyTree, capacity: int = 1) -> PyTree:
+        """Adds the offloaded parts to rows, inside a program.
 
-    def _leaves(self, source: Source, number: int) -> PyTree:
-        whole = source.clients.groups[source.g]
-        none = jnp.full(number, whole.clients, jnp.int32)
+        Args:
+          rows: Rows with () for the offloaded parts.
+          capacity: Number of rows that the program may write.
+        """
+        parts = {name: self._leaves(source, capacity) for name, source in self.sources.items()}
+        return offload.join_parts(rows, parts)
+
+    def _leaves(self, source: PartSource, capacity: int) -> PyTree:
+        rows = source.clients.groups[source.g]
+        no_ids = jnp.full(capacity, rows.clients, jnp.int32)
 
         def leaf(k: int) -> offload.Offloaded:
-            shape, dtype = whole.form.shapes[k], whole.form.dtypes[k]
-            values = jnp.zeros((number, *shape), dtype)
-            return offload.Offloaded(source, k, (whole.clients, *shape), dtype, none, values)
+            shape, dtype = rows.layout.shapes[k], rows.layout.dtypes[k]
+            values = jnp.zeros((capacity, *shape), dtype)
+            return offload.Offloaded(source, k, (rows.clients, *shape), dtype, no_ids, values)
 
-        return jax.tree.unflatten(whole.form.tree, list(map(leaf, range(len(whole.form.shapes)))))
+        leaves = [leaf(k) for k in range(len(rows.layout.shapes))]
+        return jax.tree.unflatten(rows.layout.structure, leaves)
 
-    def taken(self, rows: PyTree) -> tuple[PyTree, dict[str, Written]]:
-        """In a program: the rest of the rows, and what is to be written of the parts."""
-        rest, parts = offload.split_parts(rows, tuple(self.sources))
-        found = {}
+    def split(self, rows: PyTree) -> tuple[PyTree, dict[str, PendingRows]]:
+        """Splits the rows of a program into those on the devices and the pending writes by part."""
+        on_device, parts = offload.split_parts(rows, tuple(self.sources))
+        pending = {}
         for name, part in parts.items():
             leaves = offload.offloaded_leaves(part)
-            found[name] = Written([x.ids for x in leaves], [x.values for x in leaves])
-        return rest, found
+            pending[name] = PendingRows([x.ids for x in leaves], [x.values for x in leaves])
+        return on_device, pending
 
-    def write(self, clients: Clients, written: dict[str, Written]) -> None:
-        """What `taken` found, in NumPy arrays."""
-        for name, (each, leaves) in written.items():
+    def write(self, clients: ClientStore, pending: dict[str, PendingRows]) -> None:
+        """Writes the pending rows of `split`, as NumPy arrays, to a store."""
+        for name, (leaf_ids, leaves) in pending.items():
             g = self.sources[name].g
             n = clients.groups[g].clients
-            ids = each[0]
-            if all((ids < n).all() and np.array_equal(ids, one) for one in each):
+            ids = leaf_ids[0]
+            if all((ids < n).all() and np.array_equal(ids, other) for other in leaf_ids):
                 clients.write(g, ids, leaves)
                 continue
-            # Some are not there, or only some leaves have been written: the others stay.
-            ids = np.unique(np.concatenate([one[one < n] for one in each]))
-            kept = jax.tree.leaves(clients.read(g, ids))
-            for whole, one, leaf in zip(kept, each, leaves, strict=True):
-                whole[np.searchsorted(ids, one[one < n])] = leaf[one < n]
-            clients.write(g, ids, kept)
+            # Leaves write different rows: merge them with the stored ones.
+            ids = np.unique(np.concatenate([ids[ids < n] for ids in leaf_ids]))
+            merged = jax.tree.leaves(clients.read(g, ids))
+            for target, changed, values in zip(merged, leaf_ids, leaves, strict=True):
+                in_range = changed < n
+                target[np.searchsorted(ids, changed[in_range])] = values[in_range]
+            clients.write(g, ids, merged)

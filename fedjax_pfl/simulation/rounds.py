@@ -71,7 +71,7 @@ def compiled(functions: RoundFunctions, mesh: Mesh | None = None) -> CompiledRou
     jit = partial(jax.jit, out_shardings=everywhere)
 
     def place(tree: PyTree) -> PyTree:
-        return multiprocess.put(tree, everywhere) if everywhere else jax.device_put(tree)
+        return multiprocess.replicate(tree, everywhere) if everywhere else jax.device_put(tree)
 
     return CompiledRounds(
         init=jit(functions.init),

@@ -113,14 +113,14 @@ def compiled(functions: RoundFunctions) -> CompiledRounds:
         return functions.evaluate(key, pinned(functions.spec, cut(state)), data, t)
 
     def place(tree: PyTree) -> PyTree:
-        return multiprocess.put(tree, everywhere)
+        return multiprocess.replicate(tree, everywhere)
 
     def enter(state: State) -> State:
         def spread(tree: PyTree) -> Spread:
             if isinstance(tree, Spread):
                 return tree
             leaves = (
-                multiprocess.put(pad(np.asarray(leaf), np), by_client)
+                multiprocess.replicate(pad(np.asarray(leaf), np), by_client)
                 for leaf in jax.tree.leaves(tree)
             )
             return Spread(jax.tree.unflatten(jax.tree.structure(tree), leaves), n)

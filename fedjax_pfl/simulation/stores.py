@@ -1,7 +1,7 @@
-"""What there is of each client, where that is not on a device: in memory, or in a file.
+"""Off-device storage of per-client arrays, in memory or in a file.
 
-A client's arrays lie one behind the other as one record. All begin with the same one, and only
-those that have been written take space. A run's best state is kept beside it as those records
+The arrays of a client are packed into one record of bytes. All clients start with the same record,
+so only records that have been written use space. The best state of a run is stored as the records
 that have changed since.
 """
 
@@ -22,25 +22,26 @@ from fedjax_pfl.core.errors import UsageError, removed_directory
 from fedjax_pfl.simulation import spread
 
 PyTree = Any
-_BLOCK = 1 << 26  # bytes of memory that are taken at a time
-_AT_ONCE = 1 << 26  # bytes that are read at a time, where all clients' are
-_BUFFERS = 1000  # that a system call takes, at most
+_ALLOCATION = 1 << 26  # bytes of memory allocated at a time
+_READ_BLOCK = 1 << 26  # bytes read at a time if the rows of all clients are read
+_MAX_BUFFERS = 1000  # buffers of one system call
 
 
-class Form(NamedTuple):
-    """How a client's arrays lie in its record."""
+class RecordLayout(NamedTuple):
+    """Layout of a client's arrays in its record."""
 
-    tree: Any
+    structure: Any  # of the tree of arrays
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype, ...]
-    ends: tuple[int, ...]  # in bytes
+    ends: tuple[int, ...]  # byte at which each array ends
 
     @property
     def size(self) -> int:
+        """Returns the bytes of a record."""
         return self.ends[-1] if self.ends else 0
 
-    def parts(self, rows: PyTree) -> list[np.ndarray]:
-        """Stacked arrays as what lies side by side in records, uint8 [K, ...] each; not copied."""
+    def to_bytes(self, rows: PyTree) -> list[np.ndarray]:
+        """Views each leaf of shape [K, ...] as bytes, uint8 [K, bytes]."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(rows)]
         for leaf, dtype in zip(leaves, self.dtypes, strict=True):
             assert leaf.dtype == dtype
@@ -48,72 +49,79 @@ class Form(NamedTuple):
         return [leaf.view(np.uint8) for leaf in flat]
 
     def pack(self, rows: PyTree) -> np.ndarray:
-        """Stacked arrays as records, uint8 [K, size]."""
-        parts = self.parts(rows)
-        return np.concatenate(parts, 1) if parts else np.empty((0, 0), np.uint8)
+        """Packs leaves of shape [K, ...] into records, uint8 [K, size]."""
+        columns = self.to_bytes(rows)
+        return np.concatenate(columns, 1) if columns else np.empty((0, 0), np.uint8)
 
     def unpack(self, records: np.ndarray) -> PyTree:
-        """The inverse."""
-        return jax.tree.unflatten(self.tree, [self.leaf(k, records) for k in range(len(self.ends))])
+        """Unpacks records, uint8 [K, size]; the inverse of `pack`."""
+        leaves = [self.leaf(k, records) for k in range(len(self.ends))]
+        return jax.tree.unflatten(self.structure, leaves)
 
     def leaf(self, k: int, records: np.ndarray) -> np.ndarray:
-        """One of the arrays in records."""
-        start, end = self.part(k)
-        return self.array(k, records[:, start:end])
+        """Returns leaf `k` of records, [K, ...]."""
+        start, end = self.span(k)
+        return self.from_bytes(k, records[:, start:end])
 
-    def array(self, k: int, part: np.ndarray) -> np.ndarray:
-        """One of the arrays from its part of each record."""
-        flat = np.ascontiguousarray(part).view(self.dtypes[k])
-        return flat.reshape(len(part), *self.shapes[k])
+    def from_bytes(self, k: int, column: np.ndarray) -> np.ndarray:
+        """Returns leaf `k` from its bytes, uint8 [K, bytes]."""
+        flat = np.ascontiguousarray(column).view(self.dtypes[k])
+        return flat.reshape(len(column), *self.shapes[k])
 
-    def part(self, k: int) -> tuple[int, int]:
-        """Where it lies: from, to."""
-        return self._parts()[k]
-
-    def _parts(self) -> list[tuple[int, int]]:
-        return list(zip((0, *self.ends), self.ends, strict=False))
+    def span(self, k: int) -> tuple[int, int]:
+        """Returns the first byte of leaf `k` in a record, and the byte after its last."""
+        return (0, *self.ends)[k], self.ends[k]
 
 
-def form(row: PyTree) -> Form:
-    """That of one client's arrays; their shapes will do."""
+def record_layout(row: PyTree) -> RecordLayout:
+    """Returns the layout of one client's arrays, or of their shapes."""
     leaves = jax.tree.leaves(row)
     shapes = tuple(tuple(leaf.shape) for leaf in leaves)
     dtypes = tuple(np.dtype(leaf.dtype) for leaf in leaves)
     sizes = [int(np.prod(s)) * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
-    return Form(jax.tree.structure(row), shapes, dtypes, tuple(np.cumsum(sizes).tolist()))
+    return RecordLayout(
+        structure=jax.tree.structure(row),
+        shapes=shapes,
+        dtypes=dtypes,
+        ends=tuple(np.cumsum(sizes).tolist()),
+    )
 
 
 class _Memory:
-    """Records in memory, which grows."""
+    """Records of equal size in memory, allocated in blocks as they are written."""
 
     def __init__(self, size: int) -> None:
-        self.each, self.size = max(1, _BLOCK // size), size
+        self.block_length, self.size = max(1, _ALLOCATION // size), size
         self.blocks: list[np.ndarray] = []
 
     def read(self, slots: np.ndarray, start: int, end: int) -> np.ndarray:
-        found = np.empty((len(slots), end - start), np.uint8)
-        for block, here, within in self._by_block(slots):
-            found[here] = block[within, start:end]
-        return found
+        """Returns bytes `start` to `end` of the records in the given slots."""
+        records = np.empty((len(slots), end - start), np.uint8)
+        for block, selected, offsets in self._by_block(slots):
+            records[selected] = block[offsets, start:end]
+        return records
 
-    def write(self, slots: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        for _ in range(len(self.blocks), 1 + int(slots.max()) // self.each):
-            self.blocks.append(np.empty((self.each, self.size), np.uint8))
-        for block, here, within in self._by_block(slots):
-            at = 0
-            for part in parts:
-                block[within, at : at + part.shape[1]] = part[here]
-                at += part.shape[1]
+    def write(self, slots: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        """Writes records, given as columns of bytes, to slots."""
+        for _ in range(len(self.blocks), 1 + int(slots.max()) // self.block_length):
+            self.blocks.append(np.empty((self.block_length, self.size), np.uint8))
+        for block, selected, offsets in self._by_block(slots):
+            start = 0
+            for column in columns:
+                end = start + column.shape[1]
+                block[offsets, start:end] = column[selected]
+                start = end
 
     def _by_block(self, slots: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        number, within = np.divmod(slots, self.each)
-        for n in np.unique(number):
-            here = number == n
-            yield self.blocks[n], here, within[here]
+        """Yields each block, a mask of the slots in it, and their positions in it."""
+        numbers, offsets = np.divmod(slots, self.block_length)
+        for n in np.unique(numbers):
+            selected = numbers == n
+            yield self.blocks[n], selected, offsets[selected]
 
 
 class _File:
-    """Records in a file without a name, which is gone when the process is."""
+    """Records of equal size in a file without a name, which ends with the process."""
 
     def __init__(self, size: int, folder: Path | None) -> None:
         self.size = size
@@ -123,228 +131,250 @@ class _File:
             os.unlink(path)
 
     def read(self, slots: np.ndarray, start: int, end: int) -> np.ndarray:
-        found = np.empty((len(slots), end - start), np.uint8)
+        """Returns bytes `start` to `end` of the records in the given slots."""
+        records = np.empty((len(slots), end - start), np.uint8)
         for n, slot in enumerate(slots.tolist()):
-            into, at = memoryview(found[n]), 0
-            while at < end - start:  # no more than 2 GiB come at once
-                got = os.preadv(self.file, [into[at:]], slot * self.size + start + at)
-                if not got:
-                    raise UsageError("the file of what stays with clients has been cut short")
-                at += got
-        return found
+            buffer, position = memoryview(records[n]), 0
+            while position < end - start:  # one call reads at most 2 GiB
+                offset = slot * self.size + start + position
+                count = os.preadv(self.file, [buffer[position:]], offset)
+                if not count:
+                    raise UsageError("the file with client-side state is truncated; run again")
+                position += count
+        return records
 
-    def write(self, slots: np.ndarray, parts: Sequence[np.ndarray]) -> None:
-        parts = parts if len(parts) <= _BUFFERS else [np.concatenate(parts, 1)]
+    def write(self, slots: np.ndarray, columns: Sequence[np.ndarray]) -> None:
+        """Writes records, given as columns of bytes, to slots."""
+        columns = columns if len(columns) <= _MAX_BUFFERS else [np.concatenate(columns, 1)]
         with _writable(None):
             for n, slot in enumerate(slots.tolist()):
-                own, start = [part[n] for part in parts], slot * self.size
-                at = os.pwritev(self.file, own, start)
-                while at < self.size:  # not all fitted into one call
-                    at += os.pwrite(self.file, np.concatenate(own)[at:].data, start + at)
+                buffers, start = [column[n] for column in columns], slot * self.size
+                position = os.pwritev(self.file, buffers, start)
+                while position < self.size:  # one call writes at most 2 GiB
+                    remainder = np.concatenate(buffers)[position:].data
+                    position += os.pwrite(self.file, remainder, start + position)
 
 
 @contextlib.contextmanager
 def _writable(folder: Path | None) -> Iterator[None]:
+    """Turns a failure to write in the context into a UsageError."""
     try:
         yield
     except FileNotFoundError as error:
         raise removed_directory(folder) from error
     except OSError as error:
-        where = folder or tempfile.gettempdir()
+        place = folder or tempfile.gettempdir()
         raise UsageError(
-            f"store=disk cannot write what stays with clients ({error.strerror}; in {where} or "
-            "the run's directory); make room there and give the same command again"
+            f"store=disk cannot write client-side state ({error.strerror}; in {place} or the run's "
+            "directory); free disk space there and run the same command again"
         ) from error
 
 
-class Rows:
-    """What stays with each client of one group of architectures."""
+class RowStore:
+    """Per-client arrays of one architecture group, or of one offloaded part of the rows."""
 
     def __init__(self, first: PyTree, clients: int, store: str, folder: Path | None = None) -> None:
-        """All begin with `first`, one client's arrays."""
-        self.form = form(first)
-        row = self.form.pack(jax.tree.map(lambda leaf: np.asarray(leaf)[None], first))
-        self.first = row.reshape(1, self.form.size)  # also where there is nothing
+        """Creates a store in which every client has the same arrays.
+
+        Args:
+          first: Arrays of one client.
+          clients: Number of clients.
+          store: "host" or "disk".
+          folder: Folder of the file for "disk". Default: the folder of temporary files.
+        """
+        self.layout = record_layout(first)
+        row = self.layout.pack(jax.tree.map(lambda leaf: np.asarray(leaf)[None], first))
+        self.first = row.reshape(1, self.layout.size)  # also if there are no arrays
         self.store, self.folder = store, folder
-        self.slot = np.full(clients, -1, np.int32)
+        self.slot = np.full(clients, -1, np.int32)  # slot of each client's record; -1: not written
         self.space = self._new_space()
-        self.number = 0  # of records that are written
-        self.changed = np.zeros(clients, bool)  # since somebody last looked
+        self.count = 0  # written records
+        self.changed = np.zeros(clients, bool)  # since the last checkpoint
 
     def _new_space(self) -> "_Memory | _File | None":
-        if not self.form.size:
+        size = self.layout.size
+        if not size:
             return None
-        return (
-            _File(self.form.size, self.folder) if self.store == "disk" else _Memory(self.form.size)
-        )
+        return _File(size, self.folder) if self.store == "disk" else _Memory(size)
 
     @property
     def clients(self) -> int:
+        """Returns the number of clients."""
         return len(self.slot)
 
     def records(self, ids: np.ndarray, start: int = 0, end: int | None = None) -> np.ndarray:
-        """uint8 [K, size], or of each record the bytes from `start` to `end`."""
-        slots, end = self.slot[ids], self.form.size if end is None else end
-        found = np.empty((len(ids), end - start), np.uint8)
-        there = slots >= 0
-        found[~there] = self.first[:, start:end]
-        if there.any() and end > start:
+        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start]."""
+        slots, end = self.slot[ids], self.layout.size if end is None else end
+        records = np.empty((len(ids), end - start), np.uint8)
+        is_written = slots >= 0
+        records[~is_written] = self.first[:, start:end]
+        if is_written.any() and end > start:
             assert self.space is not None
-            found[there] = self.space.read(slots[there], start, end)
-        return found
+            records[is_written] = self.space.read(slots[is_written], start, end)
+        return records
 
-    def put(self, ids: np.ndarray, *records: np.ndarray) -> None:
-        """Write those of some clients, each of which is named once; parts that lie side by side."""
+    def put(self, ids: np.ndarray, *columns: np.ndarray) -> None:
+        """Writes the records of some clients.
+
+        Args:
+          ids: Distinct client ids, [K].
+          *columns: Records, uint8 [K, size], or consecutive columns of them.
+        """
         if self.space is None or not len(ids):
             return
         new = ids[self.slot[ids] < 0]
-        self.slot[new] = np.arange(self.number, self.number + len(new), dtype=np.int32)
-        self.number += len(new)
-        self.space.write(self.slot[ids], records)
+        self.slot[new] = np.arange(self.count, self.count + len(new), dtype=np.int32)
+        self.count += len(new)
+        self.space.write(self.slot[ids], columns)
         self.changed[ids] = True
 
     def read(self, ids: np.ndarray) -> PyTree:
-        """Some clients' arrays, stacked."""
-        return self.form.unpack(self.records(ids))
+        """Returns the arrays of some clients, leaves of shape [K, ...]."""
+        return self.layout.unpack(self.records(ids))
 
     def written(self) -> np.ndarray:
-        """The ids of those whose arrays are not the first."""
+        """Returns the ids of clients whose record has been written."""
         return np.flatnonzero(self.slot >= 0)
 
     def blocks(self, ids: np.ndarray) -> Iterator[np.ndarray]:
-        """As many at a time as take little memory."""
-        step = max(1, _AT_ONCE // max(1, self.form.size))
+        """Splits ids into blocks whose records use little memory."""
+        step = max(1, _READ_BLOCK // max(1, self.layout.size))
         return (ids[start : start + step] for start in range(0, len(ids), step))
 
-    def like(self) -> "Rows":
-        """The same without anything written."""
-        return Rows(
-            jax.tree.map(lambda leaf: leaf[0], self.form.unpack(self.first)),
-            self.clients,
-            self.store,
-            self.folder,
-        )
+    def empty_copy(self) -> "RowStore":
+        """Returns a store with the same first record in which nothing is written."""
+        first = jax.tree.map(lambda leaf: leaf[0], self.layout.unpack(self.first))
+        return RowStore(first, self.clients, self.store, self.folder)
 
 
-class Clients:
-    """Off-device storage of `State.clients` and of the offloaded parts of `State.rows`."""
+class ClientStore:
+    """Off-device storage of `State.clients` and of the offloaded parts of `State.rows`.
 
-    def __init__(self, groups: Sequence[Rows], several: bool, offload: Sequence[str] = ()) -> None:
-        """Wraps stored rows.
+    The argument `g` of the methods is an index into `groups`.
+    """
+
+    def __init__(
+        self, groups: Sequence[RowStore], has_groups: bool, offload: Sequence[str] = ()
+    ) -> None:
+        """Combines stores of rows.
 
         Args:
           groups: Rows of each architecture group, then of each offloaded part.
-          several: True if the algorithm has a tuple of groups.
+          has_groups: True if `State.clients` is a tuple of groups.
           offload: Names of the offloaded parts of `State.rows`.
         """
-        self.groups, self.several, self.offload = tuple(groups), several, tuple(offload)
-        self.best: Snapshot | None = None  # of an earlier round, which has to stay as it is
-        self.described: Any = None  # where it was last saved
+        self.groups, self.has_groups, self.offload = tuple(groups), has_groups, tuple(offload)
+        self.best: Snapshot | None = None  # the state of an earlier round
+        self.saved: Any = None  # files of the last checkpoint
 
     def records(
         self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
     ) -> np.ndarray:
-        """Those of some clients of a group, or a part of each."""
+        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start]."""
         return self.groups[g].records(ids, start, end)
 
     def write(self, g: int, ids: np.ndarray, rows: PyTree) -> None:
-        """Write some clients' arrays, each named once."""
-        if self.groups[g].form.size and len(ids):
-            self.put(g, ids, *self.groups[g].form.parts(rows))
+        """Writes the arrays of some clients with distinct ids, leaves of shape [K, ...]."""
+        if self.groups[g].layout.size and len(ids):
+            self.put(g, ids, *self.groups[g].layout.to_bytes(rows))
 
-    def put(self, g: int, ids: np.ndarray, *records: np.ndarray) -> None:
-        """As `write`, of records or the parts of them."""
+    def put(self, g: int, ids: np.ndarray, *columns: np.ndarray) -> None:
+        """Writes records, like `RowStore.put`."""
         if self.best is not None:
-            self.best.before(g, ids)
-        self.groups[g].put(ids, *records)
+            self.best.save(g, ids)
+        self.groups[g].put(ids, *columns)
 
     def snapshot(self) -> "Snapshot":
-        """All of it as it is now, in the place of an earlier snapshot."""
+        """Returns a snapshot of the current state, which replaces an earlier snapshot."""
         self.best = Snapshot(self)
         return self.best
 
     def read(self, g: int, ids: np.ndarray) -> PyTree:
-        """Some clients' arrays, stacked."""
-        return self.groups[g].form.unpack(self.records(g, ids))
+        """Returns the arrays of some clients, leaves of shape [K, ...]."""
+        return self.groups[g].layout.unpack(self.records(g, ids))
 
     def leaf(self, g: int, k: int, ids: np.ndarray) -> np.ndarray:
-        """One of their arrays."""
-        form = self.groups[g].form
-        return form.array(k, self.records(g, ids, *form.part(k)))
+        """Returns leaf `k` of some clients, [K, ...]."""
+        layout = self.groups[g].layout
+        return layout.from_bytes(k, self.records(g, ids, *layout.span(k)))
 
     def column(self, g: int, k: int) -> np.ndarray:
-        """One leaf of all clients, [N, ...]."""
-        rows, form = self.groups[g], self.groups[g].form
-        first = form.leaf(k, rows.first)
-        whole = np.repeat(first, rows.clients, 0)
-        for some in rows.blocks(self.written(g)):
-            whole[some] = self.leaf(g, k, some)
-        return whole
+        """Returns leaf `k` of all clients, [N, ...]."""
+        rows = self.groups[g]
+        column = np.repeat(rows.layout.leaf(k, rows.first), rows.clients, 0)
+        for ids in rows.blocks(self.written(g)):
+            column[ids] = self.leaf(g, k, ids)
+        return column
 
     def written(self, g: int) -> np.ndarray:
-        """Those of a group who do not have what all began with."""
+        """Returns the ids of clients whose record has been written."""
         return self.groups[g].written()
 
-    def kept(self) -> int:
-        """Bytes of what has been written."""
-        return sum(rows.number * rows.form.size for rows in self.groups)
+    def written_bytes(self) -> int:
+        """Returns the bytes of all written records."""
+        return sum(rows.count * rows.layout.size for rows in self.groups)
 
-    def filled(self, state: State, leaf: Callable[[int, int], Any]) -> State:
-        """A state whose clients these are, with leaf(group, number) in the place of each of theirs.
+    def fill(self, state: State, leaf: Callable[[int, int], Any]) -> State:
+        """Returns a state with all clients and offloaded parts.
 
-        The parts of its rows that are offload come back to their places, too.
+        Args:
+          state: State without these.
+          leaf: Maps (g, k) to leaf `k` of group `g`.
         """
-        found = []
+        trees = []
         for g, rows in enumerate(self.groups):
-            leaves = [leaf(g, k) for k in range(len(rows.form.shapes))]
-            found.append(jax.tree.unflatten(rows.form.tree, leaves))
-        own = len(found) - len(self.offload)
-        parts = dict(zip(self.offload, found[own:], strict=True))
-        clients = tuple(found[:own]) if self.several else found[0]
+            leaves = [leaf(g, k) for k in range(len(rows.layout.shapes))]
+            trees.append(jax.tree.unflatten(rows.layout.structure, leaves))
+        count = len(trees) - len(self.offload)
+        parts = dict(zip(self.offload, trees[count:], strict=True))
+        clients = tuple(trees[:count]) if self.has_groups else trees[0]
         return State(state.server, offload.join_parts(state.rows, parts), clients)
 
     def shape(self, g: int, k: int) -> jax.ShapeDtypeStruct:
-        """That of a leaf of all clients."""
+        """Returns the shape of leaf `k` of all clients."""
         rows = self.groups[g]
-        return jax.ShapeDtypeStruct((rows.clients, *rows.form.shapes[k]), rows.form.dtypes[k])
+        return jax.ShapeDtypeStruct((rows.clients, *rows.layout.shapes[k]), rows.layout.dtypes[k])
 
 
-class Snapshot(Clients):
-    """Clients as they were: what has changed since is kept."""
+class Snapshot(ClientStore):
+    """A past state of a `ClientStore`. Holds the records that have changed since."""
 
-    def __init__(self, now: Clients) -> None:
-        super().__init__([rows.like() for rows in now.groups], now.several, now.offload)
-        self.now = now
+    def __init__(self, current: ClientStore) -> None:
+        groups = [rows.empty_copy() for rows in current.groups]
+        super().__init__(groups, current.has_groups, current.offload)
+        self.current = current
 
-    def before(self, g: int, ids: np.ndarray) -> None:
-        """Keep those of clients who are about to change."""
+    def save(self, g: int, ids: np.ndarray) -> None:
+        """Copies the records of clients that are about to change."""
         ids = ids[self.groups[g].slot[ids] < 0]
-        self.groups[g].put(ids, self.now.groups[g].records(ids))
+        self.groups[g].put(ids, self.current.groups[g].records(ids))
 
     def records(
         self, g: int, ids: np.ndarray, start: int = 0, end: int | None = None
     ) -> np.ndarray:
-        found = self.groups[g].records(ids, start, end)
-        same = self.groups[g].slot[ids] < 0
-        found[same] = self.now.groups[g].records(ids[same], start, end)
-        return found
+        """Returns bytes `start` to `end` of some clients' records, uint8 [K, end - start]."""
+        records = self.groups[g].records(ids, start, end)
+        is_unchanged = self.groups[g].slot[ids] < 0
+        records[is_unchanged] = self.current.groups[g].records(ids[is_unchanged], start, end)
+        return records
 
     def written(self, g: int) -> np.ndarray:
-        return np.union1d(self.groups[g].written(), self.now.groups[g].written())
+        """Returns the ids of clients whose record has been written."""
+        return np.union1d(self.groups[g].written(), self.current.groups[g].written())
 
 
-def copied(state: State) -> State:
-    """A state in NumPy arrays that stays as it is; clients elsewhere as a snapshot of them."""
+def copy_state(state: State) -> State:
+    """Copies a state to NumPy arrays; a `ClientStore` becomes a snapshot."""
     state = spread.gathered(state)
     clients = state.clients
-    kept = State(*jax.tree.map(np.array, jax.device_get(state._replace(clients=()))))
-    if isinstance(clients, Clients):
-        return kept._replace(clients=clients.snapshot())
-    return kept._replace(clients=jax.tree.map(np.array, jax.device_get(clients)))
+    copied = State(*jax.tree.map(np.array, jax.device_get(state._replace(clients=()))))
+    if isinstance(clients, ClientStore):
+        return copied._replace(clients=clients.snapshot())
+    return copied._replace(clients=jax.tree.map(np.array, jax.device_get(clients)))
 
 
-def arrays(state: State) -> State:
-    """A state with arrays of all clients, wherever they lie."""
-    if isinstance(state.clients, Clients):
-        return state.clients.filled(state, state.clients.column)
+def to_arrays(state: State) -> State:
+    """Returns a state with arrays of all clients in the place of a `ClientStore`."""
+    if isinstance(state.clients, ClientStore):
+        return state.clients.fill(state, state.clients.column)
     return spread.gathered(state)

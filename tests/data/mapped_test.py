@@ -12,7 +12,7 @@ from fedjax_pfl.data.dataset import digest
 from fedjax_pfl.data.mapped import is_mapped
 from fedjax_pfl.settings import custom
 from fedjax_pfl.simulation import forecast
-from fedjax_pfl.simulation.streamed import cohort_data
+from fedjax_pfl.simulation.cohort_examples import cohort_data
 
 CLIENTS = 20
 SHARES = {"clients": CLIENTS, "test_fraction": 0.25}
@@ -39,7 +39,7 @@ def test_what_is_not_read_takes_no_memory(tmp_path: Path):
     assert is_mapped(examples.x)
     assert np.asarray(part.x).nbytes == 500 * 128 * 128 * 3
     assert federation.counts.sum() == 7500
-    whole, sent, mapped = forecast.examples_of(examples, 2)
+    whole, sent, mapped = forecast.example_bytes(examples, 2)
     assert mapped == n * 128 * 128 * 3
     assert sent < whole / 8
 

@@ -142,7 +142,9 @@ class Alone(Nodes):
 def test_a_description_that_no_server_can_use_is_one_line_and_is_not_kept(
     path: str, value: Any, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(run.forecast, "room", lambda: forecast.Room(1e9, 1e9, math.inf, False))
+    monkeypatch.setattr(
+        run.forecast, "capacity", lambda: forecast.Capacity(1e9, 1e9, math.inf, False)
+    )
     config = {**ONE_ROUND, "clients": 1, "clients_per_round": 1}
     nodes = Alone(tmp_path, lambda facts: put(facts, f"described.{path}", value))
     with pytest.raises(UsageError, match=line):

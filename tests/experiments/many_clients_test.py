@@ -11,7 +11,7 @@ from absl import flags
 
 from experiments import many_clients
 from experiments.libraries.rivals import Gone
-from fedjax_pfl.simulation.streamed import cohort_data
+from fedjax_pfl.simulation.cohort_examples import cohort_data
 
 CHECKOUTS = Path(__file__).parents[1] / "checkouts"
 ROW = {

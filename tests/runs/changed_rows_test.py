@@ -7,7 +7,7 @@ import pytest
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.runs import changed_rows
 from fedjax_pfl.runs.checkpoints import DamagedError
-from fedjax_pfl.simulation.stores import Clients, Rows, arrays
+from fedjax_pfl.simulation.stores import ClientStore, RowStore, to_arrays
 
 N = 9
 FIRST = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.int32(7), "b": np.array([True])}
@@ -15,7 +15,8 @@ SIZE = 6 * 4 + 4 + 1
 
 
 def clients(store="host", folder=None):
-    return Clients([Rows(FIRST, N, store, folder), Rows((), N, store, folder)], several=True)
+    groups = [RowStore(FIRST, N, store, folder), RowStore((), N, store, folder)]
+    return ClientStore(groups, has_groups=True)
 
 
 def rows_of(ids, value):
@@ -29,7 +30,7 @@ def rows_of(ids, value):
 
 def held(clients):
     """As arrays of all of them."""
-    return arrays(State((), (), clients)).clients
+    return to_arrays(State((), (), clients)).clients
 
 
 def same(one, other):
@@ -42,7 +43,7 @@ def read(folder, now):
     plain = changed_rows.described(now._asdict())
 
     def make(first):
-        return Rows(first, N, "disk", folder)
+        return RowStore(first, N, "disk", folder)
 
     return changed_rows.read(folder, plain, shapes, True, make)
 
@@ -60,7 +61,7 @@ def test_rows_of_those_that_were_written(store, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, held(there), (wanted, ()))
     some = there.read(0, np.array([8, 1, 5]))
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[[8, 1, 5]]), some, wanted)
-    assert there.kept() == 4 * SIZE
+    assert there.written_bytes() == 4 * SIZE
     assert not any(tmp_path.iterdir())  # a file of the store has no name
 
 
@@ -72,7 +73,7 @@ def test_a_snapshot_stays_as_it_was():
     for value in (2, 3):
         there.write(0, np.array([2, 3]), rows_of([2, 3], value))
     jax.tree.map(np.testing.assert_array_equal, held(best), before)
-    assert best.kept() == 2 * SIZE  # of clients 2 and 3, once
+    assert best.written_bytes() == 2 * SIZE  # of clients 2 and 3, once
     assert held(there)[0]["n"][3] == 303
 
 
@@ -96,7 +97,7 @@ def test_a_checkpoint_writes_what_has_changed(tmp_path):
             assert got_best.written(0).tolist() == best.written(0).tolist()
         # What all begin with; the ids and records of two; of the best round's as many at most.
         assert (tmp_path / f"{step}.rows").stat().st_size >= 4 + SIZE + 4 + 2 * (4 + SIZE)
-        assert sum(part.number for part in now.state) <= 2 * there.groups[0].number
+        assert sum(part.number for part in now.state) <= 2 * there.groups[0].count
         before = now
     changed_rows.write(tmp_path, "again", there, best)  # nothing has changed
     assert (tmp_path / "again.rows").stat().st_size == 4 + SIZE + 4

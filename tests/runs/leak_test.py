@@ -126,5 +126,8 @@ def test_logs_and_messages_name_a_client_and_show_nothing_of_it():
         *metrics.rejections(logs, 0, 1),
         json.dumps([book, metrics.means(metrics.gather(({}, 0), logs, 1))]),
     ]
-    assert f"the update of client {WHO} was rejected, it is not finite or too large" in texts[WHO]
+    assert (
+        f"the update of client {WHO} was rejected because it is not finite or too large"
+        in texts[WHO]
+    )
     assert not any(str(int(mark)) in text for text in texts for mark in (DATA, LAYERS))

@@ -183,7 +183,7 @@ def test_neither_after_nor_the_first_download_and_every_update_rejected(capsys):
     lines = but_evaluations(capsys.readouterr().err)
     assert len(lines) == 6
     assert lines[5] == (
-        "round 2: the update of client 2 was rejected, it is not finite or too large"
+        "round 2: the update of client 2 was rejected because it is not finite or too large"
     )
     assert [line["rejected"] for line in result.metrics] == [3, 6]
     assert result.ledger.rejected == [2, 2, 2]

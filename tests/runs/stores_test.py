@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints, export, runner
 from fedjax_pfl.runs.interrupt import Stop, Stopped
-from fedjax_pfl.simulation.stores import arrays
+from fedjax_pfl.simulation.stores import to_arrays
 from tests.runs.common import BASE, undisturbed, untimed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
@@ -41,7 +41,7 @@ def assert_close(got, wanted):
 def assert_same(got, wanted):
     assert got.ledger == wanted.ledger
     for one, other in ((got.state, wanted.state), (got.best, wanted.best)):
-        assert_close(one and arrays(one), other and arrays(other))
+        assert_close(one and to_arrays(one), other and to_arrays(other))
     assert_close(untimed(got.metrics), untimed(wanted.metrics))
     assert_close(got.clients, wanted.clients)
 
@@ -78,7 +78,7 @@ def test_a_run_goes_on_with_another_store(method, tmp_path):
     assert_same(got, wanted)
     whole = export.restored(tmp_path)
     for state in (got.state, got.best):
-        parts = (export.personalize(whole, one, 4, [1, 4]) for one in (state, arrays(state)))
+        parts = (export.personalize(whole, one, 4, [1, 4]) for one in (state, to_arrays(state)))
         for (i, one), (j, other) in zip(*parts, strict=True):
             assert i == j
             assert_close(one, other)

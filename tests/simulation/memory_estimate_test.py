@@ -36,15 +36,15 @@ def wide(x):
     ],
 )
 def test_by_hand(f, arguments, kibibytes):
-    assert abs(memory_estimate.peak(f, *arguments) / 1024 - kibibytes) < 0.1
+    assert abs(memory_estimate.peak_bytes(f, *arguments) / 1024 - kibibytes) < 0.1
 
 
 def test_donated_arguments_are_replaced():
     def f(x):
         return x * 2 + 1
 
-    assert memory_estimate.peak(jax.jit(f), KIB) == 3 * 1024
-    assert memory_estimate.peak(jax.jit(f, donate_argnums=0), KIB) == 2 * 1024
+    assert memory_estimate.peak_bytes(jax.jit(f), KIB) == 3 * 1024
+    assert memory_estimate.peak_bytes(jax.jit(f, donate_argnums=0), KIB) == 2 * 1024
 
 
 @pytest.mark.slow("programs at full size")
@@ -68,7 +68,7 @@ def test_a_run_needs_about_as_much_as_xla_allocates():
         rounds = built.phases[0].rounds
         key, state = jax.random.key(0), jax.eval_shape(rounds.init, jax.random.key(0))
         arguments = (key, state, built.data, jnp.int32(0), jnp.int32(1))
-        found[chunk] = memory_estimate.peak(rounds.run, *arguments)
+        found[chunk] = memory_estimate.peak_bytes(rounds.run, *arguments)
         if chunk == 10:
             real = rounds.run.lower(*arguments).compile().memory_analysis()
     used = real.argument_size_in_bytes + real.temp_size_in_bytes + real.output_size_in_bytes
@@ -138,6 +138,6 @@ def test_what_all_gathers_put_together_is_what_is_compiled(mesh):
         return jax.lax.fori_loop(0, 3, step, shared)
 
     arguments = jnp.zeros(3), jnp.ones((5, 3))
-    assert memory_estimate.gathered(looped, *arguments) == 8 * (4 * 3 + 4 * 3 * 2)
+    assert memory_estimate.all_gather_bytes(looped, *arguments) == 8 * (4 * 3 + 4 * 3 * 2)
     text = jax.jit(looped).lower(*arguments).compile().as_text()
-    assert programs.all_gathered(text) == memory_estimate.gathered(looped, *arguments)
+    assert programs.all_gathered(text) == memory_estimate.all_gather_bytes(looped, *arguments)

@@ -117,15 +117,15 @@ def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
     def best(found):
         return [(row["best_before_a"], row["best_after_a"]) for row in found]
 
-    none = metrics.with_best(rows(0.5, None), (), False, TASK)  # there are no validation examples
+    none = metrics.add_best(rows(0.5, None), (), False, TASK)  # there are no validation examples
     assert best(none) == [(None, None)]
-    first = metrics.with_best(rows(0.5, 0.6), none, True, TASK)
-    second = metrics.with_best(rows(0.9, 0.8), first, False, TASK)
+    first = metrics.add_best(rows(0.5, 0.6), none, True, TASK)
+    second = metrics.add_best(rows(0.9, 0.8), first, False, TASK)
     assert best(first) == best(second) == [(0.5, 0.6)]
     assert (second[0]["before_a"], second[0]["before_loss"]) == (0.9, 1.0)
-    assert best(metrics.with_best(rows(0.7, 0.8), second, True, TASK)) == [(0.7, 0.8)]
+    assert best(metrics.add_best(rows(0.7, 0.8), second, True, TASK)) == [(0.7, 0.8)]
     saved_earlier = [{"before_a": 0.5}]  # by a version that did not know of them
-    assert best(metrics.with_best(rows(0.7, 0.8), saved_earlier, False, TASK)) == [(None, None)]
+    assert best(metrics.add_best(rows(0.7, 0.8), saved_earlier, False, TASK)) == [(None, None)]
 
 
 NOTHING = State((), (), ())
@@ -264,6 +264,8 @@ def test_a_metric_that_a_client_does_not_define_is_left_out_alone():
     assert (got["auroc_worst10"], got["clients"], got["not_finite"]) == (0, 3, 0)
     rows = metrics.client_scores(Evaluation(found, found, None), task)
     assert [row["before_auroc"] for row in rows] == [1, None, 0]
-    assert metrics.own(task) == {}
+    assert metrics.user_metrics(task) == {}
     mine = task._replace(metrics=(ACCURACY._replace(name="mine", higher_is_better=False),))
-    assert metrics.own(mine) == {"own_metrics": {"mine": {"unit": "%", "higher_is_better": False}}}
+    assert metrics.user_metrics(mine) == {
+        "own_metrics": {"mine": {"unit": "%", "higher_is_better": False}}
+    }

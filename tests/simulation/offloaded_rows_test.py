@@ -1,4 +1,4 @@
-"""What a round writes of rows off the devices, leaf by leaf."""
+"""Rows that a round writes to offloaded parts, leaf by leaf."""
 
 import jax
 import jax.numpy as jnp
@@ -8,31 +8,32 @@ import pytest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
-from fedjax_pfl.simulation.stores import Clients, Rows, arrays
+from fedjax_pfl.simulation.stores import ClientStore, RowStore, to_arrays
 
 FIRST = {"a": np.arange(3, dtype=np.float32), "b": np.float32(7)}
 
 
-@pytest.mark.parametrize("parts", [("a", "b"), ("a",), ("b",)], ids=["both", "a", "b"])
-@pytest.mark.parametrize("ids", [[4, 1], [5, 1], [5, 5]], ids=["all", "one is absent", "nobody"])
-def test_leaves_that_are_not_written_stay(parts, ids):
-    clients = Clients(
-        [Rows((), 5, "host"), Rows(FIRST, 5, "host")], several=False, offload=("models",)
+@pytest.mark.parametrize("names", [("a", "b"), ("a",), ("b",)], ids=["both", "a", "b"])
+@pytest.mark.parametrize("ids", [[4, 1], [5, 1], [5, 5]], ids=["all", "one absent", "all absent"])
+def test_only_changed_leaves_of_present_clients_are_written(names, ids):
+    clients = ClientStore(
+        [RowStore((), 5, "host"), RowStore(FIRST, 5, "host")], has_groups=False, offload=("models",)
     )
-    known, new = OffloadedRows(clients), {"a": jnp.full((2, 3), 9.0), "b": jnp.array([20.0, 21.0])}
+    offloaded = OffloadedRows(clients)
+    new = {"a": jnp.full((2, 3), 9.0), "b": jnp.array([20.0, 21.0])}
 
     @jax.jit
-    def round_(ids):
-        rows = known.seen({"models": ()}, 2)["models"]
-        put = {name: trees.put(rows[name], ids, new[name]) for name in parts}
-        return known.taken({"models": {**rows, **put}})[1]
+    def update(ids):
+        rows = offloaded.join({"models": ()}, 2)["models"]
+        changed = {name: trees.put(rows[name], ids, new[name]) for name in names}
+        return offloaded.split({"models": {**rows, **changed}})[1]
 
-    known.write(clients, jax.device_get(round_(jnp.array(ids, jnp.int32))))
-    wanted = {"a": np.tile(FIRST["a"], (5, 1)), "b": np.full(5, 7, np.float32)}
-    for name in parts:
-        for seat, i in enumerate(ids):
+    offloaded.write(clients, jax.device_get(update(jnp.array(ids, jnp.int32))))
+    expected = {"a": np.tile(FIRST["a"], (5, 1)), "b": np.full(5, 7, np.float32)}
+    for name in names:
+        for slot, i in enumerate(ids):
             if i < 5:
-                wanted[name][i] = new[name][seat]
-    found = arrays(State((), {"models": ()}, clients)).rows["models"]
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+                expected[name][i] = new[name][slot]
+    rows = to_arrays(State((), {"models": ()}, clients)).rows["models"]
+    jax.tree.map(np.testing.assert_array_equal, rows, expected)
     assert clients.written(1).tolist() == sorted(i for i in ids if i < 5)

@@ -23,7 +23,7 @@ from fedjax_pfl.simulation import ledger
 from fedjax_pfl.simulation.on_device import DeviceProgram
 from fedjax_pfl.simulation.rounds import make_rounds
 from fedjax_pfl.simulation.spread import Spread
-from fedjax_pfl.simulation.stores import arrays, copied
+from fedjax_pfl.simulation.stores import copy_state, to_arrays
 from fedjax_pfl.testing import rules as contract
 from tests import cases, programs, rules, tiny
 
@@ -129,22 +129,22 @@ def test_is_the_run_of_a_state_that_each_device_has(name: str, devices: int):
     whole, spread = (program(name, devices, by_client=some) for some in (False, True))
     state, wanted = spread.init(), whole.init()
     has_its_share(state, n, devices)
-    alike(arrays(state), wanted)
+    alike(to_arrays(state), wanted)
     logs, wanted_logs, after_one = [], [], None
     for t in range(rounds):
-        before = arrays(state)
+        before = to_arrays(state)
         state, (log,) = spread.run(state, t, 1)
         wanted, (wanted_log,) = whole.run(wanted, t, 1)
-        after_one = after_one or copied(wanted)
+        after_one = after_one or copy_state(wanted)
         logs.append(jax.tree.map(lambda leaf: leaf[0], log))
         wanted_logs.append(jax.tree.map(lambda leaf: leaf[0], wanted_log))
         here = np.isin(np.arange(n), logs[-1].ids[logs[-1].arrived])
         first = 2 if one.case.rows_of_absent_move else 1
-        parts = (jax.tree.leaves(now[first:]) for now in (before, arrays(state)))
+        parts = (jax.tree.leaves(now[first:]) for now in (before, to_arrays(state)))
         for old, new in zip(*parts, strict=True):
             np.testing.assert_array_equal(old[~here], new[~here])
     has_its_share(state, n, devices)
-    alike(copied(state), wanted)
+    alike(copy_state(state), wanted)
     each = [jax.tree.map(lambda *x: np.stack(x), *some) for some in (logs, wanted_logs)]
     alike(*each)
     books = [ledger.add(ledger.empty(n), (log,), rounds) for log in each]
@@ -159,8 +159,8 @@ def test_is_the_run_of_a_state_that_each_device_has(name: str, devices: int):
     assert after_one is not None
     begun = spread.enter(after_one)
     has_its_share(begun, n, devices)
-    alike(arrays(spread.run(begun, 1, rounds - 1)[0]), wanted)
-    alike(whole.run(whole.enter(arrays(spread.init())), 0, rounds)[0], wanted)
+    alike(to_arrays(spread.run(begun, 1, rounds - 1)[0]), wanted)
+    alike(whole.run(whole.enter(to_arrays(spread.init())), 0, rounds)[0], wanted)
 
 
 def test_a_round_moves_its_cohort_and_not_the_state():

@@ -249,7 +249,7 @@ def _work(
         try:
             _begin(fault, directory)
             result = runner.run(config, directory, Stop())
-            states = [one and stores.arrays(one) for one in (result.state, result.best)]
+            states = [one and stores.to_arrays(one) for one in (result.state, result.best)]
             tell("result", digest(states))
         except UsageError as error:
             tell("error", str(error))

@@ -76,7 +76,7 @@ class Resumed:
             run = SweepRun("", built.phases[0].config, config, directory, store, start)
             try:
                 state = (resume(built, [run]) or [None])[0]
-                states = [one and stores.arrays(one) for one in (state, run.best)]
+                states = [one and stores.to_arrays(one) for one in (state, run.best)]
                 self.round, self.digest = run.at.round, digest(states, run.at.ledger)
             except UsageError as error:
                 self.error = str(error)
