@@ -71,7 +71,7 @@ def settings(*names: str) -> str:
     for name in names:
         factory = configuration.ALGORITHMS[name]
         meanings = configuration.meanings(factory)
-        for key in configuration.settings(factory):
+        for key in configuration.factory_settings(factory):
             usual = "unset" if defaults[name][key] is None else defaults[name][key]
             rows.append([f"`{name}.{key}`", f"`{usual}`", meanings[key]])
     return text_tables.markdown([text_tables.Table("", ["default", "meaning"], rows)]).replace(

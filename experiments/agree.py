@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError(f"{argv[1]!r} is no flag")
     for name in given.methods:
         if name not in METHODS:
-            raise UsageError(f"--methods has {name!r}{configuration.nearest(name, METHODS)}")
+            raise UsageError(f"--methods has {name!r}{configuration.suggestion(name, METHODS)}")
     paths = {key: str(given[key].value) for key in LIBRARIES if given[key].value}
     if not paths:
         raise UsageError("name a checkout: --pfllib=PATH or --fl_bench=PATH")

@@ -66,7 +66,7 @@ def chosen(words: Sequence[str]) -> list[str]:
     """Items by name, all where none is named."""
     for word in words:
         if word not in _ITEMS:
-            raise UsageError(f"--work has {word!r}{configuration.nearest(word, _ITEMS)}")
+            raise UsageError(f"--work has {word!r}{configuration.suggestion(word, _ITEMS)}")
     return [name for name in _ITEMS if name in words] if words else list(_ITEMS)
 
 

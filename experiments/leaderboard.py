@@ -141,7 +141,7 @@ def chosen(words: Sequence[str], known: Mapping[str, Any], flag: str) -> list[st
     """Names, all where none is given, or UsageError."""
     for word in words:
         if word not in known:
-            raise UsageError(f"--{flag} has {word!r}{configuration.nearest(word, known)}")
+            raise UsageError(f"--{flag} has {word!r}{configuration.suggestion(word, known)}")
     return list(dict.fromkeys(words)) or list(known)
 
 

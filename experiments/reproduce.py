@@ -128,7 +128,7 @@ def _chosen(table: Table, options: Options) -> list[Cell]:
     for pattern in patterns:
         if not any(_fits(of_cell, pattern) for of_cell in names):
             words = [word for of_cell in names for word in of_cell] + [cell.row for cell in every]
-            raise UsageError(f"no cell is {pattern!r}{configuration.nearest(pattern, words)}")
+            raise UsageError(f"no cell is {pattern!r}{configuration.suggestion(pattern, words)}")
     kept = [any(_fits(of_cell, pattern) for pattern in patterns) for of_cell in names]
     return [cell for cell, keep in zip(every, kept, strict=True) if keep or not patterns]
 
@@ -264,7 +264,7 @@ def differences(plan: Sequence[Plan]) -> list[str]:
         if cell_plan.config is None:
             continue
         old, new = (
-            dict(report.flat(configuration.resolved(config)))
+            dict(report.flat(configuration.resolve(config)))
             for config in (cell_plan.published, cell_plan.config)
         )
         for key in old.keys() & new.keys() - NOT_COMPARED:
@@ -338,7 +338,7 @@ def reproduce(options: Options) -> int:
         print(listing())
         return 0
     if options.table not in TABLES:
-        hint = configuration.nearest(options.table, TABLES)
+        hint = configuration.suggestion(options.table, TABLES)
         raise UsageError(f"there is no table {options.table!r}{hint}")
     table, status = TABLES[options.table], 0
     seeds = options.seeds or SCALES[options.scale]

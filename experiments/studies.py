@@ -23,7 +23,9 @@ def main() -> None:
             print(f"{(__doc__ or '').strip()}\n\nSystems: {', '.join(SYSTEMS)}")
             return
         if name not in SYSTEMS:
-            raise UsageError(f"there is no system {name!r}{configuration.nearest(name, SYSTEMS)}")
+            raise UsageError(
+                f"there is no system {name!r}{configuration.suggestion(name, SYSTEMS)}"
+            )
     del sys.argv[1]
     studies = importlib.import_module(f"experiments.papers.{name}.studies")
     study.launch(studies.STUDIES, studies.__doc__, name, studies.LENGTHS)

@@ -11,7 +11,7 @@ import pytest
 
 from fedjax_pfl.core import local_training, optimizers, trees
 from fedjax_pfl.core.algorithm import Algorithm, Federation
-from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.settings.general import SETTINGS
 from fedjax_pfl.simulation import sweep
 from fedjax_pfl.simulation.rounds import round_functions
 from fedjax_pfl.testing import rules as contract
@@ -21,8 +21,8 @@ from tests import cases, rules, tiny
 pytestmark = pytest.mark.slow("the programs of seven methods; the optimiser has tests of its own")
 
 # An eps as small as the default would show the rounding of gradients that are next to nothing.
-SETTINGS = {
-    **{name: row.default_value for name, row in ROWS.items()},
+VALUES = {
+    **{name: row.default_value for name, row in SETTINGS.items()},
     "weight_decay": 0.01,
     "eps": 1e-2,
 }
@@ -39,7 +39,7 @@ RULES = (
 
 def make(name: str, federation: Federation, own: Mapping[str, Any], rate: Any = 0.01) -> Algorithm:
     training = local_training.make_training(
-        optimizers.OPTIMIZERS["adamw"](SETTINGS.__getitem__),
+        optimizers.OPTIMIZERS["adamw"](VALUES.__getitem__),
         learning_rate=rate,
         step_schedule=optimizers.schedule("linear", 0.5, 0.0),
         clip_norm=5.0,

@@ -372,7 +372,7 @@ def make(
 
 def real(name: str) -> dict[str, float]:
     """An algorithm's real-valued settings; not those that shape its program, which say so."""
-    settings = {**configuration.settings(FACTORIES[name]), **CASES[name].settings}
+    settings = {**configuration.factory_settings(FACTORIES[name]), **CASES[name].settings}
     shaping = "gamma" if name == "pfedpara" else "dropout"
     return {k: v for k, v in settings.items() if type(v) is float and k != shaping}
 

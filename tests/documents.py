@@ -158,8 +158,8 @@ def _preset(name: str, arguments: Sequence[str]) -> str:
     holder = config_flags.DEFINE_config_file("config", path, flag_values=values, sys_argv=given)
     values(given)
     changes = config_flags.get_override_values(values["config"])
-    words, settings = custom.added(holder.value.to_dict())
+    words, settings = custom.register(holder.value.to_dict())
     complete = configuration.complete(settings, words)
-    selection.check_given(selection.nested(changes), [complete], words)
+    selection.check_used(selection.nested(changes), [complete], words)
     configuration.specify(complete, words)
     return ""

@@ -21,7 +21,7 @@ from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs.tuning import grids, search, show, trials
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.settings import configuration, listing
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from tests import cases, documents, tiny
 
 
@@ -113,7 +113,7 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
 def test_settings_that_may_differ_in_a_resumption():
     page = (documents.DOCS / "robustness.md").read_text()
     said = page[page.index("do not change results may differ:") :].partition("\n\n")[0]
-    assert set(re.findall(r"`(\w+)`", said)) == set(having("resumable"))
+    assert set(re.findall(r"`(\w+)`", said)) == set(settings_with("resumable"))
 
 
 def test_tuning_a_method_of_ones_own(tmp_path, monkeypatch, capsys):

@@ -12,9 +12,9 @@ import jax
 
 from experiments.libraries import work
 from fedjax_pfl.report.text_tables import Table
-from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.settings.general import SETTINGS
 
-LOWERINGS = tuple(name for name in ROWS["conv"].choices if name != "auto")
+LOWERINGS = tuple(name for name in SETTINGS["conv"].choices if name != "auto")
 PRECISIONS = {"float32": "highest", "bfloat16": "BF16_BF16_F32"}  # besides JAX's own
 _BATCH = 32
 

@@ -48,7 +48,7 @@ def find(table: Table, folder: Path) -> list[CellRuns]:
     found = []
     for cell in cells_of(table):
         config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
-        plain = run_reader.as_read(configuration.resolved(config))
+        plain = run_reader.as_read(configuration.resolve(config))
         lengths = runs.get(_key(plain, defaults), {})
         published = sum(phase.rounds for phase in configuration.phases(config))
         longest = max((rounds for rounds in lengths if rounds <= published), default=0)

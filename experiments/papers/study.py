@@ -21,7 +21,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import text_tables
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs import runner
-from fedjax_pfl.settings.configuration import nearest
+from fedjax_pfl.settings.configuration import suggestion
 from fedjax_pfl.simulation.devices import prepare_devices
 from fedjax_pfl.simulation.metrics import mean_std as mean_std
 
@@ -140,7 +140,7 @@ def main(
     if len(argv) > 2:
         raise UsageError(f"name one study; {argv[2]!r} is one word too many")
     if argv[1] not in studies:
-        raise UsageError(f"there is no study {argv[1]!r}{nearest(argv[1], studies)}")
+        raise UsageError(f"there is no study {argv[1]!r}{suggestion(argv[1], studies)}")
     length = lengths.get(argv[1], lengths[""])
     flags.set_default(ROUNDS, scope(length.short, length.paper))
     if PAPER.value:

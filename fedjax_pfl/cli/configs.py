@@ -107,7 +107,7 @@ def check_keys(arguments: Sequence[str]) -> None:
             names = list(level) if isinstance(level, ConfigDict) else []
             key = word.partition("[")[0]
             if key not in names:
-                hint = configuration.nearest(key, names, f"{prefix}{{}}") if names else ""
+                hint = configuration.suggestion(key, names, f"{prefix}{{}}") if names else ""
                 raise UsageError(f"there is no setting {prefix}{key}{hint}")
             level, prefix = level[key], f"{prefix}{key}."
 

@@ -24,7 +24,7 @@ def text(kind: str) -> str:
 
 def _presets() -> Iterator[str]:
     """Yields the systems and the words of their presets."""
-    column = listing.NAMES + 2
+    column = listing.NAME_WIDTH + 2
     yield "Presets: fedjax-pfl SYSTEM --config=SYSTEM:PRESET"
     for name, module in SYSTEMS.items():
         about, *paragraphs = re.split(r"\n\s*\n", module.__doc__ or "")
@@ -40,7 +40,7 @@ def print_lists(call: Call) -> None:
         raise UsageError(f"name one kind, or none for all: {', '.join(KINDS)}")
     for word in call.positional:
         if word not in KINDS:
-            raise UsageError(f"there is no kind {word!r}{configuration.nearest(word, KINDS)}")
+            raise UsageError(f"there is no kind {word!r}{configuration.suggestion(word, KINDS)}")
     print("\n\n".join(text(kind) for kind in call.positional or KINDS))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fedjax_pfl.cli.command import Command, run_command
 from fedjax_pfl.cli.errors import ending
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.settings.configuration import nearest
+from fedjax_pfl.settings.configuration import suggestion
 
 HELP = """Personalised federated learning in JAX.
 
@@ -60,6 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if name.lstrip("-") in ("h", "help"):
             print(help_text())
         elif name not in COMMANDS:
-            raise UsageError(f"there is no command {name!r}{nearest(name, COMMANDS)}")
+            raise UsageError(f"there is no command {name!r}{suggestion(name, COMMANDS)}")
         else:
             run_command(load(name), own_arguments)

@@ -60,9 +60,9 @@ def train(name: str, call: Call) -> None:
     check_no_positional(call)
     options = call.options
     settings = read_settings(options, call.arguments)
-    words, values = custom.added(settings.to_dict())
+    words, values = custom.register(settings.to_dict())
     complete = configuration.complete(values, words)
-    selection.check_given(selection.nested(changed_settings(options)), [complete], words)
+    selection.check_used(selection.nested(changed_settings(options)), [complete], words)
     workdir = Path(options.workdir or default_workdir(name, call.arguments))
     processes = ProcessOptions(
         options.processes, options.process, options.coordinator, options.wait
@@ -103,7 +103,7 @@ def show_sweep(workdir: Path, names: Sequence[str]) -> None:
 def help_text(name: str) -> str:
     """Returns the presets of a system and the settings of its method."""
     method = name if name in configuration.ALGORITHMS else "fedavg"
-    return f"{(presets.SYSTEMS[name].__doc__ or '').strip()}\n\n{listing.of_command(method)}"
+    return f"{(presets.SYSTEMS[name].__doc__ or '').strip()}\n\n{listing.command_help(method)}"
 
 
 COMMANDS = {

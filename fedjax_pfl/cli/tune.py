@@ -157,7 +157,7 @@ def tune(call: Call) -> None:
     source = config_flags.get_config_filename(options["config"])
     changes = changed_settings(options)
     configs = configure_methods(source, base, changes, methods)
-    selection.check_given(selection.nested(changes), list(configs.values()))
+    selection.check_used(selection.nested(changes), list(configs.values()))
     plan = search.plan(
         configs,
         options.grid,

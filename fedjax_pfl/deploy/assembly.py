@@ -18,13 +18,13 @@ from fedjax_pfl.deploy.programs import Method
 from fedjax_pfl.runs.build import Experiment, task_of
 from fedjax_pfl.runs.phase import Phase, PhaseInputs
 from fedjax_pfl.settings import configuration, custom
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.execution_plan import Plan
 
 
 def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
     """Completes the settings of a run on real machines; refuses those of simulations."""
-    words, given = custom.added(given)
+    words, given = custom.register(given)
     settings = configuration.complete(given, words)
     configuration.specify(settings, words)
     wrong = {
@@ -53,7 +53,7 @@ def plain(
     settings: ConfigDict, words: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, Any]:
     """Returns settings as plain data, as they are stored and sent."""
-    return json.loads(json.dumps(configuration.resolved(settings, words)))
+    return json.loads(json.dumps(configuration.resolve(settings, words)))
 
 
 def brought(given: Mapping[str, Any]) -> dict[str, str]:
@@ -72,7 +72,7 @@ def sent(given: Mapping[str, Any]) -> dict[str, Any]:
     """
     settings, words = complete(given)
     whole = {**plain(settings, words), **brought(given)}
-    here = {*OF_DATA, *having("resumable")}
+    here = {*OF_DATA, *settings_with("resumable")}
     return {name: value for name, value in whole.items() if name not in here}
 
 

@@ -16,12 +16,12 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import schema
 from fedjax_pfl.deploy.vocabulary import Vocabulary
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 
 # Settings of a simulation's whole federation, which a request may have too.
 SHARED = ("clients", "held_out")
 # Settings that only a node's own file may have: who holds what, and where it lies.
-_ROWS = (*(name for name in having("defines_data") if name not in SHARED), "data_dir")
+_ROWS = (*(name for name in settings_with("defines_data") if name not in SHARED), "data_dir")
 OF_DATA = frozenset({*_ROWS, *configuration.PARTITIONS, *configuration.DATASETS})
 _OF_PARTITION = frozenset({*SHARED, "partition", "permute_labels", *configuration.PARTITIONS})
 

@@ -87,7 +87,7 @@ def apply_words(
         if not matches:
             known = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
             template = "-".join("{}" if w == word else w for w in words)
-            hint = configuration.nearest(word, known, template)
+            hint = configuration.suggestion(word, known, template)
             raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")
         change, match = matches[0]
         change(config, match)

@@ -16,7 +16,7 @@ from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number
 from fedjax_pfl.report.run_reader import Record, Run
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.metrics import mean_std
 
 
@@ -101,7 +101,7 @@ def common(config: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any
         key: {**known[key], **value} if isinstance(known.get(key), Mapping) else value
         for key, value in {**plain, **config}.items()
     }
-    return {k: v for k, v in whole.items() if k not in {*having("resumable"), "seed"}}
+    return {k: v for k, v in whole.items() if k not in {*settings_with("resumable"), "seed"}}
 
 
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -284,7 +284,7 @@ def _differences(row: Row, first: Row, stage: str) -> np.ndarray | str:
 def problem(config: Mapping[str, Any]) -> list[Any]:
     """What says which examples each client has."""
     own = [config.get(str(config.get(kind)).partition(":")[0]) for kind in ("dataset", "partition")]
-    return [*(config.get(key) for key in having("defines_data")), *own]
+    return [*(config.get(key) for key in settings_with("defines_data")), *own]
 
 
 def _scores(row: Row, stage: str) -> dict[tuple[int, int, int], float]:

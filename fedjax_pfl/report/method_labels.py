@@ -9,10 +9,10 @@ from fedjax_pfl.core.diagnostics import Diagnostic, Picture
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import Registry
-from fedjax_pfl.settings.general import GENERAL
+from fedjax_pfl.settings.general import SETTING_GROUPS
 
 # Settings of every run that change how a method trains.
-_TRAINING = (*GENERAL["Local training"], "zero_head", *transforms.SETTINGS)
+_TRAINING = (*SETTING_GROUPS["Local training"], "zero_head", *transforms.SETTINGS)
 
 
 def row(name: str) -> str:

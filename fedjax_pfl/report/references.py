@@ -16,7 +16,7 @@ from fedjax_pfl.report.html_page import flat
 from fedjax_pfl.report.numbers import metric_of, number, show_score
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.settings.configuration import Registry
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 
 METHODS = {name: method_labels.row(name) for name in ("fedavg", "local")}
 FOLDER = "reference"  # within a run directory
@@ -56,7 +56,7 @@ def check(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
             continue
         ours = each[0]
         kinds = [kind for kind in Registry._fields if kind != "algorithm"]
-        decide = {*having("defines_data"), *kinds, "groups", "seed"}
+        decide = {*settings_with("defines_data"), *kinds, "groups", "seed"}
         decide |= {str(ours.get(kind)) for kind in kinds}
         apart = [k for k in different(ours, theirs) if k.split(".")[0] in decide]
         raise UsageError(

@@ -36,5 +36,5 @@ class Known:
         self, config: ConfigDict, words: configuration.Registry = configuration.BUILTINS
     ) -> tuple[str, Path | None]:
         """The key of a configuration, and where there is a run of it."""
-        plain = json.loads(json.dumps(configuration.resolved(config, words)))
+        plain = json.loads(json.dumps(configuration.resolve(config, words)))
         return (key := self.key(plain)), self.runs.get(key)

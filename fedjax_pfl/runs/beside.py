@@ -37,7 +37,7 @@ def check(
     if settings.beside:
         from fedjax_pfl.report import references
 
-        resolved = [run_reader.as_read(configuration.resolved(one, words)) for one in each]
+        resolved = [run_reader.as_read(configuration.resolve(one, words)) for one in each]
         references.check(resolved, references.given(settings.beside))
 
 

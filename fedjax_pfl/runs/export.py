@@ -32,7 +32,7 @@ from fedjax_pfl.runs.build import build, described
 from fedjax_pfl.runs.resume import restore, state_templates
 from fedjax_pfl.runs.run_state import client_table
 from fedjax_pfl.settings import configuration, custom
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
 from fedjax_pfl.simulation.stores import ClientStore
 
@@ -84,15 +84,15 @@ def restored(
     folder = directory / "checkpoints"
     if not (folder / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
-    here = {k: v for k, v in config.items() if k not in having("resumable")}
+    here = {k: v for k, v in config.items() if k not in settings_with("resumable")}
     here["store"] = config.get("store", "device")  # what does not fit on a device still does not
     here["data_dir"] = data_dir or config.get("data_dir")
-    words, here = custom.added(here, **brought)
+    words, here = custom.register(here, **brought)
     settings = configuration.complete(here, words)
     built = build(settings, words=words, plans=run_directory.read_plans(directory))
     run_directory.check_examples(directory, described(built))
     store = checkpoints.open_store(folder, only_read=True)
-    resolved = json.loads(json.dumps(configuration.resolved(settings, words)))
+    resolved = json.loads(json.dumps(configuration.resolve(settings, words)))
     try:
         at, state, best = restore(built, store, state_templates(built), last, resolved)
     except checkpoints.DamagedError as error:
@@ -120,7 +120,7 @@ def _check_brought(directory: Path, config: Any, phases: Any, brought: Any) -> N
     """UsageError where a run had something that is not ours and is not given."""
     for kind, ours in configuration.BUILTINS._asdict().items():
         # A run from before there was such a setting has none.
-        usual = configuration.chosen(config, kind) if kind in config else None
+        usual = configuration.component_name(config, kind) if kind in config else None
         names = {str(name) for name in (usual, *(p.get(kind, usual) for p in phases)) if name}
         if brought.get(kind) is None and (own := sorted(names - set(ours))):
             article = "an" if kind[0] in "aeiou" else "a"
@@ -363,7 +363,7 @@ def _built(plain: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
             raise UsageError(
                 f"it is of a network of your own, {name}; load(path, model={name}) takes it"
             )
-        words, given = custom.added({}, model=model)
+        words, given = custom.register({}, model=model)
         if given["model"] != name:
             raise UsageError(f"it is of the network {name}, and {given['model']} is given")
         net = words.model[name](outputs=facts["outputs"], **settings)

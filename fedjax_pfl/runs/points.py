@@ -9,7 +9,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import ROWS, having
+from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.simulation.sweep import SeparateRunsError
 
 _MOST = 1000  # points
@@ -31,8 +31,10 @@ def expand(
         return {"": config}
     for name in grid:
         if name not in dict(_leaves(config)) and not isinstance(config.get(name), ConfigDict):
-            can = [*having("sweepable"), *(one for one, _ in _real(config))]
-            raise UsageError(f"sweep: there is no setting {name}{configuration.nearest(name, can)}")
+            can = [*settings_with("sweepable"), *(one for one, _ in _real(config))]
+            raise UsageError(
+                f"sweep: there is no setting {name}{configuration.suggestion(name, can)}"
+            )
         if (kind := _type(config, name)) is not float:
             raise UsageError(
                 f"sweep: {name} is of type {kind.__name__}, and only real-valued settings can "
@@ -63,7 +65,7 @@ def _real(config: ConfigDict) -> Iterator[tuple[str, float]]:
 
 
 def _what_can(algorithm: str) -> str:
-    return f"seed, {', '.join(having('sweepable'))} and real-valued settings of {algorithm}"
+    return f"seed, {', '.join(settings_with('sweepable'))} and real-valued settings of {algorithm}"
 
 
 def _type(config: ConfigDict, name: str) -> type:
@@ -107,11 +109,11 @@ def names(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str
     for name in sorted(differing(configs)):
         group, _, _ = name.rpartition(".")
         each = values(configs, [name])[name]
-        if name in ROWS and not ROWS[name].is_used(configs[0].get):
+        if name in SETTINGS and not SETTINGS[name].is_used(configs[0].get):
             continue
-        own = group == algorithm or name in having("sweepable")
+        own = group == algorithm or name in settings_with("sweepable")
         if own and all(isinstance(value, float) for value in each):
-            if name in having("zero_is_special") and 0 in each:
+            if name in settings_with("zero_is_special") and 0 in each:
                 words = " or ".join(dict.fromkeys(f"{value:g}" for value in each))
                 line = f"{name} is {words}, which makes different programs; run them one by one"
                 raise SeparateRunsError([name], line)

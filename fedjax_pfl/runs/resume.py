@@ -16,7 +16,7 @@ from fedjax_pfl.runs import changed_rows, checkpoints
 from fedjax_pfl.runs.build import Experiment, fixed_length
 from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.run_state import Position, SweepRun
-from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings.differences import differences, only_adds_rounds
 from fedjax_pfl.simulation import ledger, multiprocess, spread, stores, sweep
 from fedjax_pfl.simulation.offloaded_rows import part_names, split_state
 
@@ -180,8 +180,8 @@ def restore(
     store.check(step)
     facts = store.facts(step)
     there = facts.pop("config")
-    different = configuration.differences(there, config)
-    longer = configuration.longer(there, config)  # as its directory may have been made
+    different = differences(there, config)
+    longer = only_adds_rounds(there, config)  # as its directory may have been made
     why = fixed_length(experiment) if different and longer else ""
     if different and (why or not longer):
         raise UsageError(

@@ -17,8 +17,8 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, removed_directory
 from fedjax_pfl.report import csv_tables, run_reader
-from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.settings.differences import differences, only_adds_rounds
+from fedjax_pfl.settings.general import SETTINGS
 from fedjax_pfl.simulation.execution_plan import Plan, machine
 from fedjax_pfl.simulation.ledger import Ledger
 
@@ -130,9 +130,9 @@ def _claim(
 ) -> None:
     if known.exists():
         there = run_reader.read_config(directory)
-        longer = configuration.longer(there, config)
+        longer = only_adds_rounds(there, config)
         why = fixed_length() if longer else ""
-        different = configuration.differences(there, config)
+        different = differences(there, config)
         if different and (why or not longer):
             raise UsageError(
                 f"{directory} holds a run with other settings: {'; '.join(different)}"
@@ -308,7 +308,7 @@ def read_plans(directory: Path) -> list[Plan] | None:
 
 
 def _can_be_used(plan: Plan) -> bool:
-    return plan.conv in ROWS["conv"].choices and type(plan.chunk) is int and plan.chunk >= 1
+    return plan.conv in SETTINGS["conv"].choices and type(plan.chunk) is int and plan.chunk >= 1
 
 
 def traffic(ledger: Ledger) -> dict[str, Any]:

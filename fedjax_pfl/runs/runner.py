@@ -106,11 +106,11 @@ def run_all(
       directory in `workdir`; a single run has the name "".
     """
     given = config.to_dict() if isinstance(config, ConfigDict) else config
-    words, given = custom.added(given, **components)
+    words, given = custom.register(given, **components)
     settings = configuration.complete(given, words)
-    multiprocess.check_settings(settings.to_dict(), general.having("per_process"))
+    multiprocess.check_settings(settings.to_dict(), general.settings_with("per_process"))
     if not isinstance(config, ConfigDict):  # a ConfigDict holds all settings, also unselected ones
-        selection.check_given(given, [settings], words)
+        selection.check_used(given, [settings], words)
     selection.check_owners(components.get("dataset"), [settings])
     if settings.tensorboard:
         tensorboard.check()
@@ -165,7 +165,7 @@ def run_points(
         each = (run_directory.read_plans(Path(workdir, sweep_run.name)) for sweep_run in sweep_runs)
         recorded = execution_plan.agreed(next(filter(None, each), None))
     for sweep_run in sweep_runs:
-        sweep_run.config = json.loads(json.dumps(configuration.resolved(sweep_run.settings, words)))
+        sweep_run.config = json.loads(json.dumps(configuration.resolve(sweep_run.settings, words)))
     experiment = build(
         *(sweep_run.settings for sweep_run in sweep_runs), words=words, plans=recorded
     )

@@ -1,8 +1,8 @@
-"""The one vocabulary of settings, their defaults, and what is wrong with a configuration.
+"""Settings with their defaults, and the checks of a configuration.
 
-Those of every run are rows in general.py. An algorithm's, a partition's, a model's and a
-dataset's own settings are the keyword arguments of its factory, whose docstring says under `Args:`
-what they mean; they appear in a sub-config of its name.
+The settings of every run are in general.py. The settings of a method, partition, network or
+dataset are the keyword arguments of its factory, with their meanings under `Args:` of its
+docstring. They form a sub-config under the factory's name.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import inspect
 import math
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict, FrozenConfigDict, config_dict
@@ -19,7 +19,7 @@ from ml_collections import ConfigDict, FrozenConfigDict, config_dict
 from fedjax_pfl import algorithms, data, networks
 from fedjax_pfl.core import optimizers, task
 from fedjax_pfl.core.errors import MAX_LAYERS, UsageError
-from fedjax_pfl.settings.general import ROWS, having
+from fedjax_pfl.settings.general import SETTINGS, settings_with
 from fedjax_pfl.transforms import SERVER_OPTIMIZERS
 
 ALGORITHMS: dict[str, Callable[..., Any]] = {
@@ -32,7 +32,7 @@ TASKS: dict[str, Callable[..., Any]] = {"auto": task.infer_task, **task.TASKS}
 
 
 class Registry(NamedTuple):
-    """What each name means, by the setting that chooses it."""
+    """Factories by name; each field is the setting that selects among them."""
 
     algorithm: Mapping[str, Callable[..., Any]] = ALGORITHMS
     dataset: Mapping[str, Callable[..., Any]] = DATASETS
@@ -43,85 +43,14 @@ class Registry(NamedTuple):
     task: Mapping[str, Callable[..., Any]] = TASKS
 
 
-BUILTINS = Registry()  # the library's own components; custom.py adds a user's for one run
-_GIVEN = {"outputs", "conv", "parent", "name", "data_dir"}  # set elsewhere than in a sub-config
-
-
-def settings(factory: Callable[..., Any]) -> dict[str, Any]:
-    """A factory's own settings with their defaults; None becomes an empty place of its type."""
-    if dataclasses.is_dataclass(factory):
-        found = {f.name: f.default for f in dataclasses.fields(factory) if f.name not in _GIVEN}
-    else:
-        found = {
-            name: p.default
-            for name, p in inspect.signature(factory).parameters.items()
-            if p.kind is p.KEYWORD_ONLY and p.default is not p.empty and name not in _GIVEN
-        }
-    hints = typing.get_type_hints(factory)
-    return {
-        name: config_dict.placeholder(_inner(hints[name])) if value is None else value
-        for name, value in found.items()
-    }
-
-
-def meanings(factory: Callable[..., Any]) -> dict[str, str]:
-    """What its own settings mean, from `Args:` in its docstring and in those of what it extends."""
-    found: dict[str, str] = {}
-    for one in reversed(getattr(factory, "__mro__", (factory,))):
-        told = inspect.cleandoc(one.__doc__ or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-        for names, said in re.findall(r"^  (\w+(?:, \w+)*): (.*(?:\n   .*)*)", told, re.M):
-            meaning = " ".join(said.split()).removesuffix(".")
-            found |= dict.fromkeys(names.split(", "), meaning)
-    return found
-
-
-def _inner(hint: Any) -> type:
-    return next(t for t in typing.get_args(hint) if t is not type(None))
-
-
-def chosen(config: Mapping[str, Any], kind: str) -> str:
-    """The word that a setting chooses by: of a dataset's name, what stands before its path."""
-    return data.kind(config[kind]) if kind == "dataset" else config[kind]
-
-
-def default(words: Registry = BUILTINS) -> ConfigDict:
-    """Every setting with its default: FedAvg on the embedded digits."""
-    config = ConfigDict()
-    for name, row in ROWS.items():
-        unset = row.default_value is None
-        config[name] = config_dict.placeholder(row.default) if unset else row.default
-    for table in words:
-        for name, factory in table.items():
-            if own := settings(factory):
-                config[name] = ConfigDict(own)
-    config.classes.update(per_client=4, examples=160)
-    return config
-
-
-def nearest(word: Any, words: Any, whole: str = "{}") -> str:
-    """A hint at the word that was probably meant, as papers write it (LG-FedAvg) or not.
-
-    Where none is near, all of them; the three nearest where there are too many to read.
-
-    Args:
-      whole: of which it is a part, such as "pfedla.{}".
-    """
-    small = {str(known).lower(): known for known in words}
-    word = str(word).lower()  # which somebody may give as a number
-    close = difflib.get_close_matches(word, small, 1, 0.5)
-    if close:
-        return f"; did you mean {whole.replace('{}', small[close[0]])}?"
-    if len(small) <= _FEW_WORDS:
-        return f"; there are {', '.join(sorted(words))}"
-    first, second, third = (
-        whole.replace("{}", small[one]) for one in difflib.get_close_matches(word, small, 3, 0.0)
-    )
-    return f"; the nearest of {len(small)} are {first}, {second} and {third}"
-
-
-_FEW_WORDS = 25
+BUILTINS = Registry()  # custom.py adds the components of a user for one run
+# Arguments of factories that are no settings: the library passes them.
+_PASSED = {"outputs", "conv", "parent", "name", "data_dir"}
+_MAX_LISTED = 25  # names in an error message
+_MAX_UNITS = 1_000_000  # per layer of a built-in network
+_MAX_INT = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
 # Names of settings in other libraries.
-_CALLED_ELSEWHERE = {
+_ALIASES = {
     "lr": "learning_rate",
     "local_learning_rate": "learning_rate",
     "epochs": "local_epochs",
@@ -136,24 +65,110 @@ _CALLED_ELSEWHERE = {
 }
 
 
-def complete(given: Mapping[str, Any], words: Registry = BUILTINS) -> ConfigDict:
-    """The defaults with what is given in their place; an unknown key is an error."""
-    config = default(words)
-    override(config, given)
+def factory_settings(factory: Callable[..., Any]) -> dict[str, Any]:
+    """Returns the settings of a factory with their defaults; None becomes a typed placeholder."""
+    if dataclasses.is_dataclass(factory):
+        defaults = {f.name: f.default for f in dataclasses.fields(factory) if f.name not in _PASSED}
+    else:
+        defaults = {
+            name: p.default
+            for name, p in inspect.signature(factory).parameters.items()
+            if p.kind is p.KEYWORD_ONLY and p.default is not p.empty and name not in _PASSED
+        }
+    hints = typing.get_type_hints(factory)
+    return {
+        name: config_dict.placeholder(_optional_type(hints[name])) if value is None else value
+        for name, value in defaults.items()
+    }
+
+
+def meanings(factory: Callable[..., Any]) -> dict[str, str]:
+    """Returns the meaning of each setting of a factory, from the `Args:` of its docstring.
+
+    A subclass inherits the meanings of its base classes.
+    """
+    by_name: dict[str, str] = {}
+    for documented in reversed(getattr(factory, "__mro__", (factory,))):
+        docstring = inspect.cleandoc(documented.__doc__ or "")
+        section = docstring.partition("\nArgs:\n")[2].partition("\n\n")[0]
+        for names, text in re.findall(r"^  (\w+(?:, \w+)*): (.*(?:\n   .*)*)", section, re.M):
+            meaning = " ".join(text.split()).removesuffix(".")
+            by_name |= dict.fromkeys(names.split(", "), meaning)
+    return by_name
+
+
+def _optional_type(hint: Any) -> type:
+    return next(t for t in typing.get_args(hint) if t is not type(None))
+
+
+def component_name(config: Mapping[str, Any], kind: str) -> str:
+    """Returns the name that the setting `kind` selects; for a dataset, without its path."""
+    return data.kind(config[kind]) if kind == "dataset" else config[kind]
+
+
+def default(registry: Registry = BUILTINS) -> ConfigDict:
+    """Returns all settings with their defaults: FedAvg on the embedded digits."""
+    config = ConfigDict()
+    for name, setting in SETTINGS.items():
+        unset = setting.default_value is None
+        config[name] = config_dict.placeholder(setting.default) if unset else setting.default
+    for table in registry:
+        for name, factory in table.items():
+            if sub_config := factory_settings(factory):
+                config[name] = ConfigDict(sub_config)
+    config.classes.update(per_client=4, examples=160)
     return config
 
 
-def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> None:
-    """Change settings in place; an unknown key, or a value of another type, is an error."""
-    for key, value in given.items():
+def suggestion(word: Any, names: Iterable[Any], template: str = "{}") -> str:
+    """Returns the end of an error message about an unknown name: a hint at existing names.
+
+    The hint is the most similar name. Without a similar one it lists all names, or the three
+    nearest of a long list.
+
+    Args:
+      word: The unknown name, also as papers write it (LG-FedAvg), or a number.
+      names: The existing names.
+      template: Where the name stands in the hint, such as "pfedla.{}".
+    """
+    by_lower = {str(name).lower(): name for name in names}
+    word = str(word).lower()
+    close = difflib.get_close_matches(word, by_lower, 1, 0.5)
+    if close:
+        return f"; did you mean {template.replace('{}', by_lower[close[0]])}?"
+    if len(by_lower) <= _MAX_LISTED:
+        return f"; there are {', '.join(sorted(names))}"
+    first, second, third = (
+        template.replace("{}", by_lower[match])
+        for match in difflib.get_close_matches(word, by_lower, 3, 0.0)
+    )
+    return f"; the nearest of {len(by_lower)} are {first}, {second} and {third}"
+
+
+def complete(changes: Mapping[str, Any], registry: Registry = BUILTINS) -> ConfigDict:
+    """Returns the defaults with changes; raises UsageError for an unknown setting."""
+    config = default(registry)
+    override(config, changes)
+    return config
+
+
+def override(config: ConfigDict, changes: Mapping[str, Any], prefix: str = "") -> None:
+    """Changes settings in place; raises UsageError for an unknown setting or a wrong type.
+
+    Args:
+      config: The configuration to change.
+      changes: New values, nested as in Python.
+      prefix: Path of `config` in the whole configuration, such as "pfedla.", for messages.
+    """
+    for key, value in changes.items():
         if key not in config:
             group, _, last = str(key).partition(".")
-            if isinstance(config.get(group), ConfigDict):  # as it is called everywhere else
+            if isinstance(config.get(group), ConfigDict):  # a dotted name, as on the command line
                 hint = f"; write {{{group!r}: {{{last!r}: {value!r}}}}}"
-            elif not prefix and key in _CALLED_ELSEWHERE:
-                hint = f"; did you mean {_CALLED_ELSEWHERE[key]}?"
+            elif not prefix and key in _ALIASES:
+                hint = f"; did you mean {_ALIASES[key]}?"
             else:
-                hint = nearest(key, config.keys(), f"{prefix}{{}}")
+                hint = suggestion(key, config.keys(), f"{prefix}{{}}")
             raise UsageError(f"there is no setting {prefix}{key}{hint}")
         if isinstance(config[key], ConfigDict):
             if not isinstance(value, Mapping):
@@ -163,238 +178,188 @@ def override(config: ConfigDict, given: Mapping[str, Any], prefix: str = "") -> 
                 )
             override(config[key], value, f"{prefix}{key}.")
             continue
-        wanted = config.get_type(key)
+        expected = config.get_type(key)
         try:
-            if isinstance(value, bool) and wanted is not bool:  # which Python takes for a number
+            if isinstance(value, bool) and expected is not bool:  # a bool is an int in Python
                 raise TypeError
             config[key] = value
         except (TypeError, ValueError):
             raise UsageError(
-                f"{prefix}{key} is {value!r}; it must be of type {wanted.__name__}"
+                f"{prefix}{key} is {value!r}; it must be of type {expected.__name__}"
             ) from None
 
 
-def phases(config: ConfigDict, words: Registry = BUILTINS) -> list[ConfigDict]:
-    """The configuration of each phase, in order: one where none are listed."""
-    listed = list(config.phases) or [{}]
-    resolved = []
-    for number, changes in enumerate(listed):
-        one = config.copy_and_resolve_references()
-        one.phases = ()
+def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
+    """Returns the configuration of each phase, at least one, in order."""
+    configs = []
+    for number, changes in enumerate(list(config.phases) or [{}]):
+        phase = config.copy_and_resolve_references()
+        phase.phases = ()
         if not isinstance(changes, Mapping):
             raise UsageError(f"phases[{number}] must be a group of settings, such as rounds=10")
         for key in changes:
-            can = having("per_phase")
-            if key not in can and key not in {**words.algorithm, **words.model}:
-                raise UsageError(f"a phase cannot change {key}{nearest(key, can)}")
-        override(one, changes, f"phases[{number}].")
-        resolved.append(one)
-    return resolved
+            allowed = settings_with("per_phase")
+            if key not in allowed and key not in {**registry.algorithm, **registry.model}:
+                raise UsageError(f"a phase cannot change {key}{suggestion(key, allowed)}")
+        override(phase, changes, f"phases[{number}].")
+        configs.append(phase)
+    return configs
 
 
-def groups(config: ConfigDict, words: Registry = BUILTINS) -> list[ConfigDict]:
-    """The configuration of each group of architectures: one where none are listed."""
-    made = []
+def groups(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
+    """Returns the configuration of each architecture group, at least one, in order."""
+    configs = []
     for number, changes in enumerate(config.groups or [{}]):
-        if not isinstance(changes, Mapping) or not set(changes) <= {"model", *words.model}:
+        if not isinstance(changes, Mapping) or not set(changes) <= {"model", *registry.model}:
             raise UsageError(
                 f"groups[{number}] must be settings of a model, such as model='lenet' or "
                 "lenet={'kernels': (8, 16)}"
             )
-        one = config.copy_and_resolve_references()
-        override(one, changes, f"groups[{number}].")
-        if one.model not in words.model:
-            raise UsageError(f"there is no model {one.model!r}{nearest(one.model, words.model)}")
-        made.append(one)
-    return made
+        group = config.copy_and_resolve_references()
+        override(group, changes, f"groups[{number}].")
+        if group.model not in registry.model:
+            hint = suggestion(group.model, registry.model)
+            raise UsageError(f"there is no model {group.model!r}{hint}")
+        configs.append(group)
+    return configs
 
 
-def resolved(config: ConfigDict, words: Registry = BUILTINS) -> dict[str, Any]:
-    """As plain data, with the sub-configs of what is used and no others."""
+def resolve(config: ConfigDict, registry: Registry = BUILTINS) -> dict[str, Any]:
+    """Returns a configuration as plain data, with only the sub-configs that it uses."""
     plain = config.copy_and_resolve_references().to_dict()
-    each = [g for one in phases(config, words) for g in groups(one, words)]
-    used = {chosen(g, kind) for g in each for kind in words._fields}
-    optional = {name for table in words for name in table} - used
-    return {key: value for key, value in plain.items() if key not in optional}
-
-
-_MOST_UNITS = 1_000_000  # of a layer of ours
-_LARGEST = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code
+    configs = [group for phase in phases(config, registry) for group in groups(phase, registry)]
+    used = {component_name(group, kind) for group in configs for kind in registry._fields}
+    unused = {name for table in registry for name in table} - used
+    return {key: value for key, value in plain.items() if key not in unused}
 
 
 @dataclasses.dataclass(frozen=True)
 class PhaseSpecification:
-    """The settings of a part of a run, which have been found to be possible."""
+    """Validated settings of one phase."""
 
     settings: ConfigDict
-    groups: tuple[ConfigDict, ...]  # of each architecture; one where none are listed
+    groups: tuple[ConfigDict, ...]  # one per architecture, at least one
 
 
 @dataclasses.dataclass(frozen=True)
 class Specification:
-    """The settings of a run, which have been found to be possible, and of each of its phases."""
+    """Validated settings of a run and of its phases."""
 
     settings: ConfigDict
     phases: tuple[PhaseSpecification, ...]
-    words: Registry
+    registry: Registry
 
 
-def specify(config: ConfigDict, words: Registry = BUILTINS) -> Specification:
-    """What a run is to be, from its settings, or UsageError for the first that cannot be.
+def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
+    """Validates a configuration; raises UsageError for the first invalid setting.
 
-    What builds from a specification checks no setting again.
+    Code that builds from a specification need not check a setting again.
     """
-    like = default(words)
-    each = []
-    for number, one in enumerate(phases(config, words)):
-        where = f"phases[{number}]." if len(config.phases) else ""
-        _check_types(one, like, where)
-        for kind, table in words._asdict().items():
-            if (word := chosen(one, kind)) not in table:
-                raise UsageError(f"there is no {kind} {word!r}{nearest(word, table)}")
-        _check_rows(one, where)
-        made = groups(one, words)
-        for i, group in enumerate(made):
-            inner = f"groups[{i}]." if one.groups else where
-            _check_types(group, like, inner)
-            _check_network(group, words, inner)
-        _check_together(one, where)
-        each.append(PhaseSpecification(_frozen(one), tuple(map(_frozen, made))))
-    if (whole := sum(one.settings.rounds for one in each)) > _LARGEST:
-        raise UsageError(f"all phases have {whole} rounds; together at most {_LARGEST} can be")
-    return Specification(_frozen(config), tuple(each), words)
+    defaults = default(registry)
+    specified = []
+    for number, phase in enumerate(phases(config, registry)):
+        prefix = f"phases[{number}]." if len(config.phases) else ""
+        _check_types(phase, defaults, prefix)
+        for kind, table in registry._asdict().items():
+            if (name := component_name(phase, kind)) not in table:
+                raise UsageError(f"there is no {kind} {name!r}{suggestion(name, table)}")
+        _check_values(phase, prefix)
+        configs = groups(phase, registry)
+        for i, group in enumerate(configs):
+            group_prefix = f"groups[{i}]." if phase.groups else prefix
+            _check_types(group, defaults, group_prefix)
+            _check_network(group, registry, group_prefix)
+        _check_combinations(phase, prefix)
+        specified.append(PhaseSpecification(_frozen(phase), tuple(map(_frozen, configs))))
+    if (total := sum(phase.settings.rounds for phase in specified)) > _MAX_INT:
+        raise UsageError(f"all phases have {total} rounds; together at most {_MAX_INT} can be")
+    return Specification(_frozen(config), tuple(specified), registry)
 
 
 def _frozen(config: ConfigDict) -> ConfigDict:
-    """Without the lists of phases and groups, which a specification has in their place."""
+    """Returns an immutable copy without phases and groups, which a specification holds itself."""
     plain = config.copy_and_resolve_references()
     plain.update(phases=(), groups=())
     return FrozenConfigDict(plain)
 
 
-def _check_rows(one: ConfigDict, where: str) -> None:
-    """Each setting by what its row says."""
-    for name, row in ROWS.items():
-        value = one[name]
-        if wanted := row.violation(value):
-            raise UsageError(f"{where}{name} is {value}; it must be {wanted}")
-        if row.choices and value not in row.choices:
-            raise UsageError(f"{where}{name} is {value!r}{nearest(value, row.choices)}")
+def _check_values(config: ConfigDict, prefix: str) -> None:
+    """Raises UsageError for a value outside of its bounds or choices."""
+    for name, setting in SETTINGS.items():
+        value = config[name]
+        if bound := setting.violation(value):
+            raise UsageError(f"{prefix}{name} is {value}; it must be {bound}")
+        if setting.choices and value not in setting.choices:
+            raise UsageError(f"{prefix}{name} is {value!r}{suggestion(value, setting.choices)}")
 
 
-def _check_together(one: ConfigDict, where: str) -> None:
-    """What settings ask for together; those of the whole run are the same in each phase."""
-    if one.local_epochs is not None and one.local_steps is not None:
-        raise UsageError(f"{where}local_epochs and local_steps are both set; choose one")
-    if one.validate_after and not one.evaluate_after:
-        raise UsageError(f"{where}validate_after needs evaluate_after; set both or neither")
-    if not all(isinstance(d, (int, float)) and 0 < d < 1 for d in one.learning_rate_drops):
-        raise UsageError(f"{where}learning_rate_drops must be shares between 0 and 1")
-    active = one.clients - one.held_out
+def _check_combinations(config: ConfigDict, prefix: str) -> None:
+    """Raises UsageError for settings that contradict each other.
+
+    A message about a setting of the whole run has no prefix, as every phase has the same value.
+    """
+    if config.local_epochs is not None and config.local_steps is not None:
+        raise UsageError(f"{prefix}local_epochs and local_steps are both set; choose one")
+    if config.validate_after and not config.evaluate_after:
+        raise UsageError(f"{prefix}validate_after needs evaluate_after; set both or neither")
+    drops = config.learning_rate_drops
+    if not all(isinstance(drop, (int, float)) and 0 < drop < 1 for drop in drops):
+        raise UsageError(f"{prefix}learning_rate_drops must be shares between 0 and 1")
+    active = config.clients - config.held_out
     if active < 1:
         raise UsageError(
-            f"held_out is {one.held_out} of {one.clients} clients; at least one must take part"
+            f"held_out is {config.held_out} of {config.clients} clients; at least one must take "
+            "part"
         )
-    if one.participants == "held_out" and not one.held_out:
+    if config.participants == "held_out" and not config.held_out:
         raise UsageError(
-            f"{where}participants is held_out, and held_out is 0; hold some clients out"
+            f"{prefix}participants is held_out, and held_out is 0; hold some clients out"
         )
-    there = active if one.participants == "active" else one.held_out
+    count = active if config.participants == "active" else config.held_out
     for name in ("clients_per_round", "evaluate_clients"):
-        if one[name] is not None and one[name] > there:
+        if config[name] is not None and config[name] > count:
             raise UsageError(
-                f"{where}{name} is {one[name]}, and there are {there} clients; choose 1 to {there}"
+                f"{prefix}{name} is {config[name]}, and there are {count} clients; choose 1 to "
+                f"{count}"
             )
-    if one.test_fraction + one.validation_fraction >= 1:
+    if config.test_fraction + config.validation_fraction >= 1:
         raise UsageError("test_fraction and validation_fraction leave nothing to train on")
 
 
-def _check_types(config: ConfigDict, like: ConfigDict, where: str) -> None:
-    """What a ConfigDict lets pass: None, NaN and other items in place of the default's."""
-    for key, wanted in like.items():
-        value, kind = config[key], like.get_type(key)
-        if isinstance(wanted, ConfigDict):
-            _check_types(value, wanted, f"{where}{key}.")
+def _check_types(config: ConfigDict, defaults: ConfigDict, prefix: str) -> None:
+    """Raises UsageError for values that a ConfigDict accepts but no run can use.
+
+    These are None, NaN, integers beyond 32 bits, and tuples with items of another type.
+    """
+    for key, usual in defaults.items():
+        value, kind = config[key], defaults.get_type(key)
+        if isinstance(usual, ConfigDict):
+            _check_types(value, usual, f"{prefix}{key}.")
             continue
-        if value is None and wanted is not None:
-            raise UsageError(f"{where}{key} is {value!r}; it must be of type {kind.__name__}")
+        if value is None and usual is not None:
+            raise UsageError(f"{prefix}{key} is {value!r}; it must be of type {kind.__name__}")
         if isinstance(value, float) and not math.isfinite(value):
-            raise UsageError(f"{where}{key} is {value}; it must be a finite number")
+            raise UsageError(f"{prefix}{key} is {value}; it must be a finite number")
         numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(n, int) and abs(n) > _LARGEST for n in numbers):
-            raise UsageError(f"{where}{key} is {value}; it must be at most {_LARGEST}")
-        if isinstance(wanted, tuple) and wanted and {type(v) for v in value} - {type(wanted[0])}:
-            raise UsageError(f"{where}{key} is {value!r}; it must be numbers as in {wanted!r}")
+        if any(isinstance(n, int) and abs(n) > _MAX_INT for n in numbers):
+            raise UsageError(f"{prefix}{key} is {value}; it must be at most {_MAX_INT}")
+        if isinstance(usual, tuple) and usual and {type(v) for v in value} - {type(usual[0])}:
+            raise UsageError(f"{prefix}{key} is {value!r}; it must be numbers as in {usual!r}")
 
 
-def _check_network(one: ConfigDict, words: Registry, where: str) -> None:
-    """A network of ours: of what it has a number of it has one at least; dropout is a share."""
-    if words.model[one.model] is not MODELS.get(one.model):
+def _check_network(config: ConfigDict, registry: Registry, prefix: str) -> None:
+    """Raises UsageError for a size of a built-in network that is not positive or too large."""
+    if registry.model[config.model] is not MODELS.get(config.model):
         return
-    for key, value in one.get(one.model, ConfigDict()).items():
+    for key, value in config.get(config.model, ConfigDict()).items():
         for number in value if isinstance(value, tuple) else (value,):
-            most = MAX_LAYERS if key in ("blocks", "kernel_size") else _MOST_UNITS
+            most = MAX_LAYERS if key in ("blocks", "kernel_size") else _MAX_UNITS
             if type(number) is int and not 1 <= number <= most:
-                wanted = f"from 1 to {most:,}"
+                bound = f"from 1 to {most:,}"
             elif key == "dropout" and not 0 <= number < 1:
-                wanted = "at least 0 and below 1"
+                bound = "at least 0 and below 1"
             elif type(number) is float and key != "dropout" and not 0 < number <= MAX_LAYERS:
-                wanted = f"above 0 and at most {MAX_LAYERS:,}"
+                bound = f"above 0 and at most {MAX_LAYERS:,}"
             else:
                 continue
-            raise UsageError(f"{where}{one.model}.{key} is {value}; it must be {wanted}")
-
-
-def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], known: Mapping[str, Any] | None = None
-) -> list[str]:
-    """The settings in which two resolved configurations differ and that a resumption keeps.
-
-    A setting that there was not yet when the old run began is at its default there.
-    """
-    found, known = [], default().to_dict() if known is None else known
-    for key in sorted({*old, *new} - {*having("resumable")}):
-        usual = known.get(key)
-        usual = list(usual) if isinstance(usual, tuple) else usual
-        there, here = old.get(key, usual), new.get(key)
-        if isinstance(there, Mapping) and isinstance(here, Mapping):
-            inner = usual if isinstance(usual, Mapping) else {}
-            found += [f"{key}.{line}" for line in differences(there, here, inner)]
-        elif there != here:
-            parts = _differing_lengths(there or (), here or ()) if key == "phases" else []
-            found += parts or [f"{key} ({there!r} there, {here!r} here)"]
-    return found
-
-
-def _differing_lengths(old: Sequence[Any], new: Sequence[Any]) -> list[str]:
-    """The phases whose rounds differ, where nothing else of them does."""
-    if list(map(_without_length, old)) != list(map(_without_length, new)):
-        return []
-    each = enumerate(
-        (one.get("rounds"), other.get("rounds")) for one, other in zip(old, new, strict=True)
-    )
-    return [f"phases[{i}].rounds ({a} there, {b} here)" for i, (a, b) in each if a != b]
-
-
-def longer(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Whether all that a resumption keeps is the same, but for more rounds at the end."""
-    before, after = _lengths(old), _lengths(new)
-    return (
-        len(before) == len(after)
-        and before[:-1] == after[:-1]
-        and before[-1] < after[-1]
-        and not differences(_without_lengths(old), _without_lengths(new))
-    )
-
-
-def _lengths(plain: Mapping[str, Any]) -> list[int]:
-    """The rounds of each phase of a resolved configuration."""
-    return [one.get("rounds", plain["rounds"]) for one in plain.get("phases") or [{}]]
-
-
-def _without_lengths(plain: Mapping[str, Any]) -> dict[str, Any]:
-    return {**plain, "rounds": 1, "phases": [_without_length(p) for p in plain.get("phases") or ()]}
-
-
-def _without_length(phase: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in phase.items() if key != "rounds"}
+            raise UsageError(f"{prefix}{config.model}.{key} is {value}; it must be {bound}")

@@ -1,4 +1,4 @@
-"""What a caller brings for one run: examples, a method, a network, a task that are not ours."""
+"""User-defined components of one run: examples, a method, a network, a task, optimisers."""
 
 import functools
 import hashlib
@@ -19,15 +19,17 @@ from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.numbers import in_parts
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
-from fedjax_pfl.settings.own_networks import name_of, own_network
+from fedjax_pfl.settings.user_networks import object_name, user_network
 
 Factory = Callable[..., Any]
-_USUAL = {"algorithm": "fedavg", "task": "classification"}
-_TAKES = {"algorithm": ("model", "training", "federation"), "task": ("outputs",)}
+_EXAMPLE_NAMES = {"algorithm": "fedavg", "task": "classification"}
+_ARGUMENTS = {"algorithm": ("model", "training", "federation"), "task": ("outputs",)}
+# Parameters of no network, to check that an optimiser needs gradients and parameters only.
+_PARAMS = {"layer": {"kernel": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.float32)}}
 
 
 class UserComponents(TypedDict, total=False):
-    """What a caller can bring, by the argument of `fedjax_pfl.run` that it is."""
+    """Components that a user can pass, by argument of `fedjax_pfl.run`."""
 
     dataset: Dataset | None
     algorithm: Factory | None
@@ -37,8 +39,8 @@ class UserComponents(TypedDict, total=False):
     server_optimizer: optax.GradientTransformation | None
 
 
-def added(
-    given: Mapping[str, Any],
+def register(
+    settings: Mapping[str, Any],
     *,
     dataset: Dataset | None = None,
     algorithm: Factory | None = None,
@@ -47,173 +49,203 @@ def added(
     optimizer: optax.GradientTransformation | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Registry, dict[str, Any]]:
-    """The library's words and these, and the configuration with their names.
+    """Adds user-defined components to the built-in ones.
 
-    All but the examples may be named in the configuration instead, as MODULE:NAME.
+    The settings may name a method, network or task as MODULE:NAME instead.
+
+    Args:
+      settings: The user's settings, nested as in Python.
+      dataset: Examples.
+      algorithm: Factory of a method: (model, training, federation, *, settings) -> Algorithm.
+      model: A network, see user_networks.py.
+      task: Factory of a task: (outputs, *, settings) -> Task.
+      optimizer: Optimiser of the clients.
+      server_optimizer: Optimiser of the server.
+
+    Returns:
+      The registry with these components, and the settings with their names.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(settings, Mapping):
         raise UsageError(
-            f"settings are a mapping, such as {{'algorithm': 'fedavg'}}, not {given!r}"
+            f"settings must be a mapping, such as {{'algorithm': 'fedavg'}}, got {settings!r}"
         )
-    words, given = BUILTINS, dict(given)
+    registry, settings = BUILTINS, dict(settings)
     if dataset is not None:
         if not isinstance(dataset, Dataset):
-            raise UsageError("dataset must be what fedjax_pfl.arrays(x, y) makes")
-        name = _free("dataset", dataset.name, "arrays(..., name=...)")
-        if given.setdefault("dataset", name) != name:
+            raise UsageError("dataset= must be a Dataset, such as fedjax_pfl.arrays(x, y)")
+        name = _check_name("dataset", dataset.name, "arrays(..., name=...)")
+        if settings.setdefault("dataset", name) != name:
             raise UsageError(
-                f"the configuration says dataset={given['dataset']!r}, and examples called "
-                f"{name!r} are given too; leave one of them out"
+                f"the settings select dataset={settings['dataset']!r}, and dataset= passes "
+                f"{name!r}; leave one out"
             )
-        words = words._replace(dataset={**words.dataset, name: _source(dataset)})
-    brought: dict[str, Any] = {"algorithm": algorithm, "model": model, "task": task}
-    steps = {"optimizer": optimizer, "server_optimizer": server_optimizer}
-    for kind in (*brought, *steps):
-        if not isinstance(given.get(kind, ""), str):
+        registry = registry._replace(dataset={**registry.dataset, name: _source(dataset)})
+    components: dict[str, Any] = {"algorithm": algorithm, "model": model, "task": task}
+    optimizers_by_kind = {"optimizer": optimizer, "server_optimizer": server_optimizer}
+    for kind in (*components, *optimizers_by_kind):
+        if not isinstance(settings.get(kind, ""), str):
             raise UsageError(
-                f"{kind} in the settings is a name, not {given[kind]!r}; what is your own comes by "
-                f"an argument, as run(settings, {kind}=...)"
+                f"{kind} in the settings must be a name, got {settings[kind]!r}; pass your own as "
+                f"an argument: run(settings, {kind}=...)"
             )
-    for kind, one in brought.items():
-        said = given.get(kind)
-        if isinstance(said, str) and ":" in said:
-            if one is not None:
-                raise UsageError(f"{kind} is {said!r}, and {kind}= is given too; leave one out")
-            one = _imported(kind, said)
-            given.pop(kind)
-        if one is None:
-            continue
-        if kind != "model" and not callable(one):
-            raise UsageError(
-                f"{kind}= brings a function, not {one!r}; ours go by their names in the settings, "
-                f"as {{{kind!r}: {_USUAL[kind]!r}}}"
-            )
-        name = _free(kind, name_of(one), "another name of the function or class")
-        content = _source_digest(one)
-        if kind == "model":
-            factory = own_network(name, one, content)
-        else:
-            _check_factory(name, one, _TAKES[kind])
-            factory = _versioned(name, one, content)
-        given.setdefault(kind, name)
-        # One call with a method and its name in turn makes the runs of a comparison; a network or a
-        # task that is not used is a mistake.
-        if kind != "algorithm" and name not in _chosen(kind, given):
-            raise UsageError(
-                f"the configuration says {kind}={given[kind]!r}, and {kind}= brings {name}, which "
-                "it would not use; leave one of them out"
-            )
-        words = words._replace(**{kind: {**getattr(words, kind), name: factory}})
-    for kind, one in steps.items():
-        if one is not None:
-            name, make = _optimizer(kind, one)
-            if given.setdefault(kind, name) != name:
+    for kind, component in components.items():
+        registry = _register_factory(registry, settings, kind, component)
+    for kind, transformation in optimizers_by_kind.items():
+        if transformation is not None:
+            name, create = _optimizer(kind, transformation)
+            if settings.setdefault(kind, name) != name:
                 raise UsageError(
-                    f"the configuration says {kind}={given[kind]!r}, and {kind}= brings another "
-                    "optimiser; leave one of them out"
+                    f"the settings select {kind}={settings[kind]!r}, and {kind}= passes another "
+                    "optimiser; leave one out"
                 )
-            words = words._replace(**{kind: {**getattr(words, kind), name: make}})
-    return words, given
+            registry = registry._replace(**{kind: {**getattr(registry, kind), name: create}})
+    return registry, settings
 
 
-def _chosen(kind: str, given: Mapping[str, Any]) -> list[Any]:
-    """What a configuration names, for itself and for its phases, which are not yet validated."""
-    listed = given.get("phases")
-    phases = listed if isinstance(listed, (list, tuple)) else ()
-    return [one[kind] for one in (given, *phases) if isinstance(one, Mapping) and kind in one]
+def _register_factory(
+    registry: Registry, settings: dict[str, Any], kind: str, component: Any
+) -> Registry:
+    """Returns the registry with a method, network or task, and adds its name to the settings.
+
+    Args:
+      registry: The components so far.
+      settings: The user's settings; changed in place.
+      kind: "algorithm", "model" or "task".
+      component: The argument of `register`; None unless the settings name it as MODULE:NAME.
+    """
+    path = settings.get(kind)
+    if isinstance(path, str) and ":" in path:
+        if component is not None:
+            raise UsageError(f"{kind} is {path!r}, and {kind}= is given too; leave one out")
+        component = _imported(kind, path)
+        settings.pop(kind)
+    if component is None:
+        return registry
+    if kind != "model" and not callable(component):
+        raise UsageError(
+            f"{kind}= must be a function, got {component!r}; select a built-in in the settings: "
+            f"{{{kind!r}: {_EXAMPLE_NAMES[kind]!r}}}"
+        )
+    name = _check_name(kind, object_name(component), "another name of the function or class")
+    digest = _source_digest(component)
+    if kind == "model":
+        factory = user_network(name, component, digest)
+    else:
+        _check_factory(name, component, _ARGUMENTS[kind])
+        factory = _with_digest(name, component, digest)
+    settings.setdefault(kind, name)
+    # A comparison passes one method and selects it or a built-in one in turn. A network or a task
+    # that no phase uses is a mistake.
+    if kind != "algorithm" and name not in _selected(kind, settings):
+        raise UsageError(
+            f"the settings select {kind}={settings[kind]!r}, and {kind}= passes {name}; leave one "
+            "out"
+        )
+    return registry._replace(**{kind: {**getattr(registry, kind), name: factory}})
 
 
-def _imported(kind: str, said: str) -> Any:
-    """What MODULE:NAME names."""
-    module, _, name = said.partition(":")
+def _selected(kind: str, settings: Mapping[str, Any]) -> list[Any]:
+    """Returns the names that settings and their phases, not validated yet, select."""
+    phases = settings.get("phases")
+    parts = (settings, *(phases if isinstance(phases, (list, tuple)) else ()))
+    return [part[kind] for part in parts if isinstance(part, Mapping) and kind in part]
+
+
+def _imported(kind: str, path: str) -> Any:
+    """Returns the object at MODULE:NAME."""
+    module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, AttributeError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{kind} is {said!r}, MODULE:NAME, and cannot be had: {line}") from None
+        raise UsageError(f"{kind} is {path!r}, MODULE:NAME, and cannot be loaded: {line}") from None
 
 
-def _optimizer(kind: str, brought: Any) -> tuple[str, Callable[..., Any]]:
-    """A caller's optimiser by a name that says what it is made of."""
-    if not isinstance(brought, optax.GradientTransformation):
+def _optimizer(kind: str, optimizer: Any) -> tuple[str, Callable[..., Any]]:
+    """Returns a name for a user's optimiser, from its content, and its factory."""
+    if not isinstance(optimizer, optax.GradientTransformation):
         raise UsageError(
-            f"{kind}= brings what optax makes, such as optax.adamw(1e-3), not {brought!r}; ours go "
-            f"by their names in the settings, as {{{kind!r}: 'adam'}}"
+            f"{kind}= must be an optax optimiser, such as optax.adamw(1e-3), got {optimizer!r}; "
+            f"select a built-in in the settings: {{{kind!r}: 'adam'}}"
         )
-    optimizers.check(f"{kind}=", brought, _SOME)
-    whole = optimizers.with_rate if kind == "optimizer" else optimizers.with_dtype_promotion
+    optimizers.check(f"{kind}=", optimizer, _PARAMS)
+    adapt = optimizers.with_rate if kind == "optimizer" else optimizers.with_dtype_promotion
 
-    def made(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
-        return whole(brought)
+    def create(value_of: Callable[[str], Any]) -> optax.GradientTransformation:
+        return adapt(optimizer)
 
-    return f"own-{hashlib.sha256(_inside(brought).encode()).hexdigest()[:16]}", made
-
-
-# Parameters of no network, with which is seen what an optimiser needs.
-_SOME = {"layer": {"kernel": np.zeros((2, 3), np.float32), "bias": np.zeros(3, np.float32)}}
+    return f"own-{hashlib.sha256(_content(optimizer).encode()).hexdigest()[:16]}", create
 
 
-def _inside(value: Any) -> str:
-    """What a value is made of, functions with all that they close over."""
+def _content(value: Any) -> str:
+    """Returns a value's content as text; a function's with its code and all that it closes over."""
     if isinstance(value, functools.partial):
-        return _inside((value.func, value.args, value.keywords))
+        return _content((value.func, value.args, value.keywords))
     if inspect.isfunction(value):
-        closed = [_inside(_content(cell)) for cell in value.__closure__ or ()]
-        usual = _inside((value.__defaults__, value.__kwdefaults__))
-        return f"{value.__module__}.{value.__qualname__}{_compiled(value.__code__)}{closed}{usual}"
+        closed = [_content(_cell_contents(cell)) for cell in value.__closure__ or ()]
+        defaults = _content((value.__defaults__, value.__kwdefaults__))
+        code = _code_text(value.__code__)
+        return f"{value.__module__}.{value.__qualname__}{code}{closed}{defaults}"
     if isinstance(value, Mapping):
-        return f"{[(repr(key), _inside(one)) for key, one in value.items()]}"
+        return f"{[(repr(key), _content(item)) for key, item in value.items()]}"
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__}{[_inside(one) for one in value]}"
+        return f"{type(value).__name__}{[_content(item) for item in value]}"
     if hasattr(value, "dtype") and hasattr(value, "tobytes"):
         return f"{value.dtype}{np.asarray(value).tobytes()!r}"
     if isinstance(value, bool | int | float | str | None):
         return repr(value)
-    return f"{type(value).__module__}.{type(value).__qualname__}"  # whose address tells nothing
+    # The repr of other objects has their address, which differs between processes.
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _content(cell: Any) -> Any:
+def _cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:  # an empty cell
         return None
 
 
-def _free(kind: str, name: str, how: str) -> str:
-    """A name for one of a kind that is no setting's and no other thing's."""
+def _check_name(kind: str, name: str, advice: str) -> str:
+    """Returns the name; raises UsageError if a configuration cannot use it.
+
+    Args:
+      kind: The setting that selects the component.
+      name: Name of the component.
+      advice: How to choose another name.
+    """
     if not str(name).isidentifier():
-        raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {how}")
+        raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {advice}")
     taken = next((k for k, table in BUILTINS._asdict().items() if name in table), None)
     if taken or name in configuration.default():
-        what = f"one of ours ({taken})" if taken else "a setting"
-        raise UsageError(f"{name!r} is the name of {what} already; use {how}")
+        owner = f"a built-in {taken}" if taken else "a setting"
+        raise UsageError(f"{name!r} is the name of {owner} already; use {advice}")
     return name
 
 
-def digest(dataset: Dataset) -> str:
-    """Of everything that is in it but its name."""
-    found = hashlib.sha256()
+def dataset_digest(dataset: Dataset) -> str:
+    """Returns a digest of all fields of a dataset except its name."""
+    sha = hashlib.sha256()
     for field in dataset._fields[1:]:
         value = getattr(dataset, field)
         if value is not None:
-            records = isinstance(value, tuple | Mapping)
-            array = np.asarray(repr(value) if records else value)
+            is_record = isinstance(value, tuple | Mapping)
+            array = np.asarray(repr(value) if is_record else value)
             shape = array.shape or (1,)
-            found.update(f"{field}{array.dtype}{shape}".encode())
+            sha.update(f"{field}{array.dtype}{shape}".encode())
             for part in in_parts(array):
-                found.update(part.tobytes())
-    return found.hexdigest()[:16]
+                sha.update(part.tobytes())
+    return sha.hexdigest()[:16]
 
 
 def _source(dataset: Dataset) -> Callable[..., Dataset]:
-    """The examples as a source, whose setting `digest` stands in the configuration of a run."""
-    content = digest(dataset)
+    """Returns a source of the examples with one setting, their digest."""
+    content = dataset_digest(dataset)
 
     def source(data_dir: Any, keep: Any, *, digest: str = content) -> Dataset:
         if digest != content:
             raise UsageError(
-                f"{dataset.name}.digest is {digest}, and that of the examples given is {content}: "
-                "they are others"
+                f"{dataset.name}.digest is {digest}, but the examples have {content}; use the "
+                "examples of the configuration"
             )
         if keep(len(dataset.x_train)) is not None:
             raise UsageError("fraction is for datasets by name; give fewer examples instead")
@@ -222,103 +254,101 @@ def _source(dataset: Dataset) -> Callable[..., Dataset]:
     return source
 
 
-def _source_digest(brought: Any) -> str:
-    """A digest of the code of a function or a class, or of a module's class and its fields.
+def _source_digest(component: Any) -> str:
+    """Returns a digest of the source of a function, of a class, or of an object's class and fields.
 
-    It is of the text alone. Functions that this text calls, values that it closes over and the
-    library may change without another digest.
+    It covers the source text alone: functions that it calls, values that it closes over and the
+    library may change without changing the digest.
     """
-    one = brought if hasattr(brought, "__name__") else type(brought)
-    code = getattr(inspect.unwrap(one) if callable(one) else one, "__code__", None)
+    named = component if hasattr(component, "__name__") else type(component)
+    code = getattr(inspect.unwrap(named) if callable(named) else named, "__code__", None)
     try:
-        # From 3.13 on Python takes the whole of what stands behind -c for the source of these.
+        # From Python 3.13 on, inspect returns the whole argument of `python -c` for these.
         if code is not None and code.co_filename == "<string>":
             raise OSError
-        text = inspect.getsource(one)
-    except (OSError, TypeError):  # typed in, or no function
-        parts = [one, *vars(one).values()] if inspect.isclass(one) else [one]
+        text = inspect.getsource(named)
+    except (OSError, TypeError):  # defined interactively, or no function
+        parts = [named, *vars(named).values()] if inspect.isclass(named) else [named]
         codes = [
             getattr(inspect.unwrap(part), "__code__", None) for part in parts if callable(part)
         ]
-        text = "".join(_compiled(code) for code in codes if code is not None)
-    if one is not brought:  # what a module was made with, but for where functions lie
-        text += re.sub(" at 0x[0-9a-f]+", "", repr(brought))
+        text = "".join(_code_text(code) for code in codes if code is not None)
+    if named is not component:  # the fields of a module, without addresses of functions
+        text += re.sub(" at 0x[0-9a-f]+", "", repr(component))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _versioned(name: str, factory: Factory, content: str) -> Factory:
-    """The factory with one more setting, `digest`: in a configuration it says which code it is."""
+def _with_digest(name: str, factory: Factory, content: str) -> Factory:
+    """Returns the factory with one more setting, `digest`, which identifies its code."""
 
     @functools.wraps(factory)
-    def known(*arguments: Any, digest: str = content, **settings: Any) -> Any:
+    def wrapper(*arguments: Any, digest: str = content, **settings: Any) -> Any:
         if digest != content:
             raise UsageError(
-                f"{name}.digest is {digest}, and that of the function given is {content}: its "
-                "code is another"
+                f"{name}.digest is {digest}, but the function has {content}; use the code of the "
+                "configuration"
             )
         return factory(*arguments, **settings)
 
     signature = inspect.signature(factory)
-    more = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
-    ordered = sorted([*signature.parameters.values(), more], key=_kind)
-    known.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
-    known.__annotations__ = {**typing.get_type_hints(factory), "digest": str}
-    return known
+    parameter = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
+    ordered = sorted([*signature.parameters.values(), parameter], key=lambda p: p.kind)
+    wrapper.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {**typing.get_type_hints(factory), "digest": str}
+    return wrapper
 
 
-def _kind(parameter: inspect.Parameter) -> int:
-    return parameter.kind
+def _code_text(code: types.CodeType) -> str:
+    constants = [_constant_text(constant) for constant in code.co_consts]
+    return f"{code.co_code!r}{code.co_names}{code.co_varnames}{constants}"
 
 
-def _compiled(code: types.CodeType) -> str:
-    inner = [_constant(constant) for constant in code.co_consts]
-    return f"{code.co_code!r}{code.co_names}{code.co_varnames}{inner}"
-
-
-def _constant(value: Any) -> str:
+def _constant_text(value: Any) -> str:
     if isinstance(value, types.CodeType):
-        return _compiled(value)
-    # The order in a set is another one in each process.
+        return _code_text(value)
+    # The order of a set differs between processes.
     return repr(sorted(map(repr, value)) if isinstance(value, frozenset) else value)
 
 
-def _check_factory(name: str, factory: Factory, takes: tuple[str, ...]) -> None:
-    """Raise UsageError where a configuration could not hold its settings."""
+def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> None:
+    """Raises UsageError for a factory with wrong arguments or with settings of unusable types.
+
+    Args:
+      name: Name of the factory in the configuration.
+      factory: The user's function or class.
+      arguments: Names of the positional arguments that the library passes.
+    """
     parameters = inspect.signature(factory).parameters
     try:
-        inspect.signature(factory).bind(*takes)
+        inspect.signature(factory).bind(*arguments)
     except TypeError:
         raise UsageError(
-            f"{name} must take ({', '.join(takes)}), and settings of its own by keyword, each "
-            "with a default"
+            f"{name} must take ({', '.join(arguments)}), and its settings by keyword, each with a "
+            "default"
         ) from None
     if "digest" in parameters:
-        raise UsageError(f"{name} has a setting digest, which stands for its code; rename it")
+        raise UsageError(f"{name} has a setting digest, a reserved name; rename it")
     hints = typing.get_type_hints(factory)
-    own = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
-    if untyped := [p.name for p in own if p.name not in hints]:
+    settings = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
+    if untyped := [p.name for p in settings if p.name not in hints]:
         raise UsageError(
             f"{name} must give its setting {untyped[0]} a type, as in beta: float = 0.9"
         )
-    for one in own:
-        if not _can_be_held(one.default, hints[one.name]):
-            kind = type(one.default).__name__
+    for setting in settings:
+        if not _is_storable(setting.default, hints[setting.name]):
+            kind = type(setting.default).__name__
             raise UsageError(
-                f"{name}: no configuration can hold {kind} as the default of {one.name}; use "
-                "numbers, text, true and false or tuples of them, or None with the type that it "
-                "may have, as in beta: float | None = None"
+                f"{name}: no configuration can hold {kind} as the default of {setting.name}; use a "
+                "number, a string, a bool or a tuple of these, or None with a type, as in beta: "
+                "float | None = None"
             )
 
 
-def _can_be_held(value: Any, hint: Any) -> bool:
-    """Whether a configuration can have it as a default, and be written down with it."""
+def _is_storable(value: Any, hint: Any) -> bool:
+    """Returns True if a configuration can store a default; None needs a type in its annotation."""
     if value is None:
-        return any(isinstance(kind, type) for kind in _kinds(hint))
+        kinds = (kind for kind in typing.get_args(hint) if kind is not type(None))
+        return any(isinstance(kind, type) for kind in kinds)
     if isinstance(value, tuple):
-        return all(_can_be_held(one, type(one)) for one in value)
+        return all(_is_storable(item, type(item)) for item in value)
     return isinstance(value, bool | int | float | str)
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    """What beside None an annotation such as float | None lets a setting be."""
-    return tuple(kind for kind in typing.get_args(hint) if kind is not type(None))

@@ -1,7 +1,9 @@
-"""The settings of every run, whatever its method: one row says all that is known of each.
+"""Settings that every run has, whatever its method.
 
-Those of a transform are rows of its own file.
+Each transform defines its settings in its own file.
 """
+
+import functools
 
 from fedjax_pfl import transforms
 from fedjax_pfl.core.optimizers import OPTIMIZERS, SCHEDULES
@@ -9,113 +11,129 @@ from fedjax_pfl.core.setting import Setting
 
 STORES = ("auto", "device", "sharded", "host", "disk")
 
-_OURS = tuple(OPTIMIZERS)  # which a rate is given to; a caller's own has one inside
+_BUILTIN = tuple(OPTIMIZERS)  # a user-defined optimiser contains its learning rate
+_hyperparameter = functools.partial(Setting, per_phase=True, tunable=True)
 
-GENERAL: dict[str, dict[str, Setting]] = {
-    "What is trained": {
+SETTING_GROUPS: dict[str, dict[str, Setting]] = {
+    "Method and model": {
         "algorithm": Setting(
-            "fedavg", "the method; its own settings lie under its name", per_phase=True
+            "fedavg",
+            "Federated learning method. Its settings are in the group of its name.",
+            per_phase=True,
         ),
-        "model": Setting("small", "the network, likewise", per_phase=True),
-        "task": Setting("auto", "what is learned; auto: by the type of the labels"),
+        "model": Setting(
+            "small", "Network. Its settings are in the group of its name.", per_phase=True
+        ),
+        "task": Setting("auto", "Learning task; auto: inferred from the type of the labels."),
         "metrics": Setting(
             "",
-            "scores, of which the first chooses the best round: accuracy,macro_f1; unset: the "
-            "task's own",
+            "Metrics to report, such as accuracy,macro_f1. The first one selects the best "
+            "round. Unset: the metrics of the task.",
         ),
         "zero_head": Setting(
             False,
-            "the last layer starts at zero, so that no order of labels is preferred",
+            "Initialise the last layer with zeros, which prefers no order of the labels.",
             per_phase=True,
         ),
         "groups": Setting(
-            (), "settings of networks, as many as there are architectures; clients in turn"
+            (),
+            "Network settings of each client group, one entry per architecture. Clients are "
+            "assigned to groups in turn.",
         ),
         "phases": Setting(
             (),
-            "settings that change in each part of a run; a part begins with what the one "
-            "before has trained",
+            "Settings that change in each phase of a run. A phase starts from the state of "
+            "the previous phase.",
         ),
     },
     "Data": {
         "dataset": Setting(
-            "digits", "the examples; their own settings lie under their name", defines_data=True
+            "digits", "Dataset. Its settings are in the group of its name.", defines_data=True
         ),
         "data_dir": Setting(
             str,
-            "the folder of prepared tfds datasets; unset: TFDS_DATA_DIR",
+            "Directory of prepared tfds datasets; unset: TFDS_DATA_DIR.",
             resumable=True,
             per_process=True,
         ),
         "fraction": Setting(
             1.0,
-            "share of the dataset that is used at all, drawn at random",
+            "Fraction of the dataset to use, sampled at random.",
             above=0,
             high=1,
             defines_data=True,
         ),
         "partition": Setting(
-            "classes", "who holds what; its own settings lie under its name", defines_data=True
+            "classes",
+            "Split of the examples between clients. Its settings are in the group of its name.",
+            defines_data=True,
         ),
         "partition_seed": Setting(
             0,
-            "of all that is random in who holds what, apart from `seed`",
+            "Seed of the partition, independent of seed.",
             low=0,
             defines_data=True,
         ),
         "split": Setting(
             "pooled",
-            "where test examples come from: a part of each client's own (pooled), the "
-            "dataset's own test set (official), or one part for all clients (shared)",
+            "Source of the test examples: part of each client's examples (pooled), the "
+            "dataset's test set (official), or one test set for all clients (shared).",
             choices=("pooled", "official", "shared"),
             defines_data=True,
         ),
         "test_fraction": Setting(
             0.3,
-            "share of examples for testing; official: not read",
+            "Fraction of examples for testing. Ignored if split is official.",
             low=0,
             below=1,
             defines_data=True,
         ),
         "validation_fraction": Setting(
             0.0,
-            "share for validation, by which a run's best round is chosen; 0: there is none",
+            "Fraction of examples for validation, which selects the best round of a run; 0: "
+            "no validation.",
             low=0,
             below=1,
             defines_data=True,
         ),
         "validation_examples": Setting(
             int,
-            "so many in place of the share, where split is official or shared",
+            "Number of validation examples, instead of the fraction, if split is official or "
+            "shared.",
             low=1,
             defines_data=True,
         ),
         "permute_labels": Setting(
-            False, "give every client a random numbering of the classes", defines_data=True
+            False, "Permute the class labels of every client at random.", defines_data=True
         ),
-        "augment": Setting(False, "random crops, flips, colours and gray in training; images only"),
+        "augment": Setting(
+            False, "Random crops, flips, colours and grayscale during training; images only."
+        ),
     },
     "Clients and rounds": {
-        "clients": Setting(10, "how many the examples are given to", low=1, defines_data=True),
+        "clients": Setting(10, "Number of clients.", low=1, defines_data=True),
         "held_out": Setting(
-            0, "so many of them, the last, are evaluated and do not train", low=0, defines_data=True
+            0,
+            "Number of clients, the last ones, that are evaluated but never train.",
+            low=0,
+            defines_data=True,
         ),
         "participants": Setting(
             "active",
-            "who trains: active; in a later phase held_out",
+            "Clients that train: active, or held_out in a later phase.",
             choices=("active", "held_out"),
             per_phase=True,
         ),
         "clients_per_round": Setting(
             int,
-            "how many are drawn for a round; unset: all",
+            "Number of clients sampled per round; unset: all.",
             low=1,
             per_phase=True,
             sets_participation=True,
         ),
         "rounds": Setting(
             50,
-            "how often clients are drawn, train and upload",
+            "Number of federated rounds.",
             low=1,
             per_phase=True,
             budget=True,
@@ -123,249 +141,232 @@ GENERAL: dict[str, dict[str, Setting]] = {
         ),
         "dropout": Setting(
             0.0,
-            "chance that a client which has downloaded and trained is not heard of again",
+            "Probability that a sampled client never returns its update.",
             low=0,
             below=1,
         ),
     },
     "Local training": {
-        "local_epochs": Setting(
+        "local_epochs": _hyperparameter(
             int,
-            "passes over a client's own examples in a round; unset, as local_steps is: 1",
+            "Passes over the client's examples per round; unset, with local_steps unset too: 1.",
             low=1,
-            per_phase=True,
-            tunable=True,
         ),
-        "local_steps": Setting(
+        "local_steps": _hyperparameter(
             int,
-            "batches in a round instead, as many for every client",
+            "Gradient steps per round, the same number for every client; replaces local_epochs.",
             low=1,
-            per_phase=True,
-            tunable=True,
         ),
-        "batch_size": Setting(
-            32, "examples of a gradient step", low=1, per_phase=True, tunable=True
+        "batch_size": _hyperparameter(
+            32,
+            "Examples per gradient step.",
+            low=1,
         ),
-        "drop_last": Setting(
+        "drop_last": _hyperparameter(
             False,
-            "leave out the short batch at the end of an epoch, unless it is the only one: "
-            "with BatchNorm, which normalises by what is in a batch, one or two can cost accuracy",
-            per_phase=True,
-            tunable=True,
+            "Drop the smaller last batch of an epoch, unless it is the only one. BatchNorm "
+            "over one or two examples can cost accuracy.",
         ),
-        "optimizer": Setting(
+        "optimizer": _hyperparameter(
             "sgd",
-            "what makes clients' steps of gradients: sgd, adam, adamw, adagrad or rmsprop",
-            per_phase=True,
-            tunable=True,
+            "Optimiser of the clients: sgd, adam, adamw, adagrad or rmsprop, as in optax.",
         ),
-        "learning_rate": Setting(
+        "learning_rate": _hyperparameter(
             0.01,
-            "of the clients' optimiser",
+            "Learning rate of the clients.",
             above=0,
-            per_phase=True,
             sweepable=True,
-            tunable=True,
-            used_with=("optimizer", _OURS),
+            used_with=("optimizer", _BUILTIN),
         ),
-        "learning_rate_schedule": Setting(
+        "learning_rate_schedule": _hyperparameter(
             "constant",
-            "what it is multiplied by, as in optax.schedules: constant, linear, cosine_decay, "
-            "exponential_decay, warmup_constant or warmup_cosine_decay",
+            "Schedule that scales learning_rate, as in optax.schedules: constant, linear, "
+            "cosine_decay, exponential_decay, warmup_constant or warmup_cosine_decay.",
             choices=("constant", *SCHEDULES),
-            per_phase=True,
-            tunable=True,
-            used_with=("optimizer", _OURS),
+            used_with=("optimizer", _BUILTIN),
         ),
-        "schedule_over": Setting(
+        "schedule_over": _hyperparameter(
             "rounds",
-            "what that runs over: the rounds of a phase, or the steps of a client's visit",
+            "Length of the schedule: the rounds of a phase or the local steps of one client "
+            "update.",
             choices=("rounds", "steps"),
-            per_phase=True,
-            tunable=True,
             used_with=("learning_rate_schedule", tuple(SCHEDULES)),
         ),
-        "schedule_end": Setting(
+        "schedule_end": _hyperparameter(
             0.01,
-            "share of learning_rate at its end and, where there is a warm-up, at its beginning",
+            "Factor of learning_rate at the end of the schedule, and at the start of a warm-up.",
             low=0,
             high=1,
-            per_phase=True,
-            tunable=True,
             used_with=("learning_rate_schedule", tuple(SCHEDULES)),
         ),
-        "schedule_warmup": Setting(
+        "schedule_warmup": _hyperparameter(
             0.1,
-            "share of it in which the rate rises to learning_rate",
+            "Fraction of the schedule in which the rate rises to learning_rate.",
             low=0,
             below=1,
-            per_phase=True,
-            tunable=True,
             used_with=("learning_rate_schedule", ("warmup_constant", "warmup_cosine_decay")),
         ),
         "learning_rate_drops": Setting(
             (),
-            "shares of the rounds after each of which the rate falls to a tenth: .5,.75",
+            "Fractions of the rounds after which the learning rate is divided by 10, such as "
+            "0.5,0.75.",
             per_phase=True,
-            used_with=("optimizer", _OURS),
+            used_with=("optimizer", _BUILTIN),
         ),
-        "momentum": Setting(
+        "momentum": _hyperparameter(
             0.0,
-            "of the clients' sgd or rmsprop",
+            "Momentum of the clients' sgd or rmsprop.",
             low=0,
             below=1,
-            per_phase=True,
             sweepable=True,
             zero_is_special=True,
-            tunable=True,
             used_with=("optimizer", ("sgd", "rmsprop")),
         ),
-        "b1": Setting(
+        "b1": _hyperparameter(
             0.9,
-            "share of the first moment that adam and adamw keep in a step",
+            "Decay rate of the first moment of adam and adamw.",
             low=0,
             below=1,
-            per_phase=True,
-            tunable=True,
             used_with=("optimizer", ("adam", "adamw")),
         ),
-        "b2": Setting(
+        "b2": _hyperparameter(
             float,
-            "share of the second moment that is kept; unset: .999, with rmsprop .9",
+            "Decay rate of the second moment; unset: 0.999, or 0.9 with rmsprop.",
             low=0,
             below=1,
-            per_phase=True,
-            tunable=True,
             used_with=("optimizer", ("adam", "adamw", "rmsprop")),
         ),
-        "eps": Setting(
+        "eps": _hyperparameter(
             float,
-            "what is added to the second moment or its root, as optax does; unset: as optax does",
+            "Constant added to the second moment or its root, as in optax; unset: the default"
+            " of optax.",
             above=0,
-            per_phase=True,
-            tunable=True,
             used_with=("optimizer", ("adam", "adamw", "adagrad", "rmsprop")),
         ),
-        "keep_optimizer": Setting(
+        "keep_optimizer": _hyperparameter(
             False,
-            "momentum and moments stay with a client; else each round begins anew",
-            per_phase=True,
-            tunable=True,
+            "Keep the optimiser state on the client between rounds. False: each round starts "
+            "with a new state.",
         ),
-        "weight_decay": Setting(
+        "weight_decay": _hyperparameter(
             0.0,
-            "so many times the parameters, added to the gradient by sgd, and by adamw to its step",
+            "Factor of the parameters that sgd adds to the gradient and adamw to its step.",
             low=0,
-            per_phase=True,
             sweepable=True,
             zero_is_special=True,
-            tunable=True,
             used_with=("optimizer", ("sgd", "adamw")),
         ),
-        "decay_vectors": Setting(
+        "decay_vectors": _hyperparameter(
             True,
-            "whether vectors decay too: biases, and scale and shift of a normalisation",
-            per_phase=True,
-            tunable=True,
+            "Apply weight decay to vectors too: biases, and scales and shifts of normalisations.",
             used_with=("optimizer", ("sgd", "adamw")),
         ),
-        "clip_norm": Setting(
+        "clip_norm": _hyperparameter(
             float,
-            "largest norm of a gradient; unset: any",
+            "Largest norm of a gradient; unset: unlimited.",
             above=0,
-            per_phase=True,
             sweepable=True,
-            tunable=True,
         ),
     },
     "Uploads and the server": {
         "max_update_norm": Setting(
             float,
-            "largest norm of what an upload changes: a larger one is rejected, as one that "
-            "is not finite always is; unset: one whose squared norm overflows, from 1.8e19 on",
+            "Largest norm of an accepted update. Updates that are larger or not finite are "
+            "rejected. Unset: updates are rejected from norm 1.8e19 on, where the squared "
+            "norm overflows.",
             above=0,
         ),
-        "count_initial_download": Setting(True, "whether round 1's download is counted in bytes"),
+        "count_initial_download": Setting(True, "Count the download of round 1 as traffic."),
     },
     "Evaluation": {
-        "eval_every": Setting(5, "rounds between evaluations; a last round has one anyway", low=1),
+        "eval_every": Setting(
+            5, "Rounds between evaluations. The last round is always evaluated.", low=1
+        ),
         "evaluate_clients": Setting(
             int,
-            "so many are evaluated, drawn by partition_seed from those who take part, the same "
-            "ones always; unset: all, or of more than 10,000 half as many as visits in between",
+            "Number of participating clients to evaluate, sampled once with partition_seed. "
+            "Unset: all; with more than 10,000 clients, evaluations before the last round use"
+            " half the number of client updates since the previous one.",
             low=1,
             per_phase=True,
         ),
         "evaluate_after": Setting(
-            True, "score each client's model after one more local training too, not only before"
+            True, "Evaluate each client's model also after one more local training."
         ),
         "validate_after": Setting(
-            False, "choose a run's best round by the model after that training, not before it"
+            False,
+            "Select the best round by validation accuracy after local fine-tuning instead of "
+            "before.",
         ),
         "reference": Setting(
             False,
-            "run Local and FedAvg on the same work too, and let the report say whether the "
-            "method helped",
+            "Also run Local and FedAvg on the same data, and report whether the method helped.",
             resumable=True,
         ),
         "beside": Setting(
             "",
-            "finished runs of the same work, directories separated by commas, with which the "
-            "report compares; those of Local and FedAvg are also found by themselves",
+            "Directories of finished reference runs on the same data, separated by commas. "
+            "The report compares with them, and with runs of Local and FedAvg in neighbouring"
+            " directories.",
             resumable=True,
         ),
-        "tensorboard": Setting(False, "write an event file for TensorBoard too", resumable=True),
+        "tensorboard": Setting(False, "Write an event file for TensorBoard.", resumable=True),
     },
     "Several runs": {
         "seed": Setting(
             0,
-            "of all that is random in training: the first model, who is drawn, batches",
+            "Seed of training: initial parameters, client sampling and batches.",
             low=0,
             budget=True,
         ),
         "seeds": Setting(
-            1, "so many seeds, from `seed` on, as one program", low=1, high=1000, budget=True
+            1,
+            "Number of seeds, starting from seed, that run as one program.",
+            low=1,
+            high=1000,
+            budget=True,
         ),
         "sweep": Setting(
             "",
-            "values of real-valued settings, all combinations as one program, where they are "
-            "float32 and may round apart from a run of one: learning_rate=.1,.01; pfedla.rate=1,2",
+            "Values of real-valued settings. All combinations run as one program, such as "
+            "learning_rate=0.1,0.01; pfedla.rate=1,2. The values are float32, so rounding may"
+            " differ from a single run.",
         ),
     },
     "Memory and speed": {
         "checkpoint_every": Setting(
-            int, "rounds between checkpoints; unset: by the clock", low=1, resumable=True
+            int, "Rounds between checkpoints; unset: by elapsed time.", low=1, resumable=True
         ),
         "chunk": Setting(
             int,
-            "clients that are computed together on a device; unset: 1 on a CPU, else all",
+            "Number of clients computed together on a device; unset: 1 on CPU, all otherwise.",
             low=1,
             resumable=True,
         ),
         "devices": Setting(
             int,
-            "number of devices that clients are spread over; unset: all, on a CPU at most as many "
-            "as clients in a round",
+            "Number of devices to spread clients over; unset: all, on CPU at most the number "
+            "of clients per round.",
             low=1,
             resumable=True,
         ),
         "store": Setting(
             "auto",
-            "where examples and state are kept: on every device; or, the state of clients, sharded "
-            "over devices; or, what stays with clients, on the host or on disk, from where the "
-            "cohort's is sent in each round; auto: the first of these that fits well",
+            "Storage of examples and state. device: everything on every device. sharded: "
+            "client state spread over devices. host, disk: client state off the devices, "
+            "loaded for each round's cohort. auto: the first of these that fits well.",
             choices=STORES,
             resumable=True,
         ),
         "memory_gb": Setting(
             float,
-            "GB of a device: chunk is chosen to fit, and a run that cannot is refused",
+            "Memory of a device in GB. Chooses chunk to fit; a run that cannot fit is refused.",
             above=0,
             resumable=True,
         ),
         "conv": Setting(
             "auto",
-            "how convolutions are computed: auto, patches, rows, blocks, winograd or xla",
+            "Implementation of convolutions: auto, patches, rows, blocks, winograd or xla.",
             choices=("auto", "patches", "rows", "blocks", "winograd", "xla"),
             resumable=True,
         ),
@@ -373,10 +374,10 @@ GENERAL: dict[str, dict[str, Setting]] = {
 }
 
 for selectable in transforms.REGISTRY:
-    GENERAL[selectable.title] |= selectable.settings
-ROWS = {name: row for group in GENERAL.values() for name, row in group.items()}
+    SETTING_GROUPS[selectable.title] |= selectable.settings
+SETTINGS = {name: setting for group in SETTING_GROUPS.values() for name, setting in group.items()}
 
 
-def having(fact: str) -> tuple[str, ...]:
-    """The names of the settings of whose rows something is true, in their order."""
-    return tuple(name for name, row in ROWS.items() if getattr(row, fact))
+def settings_with(attribute: str) -> tuple[str, ...]:
+    """Returns the names of the settings with a true attribute, such as "resumable"."""
+    return tuple(name for name, setting in SETTINGS.items() if getattr(setting, attribute))

@@ -1,4 +1,4 @@
-"""What there is to choose from as text: settings, methods, datasets, partitions, and so on."""
+"""Text listings of settings, methods, datasets, partitions, models and tasks."""
 
 import inspect
 import sys
@@ -11,7 +11,7 @@ from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.settings import configuration, general
 
 WIDTH = 100
-NAMES = 19  # columns for names
+NAME_WIDTH = 19
 TABLES: dict[str, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     "methods": ("algorithm", configuration.ALGORITHMS),
     "datasets": ("dataset", configuration.DATASETS),
@@ -23,80 +23,96 @@ KINDS = ("settings", *TABLES)
 
 
 def listing(kind: str) -> str:
-    """One kind as text, at most 100 columns wide."""
+    """Returns a listing of one of `KINDS`, at most 100 columns wide."""
     if kind == "settings":
         return "\n".join(_settings())
     setting, table = TABLES[kind]
     return "\n".join(_factories(kind, setting, table))
 
 
-def of_command(method: str) -> str:
-    """What --help says of settings: those of every run and of the command's own method."""
+def command_help(method: str) -> str:
+    """Returns the settings for --help: those of every run and those of a command's method."""
     table = {method: configuration.ALGORITHMS[method]}
-    own = "\n".join(_factories("methods", "algorithm", table))
-    more = "Other methods, datasets, partitions and models: fedjax-pfl list"
-    return "\n\n".join((listing("settings"), own, more))
+    method_settings = "\n".join(_factories("methods", "algorithm", table))
+    hint = "Other methods, datasets, partitions and models: fedjax-pfl list"
+    return "\n\n".join((listing("settings"), method_settings, hint))
 
 
 def _settings() -> Iterator[str]:
-    """Those of every run, with their defaults and meanings."""
-    defaults, shared = configuration.default(), general.GENERAL
-    names = [name for group in shared.values() for name in group]
-    wide = max(map(len, names)) + 2
-    after = wide + _widest(defaults[name] for name in names)
+    """Yields lines with the settings of every run, their defaults and meanings."""
+    defaults, settings = configuration.default(), general.SETTING_GROUPS
+    names = [name for group in settings.values() for name in group]
+    name_width = max(map(len, names)) + 2
+    indent = name_width + _default_width(defaults[name] for name in names)
     yield 'Settings of every run: --config.NAME=VALUE, or {"NAME": VALUE} in Python'
-    for title, group in shared.items():
+    for title, group in settings.items():
         yield f"  {title}"
-        for name, one in group.items():
-            yield from _row(name, defaults[name], one.meaning, wide, after)
-    for said, fact in (
+        for name, setting in group.items():
+            yield from _setting(name, defaults[name], setting.meaning, name_width, indent)
+    for title, attribute in (
         ("Can differ between phases", "per_phase"),
-        ("Can be changed when a run goes on", "resumable"),
+        ("Can change when a run is resumed", "resumable"),
     ):
-        yield from wrapped(f"  {said}: {', '.join(general.having(fact))}.", 2)
+        yield from wrapped(f"  {title}: {', '.join(general.settings_with(attribute))}.", 2)
 
 
 def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
+    """Yields lines with factories, their descriptions and their settings.
+
+    Args:
+      kind: Title, such as "methods".
+      setting: The setting that selects a factory, such as "algorithm".
+      table: Factories by name.
+    """
     defaults = configuration.default()
-    homes = Counter(factory.__module__ for factory in table.values())
-    own = {name: list(configuration.settings(factory)) for name, factory in table.items()}
-    after = NAMES - 2 + _widest(defaults[name][key] for name in own for key in own[name])
+    per_module = Counter(factory.__module__ for factory in table.values())
+    names = {name: list(configuration.factory_settings(factory)) for name, factory in table.items()}
+    width = NAME_WIDTH - 2
+    indent = width + _default_width(defaults[name][key] for name in names for key in names[name])
     yield f"{kind.capitalize()}: {setting}=NAME, and their own settings NAME.SETTING"
     for name, factory in table.items():
-        # A file with one method in it says on top what the method is.
-        alone = kind == "methods" and homes[factory.__module__] == 1
-        said = sys.modules[factory.__module__] if alone else factory
-        first = (inspect.getdoc(said) or "").partition("\n")[0]
+        # The first line of a module with one method describes the method.
+        is_only = kind == "methods" and per_module[factory.__module__] == 1
+        described = sys.modules[factory.__module__] if is_only else factory
+        description = (inspect.getdoc(described) or "").partition("\n")[0]
         if kind == "methods" and (origin := METHODS[name].origin):
-            first += f" {origin[0].upper()}{origin[1:]}."
-        head = f"  {name} ".ljust(NAMES + 2)
-        yield from wrapped(head + first, len(head))
+            description += f" {origin[0].upper()}{origin[1:]}."
+        head = f"  {name} ".ljust(NAME_WIDTH + 2)
+        yield from wrapped(head + description, len(head))
         meanings = configuration.meanings(factory)
-        for key in own[name]:
-            yield from _row(key, defaults[name][key], meanings[key], NAMES - 2, after)
+        for key in names[name]:
+            yield from _setting(key, defaults[name][key], meanings[key], width, indent)
 
 
-def _row(name: str, usual: Any, meaning: str, wide: int, after: int) -> list[str]:
-    """A setting; the columns of its default and its meaning begin behind an indent of four."""
-    head = f"    {name.ljust(wide)}{_shown(usual)}".ljust(4 + after)
-    return wrapped(head + meaning, 4 + after)
+def _setting(name: str, default: Any, meaning: str, name_width: int, indent: int) -> list[str]:
+    """Returns the lines of a setting.
+
+    Args:
+      name: Name of the setting.
+      default: Its default.
+      meaning: Its meaning.
+      name_width: Columns for the name, behind an indent of four.
+      indent: Columns before the meaning, behind an indent of four.
+    """
+    head = f"    {name.ljust(name_width)}{_default_text(default)}".ljust(4 + indent)
+    return wrapped(head + meaning, 4 + indent)
 
 
-def _widest(values: Iterable[Any]) -> int:
-    return max((len(_shown(value)) for value in values), default=0) + 2
+def _default_width(defaults: Iterable[Any]) -> int:
+    return max((len(_default_text(value)) for value in defaults), default=0) + 2
 
 
-def _shown(value: Any) -> str:
+def _default_text(value: Any) -> str:
     return "unset" if value is None else str(value).replace(" ", "") or '""'
 
 
 def wrapped(text: str, indent: int) -> list[str]:
-    """The text's first `indent` columns are kept as they are."""
-    beginning, rest = text[:indent], " ".join(text[indent:].split())
+    """Returns the lines of a text whose first `indent` columns are a label and stay unchanged."""
+    label, body = text[:indent], " ".join(text[indent:].split())
     return textwrap.wrap(
-        rest,
+        body,
         WIDTH,
-        initial_indent=beginning,
+        initial_indent=label,
         subsequent_indent=" " * indent,
         break_on_hyphens=False,
-    ) or [beginning.rstrip()]
+    ) or [label.rstrip()]

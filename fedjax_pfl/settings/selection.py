@@ -1,4 +1,7 @@
-"""Settings of what is not selected: they would count for nothing, and are refused."""
+"""Checks that every setting that a user gives has an effect.
+
+A setting of a method, network, dataset or partition that is not selected is an error.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,74 +10,85 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.settings.configuration import BUILTINS, Registry, chosen, groups, phases
-from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.settings.configuration import BUILTINS, Registry, component_name, groups, phases
+from fedjax_pfl.settings.general import SETTINGS
 
 
-def check_given(
-    given: Mapping[str, Any], configs: Sequence[ConfigDict], words: Registry = BUILTINS
+def check_used(
+    changes: Mapping[str, Any], configs: Sequence[ConfigDict], registry: Registry = BUILTINS
 ) -> None:
-    """Raises UsageError for a setting that was given and that none of the configurations can read.
+    """Raises UsageError for a setting that none of the configurations uses.
 
-    A setting of a method, network, dataset or partition that is not selected is refused at its
-    default too, one that counts with another setting only where it differs from its default: a
-    run's whole configuration can be given again. A preset may bring settings of what is not
-    selected; what somebody gives beside it is checked.
+    A setting of a component that is not selected is an error even at its default. A setting that
+    depends on another one is an error only if it differs from its default, so the whole
+    configuration of a run can be given again. Settings of a preset are not checked.
 
     Args:
-      given: what somebody has written, nested as in Python.
-      configs: what it has led to: one, or one for each method that is tuned.
+      changes: The settings that the user gave, nested as in Python.
+      configs: The resulting configurations: one, or one per method of a tuning run.
+      registry: Components by name.
     """
-    each = [one for config in configs for one in phases(config, words)]
-    _check(given, [g for one in each for g in groups(one, words)], "", words)
+    all_phases = [phase for config in configs for phase in phases(config, registry)]
+    all_groups = [group for phase in all_phases for group in groups(phase, registry)]
+    _check(changes, all_groups, "", registry)
     for config in configs:
-        for number, one in enumerate(phases(config, words)):
-            listed = config.phases[number] if config.phases else {}
-            _check(listed, groups(one, words), f"phases[{number}].", words)
-        for number, changes in enumerate(config.groups):
-            own = [groups(one, words)[number] for one in phases(config, words)]
-            _check(changes, own, f"groups[{number}].", words)
+        for number, phase in enumerate(phases(config, registry)):
+            phase_changes = config.phases[number] if config.phases else {}
+            _check(phase_changes, groups(phase, registry), f"phases[{number}].", registry)
+        for number, group_changes in enumerate(config.groups):
+            group_configs = [groups(phase, registry)[number] for phase in phases(config, registry)]
+            _check(group_changes, group_configs, f"groups[{number}].", registry)
 
 
 def _check(
-    given: Mapping[str, Any], readers: Sequence[ConfigDict], where: str, words: Registry
+    changes: Mapping[str, Any], configs: Sequence[ConfigDict], prefix: str, registry: Registry
 ) -> None:
-    for name, values in given.items():
-        if name in ROWS:
-            _check_counts(name, values, readers, where)
-        kinds = [kind for kind, table in words._asdict().items() if name in table]
+    """Raises UsageError for a setting that none of the configurations uses.
+
+    Args:
+      changes: Settings of the run, of a phase or of a group.
+      configs: Configurations that these settings apply to.
+      prefix: Path of the settings, such as "phases[0].", for messages.
+      registry: Components by name.
+    """
+    for name, values in changes.items():
+        if name in SETTINGS:
+            _check_condition(name, values, configs, prefix)
+        kinds = [kind for kind, table in registry._asdict().items() if name in table]
         if not kinds or not isinstance(values, Mapping):
             continue
         (kind,) = kinds
-        found = dict.fromkeys(chosen(one, kind) for one in readers)
+        selected = dict.fromkeys(component_name(config, kind) for config in configs)
         for key in values:
-            if name not in found:
+            if name not in selected:
                 raise UsageError(
-                    f"{where}{name}.{key} counts with {kind}={name} only, and {kind} is "
-                    f"{' or '.join(found)}; set {where}{kind} to {name}, or leave "
-                    f"{where}{name}.{key} out"
+                    f"{prefix}{name}.{key} counts with {kind}={name} only, and {kind} is "
+                    f"{' or '.join(selected)}; set {prefix}{kind} to {name}, or leave "
+                    f"{prefix}{name}.{key} out"
                 )
 
 
-def _check_counts(name: str, value: Any, readers: Sequence[ConfigDict], where: str) -> None:
-    row = ROWS[name]
-    if _plain(value) == _plain(row.default_value) or any(row.is_used(one.get) for one in readers):
+def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefix: str) -> None:
+    """Raises UsageError for a setting whose condition (`used_with`) holds in no configuration."""
+    setting = SETTINGS[name]
+    is_default = _as_list(value) == _as_list(setting.default_value)
+    if is_default or any(setting.is_used(config.get) for config in configs):
         return
-    other, choices = row.used_with or ("", ())
-    now = " or ".join(dict.fromkeys(str(one[other]) for one in readers))
+    other, choices = setting.used_with or ("", ())
+    actual = " or ".join(dict.fromkeys(str(config[other]) for config in configs))
     raise UsageError(
-        f"{where}{name} counts with {other}={' or '.join(choices)} only, and {other} is {now}; "
-        f"change {where}{other}, or leave {where}{name} out"
+        f"{prefix}{name} counts with {other}={' or '.join(choices)} only, and {other} is {actual}; "
+        f"change {prefix}{other}, or leave {prefix}{name} out"
     )
 
 
-def _plain(value: Any) -> Any:
+def _as_list(value: Any) -> Any:
     return list(value) if isinstance(value, tuple | list) else value
 
 
 def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None:
-    """UsageError where somebody's examples have owners whom no partition asks for."""
-    partitions = dict.fromkeys(one.partition for one in configs)
+    """Raises UsageError if the examples have owners and no partition uses them."""
+    partitions = dict.fromkeys(config.partition for config in configs)
     if dataset is not None and dataset.owner_train is not None and "natural" not in partitions:
         raise UsageError(
             f"the owners of {dataset.name} count with partition=natural only, and partition is "
@@ -83,10 +97,10 @@ def check_owners(dataset: Dataset | None, configs: Iterable[ConfigDict]) -> None
 
 
 def nested(paths: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings by their dotted names as groups; items of lists (phases[0].x) are left out."""
-    found: dict[str, Any] = {}
+    """Returns settings by dotted name as nested groups, without items of lists (phases[0].x)."""
+    settings: dict[str, Any] = {}
     for path, value in paths.items():
         group, _, last = path.rpartition(".")
         if "[" not in path:
-            (found.setdefault(group, {}) if group else found)[last] = value
-    return found
+            (settings.setdefault(group, {}) if group else settings)[last] = value
+    return settings

@@ -133,11 +133,11 @@ COMPRESSION = Selectable(
     "Uploads and the server",
     {
         "upload_bits": Setting(
-            int, "of each number that is uploaded, 2 to 16; unset: all 32", low=2, high=16
+            int, "Bits per uploaded number, 2 to 16; unset: 32.", low=2, high=16
         ),
         "upload_top_k": Setting(
             float,
-            "share of an upload's numbers that is sent, the largest changes; unset: all",
+            "Fraction of an upload's numbers to send, those with the largest changes; unset: all.",
             above=0,
             high=1,
         ),

@@ -120,11 +120,11 @@ def _asked_for(value_of: Callable[[str], Any], around: Around) -> Transform | No
 
 
 KEEP_HEAD = Selectable(
-    "What is trained",
+    "Method and model",
     {
         "keep_head": Setting(
             False,
-            "the last layer stays with each client, whatever the method",
+            "Keep the last layer on each client, whatever the method.",
             per_phase=True,
             tunable=True,
         )

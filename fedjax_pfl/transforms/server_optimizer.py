@@ -208,14 +208,14 @@ SERVER_OPTIMIZER = Selectable(
     {
         "server_optimizer": Setting(
             "mean",
-            "how the server goes to the mean of the uploads: at once (mean), or by sgd, adam, yogi "
-            "or adagrad, to which the way there is a gradient",
+            "Update of the server model: mean takes the mean of the uploads; sgd, adam, yogi or "
+            "adagrad treat the step from the mean to the model as a gradient.",
             per_phase=True,
             tunable=True,
         ),
         "server_learning_rate": Setting(
             1.0,
-            "of the server's optimiser",
+            "Learning rate of the server optimiser.",
             above=0,
             per_phase=True,
             sweepable=True,
@@ -224,7 +224,7 @@ SERVER_OPTIMIZER = Selectable(
         ),
         "server_momentum": Setting(
             0.0,
-            "of its sgd",
+            "Momentum of the server's sgd.",
             low=0,
             below=1,
             per_phase=True,
@@ -234,7 +234,7 @@ SERVER_OPTIMIZER = Selectable(
         ),
         "server_b1": Setting(
             float,
-            "share of its first moment that is kept; unset: .9, and 0 with adagrad",
+            "Decay rate of the server's first moment; unset: 0.9, or 0 with adagrad.",
             low=0,
             below=1,
             per_phase=True,
@@ -243,7 +243,7 @@ SERVER_OPTIMIZER = Selectable(
         ),
         "server_b2": Setting(
             0.99,
-            "share of its second moment that is kept",
+            "Decay rate of the server's second moment.",
             low=0,
             below=1,
             per_phase=True,
@@ -252,7 +252,7 @@ SERVER_OPTIMIZER = Selectable(
         ),
         "server_eps": Setting(
             1e-3,
-            "what is added to the root of the second moment",
+            "Constant added to the root of the server's second moment.",
             above=0,
             per_phase=True,
             tunable=True,

@@ -89,14 +89,14 @@ NOISE = Selectable(
     {
         "upload_clip_norm": Setting(
             float,
-            "largest norm of what an upload changes: a longer change is scaled down to it at the "
-            "client; unset: any",
+            "Largest norm of an upload's change. The client scales larger changes down. "
+            "Unset: unlimited.",
             above=0,
         ),
         "upload_noise": Setting(
             0.0,
-            "deviation of the Gaussian noise that each client adds to its upload, as a multiple of "
-            "upload_clip_norm",
+            "Standard deviation of the Gaussian noise that each client adds to its upload, as"
+            " a multiple of upload_clip_norm.",
             low=0,
         ),
     },

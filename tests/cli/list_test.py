@@ -18,7 +18,7 @@ from fedjax_pfl.core import task
 from fedjax_pfl.networks.factorized import LAYOUTS
 from fedjax_pfl.presets import SYSTEMS
 from fedjax_pfl.settings import configuration, listing
-from fedjax_pfl.settings.general import GENERAL, ROWS, having
+from fedjax_pfl.settings.general import SETTING_GROUPS, SETTINGS, settings_with
 from tests.commands import message
 
 EXPORTED = {
@@ -61,7 +61,7 @@ def test_names_everything_with_a_description_and_its_settings(kind):
 def test_every_setting_of_everything_has_its_meaning_and_nothing_else_has(kind):
     for name, factory in listing.TABLES[kind][1].items():
         told = configuration.meanings(factory)
-        assert set(told) == set(configuration.settings(factory)), name
+        assert set(told) == set(configuration.factory_settings(factory)), name
         assert all(re.search(r"\w\w", meaning) for meaning in told.values()), name
 
 
@@ -135,7 +135,7 @@ def test_defaults_are_those_of_a_configuration():
     assert own == {"per_client": "4", "examples": "160"}  # which are not those of the function
 
 
-GENERAL_NAMES = [name for group in GENERAL.values() for name in group]
+GENERAL_NAMES = [name for group in SETTING_GROUPS.values() for name in group]
 
 
 def test_every_general_setting_has_its_default_and_its_meaning():
@@ -148,12 +148,13 @@ def test_every_general_setting_has_its_default_and_its_meaning():
     for name in GENERAL_NAMES:
         usual, meaning = found[name].split(maxsplit=1)
         assert usual == {None: "unset", "": '""'}.get(default[name], str(default[name]))
-        assert re.match(r"[a-zA-Z]+[ ,:]", meaning), name
+        assert meaning[0].isupper(), name
+        assert SETTINGS[name].meaning.endswith("."), name
 
 
-@pytest.mark.parametrize("name", having("choices"))
+@pytest.mark.parametrize("name", settings_with("choices"))
 def test_a_meaning_names_all_choices(name):
-    assert set(ROWS[name].choices) <= set(re.findall(r"\w+", ROWS[name].meaning))
+    assert set(SETTINGS[name].choices) <= set(re.findall(r"\w+", SETTINGS[name].meaning))
 
 
 def test_presets_of_every_system():

@@ -13,7 +13,7 @@ from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import ClientContext
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.settings.general import SETTINGS
 from tests import tiny
 
 KEY = jax.random.key(3)
@@ -26,7 +26,7 @@ HOW = {"learning_rate": RATE, "batch_size": 4, "steps": STEPS}
 
 
 def value_of(**settings: Any) -> Any:
-    return {**{name: row.default_value for name, row in ROWS.items()}, **settings}.__getitem__
+    return {**{name: row.default_value for name, row in SETTINGS.items()}, **settings}.__getitem__
 
 
 def named(name: str, **settings: Any) -> optax.GradientTransformation:
@@ -96,15 +96,15 @@ def test_equals_optax_over_the_same_batches(name: str, settings: Any, wanted: An
 
 
 def test_names_are_those_of_the_settings():
-    assert ROWS["optimizer"].default_value in optimizers.OPTIMIZERS
+    assert SETTINGS["optimizer"].default_value in optimizers.OPTIMIZERS
     for name in ("learning_rate", "momentum", "weight_decay", "b1", "b2", "eps"):
-        other, names = ROWS[name].used_with or ("", ())
+        other, names = SETTINGS[name].used_with or ("", ())
         assert other == "optimizer"
         assert set(names) <= set(optimizers.OPTIMIZERS)
     assert set(optimizers.OPTIMIZERS) == {name for name, _, _ in CASES}
-    words = set(ROWS["optimizer"].meaning.replace(",", "").split())
+    words = set(SETTINGS["optimizer"].meaning.replace(",", "").split())
     assert set(optimizers.OPTIMIZERS) <= words
-    settings = set(ROWS["server_optimizer"].meaning.replace(",", "").split())
+    settings = set(SETTINGS["server_optimizer"].meaning.replace(",", "").split())
     assert {"sgd", "adam", "yogi", "adagrad"} <= settings
 
 

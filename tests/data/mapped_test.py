@@ -58,7 +58,9 @@ def test_they_are_those_in_memory(tmp_path: Path, dtype: str):
         one, other = (cohort_data(each[0], np.array(ids), 60, test=True) for each in (kept, there))
         for a, b in zip(one[:2], other[:2], strict=True):
             np.testing.assert_array_equal(a, b)
-    assert custom.digest(read._replace(name="arrays")) == custom.digest(data.arrays(x, y))
+    assert custom.dataset_digest(read._replace(name="arrays")) == custom.dataset_digest(
+        data.arrays(x, y)
+    )
     assert digest([x[::2], y]) == digest([np.ascontiguousarray(x[::2]), y])
 
 

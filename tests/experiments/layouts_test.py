@@ -6,7 +6,7 @@ import jax
 
 from experiments.libraries import layouts
 from experiments.libraries.layouts import Layout, Size
-from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.settings.general import SETTINGS
 
 SIZE = Size(clients=20, steps=2)
 
@@ -15,7 +15,7 @@ def test_each_way_differs_from_the_first_in_one():
     usual, *others = layouts.layouts(SIZE).values()
     assert usual == Layout()
     assert [sum(a != b for a, b in zip(one, usual, strict=True)) for one in others] == [1] * 9
-    assert {one.conv for one in others} == set(ROWS["conv"].choices)
+    assert {one.conv for one in others} == set(SETTINGS["conv"].choices)
     plain = layouts.layouts(Size(20, 2, lowerings=()))
     assert [one.chunk for one in plain.values()] == [None, 1, 10, None, None]
 

@@ -75,7 +75,7 @@ def test_the_third_table_of_pfedla_goes_on_from_the_first():
             assert third.cells[k][column] == first.cells[row][there][0]
             dataset = first.dataset(there)
             made = [
-                configuration.resolved(table.settings(a, b, dataset, None))
+                configuration.resolve(table.settings(a, b, dataset, None))
                 for table, a, b in ((first, row, there), (third, k, column))
             ]
             assert made[0] == made[1]

@@ -20,7 +20,7 @@ def there(path, row, score, rounds=(5, 10), finished=True, **given):
     """A made-up run of pFedLA's first table, CIFAR-10 and ten clients."""
     config = TABLES[NAME].settings(row, "cifar10-n10", "cifar10", None)
     config.update({"rounds": rounds[-1], "seed": 0} | given)
-    plain = json.loads(json.dumps(configuration.resolved(config)))
+    plain = json.loads(json.dumps(configuration.resolve(config)))
     return made(path, [score] * 3, plain, finished, rounds=rounds)
 
 

@@ -39,7 +39,7 @@ def there(path, cell, seed, score, options=FULL, finished=True, **given):
     ]
     config = one.config.copy_and_resolve_references()
     config.update(seed=seed, partition_seed=seed, **given)
-    plain = json.loads(json.dumps(configuration.resolved(config)))
+    plain = json.loads(json.dumps(configuration.resolve(config)))
     return made(path, [score] * 3, plain, finished)
 
 

@@ -11,7 +11,7 @@ from fedjax_pfl.report import comparison
 from fedjax_pfl.runs.tuning import choice, grids, show
 from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from tests.commands import message
 
 # Grids.
@@ -341,8 +341,8 @@ def loaded(text):
 
 def plain(config):
     """But for what suits a machine."""
-    left_out = having("resumable")
-    return {k: v for k, v in configuration.resolved(config).items() if k not in left_out}
+    left_out = settings_with("resumable")
+    return {k: v for k, v in configuration.resolve(config).items() if k not in left_out}
 
 
 def test_the_preset_gives_what_was_chosen():
@@ -377,8 +377,8 @@ def test_the_preset_gives_what_was_chosen():
     for method, one in best.items():
         assert plain(made(method)) == plain(one.config)
         usual = configuration.complete({})
-        assert all(made(method)[key] == usual[key] for key in having("resumable"))
-    assert not [key for key in having("resumable") if f"'{key}'" in text]
+        assert all(made(method)[key] == usual[key] for key in settings_with("resumable"))
+    assert not [key for key in settings_with("resumable") if f"'{key}'" in text]
     assert "# It won.\n" in text
     assert "'learning_rate': 0.01" in text  # which is the default, and was chosen
     assert message(made, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"

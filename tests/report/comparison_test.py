@@ -19,7 +19,7 @@ SCORES = {"fedavg": [[0.5, 0.6, 0.7], [0.4, 0.8, 0.9]], "local": [[0.7, 0.6, 0.9
 def settings(algorithm="fedavg", **given):
     """A resolved configuration, as a run directory has it."""
     made = configuration.complete({"algorithm": algorithm, "clients": 3, **given})
-    return json.loads(json.dumps(configuration.resolved(made)))
+    return json.loads(json.dumps(configuration.resolve(made)))
 
 
 def made(path, scores, given, finished=True, score="accuracy", rounds=(5, 10), after=True):

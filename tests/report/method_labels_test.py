@@ -12,7 +12,7 @@ DEFAULTS = run_reader.known_settings()
 
 def read(**given):
     """Settings as a run directory holds them."""
-    return run_reader.as_read(configuration.resolved(configuration.complete(given)))
+    return run_reader.as_read(configuration.resolve(configuration.complete(given)))
 
 
 def test_a_method_is_named_by_its_title_and_a_users_own_by_its_name():

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.runs import export, runner
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from tests.commands import message, run_here
 from tests.runs.common import assert_same_bits
 from tests.runs.export_test import BASE, by_file, in_the_run
@@ -98,7 +98,7 @@ def test_a_run_is_restored_by_reading_alone(finished, tmp_path, capsys):
     line = capsys.readouterr().err
     assert "alpha.npz is damaged (" in line
     assert line.endswith("); it is left out\n")
-    neutral = {*having("resumable")}
+    neutral = {*settings_with("resumable")}
 
     def kept(config):
         return {key: value for key, value in config.items() if key not in neutral}

@@ -65,7 +65,7 @@ def after(rounds, algorithm, **changes):
         return np.where(leaf > 0, np.abs(moved), moved)  # a variance stays above 0
 
     state = jax.tree.map(noisy, state)
-    plain = json.loads(json.dumps(configuration.resolved(settings)))
+    plain = json.loads(json.dumps(configuration.resolve(settings)))
     line = {"round": rounds, "best_round": None}
     return runner.Result(
         plain,

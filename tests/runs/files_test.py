@@ -23,10 +23,10 @@ def table(tmp_path, more=""):
 
 def test_a_name_with_a_path_has_the_settings_of_its_source(tmp_path):
     config = configuration.complete(table(tmp_path))
-    assert configuration.resolved(config)["csv"]["owner"] == "who"
-    selection.check_given(table(tmp_path), [config])
+    assert configuration.resolve(config)["csv"]["owner"] == "who"
+    selection.check_used(table(tmp_path), [config])
     with pytest.raises(UsageError, match=r"csv\.owner counts with dataset=csv only"):
-        selection.check_given(table(tmp_path), [configuration.complete({})])
+        selection.check_used(table(tmp_path), [configuration.complete({})])
     with pytest.raises(UsageError, match="there is no dataset 'cvs'; did you mean csv"):
         configuration.specify(configuration.complete({"dataset": "cvs:t"}))
 
@@ -92,7 +92,7 @@ def test_the_deviation_of_targets_is_that_of_training_examples():
     x, y = np.zeros((8, 2), np.float32), np.array([1.0, 9, 5, 5, 1, 9, 5, 5])
     settings = {"partition": "iid", "clients": 2, "test_fraction": 0.5, "model": "mlp"}
     dataset = fedjax_pfl.arrays(x, y, name="mine")
-    words, given = custom.added(settings, dataset=dataset)
+    words, given = custom.register(settings, dataset=dataset)
     one = build.build(configuration.complete(given, words), words=words)
     chosen = np.concatenate(
         [r[:n] for r, n in zip(one.data.train.rows, one.data.train.size, strict=True)]

@@ -46,8 +46,8 @@ def test_by_name_and_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("brought", "line"),
     [
-        ({"optimizer": "adam"}, "optimizer= brings what optax makes"),
-        ({"server_optimizer": 3}, "server_optimizer= brings what optax makes"),
+        ({"optimizer": "adam"}, "optimizer= must be an optax optimiser"),
+        ({"server_optimizer": 3}, "server_optimizer= must be an optax optimiser"),
         ({"optimizer": optax.lbfgs()}, "optimizer= cannot be used"),
         ({"server_optimizer": optax.polyak_sgd()}, "server_optimizer= cannot be used"),
     ],
@@ -61,18 +61,18 @@ def test_what_is_no_optimizer_is_refused(brought, line, tmp_path):
 
 
 def test_a_name_beside_ones_own_is_refused():
-    line = "configuration says optimizer='adam', and optimizer= brings another .* leave one of them"
+    line = "settings select optimizer='adam', and optimizer= passes another .* leave one"
     with pytest.raises(UsageError, match=line):
-        custom.added({**TINY, "optimizer": "adam"}, optimizer=optax.adam(0.1))
-    custom.added(TINY, optimizer=optax.adam(0.1))
-    custom.added({**TINY, "optimizer": "adam"})
+        custom.register({**TINY, "optimizer": "adam"}, optimizer=optax.adam(0.1))
+    custom.register(TINY, optimizer=optax.adam(0.1))
+    custom.register({**TINY, "optimizer": "adam"})
     with pytest.raises(UsageError, match="learning_rate counts with optimizer=sgd or adam or"):
         fedjax_pfl.run({**TINY, "learning_rate": 0.1}, optimizer=optax.adam(0.1))
 
 
 def test_an_optimizer_is_known_by_what_it_is_made_of():
     def name(optimizer):
-        return custom.added({}, optimizer=optimizer)[1]["optimizer"]
+        return custom.register({}, optimizer=optimizer)[1]["optimizer"]
 
     decay = optax.cosine_decay_schedule
     assert name(optax.adamw(0.1)) == name(optax.adamw(0.1))
@@ -109,7 +109,7 @@ def test_a_schedule_reaches_the_rate_of_a_round():
     }
 
     def training(**changes):
-        words, given = custom.added({**settings, **changes}, algorithm=spy)
+        words, given = custom.register({**settings, **changes}, algorithm=spy)
         built = build.build(configuration.complete(given, words), words=words)
         return seen[-1], build.fixed_length(built)
 

@@ -71,10 +71,10 @@ def logistic(outputs, *, weight: float = 1.0):
 
 def written(settings, **brought):
     """Settings as a run directory has them, of a run that is not run."""
-    words, given = custom.added({**SETTINGS, **settings}, dataset=examples(), **brought)
+    words, given = custom.register({**SETTINGS, **settings}, dataset=examples(), **brought)
     config = configuration.complete(given, words)
     build(config, words=words)
-    return configuration.resolved(config, words)
+    return configuration.resolve(config, words)
 
 
 def test_a_directory_goes_on_with_the_same_network_and_files_are_read_back(tmp_path):
@@ -136,7 +136,7 @@ def test_modules_classes_and_functions_and_their_settings():
 
 def test_digests_follow_the_code_and_what_a_module_is_made_with():
     def digest(brought):
-        return written({}, model=brought)[custom.name_of(brought)]["digest"]
+        return written({}, model=brought)[custom.object_name(brought)]["digest"]
 
     one, other = nn.Sequential([nn.Dense(2)]), nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(2)])
     assert digest(one) == digest(nn.Sequential([nn.Dense(2)])) != digest(other)
@@ -163,8 +163,11 @@ def test_a_configuration_imports_what_it_names(tmp_path, monkeypatch):
     assert (config["model"], config["task"]) == ("net", "learned")
     assert set(config["net"]) == {"digest"}
     for said, line in (
-        ("nowhere:net", "model is 'nowhere:net', MODULE:NAME, and cannot be had: No module named"),
-        ("somewhere:nett", "cannot be had: module 'somewhere' has no attribute 'nett'"),
+        (
+            "nowhere:net",
+            "model is 'nowhere:net', MODULE:NAME, and cannot be loaded: No module named",
+        ),
+        ("somewhere:nett", "cannot be loaded: module 'somewhere' has no attribute 'nett'"),
     ):
         assert line in message(lambda said=said: written({"model": said}))
     both = {"model": "somewhere:net"}
@@ -220,15 +223,35 @@ class Small(nn.Module):
 @pytest.mark.parametrize(
     ("settings", "brought", "line"),
     [
-        ({}, {"model": "mlp"}, "model= brings a linen module, an NNX module's class or a functio"),
-        ({}, {"model": Modern(2, rngs=nnx.Rngs(0))}, "model= is given an NNX module, Modern, that"),
-        ({}, {"model": without_rngs}, "without_rngs makes an NNX module; let it take rngs"),
-        ({}, {"model": needs}, "needs needs hidden; give it a default, or bring a function that"),
-        ({}, {"model": nothing}, "nothing makes no linen or NNX module, but NoneType"),
-        ({"model": "mlp"}, {"model": Net}, "the configuration says model='mlp', and model= brings"),
-        ({"task": "tokens"}, {"task": logistic}, "the configuration says task='tokens', and task="),
-        ({"model": Net}, {}, "model in the settings is a name, not <class "),
-        ({"optimizer": optax.sgd(0.1)}, {}, "optimizer in the settings is a name, not Gradient"),
+        ({}, {"model": "mlp"}, "model= must be a linen module, an NNX class or a function that"),
+        (
+            {},
+            {"model": Modern(2, rngs=nnx.Rngs(0))},
+            "model=Modern is an NNX module that has parameters already",
+        ),
+        (
+            {},
+            {"model": without_rngs},
+            "without_rngs returns an NNX module; give it an argument rngs",
+        ),
+        ({}, {"model": needs}, "needs needs hidden; give it a default, or pass a function that"),
+        ({}, {"model": nothing}, "nothing must return a linen or NNX module, got NoneType"),
+        (
+            {"model": "mlp"},
+            {"model": Net},
+            "the settings select model='mlp', and model= passes Net",
+        ),
+        (
+            {"task": "tokens"},
+            {"task": logistic},
+            "the settings select task='tokens', and task= passes",
+        ),
+        ({"model": Net}, {}, "model in the settings must be a name, got <class "),
+        (
+            {"optimizer": optax.sgd(0.1)},
+            {},
+            "optimizer in the settings must be a name, got Gradient",
+        ),
         ({}, {"model": Thirsty}, "Thirsty fails for examples (5,): `deterministic` is False, but "),
         ({}, {"model": Counts}, "Counts has bias, a parameter of int32; use real numbers"),
         ({}, {"model": Narrow}, "Narrow gives [2, 7] for 2 examples, and their task needs [2, 2]"),
@@ -247,7 +270,7 @@ class Small(nn.Module):
         ({"task": "token"}, {}, "there is no task 'token'; did you mean tokens?"),
         ({"metrics": "auroc,f1"}, {}, "metrics: task classification has none called 'f1'; there"),
         ({}, {"task": nothing}, "nothing returns no Task, but NoneType"),
-        ({}, {"task": Net(2)}, "Net must take (outputs), and settings of its own by key"),
+        ({}, {"task": Net(2)}, "Net must take (outputs), and its settings by keyword"),
         ({"algorithm": "fedmn"}, {"model": Net}, "fedmn routes examples with one label through"),
         ({"algorithm": "fedem", "model": "lstm"}, {"x": TOKENS, "y": TOKENS}, "fedem mixes probab"),
     ],

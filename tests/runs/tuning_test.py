@@ -16,7 +16,7 @@ from fedjax_pfl.report.run_index import Known
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.tuning import choice, grids, own, search, trials
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.custom import added
+from fedjax_pfl.settings.custom import register
 from tests.commands import message
 from tests.experiments.tune_test import loaded, plain
 from tests.runs.common import contents, read_metrics, undisturbed, untimed
@@ -185,7 +185,7 @@ def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys
     rows = list(csv.DictReader((tmp_path / "tune.csv").read_text().splitlines()))
     means = {(row["method"], row["chosen"]): row["validation_mean"] for row in rows}
     assert means["slowed", "1"] == means["fedavg", "1"] > means["slowed", "0"]
-    words, given = added(found["slowed"], algorithm=slowed)
+    words, given = register(found["slowed"], algorithm=slowed)
     configuration.specify(configuration.complete(given, words), words)
     # A second time, all runs are known.
     monkeypatch.setattr(runner, "run_points", forbidden)

@@ -16,7 +16,8 @@ from fedjax_pfl.data import SPLITS, partition_settings, source_settings
 from fedjax_pfl.networks.lowerings.conv import lowering
 from fedjax_pfl.runs import build, runner
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import ROWS
+from fedjax_pfl.settings.differences import differences
+from fedjax_pfl.settings.general import SETTINGS
 
 TINY = {
     "dataset": "synthetic",
@@ -95,7 +96,7 @@ def test_names_are_unique_across_kinds_and_settings():
 
 
 def test_the_facts_of_a_row_agree_with_each_other():
-    for name, row in ROWS.items():
+    for name, row in SETTINGS.items():
         assert not (row.per_phase and row.resumable), name
         assert not row.per_process or row.resumable, name
         assert not row.sweepable or (row.tunable and not row.defines_data), name
@@ -104,12 +105,12 @@ def test_the_facts_of_a_row_agree_with_each_other():
         assert not row.choices or row.default in row.choices, name
         unset = isinstance(row.default, type)
         assert unset or not isinstance(row.default, int | float) or row.violation(row.default) == ""
-    assert ROWS["split"].choices == SPLITS
-    for name in ROWS["conv"].choices:
+    assert SETTINGS["split"].choices == SPLITS
+    for name in SETTINGS["conv"].choices:
         lowering(name)
     with pytest.raises(UsageError, match="is not a lowering") as error:
         lowering("another")
-    assert set(ROWS["conv"].choices) == set(str(error.value).partition("from ")[2].split(", "))
+    assert set(SETTINGS["conv"].choices) == set(str(error.value).partition("from ")[2].split(", "))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_the_facts_of_a_row_agree_with_each_other():
     ],
 )
 def test_a_row_says_what_a_value_must_be(name, values, wanted):
-    assert tuple(ROWS[name].violation(value) for value in values) == wanted
+    assert tuple(SETTINGS[name].violation(value) for value in values) == wanted
 
 
 def test_no_list_of_settings_is_written_by_hand():
@@ -134,7 +135,7 @@ def test_no_list_of_settings_is_written_by_hand():
             if isinstance(node, ast.Dict) and all(isinstance(v, ast.Constant) for v in node.values):
                 items = node.keys
             words = {one.value for one in items if isinstance(one, ast.Constant)}
-            named = {word for word in words if isinstance(word, str) and word in ROWS}
+            named = {word for word in words if isinstance(word, str) and word in SETTINGS}
             if path.name != "general.py" and path.parent.name not in ("presets", "testing"):
                 assert len(named) <= 2, (path, node.lineno, sorted(named))
 
@@ -203,36 +204,31 @@ def test_groups_change_the_model():
 
 def test_resolved_holds_what_is_used_and_is_json():
     made = checked({"groups": [{}, {"model": "small"}], "phases": [{}, {"algorithm": "local"}]})
-    plain = configuration.resolved(made)
+    plain = configuration.resolve(made)
     assert json.loads(json.dumps(plain, allow_nan=False))
     sub = {key for key in plain if key in {name for _, name in FACTORIES}}
     assert sub == {"synthetic", "iid", "mlp", "small"}
     assert plain["clients"] == 3
     assert configuration.default().keys() - plain.keys() <= {name for _, name in FACTORIES}
     again = configuration.complete(json.loads(json.dumps(plain)))
-    assert configuration.resolved(again) == plain
+    assert configuration.resolve(again) == plain
 
 
 def test_differences_name_the_settings_that_a_resumption_keeps():
-    old = configuration.resolved(checked({}))
-    assert configuration.differences(old, old) == []
+    old = configuration.resolve(checked({}))
+    assert differences(old, old) == []
     now = json.loads(json.dumps(old))
     younger = {k: v for k, v in now.items() if k not in ("keep_head", "groups")}
-    assert (
-        configuration.differences(younger, now) == []
-    )  # settings that came later, at their defaults
-    assert (
-        "keep_head (False there"
-        in configuration.differences(younger, {**now, "keep_head": True})[0]
-    )
+    assert differences(younger, now) == []  # settings that came later, at their defaults
+    assert "keep_head (False there" in differences(younger, {**now, "keep_head": True})[0]
     new = {**old, "seed": 3, "data_dir": "x", "chunk": 4, "devices": 1, "checkpoint_every": 2}
-    (line,) = configuration.differences(old, new)
+    (line,) = differences(old, new)
     assert re.fullmatch(r"seed \(0 there, 3 here\)", line)
-    assert configuration.differences(old, {k: v for k, v in old.items() if k != "seed"})[
-        0
-    ].startswith("seed (0 there, None here)")
-    nested = configuration.resolved(checked({"mlp": {"hidden": (5,)}}))
-    (line,) = configuration.differences(old, nested)
+    assert differences(old, {k: v for k, v in old.items() if k != "seed"})[0].startswith(
+        "seed (0 there, None here)"
+    )
+    nested = configuration.resolve(checked({"mlp": {"hidden": (5,)}}))
+    (line,) = differences(old, nested)
     assert line.startswith("mlp.hidden (")
 
 

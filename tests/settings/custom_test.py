@@ -13,6 +13,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration, custom
+from fedjax_pfl.settings.differences import differences
 from tests.commands import message
 
 DRAW = np.random.default_rng(0)
@@ -48,7 +49,7 @@ def test_the_configuration_names_both_and_holds_their_settings(tmp_path):
     assert (there["dataset"], there["algorithm"]) == ("examples", "mine")
     assert there["mine"].pop("digest")
     assert there["mine"] == {"share": 0.25}
-    assert there["examples"] == {"digest": custom.digest(examples())}
+    assert there["examples"] == {"digest": custom.dataset_digest(examples())}
     assert result.federation.clients == 4
     # Goes on with the same, refuses others.
 
@@ -66,12 +67,12 @@ def test_the_configuration_names_both_and_holds_their_settings(tmp_path):
     given = {"dataset": examples("examples"), "algorithm": mine}
     assert fedjax_pfl.run(there, tmp_path, **given).resumed_at == 1
     line = message(lambda: fedjax_pfl.run(there, **{**given, "dataset": examples("examples", -X)}))
-    assert "they are others" in line
+    assert "use the examples of the configuration" in line
 
 
 def test_the_library_is_as_it_was():
     before = configuration.default().to_dict()
-    words, _ = custom.added({}, dataset=examples(), algorithm=mine_too)
+    words, _ = custom.register({}, dataset=examples(), algorithm=mine_too)
     assert set(words.dataset) - set(configuration.DATASETS) == {"mine"}
     assert configuration.default().to_dict() == before
     assert "mine_too" not in configuration.ALGORITHMS
@@ -83,7 +84,7 @@ def mine_too(model, training, federation):
 
 def test_a_method_of_ones_own_in_a_phase_and_beside_ours():
     phases = ({"rounds": 2}, {"algorithm": "mine", "mine": {"share": 0.1}, "rounds": 3})
-    words, given = custom.added(
+    words, given = custom.register(
         {**SETTINGS, "algorithm": "fedavg", "phases": phases},
         dataset=examples("examples"),
         algorithm=mine,
@@ -113,16 +114,18 @@ def versions():
 
 def test_a_directory_of_another_version_of_a_method_is_refused():
     def resolved(factory):
-        words, given = custom.added({**SETTINGS}, dataset=examples("examples"), algorithm=factory)
+        words, given = custom.register(
+            {**SETTINGS}, dataset=examples("examples"), algorithm=factory
+        )
         config = configuration.complete(given, words)
-        return configuration.resolved(config, words), words, config
+        return configuration.resolve(config, words), words, config
 
     (first, words, config), (second, *_), (again, *_) = map(resolved, versions())
     assert first == again
-    (line,) = configuration.differences(first, second)
+    (line,) = differences(first, second)
     assert line.startswith("method.digest ('")
     config.method.digest = second["method"]["digest"]
-    with pytest.raises(UsageError, match=r"method\.digest is \w+, and .* its code is another"):
+    with pytest.raises(UsageError, match=r"method\.digest is \w+, but the function has"):
         build(config, words=words)
 
 
@@ -132,22 +135,22 @@ def test_a_function_without_source_has_a_digest_too():
         scope = {}
         exec(f"def typed(model, training, federation): return [model, {share}]", scope)
         typed = scope["typed"]
-        versioned = custom._versioned("typed", typed, custom._source_digest(typed))
-        made.add(configuration.settings(versioned)["digest"])
+        versioned = custom._with_digest("typed", typed, custom._source_digest(typed))
+        made.add(configuration.factory_settings(versioned)["digest"])
     assert len(made) == 2
 
 
 def test_digests_tell_examples_apart():
-    one = custom.digest(examples())
-    assert custom.digest(examples("other")) == one
+    one = custom.dataset_digest(examples())
+    assert custom.dataset_digest(examples("other")) == one
     assert (
         len(
             {
                 one,
-                custom.digest(examples(x=X + 1e-6)),
-                custom.digest(examples(outputs=4)),
-                custom.digest(examples(scale=2.0)),
-                custom.digest(fedjax_pfl.arrays(X, Y, owners=OWNERS[::-1])),
+                custom.dataset_digest(examples(x=X + 1e-6)),
+                custom.dataset_digest(examples(outputs=4)),
+                custom.dataset_digest(examples(scale=2.0)),
+                custom.dataset_digest(fedjax_pfl.arrays(X, Y, owners=OWNERS[::-1])),
             }
         )
         == 5
@@ -185,18 +188,18 @@ def too_few(model, task):
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        ({"dataset": (X, Y)}, "dataset must be what fedjax_pfl.arrays(x, y) makes"),
+        ({"dataset": (X, Y)}, "dataset= must be a Dataset, such as fedjax_pfl.arrays(x, y)"),
         (
             {"dataset": examples("digits")},
-            "'digits' is the name of one of ours (dataset) already; use arrays(",
+            "'digits' is the name of a built-in dataset already; use arrays(",
         ),
         ({"dataset": examples("rounds")}, "'rounds' is the name of a setting already; use arrays("),
         ({"dataset": examples("my data")}, "'my data' cannot name the dataset in a configuration"),
         (
             {"algorithm": named("fedavg")},
-            "'fedavg' is the name of one of ours (algorithm) already; use",
+            "'fedavg' is the name of a built-in algorithm already; use",
         ),
-        ({"algorithm": "fedavg"}, "algorithm= brings a function, not 'fedavg'; ours go by their"),
+        ({"algorithm": "fedavg"}, "algorithm= must be a function, got 'fedavg'; select a built-in"),
         ({"algorithm": named("<lambda>")}, "'<lambda>' cannot name the algorithm"),
         ({"algorithm": too_few}, "too_few must take (model, training, federation), and"),
         ({"algorithm": without_default}, "without_default must take (model, training, federation"),
@@ -222,7 +225,7 @@ def test_what_is_wrong_with_what_is_brought(given, line):
     [
         (
             {"dataset": "digits"},
-            "the configuration says dataset='digits', and examples called 'min",
+            "the settings select dataset='digits', and dataset= passes 'mine'",
         ),
         ({"fraction": 0.5}, "fraction is for datasets by name; give fewer examples instead"),
         (
@@ -242,8 +245,8 @@ def test_a_factory_that_takes_any_setting():
     def loose(model, training, federation, **more):
         return mine(model, training, federation, **more)
 
-    words, _ = custom.added({}, algorithm=loose)
-    assert list(configuration.settings(words.algorithm["loose"])) == ["digest"]
+    words, _ = custom.register({}, algorithm=loose)
+    assert list(configuration.factory_settings(words.algorithm["loose"])) == ["digest"]
 
 
 @pytest.mark.slow("several runs")
@@ -253,7 +256,7 @@ def test_code_without_a_source_is_known_by_what_it_does():
 from fedjax_pfl.settings import custom
 space = {}
 exec("def typed(*given):\\n    return given in {'a', 'b', 'c', 'd'}", space)
-print(custom._compiled(space["typed"].__code__))
+print(custom._code_text(space["typed"].__code__))
 """
     found = {
         subprocess.run(
@@ -270,5 +273,5 @@ print(custom._compiled(space["typed"].__code__))
 
 def test_settings_that_are_no_mapping():
     line = message(lambda: fedjax_pfl.run("fedavg"))
-    assert line == "settings are a mapping, such as {'algorithm': 'fedavg'}, not 'fedavg'"
-    assert message(lambda: fedjax_pfl.run([])).endswith("not []")
+    assert line == "settings must be a mapping, such as {'algorithm': 'fedavg'}, got 'fedavg'"
+    assert message(lambda: fedjax_pfl.run([])).endswith("got []")

@@ -93,4 +93,4 @@ def test_anything_works_or_is_refused_in_one_line(changes):
     assert bool(said) != bool(made)
     if said:
         return
-    json.dumps(configuration.resolved(configuration.complete(given)), allow_nan=False)
+    json.dumps(configuration.resolve(configuration.complete(given)), allow_nan=False)

@@ -10,7 +10,7 @@ from fedjax_pfl.settings import configuration, selection
 
 
 def checked(given):
-    selection.check_given(given, [configuration.complete(given)])
+    selection.check_used(given, [configuration.complete(given)])
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_what_some_part_reads_passes(given):
 def test_a_setting_of_one_of_the_methods_that_are_tuned_passes():
     given = {"fedprox": {"mu": 0.7}}
     each = [configuration.complete({**given, "algorithm": a}) for a in ("local", "fedprox")]
-    selection.check_given(given, each)
+    selection.check_used(given, each)
     with pytest.raises(UsageError, match="algorithm is local;"):
-        selection.check_given(given, each[:1])
+        selection.check_used(given, each[:1])
 
 
 def test_dotted_names_are_groups():

@@ -6,7 +6,7 @@ import jax
 
 from fedjax_pfl import transforms
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import GENERAL, ROWS
+from fedjax_pfl.settings.general import SETTING_GROUPS, SETTINGS
 from tests import documents, tiny
 from tests.transforms.upload_noise_test import UP, scripted
 
@@ -18,7 +18,7 @@ def around():
 
 
 def value_of(**settings):
-    return {**{name: row.default_value for name, row in ROWS.items()}, **settings}.__getitem__
+    return {**{name: row.default_value for name, row in SETTINGS.items()}, **settings}.__getitem__
 
 
 def test_each_brings_its_own_rows():
@@ -27,7 +27,7 @@ def test_each_brings_its_own_rows():
     for one in transforms.REGISTRY:
         assert one.settings
         for name, row in one.settings.items():
-            assert GENERAL[one.title][name] is ROWS[name] is row
+            assert SETTING_GROUPS[one.title][name] is SETTINGS[name] is row
 
 
 def test_by_default_none_is_asked_for():

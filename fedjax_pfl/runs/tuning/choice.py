@@ -11,7 +11,7 @@ from fedjax_pfl.report.numbers import metric_of, number
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.runs.tuning.grids import Point, word
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.metrics import mean_std
 
 
@@ -153,9 +153,9 @@ def given(
     config: ConfigDict, words: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, Any]:
     """What differs from the defaults in the settings that are used; not what suits a machine."""
-    plain = configuration.resolved(config, words)
+    plain = configuration.resolve(config, words)
     usual = configuration.default(words).to_dict()
-    kept = {key: v for key, v in plain.items() if key not in having("resumable")}
+    kept = {key: v for key, v in plain.items() if key not in settings_with("resumable")}
     return _different(kept, usual)
 
 
@@ -208,7 +208,7 @@ from fedjax_pfl.core.errors import UsageError
 def get_config(preset={first}):
     """What was chosen for a method."""
     if preset not in CHOSEN:
-        hint = configuration.nearest(preset, CHOSEN)
+        hint = configuration.suggestion(preset, CHOSEN)
         raise UsageError(f"there is no preset {{preset!r}}{{hint}}")
     config = configuration.complete(COMMON)
     configuration.override(config, CHOSEN[preset])

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.settings import configuration
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 
 Grid = dict[
     str, tuple[Any, ...]
@@ -20,7 +20,7 @@ Point = dict[str, Any]  # a value of each
 
 # What can be tuned besides a method's own settings: all else is the problem, the budget, or how
 # things are computed and measured, and is the same for all.
-TRAINING = having("tunable")
+TRAINING = settings_with("tunable")
 _EXAMPLE = '"learning_rate=.1,.01; pfedla.rate=.05,.5"'
 _MOST = 1000  # points of a method
 _WORDS = {"true": True, "false": False}
@@ -74,7 +74,7 @@ def _place(
         return None, last
     if group not in there:
         top = key.partition(".")[0]
-        if top in having("budget"):
+        if top in settings_with("budget"):
             raise UsageError(
                 f"{key} cannot be tuned: it is a part of the budget; set it outside the grid"
             )
@@ -87,7 +87,7 @@ def _place(
             )
         known = [f"{method}.{name}" for method in methods for name in like.get(method, ())]
         raise UsageError(
-            f"there is no setting {key}{configuration.nearest(key, [*TRAINING, *known])}"
+            f"there is no setting {key}{configuration.suggestion(key, [*TRAINING, *known])}"
         )
     if group not in methods:
         raise UsageError(
@@ -98,7 +98,7 @@ def _place(
         return group, key
     if last in TRAINING:
         return group, last
-    hint = configuration.nearest(last, [*like.get(group, ()), *TRAINING], f"{group}.{{}}")
+    hint = configuration.suggestion(last, [*like.get(group, ()), *TRAINING], f"{group}.{{}}")
     raise UsageError(f"there is no setting {key}{hint}")
 
 

@@ -41,7 +41,7 @@ def tune(
             raise UsageError(f"{name} is {count}; it must be at least {smallest}")
     if isinstance(methods, str):
         raise UsageError(f"methods is {methods!r}; give a list of names")
-    words, given = custom.added(config, **brought)
+    words, given = custom.register(config, **brought)
     base = configuration.complete(given, words)
     if base.sweep:
         raise UsageError("what is tried is said by the grid here; leave sweep out")
@@ -49,7 +49,7 @@ def tune(
     for method in search.known(methods or [base.algorithm], words):
         each[method] = base.copy_and_resolve_references()
         each[method].algorithm = method
-    selection.check_given(given, list(each.values()), words)
+    selection.check_used(given, list(each.values()), words)
     selection.check_owners(brought.get("dataset"), each.values())
     texts = [_text(key, values) for key, values in grid.items()]
     made = search.plan(each, texts, rounds, budget, budget_seed, words)

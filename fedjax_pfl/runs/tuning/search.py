@@ -146,6 +146,6 @@ def known(methods: Iterable[str], words: Registry = BUILTINS) -> list[str]:
     """Each of them once, or UsageError."""
     for method in methods:
         if method not in words.algorithm:
-            hint = configuration.nearest(method, words.algorithm)
+            hint = configuration.suggestion(method, words.algorithm)
             raise UsageError(f"there is no method {method!r}{hint}")
     return list(dict.fromkeys(methods))

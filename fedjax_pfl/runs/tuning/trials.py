@@ -18,11 +18,11 @@ from fedjax_pfl.runs.tuning.choice import Tried
 from fedjax_pfl.runs.tuning.grids import Point, apply, word
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
-from fedjax_pfl.settings.general import having
+from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation import sweep
 
 # What says how many client visits a run has; on the command line it is for all methods alike.
-LENGTH = having("sets_participation")
+LENGTH = settings_with("sets_participation")
 
 
 class Trial(NamedTuple):
@@ -138,7 +138,7 @@ def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
         )
 
     def problem(one: ConfigDict) -> Any:
-        return comparison.problem(configuration.resolved(one, words))
+        return comparison.problem(configuration.resolve(one, words))
 
     counts = {trial.method: visits(trial.config, words) for trial in trials}
     if len(set(counts.values())) > 1 and not as_preset:
@@ -219,7 +219,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
 
 
 def _is_sweepable(name: str, method: str) -> bool:
-    return name in having("sweepable") or name.startswith(f"{method}.")
+    return name in settings_with("sweepable") or name.startswith(f"{method}.")
 
 
 def _alike(jobs: Sequence[Job]) -> list[list[Job]]:

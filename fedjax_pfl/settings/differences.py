@@ -1,0 +1,71 @@
+"""Differences between the configuration of a run directory and the one to resume it with."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedjax_pfl.settings.configuration import default
+from fedjax_pfl.settings.general import settings_with
+
+
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Returns the settings in which two resolved configurations differ, with both values.
+
+    Settings that may change when a run is resumed are ignored.
+
+    Args:
+      old: The configuration of a run directory. A setting that it lacks, because the library did
+        not have it yet, has its default value.
+      new: The configuration to resume with.
+      defaults: Defaults of all settings; None for those of the library.
+    """
+    lines: list[str] = []
+    defaults = default().to_dict() if defaults is None else defaults
+    for key in sorted({*old, *new} - {*settings_with("resumable")}):
+        usual = defaults.get(key)
+        usual = list(usual) if isinstance(usual, tuple) else usual
+        old_value, new_value = old.get(key, usual), new.get(key)
+        if isinstance(old_value, Mapping) and isinstance(new_value, Mapping):
+            inner = usual if isinstance(usual, Mapping) else {}
+            lines += [f"{key}.{line}" for line in differences(old_value, new_value, inner)]
+        elif old_value != new_value:
+            parts = _changed_rounds(old_value or (), new_value or ()) if key == "phases" else []
+            lines += parts or [f"{key} ({old_value!r} there, {new_value!r} here)"]
+    return lines
+
+
+def _changed_rounds(old: Sequence[Any], new: Sequence[Any]) -> list[str]:
+    """Returns a line for each phase with other rounds, or nothing if phases differ in more."""
+    if list(map(_without_rounds, old)) != list(map(_without_rounds, new)):
+        return []
+    pairs = enumerate((a.get("rounds"), b.get("rounds")) for a, b in zip(old, new, strict=True))
+    return [f"phases[{i}].rounds ({a} there, {b} here)" for i, (a, b) in pairs if a != b]
+
+
+def only_adds_rounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Returns True if a configuration differs from the old one only by more rounds at the end."""
+
+    def same_rounds(plain: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            **plain,
+            "rounds": 1,
+            "phases": list(map(_without_rounds, plain.get("phases") or ())),
+        }
+
+    before, after = _rounds(old), _rounds(new)
+    return (
+        len(before) == len(after)
+        and before[:-1] == after[:-1]
+        and before[-1] < after[-1]
+        and not differences(same_rounds(old), same_rounds(new))
+    )
+
+
+def _rounds(plain: Mapping[str, Any]) -> list[int]:
+    """Returns the rounds of each phase of a resolved configuration."""
+    return [phase.get("rounds", plain["rounds"]) for phase in plain.get("phases") or [{}]]
+
+
+def _without_rounds(phase: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in phase.items() if key != "rounds"}

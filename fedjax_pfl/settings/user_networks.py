@@ -1,0 +1,163 @@
+"""Factories of user-defined networks, with the interface of the built-in ones.
+
+A network is a linen module or its class, the class of an NNX module, or a function that creates
+either. Its settings are the arguments or fields whose default is a bool, a number, a string or a
+tuple. It is called with `outputs` and, to create an NNX module, with `rngs`, if it accepts them.
+"""
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.networks.user_defined import LinenNetwork, UserNetwork
+
+_SETTING_TYPES = (bool, int, float, str, tuple)
+_PASSED = ("parent", "name", "outputs", "rngs", "self")  # arguments that are no settings
+
+
+def object_name(component: Any) -> str:
+    """Returns the name of a class or function, or of the class of another object."""
+    return str(getattr(component, "__name__", "") or type(component).__name__)
+
+
+def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetwork]:
+    """Returns a factory (*, outputs, digest, settings) -> UserNetwork.
+
+    Args:
+      name: Name of the network in the configuration.
+      network: A linen module or class, an NNX class, or a function that creates one.
+      digest: Digest of its code. It is a setting, so a configuration records the code it used.
+    """
+    if _is_nnx(network):
+        raise UsageError(
+            f"model={name} is an NNX module that has parameters already; pass its class, or a "
+            "function of rngs that creates it"
+        )
+    if _is_torch(network):
+        raise UsageError(
+            f"model={name} is a PyTorch module, and clients train in JAX; give a Flax module, such "
+            "as fedjax_pfl.networks.MLP(outputs=10)"
+        )
+    if not (isinstance(network, nn.Module) or callable(network)):
+        raise UsageError(
+            "model= must be a linen module, an NNX class or a function that creates one, got "
+            f"{network!r}; select a built-in network in the settings: {{'model': 'mlp'}}"
+        )
+    accepted, defaults = _signature(name, network)
+    config_digest = digest
+
+    def factory(*, outputs: int, digest: str = config_digest, **settings: Any) -> UserNetwork:
+        if digest != config_digest:
+            raise UsageError(
+                f"{name}.digest is {digest}, but the network has {config_digest}; use the code of "
+                "the configuration"
+            )
+        facts = {**settings, "digest": digest}
+        arguments = settings | ({"outputs": outputs} if "outputs" in accepted else {})
+        if isinstance(network, nn.Module):
+            return LinenNetwork(name, facts, network.clone(**settings))
+        if "rngs" in accepted or _is_nnx_class(network):
+            return _nnx_network(name, facts, network, arguments, "rngs" in accepted)
+        return LinenNetwork(name, facts, _check_module(name, network(**arguments), nn.Module))
+
+    all_defaults = {**defaults, "digest": digest}
+    types = {**{key: type(value) for key, value in defaults.items()}, "digest": str}
+    factory.__annotations__ = types
+    factory.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(
+                key, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[key]
+            )
+            for key, value in all_defaults.items()
+        ]
+    )
+    return factory
+
+
+def _is_torch(network: Any) -> bool:
+    """Returns True for a PyTorch module or its class, without importing PyTorch."""
+    classes = (network if isinstance(network, type) else type(network)).__mro__
+    return any(base.__module__.partition(".")[0] == "torch" for base in classes)
+
+
+def _nnx_network(
+    name: str,
+    facts: Mapping[str, Any],
+    factory: Any,
+    arguments: Mapping[str, Any],
+    takes_rngs: bool,
+) -> UserNetwork:
+    """Returns a network that creates an NNX module from `arguments` and, if it takes them, rngs."""
+    from flax import nnx
+
+    from fedjax_pfl.networks.user_defined_nnx import NnxNetwork
+
+    def create(rngs: Any) -> Any:
+        module = factory(**arguments, **({"rngs": rngs} if takes_rngs else {}))
+        return _check_module(name, module, nnx.Module)
+
+    return NnxNetwork(name, facts, create)
+
+
+def _nnx_module() -> type | None:
+    """Returns NNX's Module if NNX is imported already: the import is slow."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx.Module if nnx else None
+
+
+def _is_nnx(value: Any) -> bool:
+    module = _nnx_module()
+    return module is not None and isinstance(value, module)
+
+
+def _is_nnx_class(value: Any) -> bool:
+    module = _nnx_module()
+    return module is not None and inspect.isclass(value) and issubclass(value, module)
+
+
+def _check_module(name: str, module: Any, kind: type) -> Any:
+    """Returns the module; raises UsageError if it is of another kind."""
+    if isinstance(module, kind):
+        return module
+    if _is_nnx(module):
+        raise UsageError(f"{name} returns an NNX module; give it an argument rngs, an nnx.Rngs")
+    raise UsageError(f"{name} must return a linen or NNX module, got {type(module).__name__}")
+
+
+def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
+    """Returns the names that a network accepts, and its settings with their defaults."""
+    defaults: dict[str, Any] = {}
+    empty = inspect.Parameter.empty
+    if isinstance(network, nn.Module):
+        defaults = {f.name: getattr(network, f.name) for f in dataclasses.fields(network)}
+    elif inspect.isclass(network) and issubclass(network, nn.Module):
+        for field in dataclasses.fields(network):
+            computed = field.default_factory is not dataclasses.MISSING
+            missing = field.default is dataclasses.MISSING
+            defaults[field.name] = ... if computed else empty if missing else field.default
+    else:
+        # The signature of an NNX class is that of its metaclass.
+        function = network.__init__ if inspect.isclass(network) else network
+        defaults = {
+            p.name: p.default
+            for p in inspect.signature(function).parameters.values()
+            if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        }
+    for key, value in defaults.items():
+        if value is empty and key not in _PASSED:
+            raise UsageError(
+                f"{name} needs {key}; give it a default, or pass a function that creates the module"
+            )
+    if "digest" in defaults:
+        raise UsageError(f"{name} has a setting digest, a reserved name; rename it")
+    settings = {
+        key: value
+        for key, value in defaults.items()
+        if key not in _PASSED and isinstance(value, _SETTING_TYPES)
+    }
+    return set(defaults), settings
