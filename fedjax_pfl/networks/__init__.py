@@ -1,7 +1,7 @@
-"""Networks. All are called `(x, train=False, mask=None)`.
+"""Networks, called as `(x, train=False, mask=None)`.
 
-`layers` names a network's layers as `trees.layer_name` does, in the order in which they are called
-(a tree of parameters is sorted by name and cannot tell); `head` is the last of them.
+`layers` has the names of a network's layers as in `trees.layer_name`, in the order of their calls,
+which a tree of parameters, sorted by name, does not show. `head` is the last layer.
 """
 
 from fedjax_pfl.networks.cnn import CNN, DropoutCNN
@@ -15,8 +15,7 @@ from fedjax_pfl.networks.resnet9 import ResNet9
 from fedjax_pfl.networks.small import SmallCNN
 from fedjax_pfl.networks.transformer import Transformer
 
-# By the names that a configuration uses; their fields are its settings.
-MODELS = {
+MODELS = {  # by the name that a configuration uses; fields are settings
     "cnn": CNN,
     "cnn1d": CNN1D,
     "dropout_cnn": DropoutCNN,

@@ -1,4 +1,4 @@
-"""Two-layer convolutional networks: of the EMNIST experiments, and of simulators' benchmarks."""
+"""Networks with two convolutions, for EMNIST and for benchmarks of simulators."""
 
 import flax.linen as nn
 import jax
@@ -9,10 +9,10 @@ from fedjax_pfl.networks.lowerings.conv import lowering, max_pool
 
 
 class CNN(LeNet):
-    """LeNet's shape with 32 and 64 kernels and one hidden layer; 2,278,334 parameters on 28x28x1.
+    """LeNet with 32 and 64 kernels and one hidden layer; 2,278,334 parameters on 28x28x1 images.
 
     References: Marfoq et al., "Federated Multi-Task Learning under a Mixture of Distributions"
-    (2021), whose testbed FedMN uses.
+    (2021), whose test bed FedMN uses.
     """
 
     outputs: int = 62
@@ -23,17 +23,17 @@ class CNN(LeNet):
 class DropoutCNN(nn.Module):
     """Two 3x3 convolutions, one pooling, a hidden layer, dropout; 1,626,442 parameters on 32x32x3.
 
-    Layers are conv1, conv2, fc1 and fc2; dropout is before and after fc1. Weights start as Glorot's
-    uniform, biases as PyTorch's.
+    Layers are conv1, conv2, fc1 and fc2. Weights are initialised from Glorot's uniform
+    distribution, biases as in PyTorch.
 
-    References: the CIFAR10 network of Granqvist et al., "pfl-research: simulation framework for
+    References: the CIFAR-10 network of Granqvist et al., "pfl-research: simulation framework for
     accelerating research in Private Federated Learning" (2024). Deviations: the second ReLU comes
-    after pooling, which commutes with it.
+    after pooling, which gives the same result.
 
     Args:
-      kernels: how many each convolution has.
-      hidden: outputs of fc1.
-      dropout: shares that are dropped in training, before and after fc1.
+      kernels: Number of kernels of each convolution.
+      hidden: Number of outputs of fc1.
+      dropout: Dropout rates before and after fc1.
     """
 
     outputs: int = 10
@@ -49,39 +49,39 @@ class DropoutCNN(nn.Module):
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return "fc2"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """[B, H, W, C] -> [B, outputs]; `mask` changes nothing here."""
+        """Maps [B, H, W, C] to [B, outputs]; `mask` is ignored."""
         del mask
         glorot = nn.initializers.xavier_uniform()
         first, second = self.kernels
-        before, after = self.dropout
+        rate1, rate2 = self.dropout
 
         def conv(x: jax.Array, outputs: int, name: str) -> jax.Array:
-            start = init.uniform(9 * x.shape[-1])
+            bias_init = init.uniform(9 * x.shape[-1])
             layer = nn.Conv(
                 outputs,
                 (3, 3),
                 padding="VALID",
                 kernel_init=glorot,
-                bias_init=start,
+                bias_init=bias_init,
                 conv_general_dilated=lowering(self.conv),
                 name=name,
             )
             return layer(x)
 
         def dense(x: jax.Array, outputs: int, name: str) -> jax.Array:
-            start = init.uniform(x.shape[-1])
-            return nn.Dense(outputs, kernel_init=glorot, bias_init=start, name=name)(x)
+            bias_init = init.uniform(x.shape[-1])
+            return nn.Dense(outputs, kernel_init=glorot, bias_init=bias_init, name=name)(x)
 
         x = conv(nn.relu(conv(x, first, "conv1")), second, "conv2")
         x = nn.relu(max_pool(x, (2, 2)))
-        x = nn.Dropout(before, deterministic=not train)(x)
+        x = nn.Dropout(rate1, deterministic=not train)(x)
         x = nn.relu(dense(x.reshape(x.shape[0], -1), self.hidden, "fc1"))
-        x = nn.Dropout(after, deterministic=not train)(x)
+        x = nn.Dropout(rate2, deterministic=not train)(x)
         return dense(x, self.outputs, self.head)

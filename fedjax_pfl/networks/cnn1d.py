@@ -1,4 +1,4 @@
-"""Convolutions over time, for windows of several channels."""
+"""A network with convolutions over time."""
 
 import flax.linen as nn
 import jax
@@ -10,16 +10,16 @@ from fedjax_pfl.networks.normalisation import batch_norm
 
 
 class CNN1D(nn.Module):
-    """Windows [B, T, C]: convolutions, each with ReLU and pooling of two, their mean over time.
+    """Convolutions with ReLU and pooling of two time steps, a mean over time and a linear head.
 
     Layers are conv1, conv2, ... and fc1; with `batch_norm` norm1, norm2, ... follow the
-    convolutions. Kernels are [kernel_size, 1, in, out]; a window keeps its length until it is
-    pooled, and one of odd length loses its last step there.
+    convolutions. Kernels have shape [kernel_size, 1, in, out]. Convolutions keep the length of a
+    window; pooling drops the last step of an odd length.
 
     Args:
-      kernels: how many each convolution has.
-      kernel_size: steps that a kernel sees, an odd number.
-      batch_norm: whether BatchNorm follows each convolution.
+      kernels: Number of kernels of each convolution.
+      kernel_size: Time steps of a kernel; must be odd.
+      batch_norm: Whether BatchNorm follows each convolution.
     """
 
     outputs: int = 10
@@ -32,28 +32,28 @@ class CNN1D(nn.Module):
     def layers(self) -> tuple[str, ...]:
         """Names of all layers, from the input to the output."""
         kinds = ("conv", "norm") if self.batch_norm else ("conv",)
-        early = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
-        return (*early, self.head)
+        body = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
+        return (*body, self.head)
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return "fc1"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """[B, T, C] and a mask bool [B] of the examples that are not padding -> [B, outputs]."""
+        """Maps [B, T, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         x = x[:, :, None]
-        around = ((self.kernel_size // 2,) * 2, (0, 0))
+        padding = ((self.kernel_size // 2,) * 2, (0, 0))
         for i, kernels in enumerate(self.kernels, 1):
             layer = init.conv(
                 x.shape[-1],
                 kernels,
                 (self.kernel_size, 1),
                 f"conv{i}",
-                padding=around,
+                padding=padding,
                 lowered=self.conv,
             )
             x = layer(x)

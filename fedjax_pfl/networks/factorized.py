@@ -1,8 +1,7 @@
-"""Networks whose kernels are made of factors, from any network, without a second copy of it.
+"""Wrappers that replace the kernels of any network by factors.
 
-A reparametrised network has the same layers under the same names. Only kernels are replaced by
-factors: all of them in `Factorized`, all but the head's in `SplitKernels` and `Hadamard`. It is
-used like the network itself.
+The wrapped network has the same layers with the same names and is used in the same way.
+`Factorized` replaces all kernels; `SplitKernels` and `Hadamard` keep the head's kernel.
 """
 
 import abc
@@ -28,20 +27,20 @@ class Reparametrised(abc.ABC):
     model: Any
     input_shape: tuple[int, ...]
     input_dtype: str = dataclasses.field(default="float32", kw_only=True)
-    sizes = (2, 3, 4)  # numbers of axes of the kernels that have factors; other kernels stay whole
-    whole_head = True  # the head keeps its plain kernel
+    kernel_axes = (2, 3, 4)  # kernels with another number of axes are not factorised
+    keep_head = True  # whether the head keeps its kernel
 
     @abc.abstractmethod
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
         """Returns initial factors for a kernel of this shape, sampled at random."""
 
-    def first(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
-        """Returns initial factors for the kernel that the network itself would start with."""
+    def initial_factors(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
+        """Returns initial factors of a layer, given the initial kernel of `model`."""
         return self.factors(key, kernel.shape)
 
     @abc.abstractmethod
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        """Returns the kernel of this shape that the factors make."""
+        """Computes the kernel of this shape from its factors."""
 
     @property
     def head(self) -> str:
@@ -53,96 +52,99 @@ class Reparametrised(abc.ABC):
 
     @cached_property
     def factorized(self) -> tuple[str, ...]:
-        """Names of the layers that have factors, from the input to the output."""
-        leaves = jax.tree_util.tree_leaves_with_path(self._plain)
+        """Names of the layers with factors, from the input to the output."""
+        leaves = jax.tree_util.tree_leaves_with_path(self._param_shapes)
         kernel = jax.tree_util.DictKey("kernel")
-        found = {
-            trees.layer_name(p) for p, leaf in leaves if p[-1] == kernel and leaf.ndim in self.sizes
+        names = {
+            trees.layer_name(path)
+            for path, leaf in leaves
+            if path[-1] == kernel and leaf.ndim in self.kernel_axes
         }
-        found -= {self.head} if self.whole_head else set()
-        return tuple(name for name in self.layers if name in found)
+        names -= {self.head} if self.keep_head else set()
+        return tuple(name for name in self.layers if name in names)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
         """Initialises the network, with factors in place of kernels."""
         variables = dict(self.model.init(key, x))
 
-        def cut(tree: PyTree, path: tuple[str, ...] = ()) -> PyTree:
+        def factorize(tree: PyTree, path: tuple[str, ...] = ()) -> PyTree:
             if not isinstance(tree, dict):
                 return tree
-            made = {word: cut(part, (*path, word)) for word, part in tree.items()}
-            if (name := "/".join(path)) in self.factorized:
-                own = jax.random.fold_in(key, self.layers.index(name))
-                made |= self.first(own, made.pop("kernel"))
-            return made
+            params = {name: factorize(part, (*path, name)) for name, part in tree.items()}
+            if (layer := "/".join(path)) in self.factorized:
+                layer_key = jax.random.fold_in(key, self.layers.index(layer))
+                params |= self.initial_factors(layer_key, params.pop("kernel"))
+            return params
 
-        return {**variables, "params": cut(variables["params"])}
+        return {**variables, "params": factorize(variables["params"])}
 
-    def apply(self, variables: PyTree, *arguments: Any, **more: Any) -> Any:
-        """Applies the network to kernels computed from the factors."""
-        params = self.plain(variables["params"])
-        return self.model.apply({**variables, "params": params}, *arguments, **more)
+    def apply(self, variables: PyTree, *arguments: Any, **options: Any) -> Any:
+        """Applies the network with kernels computed from the factors."""
+        params = self.model_params(variables["params"])
+        return self.model.apply({**variables, "params": params}, *arguments, **options)
 
-    def plain(self, params: PyTree) -> PyTree:
-        """Returns the parameters in the network's own form, with kernels."""
+    def model_params(self, params: PyTree) -> PyTree:
+        """Returns the parameters of `model`, with kernels computed from the factors."""
 
-        def join(plain: PyTree, part: PyTree, path: tuple[str, ...] = ()) -> PyTree:
-            made = {}
-            for leaf, shape in plain.items():
+        def with_kernels(shapes: PyTree, factors: PyTree, path: tuple[str, ...] = ()) -> PyTree:
+            result = {}
+            for name, shape in shapes.items():
                 if isinstance(shape, dict):
-                    made[leaf] = join(shape, part[leaf], (*path, leaf))
-                elif leaf == "kernel" and "/".join(path) in self.factorized:
-                    made[leaf] = self.kernel(part, shape.shape)
+                    result[name] = with_kernels(shape, factors[name], (*path, name))
+                elif name == "kernel" and "/".join(path) in self.factorized:
+                    result[name] = self.kernel(factors, shape.shape)
                 else:
-                    made[leaf] = part[leaf]
-            return made
+                    result[name] = factors[name]
+            return result
 
-        return join(self._plain, params)
+        return with_kernels(self._param_shapes, params)
 
     @cached_property
-    def _plain(self) -> PyTree:
+    def _param_shapes(self) -> PyTree:
+        """Shapes of the parameters of `model`."""
         example = jnp.zeros((1, *self.input_shape), self.input_dtype)
         return jax.eval_shape(self.model.init, jax.random.key(0), example)["params"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Factorized(Reparametrised):
-    """W = π(u vᵀ + μ) in every layer, the head included.
+    """Kernels W = π(u vᵀ + μ) in every layer, including the head.
 
-    u and v start from Xavier's uniform distribution and μ at zero.
+    u and v are initialised from Xavier's uniform distribution, μ with zeros. π reshapes.
 
-    A dense kernel [I, O] has u [I, rank] and v [O, rank]. For a convolution's [F, F, I, O]
-      kernel  u [F·F, rank], v [I·O, rank]: of rank 1 and with μ = 0 all F×F kernels are multiples
-              of one another
-      mixed   u [I·F, rank], v [O·F, rank], which the paper compares with
-      oihw    u and v as in `kernel`, reshaped as the authors' code does, to [O, I, F, F]
+    For a dense kernel [I, O], u is [I, rank] and v is [O, rank]. For a convolution [F, F, I, O]:
+      kernel  u [F·F, rank], v [I·O, rank]. With rank 1 and μ = 0 all F×F kernels are proportional.
+      mixed   u [I·F, rank], v [O·F, rank], the alternative that the paper compares with.
+      oihw    u and v as in `kernel`, reshaped to [O, I, F, F] as in the authors' code.
 
     References: Jeong and Hwang, Factorized-FL (2022), (1) to (3).
     """
 
     rank: int = 1
     layout: str = "kernel"
-    bias: bool = True  # whether there is a μ
-    whole_head = False
+    bias: bool = True  # whether to add μ
+    keep_head = False
 
-    def _sides(self, shape: tuple[int, ...]) -> tuple[int, int]:
+    def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Returns the shape of u vᵀ for a kernel of this shape."""
         if len(shape) == 2:
             return shape[0], shape[1]
-        f, g, inputs, outputs = _window(shape)
+        f, g, inputs, outputs = _four_axes(shape)
         return (inputs * f, outputs * g) if self.layout == "mixed" else (f * g, inputs * outputs)
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-        rows, columns = self._sides(shape)
+        rows, columns = self._matrix_shape(shape)
         u_key, v_key = jax.random.split(key)
         xavier = nn.initializers.xavier_uniform()
-        made = {"u": xavier(u_key, (rows, self.rank)), "v": xavier(v_key, (columns, self.rank))}
-        return made | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
+        factors = {"u": xavier(u_key, (rows, self.rank)), "v": xavier(v_key, (columns, self.rank))}
+        return factors | ({"mu": jnp.zeros((rows, columns))} if self.bias else {})
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
         matrix = jnp.matmul(factors["u"], factors["v"].T, precision="highest")
         if self.bias:
             matrix += factors["mu"]
         if len(shape) > 2:
-            f, g, inputs, outputs = _window(shape)
+            f, g, inputs, outputs = _four_axes(shape)
             if self.layout == "mixed":
                 matrix = matrix.reshape(inputs, f, outputs, g).transpose(1, 3, 0, 2)
             if self.layout == "oihw":
@@ -152,36 +154,39 @@ class Factorized(Reparametrised):
 
 @dataclasses.dataclass(frozen=True)
 class SplitKernels(Factorized):
-    """W = π(u vᵀ + μ) that starts as the plain network's kernel. The head stays whole.
+    """Kernels W = π(u vᵀ + μ), initialised to the kernels of `model`. The head is not factorised.
 
-    u vᵀ is the best approximation of rank one of the unfolded kernel, u and v have the same length,
-    and μ is the remainder, so that the network computes what the plain one does.
+    u vᵀ is the best rank-one approximation of the reshaped kernel, with ‖u‖ = ‖v‖, and μ is the
+    remainder. The network starts with the outputs of `model`.
     """
 
-    whole_head = True
+    keep_head = True
 
-    def first(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
-        matrix = kernel.reshape(self._sides(kernel.shape))
+    def initial_factors(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
+        matrix = kernel.reshape(self._matrix_shape(kernel.shape))
         u, scale, v = jnp.linalg.svd(matrix, full_matrices=False)
         root = jnp.sqrt(scale[0])
-        made = {"u": u[:, :1] * root, "v": v[:1].T * root}
-        return made | {"mu": matrix - jnp.matmul(made["u"], made["v"].T, precision="highest")}
+        u, v = u[:, :1] * root, v[:1].T * root
+        return {"u": u, "v": v, "mu": matrix - jnp.matmul(u, v.T, precision="highest")}
 
 
-def _window(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _four_axes(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the shape [F, I, O] as [F, 1, I, O], and a shape of four axes unchanged."""
     return shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
 
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard(Reparametrised):
-    """W = W1 ⊙ (W2 + 1), each of low rank: a dense Wi = xi yiᵀ, a convolution's Ti ×₃ yi ×₄ xi.
+    """Kernels W = W1 ⊙ (W2 + 1) with factors W1 and W2 of low rank. The head is not factorised.
 
-    With [F, F, I, O] and r the rank: t1, t2 [F, F, r, r], y1, y2 [I, r], x1, x2 [O, r]. The rank is
-    ⌈√max(I, O)⌉, with which W can have full rank, plus the share `gamma` of what lies between it
-    and the rank at which there would be as many numbers as in W.
+    A dense layer has Wi = yi xiᵀ, a convolution Wi = Ti ×₃ yi ×₄ xi. For a kernel [F, F, I, O] and
+    rank r, the shapes are ti [F, F, r, r], yi [I, r] and xi [O, r].
 
     References: Hyeon-Woo, Ye-Bin and Oh, FedPara (2022), propositions 1 to 3 and pFedPara.
+
+    Args:
+      gamma: Rank, from 0 to 1. With 0 it is ⌈√max(I, O)⌉, the least with which W can have full
+        rank. With 1 the factors have the size of W.
     """
 
     gamma: float = 0.0
@@ -189,35 +194,35 @@ class Hadamard(Reparametrised):
     def rank(self, shape: tuple[int, ...]) -> int:
         """Returns the rank of each of the two factors of a kernel."""
         *window, inputs, outputs = shape
-        least = math.ceil(math.sqrt(max(inputs, outputs)))
+        min_rank = math.ceil(math.sqrt(max(inputs, outputs)))
         area = math.prod(window)
-        # 2 (area r² + r (I + O)) = area I O, or 2 r (I + O) = I O where there is no window
-        both, whole = inputs + outputs, area * inputs * outputs
+        # max_rank solves 2 (area r² + r (I + O)) = area I O, or 2 r (I + O) = I O without a window.
+        channels, kernel_size = inputs + outputs, area * inputs * outputs
         if len(shape) == 2:
-            most = whole / (2 * both)
+            max_rank = kernel_size / (2 * channels)
         else:
-            most = (math.sqrt(both**2 + 2 * area * whole) - both) / (2 * area)
-        return max(least, round((1 - self.gamma) * least + self.gamma * most))
+            max_rank = (math.sqrt(channels**2 + 2 * area * kernel_size) - channels) / (2 * area)
+        return max(min_rank, round((1 - self.gamma) * min_rank + self.gamma * max_rank))
 
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
         *window, inputs, outputs = shape
         r, area = self.rank(shape), math.prod(window)
-        made = {}
-        for i, one in enumerate(jax.random.split(key), 1):
-            y, x, t = jax.random.split(one, 3)
-            # So that W1 starts with the variance 1/fan-in, and W2 with that, beside the 1.
+        factors = {}
+        for i, factor_key in enumerate(jax.random.split(key), 1):
+            y, x, t = jax.random.split(factor_key, 3)
+            # The standard deviation with which W1 and W2 have variance 1/fan-in.
             std = (1 / (area * inputs * r ** (2 if window else 1))) ** (1 / (6 if window else 4))
-            made[f"y{i}"] = std * jax.random.normal(y, (inputs, r))
-            made[f"x{i}"] = std * jax.random.normal(x, (outputs, r))
+            factors[f"y{i}"] = std * jax.random.normal(y, (inputs, r))
+            factors[f"x{i}"] = std * jax.random.normal(x, (outputs, r))
             if window:
-                made[f"t{i}"] = std * jax.random.normal(t, (*window, r, r))
-        return made
+                factors[f"t{i}"] = std * jax.random.normal(t, (*window, r, r))
+        return factors
 
     def kernel(self, factors: dict[str, jax.Array], shape: tuple[int, ...]) -> jax.Array:
-        def low(i: int) -> jax.Array:
+        def low_rank(i: int) -> jax.Array:
             x, y = factors[f"x{i}"], factors[f"y{i}"]
             if len(shape) == 2:
                 return jnp.matmul(y, x.T, precision="highest")
             return jnp.einsum("...rs,ir,os->...io", factors[f"t{i}"], y, x, precision="highest")
 
-        return low(1) * (low(2) + 1)
+        return low_rank(1) * (low_rank(2) + 1)

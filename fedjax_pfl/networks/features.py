@@ -1,4 +1,4 @@
-"""Features of an example: the input of a network's head."""
+"""Features of examples: the inputs of a network's head."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,13 @@ from fedjax_pfl.core.errors import UsageError
 
 
 class WithFeatures(NamedTuple):
-    """Network that returns (outputs [B, ...], z [B, d]), where z is the input of its head."""
+    """A network that returns (outputs [B, ...], features [B, d])."""
 
     network: Any
 
     def apply(self, variables: Any, x: jax.Array, *, mutable: Any = False, **options: Any) -> Any:
-        """Calls the network's own `apply` and returns z next to its outputs."""
-        head = self.network.head  # some networks find it by tracing, which must not be intercepted
+        """Returns (outputs, features), and updated collections if `mutable` is given."""
+        head = self.network.head  # may trace the network, which must not be intercepted
         inputs = []
 
         def record(call: Any, arguments: Any, keywords: Any, context: Any) -> Any:
@@ -27,22 +27,28 @@ class WithFeatures(NamedTuple):
 
         with nn.intercept_methods(record):
             result = self.network.apply(variables, x, mutable=mutable, **options)
-        z = inputs[-1] if inputs else None
-        return (result, z) if mutable is False else ((result[0], z), result[1])
+        features = inputs[-1] if inputs else None
+        return (result, features) if mutable is False else ((result[0], features), result[1])
 
 
 def width(method: str, network: Any, federation: Federation) -> int:
-    """Returns d. Raises UsageError if the head is not called with one vector per example."""
+    """Returns d, or raises UsageError if the head is not called with one vector per example.
+
+    Args:
+      method: Name of the method that reads the features, for the message.
+      network: The network.
+      federation: Gives the shape of examples.
+    """
     x = federation.examples(2)
 
     def features() -> Any:
         variables = dict(network.init(jax.random.key(0), x))
         return WithFeatures(network).apply(variables, x)[1]
 
-    z = jax.eval_shape(features)
-    if z is None or z.ndim != 2 or z.shape[0] != x.shape[0]:
+    shape = jax.eval_shape(features)
+    if shape is None or shape.ndim != 2 or shape.shape[0] != x.shape[0]:
         raise UsageError(
             f"{method} compares the inputs of the head, and {network.head} of this network is not "
-            "a Flax linen layer that is called with a vector for each example"
+            "a Flax linen layer called with a vector per example; use such a layer as head"
         )
-    return int(z.shape[1])
+    return int(shape.shape[1])

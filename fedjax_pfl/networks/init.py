@@ -1,8 +1,9 @@
-"""Layers that start as PyTorch's do: weights and biases from U(-1/√fan_in, 1/√fan_in).
+"""Layers initialised as in PyTorch: weights and biases from U(-1/√fan_in, 1/√fan_in).
 
-References: `torch.nn.Linear` and `torch.nn.Conv2d`, whose kaiming_uniform_ with a = √5 comes to the
-same bound. An initialiser in Flax sees its own shape only, and a bias has no fan-in in it, so
-`dense` and `conv` take what comes in.
+A Flax initialiser sees only the shape of its parameter, and the shape of a bias does not contain
+the fan-in. `dense` and `conv` take it from their number of inputs.
+
+References: `torch.nn.Linear` and `torch.nn.Conv2d`; kaiming_uniform_ with a = √5 has this bound.
 """
 
 import math
@@ -16,19 +17,19 @@ from fedjax_pfl.networks.lowerings.conv import lowering
 
 
 def uniform(fan_in: int) -> nn.initializers.Initializer:
-    """U(-1/√fan_in, 1/√fan_in), whatever the shape."""
+    """Returns an initialiser that samples from U(-1/√fan_in, 1/√fan_in)."""
     bound = 1 / math.sqrt(fan_in)
 
-    def draw(key: jax.Array, shape: Sequence[int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
+    def sample(key: jax.Array, shape: Sequence[int], dtype: jnp.dtype = jnp.float32) -> jax.Array:
         return jax.random.uniform(key, shape, dtype, -bound, bound)
 
-    return draw
+    return sample
 
 
 def dense(inputs: int, outputs: int, name: str) -> nn.Dense:
-    """A fully connected layer, [..., inputs] -> [..., outputs]."""
-    start = uniform(inputs)
-    return nn.Dense(outputs, kernel_init=start, bias_init=start, name=name)
+    """Returns a fully connected layer, [..., inputs] -> [..., outputs]."""
+    initializer = uniform(inputs)
+    return nn.Dense(outputs, kernel_init=initializer, bias_init=initializer, name=name)
 
 
 def conv(
@@ -42,16 +43,27 @@ def conv(
     bias: bool = True,
     lowered: str = "auto",
 ) -> nn.Conv:
-    """A convolution, [B, H, W, inputs] -> [B, H', W', outputs]; `lowered` names its lowering."""
-    start = uniform(inputs * math.prod(kernel))
+    """Returns a convolution, [B, H, W, inputs] -> [B, H', W', outputs].
+
+    Args:
+      inputs: Number of input channels.
+      outputs: Number of kernels.
+      kernel: Height and width of a kernel.
+      name: Name of the layer.
+      strides: Strides along height and width.
+      padding: As for `flax.linen.Conv`.
+      bias: Whether to add a bias.
+      lowered: Name of the lowering, see `lowerings.conv`.
+    """
+    initializer = uniform(inputs * math.prod(kernel))
     return nn.Conv(
         outputs,
         kernel,
         strides=strides,
         padding=padding,
         use_bias=bias,
-        kernel_init=start,
-        bias_init=start,
+        kernel_init=initializer,
+        bias_init=initializer,
         conv_general_dilated=lowering(lowered),
         name=name,
     )

@@ -1,4 +1,4 @@
-"""LeNet as personalised federated learning uses it."""
+"""LeNet."""
 
 import flax.linen as nn
 import jax
@@ -11,18 +11,18 @@ from fedjax_pfl.networks.normalisation import batch_norm
 class LeNet(nn.Module):
     """Convolutions, each with ReLU and 2x2 pooling, then fully connected layers.
 
-    Layers are called conv1, conv2, ..., fc1, fc2, ...; with `batch_norm` norm1, norm2, ... follow
+    Layers are conv1, conv2, ..., fc1, fc2, ...; with `batch_norm` norm1, norm2, ... follow
     the convolutions. 121,182 parameters on 32x32x3 images, 85,822 on 28x28x1, with 10 outputs.
 
     References: the target network of Shamsian et al., "Personalized Federated Learning using
-    Hypernetworks" (2021). Deviations: ReLU comes after pooling, which commutes with it.
+    Hypernetworks" (2021). Deviations: ReLU comes after pooling, which gives the same result.
 
     Args:
-      kernels: how many each convolution has.
-      dense: outputs of each fully connected layer but the last.
-      kernel_size: height and width of a kernel.
-      padding: VALID, none; or SAME: convolutions keep the image's size.
-      batch_norm: whether BatchNorm follows each convolution.
+      kernels: Number of kernels of each convolution.
+      dense: Number of outputs of each fully connected layer except the last.
+      kernel_size: Height and width of a kernel.
+      padding: VALID for none, or SAME to keep the size of the image.
+      batch_norm: Whether BatchNorm follows each convolution.
     """
 
     outputs: int = 10
@@ -37,19 +37,19 @@ class LeNet(nn.Module):
     def layers(self) -> tuple[str, ...]:
         """Names of all layers, from the input to the output."""
         kinds = ("conv", "norm") if self.batch_norm else ("conv",)
-        early = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
-        return (*early, *(f"fc{i}" for i in range(1, len(self.dense) + 2)))
+        body = (f"{kind}{i}" for i in range(1, len(self.kernels) + 1) for kind in kinds)
+        return (*body, *(f"fc{i}" for i in range(1, len(self.dense) + 2)))
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return f"fc{len(self.dense) + 1}"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """[B, H, W, C] and a mask bool [B] of the examples that are not padding -> [B, outputs]."""
+        """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         window = (self.kernel_size, self.kernel_size)
         for i, kernels in enumerate(self.kernels, 1):
             layer = init.conv(

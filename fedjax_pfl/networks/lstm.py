@@ -1,4 +1,4 @@
-"""A character model: an embedding, LSTM layers, and an output for each position."""
+"""A language model with LSTM layers."""
 
 import flax.linen as nn
 import jax
@@ -8,47 +8,50 @@ from fedjax_pfl.networks import init
 
 
 class LSTMLayer(nn.Module):
-    """[B, T, I] -> [B, T, H], from a state of zeros.
+    """LSTM over [B, T, I] with initial state zero.
 
-    i, f, o = σ(·), g = tanh(·) of [x_t, h] W + b, one matrix [I + H, 4H] in the order i, f, g, o;
-    c ← f c + i g, h ← o tanh(c). Weights start as PyTorch's, from U(-1/√H, 1/√H).
+    i, f, o = σ(z) and g = tanh(z) for the parts of z = [x_t, h] W + b in the order i, f, g, o, then
+    c ← f c + i g and h ← o tanh(c). W has shape [I + H, 4H]. Weights are initialised from
+    U(-1/√H, 1/√H), as in PyTorch.
     """
 
     hidden: int
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The state h after each position."""
-        start, h = init.uniform(self.hidden), self.hidden
-        kernel = self.param("kernel", start, (x.shape[-1] + h, 4 * h))
-        bias = self.param("bias", start, (4 * h,))
-        below = jnp.matmul(x, kernel[: x.shape[-1]]) + bias.reshape(1, 1, -1)
+        """Returns the state h after every position, [B, T, H]."""
+        initializer, h = init.uniform(self.hidden), self.hidden
+        kernel = self.param("kernel", initializer, (x.shape[-1] + h, 4 * h))
+        bias = self.param("bias", initializer, (4 * h,))
+        inputs = jnp.matmul(x, kernel[: x.shape[-1]]) + bias.reshape(1, 1, -1)
         recurrent = kernel[x.shape[-1] :]
 
         def step(
-            state: tuple[jax.Array, jax.Array], from_below: jax.Array
+            state: tuple[jax.Array, jax.Array], x_t: jax.Array
         ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            memory, now = state
-            i, f, g, o = jnp.split(from_below + jnp.matmul(now, recurrent), 4, -1)
-            memory = nn.sigmoid(f) * memory + nn.sigmoid(i) * jnp.tanh(g)
-            now = nn.sigmoid(o) * jnp.tanh(memory)
-            return (memory, now), now
+            c, h = state
+            i, f, g, o = jnp.split(x_t + jnp.matmul(h, recurrent), 4, -1)
+            c = nn.sigmoid(f) * c + nn.sigmoid(i) * jnp.tanh(g)
+            h = nn.sigmoid(o) * jnp.tanh(c)
+            return (c, h), h
 
         zero = jnp.zeros((x.shape[0], h), x.dtype)
-        _, states = jax.lax.scan(step, (zero, zero), below.swapaxes(0, 1))
+        _, states = jax.lax.scan(step, (zero, zero), inputs.swapaxes(0, 1))
         return states.swapaxes(0, 1)
 
 
 class LSTM(nn.Module):
-    """Tokens int [B, T] to logits of the token that follows each: embed, lstm1, lstm2, ..., fc1.
+    """Predicts the next token at every position of int [B, T].
 
-    References: the Shakespeare model of Caldas et al., LEAF (2018), and of McMahan et al. (2017),
-    which have 256 hidden units in two layers; smaller ones here, which a CPU can train.
+    Layers are embed, lstm1, lstm2, ... and fc1.
+
+    References: the Shakespeare model of Caldas et al., LEAF (2018), and of McMahan et al. (2017).
+    Deviations: one layer of 64 units instead of two of 256, for training on a CPU.
 
     Args:
-      embedding: numbers for each token.
-      hidden: units of each LSTM layer.
-      vocabulary: how many tokens there are; unset: as many as outputs.
+      embedding: Size of a token's embedding.
+      hidden: Units of each LSTM layer.
+      vocabulary: Number of tokens. Default: the number of outputs.
     """
 
     outputs: int = 80
@@ -63,14 +66,14 @@ class LSTM(nn.Module):
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return "fc1"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """int [B, T] -> [B, T, outputs]; `train` and `mask` change nothing here."""
+        """Maps int [B, T] to [B, T, outputs]; `train` and `mask` are ignored."""
         del train, mask
         x = nn.Embed(self.vocabulary or self.outputs, self.embedding, name="embed")(x)
         for i, hidden in enumerate(self.hidden, 1):

@@ -9,10 +9,10 @@ from fedjax_pfl.networks import init
 class MLP(nn.Module):
     """Fully connected layers fc1, fc2, ... with ReLU between them.
 
-    Inputs of any shape are flattened.
+    Inputs are flattened.
 
     Args:
-      hidden: outputs of each layer but the last; none: the model is linear.
+      hidden: Number of outputs of each layer except the last. Empty: a linear model.
     """
 
     outputs: int = 10
@@ -25,14 +25,14 @@ class MLP(nn.Module):
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return f"fc{len(self.hidden) + 1}"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """[B, ...] -> [B, outputs]; `train` and `mask` change nothing here."""
+        """Maps [B, ...] to [B, outputs]; `train` and `mask` are ignored."""
         del train, mask
         x = x.reshape(x.shape[0], -1)
         for i, size in enumerate(self.hidden, 1):

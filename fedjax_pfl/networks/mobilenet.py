@@ -11,7 +11,7 @@ from fedjax_pfl.networks.lowerings.conv import lowering
 from fedjax_pfl.networks.normalisation import batch_norm
 
 _STEM, _LAST = 32, 1280
-# Expansion, channels, repeats, stride of the first of them.
+# (expansion, channels, repeats, stride of the first block)
 _STAGES = (
     (1, 16, 1, 1),
     (6, 24, 2, 2),
@@ -22,11 +22,11 @@ _STAGES = (
     (6, 320, 1, 1),
 )
 _KINDS = ("expand", "depth", "project")
-_GROUP = 8  # channels normalised together by GroupNorm; every width is a multiple
+_GROUP = 8  # channels per group of GroupNorm; all widths are multiples of it
 
 
 class _Block(NamedTuple):
-    """One inverted residual."""
+    """Sizes of one inverted residual block."""
 
     inputs: int
     inner: int
@@ -35,19 +35,18 @@ class _Block(NamedTuple):
 
 
 class MobileNet(nn.Module):
-    """Inverted residuals; 2,236,682 parameters with 10 outputs on 3 channels, for any image size.
+    """MobileNet-v2 for any image size; 2,236,682 parameters with 10 outputs and 3 channels.
 
-    Layers are called conv1, norm1, then in block i expand{i}, expand_norm{i}, depth{i},
+    Layers are conv1, norm1, then in block i expand{i}, expand_norm{i}, depth{i},
     depth_norm{i}, project{i}, project_norm{i}, then conv2, norm2 and fc1.
 
     References: Sandler et al., MobileNetV2: Inverted Residuals and Linear Bottlenecks (2018);
-    sizes and initialisation as in torchvision's `mobilenet_v2`. Deviations: there are no
-    pre-trained weights.
+    sizes and initialisation as in torchvision's `mobilenet_v2`. Deviations: no pre-trained weights.
 
     Args:
-      width: what the paper's numbers of channels are multiplied by.
-      norm: batch; or group, whose result does not depend on the other examples.
-      dropout: share that is dropped before the last layer in training.
+      width: Factor of the paper's numbers of channels.
+      norm: batch, or group, which is independent of the other examples in a batch.
+      dropout: Dropout rate before the last layer.
     """
 
     outputs: int = 10
@@ -67,15 +66,22 @@ class MobileNet(nn.Module):
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return "fc1"
 
     def _blocks(self) -> list[_Block]:
+        """Returns the sizes of all blocks."""
         blocks, inputs = [], _rounded(_STEM * self.width)
         for expansion, channels, repeats, stride in _STAGES:
             outputs = _rounded(channels * self.width)
             for r in range(repeats):
-                blocks.append(_Block(inputs, inputs * expansion, outputs, 1 if r else stride))
+                block = _Block(
+                    inputs=inputs,
+                    inner=inputs * expansion,
+                    outputs=outputs,
+                    stride=1 if r else stride,
+                )
+                blocks.append(block)
                 inputs = outputs
         return blocks
 
@@ -83,7 +89,7 @@ class MobileNet(nn.Module):
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """[B, H, W, C] and a mask bool [B] of the examples that are not padding -> [B, outputs]."""
+        """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
         if self.norm not in ("batch", "group"):
             raise UsageError(f"mobilenet.norm is {self.norm!r}; choose batch or group")
 
@@ -120,11 +126,10 @@ class MobileNet(nn.Module):
         x = nn.relu6(norm(conv(x, _rounded(_LAST * max(1.0, self.width)), "conv2"), "norm2"))
         x = jnp.mean(x, (1, 2))
         x = nn.Dropout(self.dropout, deterministic=not train)(x)
-        small = nn.initializers.normal(0.01)
-        return nn.Dense(self.outputs, kernel_init=small, name=self.head)(x)
+        return nn.Dense(self.outputs, kernel_init=nn.initializers.normal(0.01), name=self.head)(x)
 
 
 def _rounded(channels: float) -> int:
-    """The nearest multiple of 8 that is not more than a tenth below."""
+    """Rounds to a multiple of 8, at most 10 % down."""
     nearest = max(_GROUP, int(channels + _GROUP / 2) // _GROUP * _GROUP)
     return nearest + _GROUP if nearest < 0.9 * channels else nearest

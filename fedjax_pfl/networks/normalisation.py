@@ -1,4 +1,4 @@
-"""What networks share: masked batch normalisation, and which layers are of which kind."""
+"""Batch normalisation that ignores padding."""
 
 from typing import Any
 
@@ -10,28 +10,30 @@ from fedjax_pfl.core import trees
 
 
 def batch_norm(x: jax.Array, train: bool, mask: jax.Array | None, name: str) -> jax.Array:
-    """Batch normalisation over all axes but the last, from inside a compact module.
+    """Normalises over all axes except the last. Call it inside a compact module.
 
-    x: [B, ..., C]; mask: bool [B], the examples that statistics are taken from. A batch without a
-    single one is normalised by all of it, so that it stays finite until its step is discarded.
+    Deviations: the running variance averages biased batch variances; PyTorch averages unbiased
+    ones.
 
-    Deviations: the running variance averages the biased batch variance, PyTorch's the unbiased one.
+    Args:
+      x: Array of shape [B, ..., C].
+      train: Whether to use batch statistics and update the running ones.
+      mask: bool [B], the examples that statistics are computed from. If there are none, all are
+        used, so that values stay finite until the step is discarded.
+      name: Name of the layer.
     """
     if mask is not None:
         mask = (mask | ~jnp.any(mask)).reshape(-1, *(1,) * (x.ndim - 1))
     norm = nn.BatchNorm(
         use_running_average=not train,
-        momentum=0.9,  # PyTorch counts from the other side: its default is 0.1
+        momentum=0.9,  # PyTorch's momentum is 1 minus this
         epsilon=1e-5,
-        use_fast_variance=False,  # E[x²] − E[x]² cancels; what it saves is small
+        use_fast_variance=False,  # E[x²] − E[x]² loses digits and saves little time
         name=name,
     )
     return norm(x, mask=mask)
 
 
 def norm_layers(variables: Any) -> frozenset[str]:
-    """Names of the normalisation layers, as `trees.layer_name` gives them.
-
-    They are found by what they are, modules that keep batch statistics, and not by their names.
-    """
+    """Returns the names of the layers with batch statistics, as in `trees.layer_name`."""
     return frozenset(trees.layers(variables.get("batch_stats", {})))

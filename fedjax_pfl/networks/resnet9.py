@@ -1,4 +1,4 @@
-"""ResNet9 as Factorized-FL uses it."""
+"""ResNet9 of the Factorized-FL paper."""
 
 import flax.linen as nn
 import jax
@@ -12,13 +12,13 @@ from fedjax_pfl.networks.normalisation import batch_norm
 class ResNet9(nn.Module):
     """Eight convolutions without bias, each with BatchNorm and ReLU, and a linear head.
 
-    Layers are conv1, norm1, ..., conv8, norm8, fc1. 2,574,282 numbers with 10 outputs on three
-    channels: 2,565,824 in kernels, 5,888 in BatchNorm, 2,570 in the head.
+    Layers are conv1, norm1, ..., conv8, norm8, fc1. With 10 outputs on three channels there are
+    2,574,282 numbers: 2,565,824 in kernels, 5,888 in BatchNorm, 2,570 in the head.
 
     References: the network of Jeong and Hwang, Factorized-FL (2022), as in their public code.
 
     Args:
-      width: kernels of the first convolution; later ones have up to four times as many.
+      width: Number of kernels of the first convolution. Later ones have up to 4x as many.
     """
 
     outputs: int = 10
@@ -32,14 +32,14 @@ class ResNet9(nn.Module):
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return "fc1"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """[B, H, W, C] and a mask bool [B] of the examples that are not padding -> [B, outputs]."""
+        """Maps [B, H, W, C] to [B, outputs]; `mask` is bool [B], False for padding."""
 
         def block(
             x: jax.Array,
@@ -49,15 +49,15 @@ class ResNet9(nn.Module):
             stride: int = 1,
             padding: str = "SAME",
         ) -> jax.Array:
-            # Written out, because SAME would pad a stride of two on one side only.
-            around = (((size // 2,) * 2,) * 2) if padding == "SAME" else padding
+            # SAME would pad a convolution with stride 2 on one side only.
+            pads = (((size // 2,) * 2,) * 2) if padding == "SAME" else padding
             layer = init.conv(
                 x.shape[-1],
                 kernels,
                 (size, size),
                 f"conv{i}",
                 strides=(stride, stride),
-                padding=around,
+                padding=pads,
                 bias=False,
                 lowered=self.conv,
             )

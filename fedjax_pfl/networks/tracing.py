@@ -1,4 +1,4 @@
-"""What a network does with its parameters and its input, read from its trace: nothing is run."""
+"""Properties of a network that are read from its jaxpr, without running it."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,9 +10,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 from fedjax_pfl.core import trees
 
 PyTree = Any
+Labels = frozenset[str]
+Position = tuple[int, ...]  # index of an equation, after the indices of the equations around it
 _TOKENS = "x"
-# What leaves an array the same but for its form, so that what follows is what uses it.
-_FORM = frozenset(
+_NO_LABELS = Labels()
+# Operations that only rearrange or convert an array. Their results keep its labels.
+_REARRANGING = frozenset(
     (
         "broadcast_in_dim",
         "concatenate",
@@ -34,74 +37,86 @@ _FORM = frozenset(
 def layers_in_order(
     apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any
 ) -> tuple[str, ...]:
-    """The names of all layers in the order in which their last parameter is used.
+    """Returns the layers in the order in which their last parameter is used.
 
-    variables, x: shapes will do. A layer that is not used comes first.
+    Unused layers come first.
+
+    Args:
+      apply: (variables, x) -> outputs.
+      variables: Variables of the network, or their shapes.
+      x: Examples, or their shape.
     """
     leaves = jax.tree_util.tree_leaves_with_path({"variables": variables})
     names = [trees.layer_name(path[1:]) for path, _ in leaves]
-    used: dict[str, tuple[int, ...]] = {name: () for name in names}
+    last_use: dict[str, Position] = {name: () for name in names}
     trace = jax.make_jaxpr(apply)(variables, x).jaxpr
-    for labels, place, _ in _uses(trace, dict(zip(trace.invars, map(_one, names), strict=False))):
-        for name in labels & used.keys():
-            used[name] = max(used[name], place)
-    return tuple(sorted(used, key=lambda name: used[name]))
+    labels = dict(zip(trace.invars, (Labels({name}) for name in names), strict=False))
+    for used, position, _ in _uses(trace, labels):
+        for name in used & last_use.keys():
+            last_use[name] = max(last_use[name], position)
+    return tuple(sorted(last_use, key=lambda name: last_use[name]))
 
 
-def embedded(apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any) -> int | None:
-    """The fewest rows of the arrays that the input picks rows of; None where it picks none."""
+def vocabulary_size(apply: Callable[[PyTree, Any], Any], variables: PyTree, x: Any) -> int | None:
+    """Returns the number of rows of the smallest array that is indexed by the input.
+
+    Args:
+      apply: (variables, x) -> outputs.
+      variables: Variables of the network, or their shapes.
+      x: Tokens, or their shape.
+
+    Returns:
+      The number of rows, or None if the input is not used as an index.
+    """
     trace = jax.make_jaxpr(apply)(variables, x).jaxpr
-    found = [
+    rows = [
         int(np.min([eqn.invars[0].aval.shape[d] for d in dims]))
-        for labels, _, eqn in _uses(trace, {trace.invars[-1]: _one(_TOKENS)}, indices=True)
+        for _, _, eqn in _uses(trace, {trace.invars[-1]: Labels({_TOKENS})}, indices=True)
         if (dims := eqn.params["dimension_numbers"].start_index_map)
     ]
-    return min(found, default=None)
-
-
-def _one(label: str) -> frozenset[str]:
-    return frozenset({label})
+    return min(rows, default=None)
 
 
 def _uses(
-    trace: Jaxpr,
-    labels: dict[Var, frozenset[str]],
-    place: tuple[int, ...] = (),
-    *,
-    indices: bool = False,
-) -> Iterator[tuple[frozenset[str], tuple[int, ...], Any]]:
-    """Where what is labelled is used: its labels, the place in the order, and the operation.
+    trace: Jaxpr, labels: dict[Var, Labels], position: Position = (), *, indices: bool = False
+) -> Iterator[tuple[Labels, Position, Any]]:
+    """Yields (labels, position, equation) for every equation that reads a labelled variable.
 
-    indices: only where it says which rows are gathered. The labels of what has changed its form
-    only are added to `labels`.
+    Args:
+      trace: The program.
+      labels: Labels of its variables; extended by those of rearranged variables.
+      position: Position of the program.
+      indices: Yield only gathers whose indices are labelled.
     """
-    nothing = frozenset[str]()
     for i, eqn in enumerate(trace.eqns):
-        mine = [labels.get(v, nothing) if isinstance(v, Var) else nothing for v in eqn.invars]
-        here, any_of = (*place, i), nothing.union(*mine)
-        if eqn.primitive.name == "gather" and indices and mine[1]:
-            yield mine[1], here, eqn
-        elif any_of and not indices:
-            yield any_of, here, eqn
-        if not any_of:
+        operands = [
+            _NO_LABELS if not isinstance(v, Var) else labels.get(v, _NO_LABELS) for v in eqn.invars
+        ]
+        eqn_position, used = (*position, i), _NO_LABELS.union(*operands)
+        if eqn.primitive.name == "gather" and indices and operands[1]:
+            yield operands[1], eqn_position, eqn
+        elif used and not indices:
+            yield used, eqn_position, eqn
+        if not used:
             continue
-        if eqn.primitive.name in _FORM:
-            labels |= dict.fromkeys(eqn.outvars, any_of)
-        for inner in _inner(eqn):
-            # What a loop's condition reads comes first, and it has not all that its body has.
-            last = mine[len(mine) - len(inner.invars) :] if len(mine) > len(inner.invars) else mine
-            own = dict(zip(inner.invars, last, strict=False))
-            yield from _uses(inner, own, here, indices=indices)
+        if eqn.primitive.name in _REARRANGING:
+            labels |= dict.fromkeys(eqn.outvars, used)
+        for inner in _inner_programs(eqn):
+            # The operands of a loop's condition precede those of its body.
+            extra = max(0, len(operands) - len(inner.invars))
+            inner_labels = dict(zip(inner.invars, operands[extra:], strict=False))
+            yield from _uses(inner, inner_labels, eqn_position, indices=indices)
             if len(inner.outvars) == len(eqn.outvars):
-                for outer, made in zip(eqn.outvars, inner.outvars, strict=True):
-                    if isinstance(made, Var) and made in own:
-                        labels[outer] = own[made]
+                for outer_var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
+                    if isinstance(inner_var, Var) and inner_var in inner_labels:
+                        labels[outer_var] = inner_labels[inner_var]
 
 
-def _inner(eqn: Any) -> Iterator[Jaxpr]:
-    for value in eqn.params.values():
-        for one in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(one, ClosedJaxpr):
-                yield one.jaxpr
-            elif isinstance(one, Jaxpr):
-                yield one
+def _inner_programs(eqn: Any) -> Iterator[Jaxpr]:
+    """Yields the programs that an equation runs, such as the body of a loop."""
+    for param in eqn.params.values():
+        for value in param if isinstance(param, tuple | list) else (param,):
+            if isinstance(value, ClosedJaxpr):
+                yield value.jaxpr
+            elif isinstance(value, Jaxpr):
+                yield value

@@ -1,4 +1,4 @@
-"""A small transformer that predicts the next token."""
+"""A language model with transformer blocks."""
 
 import math
 
@@ -10,21 +10,23 @@ from fedjax_pfl.networks import init
 
 
 class Transformer(nn.Module):
-    """Tokens int [B, T] to logits of the token that follows each; no position sees a later one.
+    """Predicts the next token at every position of int [B, T], with causal attention.
 
-    embed and positions, then in block i norm, attention and a perceptron, each around a sum:
-    x + proj_i(attention(qkv_i(a_i(x)))), x + down_i(gelu(up_i(b_i(x)))); then norm and fc1. Called
-    block1_a, block1_qkv, block1_proj, block1_b, block1_up, block1_down, ... Norms are LayerNorm.
+    Layers are embed and positions, then a, qkv, proj, b, up and down of every block, named
+    block1_a, block1_qkv, ..., then norm and fc1. A block computes
+      x ← x + proj(attention(qkv(a(x))))
+      x ← x + down(gelu(up(b(x))))
+    The layers a, b and norm are LayerNorm.
 
-    References: the decoder of Vaswani et al., Attention Is All You Need (2017), with the norm first
-    and learned positions, as GPT-2 has them.
+    References: the decoder of Vaswani et al., Attention Is All You Need (2017), with normalisation
+    before each part and learned positions, as in GPT-2.
 
     Args:
-      width: numbers for each position.
-      blocks: how many there are.
-      heads: of attention, which share the width.
-      dropout: share that is dropped of what each sum adds, in training.
-      vocabulary: how many tokens there are; unset: as many as outputs.
+      width: Size of the representation of a position.
+      blocks: Number of blocks.
+      heads: Number of attention heads, which divide the width.
+      dropout: Dropout rate of both parts of a block.
+      vocabulary: Number of tokens. Default: the number of outputs.
     """
 
     outputs: int = 80
@@ -43,17 +45,17 @@ class Transformer(nn.Module):
 
     @property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
+        """Name of the last layer."""
         return "fc1"
 
     @nn.compact
     def __call__(
         self, x: jax.Array, train: bool = False, mask: jax.Array | None = None
     ) -> jax.Array:
-        """int [B, T] -> [B, T, outputs]; `mask` changes nothing here."""
+        """Maps int [B, T] to [B, T, outputs]; `mask` is ignored."""
         del mask
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} is no multiple of {self.heads} heads")
+            raise ValueError(f"width is {self.width}; it must be a multiple of heads, {self.heads}")
         length, width = x.shape[1], self.width
         x = nn.Embed(self.vocabulary or self.outputs, width, name="embed")(x)
         x = x + nn.Embed(length, width, name="positions")(jnp.arange(length))[None]
@@ -63,8 +65,8 @@ class Transformer(nn.Module):
 
         for i in range(1, self.blocks + 1):
             qkv = init.dense(width, 3 * width, f"block{i}_qkv")(nn.LayerNorm(name=f"block{i}_a")(x))
-            heard = init.dense(width, width, f"block{i}_proj")(attention(qkv, self.heads))
-            x = x + drop(heard, f"block{i}_drop1")
+            attended = init.dense(width, width, f"block{i}_proj")(attention(qkv, self.heads))
+            x = x + drop(attended, f"block{i}_drop1")
             up = init.dense(width, 4 * width, f"block{i}_up")(nn.LayerNorm(name=f"block{i}_b")(x))
             down = init.dense(4 * width, width, f"block{i}_down")(nn.gelu(up))
             x = x + drop(down, f"block{i}_drop2")
@@ -72,10 +74,10 @@ class Transformer(nn.Module):
 
 
 def attention(qkv: jax.Array, heads: int) -> jax.Array:
-    """softmax(q kᵀ / √d) v over earlier positions and its own: [B, T, 3D] -> [B, T, D]."""
+    """Computes causal attention softmax(q kᵀ / √d) v from [B, T, 3D], of shape [B, T, D]."""
     batch, length, _ = qkv.shape
     q, k, v = jnp.moveaxis(qkv.reshape(batch, length, 3, heads, -1), 2, 0)
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
-    earlier = jnp.tril(jnp.ones((1, 1, length, length), bool))
-    shares = jax.nn.softmax(jnp.where(earlier, scores, -1e9), -1)
-    return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(batch, length, -1)
+    logits = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    visible = jnp.tril(jnp.ones((1, 1, length, length), bool))
+    weights = jax.nn.softmax(jnp.where(visible, logits, -1e9), -1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(batch, length, -1)

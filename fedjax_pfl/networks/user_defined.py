@@ -1,9 +1,9 @@
-"""A network of your own, a Flax linen or NNX module, as one of ours.
+"""User-defined networks: Flax linen or NNX modules with the interface of built-in networks.
 
-Ours are called (x, train, mask); a module of your own with what it asks for of train, training,
-deterministic and so on, or with x alone. Its BatchNorm is given the mask of a batch's examples, and
-in training it has random numbers. The order of its layers, and its head, which is the last of them,
-are those of its calls, unless it has `layers`, a tuple of names, or `head`, a name, itself.
+Built-in networks are called (x, train, mask). A user's module is called with x and those of train,
+training, deterministic and so on that it has. Its BatchNorm layers get the mask of the batch, and
+it has random numbers in training. Layers are in the order of their calls and the head is the last,
+unless the module has attributes `layers`, a tuple of names, or `head`, a name.
 """
 
 import abc
@@ -25,24 +25,24 @@ from fedjax_pfl.networks import tracing
 from fedjax_pfl.networks.lowerings.conv import lowering
 
 PyTree = Any
-_TRAIN = ("train", "training", "is_training")
-_EVALUATE = ("deterministic", "evaluate", "inference")
+_TRAINING_FLAGS = ("train", "training", "is_training")
+_EVALUATION_FLAGS = ("deterministic", "evaluate", "inference")
 
 
 @dataclasses.dataclass(frozen=True)
 class UserNetwork(abc.ABC):
-    """A module as a network of ours."""
+    """A user's module with the interface of a built-in network."""
 
-    name: str  # as configurations call it
-    settings: Mapping[str, Any]  # of what it was made with, among them the digest of its code
-    made: Any  # a linen module; or, of NNX, what makes one of random numbers
+    name: str  # in configurations
+    settings: Mapping[str, Any]  # settings of the module, including the digest of its code
+    definition: Any  # a linen module, or a function nnx.Rngs -> NNX module
     input_shape: tuple[int, ...] = ()
     input_dtype: str = "float32"
-    conv: str = "auto"  # how its convolutions are computed, where they say nothing themselves
+    conv: str = "auto"  # lowering of convolutions that do not choose one
 
     @abc.abstractmethod
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """First variables, in nested dicts: `params`, and `batch_stats` where it has some."""
+        """Returns initial variables in nested dicts: `params`, and `batch_stats` if it has any."""
 
     @abc.abstractmethod
     def apply(
@@ -55,69 +55,81 @@ class UserNetwork(abc.ABC):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
-        """As a linen module's own; `mask` is bool [B], false where there is no example."""
+        """Applies the module.
+
+        Args:
+          variables: As returned by `init`.
+          x: Examples [B, ...].
+          train: Whether this is a training step.
+          mask: bool [B], False for padding.
+          rngs: Random key `dropout`, required in training.
+          mutable: Collections to return, or False.
+
+        Returns:
+          The outputs, or (outputs, updated collections) if `mutable` is given.
+        """
 
     @property
     @abc.abstractmethod
     def module(self) -> Any:
-        """The module, to be looked at."""
+        """The module, whose attributes and signature can be read."""
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, in the order in which they are called."""
+        """Names of all layers, in the order of their calls."""
         shapes = jax.eval_shape(lambda: self.init(jax.random.key(0), self._example))
-        found = tracing.layers_in_order(self.apply, shapes, self._example)
-        said = getattr(self.module, "layers", ())
-        if not (said and isinstance(said, tuple) and all(isinstance(one, str) for one in said)):
-            return found
-        if set(said) != set(found):
+        traced = tracing.layers_in_order(self.apply, shapes, self._example)
+        names = getattr(self.module, "layers", ())
+        if not (names and isinstance(names, tuple) and all(isinstance(n, str) for n in names)):
+            return traced
+        if set(names) != set(traced):
             raise UsageError(
-                f"{self.name}.layers names {', '.join(said)}; its layers are {', '.join(found)}: "
-                "name all of them and no others, or leave layers out"
+                f"{self.name}.layers names {', '.join(names)}; its layers are "
+                f"{', '.join(traced)}: name all of them and no others, or leave layers out"
             )
-        return said
+        return names
 
     @cached_property
     def head(self) -> str:
-        """Name of the last layer, the one that knows the classes."""
-        said = getattr(self.module, "head", None)
-        if not isinstance(said, str):
+        """Name of the last layer."""
+        name = getattr(self.module, "head", None)
+        if not isinstance(name, str):
             return self.layers[-1]
-        if said not in self.layers:
+        if name not in self.layers:
             raise UsageError(
-                f"{self.name}.head is {said!r}; choose one of its layers {', '.join(self.layers)}, "
+                f"{self.name}.head is {name!r}; choose one of its layers {', '.join(self.layers)}, "
                 f"or leave head out"
             )
-        return said
+        return name
 
     @property
     def _example(self) -> jax.Array:
         return jnp.zeros((2, *self.input_shape), self.input_dtype)
 
-    def _how(self, train: bool) -> dict[str, bool]:
-        """What it asks for of whether it trains."""
-        asked = inspect.signature(self.module.__call__).parameters
-        wanted = dict.fromkeys(_TRAIN, train) | dict.fromkeys(_EVALUATE, not train)
-        return {name: value for name, value in wanted.items() if name in asked}
+    def _flags(self, train: bool) -> dict[str, bool]:
+        """Returns the training flags that the module accepts, with their values."""
+        accepted = inspect.signature(self.module.__call__).parameters
+        flags = dict.fromkeys(_TRAINING_FLAGS, train) | dict.fromkeys(_EVALUATION_FLAGS, not train)
+        return {name: value for name, value in flags.items() if name in accepted}
 
 
 @dataclasses.dataclass(frozen=True)
 class LinenNetwork(UserNetwork):
-    """A linen module."""
+    """A user's linen module."""
 
     @property
     def module(self) -> nn.Module:
-        """The module itself."""
-        return self.made
+        """The linen module."""
+        return self.definition
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
         keys = {"params": key, "dropout": jax.random.fold_in(key, 1)}
-        variables = meta.unbox(unfreeze(self.made.init(keys, x, **self._how(False))))
-        for kind in variables:
-            if kind not in ("params", "batch_stats"):
+        variables = meta.unbox(unfreeze(self.definition.init(keys, x, **self._flags(False))))
+        for collection in variables:
+            if collection not in ("params", "batch_stats"):
                 raise UsageError(
-                    f"{self.name} keeps {kind} beside its parameters; keep them as batch_stats, or "
-                    "leave them out"
+                    f"{self.name} keeps {collection} besides its parameters; keep them as "
+                    "batch_stats, or leave them out"
                 )
         return dict(variables)
 
@@ -131,22 +143,34 @@ class LinenNetwork(UserNetwork):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
-        def ours(call: Any, arguments: Any, more: Any, context: Any) -> Any:
-            layer, called = context.module, context.method_name == "__call__"
-            if called and isinstance(layer, nn.BatchNorm) and train and more.get("mask") is None:
-                more = {**more, "mask": spread_mask(self.name, mask, arguments[0])}
-            if called and isinstance(layer, nn.Conv) and layer.conv_general_dilated is None:
+        def intercept(call: Any, arguments: Any, options: Any, context: Any) -> Any:
+            layer, is_call = context.module, context.method_name == "__call__"
+            no_mask = options.get("mask") is None
+            if is_call and isinstance(layer, nn.BatchNorm) and train and no_mask:
+                options = {**options, "mask": spread_mask(self.name, mask, arguments[0])}
+            if is_call and isinstance(layer, nn.Conv) and layer.conv_general_dilated is None:
                 object.__setattr__(layer, "conv_general_dilated", lowering(self.conv))
-            return call(*arguments, **more)
+            return call(*arguments, **options)
 
-        # Whatever else it asks for by name is drawn from `params`, as Flax has it.
+        # Flax falls back to the key `params` for random numbers of other names.
         keys = rngs and {**rngs, "params": jax.random.fold_in(rngs["dropout"], 2)}
-        with nn.intercept_methods(ours):
-            return self.made.apply(variables, x, rngs=keys, mutable=mutable, **self._how(train))
+        with nn.intercept_methods(intercept):
+            return self.definition.apply(
+                variables, x, rngs=keys, mutable=mutable, **self._flags(train)
+            )
 
 
 def spread_mask(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | None:
-    """The mask with the rank of what BatchNorm sees; all, where no example is one."""
+    """Returns the mask of a BatchNorm's input.
+
+    Args:
+      name: Name of the network, for the message.
+      mask: bool [B] or None.
+      x: Input of the BatchNorm, [B, ...].
+
+    Returns:
+      bool [B, 1, ...] with the rank of x, all True if the batch is all padding. None without mask.
+    """
     if mask is None:
         return None
     if x.shape[0] != mask.shape[0]:
@@ -158,67 +182,83 @@ def spread_mask(name: str, mask: jax.Array | None, x: jax.Array) -> jax.Array | 
     return (mask | ~jnp.any(mask)).reshape(-1, *(1,) * (x.ndim - 1))
 
 
-def draws(name: str) -> str:
-    """What is said where a network draws random numbers in evaluation."""
-    return (
+def random_evaluation_error(name: str) -> UsageError:
+    """Returns the error for a network that needs random numbers in evaluation."""
+    return UsageError(
         f"{name} draws random numbers when it is evaluated, where there are none; let its "
         "__call__ take train, and give Dropout deterministic=not train"
     )
 
 
 def check(name: str, model: Any, x: Any) -> Any:
-    """The outputs' shape for examples like x; UsageError where it cannot be evaluated or trained.
+    """Checks that a network can be evaluated and trained. Raises UsageError if it cannot.
 
-    name: as the configuration calls it. x: its shape will do.
+    Args:
+      name: Name of the network, for messages.
+      model: The network.
+      x: Examples, or their shape.
+
+    Returns:
+      The shape of the outputs.
     """
     key = jax.eval_shape(jax.random.key, 0)
     variables = dict(jax.eval_shape(model.init, key, x))
     mask = jax.ShapeDtypeStruct(x.shape[:1], jnp.bool_)
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables.get("params", {})):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            where = jax.tree_util.keystr(path, simple=True, separator="/")
-            raise UsageError(f"{name} has {where}, a parameter of {leaf.dtype}; use real numbers")
+            keys = jax.tree_util.keystr(path, simple=True, separator="/")
+            raise UsageError(f"{name} has {keys}, a parameter of {leaf.dtype}; use real numbers")
     if not variables.get("params"):
         raise UsageError(f"{name} has no parameters; there is nothing to train")
 
     def train(variables: PyTree, x: Any, mask: Any, key: Any) -> Any:
-        changing = [kind for kind in variables if kind != "params"]
-        how = {"train": True, "mask": mask, "rngs": {"dropout": key}}
-        return model.apply(variables, x, mutable=changing, **how)
+        mutable = [collection for collection in variables if collection != "params"]
+        return model.apply(
+            variables, x, train=True, mask=mask, rngs={"dropout": key}, mutable=mutable
+        )
 
     try:
         evaluated = jax.eval_shape(lambda v, x: model.apply(v, x), variables, x)
     except Exception as error:
         if "RngError" in type(error).__name__:
-            raise UsageError(draws(name)) from None
+            raise random_evaluation_error(name) from None
         if "ModifyScope" in type(error).__name__:
             raise UsageError(
                 f"{name} changes batch_stats when it is evaluated; let its __call__ take train, "
                 "and give BatchNorm use_running_average=not train"
             ) from None
         raise
-    trained, rest = jax.eval_shape(train, variables, x, mask, key)
+    trained, updated = jax.eval_shape(train, variables, x, mask, key)
     if getattr(trained, "shape", None) != getattr(evaluated, "shape", None):
         shapes = [list(getattr(outputs, "shape", ())) for outputs in (trained, evaluated)]
         raise UsageError(
             f"{name} has outputs {shapes[0]} when it trains and {shapes[1]} when it is evaluated; "
-            "return one array of the same shape, whatever train is"
+            "return one array of the same shape in both"
         )
-    for kind, tree in variables.items():
-        if kind != "params" and not trees.same_shapes(tree, rest[kind]):
+    for collection, tree in variables.items():
+        if collection != "params" and not trees.same_shapes(tree, updated[collection]):
             raise UsageError(
-                f"{name} has other shapes or types of {kind} after a step of training than before; "
-                "update them in place, without another shape or type"
+                f"{name} changes shapes or types of {collection} in a training step; update them "
+                "in place, without another shape or type"
             )
     return evaluated
 
 
 def check_tokens(name: str, model: Any, x: np.ndarray) -> tuple[int, int] | None:
-    """A token that the network has no row for, as (where in x, rows); None where there is none."""
+    """Looks for a token outside the vocabulary of a network.
+
+    Args:
+      name: Name of the network.
+      model: The network.
+      x: Tokens, int [examples, T].
+
+    Returns:
+      (index of the first such token in the flattened x, vocabulary size), or None.
+    """
     shape = jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype)
     variables = jax.eval_shape(model.init, jax.eval_shape(jax.random.key, 0), shape)
-    rows = tracing.embedded(lambda v, x: model.apply(v, x), variables, shape)
+    rows = tracing.vocabulary_size(lambda v, x: model.apply(v, x), variables, shape)
     if rows is None:
         return None
-    wrong = (x < 0) | (x >= rows)
-    return (int(np.argmax(wrong)), rows) if wrong.any() else None
+    out_of_range = (x < 0) | (x >= rows)
+    return (int(np.argmax(out_of_range)), rows) if out_of_range.any() else None

@@ -1,64 +1,77 @@
-"""An NNX module as a network of ours; imported when a caller brings one, for NNX takes long to."""
+"""User-defined NNX modules. A separate file, because importing NNX takes long."""
 
 import dataclasses
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.lax import conv_general_dilated as plain_convolution
+from jax.lax import conv_general_dilated as default_convolution
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.networks.lowerings.conv import lowering
-from fedjax_pfl.networks.user_defined import PyTree, UserNetwork, draws, spread_mask
+from fedjax_pfl.networks.user_defined import (
+    PyTree,
+    UserNetwork,
+    random_evaluation_error,
+    spread_mask,
+)
+
+
+class _Variable(NamedTuple):
+    """A variable of an NNX module."""
+
+    collection: str | None  # None for random states
+    path: tuple[Any, ...]
+    shape: Any  # the variable without a value
 
 
 @dataclasses.dataclass(frozen=True)
 class NnxNetwork(UserNetwork):
-    """What makes an NNX module; its Param are `params`, its BatchStat `batch_stats`."""
+    """A user's NNX module. Its Param are `params`, its BatchStat are `batch_stats`."""
 
     @cached_property
     def module(self) -> nnx.Module:
-        """One without values."""
-        return nnx.eval_shape(lambda: self.made(nnx.Rngs(0)))
+        """The module with shapes instead of values."""
+        return nnx.eval_shape(lambda: self.definition(nnx.Rngs(0)))
 
     @cached_property
-    def _parts(self) -> tuple[Any, list[tuple[str | None, tuple[Any, ...], Any]]]:
-        """Its structure; and of each of its variables the collection (None: random), path, form."""
+    def _structure(self) -> tuple[Any, list[_Variable]]:
+        """Structure of the module and its variables."""
         structure, state = nnx.split(self.module)
-        found: list[tuple[str | None, tuple[Any, ...], Any]] = []
+        variables = []
         for path, variable in nnx.to_flat_state(state):
             if isinstance(variable, nnx.RngState):
-                found.append((None, path, variable))
+                collection = None
             elif isinstance(variable, nnx.Param):
-                found.append(("params", path, variable))
+                collection = "params"
             elif isinstance(variable, nnx.BatchStat):
-                found.append(("batch_stats", path, variable))
+                collection = "batch_stats"
             else:
-                where = "/".join(map(str, path))
-                kind = type(variable).__name__
                 raise UsageError(
-                    f"{self.name} has {where}, which is a {kind}; what it keeps can be Param or "
-                    "BatchStat only"
+                    f"{self.name} has {'/'.join(map(str, path))}, which is a "
+                    f"{type(variable).__name__}; what it keeps can be Param or BatchStat only"
                 )
-        return structure, found
+            variables.append(_Variable(collection, path, variable))
+        return structure, variables
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
         del x
-        return self._variables(self.made(nnx.Rngs(key)))
+        return self._values(self.definition(nnx.Rngs(key)))
 
-    def _variables(self, module: nnx.Module) -> dict[str, PyTree]:
+    def _values(self, module: nnx.Module) -> dict[str, PyTree]:
+        """Returns the values of a module's variables as nested dicts, by collection."""
         state = dict(nnx.to_flat_state(nnx.state(module)))
-        made: dict[str, PyTree] = {}
-        for kind, path, _ in self._parts[1]:
-            if kind is not None:
-                place = made.setdefault(kind, {})
-                for word in path[:-1]:
-                    place = place.setdefault(str(word), {})
-                place[str(path[-1])] = state[path].get_value()
-        return made
+        values: dict[str, PyTree] = {}
+        for collection, path, _ in self._structure[1]:
+            if collection is not None:
+                node = values.setdefault(collection, {})
+                for key in path[:-1]:
+                    node = node.setdefault(str(key), {})
+                node[str(path[-1])] = state[path].get_value()
+        return values
 
     def apply(
         self,
@@ -70,43 +83,45 @@ class NnxNetwork(UserNetwork):
         rngs: Mapping[str, jax.Array] | None = None,
         mutable: Any = False,
     ) -> Any:
-        structure, parts = self._parts
-        key = rngs["dropout"] if rngs else jax.random.key(0)
-        state, begun = {}, []
-        for i, (kind, path, variable) in enumerate(parts):
-            value: Any = None if kind is None else variables[kind]
+        structure, parts = self._structure
+        dropout_key = rngs["dropout"] if rngs else jax.random.key(0)
+        state, random_states = {}, []
+        for i, (collection, path, variable) in enumerate(parts):
+            value: Any = None if collection is None else variables[collection]
             if isinstance(variable, nnx.RngKey):
-                value = jax.random.fold_in(key, i)
-            elif kind is None:
+                value = jax.random.fold_in(dropout_key, i)
+            elif collection is None:
                 value = jnp.zeros(variable.get_value().shape, variable.get_value().dtype)
             else:
-                for word in path:
-                    value = value[str(word)]
+                for key in path:
+                    value = value[str(key)]
             state[path] = variable.replace(value)
-            begun += [(path, value)] if kind is None else []
+            random_states += [(path, value)] if collection is None else []
         module = nnx.merge(structure, nnx.from_flat_state(state))
         module.train() if train else module.eval()
         for _, layer in nnx.iter_modules(module):
-            if isinstance(layer, nnx.Conv) and layer.conv_general_dilated is plain_convolution:
+            if isinstance(layer, nnx.Conv) and layer.conv_general_dilated is default_convolution:
                 layer.conv_general_dilated = lowering(self.conv)
             if isinstance(layer, nnx.BatchNorm) and train and mask is not None:
-                _give_mask(self.name, layer, mask)
-        outputs = module(x, **self._how(train))
+                _set_mask(self.name, layer, mask)
+        outputs = module(x, **self._flags(train))
         if not train:
-            after = dict(nnx.to_flat_state(nnx.state(module, nnx.RngState)))
-            if any(after[path].get_value() is not value for path, value in begun):
-                raise UsageError(draws(self.name))
+            new_states = dict(nnx.to_flat_state(nnx.state(module, nnx.RngState)))
+            if any(new_states[path].get_value() is not value for path, value in random_states):
+                raise random_evaluation_error(self.name)
         if mutable is False:
             return outputs
-        changed = self._variables(module)
-        return outputs, {kind: changed[kind] for kind in mutable}
+        values = self._values(module)
+        return outputs, {collection: values[collection] for collection in mutable}
 
 
-def _give_mask(name: str, norm: nnx.BatchNorm, mask: jax.Array) -> None:
-    """Let a BatchNorm, which is thrown away after the call that it is made for, know the mask."""
-    plain = type(norm)
+def _set_mask(name: str, norm: nnx.BatchNorm, mask: jax.Array) -> None:
+    """Makes a BatchNorm use the mask. The layer exists only for this call of the network."""
+    norm_class = type(norm)
 
-    def call(self: Any, x: Any, *more: Any, **how: Any) -> Any:
-        return plain.__call__(self, x, *more, **{**how, "mask": spread_mask(name, mask, x)})
+    def call(self: Any, x: Any, *arguments: Any, **options: Any) -> Any:
+        options["mask"] = spread_mask(name, mask, x)
+        return norm_class.__call__(self, x, *arguments, **options)
 
-    object.__setattr__(norm, "__class__", type(plain.__name__, (plain,), {"__call__": call}))
+    masked_class = type(norm_class.__name__, (norm_class,), {"__call__": call})
+    object.__setattr__(norm, "__class__", masked_class)

@@ -1,4 +1,4 @@
-"""Any network with a last layer that starts at zero."""
+"""A wrapper that initialises the last layer of a network with zeros."""
 
 import dataclasses
 from typing import Any
@@ -13,22 +13,22 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class ZeroHead:
-    """`model`, of which `init` gives a last layer of zeros; else it is the network itself.
+    """The network `model` with a last layer that is initialised with zeros.
 
-    From there clients that differ in the order of their labels alone train the same layers below,
-    as with a head that is drawn they do not: permuting its rows and the labels changes nothing.
+    Clients that differ only in the order of their labels then train identical lower layers. With a
+    random head they do not.
     """
 
     model: Any
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """As the network's own, but for the head."""
+        """Initialises the network, with zeros in the head."""
 
-        def start(layer: str, leaf: jax.Array) -> jax.Array:
+        def zero_head(layer: str, leaf: jax.Array) -> jax.Array:
             return jnp.zeros_like(leaf) if layer == self.model.head else leaf
 
         variables = dict(self.model.init(key, x))
-        return {**variables, **trees.map_layers(start, {"params": variables["params"]})}
+        return {**variables, **trees.map_layers(zero_head, {"params": variables["params"]})}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)

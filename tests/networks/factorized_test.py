@@ -51,7 +51,7 @@ def test_layers_keep_their_names():
         assert set(trees.layers(made)) == set(trees.layers(plain)) == set(net.layers)
         assert set(made["params"]["conv1"]) == dense
         assert set(made["params"]["fc2"]) == head
-        assert trees.same_shapes(jax.eval_shape(net.plain, made["params"]), plain["params"])
+        assert trees.same_shapes(jax.eval_shape(net.model_params, made["params"]), plain["params"])
     assert Factorized(SMALL, SHAPE).factorized == ("conv1", "conv2", "fc1", "fc2")
     assert SplitKernels(SMALL, SHAPE).factorized == ("conv1", "conv2", "fc1")
 
@@ -88,7 +88,7 @@ def test_each_kernel_is_of_the_rank_where_there_is_no_bias():
     for layout in ("kernel", "oihw"):
         for rank in (1, 2):
             net = Factorized(SMALL, SHAPE, rank, layout)
-            params = net.plain(net.init(KEY, X)["params"])
+            params = net.model_params(net.init(KEY, X)["params"])
             ranks[layout, rank] = np.linalg.matrix_rank(unfold(params["conv2"]["kernel"]))
             assert np.linalg.matrix_rank(params["fc1"]["kernel"]) == rank
             assert np.linalg.matrix_rank(params["fc2"]["kernel"]) == rank
@@ -99,7 +99,7 @@ def test_each_kernel_is_of_the_rank_where_there_is_no_bias():
 def test_it_computes_what_the_network_computes_with_these_kernels():
     net = Factorized(SMALL, SHAPE)
     variables = net.init(KEY, X)
-    plain = {"params": net.plain(variables["params"])}
+    plain = {"params": net.model_params(variables["params"])}
     chex.assert_trees_all_equal(net.apply(variables, X), SMALL.apply(plain, X))
     assert bool(jnp.any(net.apply(variables, X) != 0))
     np.testing.assert_array_equal(collect_mu(variables)[0], 0)
@@ -158,7 +158,7 @@ def test_split_kernels_start_as_the_plain_network():
     net = SplitKernels(SMALL, SHAPE)
     made, plain = net.init(KEY, X), SMALL.init(KEY, X)
     chex.assert_trees_all_close(net.apply(made, X), SMALL.apply(plain, X), atol=1e-6)
-    chex.assert_trees_all_close(net.plain(made["params"]), plain["params"], atol=1e-7)
+    chex.assert_trees_all_close(net.model_params(made["params"]), plain["params"], atol=1e-7)
     for layer in net.factorized:
         own = jax.tree.map(np.asarray, made["params"][layer])
         scale = np.linalg.svd(own["u"] @ own["v"].T + own["mu"], compute_uv=False)

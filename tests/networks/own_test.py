@@ -213,7 +213,7 @@ class ModernCaches(nnx.Module):
             LinenNetwork("Net", {}, AlwaysDrops(), (5,)),
             "Net draws random numbers when it is evaluated",
         ),
-        (LinenNetwork("Net", {}, Caches(), (5,)), "Net keeps cache beside its parameters"),
+        (LinenNetwork("Net", {}, Caches(), (5,)), "Net keeps cache besides its parameters"),
         (
             LinenNetwork("Net", {}, nn.Sequential([nn.Dense(4), nn.BatchNorm(False)]), (5,)),
             "Net changes batch_stats when it is evaluated; let its __call__ take train",
@@ -281,12 +281,12 @@ class Remembers(nn.Module):
         ),
         (
             Remembers("batch_stats", 4),
-            "other shapes or types of batch_stats after a step .*; update them in place",
+            "changes shapes or types of batch_stats in a training step; update them in place",
             Remembers("batch_stats", 3),
         ),
         (
             Remembers("cache", 3),
-            "keeps cache beside its parameters; keep them as batch_stats, or leave them out",
+            "keeps cache besides its parameters; keep them as batch_stats, or leave them out",
             Remembers("batch_stats", 3),
         ),
         (
@@ -321,7 +321,7 @@ def test_kernels_of_one_dimension_have_factors(layout):
     assert net.factorized == ("layers_0", "layers_2")
     x = np.random.default_rng(1).normal(size=(2, 6, 3)).astype(np.float32)
     params = net.init(KEY, x)["params"]
-    kernel = net.plain(params)["layers_0"]["kernel"]
+    kernel = net.model_params(params)["layers_0"]["kernel"]
     np.testing.assert_array_equal(kernel, net.kernel(params["layers_0"], (3, 1, 3, 4))[:, 0])
     assert net.apply({"params": params}, x).shape == (2, 2)
     split = SplitKernels(plain, (6, 3))

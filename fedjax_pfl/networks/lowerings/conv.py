@@ -1,21 +1,21 @@
-"""How a convolution is lowered, so that one with a kernel per client stays a matrix product.
+"""Convolutions as matrix products, which stay fast with one kernel per client.
 
-Under `vmap` over kernels XLA turns a convolution into a grouped one, and on CPU it also runs plain
-ones slowly inside loops. The lowerings here are products, for which `vmap` means a batched product.
-They take the place of `jax.lax.conv_general_dilated` in `flax.linen.Conv(conv_general_dilated=...)`
-and leave parameters as they are. All are NHWC with HWIO kernels.
+Under `vmap` over kernels XLA turns a convolution into a grouped convolution, which is slow. On CPU
+it also runs ordinary convolutions slowly inside loops. The lowerings here are matrix products, and
+`vmap` turns them into batched products. They replace `jax.lax.conv_general_dilated` in
+`flax.linen.Conv(conv_general_dilated=...)`. Parameters are the same. Images are NHWC, kernels HWIO.
 
-    xla      XLA's own convolution; the only one with groups, dilation and forward-mode derivatives
+    xla      XLA's convolution; the only one with groups, dilation and forward-mode derivatives
     patches  every window as one row, then one product
     rows     windows along the width only, then one product per kernel row; less memory
-    blocks   as patches, but a row yields 2x2 outputs: fewer and larger products, less copying
-    winograd half as many multiplications or fewer for 3x3 and 5x5 kernels; patches for others
-    auto     one of these by backend and shape
+    blocks   like patches, but a row yields 2x2 outputs: fewer and larger products, less copying
+    winograd at most half of the multiplications for 3x3 and 5x5 kernels; patches for others
+    auto     one of these, chosen by backend and shape
 
-A depthwise convolution (a kernel for each channel) has no product to gain from; all but xla take it
-as shifted multiply-adds.
+Depthwise convolutions (one kernel per channel) are shifted multiply-adds in all lowerings except
+xla.
 
-Deviations: the hand-written gradients exclude forward mode (`jax.jvp`), not reverse over reverse.
+Deviations: the custom gradients exclude forward mode (`jax.jvp`), not reverse over reverse.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,26 +33,26 @@ from fedjax_pfl.networks.lowerings.windows import shifts, space_to_depth
 
 Convolution = Callable[..., jax.Array]
 _TILE = 2  # outputs per side that one row of `blocks` yields
-_LAYOUT = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))  # NHWC, HWIO, NHWC as lax numbers them
+_LAYOUT = ((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))  # NHWC, HWIO, NHWC in the numbering of lax
 
 
-class _How(NamedTuple):
-    """What a product needs to know besides its operands; hashable."""
+class _Spec(NamedTuple):
+    """Static options of a convolution; hashable."""
 
     strides: tuple[int, int]
     precision: Any
 
 
 def lowering(name: str) -> Convolution:
-    """The lowering of that name, with the signature of `jax.lax.conv_general_dilated`."""
+    """Returns a lowering by name, with the signature of `jax.lax.conv_general_dilated`."""
     choices = ("auto", "xla", *_LOWERINGS)
     if name not in choices:
-        raise UsageError(f"conv = {name!r} is not a lowering: choose from {', '.join(choices)}")
+        raise UsageError(f"conv = {name!r} is not a lowering; choose from {', '.join(choices)}")
     return lax.conv_general_dilated if name == "xla" else partial(_convolve, name)
 
 
 class _Options(NamedTuple):
-    """What else `jax.lax.conv_general_dilated` takes, in its order."""
+    """Remaining arguments of `jax.lax.conv_general_dilated`, in order."""
 
     lhs_dilation: Sequence[int] | None = None
     rhs_dilation: Sequence[int] | None = None
@@ -70,10 +70,10 @@ def _convolve(
     rhs: jax.Array,
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
-    *more: Any,
-    **named: Any,
+    *arguments: Any,
+    **keywords: Any,
 ) -> jax.Array:
-    options = _Options(*more, **named)
+    options = _Options(*arguments, **keywords)
     depthwise = options.feature_group_count == lhs.shape[-1] == rhs.shape[-1] > 1
     unsupported = _unsupported(lhs, rhs, options, depthwise)
     if name == "auto" and not unsupported and depthwise:
@@ -83,7 +83,7 @@ def _convolve(
     if name in ("auto", "xla"):
         return lax.conv_general_dilated(lhs, rhs, window_strides, padding, **options._asdict())
     if unsupported:
-        raise UsageError(f"conv = {name!r} does not do {unsupported}: use conv = 'xla' or 'auto'")
+        raise UsageError(f"conv = {name!r} does not do {unsupported}; use conv = 'xla' or 'auto'")
     sh, sw = window_strides
     if isinstance(padding, str):
         padding = lax.padtype_to_pads(lhs.shape[1:3], rhs.shape[:2], (sh, sw), padding)
@@ -93,11 +93,11 @@ def _convolve(
         raise UsageError(f"a kernel of {rhs.shape[:2]} does not fit an image of {x.shape[1:3]}")
     if depthwise:
         return _depthwise(x, rhs, (sh, sw))
-    return _LOWERINGS[name](x, rhs, _How((sh, sw), options.precision))
+    return _LOWERINGS[name](x, rhs, _Spec((sh, sw), options.precision))
 
 
 def _unsupported(lhs: jax.Array, rhs: jax.Array, options: _Options, depthwise: bool) -> str:
-    """What keeps a convolution from being lowered to a product here, in words; else nothing."""
+    """Returns the feature that the lowerings here lack, in words, or ""."""
     if lhs.ndim != 4:
         return f"{lhs.ndim - 2} spatial dimensions"
     if (
@@ -113,15 +113,18 @@ def _unsupported(lhs: jax.Array, rhs: jax.Array, options: _Options, depthwise: b
 
 
 def _auto(kernel: tuple[int, ...], strides: tuple[int, ...]) -> str:
-    # tpu: not measured. `patches` is one batched product, which suits it.
-    # gpu: an H100, LeNet with 100 clients (5x5: 3→16 and 16→32), a whole step in time of `patches`:
-    #   `blocks` 0.59, `rows` 1.21, `winograd` 1.31, `xla` 2.66. Copies of windows take the time.
-    # cpu: measured on two cores at batch 32, forward and backward, in time of `patches`.
-    #   5x5: 3→16 .62, 1→32 .88, 8→16 .56, 16→32 .64, 32→64 .61 for `blocks`;
-    #        8→16 .62, 16→32 .44, 32→64 .33, with stride two 64→128 .56 for `winograd`.
-    #   3x3: 1→16 .6 for `blocks`, but 3→64 1.3, 16→32 .9, 128→128 1.2;
-    #        8→16 1.05, 16→32 .81, 32→32 .4, 64→64 .36, 128→128 .5, 256→256 .44 for `winograd`.
-    #   stride 2, 1x1: `blocks` 1.2, 2.7. `rows` .6 to 4. A whole step of ResNet9 with `auto` .54.
+    """Returns the fastest lowering for a kernel [h, w, C, O] on this backend."""
+    # Times relative to `patches`.
+    # TPU: not measured. `patches` is one batched product.
+    # GPU: training step of LeNet with 100 clients on an H100 (5x5: 3→16 and 16→32).
+    #   `blocks` 0.59, `rows` 1.21, `winograd` 1.31, `xla` 2.66. Copying windows dominates.
+    # CPU: forward and backward on two cores, batch size 32.
+    #   `blocks`    5x5: 3→16 0.62, 1→32 0.88, 8→16 0.56, 16→32 0.64, 32→64 0.61
+    #               3x3: 1→16 0.6, 3→64 1.3, 16→32 0.9, 128→128 1.2; stride 2 1.2; 1x1 2.7
+    #   `winograd`  5x5: 8→16 0.62, 16→32 0.44, 32→64 0.33, 64→128 with stride 2 0.56
+    #               3x3: 8→16 1.05, 16→32 0.81, 32→32 0.4, 64→64 0.36, 128→128 0.5, 256→256 0.44
+    #   `rows`      0.6 to 4
+    #   `auto`      0.54 for a training step of ResNet9
     side, channels = min(kernel[:2]), kernel[2]
     backend = jax.default_backend()
     if backend != "cpu":
@@ -129,69 +132,70 @@ def _auto(kernel: tuple[int, ...], strides: tuple[int, ...]) -> str:
         return "blocks" if few_windows else "patches"
     if winograd.suits(kernel[:2], strides) and min(kernel[2:]) >= 16:
         return "winograd"
-    worth = (side >= 5 and channels <= 32) or (side >= 3 and channels == 1)
-    return "blocks" if worth and max(strides) == 1 else "patches"
+    few_channels = (side >= 5 and channels <= 32) or (side >= 3 and channels == 1)
+    return "blocks" if few_channels and max(strides) == 1 else "patches"
 
 
 def _pad(x: jax.Array, height: tuple[int, int, int], width: tuple[int, int, int]) -> jax.Array:
-    """Pad (low, high, interior) zeros into axes 1 and 2; a negative number crops."""
-    rest = ((0, 0, 0),) * (x.ndim - 3)
-    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), height, width, *rest))
+    """Pads axes 1 and 2 with (low, high, interior) zeros. Negative numbers crop."""
+    no_padding = ((0, 0, 0),) * (x.ndim - 3)
+    return lax.pad(x, jnp.zeros((), x.dtype), ((0, 0, 0), height, width, *no_padding))
 
 
 def _outputs(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> tuple[int, int]:
+    """Returns the height and width of the output."""
     return tuple((x.shape[1 + a] - k.shape[a]) // strides[a] + 1 for a in (0, 1))  # type: ignore[return-value]
 
 
 def _unshift(parts: list[jax.Array], axis: int, length: int, stride: int) -> jax.Array:
-    """The transpose of `shifts`: add the views back where they came from."""
+    """Adds views back to where they came from; the transpose of `shifts`."""
     span = (parts[0].shape[axis] - 1) * stride + 1
-    keep = (0, 0, 0)
-    placed = [(i, length - i - span, stride - 1) for i in range(len(parts))]
+    no_padding = (0, 0, 0)
+    paddings = [(i, length - i - span, stride - 1) for i in range(len(parts))]
     return sum(  # type: ignore[return-value]
-        _pad(part, place, keep) if axis == 1 else _pad(part, keep, place)
-        for part, place in zip(parts, placed, strict=True)
+        _pad(part, padding, no_padding) if axis == 1 else _pad(part, no_padding, padding)
+        for part, padding in zip(parts, paddings, strict=True)
     )
 
 
-def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], how: _How) -> jax.Array:
-    """Contract two matrices over one axis each, accumulating in at least float32."""
+def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], spec: _Spec) -> jax.Array:
+    """Contracts two matrices over one axis each, accumulating in at least float32."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     wide = jnp.float32 if a.dtype.itemsize < 4 else a.dtype
-    return lax.dot_general(a, b, dimensions, precision=how.precision, preferred_element_type=wide)
+    return lax.dot_general(a, b, dimensions, precision=spec.precision, preferred_element_type=wide)
 
 
 # Patches: all windows, one product.
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _patches(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
-    """x [B, H, W, C] and k [h, w, C, O] -> [B, H', W', O], without padding."""
-    size = (x.shape[0], *_outputs(x, k, how.strides), k.shape[3])
-    windows = _windows(x, k, how.strides)
-    return _product(windows, k.reshape(-1, k.shape[3]), (1, 0), how).astype(x.dtype).reshape(size)
+def _patches(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
+    """Convolves x [B, H, W, C] with k [h, w, C, O] without padding: [B, H', W', O]."""
+    size = (x.shape[0], *_outputs(x, k, spec.strides), k.shape[3])
+    windows = _windows(x, k, spec.strides)
+    return _product(windows, k.reshape(-1, k.shape[3]), (1, 0), spec).astype(x.dtype).reshape(size)
 
 
 def _windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """[B, H, W, C] -> [B·H'·W', h·w·C], in the order of a kernel's first three axes."""
+    """Returns the windows of x, [B·H'·W', h·w·C], in the order of a kernel's first three axes."""
     oh, ow = _outputs(x, k, strides)
     rows = shifts(x, 1, k.shape[0], strides[0], oh)
-    cut = [view for row in rows for view in shifts(row, 2, k.shape[1], strides[1], ow)]
-    return jnp.concatenate(cut, -1).reshape(-1, k[..., 0].size)
+    views = [view for row in rows for view in shifts(row, 2, k.shape[1], strides[1], ow)]
+    return jnp.concatenate(views, -1).reshape(-1, k[..., 0].size)
 
 
-def _patches_forward(x: jax.Array, k: jax.Array, how: _How) -> tuple[jax.Array, Any]:
-    return _patches(x, k, how), (x, k)  # to cut the windows again is cheaper than to keep them
+def _patches_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> tuple[jax.Array, Any]:
+    return _patches(x, k, spec), (x, k)  # computing the windows again is cheaper than storing them
 
 
-def _patches_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, k = kept
-    (h, w, c, o), (sh, sw) = k.shape, how.strides
+def _patches_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, k = residuals
+    (h, w, c, o), (sh, sw) = k.shape, spec.strides
     flat = g.reshape(-1, o)
-    dk = _product(_windows(x, k, how.strides), flat, (0, 0), how)
-    spread = _product(flat, k.reshape(-1, o), (1, 1), how)
+    dk = _product(_windows(x, k, spec.strides), flat, (0, 0), spec)
+    spread = _product(flat, k.reshape(-1, o), (1, 1), spec)
     spread = spread.reshape(*g.shape[:3], h, w, c)
-    # First along the width, then along the height: h + w additions in place of h·w.
+    # First along the width, then along the height: h + w additions instead of h·w.
     rows = _unshift([spread[:, :, :, :, j] for j in range(w)], 2, x.shape[2], sw)
     dx = _unshift([rows[:, :, :, i] for i in range(h)], 1, x.shape[1], sh)
     return dx.astype(x.dtype), dk.astype(k.dtype).reshape(k.shape)
@@ -204,33 +208,33 @@ _patches.defvjp(_patches_forward, _patches_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rows(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
-    """As `_patches`."""
+def _rows(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
+    """Convolves like `_patches`."""
     h, w, c, o = k.shape
-    size = (x.shape[0], *_outputs(x, k, how.strides), o)
-    rows = _row_windows(x, k, how.strides)
-    parts = [_product(rows[i], k[i].reshape(w * c, o), (1, 0), how) for i in range(h)]
+    size = (x.shape[0], *_outputs(x, k, spec.strides), o)
+    rows = _row_windows(x, k, spec.strides)
+    parts = [_product(rows[i], k[i].reshape(w * c, o), (1, 0), spec) for i in range(h)]
     return sum(parts).astype(x.dtype).reshape(size)  # type: ignore[union-attr]
 
 
 def _row_windows(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> list[jax.Array]:
-    """[B, H, W, C] -> for each kernel row [B·H'·W', w·C]."""
+    """Returns the windows along the width for every kernel row, [B·H'·W', w·C] each."""
     oh, ow = _outputs(x, k, strides)
     wide = jnp.concatenate(shifts(x, 2, k.shape[1], strides[1], ow), -1)
     rows = shifts(wide, 1, k.shape[0], strides[0], oh)
     return [row.reshape(-1, k.shape[1] * k.shape[2]) for row in rows]
 
 
-def _rows_forward(x: jax.Array, k: jax.Array, how: _How) -> tuple[jax.Array, Any]:
-    return _rows(x, k, how), (x, k)
+def _rows_forward(x: jax.Array, k: jax.Array, spec: _Spec) -> tuple[jax.Array, Any]:
+    return _rows(x, k, spec), (x, k)
 
 
-def _rows_backward(how: _How, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, k = kept
-    (h, w, c, o), (sh, sw) = k.shape, how.strides
+def _rows_backward(spec: _Spec, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, k = residuals
+    (h, w, c, o), (sh, sw) = k.shape, spec.strides
     flat = g.reshape(-1, o)
-    dk = jnp.stack([_product(row, flat, (0, 0), how) for row in _row_windows(x, k, how.strides)])
-    parts = [_product(flat, k[i].reshape(w * c, o), (1, 1), how) for i in range(h)]
+    dk = jnp.stack([_product(row, flat, (0, 0), spec) for row in _row_windows(x, k, spec.strides)])
+    parts = [_product(flat, k[i].reshape(w * c, o), (1, 1), spec) for i in range(h)]
     spread = [part.reshape(*g.shape[:3], w * c) for part in parts]
     tall = _unshift(spread, 1, x.shape[1], sh).reshape(*g.shape[:1], x.shape[1], g.shape[2], w, c)
     dx = _unshift([tall[:, :, :, j] for j in range(w)], 2, x.shape[2], sw)
@@ -243,33 +247,35 @@ _rows.defvjp(_rows_forward, _rows_backward)
 # Blocks: space to depth, then patches.
 
 
-def _blocks(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
-    """As `_patches`, but a row of the product is the window of 2x2 neighbouring outputs.
+def _blocks(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
+    """Convolves like `_patches`, but a row of the product is the window of 2x2 outputs.
 
-    With few channels a window is copied floats more than it is arithmetic. Four neighbours share
-    most of theirs: for 5x5 kernels one window of 6x6 stands for four of 5x5, a third of the memory,
-    and the product is four times as wide, for 44 % more multiplications (78 % for 3x3).
+    With few channels, copying windows takes longer than multiplying them. Neighbouring windows
+    overlap: for 5x5 kernels one 6x6 window replaces four 5x5 windows. This needs a third of the
+    memory, and the product is 4x as wide, for 44 % more multiplications (78 % for 3x3 kernels).
     """
-    b, o, (oh, ow) = x.shape[0], k.shape[3], _outputs(x, k, how.strides)
-    (nh, bh), (nw, bw) = (_block(k.shape[a], how.strides[a]) for a in (0, 1))
+    b, o, (oh, ow) = x.shape[0], k.shape[3], _outputs(x, k, spec.strides)
+    (nh, bh), (nw, bw) = (_block(k.shape[a], spec.strides[a]) for a in (0, 1))
     th, tw = -(-oh // _TILE), -(-ow // _TILE)
     height, width = (th + nh - 1) * bh, (tw + nw - 1) * bw
     deep = _pad(x, (0, height - x.shape[1], 0), (0, width - x.shape[2], 0))
     y = _patches(
-        space_to_depth(deep, (bh, bw)), _spread_kernel(k, how.strides), _How((1, 1), how.precision)
+        space_to_depth(deep, (bh, bw)),
+        _spread_kernel(k, spec.strides),
+        _Spec((1, 1), spec.precision),
     )
     y = y.reshape(b, th, tw, _TILE, _TILE, o).transpose(0, 1, 3, 2, 4, 5)
     return y.reshape(b, th * _TILE, tw * _TILE, o)[:, :oh, :ow]
 
 
 def _block(size: int, stride: int) -> tuple[int, int]:
-    """How many blocks a tile's window spans along an axis, and how long a block is."""
+    """Returns the number of blocks in a tile's window along an axis, and the length of a block."""
     length = _TILE * stride
     return -(-(size + (_TILE - 1) * stride) // length), length
 
 
 def _spread_kernel(k: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """[h, w, C, O] -> that kernel at each place of a tile, [n, n, block·block·C, tile·tile·O]."""
+    """Returns the kernel at every position of a tile, [n, n, block·block·C, tile·tile·O]."""
     h, w, c, o = k.shape
     (nh, bh), (nw, bw) = (_block(k.shape[a], strides[a]) for a in (0, 1))
 
@@ -277,9 +283,9 @@ def _spread_kernel(k: jax.Array, strides: tuple[int, int]) -> jax.Array:
         top, left = i * strides[0], j * strides[1]
         return jnp.pad(k, ((top, nh * bh - h - top), (left, nw * bw - w - left), (0, 0), (0, 0)))
 
-    places = jnp.stack([at(i, j) for i in range(_TILE) for j in range(_TILE)], 3)
-    places = places.reshape(nh, bh, nw, bw, c, _TILE * _TILE * o).transpose(0, 2, 1, 3, 4, 5)
-    return places.reshape(nh, nw, bh * bw * c, _TILE * _TILE * o)
+    positions = jnp.stack([at(i, j) for i in range(_TILE) for j in range(_TILE)], 3)
+    positions = positions.reshape(nh, bh, nw, bw, c, _TILE * _TILE * o).transpose(0, 2, 1, 3, 4, 5)
+    return positions.reshape(nh, nw, bh * bw * c, _TILE * _TILE * o)
 
 
 # Depthwise: shifted multiply-adds.
@@ -287,14 +293,14 @@ def _spread_kernel(k: jax.Array, strides: tuple[int, int]) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _depthwise(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> jax.Array:
-    """x [B, H, W, C] and k [h, w, 1, C] -> [B, H', W', C], without padding."""
+    """Convolves x [B, H, W, C] with k [h, w, 1, C] without padding: [B, H', W', C]."""
     return sum(view * k[i : i + 1, j : j + 1] for i, j, view in _views(x, k, strides))  # type: ignore[return-value]
 
 
 def _views(
     x: jax.Array, k: jax.Array, strides: tuple[int, int]
 ) -> Iterator[tuple[int, int, jax.Array]]:
-    """For each place in the kernel the inputs that it meets."""
+    """Yields the inputs that every kernel position (i, j) is multiplied with."""
     oh, ow = _outputs(x, k, strides)
     for i, row in enumerate(shifts(x, 1, k.shape[0], strides[0], oh)):
         for j, view in enumerate(shifts(row, 2, k.shape[1], strides[1], ow)):
@@ -305,9 +311,9 @@ def _depthwise_forward(x: jax.Array, k: jax.Array, strides: tuple[int, int]) -> 
     return _depthwise(x, k, strides), (x, k)
 
 
-def _depthwise_backward(strides: tuple[int, int], kept: Any, g: jax.Array) -> Any:
-    # Reading shifted views of g again is several times as fast as adding it up in place.
-    x, k = kept
+def _depthwise_backward(strides: tuple[int, int], residuals: Any, g: jax.Array) -> Any:
+    # Reading shifted views of g is several times faster than adding to slices of dx.
+    x, k = residuals
     dk = jnp.stack([jnp.sum(view * g, (0, 1, 2)) for _, _, view in _views(x, k, strides)])
     (h, w), (sh, sw) = k.shape[:2], strides
     over = [x.shape[1 + a] - k.shape[a] - (g.shape[1 + a] - 1) * strides[a] for a in (0, 1)]
@@ -321,11 +327,11 @@ _depthwise.defvjp(_depthwise_forward, _depthwise_backward)
 # Winograd: fewer products.
 
 
-def _winograd(x: jax.Array, k: jax.Array, how: _How) -> jax.Array:
-    """As `_patches`, and `_patches` itself for kernels and strides that have no fast form."""
-    if not winograd.suits(k.shape[:2], how.strides):
-        return _patches(x, k, how)
-    return winograd.strided(x, k, how.strides, how.precision)
+def _winograd(x: jax.Array, k: jax.Array, spec: _Spec) -> jax.Array:
+    """Convolves by Winograd's method, or by `_patches` if there is no fast form."""
+    if not winograd.suits(k.shape[:2], spec.strides):
+        return _patches(x, k, spec)
+    return winograd.strided(x, k, spec.strides, spec.precision)
 
 
 _LOWERINGS: dict[str, Convolution] = {
@@ -342,11 +348,15 @@ _LOWERINGS: dict[str, Convolution] = {
 def max_pool(
     x: jax.Array, window: tuple[int, int], strides: tuple[int, int] | None = None
 ) -> jax.Array:
-    """Maximum over windows without padding: [B, H, W, C] -> [B, H', W', C].
+    """Computes the maximum over windows without padding: [B, H, W, C] -> [B, H', W', C].
 
-    Unlike in `flax.linen.max_pool` strides default to the window. Windows side by side are a
-    reshape; overlapping ones go to `flax.linen.max_pool`. The gradient goes to the first of equal
-    maxima, as in PyTorch, where reshape and `max` alone would share it out.
+    The gradient of equal maxima goes to the first of them, as in PyTorch. Windows that do not
+    overlap are pooled by a reshape, others by `flax.linen.max_pool`.
+
+    Args:
+      x: Images [B, H, W, C].
+      window: Height and width of a window.
+      strides: Default: the window, unlike in `flax.linen.max_pool`.
     """
     strides = strides or window
     if tuple(strides) != tuple(window):
@@ -370,16 +380,16 @@ def _pool_forward(x: jax.Array, window: tuple[int, int]) -> tuple[jax.Array, Any
     return y, (x, y)
 
 
-def _pool_backward(window: tuple[int, int], kept: Any, g: jax.Array) -> tuple[jax.Array]:
-    # Comparing again is faster than to carry indices: XLA recomputes those once per output.
-    x, y = kept
+def _pool_backward(window: tuple[int, int], residuals: Any, g: jax.Array) -> tuple[jax.Array]:
+    # Comparing again is faster than storing indices, which XLA recomputes for every output.
+    x, y = residuals
     split, free = _split(x, window), jnp.ones(y.shape, bool)
     parts = []
     for i in range(window[0]):
         for j in range(window[1]):
-            hit = (split[:, :, i, :, j] == y) & free
-            free &= ~hit
-            parts.append(jnp.where(hit, g, jnp.zeros((), g.dtype)))
+            is_max = (split[:, :, i, :, j] == y) & free
+            free &= ~is_max
+            parts.append(jnp.where(is_max, g, jnp.zeros((), g.dtype)))
     dx = jnp.stack(parts, 2).reshape(*y.shape[:2], *window, *y.shape[2:])
     return (dx.transpose(0, 1, 2, 4, 3, 5).reshape(x.shape),)
 

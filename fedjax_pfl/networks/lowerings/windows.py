@@ -1,17 +1,25 @@
-"""Views of images that several lowerings of a convolution are made of."""
+"""Views of images that several lowerings use."""
 
 import jax
 from jax import lax
 
 
 def shifts(x: jax.Array, axis: int, size: int, stride: int, count: int) -> list[jax.Array]:
-    """`size` views of x along `axis`, view i starting at i, each `count` long."""
+    """Returns `size` views of x along `axis`; view i starts at i and has length `count`.
+
+    Args:
+      x: The array.
+      axis: The axis to slice.
+      size: Number of views.
+      stride: Step within a view.
+      count: Length of a view.
+    """
     span = (count - 1) * stride + 1
     return [lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size)]
 
 
 def space_to_depth(x: jax.Array, block: tuple[int, int]) -> jax.Array:
-    """Blocks of neighbours as channels: [B, H, W, C] -> [B, H/h, W/w, h·w·C]."""
+    """Moves blocks of h x w pixels to channels: [B, H, W, C] -> [B, H/h, W/w, h·w·C]."""
     (b, height, width, c), (h, w) = x.shape, block
     x = x.reshape(b, height // h, h, width // w, w, c).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(b, height // h, width // w, h * w * c)

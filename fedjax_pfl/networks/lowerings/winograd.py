@@ -1,12 +1,13 @@
-"""Winograd's convolution: along each side two outputs take kernel + 1 products, not 2 x kernel.
+"""Winograd's convolution: fewer multiplications for 3x3 and 5x5 kernels.
 
-For 3x3 kernels that is 16 products for four outputs in place of 36, for 5x5 36 in place of 100;
-what it costs are sums over inputs, kernel and outputs, which are worth it where channels are many.
+Along each side, two outputs take kernel + 1 products instead of 2 x kernel. Four outputs of a 3x3
+kernel take 16 products instead of 36, of a 5x5 kernel 36 instead of 100. In exchange, inputs,
+kernels and outputs are transformed by sums, which pays off with many channels.
 
-    Y = Aᵀ[(G k Gᵀ) ⊙ (Bᵀ x B)]A    for each tile x of (kernel + 1)² inputs and Y of 2x2 outputs,
+    Y = Aᵀ[(G k Gᵀ) ⊙ (Bᵀ x B)]A    for a tile x of (kernel + 1)² inputs and 2x2 outputs Y,
 
-summed over channels, so that ⊙ is a matrix product for each of the (kernel + 1)² places. A, G and B
-are Toom and Cook's: polynomials are multiplied by their values at some points.
+summed over channels: ⊙ is a matrix product for each of the (kernel + 1)² positions. A, G and B are
+those of Toom and Cook, who multiply polynomials by their values at some points.
 
 References: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks (2016).
 Deviations: points for 5x5 are 0, ±1, ½ and −2, whose rounding is half that of 0, ±1 and ±2.
@@ -23,23 +24,23 @@ from jax import lax
 
 from fedjax_pfl.networks.lowerings.windows import shifts, space_to_depth
 
-_POINTS = {3: (0, 1, -1), 5: (0, 1, -1, 0.5, -2)}  # for each kernel's side, besides infinity
+_POINTS = {3: (0, 1, -1), 5: (0, 1, -1, 0.5, -2)}  # by kernel side; infinity is a point, too
 
 
 def suits(kernel: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether there is a fast form; 5x5 with a stride of two is 3x3 on four times the channels."""
+    """Returns True if there is a fast form. 5x5 with stride 2 is 3x3 on 4x the channels."""
     return (*kernel, *strides) in ((3, 3, 1, 1), (5, 5, 1, 1), (5, 5, 2, 2))
 
 
 @cache
 def _transforms(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Aᵀ [2, n], G [n, side] and Bᵀ [n, n] for n = side + 1, of which the last is infinity."""
+    """Returns Aᵀ [2, n], G [n, side] and Bᵀ [n, n] for n = side + 1 points, infinity last."""
     points, n = np.array(_POINTS[side], np.float64), side + 1
     g, b = np.zeros((n, side)), np.zeros((n, n))
     for i, point in enumerate(points):
-        others = np.delete(points, i)
-        g[i] = point ** np.arange(side) / np.prod(point - others)
-        b[i, :side] = np.poly(others)[::-1]
+        other_points = np.delete(points, i)
+        g[i] = point ** np.arange(side) / np.prod(point - other_points)
+        b[i, :side] = np.poly(other_points)[::-1]
     g[-1, -1] = 1
     b[-1] = np.poly(points)[::-1]
     a = np.stack([[*points**power, float(power)] for power in (0, 1)])
@@ -47,7 +48,17 @@ def _transforms(side: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def strided(x: jax.Array, k: jax.Array, strides: tuple[int, int], precision: Any) -> jax.Array:
-    """x [B, H, W, C] and k [side, side, C, O] -> [B, H', W', O] without padding, where it suits."""
+    """Convolves without padding. The kernel and strides must suit.
+
+    Args:
+      x: Images [B, H, W, C].
+      k: Kernel [side, side, C, O].
+      strides: Strides along height and width.
+      precision: Precision of the products.
+
+    Returns:
+      Images [B, H', W', O].
+    """
     if strides == (2, 2):
         odd = [(0, size % 2) for size in x.shape[1:3]]
         x = space_to_depth(jnp.pad(x, ((0, 0), *odd, (0, 0))), (2, 2))
@@ -58,45 +69,45 @@ def strided(x: jax.Array, k: jax.Array, strides: tuple[int, int], precision: Any
 
 
 def _times(weight: float, part: jax.Array) -> jax.Array:
-    """Without a product where none is needed."""
+    """Multiplies by a weight, without a product for 1 and -1."""
     if weight == 1:
         return part
     return -part if weight == -1 else float(weight) * part
 
 
 def _combine(matrix: np.ndarray, parts: Sequence[jax.Array]) -> list[jax.Array]:
-    """Each row's weighted sum of the parts."""
+    """Returns the weighted sum of the parts for every row of the matrix."""
     sums = []
     for row in matrix:
-        first, *others = (_times(w, p) for w, p in zip(row, parts, strict=True) if w)
-        sums.append(sum(others, first))
+        first, *terms = (_times(w, p) for w, p in zip(row, parts, strict=True) if w)
+        sums.append(sum(terms, first))
     return sums
 
 
 def _grid(x: jax.Array, side: int) -> tuple[int, int]:
-    """How many tiles of 2x2 outputs there are along the height and the width of x."""
+    """Returns the numbers of tiles of 2x2 outputs along the height and the width of x."""
     return -(-(x.shape[1] - side + 1) // 2), -(-(x.shape[2] - side + 1) // 2)
 
 
 def _inputs(x: jax.Array, side: int) -> list[jax.Array]:
-    """[B, H, W, C] -> for each place along the width Bᵀ x B [n, B·tiles, C]."""
+    """Returns Bᵀ x B for every position along the width, [n, B·tiles, C] each."""
     (_, h, w, c), (_, _, b_t), n, (th, tw) = x.shape, _transforms(side), side + 1, _grid(x, side)
     x = jnp.pad(x, ((0, 0), (0, 2 * th + side - 1 - h), (0, 2 * tw + side - 1 - w), (0, 0)))
-    # One place along the height is an axis, one along the width an array: n products with n in each
-    # are as fast as n² and compile in a third of the time.
+    # Positions along the height are an axis, those along the width separate arrays: n products of
+    # batch n are as fast as n² products and compile in a third of the time.
     rows = jnp.stack(_combine(b_t, shifts(x, 1, n, 2, th)))  # [n, B, th, W, C]
     return [v.reshape(n, -1, c) for v in _combine(b_t, shifts(rows, 3, n, 2, tw))]
 
 
 def _kernels(k: jax.Array) -> list[jax.Array]:
-    """[side, side, C, O] -> for each place along the width G k Gᵀ [n, C, O]."""
+    """Returns G k Gᵀ for every position along the width, [n, C, O] each."""
     g = _transforms(k.shape[0])[1]
     tall = jnp.stack(_combine(g, list(k)))
     return _combine(g, [tall[:, j] for j in range(k.shape[0])])
 
 
 def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], precision: Any) -> jax.Array:
-    """For each place along the height."""
+    """Multiplies matrices for every position along the height (axis 0)."""
     dimensions = (((axes[0],), (axes[1],)), ((0,), (0,)))
     return lax.dot_general(a, b, dimensions, precision=precision)
 
@@ -116,10 +127,10 @@ def _tiled(x: jax.Array, k: jax.Array, precision: Any) -> jax.Array:
 def _transposed(
     x: jax.Array, k: jax.Array, g: jax.Array, precision: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The gradients of x and k where that of the output is g: the sums of `_tiled` backwards.
+    """Computes the gradients of x and k from the gradient g of the output of `_tiled`.
 
-    Written out, because the transpose of a slice with a stride is a pad that is then read several
-    times: JAX's own takes nearly twice as long.
+    JAX's own gradient takes nearly twice as long: the transpose of a strided slice is a pad that is
+    read several times.
     """
     (b, h, w, c), side, (oh, ow, o) = x.shape, k.shape[0], g.shape[1:]
     (a_t, to_k, b_t), n, (th, tw) = _transforms(side), side + 1, _grid(x, side)
@@ -140,37 +151,37 @@ def _transposed(
 
 
 def _overlap(parts: Sequence[jax.Array], axis: int) -> jax.Array:
-    """The transpose of `shifts`: place i of all tiles added where it came from, two apart."""
+    """Adds position i of all tiles to where it came from; the transpose of `shifts`."""
     half = len(parts) // 2
 
-    def moved(part: jax.Array, by: int) -> jax.Array:
-        around = [(0, 0)] * part.ndim
-        around[axis] = (by, half - 1 - by)
-        return jnp.pad(part, around)
+    def shift(part: jax.Array, by: int) -> jax.Array:
+        padding = [(0, 0)] * part.ndim
+        padding[axis] = (by, half - 1 - by)
+        return jnp.pad(part, padding)
 
-    both = [sum(moved(parts[2 * i + p], i) for i in range(half)) for p in (0, 1)]
-    whole = jnp.stack(both, axis + 1)
-    return whole.reshape(*whole.shape[:axis], -1, *whole.shape[axis + 2 :])
+    sums = [sum(shift(parts[2 * i + p], i) for i in range(half)) for p in (0, 1)]
+    pairs = jnp.stack(sums, axis + 1)
+    return pairs.reshape(*pairs.shape[:axis], -1, *pairs.shape[axis + 2 :])
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """At least float32: the sums cancel, and half precision would not do."""
+    """Converts to at least float32, because the sums lose digits."""
     return x if x.dtype.itemsize >= 4 else x.astype(jnp.float32)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def convolution(x: jax.Array, k: jax.Array, precision: Any) -> jax.Array:
-    """x [B, H, W, C] and k [side, side, C, O] -> [B, H', W', O], without padding, stride 1."""
+    """Convolves x [B, H, W, C] with k [side, side, C, O] without padding, with stride 1."""
     return _tiled(_wide(x), _wide(k), precision).astype(x.dtype)
 
 
 def _forward(x: jax.Array, k: jax.Array, precision: Any) -> tuple[jax.Array, Any]:
-    # Transformed inputs would take several times the memory of x, and little time to make again.
+    # Transformed inputs take several times the memory of x and little time to compute again.
     return convolution(x, k, precision), (x, k)
 
 
-def _backward(precision: Any, kept: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, k = kept
+def _backward(precision: Any, residuals: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, k = residuals
     dx, dk = _transposed(_wide(x), _wide(k), _wide(g), precision)
     return dx.astype(x.dtype), dk.astype(k.dtype)
 
