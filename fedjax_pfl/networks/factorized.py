@@ -28,7 +28,7 @@ class Reparametrised(abc.ABC):
     input_shape: tuple[int, ...]
     input_dtype: str = dataclasses.field(default="float32", kw_only=True)
     kernel_axes = (2, 3, 4)  # kernels with another number of axes are not factorised
-    keep_head = True  # whether the head keeps its kernel
+    head_keeps_kernel = True  # whether the head keeps its kernel
 
     @abc.abstractmethod
     def factors(self, key: jax.Array, shape: tuple[int, ...]) -> dict[str, jax.Array]:
@@ -60,7 +60,7 @@ class Reparametrised(abc.ABC):
             for path, leaf in leaves
             if path[-1] == kernel and leaf.ndim in self.kernel_axes
         }
-        names -= {self.head} if self.keep_head else set()
+        names -= {self.head} if self.head_keeps_kernel else set()
         return tuple(name for name in self.layers if name in names)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
@@ -123,7 +123,7 @@ class Factorized(Reparametrised):
     rank: int = 1
     layout: str = "kernel"
     bias: bool = True  # whether to add μ
-    keep_head = False
+    head_keeps_kernel = False
 
     def _matrix_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the shape of u vᵀ for a kernel of this shape."""
@@ -160,7 +160,7 @@ class SplitKernels(Factorized):
     remainder. The network starts with the outputs of `model`.
     """
 
-    keep_head = True
+    head_keeps_kernel = True
 
     def initial_factors(self, key: jax.Array, kernel: jax.Array) -> dict[str, jax.Array]:
         matrix = kernel.reshape(self._matrix_shape(kernel.shape))

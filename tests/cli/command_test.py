@@ -103,7 +103,7 @@ def test_help_names_the_presets_and_the_flags(ended):
     for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", "fedjax-pfl list settings"):
         assert word in out
     said = " ".join(out.split())
-    assert "local_epochs unset passes over a client's own examples in a round" in said
+    assert "local_epochs unset Passes over the client's examples per round" in said
     assert "fedavg FedAvg: one global model" in said
     for flag in ("--config", "--workdir", "--data_dir", "--processes"):
         assert f"\n  {flag} " in out

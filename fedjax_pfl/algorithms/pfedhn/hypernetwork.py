@@ -59,14 +59,14 @@ def build_algorithm(
     federation: Federation,
     settings: Settings,
     *,
-    keep_head: bool,
+    head_is_local: bool,
 ) -> Algorithm:
     """Builds the algorithm from one hypernetwork for all networks.
 
     Args:
       name: The method's name, for messages.
       models: A network, or a tuple with one for each group of clients.
-      keep_head: Keep the last layer and its momentum on the client.
+      head_is_local: Keep the last layer and its momentum on the client.
     """
     check(name, settings)
     networks = models if isinstance(models, tuple) else (models,)
@@ -76,7 +76,7 @@ def build_algorithm(
 
     def personal_layers(model: Any) -> tuple[str, ...]:
         """Returns the names of the layers that stay with the client."""
-        return (model.head,) if keep_head else ()
+        return (model.head,) if head_is_local else ()
 
     def split(model: Any, variables: PyTree) -> tuple[PyTree, PyTree]:
         """Splits variables into those that are generated and those that are not."""

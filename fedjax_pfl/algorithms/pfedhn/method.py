@@ -88,7 +88,7 @@ def pfedhn(
         average=average,
         frozen=frozen,
     )
-    return build_algorithm("pfedhn", models, training, federation, settings, keep_head=False)
+    return build_algorithm("pfedhn", models, training, federation, settings, head_is_local=False)
 
 
 def pfedhn_pc(
@@ -139,7 +139,7 @@ def pfedhn_pc(
         average=average,
         frozen=frozen,
     )
-    return build_algorithm("pfedhn_pc", models, training, federation, settings, keep_head=True)
+    return build_algorithm("pfedhn_pc", models, training, federation, settings, head_is_local=True)
 
 
 PFEDHN = Method(
