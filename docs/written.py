@@ -2,8 +2,9 @@
 
 A page holds <!-- begin MARK WORD ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ...,
-facts PAPER TABLE, figures PAPER, listing KIND, tables, speed FILE, libraries FILE, accuracies FILE,
-leaderboard COLUMN, stress, summary and cells TABLE COLUMN,... ROW ....
+facts PAPER TABLE, figures PAPER, listing KIND, options KIND, tables, speed FILE,
+libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary and
+cells TABLE COLUMN,... ROW ....
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
 
@@ -136,6 +137,25 @@ def kind(name: str) -> str:
     return f"```text\n{listing.listing(name)}\n```"
 
 
+def options(name: str) -> str:
+    """Returns the settings of a kind, such as datasets. Equal settings share a row."""
+    _, factories = listing.TABLES[name]
+    defaults, owners = configuration.default(), dict[tuple[str, str, str], list[str]]()
+    for owner, factory in factories.items():
+        meanings = configuration.meanings(factory)
+        for key in configuration.factory_settings(factory):
+            value = defaults[owner][key]
+            shown = "unset" if value is None else str(value) or '""'
+            owners.setdefault((key, shown, meanings[key]), []).append(owner)
+    rows = [
+        [f"`{key}`", ", ".join(names), f"`{shown}`", meaning]
+        for (key, shown, meaning), names in owners.items()
+    ]
+    return text_tables.markdown(
+        [text_tables.Table("", ["of", "default", "meaning"], rows)]
+    ).replace("---:", "---")
+
+
 def tables() -> str:
     """Which tables of which papers there are."""
     rows = [[f"`{name}`", table.about, ", ".join(table.columns)] for name, table in TABLES.items()]
@@ -221,6 +241,7 @@ MARKS: dict[str, Callable[..., str]] = {
     "facts": facts,
     "figures": figures,
     "listing": kind,
+    "options": options,
     "tables": tables,
     "speed": speed,
     "libraries": libraries,
