@@ -1,9 +1,8 @@
 """Generates the parts of pages that come from the code: python docs/written.py
 
 A page holds <!-- begin MARK WORD ... -->, the generated text, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., published TABLE COLUMN ...,
-facts PAPER TABLE, figures PAPER, listing KIND, options KIND, tables, speed FILE,
-libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary and
+docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND, options KIND, tables,
+speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary and
 cells TABLE COLUMN,... ROW ....
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
@@ -18,8 +17,6 @@ from pathlib import Path
 from experiments import agree, benchmark
 from experiments.libraries import kernels, layouts, rivals, scored, turns
 from experiments.papers import agreement
-from experiments.papers import table as common
-from experiments.papers.table import cell
 from experiments.papers.tables import TABLES
 from fedjax_pfl.report import leaderboard as board
 from fedjax_pfl.report import text_tables
@@ -96,40 +93,6 @@ def presets(system: str, *names: str) -> str:
     keys = [k for k in (*TRAINING, *own_keys) if any(k in row for row in shown)]
     rows = [[f"`{k}`", *(f"`{row[k]}`" if k in row else "-" for row in shown)] for k in keys]
     return text_tables.markdown([text_tables.Table("", list(names), rows)])
-
-
-def published(name: str, *columns: str) -> str:
-    """Published numbers of some columns of a table, side by side."""
-    table = TABLES[name]
-    if unknown := set(columns) - set(table.columns):
-        raise KeyError(f"{name} has no column {unknown}")
-    rows = [[row, *(cell(cells.get(c)) for c in columns)] for row, cells in table.cells.items()]
-    caption = f"Published ({table.about.partition(':')[0]}):"
-    return text_tables.markdown([text_tables.Table(caption, list(columns), rows)])
-
-
-def facts(paper: str, name: str) -> str:
-    """A table of a paper that describes and measures nothing."""
-    whole = common.published(paper)[name]
-    heads = list(dict.fromkeys(key for row in whole.values() for key in row))
-    rows = [[label, *(f"{row[key]}" for key in heads)] for label, row in whole.items()]
-    return text_tables.markdown([text_tables.Table("", heads, rows)]).replace("---:", "---")
-
-
-def figures(paper: str) -> str:
-    """What the figures of a paper show, what can be read of them, and which study makes ours."""
-    rows = []
-    for name, one in common.published(paper)["figures"].items():
-        numbers = [
-            f"{k}: {v if isinstance(v, float) else cell(v)}"
-            for k, v in one.get("values", {}).items()
-        ]
-        read = [f"{', '.join(numbers)} ({one['of']})"] if numbers else []
-        read += [one["says"]] if "says" in one else []
-        study = f"`{paper} {one['study']}`" if one["study"] else "a drawing"
-        rows.append([name, one["shows"], "; ".join(read) or "-", study])
-    heads = ["shows", "numbers and findings that are stated", "ours"]
-    return text_tables.markdown([text_tables.Table("", heads, rows)]).replace("---:", "---")
 
 
 def kind(name: str) -> str:
@@ -237,9 +200,6 @@ MARKS: dict[str, Callable[..., str]] = {
     "docstring": docstring,
     "settings": settings,
     "presets": presets,
-    "published": published,
-    "facts": facts,
-    "figures": figures,
     "listing": kind,
     "options": options,
     "tables": tables,
