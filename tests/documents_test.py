@@ -96,7 +96,7 @@ def test_lines_of_code_are_counted():
 def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     text = (documents.DOCS / "tuning.md").read_text()
     assert all(f"`{name}`" in text for name in grids.TRAINING)
-    command = shlex.split(text.partition("\n    python ")[2].partition("\n\n")[0])
+    command = shlex.split(text.partition("\n    fedjax-pfl ")[2].partition("\n\n")[0])
     given = dict(word.removeprefix("--").split("=", 1) for word in command if "=" in word)
     methods, (file, preset) = given["methods"].split(","), given["config"].split(":")
     assert file == "pfedla"
