@@ -1,8 +1,8 @@
 """Generates the parts of pages that come from the code: python docs/written.py
 
 A page holds <!-- begin MARK WORD ... -->, the generated text, and <!-- end -->. The marks are
-docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND, options KIND, tables,
-speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary and
+docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND, options KIND,
+tables, speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary and
 cells TABLE COLUMN,... ROW ....
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
