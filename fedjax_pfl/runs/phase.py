@@ -241,8 +241,10 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     swept = any(isinstance(value, jax.core.Tracer) for value in settings.values())
     if one.algorithm not in configuration.BUILTINS.algorithm and not swept:
         check_shapes(one.algorithm, algorithm, federation, few)
-    around = transforms.Around(models[0], federation, few, words._asdict())
-    return transforms.chain(algorithm, *transforms.asked_for(value, around))
+    context = transforms.TransformContext(
+        model=models[0], federation=federation, data=few, registry=words._asdict()
+    )
+    return transforms.chain(algorithm, *transforms.selected_transforms(value, context))
 
 
 def _rate(

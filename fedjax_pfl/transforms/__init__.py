@@ -1,6 +1,6 @@
-"""Algorithms around algorithms: chain(algorithm, compression(...), private_layers(...)).
+"""Transforms around algorithms: chain(algorithm, compression(...), private_layers(...)).
 
-A transform is a file here, with the settings that ask for it, and an entry of `REGISTRY`.
+Each transform has a file with its settings, and an entry in `REGISTRY`.
 """
 
 from collections.abc import Callable
@@ -15,29 +15,38 @@ from fedjax_pfl.transforms.server_optimizer import (
     server_optimizer,
 )
 from fedjax_pfl.transforms.upload_noise import NOISE, upload_noise
-from fedjax_pfl.transforms.wrapping import Around, Selectable, Transform, chain
+from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext, chain
 
-# In their order around a method, the first one innermost.
+# In the order in which they wrap a method, innermost first.
 REGISTRY: tuple[Selectable, ...] = (KEEP_HEAD, NOISE, COMPRESSION, SERVER_OPTIMIZER)
-SETTINGS: dict[str, Setting] = {k: row for one in REGISTRY for k, row in one.settings.items()}
+SETTINGS: dict[str, Setting] = {
+    name: setting for selectable in REGISTRY for name, setting in selectable.settings.items()
+}
 
 __all__ = [
     "REGISTRY",
     "SERVER_OPTIMIZERS",
     "SETTINGS",
-    "Around",
     "Selectable",
     "Transform",
-    "asked_for",
+    "TransformContext",
     "chain",
     "compression",
     "private_layers",
+    "selected_transforms",
     "server_optimizer",
     "upload_noise",
 ]
 
 
-def asked_for(value_of: Callable[[str], Any], around: Around) -> list[Transform]:
-    """The transforms that settings ask for, in the order of `chain`."""
-    made = (one.make(value_of, around) for one in REGISTRY)
-    return [transform for transform in made if transform is not None]
+def selected_transforms(
+    value_of: Callable[[str], Any], context: TransformContext
+) -> list[Transform]:
+    """Returns the transforms that the settings select, in the order of `chain`.
+
+    Args:
+      value_of: Returns the value of a setting.
+      context: Network, federation and data of the phase.
+    """
+    transforms = (selectable.make(value_of, context) for selectable in REGISTRY)
+    return [transform for transform in transforms if transform is not None]

@@ -1,9 +1,10 @@
-"""Smaller uploads around any algorithm: sparsified, quantised, with error feedback.
+"""Compressed uploads around any algorithm: sparsified, quantised, with error feedback.
 
-What is compressed is the change of each array against the one that came down under the same path
-(an array that did not come down is compressed as it is). Sparsification keeps the largest changes
-(Aji and Heafield, 2017); quantisation rounds at random between 2^(b-1)-1 levels a side, unbiased
-(QSGD, Alistarh et al., 2017); what got lost is added to the next upload (Seide et al., 2014).
+The change of each array against the downloaded array of the same path is compressed; an array that
+was not downloaded is compressed whole. Sparsification keeps the largest changes (Aji and Heafield,
+2017). Quantisation rounds at random, without bias, to 2^(b-1)-1 levels on each side of 0 (QSGD,
+Alistarh et al., 2017). Error feedback adds the compression error to the client's next upload
+(Seide et al., 2014).
 """
 
 import math
@@ -26,41 +27,59 @@ from fedjax_pfl.core.algorithm import (
 )
 from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.setting import Setting
-from fedjax_pfl.transforms.wrapping import Around, Selectable, Transform, keeping
+from fedjax_pfl.transforms.wrapping import (
+    Selectable,
+    Transform,
+    TransformContext,
+    with_client_state,
+)
 
-_ROUNDING = 1 << 30  # apart from the small numbers that training splits its key by
+_ROUNDING = 1 << 30  # folded into the key; training splits its key by small numbers
 _SCALE_BITS = _INDEX_BITS = _FLOAT_BITS = 32
 
 
 class Client(NamedTuple):
-    """What stays with a client: what the method leaves there, and what compression has lost."""
+    """Client-side state of the method, and the compression error of the last upload."""
 
     method: PyTree
     lost: PyTree
 
 
 def leaf_bytes(size: int, bits: int | None, top_k: float | None) -> int:
-    """Bytes of one compressed array: kept values, their places, and a scale where quantised."""
-    kept = size if top_k is None else math.ceil(top_k * size)
-    each = (bits or _FLOAT_BITS) + (0 if top_k is None else _INDEX_BITS)
-    return -(-(kept * each + (_SCALE_BITS if bits else 0)) // 8)
+    """Returns the bytes of a compressed array: values, their indices, and a scale if quantised.
+
+    Args:
+      size: Number of values.
+      bits: Bits per value; None: not quantised.
+      top_k: Fraction of values that are sent; None: all.
+    """
+    sent = size if top_k is None else math.ceil(top_k * size)
+    bits_per_value = (bits or _FLOAT_BITS) + (0 if top_k is None else _INDEX_BITS)
+    return -(-(sent * bits_per_value + (_SCALE_BITS if bits else 0)) // 8)
 
 
 def encode(x: jax.Array, key: jax.Array, bits: int | None, top_k: float | None) -> jax.Array:
-    """What the receiver reconstructs of x."""
+    """Returns an array as the server reconstructs it after compression, in the shape of `x`.
+
+    Args:
+      x: The array.
+      key: Random key of the rounding.
+      bits: Bits per value; None: not quantised.
+      top_k: Fraction of values that are sent; None: all.
+    """
     flat = x.ravel()
     if top_k is not None:
-        _, places = jax.lax.top_k(jnp.abs(flat), math.ceil(top_k * flat.size))
-        flat = jnp.zeros_like(flat).at[places].set(flat[places])
+        _, indices = jax.lax.top_k(jnp.abs(flat), math.ceil(top_k * flat.size))
+        flat = jnp.zeros_like(flat).at[indices].set(flat[indices])
     if bits is not None:
         levels = 2 ** (bits - 1) - 1
         scale = jnp.max(jnp.abs(flat)) / levels
-        safe = jnp.where(scale == 0, 1.0, scale)
-        # The draw is compared, not added: at 16 bits a sum would round off the grid.
-        exact = jnp.clip(flat / safe, -levels, levels)
-        below = jnp.floor(exact)
-        up = jax.random.uniform(key, flat.shape) < exact - below
-        flat = jnp.where(up, below + 1, below) * scale
+        divisor = jnp.where(scale == 0, 1.0, scale)
+        # Comparing a uniform number, instead of adding it, keeps values on the grid at 16 bits.
+        exact = jnp.clip(flat / divisor, -levels, levels)
+        floor = jnp.floor(exact)
+        rounds_up = jax.random.uniform(key, flat.shape) < exact - floor
+        flat = jnp.where(rounds_up, floor + 1, floor) * scale
     return flat.reshape(x.shape)
 
 
@@ -72,37 +91,38 @@ def compression(
     top_k: float | None = None,
     feedback: bool = True,
 ) -> Transform:
-    """Smaller uploads.
+    """Returns a transform that compresses uploads.
 
     Args:
-      data: only its shapes matter; they tell those of an upload.
-      bits: of each quantised value, 2 to 16; None: not quantised.
-      top_k: share of the values of each array that is sent; None: all.
-      feedback: whether a client adds what was lost to its next upload.
+      federation: Tells the number of clients.
+      data: Examples; only their shapes matter, which determine those of an upload.
+      bits: Bits per value, 2 to 16; None: not quantised.
+      top_k: Fraction of the values of each array that are sent; None: all.
+      feedback: Whether a client adds the compression error to its next upload.
     """
 
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-            # The same key as without compression, so that both runs draw the same batches.
-            trained = member.train(payload, client.method, ctx)
+            # With the unchanged key, training samples the same batches as without compression.
+            result = member.train(payload, client.method, ctx)
             key = jax.random.fold_in(ctx.key, _ROUNDING)
-            new, shape = jax.tree.flatten(trained.upload)
-            old = jax.tree.leaves(trees.matching_download(payload, trained.upload))
+            new, structure = jax.tree.flatten(result.upload)
+            old = jax.tree.leaves(trees.matching_download(payload, result.upload))
             lost = jax.tree.leaves(client.lost) if feedback else [jnp.zeros(())] * len(new)
             for i, leaf in enumerate(new):
-                if not _exact(leaf):
-                    wanted = leaf - old[i] + lost[i]
-                    sent = encode(wanted, jax.random.fold_in(key, i), bits, top_k)
-                    new[i], lost[i] = old[i] + sent, wanted - sent
-            kept = jax.tree.unflatten(shape, lost) if feedback else ()
-            upload = jax.tree.unflatten(shape, new)
-            return trained._replace(upload=upload, client=Client(trained.client, kept))
+                if not _is_exact(leaf):
+                    change = leaf - old[i] + lost[i]
+                    sent = encode(change, jax.random.fold_in(key, i), bits, top_k)
+                    new[i], lost[i] = old[i] + sent, change - sent
+            new_lost = jax.tree.unflatten(structure, lost) if feedback else ()
+            upload = jax.tree.unflatten(structure, new)
+            return result._replace(upload=upload, client=Client(result.client, new_lost))
 
         def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
             return member.personalize(state, client.method, ctx)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-            return _packed(member.traffic(payload, upload), upload, bits, top_k)
+            return _compressed_traffic(member.traffic(payload, upload), upload, bits, top_k)
 
         return member._replace(train=train, personalize=personalize, traffic=traffic)
 
@@ -110,23 +130,54 @@ def compression(
         if not feedback:
             return ()
 
-        def upload_of() -> PyTree:
+        def run() -> PyTree:
             payload = member.send(state._replace(clients=()), ClientContext(0, None, 0, key))
             ctx = ClientContext(0, client_data(data, jnp.asarray(0)), 0, key)
             return member.train(payload, trees.row(state.clients, 0), ctx).upload
 
-        shapes = jax.eval_shape(upload_of)
+        shapes = jax.eval_shape(run)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return trees.repeat(zeros, federation.clients)
 
-    return partial(keeping, record=Client, first=first, wrap=wrap)
+    return partial(with_client_state, record=Client, first=first, wrap=wrap)
 
 
-def _asked_for(value_of: Callable[[str], Any], around: Around) -> Transform | None:
+def _is_exact(leaf: Any) -> bool:
+    """Returns True for masks and counters, which are not compressed."""
+    return not jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _compressed_traffic(
+    traffic: Traffic, upload: PyTree, bits: int | None, top_k: float | None
+) -> Traffic:
+    """Returns the traffic of an upload after compression.
+
+    Args:
+      traffic: Traffic without compression.
+      upload: The upload.
+      bits: Bits per value; None: not quantised.
+      top_k: Fraction of values that are sent; None: all.
+    """
+    up: dict[str, Any] = {}
+    for layer, leaves in trees.layers(upload).items():
+        full = sum(map(trees.leaf_bytes, leaves))
+        compressed = sum(
+            trees.leaf_bytes(x) if _is_exact(x) else leaf_bytes(x.size, bits, top_k) for x in leaves
+        )
+        count = traffic.up.get(layer, 0)
+        if isinstance(count, int):
+            up[layer] = -(-count * compressed // full)
+        else:  # depends on the round: all, part or nothing of the layer
+            part = jnp.ceil(count.astype(jnp.float32) * (compressed / full)).astype(jnp.int32)
+            up[layer] = jnp.where(count == full, compressed, part)
+    return Traffic(traffic.down, up)
+
+
+def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
     bits, top_k = value_of("upload_bits"), value_of("upload_top_k")
     if bits is None and top_k is None:
         return None
-    return compression(around.federation, around.data, bits=bits, top_k=top_k)
+    return compression(context.federation, context.data, bits=bits, top_k=top_k)
 
 
 COMPRESSION = Selectable(
@@ -142,27 +193,5 @@ COMPRESSION = Selectable(
             high=1,
         ),
     },
-    _asked_for,
+    _make,
 )
-
-
-def _exact(leaf: Any) -> bool:
-    """Masks and counters travel as they are."""
-    return not jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _packed(bill: Traffic, upload: PyTree, bits: int | None, top_k: float | None) -> Traffic:
-    """The bill of an upload after compression."""
-    up: dict[str, Any] = {}
-    for layer, leaves in trees.layers(upload).items():
-        full = sum(map(trees.leaf_bytes, leaves))
-        packed = sum(
-            trees.leaf_bytes(x) if _exact(x) else leaf_bytes(x.size, bits, top_k) for x in leaves
-        )
-        share = bill.up.get(layer, 0)
-        if isinstance(share, int):
-            up[layer] = -(-share * packed // full)
-        else:  # a part that depends on the round: whole, none, or a share of the layer
-            part = jnp.ceil(share.astype(jnp.float32) * (packed / full)).astype(jnp.int32)
-            up[layer] = jnp.where(share == full, packed, part)
-    return Traffic(bill.down, up)

@@ -1,9 +1,9 @@
-"""Some layers stay with each client, such as the head where clients' labels do not agree.
+"""Private layers: each client trains and keeps some layers, such as the head.
 
-Wherever a model of these layers comes down, or lies with the server, the client reads its own
-instead; what goes up has the values that came down, so that the server learns nothing of them and
-mixes what all have alike. They do not travel and are not billed. What a method itself leaves with
-the client, such as FedFomo's last start, gets the client's own layers too.
+In every model that a client downloads or that the server stores, the client's own values replace
+those of the private layers. In uploads, the downloaded values replace them, so the server learns
+nothing about them and averages equal values. They count as no traffic. Models that a method stores
+on the client, such as FedFomo's latest start, get the client's own layers too.
 """
 
 from collections.abc import Callable, Collection
@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.tree_util import tree_leaves_with_path as leaves_of
-from jax.tree_util import tree_map_with_path as map_with_path
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.core import trees
@@ -26,97 +25,129 @@ from fedjax_pfl.core.algorithm import (
     Traffic,
 )
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData, client_data
+from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import has_groups
 from fedjax_pfl.core.setting import Setting
-from fedjax_pfl.transforms.wrapping import Around, Selectable, Transform, keeping
+from fedjax_pfl.transforms.wrapping import (
+    Selectable,
+    Transform,
+    TransformContext,
+    round_shapes,
+    with_client_state,
+)
+
+Path = tuple[Any, ...]
 
 
 class Client(NamedTuple):
-    """What stays with a client: what the method leaves there, and its own layers."""
+    """Client-side state of the method, and the private layers."""
 
     method: PyTree
     own: PyTree
 
 
-def _found(tree: PyTree, own: PyTree, skip: int = 1) -> dict[tuple[Any, ...], tuple[Any, ...]]:
-    """The paths in a tree that end as a path of `own` does, with that one.
+def _matching_paths(tree: PyTree, private: PyTree, skip: int = 1) -> dict[Path, Path]:
+    """Returns the paths in a tree that end with a path of `private`, with that path.
 
-    The collection does not count: a method may store parameters without it.
+    Args:
+      tree: Any tree with models in it.
+      private: Variables of the private layers.
+      skip: Entries at the start of a private path to ignore. With 1 the collection is ignored,
+        because a method may store parameters without it.
     """
-    ends, paths = ([path for path, _ in leaves_of(one)] for one in (own, tree))
-    return {path: end for path in paths for end in ends if path[skip - len(end) :] == end[skip:]}
+    private_paths, paths = (
+        [path for path, _ in tree_leaves_with_path(variables)] for variables in (private, tree)
+    )
+    return {
+        path: private_path
+        for path in paths
+        for private_path in private_paths
+        if path[skip - len(private_path) :] == private_path[skip:]
+    }
 
 
-def with_own(tree: PyTree, own: PyTree, skip: int = 1) -> PyTree:
-    """The tree with a client's own layers in every model in it, stacked ones too."""
-    where, leaves = _found(tree, own, skip), dict(leaves_of(own))
+def replace_layers(tree: PyTree, private: PyTree, skip: int = 1) -> PyTree:
+    """Returns a tree with the private layers in each of its models, stacked models included.
 
-    def put(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(leaves[where[path]], leaf.shape) if path in where else leaf
+    Args:
+      tree: Any tree with models in it.
+      private: Variables of the private layers of one client.
+      skip: See `_matching_paths`.
+    """
+    matches = _matching_paths(tree, private, skip)
+    leaves = dict(tree_leaves_with_path(private))
 
-    return map_with_path(put, tree)
+    def replace(path: Path, leaf: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(leaves[matches[path]], leaf.shape) if path in matches else leaf
+
+    return tree_map_with_path(replace, tree)
 
 
 def private_layers(
     model: Any, federation: Federation, data: FederatedData, layers: Collection[str]
 ) -> Transform:
-    """These layers of `model` are trained with the rest and never shared.
+    """Returns a transform that keeps layers on the clients.
 
     Args:
-      data: only its shapes matter.
+      model: The network.
+      federation: Clients and task.
+      data: Examples; only their shapes matter.
+      layers: Names of the private layers.
     """
-    own_shapes, _ = trees.split(common.shapes(model, federation), layers)
+    private_shapes, _ = trees.split(common.shapes(model, federation), layers)
 
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
         if start is not None and isinstance(start.clients, Client):
             return start.clients.own
-        one, _ = trees.split(common.initial(model, federation, key, start), layers)
-        return trees.repeat(one, federation.clients)
+        private, _ = trees.split(common.initial(model, federation, key, start), layers)
+        return trees.repeat(private, federation.clients)
 
     def wrap(member: Algorithm) -> Algorithm:
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-            mine = with_own(payload, client.own)
-            method = with_own(client.method, client.own, 0)  # models, and no momentum of theirs
-            trained = member.train(mine, method, ctx)
-            where, values = _found(trained.upload, own_shapes), dict(leaves_of(trained.upload))
-            new = {end: values[path] for path, end in where.items()}
-            own = map_with_path(lambda end, old: new.get(end, old), client.own)
-            upload = map_with_path(
-                lambda path, new, old: old if path in where else new,
-                trained.upload,
-                trees.matching_download(payload, trained.upload),
+            client_payload = replace_layers(payload, client.own)
+            # With skip=0 only whole models match, not their momentum.
+            method = replace_layers(client.method, client.own, skip=0)
+            result = member.train(client_payload, method, ctx)
+            matches = _matching_paths(result.upload, private_shapes)
+            values = dict(tree_leaves_with_path(result.upload))
+            trained = {private_path: values[path] for path, private_path in matches.items()}
+            private = tree_map_with_path(lambda path, old: trained.get(path, old), client.own)
+            upload = tree_map_with_path(
+                lambda path, new, old: old if path in matches else new,
+                result.upload,
+                trees.matching_download(payload, result.upload),
             )
-            return trained._replace(upload=upload, client=Client(trained.client, own))
+            return result._replace(upload=upload, client=Client(result.client, private))
 
         def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-            server, rows = (with_own(part, client.own) for part in (state.server, state.rows))
-            method = with_own(client.method, client.own, 0)
+            server, rows = (replace_layers(part, client.own) for part in (state.server, state.rows))
+            method = replace_layers(client.method, client.own, skip=0)
             return member.personalize(State(server, rows, ()), method, ctx)
 
         def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-            bill = member.traffic(payload, upload)
-            return Traffic(
-                *({name: b for name, b in way.items() if name not in layers} for way in bill)
+            down, up = (
+                {name: count for name, count in direction.items() if name not in layers}
+                for direction in member.traffic(payload, upload)
             )
+            return Traffic(down, up)
 
         return member._replace(train=train, personalize=personalize, traffic=traffic)
 
     def transform(algorithm: Algorithm) -> Algorithm:
         if has_groups(algorithm):
             raise UsageError("keep_head is for one architecture; use it without groups")
-        if not _shares(algorithm, own_shapes, data):
+        if not _is_shared(algorithm, private_shapes, data):
             return algorithm
-        # A client reads its own head in all rows, which takes arrays.
-        return keeping(algorithm, Client, first, wrap)._replace(offload=())
+        # A client replaces the layers in all rows, so the rows must be arrays on the device.
+        return with_client_state(algorithm, Client, first, wrap)._replace(offload=())
 
     return transform
 
 
-def _asked_for(value_of: Callable[[str], Any], around: Around) -> Transform | None:
+def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
     if not value_of("keep_head"):
         return None
-    return private_layers(around.model, around.federation, around.data, {around.model.head})
+    return private_layers(context.model, context.federation, context.data, {context.model.head})
 
 
 KEEP_HEAD = Selectable(
@@ -129,38 +160,40 @@ KEEP_HEAD = Selectable(
             tunable=True,
         )
     },
-    _asked_for,
+    _make,
 )
 
 
-def _shares(algorithm: Algorithm, own: PyTree, data: FederatedData) -> bool:
-    """Whether a client would upload these layers, of one model of the network that is stored."""
-    key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
+def _is_shared(algorithm: Algorithm, private: PyTree, data: FederatedData) -> bool:
+    """Returns True if clients upload the private layers.
 
-    def ctx(key: jax.Array, i: jax.Array) -> Any:
-        state = algorithm.init(key)
-        payload = algorithm.send(state._replace(clients=()), ClientContext(i, None, i, key))
-        here = ClientContext(i, client_data(data, i), i, key)
-        upload, trained, *_ = algorithm.train(payload, trees.row(state.clients, i), here)
-        return payload, upload, trained, (state.server, state.rows)
+    Raises UsageError if the payload, the trained model and the stored model are not one model of
+    the network.
 
-    payload, upload, trained, stored = jax.eval_shape(ctx, key, i)
-    names = set(trees.layers(own))
-    if names <= set(trees.layers(trained)) and not names & set(trees.layers(upload)):
-        return False  # as factorized_fl, whose head has factors and never travels
+    Args:
+      algorithm: The algorithm, without groups.
+      private: Shapes of the private layers.
+      data: Examples; only their shapes matter.
+    """
+    state, payload, upload, variables = round_shapes(algorithm, data)
+    names = set(trees.layers(private))
+    if names <= set(trees.layers(variables)) and not names & set(trees.layers(upload)):
+        return False  # such as factorized_fl, whose factorized head is never uploaded
 
-    def whole(tree: PyTree) -> dict[str, tuple[int, ...]]:
-        found = _found(tree, own, 0)
-        return {str(path): leaf.shape for path, leaf in leaves_of(tree) if path in found}
+    def private_part(tree: PyTree) -> dict[str, tuple[int, ...]]:
+        matches = _matching_paths(tree, private, skip=0)
+        return {
+            str(path): leaf.shape for path, leaf in tree_leaves_with_path(tree) if path in matches
+        }
 
-    like = {str(path): leaf.shape for path, leaf in leaves_of(own)}
-    served = whole(trained) == like
-    shared = bool(_found(upload, own))
-    if not served or (
-        shared and not (like.items() <= whole(payload).items() and _found(stored, own))
-    ):
+    shapes = {str(path): leaf.shape for path, leaf in tree_leaves_with_path(private)}
+    is_shared = bool(_matching_paths(upload, private))
+    is_sent_and_stored = shapes.items() <= private_part(payload).items() and bool(
+        _matching_paths((state.server, state.rows), private)
+    )
+    if private_part(variables) != shapes or (is_shared and not is_sent_and_stored):
         raise UsageError(
             "keep_head is for methods that share one model of the network, which this one is not; "
             "leave it off (pfedhn_pc keeps the head by itself)"
         )
-    return shared
+    return is_shared

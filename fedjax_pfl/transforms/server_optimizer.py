@@ -1,19 +1,19 @@
-"""An optimiser at the server, around any method whose server makes one model of clients' models.
+"""Server optimiser around any method whose server averages the models of its clients.
 
-Reddi et al., Adaptive Federated Optimization, 2021, Algorithm 2. With w what all download, Δ = the
-model that the method would go on with, minus w, and −Δ in the place of a gradient:
+Reddi et al., Adaptive Federated Optimization, 2021, Algorithm 2. Let w be the model that clients
+download and Δ the method's new model minus w. The optimiser gets −Δ as the gradient:
 
-  m ← β1 m + (1 − β1) Δ;   w ← w + η m / (√v + τ);   v is τ² at first
+  m ← β1 m + (1 − β1) Δ;   w ← w + η m / (√v + τ);   v starts at τ²
   adagrad:  v ← v + Δ²
   yogi:     v ← v − (1 − β2) Δ² sign(v − Δ²)
   adam:     v ← β2 v + (1 − β2) Δ²
-  sgd:      m ← β m + Δ;   w ← w + η m        with β above 0 it is FedAvgM (Hsu et al., 2019)
+  sgd:      m ← β m + Δ;   w ← w + η m        (FedAvgM, Hsu et al., 2019, if β > 0)
 
-There is no correction of the bias of m and v, and τ stands outside of the root, as in the paper;
-optax's own optimisers have the correction. Where nobody arrived nothing moves.
+As in the paper, m and v have no bias correction and τ is outside the root; the optimisers of optax
+correct the bias. If no client returns an update, nothing changes.
 
 Deviations: the mean is the method's own, weighted by examples in FedAvg. BatchNorm statistics are
-no parameters: they are averaged. The paper asks of the first v only that it is at least τ².
+averaged, because they are no parameters. The paper only requires the first v to be at least τ².
 """
 
 from collections.abc import Callable, Mapping
@@ -26,84 +26,86 @@ import optax
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, PyTree, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData, client_data
+from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.core.groups import has_groups
 from fedjax_pfl.core.setting import Setting
-from fedjax_pfl.transforms.wrapping import Around, Selectable, Transform
+from fedjax_pfl.transforms.wrapping import Selectable, Transform, TransformContext, round_shapes
 
 
 class Server(NamedTuple):
-    """What the server keeps: what the method does, and the optimiser's state."""
+    """Server-side state of the method, and the state of the optimiser."""
 
     method: PyTree
     optimizer: PyTree
 
 
 class Moments(NamedTuple):
-    """Of the changes Δ."""
+    """First and second moment of the changes Δ."""
 
     m: PyTree
     v: PyTree
 
 
 def adaptive(
-    second: Callable[[jax.Array, jax.Array], jax.Array], *, rate: Any, b1: Any, tau: Any
+    second_moment: Callable[[jax.Array, jax.Array], jax.Array], *, rate: Any, b1: Any, tau: Any
 ) -> optax.GradientTransformation:
-    """Algorithm 2 of the paper, for −Δ as the gradient.
+    """Returns the optimiser of Algorithm 2 of the paper, for −Δ as the gradient.
 
     Args:
-      second: (v, Δ²) -> the new v.
+      second_moment: (v, Δ²) -> the new v.
+      rate: Learning rate η.
+      b1: Decay rate β1 of the first moment.
+      tau: Constant τ added to the root.
     """
 
     def init(params: PyTree) -> Moments:
-        first = jax.tree.map(lambda x: jnp.full_like(x, jnp.square(tau)), params)
-        return Moments(jax.tree.map(jnp.zeros_like, params), first)
+        v = jax.tree.map(lambda x: jnp.full_like(x, jnp.square(tau)), params)
+        return Moments(jax.tree.map(jnp.zeros_like, params), v)
 
     def update(gradient: PyTree, state: Moments, params: PyTree = None) -> tuple[PyTree, Moments]:
         m = jax.tree.map(lambda m, g: b1 * m - (1 - b1) * g, state.m, gradient)
-        v = jax.tree.map(lambda v, g: second(v, jnp.square(g)), state.v, gradient)
+        v = jax.tree.map(lambda v, g: second_moment(v, jnp.square(g)), state.v, gradient)
         return jax.tree.map(lambda m, v: rate * m / (jnp.sqrt(v) + tau), m, v), Moments(m, v)
 
     return optax.GradientTransformation(init, update)
 
 
 def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformation) -> Transform:
-    """The server moves by `optimizer`, to which −Δ is the gradient.
+    """Returns a transform that updates the server's model by an optimiser, with −Δ as the gradient.
 
-    Its state lies with the server. It is for a method whose clients download the server's model and
-    upload one of the same form, which is looked at by shapes: whatever the server then makes of the
-    uploads is the model that it would go on with.
+    It suits methods whose clients download the server's model and upload a model of the same
+    shapes; other methods raise UsageError.
 
     Args:
-      data: only its shapes matter.
+      data: Examples; only their shapes matter.
+      optimizer: An optax optimiser that needs only gradients and parameters.
     """
 
     def transform(algorithm: Algorithm) -> Algorithm:
         _check(algorithm, data)
 
         def init(key: jax.Array, start: State | None = None) -> State:
-            state = algorithm.init(key, start and _inner(start))
-            return state._replace(
-                server=Server(state.server, optimizer.init(state.server["params"]))
-            )
+            state = algorithm.init(key, start and _method_state(start))
+            optimizer_state = optimizer.init(state.server["params"])
+            return state._replace(server=Server(state.server, optimizer_state))
 
         def send(state: State, ctx: ClientContext) -> PyTree:
-            return algorithm.send(_inner(state), ctx)
+            return algorithm.send(_method_state(state), ctx)
 
         def receive(state: State, cohort: Cohort) -> tuple[Server, PyTree]:
-            mean, rows = algorithm.receive(_inner(state), cohort)
+            mean, rows = algorithm.receive(_method_state(state), cohort)
             old = state.server.method["params"]
             delta = jax.tree.map(jnp.subtract, mean["params"], old)
             gradient = jax.tree.map(jnp.negative, delta)
-            steps, kept = optimizer.update(gradient, state.server.optimizer, old)
-            new = jax.tree.map(_moved, old, steps, delta, mean["params"])
-            return Server({**mean, "params": new}, kept), rows
+            steps, optimizer_state = optimizer.update(gradient, state.server.optimizer, old)
+            new = jax.tree.map(_apply_step, old, steps, delta, mean["params"])
+            return Server({**mean, "params": new}, optimizer_state), rows
 
         def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-            return algorithm.personalize(_inner(state), client, ctx)
+            return algorithm.personalize(_method_state(state), client, ctx)
 
         def observe(state: State) -> dict[str, jax.Array]:
-            return algorithm.observe(_inner(state))
+            return algorithm.observe(_method_state(state))
 
         return algorithm._replace(
             init=init, send=send, receive=receive, personalize=personalize, observe=observe
@@ -112,36 +114,39 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
     return transform
 
 
-def _inner(state: State) -> State:
-    """As the method has it."""
+def _method_state(state: State) -> State:
+    """Returns the state without that of the optimiser."""
     server = state.server
     return state._replace(server=server.method if isinstance(server, Server) else server)
 
 
-def _moved(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Array) -> jax.Array:
-    """old + step; where the step is Δ, the mean itself: old + Δ may differ in its last bit."""
+def _apply_step(old: jax.Array, step: jax.Array, delta: jax.Array, mean: jax.Array) -> jax.Array:
+    """Returns old + step, or exactly the mean where step = Δ: old + Δ may differ in the last bit.
+
+    Args:
+      old: Parameters before the round, of the shape of all arguments.
+      step: The optimiser's step.
+      delta: Mean minus old parameters.
+      mean: The method's new parameters.
+    """
     return jnp.where(step == delta, mean, old + step)
 
 
 def _check(algorithm: Algorithm, data: FederatedData) -> None:
-    """UsageError where the server's model is not of the form of what clients upload."""
+    """Raises UsageError if server, payload and upload do not hold one model of equal shapes."""
     if has_groups(algorithm):
         raise UsageError("server_optimizer is for one architecture; use it without groups")
-    key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
-
-    def visited(key: jax.Array, i: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        state = algorithm.init(key)
-        payload = algorithm.send(state._replace(clients=()), ClientContext(i, None, i, key))
-        here = ClientContext(i, client_data(data, i), i, key)
-        trained = algorithm.train(payload, trees.row(state.clients, i), here)
-        return state.server, payload, trained.upload
-
-    server, payload, upload = jax.eval_shape(visited, key, i)
+    shapes = round_shapes(algorithm, data)
+    server = shapes.state.server
     is_model = isinstance(server, Mapping) and "params" in server
-    if not (is_model and trees.same_shapes(server, payload) and trees.same_shapes(server, upload)):
+    if not (
+        is_model
+        and trees.same_shapes(server, shapes.payload)
+        and trees.same_shapes(server, shapes.upload)
+    ):
         raise UsageError(
             "server_optimizer is for methods whose server makes one model of the models that "
-            "clients upload, as fedavg's mean is; the method chosen is none of them; leave it off"
+            "clients upload, such as fedavg, and this method does not; leave it off"
         )
 
 
@@ -151,13 +156,22 @@ def _sgd(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
 
 
 def _adaptive(
-    value_of: Callable[[str], Any], second: Callable[..., jax.Array], b1: float
+    value_of: Callable[[str], Any],
+    second_moment: Callable[[jax.Array, jax.Array], jax.Array],
+    default_b1: float,
 ) -> optax.GradientTransformation:
-    own = value_of("server_b1")
+    """Returns an adaptive optimiser with the settings of the server.
+
+    Args:
+      value_of: Returns the value of a setting.
+      second_moment: (v, Δ²) -> the new v.
+      default_b1: Decay rate of the first moment if server_b1 is unset.
+    """
+    b1 = value_of("server_b1")
     return adaptive(
-        second,
+        second_moment,
         rate=value_of("server_learning_rate"),
-        b1=b1 if own is None else own,
+        b1=default_b1 if b1 is None else b1,
         tau=value_of("server_eps"),
     )
 
@@ -169,19 +183,19 @@ def _adagrad(value_of: Callable[[str], Any]) -> optax.GradientTransformation | N
 def _yogi(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
     b2 = value_of("server_b2")
 
-    def second(v: jax.Array, squared: jax.Array) -> jax.Array:
+    def second_moment(v: jax.Array, squared: jax.Array) -> jax.Array:
         return v - (1 - b2) * squared * jnp.sign(v - squared)
 
-    return _adaptive(value_of, second, 0.9)
+    return _adaptive(value_of, second_moment, 0.9)
 
 
 def _adam(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
     b2 = value_of("server_b2")
 
-    def second(v: jax.Array, squared: jax.Array) -> jax.Array:
+    def second_moment(v: jax.Array, squared: jax.Array) -> jax.Array:
         return b2 * v + (1 - b2) * squared
 
-    return _adaptive(value_of, second, 0.9)
+    return _adaptive(value_of, second_moment, 0.9)
 
 
 def _mean(value_of: Callable[[str], Any]) -> optax.GradientTransformation | None:
@@ -198,9 +212,10 @@ SERVER_OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation | None]]
 _ADAPTIVE = ("adam", "yogi", "adagrad")
 
 
-def _asked_for(value_of: Callable[[str], Any], around: Around) -> Transform | None:
-    made = around.words["server_optimizer"][value_of("server_optimizer")](value_of)
-    return None if made is None else server_optimizer(around.data, made)
+def _make(value_of: Callable[[str], Any], context: TransformContext) -> Transform | None:
+    create = context.registry["server_optimizer"][value_of("server_optimizer")]
+    optimizer = create(value_of)
+    return None if optimizer is None else server_optimizer(context.data, optimizer)
 
 
 SERVER_OPTIMIZER = Selectable(
@@ -259,5 +274,5 @@ SERVER_OPTIMIZER = Selectable(
             used_with=("server_optimizer", _ADAPTIVE),
         ),
     },
-    _asked_for,
+    _make,
 )

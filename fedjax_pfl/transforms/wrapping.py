@@ -1,12 +1,14 @@
-"""What transforms have in common: an algorithm in, an algorithm out, and something more to keep."""
+"""Tools for writing transforms, and `chain`, which applies them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from fedjax_pfl.core.algorithm import Algorithm, Federation, PyTree, State
-from fedjax_pfl.core.examples import FederatedData
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
+from fedjax_pfl.core.examples import FederatedData, client_data
 from fedjax_pfl.core.groups import (
     as_grouped,
     as_single_group,
@@ -20,37 +22,61 @@ from fedjax_pfl.core.setting import Setting
 Transform = Callable[[Algorithm], Algorithm]
 
 
-class Around(NamedTuple):
-    """What there is around a phase's algorithm, for transforms that settings ask for."""
+class TransformContext(NamedTuple):
+    """Network, federation and data of a phase."""
 
-    model: Any  # of the first group of architectures
+    model: Any  # of the first architecture group
     federation: Federation
-    data: FederatedData  # of which only the shapes matter
-    words: Mapping[str, Mapping[str, Any]]  # what names mean, by the setting that has such a name
+    data: FederatedData  # only its shapes matter
+    registry: Mapping[str, Mapping[str, Any]]  # factories by setting and name
 
 
 class Selectable(NamedTuple):
-    """A transform that settings can ask for."""
+    """A transform that settings can select."""
 
-    title: str  # of the settings among which its own are listed
+    title: str  # group of settings in which its settings are listed
     settings: Mapping[str, Setting]
-    make: Callable[[Callable[[str], Any], Around], Transform | None]  # None: they do not ask
+    # (value_of, context) -> the transform, or None if the settings do not select it
+    make: Callable[[Callable[[str], Any], TransformContext], Transform | None]
+
+
+class RoundShapes(NamedTuple):
+    """Shapes and dtypes of one client's round."""
+
+    state: State
+    payload: PyTree
+    upload: PyTree
+    variables: PyTree  # of the trained model
+
+
+def round_shapes(algorithm: Algorithm, data: FederatedData) -> RoundShapes:
+    """Returns the shapes of one client's round under an algorithm without groups."""
+    key, i = jax.eval_shape(jax.random.key, 0), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def run(key: jax.Array, i: jax.Array) -> RoundShapes:
+        state = algorithm.init(key)
+        payload = algorithm.send(state._replace(clients=()), ClientContext(i, None, i, key))
+        ctx = ClientContext(i, client_data(data, i), i, key)
+        result = algorithm.train(payload, trees.row(state.clients, i), ctx)
+        return RoundShapes(state, payload, result.upload, result.variables)
+
+    return jax.eval_shape(run, key, i)
 
 
 def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
-    """The algorithm with the transforms around it, the first one innermost.
+    """Returns the algorithm wrapped in transforms, the first one innermost.
 
-    What transforms of an earlier phase have kept beside the method's state is not for the method:
-    each transform takes its own off, and here the rest goes. Their records begin with `method`.
+    The state of an earlier phase may contain records of its transforms, whose first field is
+    `method`. Each transform removes its own record; the method gets the state without the others.
     """
     inner = algorithm
 
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is None:
             return inner.init(key)
-        clients = tuple(map(_bare, wrap_clients(inner, start).clients))
-        bare = State(_bare(start.server), start.rows, clients)
-        return inner.init(key, unwrap_clients(inner, bare))
+        clients = tuple(map(_without_records, wrap_clients(inner, start).clients))
+        method_state = State(_without_records(start.server), start.rows, clients)
+        return inner.init(key, unwrap_clients(inner, method_state))
 
     algorithm = inner._replace(init=init)
     for transform in transforms:
@@ -58,52 +84,53 @@ def chain(algorithm: Algorithm, *transforms: Transform) -> Algorithm:
     return algorithm
 
 
-def _bare(part: PyTree) -> PyTree:
-    """A part of a method's state, without the records of transforms around it."""
+def _without_records(part: PyTree) -> PyTree:
+    """Returns a part of a method's state without the records of transforms around it."""
     while getattr(part, "_fields", ("",))[0] == "method":
         part = part.method
     return part
 
 
-def keeping(
+def with_client_state(
     algorithm: Algorithm,
     record: Any,
     first: Callable[[Algorithm, jax.Array, State, State | None], PyTree],
     wrap: Callable[[Algorithm], Algorithm],
 ) -> Algorithm:
-    """An algorithm whose clients keep something of the transform's own as well.
+    """Returns an algorithm whose clients also keep state of a transform.
 
     Args:
-      record: a NamedTuple of (method, what the transform keeps), the type of a client's state.
-      first: (member, key, state, start) -> what it keeps at first, stacked. Both states are those
-        of one group of clients; the start may be of an algorithm without the transform.
-      wrap: one group's algorithm, whose clients are `record`s in `train` and `personalize`.
+      algorithm: The algorithm, with or without groups.
+      record: NamedTuple (method, state of the transform): the type of a client's state.
+      first: (algorithm, key, state, start) -> initial state of the transform, stacked over
+        clients. All are of one group; `start` may come from an algorithm without the transform.
+      wrap: Wraps one group's algorithm; its `train` and `personalize` get a `record`.
     """
-    whole, parts = as_grouped(algorithm), group_algorithms(algorithm)
+    grouped, members = as_grouped(algorithm), group_algorithms(algorithm)
 
-    def bare(state: State) -> State:
-        methods = (c.method if isinstance(c, record) else c for c in state.clients)
-        return state._replace(clients=tuple(methods))
+    def method_state(state: State) -> State:
+        clients = (c.method if isinstance(c, record) else c for c in state.clients)
+        return state._replace(clients=tuple(clients))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = whole.init(key, start and bare(start))
+        state = grouped.init(key, start and method_state(start))
 
-        def begun(g: int) -> Any:
-            own = state._replace(clients=state.clients[g])
-            before = start and start._replace(clients=start.clients[g])
-            return record(own.clients, first(parts[g], key, own, before))
+        def init_group(g: int) -> Any:
+            group_state = state._replace(clients=state.clients[g])
+            group_start = start and start._replace(clients=start.clients[g])
+            return record(group_state.clients, first(members[g], key, group_state, group_start))
 
-        return state._replace(clients=tuple(map(begun, range(len(parts)))))
+        return state._replace(clients=tuple(map(init_group, range(len(members)))))
 
     def observe(state: State) -> dict[str, jax.Array]:
-        return whole.observe(bare(state))
+        return grouped.observe(method_state(state))
 
-    wrapped = tuple(map(wrap, parts))
-    made = whole._replace(
+    wrapped = tuple(map(wrap, members))
+    transformed = grouped._replace(
         init=init,
-        train=tuple(one.train for one in wrapped),
-        personalize=tuple(one.personalize for one in wrapped),
-        traffic=tuple(one.traffic for one in wrapped),
+        train=tuple(member.train for member in wrapped),
+        personalize=tuple(member.personalize for member in wrapped),
+        traffic=tuple(member.traffic for member in wrapped),
         observe=observe,
     )
-    return made if has_groups(algorithm) else as_single_group(made)
+    return transformed if has_groups(algorithm) else as_single_group(transformed)

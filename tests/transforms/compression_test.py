@@ -1,4 +1,4 @@
-"""Compressed uploads: the encoder's arithmetic, error feedback, and the bill."""
+"""Tests of compressed uploads: encoder, error feedback and traffic."""
 
 from typing import Any
 
@@ -22,55 +22,57 @@ KEY = jax.random.key(5)
 X = np.float32([1.0, -0.37, 0.0, 0.123, -1.0, 0.7, 0.005, -0.9])
 
 
-def encoded(x: np.ndarray, draws: int, bits: int | None, top_k: float | None) -> np.ndarray:
-    every = jax.vmap(lambda key: encode(jnp.asarray(x), key, bits, top_k))
-    return np.float64(jax.jit(every)(jax.random.split(KEY, draws)))
+def encode_repeatedly(
+    x: np.ndarray, repeats: int, bits: int | None, top_k: float | None
+) -> np.ndarray:
+    """Returns `repeats` encodings of `x`, stacked, with different keys."""
+    encode_all = jax.vmap(lambda key: encode(jnp.asarray(x), key, bits, top_k))
+    return np.float64(jax.jit(encode_all)(jax.random.split(KEY, repeats)))
 
 
 # The encoder
 
 
 @pytest.mark.parametrize("bits", [2, 4, 16])
-def test_quantised_values(bits: int):
-    """On the grid of b bits, next to the true value, and right on the average."""
-    draws, levels = 20_000, 2 ** (bits - 1) - 1
-    sent = encoded(X, draws, bits, None) * levels  # the largest value is 1
+def test_quantised_values_are_unbiased_grid_points(bits: int):
+    repeats, levels = 20_000, 2 ** (bits - 1) - 1
+    sent = encode_repeatedly(X, repeats, bits, None) * levels  # the largest value is 1
     grid = np.round(sent)
     np.testing.assert_allclose(sent, grid, atol=1e-2 if bits > 8 else 1e-5)
     assert np.abs(grid).max() == levels
     exact = np.float64(X) * levels
     assert (np.abs(grid - exact) < 1 + 1e-2).all()
-    spread = np.sqrt(0.25 / draws)  # of a mean of draws from two neighbours, at most
-    assert np.abs(grid.mean(0) - exact).max() < 5 * spread + 1e-2
-    assert (grid[:, [0, 2, 4]] == [levels, 0, -levels]).all()  # what is on the grid stays
+    deviation = np.sqrt(0.25 / repeats)  # largest, of a mean over two neighbouring levels
+    assert np.abs(grid.mean(0) - exact).max() < 5 * deviation + 1e-2
+    assert (grid[:, [0, 2, 4]] == [levels, 0, -levels]).all()  # exact values stay
     if bits == 4:
-        assert set(grid[:, 1]) == {-3, -2}  # -.37 · 7 = -2.59
+        assert set(grid[:, 1]) == {-3, -2}  # -0.37 · 7 = -2.59
 
 
-def test_a_change_of_nothing_stays_nothing():
-    assert not encoded(0 * X, 2, 8, None).any()
-    assert not encoded(0 * X, 2, 8, 0.25).any()
+def test_zeros_are_encoded_as_zeros():
+    assert not encode_repeatedly(0 * X, 2, 8, None).any()
+    assert not encode_repeatedly(0 * X, 2, 8, 0.25).any()
 
 
-@pytest.mark.parametrize(("top_k", "kept"), [(0.25, 2), (0.3, 3), (0.01, 1), (1.0, 8)])
-def test_the_largest_are_kept_as_they_are(top_k: float, kept: int):
+@pytest.mark.parametrize(("top_k", "count"), [(0.25, 2), (0.3, 3), (0.01, 1), (1.0, 8)])
+def test_top_k_sends_the_largest_values_unchanged(top_k: float, count: int):
     x = (X * np.linspace(1, 1.1, 8, dtype=np.float32)).reshape(2, 4)  # no ties
-    (sent,) = encoded(x, 1, None, top_k)
-    smallest = np.sort(np.abs(x).ravel())[-kept]
+    (sent,) = encode_repeatedly(x, 1, None, top_k)
+    smallest = np.sort(np.abs(x).ravel())[-count]
     np.testing.assert_array_equal(sent, np.where(np.abs(x) >= smallest, x, 0))
-    assert (sent != 0).sum() == min(kept, 7)  # one of the eight is 0
+    assert (sent != 0).sum() == min(count, 7)  # one of the eight is 0
 
 
-def test_both_together():
-    """3 of 8 values, in 4 bits: 1 and −1 are the ends of the grid, −.9 · 7 = −6.3."""
-    sent = np.round(encoded(X, 50, 4, 0.3) * 7)
+def test_top_k_values_are_quantised():
+    """3 of 8 values, in 4 bits: 1 and −1 are the ends of the grid, −0.9 · 7 = −6.3."""
+    sent = np.round(encode_repeatedly(X, 50, 4, 0.3) * 7)
     assert (sent[:, [0, 4]] == [7, -7]).all()
     assert set(sent[:, 7]) == {-7, -6}
     assert not sent[:, [1, 2, 3, 5, 6]].any()
 
 
 @pytest.mark.parametrize(
-    ("size", "bits", "top_k", "wanted"),
+    ("size", "bits", "top_k", "expected"),
     [
         (100, None, None, 400),
         (100, 8, None, 104),  # 100 · 8 + 32 bits
@@ -82,18 +84,18 @@ def test_both_together():
         (7, 4, 0.01, 9),  # 4 + 32 + 32 bits
     ],
 )
-def test_bytes_by_hand(size: int, bits: int | None, top_k: float | None, wanted: int):
-    assert leaf_bytes(size, bits, top_k) == wanted
+def test_leaf_bytes(size: int, bits: int | None, top_k: float | None, expected: int):
+    assert leaf_bytes(size, bits, top_k) == expected
 
 
 # Error feedback
 
-# What a client would change in each of three rounds: whole numbers, which float32 adds exactly.
+# Change of a client in each of three rounds. Float32 adds whole numbers exactly.
 CHANGES = np.float32([[8, -3, 1, 0], [1, -3, 2, 5], [-4, 1, 2, 1]])
 
 
 def scripted() -> Algorithm:
-    """Adds CHANGES[t]; a counter and a mask go up beside the model."""
+    """Returns a method that adds CHANGES[t] and also uploads a counter and a mask."""
     state = State({"w": jnp.zeros(4)}, (), jnp.arange(6))
 
     def train(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
@@ -112,7 +114,7 @@ def scripted() -> Algorithm:
 
 
 def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], Client]:
-    """(what was sent in each round, what is lost after each, the client at the end)."""
+    """Returns the changes sent in each round, the error after each, and the last client state."""
     data, federation = tiny.federated()
     algorithm = compression(federation, data, **settings)(scripted())
     client = jax.tree.map(lambda leaf: leaf[0], algorithm.init(KEY).clients)
@@ -121,8 +123,10 @@ def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], Client]:
     for t in range(3):
         payload = {"w": jnp.float32([16, 32, -16, 2]) * t}
         key = jax.random.fold_in(KEY, t)
-        upload, trained, client, _ = train(payload, client, ClientContext(0, (), jnp.int32(t), key))
-        np.testing.assert_array_equal(trained["w"], payload["w"] + CHANGES[t])
+        upload, variables, client, _ = train(
+            payload, client, ClientContext(0, (), jnp.int32(t), key)
+        )
+        np.testing.assert_array_equal(variables["w"], payload["w"] + CHANGES[t])
         assert (int(upload["count"]), upload["mask"].tolist()) == (300 + t, [True, False])
         assert (upload["count"].dtype, upload["mask"].dtype) == (jnp.int32, jnp.bool_)
         sent.append(np.asarray(upload["w"] - payload["w"]))
@@ -130,8 +134,8 @@ def script(**settings: Any) -> tuple[np.ndarray, list[np.ndarray], Client]:
     return np.array(sent), lost, client
 
 
-def test_what_was_lost_is_sent_later():
-    """The two largest of: 8 −3 1 0; 1 −3 3 5; −3 −2 5 1."""
+def test_error_feedback_sends_the_error_later():
+    """The two largest values of 8 −3 1 0, then of 1 −3 3 5, then of −3 −2 5 1."""
     sent, lost, client = script(top_k=0.5)
     np.testing.assert_array_equal(sent[0], [8, -3, 0, 0])
     np.testing.assert_array_equal(lost[0], [0, 0, 1, 0])
@@ -144,21 +148,20 @@ def test_what_was_lost_is_sent_later():
     assert not client.lost["mask"].any()
 
 
-def test_quantised_changes_telescope_too():
+def test_quantised_changes_and_the_error_add_up_to_all_changes():
     sent, lost, _ = script(bits=3)
     np.testing.assert_allclose(sent.sum(0) + lost[2], CHANGES.sum(0), rtol=0, atol=1e-5)
-    assert all(np.abs(rest).max() <= 4 for rest in lost)  # one level of three, of at most 12
-    assert any(np.abs(rest).max() > 0.1 for rest in lost)
+    assert all(np.abs(error).max() <= 4 for error in lost)  # one of three levels, of at most 12
+    assert any(np.abs(error).max() > 0.1 for error in lost)
 
 
-def test_without_feedback_it_is_gone():
+def test_without_feedback_the_error_is_dropped():
     sent, _, client = script(top_k=0.5, feedback=False)
     np.testing.assert_array_equal(sent, [[8, -3, 0, 0], [0, -3, 0, 5], [-4, 0, 2, 0]])
     assert client.lost == ()
 
 
-def test_the_state_of_a_compressed_algorithm():
-    """Every client has nothing lost at first; a later phase starts from its own state."""
+def test_init_starts_without_error_and_keeps_that_of_an_earlier_phase():
     data, federation = tiny.federated()
     algorithm = compression(federation, data, bits=8)(scripted())
     state = algorithm.init(KEY)
@@ -175,86 +178,89 @@ def test_the_state_of_a_compressed_algorithm():
         == 3
     )
     pair = compression(federation, data, bits=8)(by_group((scripted(), scripted())))
-    both = pair.init(KEY)
-    assert [len(both.clients), len(pair.train), len(pair.traffic)] == [2, 2, 2]
-    chex.assert_trees_all_equal(both.clients[1], state.clients)
+    pair_state = pair.init(KEY)
+    assert [len(pair_state.clients), len(pair.train), len(pair.traffic)] == [2, 2, 2]
+    chex.assert_trees_all_equal(pair_state.clients[1], state.clients)
 
 
-# The bill
+# Traffic
 
 
-def test_the_bill_of_one_visit():
-    """w: 4 · 8 + 32 bits; the counter and the mask as they are."""
+def test_traffic_of_one_client_update():
+    """w takes 4 · 8 + 32 bits; the counter and the mask are not compressed."""
     data, federation = tiny.federated()
     algorithm = compression(federation, data, bits=8)(scripted())
     upload = {"w": jnp.zeros(4), "count": jnp.int32(1), "mask": jnp.zeros(2, bool)}
-    bill = algorithm.traffic({"w": jnp.zeros(4)}, upload)
-    assert bill == Traffic({"w": 16}, {"w": 8, "count": 4, "mask": 2})
+    traffic = algorithm.traffic({"w": jnp.zeros(4)}, upload)
+    assert traffic == Traffic({"w": 16}, {"w": 8, "count": 4, "mask": 2})
 
 
-def test_a_part_of_a_layer():
-    """Where 12 of 16 raw bytes travel, 3/4 of the packed ones do; where none do, none."""
+def test_traffic_of_part_of_a_layer():
+    """A method that sends 12 of 16 bytes sends 3/4 of the compressed bytes."""
     data, federation = tiny.federated()
     half = scripted()._replace(traffic=lambda payload, upload: Traffic({}, {"w": upload["bytes"]}))
     algorithm = compression(federation, data, bits=8)(half)
-    for raw, packed in ((12, 6), (16, 8), (0, 0), (1, 1)):
-        up = algorithm.traffic((), {"w": jnp.zeros(4), "bytes": jnp.int32(raw)}).up
-        assert int(up["w"]) == packed
+    for full, compressed in ((12, 6), (16, 8), (0, 0), (1, 1)):
+        up = algorithm.traffic((), {"w": jnp.zeros(4), "bytes": jnp.int32(full)}).up
+        assert int(up["w"]) == compressed
     fixed = half._replace(traffic=lambda payload, upload: Traffic({}, {"w": 12}))
     up = compression(federation, data, bits=8)(fixed).traffic((), {"w": jnp.zeros(4)}).up
     assert up == {"w": 6}
 
 
 def step(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
-    """In place of training, which takes long to compile: a step that depends on the data."""
+    """Replaces training, which is slow to compile, by a step that depends on the data."""
     data = ctx.data
     mean = jnp.mean(data.x[data.train.rows])
     new = jax.tree.map(lambda leaf: leaf + mean * jnp.cos(7 * leaf), payload)
     return ClientResult(new, new, client, {"loss": mean})
 
 
-def test_a_round_of_fedavg():
-    """16 bits: as the plain round but for one level; kernel 10 · 16 + 32 bits, bias 2 · 16 + 32."""
+def test_fedavg_round_differs_by_at_most_one_level():
+    """At 16 bits the kernel takes 10 · 16 + 32 bits and the bias 2 · 16 + 32."""
     data, federation = tiny.federated()
     federation = federation._replace(task=tiny.HALF_SQUARES)
     network = MLP(2, ())
-    plain = algorithms.fedavg(network, local_training.sgd(epochs=1), federation)
-    plain = plain._replace(train=step)
-    packed = compression(federation, data, bits=16, top_k=None)(plain)
+    fedavg = algorithms.fedavg(network, local_training.sgd(epochs=1), federation)
+    fedavg = fedavg._replace(train=step)
+    compressed = compression(federation, data, bits=16, top_k=None)(fedavg)
 
-    def ran(algorithm: Algorithm) -> Any:
+    def run(algorithm: Algorithm) -> Any:
         rounds = make_rounds(algorithm, federation, cohort=6)
         first = jax.device_get(rounds.init(KEY))
         state, logs = rounds.run(KEY, rounds.init(KEY), data, jnp.int32(0), jnp.int32(1))
-        book = ledger.add(ledger.empty(6), jax.device_get(logs), 1)
-        return first.server["params"]["fc1"], jax.device_get(state), book
+        totals = ledger.add(ledger.empty(6), jax.device_get(logs), 1)
+        return first.server["params"]["fc1"], jax.device_get(state), totals
 
-    first, wanted, raw = ran(plain)
-    same, got, book = ran(packed)
-    chex.assert_trees_all_equal(same, first)
+    first, plain_state, plain_ledger = run(fedavg)
+    compressed_first, state, compressed_ledger = run(compressed)
+    chex.assert_trees_all_equal(compressed_first, first)
     means = [np.asarray(data.x)[rows].mean() for rows in np.asarray(data.train.rows)]
-    for name, leaf in wanted.server["params"]["fc1"].items():
-        moved = np.max(np.abs(means)) * np.abs(np.cos(7 * first[name])).max()
-        error = np.abs(got.server["params"]["fc1"][name] - leaf)
-        assert 0 < error.max() <= moved / (2**15 - 1) + 1e-6
+    for name, leaf in plain_state.server["params"]["fc1"].items():
+        change = np.max(np.abs(means)) * np.abs(np.cos(7 * first[name])).max()
+        error = np.abs(state.server["params"]["fc1"][name] - leaf)
+        assert 0 < error.max() <= change / (2**15 - 1) + 1e-6
         assert np.abs(leaf - first[name]).max() > 0.01
-        assert got.clients.lost["params"]["fc1"][name].any()
-    assert (raw.down, raw.up) == ({"fc1": 48 * 6}, {"fc1": 48 * 6})
-    assert (book.down, book.up) == ({"fc1": 48 * 6}, {"fc1": (24 + 8) * 6})
-    assert book.client_up == [32] * 6
+        assert state.clients.lost["params"]["fc1"][name].any()
+    assert (plain_ledger.down, plain_ledger.up) == ({"fc1": 48 * 6}, {"fc1": 48 * 6})
+    assert (compressed_ledger.down, compressed_ledger.up) == (
+        {"fc1": 48 * 6},
+        {"fc1": (24 + 8) * 6},
+    )
+    assert compressed_ledger.client_up == [32] * 6
 
 
 @pytest.mark.slow("two runs")
-def test_training_draws_the_same_batches_as_without_compression():
-    """FedAvg's first round: the same loss to the last bit, and the same model but for rounding."""
+def test_training_samples_the_same_batches_as_without_compression():
+    """The first round of FedAvg has the same loss bit for bit, and nearly the same model."""
     data, federation = tiny.federated()
-    plain = cases.make("fedavg", federation)
-    small = compression(federation, data, bits=16)(plain)
+    fedavg = cases.make("fedavg", federation)
+    small = compression(federation, data, bits=16)(fedavg)
     results = []
-    for algorithm in (plain, small):
+    for algorithm in (fedavg, small):
         rounds = make_rounds(algorithm, federation, cohort=tiny.CLIENTS)
-        key, zero, one = jax.random.key(0), jnp.int32(0), jnp.int32(1)
-        state, (log,) = rounds.run(key, rounds.init(key), data, zero, one)
+        key, start, end = jax.random.key(0), jnp.int32(0), jnp.int32(1)
+        state, (log,) = rounds.run(key, rounds.init(key), data, start, end)
         results.append((state.server, np.asarray(log.metrics["loss"])))
     np.testing.assert_array_equal(results[0][1], results[1][1])
     chex.assert_trees_all_close(results[0][0], results[1][0], atol=1e-3)

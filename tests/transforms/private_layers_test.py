@@ -1,4 +1,4 @@
-"""Layers kept at home, around any method."""
+"""Tests of private layers around several methods."""
 
 import chex
 import jax
@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
-from fedjax_pfl.transforms.private_layers import private_layers, with_own
+from fedjax_pfl.transforms.private_layers import private_layers, replace_layers
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, served
 
@@ -17,33 +17,33 @@ DATA, FEDERATION = tiny.federated()
 HEAD = 4 * (tiny.HIDDEN + 1) * tiny.CLASSES
 
 
-def at_home(algorithm):
+def keep_head(algorithm):
     return private_layers(tiny.Net(), FEDERATION, DATA, {"fc2"})(algorithm)
 
 
-def kept(name, **changes):
-    made = cases.make(name, FEDERATION, **changes)
-    return at_home(made)
+def with_private_head(name):
+    return keep_head(cases.make(name, FEDERATION))
 
 
-def test_fedavg_without_its_head_is_fedper():
-    own, _ = after_rounds(kept("fedavg"), 3)
+def test_fedavg_with_private_head_is_fedper():
+    private, _ = after_rounds(with_private_head("fedavg"), 3)
     fedper, _ = after_rounds(cases.make("fedper", FEDERATION), 3)
-    chex.assert_trees_all_equal(own.clients.own, fedper.clients.own)
-    body, head = trees.split(own.server, {"fc1", "norm1"})
+    chex.assert_trees_all_equal(private.clients.own, fedper.clients.own)
+    body, head = trees.split(private.server, {"fc1", "norm1"})
     chex.assert_trees_all_equal(body, fedper.server)
     assert set(head["params"]) == {"fc2"}
     chex.assert_trees_all_equal(
-        served(kept("fedavg"), own, 3), served(cases.make("fedper", FEDERATION), fedper, 3)
+        served(with_private_head("fedavg"), private, 3),
+        served(cases.make("fedper", FEDERATION), fedper, 3),
     )
 
 
 @pytest.mark.slow("two programs for each method")
 @pytest.mark.parametrize("name", ["fedfomo", "pfedla", "per_fedavg", "factorized_fl_moved"])
-def test_no_head_leaves_its_client(name):
-    """What the server has of heads is what it began with; clients' differ; bytes have none."""
-    made, plain = kept(name), cases.make(name, FEDERATION)
-    state, log = after_rounds(made, 2)
+def test_private_heads_stay_on_their_clients(name):
+    """The server's heads stay at their initial values, clients' heads differ, no byte counts."""
+    algorithm, shared = with_private_head(name), cases.make(name, FEDERATION)
+    state, log = after_rounds(algorithm, 2)
     heads = [
         np.asarray(leaf)
         for path, leaf in jax.tree_util.tree_leaves_with_path((state.server, state.rows))
@@ -53,65 +53,64 @@ def test_no_head_leaves_its_client(name):
     for leaf in heads:
         stacked = leaf if len(leaf) == tiny.CLIENTS else leaf[None]
         np.testing.assert_allclose(stacked, np.broadcast_to(stacked[:1], stacked.shape), rtol=1e-5)
-    own = np.asarray(state.clients.own["params"]["fc2"]["kernel"])
-    assert all((own[0] != own[i]).any() for i in range(1, tiny.CLIENTS))
+    heads = np.asarray(state.clients.own["params"]["fc2"]["kernel"])
+    assert all((heads[0] != heads[i]).any() for i in range(1, tiny.CLIENTS))
     assert "fc2" not in log.down
     assert "fc2" not in log.up
-    _, whole = after_rounds(plain, 2)
-    assert "fc2" in whole.up
-    model = served(made, state, 2)
+    _, plain_log = after_rounds(shared, 2)
+    assert "fc2" in plain_log.up
+    model = served(algorithm, state, 2)
     if name in ("pfedla", "factorized_fl_moved"):
-        np.testing.assert_allclose(model["params"]["fc2"]["kernel"], own[2], rtol=1e-5)
+        np.testing.assert_allclose(model["params"]["fc2"]["kernel"], heads[2], rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["local", "fedper", "fedrep", "pfedhn_pc", "factorized_fl"])
-def test_what_is_not_shared_anyway_is_as_it_was(name):
-    made = cases.make(name, FEDERATION)
-    assert at_home(made) is made
+def test_methods_that_share_no_head_are_unchanged(name):
+    algorithm = cases.make(name, FEDERATION)
+    assert keep_head(algorithm) is algorithm
 
 
-def test_own_layers_reach_every_model_in_a_tree():
-    own = {"params": {"b": {"w": jnp.array([5.0])}}}
+def test_replace_layers_changes_every_model_of_a_tree():
+    private = {"params": {"b": {"w": jnp.array([5.0])}}}
 
     def model(*lead):
         return {"params": {"a": {"w": jnp.zeros((*lead, 1))}, "b": {"w": jnp.zeros((*lead, 1))}}}
 
-    got = with_own({**model(), "peers": model(3), "ids": jnp.arange(2)}, own)
-    np.testing.assert_array_equal(got["params"]["b"]["w"], [5])
-    np.testing.assert_array_equal(got["peers"]["params"]["b"]["w"], [[5]] * 3)
-    np.testing.assert_array_equal(got["peers"]["params"]["a"]["w"], [[0]] * 3)
-    np.testing.assert_array_equal(got["ids"], [0, 1])
+    tree = replace_layers({**model(), "peers": model(3), "ids": jnp.arange(2)}, private)
+    np.testing.assert_array_equal(tree["params"]["b"]["w"], [5])
+    np.testing.assert_array_equal(tree["peers"]["params"]["b"]["w"], [[5]] * 3)
+    np.testing.assert_array_equal(tree["peers"]["params"]["a"]["w"], [[0]] * 3)
+    np.testing.assert_array_equal(tree["ids"], [0, 1])
 
 
 @pytest.mark.slow("two phases")
-def test_a_later_phase_goes_on_with_the_heads():
-    state, _ = after_rounds(kept("fedavg"), 2)
-    begun = kept("per_fedavg").init(KEY, state)
-    chex.assert_trees_all_equal(begun.clients.own, state.clients.own)
-    chex.assert_trees_all_equal(begun.server, state.server)
-    plain, _ = after_rounds(cases.make("fedavg", FEDERATION), 2)
-    head = kept("fedavg").init(KEY, plain).clients.own["params"]["fc2"]["kernel"]
-    np.testing.assert_array_equal(head[4], plain.server["params"]["fc2"]["kernel"])
+def test_later_phase_starts_from_the_private_heads():
+    state, _ = after_rounds(with_private_head("fedavg"), 2)
+    next_state = with_private_head("per_fedavg").init(KEY, state)
+    chex.assert_trees_all_equal(next_state.clients.own, state.clients.own)
+    chex.assert_trees_all_equal(next_state.server, state.server)
+    without, _ = after_rounds(cases.make("fedavg", FEDERATION), 2)
+    head = with_private_head("fedavg").init(KEY, without).clients.own["params"]["fc2"]["kernel"]
+    np.testing.assert_array_equal(head[4], without.server["params"]["fc2"]["kernel"])
 
 
 def test_groups_are_refused():
-    both = by_group((cases.make("fedavg", FEDERATION), cases.make("fedavg", FEDERATION)))
+    grouped = by_group((cases.make("fedavg", FEDERATION), cases.make("fedavg", FEDERATION)))
     with pytest.raises(UsageError, match="without groups"):
-        at_home(both)
+        keep_head(grouped)
 
 
 @pytest.mark.parametrize("name", ["pfedhn", "fedem", "fedmn"])
 def test_methods_without_one_shared_model_are_refused(name):
     with pytest.raises(UsageError, match="leave it off"):
-        kept(name)
+        with_private_head(name)
 
 
-def test_fedfomos_last_start_has_the_clients_own_head():
-    made = kept("fedfomo")
-    state, _ = after_rounds(made, 2)
-    own = jax.tree.map(lambda leaf: leaf + 7.0, state.clients.own)
-    moved = with_own(state.clients.method, own, 0)
+def test_fedfomo_stores_models_with_the_private_head():
+    state, _ = after_rounds(with_private_head("fedfomo"), 2)
+    private = jax.tree.map(lambda leaf: leaf + 7.0, state.clients.own)
+    stored = replace_layers(state.clients.method, private, 0)
     np.testing.assert_array_equal(
-        moved.start["params"]["fc2"]["kernel"], own["params"]["fc2"]["kernel"]
+        stored.start["params"]["fc2"]["kernel"], private["params"]["fc2"]["kernel"]
     )
-    chex.assert_trees_all_equal(moved.momentum, state.clients.method.momentum)
+    chex.assert_trees_all_equal(stored.momentum, state.clients.method.momentum)
