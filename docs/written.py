@@ -145,7 +145,7 @@ def libraries(name: str) -> str:
     commits = ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in whole["commits"].items())
     body = text_tables.markdown([agree.table(whole["methods"])]).replace("---:", "---")
     why = "\n".join(f"- {line}" for line in agree.reasons(whole["methods"]))
-    return f"{body}\n\nCompared with {commits}. Why some differ:\n\n{why}"
+    return f"{body}\n\nCompared with {commits}. Reasons for the differences:\n\n{why}"
 
 
 def accuracies(name: str) -> str:
@@ -154,8 +154,9 @@ def accuracies(name: str) -> str:
     body = text_tables.markdown([scored.table(whole)]).replace("---:", "---")
     why = "\n".join(f"- {line}" for line in scored.reasons(whole))
     commits = ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in whole["commits"].items())
-    said = f"After {whole['rounds']} rounds, over {whole['seeds']} seeds, beside {commits}."
-    return f"{body}\n\n{said}" + (f" Why some are apart:\n\n{why}" if why else "")
+    length = f"After {whole['rounds']} rounds, over {whole['seeds']} seeds"
+    said = f"{length}, with {commits}."
+    return f"{body}\n\n{said}" + (f" Reasons for the asterisks:\n\n{why}" if why else "")
 
 
 def leaderboard(name: str) -> str:

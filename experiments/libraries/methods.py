@@ -30,84 +30,81 @@ class Method(NamedTuple):
 
 
 _PFLLIB_PFEDME = (
-    "`pFedMeOptimizer.step` in fedoptimizer.py adds 0.001 θ to θ's gradient, a decay that the "
-    "paper has not and no flag takes off; with 0 in its place it is the same"
+    "`pFedMeOptimizer.step` adds a weight decay of 0.001 θ that the paper does not have and no "
+    "flag removes. Without it the parameters are the same"
 )
 _PFLLIB_APFL = (
-    "clientapfl.py descends the own model's loss at v, where the paper, as ours, does at the "
-    "mixture; it mixes once, at the end of a visit, and goes on from the mixture as v; and α moves "
-    "at every step. The shared model is the same"
+    "the loss of a client's model is minimised at v, in the paper at the mixture. The mixture "
+    "replaces v once per round, and α changes in every step. The shared model is the same"
 )
 _PFLLIB_FEDDYN = (
-    "clientdyn.py adds α/2 ‖θ − w‖ to the loss, where the paper, as ours, has its square; with the "
-    "square it is the same"
+    "clientdyn.py adds α/2 ‖θ − w‖ to the loss, the paper its square. With the square the "
+    "parameters are the same"
 )
 _PFLLIB_FEDPROTO = (
-    "clientproto.py makes prototypes of what it saw in all epochs while it trained, where the "
-    "paper, as ours, has the trained model's; and serverproto.py has their plain mean, where the "
-    "paper weights by examples of the class. The first makes most of the difference; the first "
-    "round, without prototypes, is the same"
+    "prototypes are averaged during training, in the paper computed with the trained model. The "
+    "server takes their plain mean, in the paper weighted by examples of the class. The first "
+    "difference is the larger one. The first round, which has no prototypes, is the same"
 )
 _FL_BENCH_FEDROD = (
-    "client/fedrod.py wraps the network, so that its parameters have other names than the "
-    "server's, and loads those with strict=False: nothing is loaded, and one object trains on from "
-    "client to client. It also predicts with the own head alone, and lets its loss move the body; "
-    "the paper, as ours, adds both heads' logits and stops that gradient"
+    "client/fedrod.py wraps the network, which renames its parameters, and loads the server's "
+    "with strict=False. Nothing is loaded, and one network is trained from client to client. It "
+    "also predicts with the personal head alone and lets its loss train the body. The paper "
+    "adds both heads' logits and stops that gradient"
 )
 _FL_BENCH_LG_FEDAVG = (
-    "client/lgfedavg.py keeps `trainable_layers[n:]` with the client, the last layers, and shares "
-    "the first; in the paper, as in ours, the early layers are local and the last are shared"
+    "client/lgfedavg.py keeps the last layers at the client and shares the first ones. The "
+    "paper does the opposite"
 )
 _FL_BENCH_APFL = (
-    "client/apfl.py mixes the outputs of both models, where the paper, as ours, mixes parameters; "
-    "and it steps the shared model twice with one gradient, which is not set to zero in between"
+    "client/apfl.py mixes the outputs of the two models, the paper their parameters. It also "
+    "applies one gradient twice to the shared model, because it is not reset"
 )
 _FL_BENCH_FEDALA = (
-    "client/fedala.py is one object for all clients, whose W and local model each leaves to the "
-    "next; in the paper, as in ours, they are each client's own"
+    "client/fedala.py uses one object for all clients, so each client inherits W and the local "
+    "model of the previous one. In the paper every client has its own"
 )
 _FL_BENCH_SCAFFOLD = (
-    "server/scaffold.py never takes back the clients' new control variates: each c_i stays 0, and "
-    "only c moves. The first round is the same"
+    "server/scaffold.py does not store the clients' new control variates, so every c_i stays 0. "
+    "The first round is the same"
 )
 _FL_BENCH_FEDDYN = (
-    "client/feddyn.py leaves α/2 ‖θ‖² of the quadratic term out of the loss, for a weight decay of "
-    "α that has to be set beside it and is 0 by default; the paper, as ours, has the whole term"
+    "client/feddyn.py leaves α/2 ‖θ‖² out of the quadratic term. It expects a weight decay of α "
+    "instead, which is 0 by default"
 )
 _FL_BENCH_FEDPAC = (
-    "in client/fedpac.py features are held near the client's own means where there are no "
-    "prototypes yet, which is all of the first round; in the paper, as in ours, they are held near "
-    "nothing then. server/fedpac.py also sets weights of heads under 0.001 to 0"
+    "in the first round, which has no prototypes, client/fedpac.py pulls features to the "
+    "client's own means. The paper has no such term then. server/fedpac.py also sets head "
+    "weights below 0.001 to 0"
 )
 _PFLLIB_FEDPAC = (
-    "serverpac.py weighs heads in the order in which clients were selected, and mixes them in that "
-    "of `receive_models`, which shuffles them, so that weights go to other clients' heads; mixes "
-    "replace heads of which others are still to be made; and prototypes are plain means over "
-    "clients, where the paper, as ours, weighs by examples of the class"
+    "serverpac.py computes head weights in one order of clients and applies them in a shuffled "
+    "one, so weights reach the wrong heads. Heads are replaced while others are still to be "
+    "mixed. Prototypes are plain means over clients, in the paper weighted by examples of the "
+    "class"
 )
 _FL_BENCH_FEDAS = (
-    "client/fedas.py trains on with the mean head that comes down, where in the paper, as in ours, "
-    "each has its own; and it aligns the mean of a class's features in a batch, not each of them"
+    "client/fedas.py continues from the mean head, in the paper each client continues from its "
+    "own. It also aligns the mean of a class's features in a batch, not each of them"
 )
 _ORDERS_OF_BATCHES = (
-    "by the orders of batches, as parameters are the same where batches are; ours with four other "
-    "orders comes to 95.2 to 95.8 after training, over the same three splits and starts"
+    "the order of batches. With the same batches the parameters are the same. With four other "
+    "orders ours reaches 95.2 to 95.8 after training, on the same three partitions"
 )
 _NOT_TUNED = (
-    "it has not tuned the model at that place, as the paper does at the end and ours whenever it "
-    "serves one; after local training, which tunes nothing in either, they agree"
+    "it evaluates before the model is fine-tuned. The paper fine-tunes at the end, and ours "
+    "before every evaluation. After local training, which has no fine-tuning, both agree"
 )
 _PFLLIB_SERVES_W = (
-    "what it calls θ are the model's own parameters, which the next w has replaced by then: its "
-    "87.5, 83.0 and 88.9 are w's, for which ours has 87.6, 83.1 and 89.3, while ours serves θ"
+    "it evaluates w, ours evaluates θ. Its 87.5, 83.0 and 88.9 match our 87.6, 83.1 and 89.3 for w"
 )
 _FL_BENCH_SERVES_THE_START = (
-    "client/pfedme.py evaluates `personalized_params_dict`, into which no line of it writes: its "
-    "8.7, 6.0 and 13.0 are exactly those of the first parameters"
+    "client/pfedme.py evaluates `personalized_params_dict`, which no line of it updates. Its "
+    "8.7, 6.0 and 13.0 are the accuracies of the initial parameters"
 )
 _FL_BENCH_SERVES_THE_MEAN_HEAD = (
-    "client/fedas.py evaluates before training what has come down, the mean head on an aligned "
-    "body, and trains that head on; ours has the client's own in both places, as the paper"
+    "client/fedas.py evaluates the mean head on an aligned body and continues training that "
+    "head. In the paper and in ours it is the client's own head"
 )
 _AS_PARAMETERS = "its parameters differ, for the reason given above"
 METHODS = {
