@@ -1,4 +1,4 @@
-"""Prints a published table with our numbers; runs what is missing and resumes what was cut.
+"""Prints a published table with our numbers; runs missing cells and resumes interrupted runs.
 
 python -m experiments.reproduce                                   lists the tables
 python -m experiments.reproduce --table=pfedla/table1             minutes on two cores
@@ -26,7 +26,7 @@ from ml_collections import ConfigDict
 
 from experiments import overrides
 from experiments.papers import agreement, record
-from experiments.papers.table import cell as shown
+from experiments.papers.table import cell as format_cell
 from experiments.papers.table import mean_of, plateau
 from experiments.papers.tables import TABLES, Cell, Table, cells_of
 from fedjax_pfl import data
@@ -86,51 +86,59 @@ def listing() -> str:
     width = max(map(len, TABLES)) + 4
     lines = ["Tables: python -m experiments.reproduce --table=NAME"]
     for name, table in TABLES.items():
-        said = f"{table.about}; columns {', '.join(table.columns)}"
-        first = f"  {name}".ljust(width)
-        lines += wrapped(first + said, width)
+        description = f"{table.about}; columns {', '.join(table.columns)}"
+        name_column = f"  {name}".ljust(width)
+        lines += wrapped(name_column + description, width)
     return "\n".join(lines)
 
 
 def plans(table: Table, options: Options) -> list[Plan]:
     """Returns a plan for every cell to show."""
-    made = []
-    for cell in _chosen(table, options):
-        own = table.dataset(cell.column)
-        like = table.settings(cell.row, cell.column, own, None)
-        quick = options.scale == "quick"
-        if quick and not options.cells and cell.column not in table.quick.columns:
-            made.append(Plan(cell, like, None, LEFT_OUT))
+    result = []
+    for cell in _select_cells(table, options):
+        dataset = table.dataset(cell.column)
+        published = table.settings(cell.row, cell.column, dataset, None)
+        is_quick = options.scale == "quick"
+        if is_quick and not options.cells and cell.column not in table.quick.columns:
+            result.append(Plan(cell, published, None, LEFT_OUT))
             continue
-        if quick:
+        if is_quick:
             config = _quick(table, cell, options)
         else:
-            config = table.settings(cell.row, cell.column, own, options.rounds)
+            config = table.settings(cell.row, cell.column, dataset, options.rounds)
         config.data_dir = options.data_dir
         overrides.override(config, options.changes)
         if remark := table.impossible(config):
-            made.append(Plan(cell, like, None, remark))
+            result.append(Plan(cell, published, None, remark))
         elif message := _missing(config.dataset, options.data_dir):
-            made.append(Plan(cell, like, config, "no data", message))
+            result.append(Plan(cell, published, config, "no data", message))
         else:
-            made.append(Plan(cell, like, config))
-    return made
+            result.append(Plan(cell, published, config))
+    return result
 
 
-def _chosen(table: Table, options: Options) -> list[Cell]:
+def _select_cells(table: Table, options: Options) -> list[Cell]:
     """Returns the cells that --cells selects; with --scale=quick a row is in quick's columns."""
-    every, patterns = cells_of(table), options.cells
-    whole = table.columns if options.scale == "full" else table.quick.columns
+    all_cells, patterns = cells_of(table), options.cells
+    columns = table.columns if options.scale == "full" else table.quick.columns
     names = [
-        (cell.column, f"{cell.row}/{cell.column}", *([cell.row] if cell.column in whole else []))
-        for cell in every
+        (cell.column, f"{cell.row}/{cell.column}", *([cell.row] if cell.column in columns else []))
+        for cell in all_cells
     ]
     for pattern in patterns:
-        if not any(_fits(of_cell, pattern) for of_cell in names):
-            words = [word for of_cell in names for word in of_cell] + [cell.row for cell in every]
-            raise UsageError(f"no cell is {pattern!r}{configuration.suggestion(pattern, words)}")
-    kept = [any(_fits(of_cell, pattern) for pattern in patterns) for of_cell in names]
-    return [cell for cell, keep in zip(every, kept, strict=True) if keep or not patterns]
+        if not any(_fits(cell_names, pattern) for cell_names in names):
+            known_names = [known_name for cell_names in names for known_name in cell_names] + [
+                cell.row for cell in all_cells
+            ]
+            raise UsageError(
+                f"no cell is {pattern!r}{configuration.suggestion(pattern, known_names)}"
+            )
+    is_selected = [any(_fits(cell_names, pattern) for pattern in patterns) for cell_names in names]
+    return [
+        cell
+        for cell, selected in zip(all_cells, is_selected, strict=True)
+        if selected or not patterns
+    ]
 
 
 def _fits(names: Sequence[str], pattern: str) -> bool:
@@ -138,10 +146,10 @@ def _fits(names: Sequence[str], pattern: str) -> bool:
 
 
 def _quick(table: Table, cell: Cell, options: Options) -> ConfigDict:
-    own, quick = table.dataset(cell.column), table.quick
-    if own in quick.light and not _missing(own, options.data_dir):
-        rounds = options.rounds or quick.light[own]
-        config = table.settings(cell.row, cell.column, own, rounds)
+    dataset, quick = table.dataset(cell.column), table.quick
+    if dataset in quick.light and not _missing(dataset, options.data_dir):
+        rounds = options.rounds or quick.light[dataset]
+        config = table.settings(cell.row, cell.column, dataset, rounds)
         quick.shrink(config)
     else:
         config = table.settings(cell.row, cell.column, "digits", options.rounds or quick.rounds)
@@ -171,90 +179,105 @@ def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
 
 def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
     """Returns the existing runs of each cell."""
-    known = Known(folder)
-    found: dict[int, dict[int, run_reader.Run]] = {id(one): {} for one in plan}
-    for one, config in jobs(plan, seeds):
-        path = known.find(config)[1]
+    index = Known(folder)
+    runs: dict[int, dict[int, run_reader.Run]] = {id(cell_plan): {} for cell_plan in plan}
+    for cell_plan, config in jobs(plan, seeds):
+        path = index.find(config)[1]
         if path is not None:
             try:
-                found[id(one)][config.seed] = run_reader.read(path)
+                runs[id(cell_plan)][config.seed] = run_reader.read(path)
             except UsageError:
                 continue  # no evaluation yet
-    return [Place(one, found[id(one)]) for one in plan]
+    return [Place(cell_plan, runs[id(cell_plan)]) for cell_plan in plan]
 
 
 def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
-    """Runs what is missing, resumes what was cut, and returns the plan with failures marked."""
-    known, failed = Known(options.out), dict[str, str]()
+    """Runs missing cells, resumes interrupted runs, and returns the plan with failures marked."""
+    index, failed = Known(options.out), dict[str, str]()
     todo: dict[str, tuple[Plan, ConfigDict, Path | None]] = {}
     cells: dict[str, list[int]] = {}  # cells of each run
-    for one, config in jobs([one for one in plan if not one.message], seeds):
-        key, path = known.find(config)
-        cells.setdefault(key, []).append(id(one))
+    for cell_plan, config in jobs(
+        [cell_plan for cell_plan in plan if not cell_plan.message], seeds
+    ):
+        key, path = index.find(config)
+        cells.setdefault(key, []).append(id(cell_plan))
         if path is None or not (path / "report.html").is_file():
-            todo.setdefault(key, (one, config, path))
+            todo.setdefault(key, (cell_plan, config, path))
     count = len(cells)
-    cut = sum(path is not None for _, _, path in todo.values())
-    facts = f"{count - len(todo)} exist, {cut} are resumed, {len(todo) - cut} are missing"
+    interrupted = sum(path is not None for _, _, path in todo.values())
+    missing = len(todo) - interrupted
+    facts = f"{count - len(todo)} exist, {interrupted} are resumed, {missing} are missing"
     print(f"{count} run{'s' * (count != 1)}: {facts}", file=sys.stderr)
     with interrupt.on_signals() as stop:
-        for number, (key, (one, config, path)) in enumerate(todo.items(), 1):
-            where = path or options.out / _name(options.table, one.cell, config.seed, key)
-            print(f"[{number}/{len(todo)}] {where}", file=sys.stderr, flush=True)
+        for number, (key, (cell_plan, config, path)) in enumerate(todo.items(), 1):
+            directory = path or options.out / _name(options.table, cell_plan.cell, config.seed, key)
+            print(f"[{number}/{len(todo)}] {directory}", file=sys.stderr, flush=True)
             try:
-                runner.run(config, where, stop)
+                runner.run(config, directory, stop)
             except UsageError as error:
                 failed[key] = " ".join(str(error).split())
                 print(f"  {failed[key]}", file=sys.stderr)
-    why = {cell: message for key, message in failed.items() for cell in cells[key]}
+    messages = {cell: message for key, message in failed.items() for cell in cells[key]}
     return [
-        one._replace(remark=FAILED, message=why[id(one)]) if id(one) in why else one for one in plan
+        cell_plan._replace(remark=FAILED, message=messages[id(cell_plan)])
+        if id(cell_plan) in messages
+        else cell_plan
+        for cell_plan in plan
     ]
 
 
 def _name(table: str, cell: Cell, seed: int, key: str) -> str:
     """Returns a folder name: the cell and seed, and a digest of the settings."""
-    words = f"{table}-{cell.row}-{cell.column}-s{seed}".replace("/", "-")
-    plain = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in words)
-    return f"{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+    label = f"{table}-{cell.row}-{cell.column}-s{seed}".replace("/", "-")
+    safe_label = "".join(c if c.isalnum() or c in "-_.=" else "_" for c in label)
+    return f"{safe_label}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
 
 
 def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
     """Returns a table per column: published, ours, gap, seeds and the second measure."""
-    made = []
-    kept = [place for place in places if place.plan.remark != LEFT_OUT]
-    for column in dict.fromkeys(place.plan.cell.column for place in kept):
-        here = [place for place in kept if place.plan.cell.column == column]
-        measure, beside = table.measures(column)
-        heads = ["published", "ours", "gap", "seeds", *([table.beside] if beside else []), "remark"]
+    result = []
+    shown_places = [place for place in places if place.plan.remark != LEFT_OUT]
+    for column in dict.fromkeys(place.plan.cell.column for place in shown_places):
+        column_places = [place for place in shown_places if place.plan.cell.column == column]
+        measure, second_measure = table.measures(column)
+        heads = [
+            "published",
+            "ours",
+            "gap",
+            "seeds",
+            *([table.beside] if second_measure else []),
+            "remark",
+        ]
         rows, variants = list[list[str]](), list[list[str]]()
-        for place in here:
-            runs = [one for one in place.runs.values() if one.finished]
+        for place in column_places:
+            runs = [run for run in place.runs.values() if run.finished]
             published = place.plan.cell.published
-            cells = ["–" if published is None else shown(published), NOT_RUN, "", ""]
-            cells += [""] if beside else []
+            cells = ["–" if published is None else format_cell(published), NOT_RUN, "", ""]
+            cells += [""] if second_measure else []
             remark = place.plan.remark
             if runs:
-                ours = mean_std([measure(one) for one in runs])
-                cells[1], cells[3] = shown(ours), str(len(runs))
+                score = mean_std([measure(run) for run in runs])
+                cells[1], cells[3] = format_cell(score), str(len(runs))
                 if published is not None and _same_data(table, place.plan):
-                    cells[2] = f"{ours['mean'] - mean_of(published):+.2f}"
-                if beside:
-                    cells[4] = shown(mean_std([beside(one) for one in runs]))
-                remark = ", ".join(sorted({plateau(one, table.reported) for one in runs}))
-            part = variants if place.plan.cell.row in table.variants else rows
-            part.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
-        made.append(text_tables.Table(column, heads, rows, variants))
-    return made
+                    cells[2] = f"{score['mean'] - mean_of(published):+.2f}"
+                if second_measure:
+                    cells[4] = format_cell(mean_std([second_measure(run) for run in runs]))
+                remark = ", ".join(sorted({plateau(run, table.reported) for run in runs}))
+            table_rows = variants if place.plan.cell.row in table.variants else rows
+            table_rows.append([place.plan.cell.row, *cells, _unfinished(place) or remark])
+        result.append(text_tables.Table(column, heads, rows, variants))
+    return result
 
 
-def _same_data(table: Table, one: Plan) -> bool:
-    return one.config is not None and one.config.dataset == table.dataset(one.cell.column)
+def _same_data(table: Table, plan: Plan) -> bool:
+    return plan.config is not None and plan.config.dataset == table.dataset(plan.cell.column)
 
 
 def _unfinished(place: Place) -> str:
-    found = [(seed, one) for seed, one in place.runs.items() if not one.finished]
-    return ", ".join(f"seed {seed} is at round {one.metrics[-1]['round']}" for seed, one in found)
+    unfinished = [(seed, run) for seed, run in place.runs.items() if not run.finished]
+    return ", ".join(
+        f"seed {seed} is at round {run.metrics[-1]['round']}" for seed, run in unfinished
+    )
 
 
 def differences(plan: Sequence[Plan]) -> list[str]:
@@ -269,12 +292,12 @@ def differences(plan: Sequence[Plan]) -> list[str]:
         )
         for key in old.keys() & new.keys() - NOT_COMPARED:
             if old[key] != new[key]:
-                ours, theirs = values.setdefault(key, ({}, {}))
-                ours[_in_words(new[key])] = theirs[_in_words(old[key])] = None
+                new_values, published_values = values.setdefault(key, ({}, {}))
+                new_values[_in_words(new[key])] = published_values[_in_words(old[key])] = None
     ordered = sorted(values.items(), key=lambda item: ("." in item[0], item[0]))
     return [
-        f"{key} {' or '.join(ours)} instead of {' or '.join(theirs)}"
-        for key, (ours, theirs) in ordered
+        f"{key} {' or '.join(new_values)} instead of {' or '.join(published_values)}"
+        for key, (new_values, published_values) in ordered
     ]
 
 
@@ -283,42 +306,46 @@ def _in_words(value: str) -> str:
 
 
 def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator[str]:
-    """Yields sentences on what is not as in the paper and what is missing."""
+    """Yields sentences on differences from the paper and on missing runs."""
     plan = [place.plan for place in places]
-    ran = [one for one in plan if one.config is not None]
-    if changed := differences(ran):
+    runnable = [cell_plan for cell_plan in plan if cell_plan.config is not None]
+    if changed := differences(runnable):
         yield f"Not the published settings: {'; '.join(changed)}."
-    elif ran:
+    elif runnable:
         yield "The settings are the published ones, and our choice if the paper is silent."
-    if not all(_same_data(table, one) for one in ran):
+    if not all(_same_data(table, cell_plan) for cell_plan in runnable):
         yield "No gap is shown for runs on other data than the column's."
-    if left := dict.fromkeys(one.cell.column for one in plan if one.remark == LEFT_OUT):
+    if columns := dict.fromkeys(
+        cell_plan.cell.column for cell_plan in plan if cell_plan.remark == LEFT_OUT
+    ):
         yield (
-            f"Left out: {', '.join(left)}. --cells=... runs some of them, --scale=full all of "
+            f"Left out: {', '.join(columns)}. --cells=... runs some of them, --scale=full all of "
             "them in the published settings."
         )
-    without = [place.plan for place in places if place.plan.message and not place.runs]
-    for message in dict.fromkeys(one.message for one in without):
-        cells = [f"{o.cell.row}/{o.cell.column}" for o in without if o.message == message]
-        named = ", ".join(cells) if len(cells) < 4 else f"{len(cells)} cells"
-        yield f"{named}: {message}"
+    blocked = [place.plan for place in places if place.plan.message and not place.runs]
+    for message in dict.fromkeys(cell_plan.message for cell_plan in blocked):
+        cells = [
+            f"{other.cell.row}/{other.cell.column}" for other in blocked if other.message == message
+        ]
+        names = ", ".join(cells) if len(cells) < 4 else f"{len(cells)} cells"
+        yield f"{names}: {message}"
 
 
 def page(options: Options, table: Table, places: Sequence[Place], form: str) -> str:
     """Returns the whole output as text or Markdown."""
     seeds = options.seeds or SCALES[options.scale]
-    many = f"seeds 0 to {seeds - 1}" if seeds > 1 else "seed 0"
+    seed_range = f"seeds 0 to {seeds - 1}" if seeds > 1 else "seed 0"
     head = [
         f"{options.table}. {table.about}.",
-        f"Ours, scale {options.scale}, {many}: {table.ours}. Gap: ours minus published. "
+        f"Ours, scale {options.scale}, {seed_range}: {table.ours}. Gap: ours minus published. "
         "±: over seeds, each with its own partition.",
     ]
     tail = remarks(options, table, places)
     body = tables(table, places)
     if form == "markdown":
         return "\n\n".join([*head, text_tables.markdown(body), *tail])
-    said, more = map(text_tables.filled, head), map(text_tables.filled, tail)
-    return "\n\n".join([*said, text_tables.text(body), *more])
+    first_lines, last_lines = map(text_tables.filled, head), map(text_tables.filled, tail)
+    return "\n\n".join([*first_lines, text_tables.text(body), *last_lines])
 
 
 def write(options: Options, table: Table, places: Sequence[Place]) -> None:
@@ -363,13 +390,15 @@ def main(argv: Sequence[str]) -> None:
     """Runs the command line."""
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; name a table as --table=NAME")
-    chosen = flags.FLAGS
-    if chosen.record:
-        return print("\n".join(record.record(TABLES, Path(chosen.out), agreement.RESULTS)))
-    if chosen.summary:
-        return print(agreement.summary(agreement.RESULTS, TABLES, chosen.format))
-    alike: dict[str, Any] = {n: chosen[n].value for n in {*Options._fields} - {"out", "changes"}}
-    sys.exit(reproduce(Options(**alike, out=Path(chosen.out), changes=chosen.set)))
+    given = flags.FLAGS
+    if given.record:
+        return print("\n".join(record.record(TABLES, Path(given.out), agreement.RESULTS)))
+    if given.summary:
+        return print(agreement.summary(agreement.RESULTS, TABLES, given.format))
+    options: dict[str, Any] = {
+        name: given[name].value for name in {*Options._fields} - {"out", "changes"}
+    }
+    sys.exit(reproduce(Options(**options, out=Path(given.out), changes=given.set)))
 
 
 if __name__ == "__main__":
