@@ -111,10 +111,10 @@ def scored_there(
 
 def accuracies(
     sides: Sequence[Side], methods: Sequence[str], seeds: int, rounds: int, out: str | None
-) -> scored.Found:
+) -> scored.Results:
     """Of ours and theirs, going on from what the file has."""
     commits = {side.library: rivals.commit(side.checkout) for side in sides}
-    found: scored.Found = {"rounds": rounds, "seeds": seeds, "commits": commits}
+    found: scored.Results = {"rounds": rounds, "seeds": seeds, "commits": commits}
     if out is not None and Path(out).is_file():
         before = json.loads(Path(out).read_text())
         for key, value in found.items():

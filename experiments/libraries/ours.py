@@ -1,7 +1,7 @@
-"""The work that libraries are compared on, and ours on it: full batches, so that nothing is random.
+"""The work on which libraries are compared, and this library's results: nothing is random.
 
-Four clients with thirty of the embedded digits each, from four classes; one hidden layer; plain
-gradient descent for some epochs, of which each is one step; everybody takes part.
+Four clients have thirty of the embedded digits each, from four classes. One hidden layer is trained
+by gradient descent on full batches, one step per epoch; all clients take part.
 """
 
 from collections.abc import Mapping
@@ -24,19 +24,19 @@ CLIENTS, HIDDEN, CLASSES, RATE, ROUNDS = 4, 16, 10, 0.2, 3
 Arrays = dict[str, np.ndarray]
 JUDGED = task.classification()
 KEY = 0
-# Of ours, by their name in PyTorch; a kernel is turned over.
-_LEAVES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
+# PyTorch's names of our leaves; a kernel is transposed.
+_PYTORCH_NAMES = {"kernel": "weight", "scale": "weight", "bias": "bias"}
 
 
 class Net(nn.Module):
-    """One hidden layer, with BatchNorm or without."""
+    """Network with one hidden layer, with or without BatchNorm."""
 
     norm: bool = False
     head = "fc2"
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Names of all layers, in their order."""
+        """Returns the names of all layers in order."""
         return ("fc1", *(["bn1"] if self.norm else []), "fc2")
 
     @nn.compact
@@ -47,120 +47,128 @@ class Net(nn.Module):
 
 
 def work(norm: bool, examples: int = 30) -> Arrays:
-    """x [clients, examples, features], y, and the parameters that all start from, as start/NAME."""
+    """Returns x [clients, examples, features], y, and the initial parameters as start/NAME."""
     from sklearn.datasets import load_digits
 
     source = load_digits()
     x, y = (source.data / 16).astype(np.float32), source.target
     rng, xs, ys = np.random.default_rng(0), [], []
     for i in range(CLIENTS):
-        own = rng.choice(np.flatnonzero((y - 2 * i) % CLASSES < 4), examples, replace=False)
-        xs.append(x[own])
-        ys.append(y[own])
-    first = dict(Net(norm).init(jax.random.key(KEY), jnp.zeros((1, x.shape[1]))))
-    start = {f"start/{name}": value for name, value in named(first["params"]).items()}
+        indices = rng.choice(np.flatnonzero((y - 2 * i) % CLASSES < 4), examples, replace=False)
+        xs.append(x[indices])
+        ys.append(y[indices])
+    variables = dict(Net(norm).init(jax.random.key(KEY), jnp.zeros((1, x.shape[1]))))
+    start = {f"start/{name}": value for name, value in named(variables["params"]).items()}
     return {"x": np.stack(xs), "y": np.stack(ys), **start}
 
 
 def named(params: Any) -> Arrays:
-    """Parameters by their names in PyTorch, with its shapes."""
-    found: Arrays = {}
+    """Returns parameters by PyTorch's names and in its shapes."""
+    arrays: Arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         layer, name = (str(entry.key) for entry in path)
-        found[f"{layer}.{_LEAVES[name]}"] = np.asarray(leaf).T if name == "kernel" else leaf
-    return found
+        arrays[f"{layer}.{_PYTORCH_NAMES[name]}"] = np.asarray(leaf).T if name == "kernel" else leaf
+    return arrays
 
 
-def params(given: Mapping[str, np.ndarray]) -> Any:
-    """The parameters of the work in our form: the inverse of `named`."""
-    found: dict[str, dict[str, jax.Array]] = {}
-    for whole, value in given.items():
-        if whole.startswith("start/"):
-            layer, leaf = whole[6:].split(".")
+def params(arrays: Mapping[str, np.ndarray]) -> Any:
+    """Returns the initial parameters of the work as our tree; the inverse of `named`."""
+    tree: dict[str, dict[str, jax.Array]] = {}
+    for key, value in arrays.items():
+        if key.startswith("start/"):
+            layer, leaf = key[6:].split(".")
             names = {"bias": "bias", "weight": "kernel" if value.ndim == 2 else "scale"}
-            found.setdefault(layer, {})[names[leaf]] = jnp.asarray(value.T)
-    return found
+            tree.setdefault(layer, {})[names[leaf]] = jnp.asarray(value.T)
+    return tree
 
 
-def _federated(given: Mapping[str, np.ndarray]) -> tuple[FederatedData, Federation]:
-    """Of train examples, and of test examples where there are some."""
-    clients, features = given["y"].shape[0], given["x"].shape[-1]
-    prefixes = ("", "test_") if "test_x" in given else ("",)
-    x = np.concatenate([given[f"{p}x"].reshape(-1, features) for p in prefixes])
-    y = np.concatenate([given[f"{p}y"].reshape(-1) for p in prefixes]).astype(np.int32)
+def _federated(arrays: Mapping[str, np.ndarray]) -> tuple[FederatedData, Federation]:
+    """Returns the examples of the work as a federation, with test examples if it has some."""
+    clients, features = arrays["y"].shape[0], arrays["x"].shape[-1]
+    prefixes = ("", "test_") if "test_x" in arrays else ("",)
+    x = np.concatenate([arrays[f"{p}x"].reshape(-1, features) for p in prefixes])
+    y = np.concatenate([arrays[f"{p}y"].reshape(-1) for p in prefixes]).astype(np.int32)
     splits, first = [], 0
     for prefix in prefixes:
-        rows = first + np.arange(given[f"{prefix}y"].size, dtype=np.int32).reshape(clients, -1)
+        rows = first + np.arange(arrays[f"{prefix}y"].size, dtype=np.int32).reshape(clients, -1)
         splits.append(Split(rows, np.full(clients, rows.shape[1], np.int32)))
         first += rows.size
-    none = Split(splits[0].rows[:, :0], np.zeros(clients, np.int32))
-    data = jax.device_put(FederatedData(x, y, splits[0], none, splits[-1]))
+    no_rows = Split(splits[0].rows[:, :0], np.zeros(clients, np.int32))
+    data = jax.device_put(FederatedData(x, y, splits[0], no_rows, splits[-1]))
     counts, groups = splits[0].size, np.zeros(clients, np.int32)
     return data, Federation(
         counts, (features,), CLASSES, np.ones(clients, bool), groups, task=JUDGED
     )
 
 
-def rounds(name: str, given: Mapping[str, np.ndarray]) -> Arrays:
-    """Our parameters after each round, called as the adapters call theirs.
+def rounds(name: str, arrays: Mapping[str, np.ndarray]) -> Arrays:
+    """Returns our parameters after each round, named as the adapters name theirs.
 
-    They are ROUND/server/NAME and ROUND/CLIENT/NAME; round 0 is the start.
+    Names are ROUND/server/NAME and ROUND/CLIENT/NAME; round 0 is the start.
     """
-    batch = given["y"].shape[1]
+    batch = arrays["y"].shape[1]
     training = local_training.sgd(learning_rate=RATE, batch_size=batch, epochs=EPOCHS)
-    plain, begun, data, federation = made(name, given, training)
-    engine = make_rounds(begun, federation, cohort=CLIENTS, max_rounds=1, evaluate_after=False)
-    found: Arrays = {}
+    algorithm, initialised, data, federation = make_method(name, arrays, training)
+    compiled_rounds = make_rounds(
+        initialised, federation, cohort=CLIENTS, max_rounds=1, evaluate_after=False
+    )
+    results: Arrays = {}
     key = jax.random.key(KEY)
-    state = engine.init(key)
+    state = compiled_rounds.init(key)
     for t in range(ROUNDS + 1):
-        now = jax.device_get(state)
-        found |= {f"{t}/{part}": value for part, value in _seen(name, plain, now, data).items()}
+        host_state = jax.device_get(state)
+        results |= {
+            f"{t}/{part}": value
+            for part, value in _parameters(name, algorithm, host_state, data).items()
+        }
         if t < ROUNDS:
-            state, _ = engine.run(key, engine.place(state), data, jnp.int32(t), jnp.int32(1))
-    return found
+            state, _ = compiled_rounds.run(
+                key, compiled_rounds.place(state), data, jnp.int32(t), jnp.int32(1)
+            )
+    return results
 
 
-def made(
-    name: str, given: Mapping[str, np.ndarray], training: local_training.Training
+def make_method(
+    name: str, arrays: Mapping[str, np.ndarray], training: local_training.Training
 ) -> tuple[Algorithm, Algorithm, FederatedData, Federation]:
-    """A method, and the same one that begins with the parameters of the work."""
+    """Returns a method, the same method with the work's initial parameters, and its data."""
     method = METHODS[name]
-    data, federation = _federated(given)
-    plain = getattr(algorithms, name)(Net(method.norm), training, federation, **method.ours)
-    first = dict(Net(method.norm).init(jax.random.key(KEY), federation.examples()))
-    start = State({**first, "params": params(given)}, (), ())
-    begun = plain._replace(init=lambda key, _=None: plain.init(key, start))
-    return plain, begun, data, federation
+    data, federation = _federated(arrays)
+    algorithm = getattr(algorithms, name)(Net(method.norm), training, federation, **method.ours)
+    variables = dict(Net(method.norm).init(jax.random.key(KEY), federation.examples()))
+    start = State({**variables, "params": params(arrays)}, (), ())
+    initialised = algorithm._replace(init=lambda key, _=None: algorithm.init(key, start))
+    return algorithm, initialised, data, federation
 
 
-def _seen(name: str, made: Algorithm, state: State, data: FederatedData) -> Arrays:
-    """What server and clients have."""
-    found: Arrays = {}
+def _parameters(name: str, algorithm: Algorithm, state: State, data: FederatedData) -> Arrays:
+    """Returns the parameters of server and clients by name."""
+    arrays: Arrays = {}
     server = state.server if isinstance(state.server, dict) else {}
-    shown = {"": server.get("params", {})}
+    trees_by_prefix = {"": server.get("params", {})}
     if name == "scaffold":
-        shown["control."] = server["control"]
-    for prefix, tree in shown.items():
-        found |= {f"server/{prefix}{n}": value for n, value in named(tree).items()}
+        trees_by_prefix["control."] = server["control"]
+    for prefix, tree in trees_by_prefix.items():
+        arrays |= {f"server/{prefix}{n}": value for n, value in named(tree).items()}
     for i in range(CLIENTS):
         client = trees.row(state.clients, i)
-        for prefix, tree in _of_client(name, made, state, client, data, i).items():
-            found |= {f"{i}/{prefix}{n}": value for n, value in named(tree).items()}
-    return found
+        for prefix, tree in _client_trees(name, algorithm, state, client, data, i).items():
+            arrays |= {f"{i}/{prefix}{n}": value for n, value in named(tree).items()}
+    return arrays
 
 
-def _of_client(
-    name: str, made: Algorithm, state: State, client: Any, data: FederatedData, i: int
+def _client_trees(
+    name: str, algorithm: Algorithm, state: State, client: Any, data: FederatedData, i: int
 ) -> dict[str, Any]:
+    """Returns parameter trees of a client by prefix."""
     if name == "scaffold":
         return {"control.": client.own}
-    if name == "fedbabu":  # what is tuned for an evaluation is discarded
+    if name == "fedbabu":  # fine-tuning before an evaluation is discarded
         return {"": trees.join(state.server, client.own)["params"]}
     if name == "fedrod":
         return {"": state.server["params"], "own.": client.own}
     ctx = ClientContext(
         jnp.int32(i), client_data(data, jnp.int32(i)), jnp.int32(0), jax.random.key(KEY)
     )
-    seen = state._replace(clients=())
-    return {"": jax.jit(made.personalize)(seen, client, ctx)["params"]}
+    server_state = state._replace(clients=())
+    return {"": jax.jit(algorithm.personalize)(server_state, client, ctx)["params"]}

@@ -1,8 +1,8 @@
-"""Accuracy after many rounds: the same split and first parameters, batches drawn by each by itself.
+"""Accuracy after many rounds in this and other libraries, from the same split and initial model.
 
-Ten clients hold four classes of the embedded digits each, ten examples of each class to train on
-and thirty-three to test, and no example is with two of them. Of each seed there is one split and
-one set of first parameters; what differs beside the method is the order of batches.
+Ten clients hold four classes of the embedded digits each, with ten training and thirty-three test
+examples per class; no two clients share an example. Each seed has its split and initial parameters;
+besides the method, only the order of batches differs.
 """
 
 from collections.abc import Sequence
@@ -22,73 +22,79 @@ from fedjax_pfl.simulation.rounds import make_rounds
 
 CLIENTS, OWN, TRAIN, TEST, BATCH, RATE = 10, 4, 10, 33, 20, 0.1
 STAGES = ("before", "after")
-Accuracies = dict[str, list[float]]  # by stage, of each seed the mean over clients
-Found = dict[str, Any]  # rounds, seeds, commits; ours by method; theirs by library and method
+Accuracies = dict[str, list[float]]  # by stage: mean over clients for each seed
+Results = dict[str, Any]  # rounds, seeds, commits; ours by method; theirs by library and method
 
 
 def work(norm: bool, seed: int) -> Arrays:
-    """As of `ours.work`, with test_x and test_y beside."""
+    """Like `ours.work`, with test_x and test_y."""
     from sklearn.datasets import load_digits
 
     source, rng = load_digits(), np.random.default_rng(seed)
     x, y = (source.data / 16).astype(np.float32), source.target
-    each = TRAIN + TEST
+    per_class = TRAIN + TEST
     holders = {c: [(c - j) % CLIENTS for j in range(OWN)] for c in range(CLASSES)}
     places: dict[int, dict[str, list[int]]] = {i: {"": [], "test_": []} for i in range(CLIENTS)}
     for c, owners in holders.items():
-        drawn = rng.permutation(np.flatnonzero(y == c))[: each * OWN].reshape(OWN, each)
-        for i, rows in zip(owners, drawn, strict=True):
+        indices = rng.permutation(np.flatnonzero(y == c))[: per_class * OWN].reshape(OWN, per_class)
+        for i, rows in zip(owners, indices, strict=True):
             places[i][""] += rows[:TRAIN].tolist()
             places[i]["test_"] += rows[TRAIN:].tolist()
-    found: Arrays = {}
+    arrays: Arrays = {}
     for prefix in ("", "test_"):
         rows = np.array([places[i][prefix] for i in range(CLIENTS)])
-        found |= {f"{prefix}x": x[rows], f"{prefix}y": y[rows]}
-    first = dict(Net(norm).init(jax.random.key(seed), jnp.zeros((1, x.shape[1]))))
-    return found | {f"start/{n}": np.asarray(v) for n, v in ours.named(first["params"]).items()}
+        arrays |= {f"{prefix}x": x[rows], f"{prefix}y": y[rows]}
+    variables = dict(Net(norm).init(jax.random.key(seed), jnp.zeros((1, x.shape[1]))))
+    return arrays | {
+        f"start/{n}": np.asarray(v) for n, v in ours.named(variables["params"]).items()
+    }
 
 
-def rounds(name: str, norm: bool, seeds: Sequence[int], many: int) -> Accuracies:
-    """Ours, of each seed: as served, and after local training."""
+def rounds(name: str, norm: bool, seeds: Sequence[int], count: int) -> Accuracies:
+    """Returns our accuracy for each seed, before and after local training."""
     training = local_training.sgd(learning_rate=RATE, batch_size=BATCH, epochs=EPOCHS)
-    given = [work(norm, seed) for seed in seeds]
-    made, _, _, federation = ours.made(name, given[0], training)
-    engine = make_rounds(made, federation, cohort=CLIENTS, max_rounds=many)
-    found: Accuracies = {stage: [] for stage in STAGES}
-    for seed, one in zip(seeds, given, strict=True):
-        _, begun, data, _ = ours.made(name, one, training)
+    works = [work(norm, seed) for seed in seeds]
+    algorithm, _, _, federation = ours.make_method(name, works[0], training)
+    compiled_rounds = make_rounds(algorithm, federation, cohort=CLIENTS, max_rounds=count)
+    accuracies: Accuracies = {stage: [] for stage in STAGES}
+    for seed, arrays in zip(seeds, works, strict=True):
+        _, initialised, data, _ = ours.make_method(name, arrays, training)
         key = jax.random.key(seed)
-        state = engine.place(jax.jit(begun.init)(key))
-        state, _ = engine.run(key, state, data, jnp.int32(0), jnp.int32(many))
-        scores = jax.device_get(engine.evaluate(key, state, data, jnp.int32(many)))
+        state = compiled_rounds.place(jax.jit(initialised.init)(key))
+        state, _ = compiled_rounds.run(key, state, data, jnp.int32(0), jnp.int32(count))
+        scores = jax.device_get(compiled_rounds.evaluate(key, state, data, jnp.int32(count)))
         for stage in STAGES:
-            of_stage = getattr(scores, stage)
-            shares = ACCURACY.finish(of_stage.metrics[ACCURACY.name], of_stage.examples)
-            found[stage].append(float(np.mean(shares)))
-    return found
+            stage_scores = getattr(scores, stage)
+            client_accuracies = ACCURACY.finish(
+                stage_scores.metrics[ACCURACY.name], stage_scores.examples
+            )
+            accuracies[stage].append(float(np.mean(client_accuracies)))
+    return accuracies
 
 
-def apart(mine: Sequence[float], theirs: Sequence[float]) -> bool:
-    """Whether the means are further apart than either's deviation over seeds."""
-    spread = max(np.std(mine, ddof=1), np.std(theirs, ddof=1))
-    return bool(abs(np.mean(mine) - np.mean(theirs)) > spread)
+def differs(library_scores: Sequence[float], rival_scores: Sequence[float]) -> bool:
+    """Returns True if the means differ by more than the larger standard deviation over seeds."""
+    spread = max(np.std(library_scores, ddof=1), np.std(rival_scores, ddof=1))
+    return bool(abs(np.mean(library_scores) - np.mean(rival_scores)) > spread)
 
 
-def table(found: Found) -> text_tables.Table:
-    """A row for each method; an asterisk where theirs is apart from ours."""
-    sides = list(found["theirs"])
-    heads = [f"{stage}: {who}" for stage in STAGES for who in ("ours", *map(_name, sides))]
+def table(results: Results) -> text_tables.Table:
+    """Returns a table with a row per method and an asterisk at significant differences."""
+    sides = list(results["theirs"])
+    heads = [f"{stage}: {library}" for stage in STAGES for library in ("ours", *map(_name, sides))]
     rows = []
     for name in METHODS:
-        if name not in found["ours"]:
+        if name not in results["ours"]:
             continue
-        row, mine = [name], found["ours"][name]
+        row, our_scores = [name], results["ours"][name]
         for stage in STAGES:
-            row.append(_cell(mine[stage]))
+            row.append(_cell(our_scores[stage]))
             for side in sides:
-                there = found["theirs"][side].get(name)
-                mark = " *" if there and apart(mine[stage], there[stage]) else ""
-                row.append(_cell(there[stage]) + mark if there else "")
+                their_scores = results["theirs"][side].get(name)
+                mark = (
+                    " *" if their_scores and differs(our_scores[stage], their_scores[stage]) else ""
+                )
+                row.append(_cell(their_scores[stage]) + mark if their_scores else "")
         rows.append(row)
     return text_tables.Table("", heads, rows)
 
@@ -101,19 +107,19 @@ def _cell(values: Sequence[float]) -> str:
     return f"{100 * np.mean(values):.1f} ± {100 * np.std(values, ddof=1):.1f}"
 
 
-def asterisks(found: Found) -> list[tuple[str, str, list[str]]]:
-    """Of which method in which library which stages are apart."""
+def asterisks(results: Results) -> list[tuple[str, str, list[str]]]:
+    """Returns method, library and stages of all significant differences."""
     return [
         (name, side, stages)
-        for side, each in found["theirs"].items()
-        for name, there in each.items()
-        if (stages := [s for s in STAGES if apart(found["ours"][name][s], there[s])])
+        for side, methods in results["theirs"].items()
+        for name, scores in methods.items()
+        if (stages := [s for s in STAGES if differs(results["ours"][name][s], scores[s])])
     ]
 
 
-def reasons(found: Found) -> list[str]:
-    """Why what is apart is."""
+def reasons(results: Results) -> list[str]:
+    """Returns the known reason for each significant difference."""
     return [
         f"{name} in {_name(side)}, {' and '.join(stages)}: {getattr(METHODS[name], side).accuracy}"
-        for name, side, stages in asterisks(found)
+        for name, side, stages in asterisks(results)
     ]

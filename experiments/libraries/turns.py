@@ -1,4 +1,4 @@
-"""Who takes turns with us, and what the seconds say: pure but for the clock."""
+"""Timed turns of the library and its rivals, and the ratios that follow from them."""
 
 import math
 import statistics
@@ -10,17 +10,17 @@ from fedjax_pfl.report.text_tables import Table
 
 
 class Turn(NamedTuple):
-    """Neighbours in time."""
+    """One timing of the library, and of a rival right after it."""
 
     ours: float  # seconds
-    who: str  # the rival; empty where there is none
-    theirs: float | None
-    peak: float  # FLOP/s of the machine, just after
-    few: float | None = None  # seconds of the same with few clients, just before and after
+    who: str  # name of the rival; "" if there is none
+    theirs: float | None  # seconds of the rival
+    peak: float  # FLOP/s of the machine, right after
+    few: float | None = None  # seconds with few clients, mean of right before and right after
 
 
 class Ratio(NamedTuple):
-    """Of neighbours."""
+    """Median and range of ratios of neighbouring timings."""
 
     median: float
     low: float
@@ -34,50 +34,57 @@ def take(
     repeats: int,
     few: Callable[[], float] | None = None,
 ) -> tuple[list[Turn], dict[str, str]]:
-    """A B A B ..., with every rival; and why a rival ended, where one did.
+    """Times the library and every rival in turn: A B A B ...
 
     Args:
-      few: the same work of ours with few clients, which a step is compared with.
+      ours: Runs the library once and returns seconds.
+      rivals: The same for each rival, by name.
+      peak: Returns the FLOP/s that the peak_now reaches now.
+      repeats: Number of turns.
+      few: Runs the library with few clients and returns seconds.
+
+    Returns:
+      The turns, and for each rival that failed the reason.
     """
-    turns, gone = [], {}
+    turns, failures = [], {}
     for _ in range(repeats):
-        for who in [name for name in rivals if name not in gone] or [""]:
-            beside = [few()] if few else []
-            mine, machine = ours(), peak()  # before a rival's turn, which may take minutes
-            beside += [few()] if few else []
-            theirs = None
-            if who:
+        for rival in [name for name in rivals if name not in failures] or [""]:
+            few_seconds = [few()] if few else []
+            our_seconds, peak_now = ours(), peak()  # before a rival's turn, which may take minutes
+            few_seconds += [few()] if few else []
+            rival_seconds = None
+            if rival:
                 try:
-                    theirs = rivals[who]()
+                    rival_seconds = rivals[rival]()
                 except Gone as error:
-                    gone[who] = str(error)
+                    failures[rival] = str(error)
             turns.append(
                 Turn(
-                    mine,
-                    who if theirs is not None else "",
-                    theirs,
-                    machine,
-                    statistics.mean(beside) if beside else None,
+                    ours=our_seconds,
+                    who=rival if rival_seconds is not None else "",
+                    theirs=rival_seconds,
+                    peak=peak_now,
+                    few=statistics.mean(few_seconds) if few_seconds else None,
                 )
             )
-    return turns, gone
+    return turns, failures
 
 
 def faster(turns: Sequence[Turn], who: str) -> Ratio:
-    """How many times as long a rival took as we did beside it."""
+    """Returns seconds of a rival divided by seconds of the library in the same turn."""
     ratios = [turn.theirs / turn.ours for turn in turns if turn.who == who and turn.theirs]
     return _ratio(ratios)
 
 
 def of_peak(turns: Sequence[Turn], operations: float) -> Ratio:
-    """The share of the machine's product that our operations reached."""
+    """Returns the fraction of the machine's peak that the library reached."""
     return _ratio([operations / turn.ours / turn.peak for turn in turns])
 
 
 def step_ratio(turns: Sequence[Turn], client_steps: int, few_steps: int) -> Ratio:
-    """How many times as long a client step takes as with few clients, beside it."""
-    shares = few_steps / client_steps
-    return _ratio([turn.ours / turn.few * shares for turn in turns if turn.few])
+    """Returns the time of a client step divided by that with few clients in the same turn."""
+    scale = few_steps / client_steps
+    return _ratio([turn.ours / turn.few * scale for turn in turns if turn.few])
 
 
 def _ratio(ratios: Sequence[float]) -> Ratio:
@@ -85,31 +92,31 @@ def _ratio(ratios: Sequence[float]) -> Ratio:
 
 
 def summary(turns: Sequence[Turn], client_steps: int, operations: float) -> dict[str, Any]:
-    """What JSON and the table show."""
+    """Returns seconds, ratios and fractions by name, as the JSON file holds them."""
 
-    def one(seconds: Sequence[float], **more: Any) -> dict[str, Any]:
+    def entry(seconds: Sequence[float], **facts: Any) -> dict[str, Any]:
         median = statistics.median(seconds)
         return {
             "seconds": _round(median),
             "ms_per_client_step": _round(1000 * median / client_steps),
-            **more,
+            **facts,
             "all_seconds": [_round(s) for s in seconds],
         }
 
     share = [_round(value) for value in of_peak(turns, operations)]
-    told = {"ours": one([turn.ours for turn in turns], share_of_peak=share)}
-    for who in dict.fromkeys(turn.who for turn in turns if turn.who):
-        ratio = faster(turns, who)
-        told[who] = one(
-            [turn.theirs for turn in turns if turn.who == who and turn.theirs],
+    entries = {"ours": entry([turn.ours for turn in turns], share_of_peak=share)}
+    for rival in dict.fromkeys(turn.who for turn in turns if turn.who):
+        ratio = faster(turns, rival)
+        entries[rival] = entry(
+            [turn.theirs for turn in turns if turn.who == rival and turn.theirs],
             times_faster=_round(ratio.median),
             range=[_round(ratio.low), _round(ratio.high)],
         )
-    return told
+    return entries
 
 
 def _round(value: float) -> float:
-    """To four digits."""
+    """Rounds to four digits."""
     return float(f"{value:.4g}")
 
 
@@ -117,27 +124,27 @@ HEADS = ["seconds", "ms a client step", "we are faster", "range", "compile (s)",
 
 
 def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
-    """A row for each item and who did it.
+    """Returns a table with a row for each workload and library.
 
     Args:
-      results: by item, as `experiments.benchmark` writes them.
-      names: what rivals are called.
+      results: Results by workload, as `experiments.benchmark` writes them.
+      names: Titles of the rivals.
     """
     rows = []
     for item in results.values():
-        for who, found in item["who"].items():
-            label = f"{item['about']}: {'ours' if who == 'ours' else names.get(who, who)}"
-            times = found.get("times_faster")
-            low, high = found.get("range", (0, 0))
+        for name, entry in item["who"].items():
+            label = f"{item['about']}: {'ours' if name == 'ours' else names.get(name, name)}"
+            times = entry.get("times_faster")
+            low, high = entry.get("range", (0, 0))
             rows.append(
                 [
                     label,
-                    f"{found['seconds']:.3g}",
-                    f"{found['ms_per_client_step']:.3g}",
+                    f"{entry['seconds']:.3g}",
+                    f"{entry['ms_per_client_step']:.3g}",
                     "" if times is None else f"{times:.2f} x",
                     "" if times is None else f"{low:.2f} to {high:.2f}",
-                    f"{item['compile_seconds']:.1f}" if who == "ours" else "",
-                    f"{100 * found['share_of_peak'][0]:.0f} %" if who == "ours" else "",
+                    f"{item['compile_seconds']:.1f}" if name == "ours" else "",
+                    f"{100 * entry['share_of_peak'][0]:.0f} %" if name == "ours" else "",
                 ]
             )
     return Table(
@@ -146,25 +153,25 @@ def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
 
 
 def constant(results: Mapping[str, Any]) -> str:
-    """How the time of a client step changes with the number of clients, each beside few."""
-    said = [
-        f"{found[0]:.2f} times ({found[1]:.2f} to {found[2]:.2f}) with {_of_many(item)}"
+    """Returns a sentence on how the time of a client step depends on the number of clients."""
+    parts = [
+        f"{ratio[0]:.2f} times ({ratio[1]:.2f} to {ratio[2]:.2f}) with {_size(item)}"
         for item in results.values()
-        if (found := item.get("step_beside_few"))
+        if (ratio := item.get("step_beside_few"))
     ]
-    if not said:
+    if not parts:
         return ""
     few = results.get("lenet-10", {"clients": 10})["clients"]
-    return f"Beside a client step of LeNet with {few} clients, one takes {', '.join(said)}."
+    return f"Beside a client step of LeNet with {few} clients, one takes {', '.join(parts)}."
 
 
-def _of_many(item: Mapping[str, Any]) -> str:
+def _size(item: Mapping[str, Any]) -> str:
     if (seeds := item.get("seeds", 1)) > 1:
         return f"{seeds} seeds at once"
     return f"{item['clients']:,} clients"
 
 
-# By backend: item, rival and how many times faster we are to be.
+# By backend: workload, rival and factor by which the library should be faster.
 TARGETS = {
     "cpu": [("lenet-10", "torch", 1.5), ("mlp", "torch", 1.5), ("resnet9", "torch", 1.2),
             ("lenet-100", "torch", 1.0), ("lenet-1000", "torch", 1.0),
@@ -173,66 +180,66 @@ TARGETS = {
             ("pfedla", "fl_bench", 10.0), ("pfedhn", "pfedhn", 10.0)],
 }  # fmt: skip
 _APART, _COMPILE = 0.10, 15.0
-_OTHERS = 0.25  # of the cores: what others may use while we measure
+_MOST_OTHERS = 0.25  # fraction of the cores that other processes may use
 
 
 def busy(item: Mapping[str, Any], cores: float) -> bool:
-    """Whether others were using the machine before or after an item."""
-    others = [used for used in item.get("cores_of_others", ()) if used is not None]
-    if others:
-        return max(others) > _OTHERS * cores
+    """Returns True if other processes count the machine before or after a workload."""
+    cores_used = [count for count in item.get("cores_of_others", ()) if count is not None]
+    if cores_used:
+        return max(cores_used) > _MOST_OTHERS * cores
     return bool(item.get("load_average", [0])[0] > cores)
 
 
-def targets(whole: Mapping[str, Any], names: Mapping[str, str]) -> Table:
-    """Which targets for its backend a measurement meets, misses, or says nothing of.
+def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
+    """Returns a table of the targets of a backend: is_met, missed or not measured.
 
-    On a busy machine it says nothing of any.
+    Measurements on a busy machine count as not measured.
     """
     rows = []
-    cores = whole["machine"].get("cores", math.inf)
+    cores = results["machine"].get("cores", math.inf)
 
-    def row(target: str, found: str, met: bool | None, where: Mapping[str, Any] = {}) -> None:
-        if met is not None and busy(where, cores):
-            found, met = f"{found}, busy machine", None
-        verdict = "not measured" if met is None else "met" if met else "missed"
-        rows.append([target, found, verdict])
+    def row(target: str, value: str, is_met: bool | None, item: Mapping[str, Any] = {}) -> None:
+        if is_met is not None and busy(item, cores):
+            value, is_met = f"{value}, busy machine", None
+        verdict = "not measured" if is_met is None else "met" if is_met else "missed"
+        rows.append([target, value, verdict])
 
-    backend = whole["machine"]["backend"]
+    backend = results["machine"]["backend"]
     for item, who, times in TARGETS.get(backend, ()):
-        here = whole["items"].get(item, {})
-        ratio = here.get("who", {}).get(who, {}).get("times_faster")
+        item_results = results["items"].get(item, {})
+        ratio = item_results.get("who", {}).get(who, {}).get("times_faster")
         row(
             f"{backend.upper()}, {item}: {times:g} x {names[who]}",
             "" if ratio is None else f"{ratio:.2f} x",
             None if ratio is None else ratio >= times,
-            here,
+            item_results,
         )
-    many = whole["items"].get("lenet-1000", {})
-    most = many.get("step_beside_few")
-    apart = abs(most[0] - 1) if most else None
+    large = results["items"].get("lenet-1000", {})
+    ratio_with_few = large.get("step_beside_few")
+    gap = abs(ratio_with_few[0] - 1) if ratio_with_few else None
     row(
         f"a client step as long with 1,000 clients as with 10, within {100 * _APART:.0f} %",
-        "" if apart is None else f"{100 * apart:.0f} % apart",
-        None if apart is None else apart <= _APART,
-        many,
+        "" if gap is None else f"{100 * gap:.0f} % apart",
+        None if gap is None else gap <= _APART,
+        large,
     )
     for name in ("pfedla", "pfedhn", "fedmn", "factorized_fl"):
-        took = whole["compile_seconds"].get(name)
+        seconds = results["compile_seconds"].get(name)
         row(
             f"the default configuration of {name} compiled in {_COMPILE:g} s",
-            "" if took is None else f"{took:.1f} s",
-            None if took is None else took < _COMPILE,
-            whole.get("compile", {}),
+            "" if seconds is None else f"{seconds:.1f} s",
+            None if seconds is None else seconds < _COMPILE,
+            results.get("compile", {}),
         )
-    return Table("Targets, and what was found.", ["found", ""], rows)
+    return Table("Targets, and what was value.", ["found", ""], rows)
 
 
 def curve(results: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """ms of a client step of LeNet by number of clients, for everybody.
+    """Returns milliseconds of a client step of LeNet by library and number of clients.
 
-    Ours with few clients is a median of times. All other points are that, times ratios of
-    neighbours: they do not show how busy the machine was in which minute.
+    The point of this library with few clients is a median of times. All others are it multiplied by
+    ratios within turns, so they do not depend on how busy the machine was.
     """
     points: dict[str, dict[int, float]] = {}
     few = results.get("lenet-10")
@@ -242,7 +249,7 @@ def curve(results: Mapping[str, Any]) -> dict[str, dict[int, float]]:
         ours = item["who"]["ours"]["ms_per_client_step"]
         if few and (ratio := item.get("step_beside_few")):
             ours = few["who"]["ours"]["ms_per_client_step"] * ratio[0]
-        for who, found in item["who"].items():
-            times = 1.0 if who == "ours" else found["times_faster"]
-            points.setdefault(who, {})[item["clients"]] = _round(ours * times)
+        for name, entry in item["who"].items():
+            times = 1.0 if name == "ours" else entry["times_faster"]
+            points.setdefault(name, {})[item["clients"]] = _round(ours * times)
     return points
