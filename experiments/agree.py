@@ -1,17 +1,16 @@
-"""Whether our methods do what those of other libraries do: parameters, or accuracies.
+"""Compares methods with those of other libraries, by parameters or by accuracy.
 
 python -m experiments.agree --pfllib=CHECKOUT --fl_bench=CHECKOUT
                             --pfllib_python=PYTHON --fl_bench_python=PYTHON
                             --methods=fedrep,ditto --out=FILE.json
 python -m experiments.agree --rounds=50 --seeds=3 ...
 
-The same examples, the same first parameters, full batches, the same rates and numbers of steps: so
-nothing is random, and what differs is the method. Compared are parameters after one round and
-three. With --rounds it is accuracies on test examples after so many, by batches that each side
-draws by itself, and by each side's own way to evaluate. The libraries are run from checkouts that
-you have, each in a process of its own, by a Python that has what they need. Each method ends as the
-same, or as different and why; the file is written after each, and what it has is not run again. See
-docs/agreement.md.
+Examples, initial parameters, full batches, rates and numbers of steps are the same, so nothing is
+random and only the method can differ. Parameters are compared after one and three rounds. With
+--rounds, accuracies on test examples are compared after that many rounds; each library samples its
+own batches and evaluates in its own way. The libraries run from checkouts, each in its own process
+with its own Python. The verdict on a method is the same, or different with the reason. The file is
+written after each method; methods that it contains are not run again. See docs/agreement.md.
 """
 
 import json
@@ -36,32 +35,36 @@ LIBRARIES = ("pfllib", "fl_bench")
 
 
 class Side(NamedTuple):
-    """A library that is there."""
+    """Another library: its checkout and its Python."""
 
     library: str
-    start: Sequence[str]  # what starts its Python
+    start: Sequence[str]  # command that starts its Python
     checkout: str
-    limit: float  # seconds that an answer may take
+    limit: float  # most seconds per answer
 
 
 class Run(NamedTuple):
-    """A method on a work."""
+    """A method and the work to run it on."""
 
     name: str
-    given: Mapping[str, np.ndarray]
-    more: Mapping[str, Any]  # rounds, rate and, for accuracies, batch and seed
+    work: Mapping[str, np.ndarray]
+    options: Mapping[str, Any]  # rounds, rate and, for accuracies, batch and seed
 
 
 def of_theirs(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndarray]]:
-    """What a library makes of each, one after the other in one process; Gone where it cannot."""
+    """Yields a library's results of the runs, from one process; raises Gone if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         specs: list[dict[str, Any]] = []
-        for k, (name, given, more) in enumerate(runs):
+        for k, (name, work, options) in enumerate(runs):
             theirs: Theirs = getattr(METHODS[name], side.library)
             places = {key: str(Path(folder, f"{key}{k}.npz")) for key in ("work", "out")}
-            np.savez(places["work"], **given)  # type: ignore[arg-type]
-            about = {"algorithm": name, "epochs": theirs.epochs, "settings": dict(theirs.settings)}
-            specs.append({**about, **places, **more})
+            np.savez(places["work"], **work)  # type: ignore[arg-type]
+            request = {
+                "algorithm": name,
+                "epochs": theirs.epochs,
+                "settings": dict(theirs.settings),
+            }
+            specs.append({**request, **places, **options})
         script = str(rivals.HERE / f"agree_{side.library}.py")
         child = Child([*side.start, script], {"checkout": side.checkout, "runs": specs}, side.limit)
         try:
@@ -75,101 +78,104 @@ def of_theirs(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndarray]
 
 
 def compared(side: Side, name: str) -> Any:
-    """A method of a library beside ours, by parameters."""
-    given = ours.work(METHODS[name].norm, METHODS[name].examples)
-    run = Run(name, given, {"rounds": ours.ROUNDS, "rate": ours.RATE})
+    """Returns the verdict on a method of a library, by parameters."""
+    work = ours.work(METHODS[name].norm, METHODS[name].examples)
+    run = Run(name, work, {"rounds": ours.ROUNDS, "rate": ours.RATE})
     try:
         (theirs,) = of_theirs(side, [run])
     except Gone as reason:
         return {"verdict": "not run", "why": str(reason)}
-    mine = ours.rounds(name, given)
-    first, last = (judged.gap(mine, theirs, t) for t in (1, ours.ROUNDS))
+    parameters = ours.rounds(name, work)
+    first, last = (judged.gap(parameters, theirs, t) for t in (1, ours.ROUNDS))
     return judged.verdict(first, last, getattr(METHODS[name], side.library))
 
 
 def scored_there(
     side: Side, names: Sequence[str], seeds: int, rounds: int
 ) -> Iterator[tuple[str, scored.Accuracies]]:
-    """A library's accuracies, method after method; of one that cannot be run a line is said."""
-    how = {"rounds": rounds, "rate": scored.RATE, "batch": scored.BATCH}
-    left = list(names)
-    while left:
+    """Yields a library's accuracies by method; prints a line for a method that cannot be run."""
+    options = {"rounds": rounds, "rate": scored.RATE, "batch": scored.BATCH}
+    remaining = list(names)
+    while remaining:
         runs = [
-            Run(name, scored.work(METHODS[name].norm, seed), {**how, "seed": seed})
-            for name in left
+            Run(name, scored.work(METHODS[name].norm, seed), {**options, "seed": seed})
+            for name in remaining
             for seed in range(seeds)
         ]
         try:
-            each = of_theirs(side, runs)
-            while left:
-                shares = [next(each) for _ in range(seeds)]
-                means = {s: [float(np.mean(one[s])) for one in shares] for s in scored.STAGES}
-                yield left.pop(0), means
-        except Gone as reason:  # the others go on in another process
-            print(f"{side.library} {left.pop(0)}: {reason}", file=sys.stderr, flush=True)
+            results = of_theirs(side, runs)
+            while remaining:
+                shares = [next(results) for _ in range(seeds)]
+                means = {s: [float(np.mean(share[s])) for share in shares] for s in scored.STAGES}
+                yield remaining.pop(0), means
+        except Gone as reason:  # the other methods continue in another process
+            print(f"{side.library} {remaining.pop(0)}: {reason}", file=sys.stderr, flush=True)
 
 
 def accuracies(
     sides: Sequence[Side], methods: Sequence[str], seeds: int, rounds: int, out: str | None
 ) -> scored.Results:
-    """Of ours and theirs, going on from what the file has."""
+    """Returns accuracies of this library and others; continues the file if it exists."""
     commits = {side.library: rivals.commit(side.checkout) for side in sides}
-    found: scored.Results = {"rounds": rounds, "seeds": seeds, "commits": commits}
+    results: scored.Results = {"rounds": rounds, "seeds": seeds, "commits": commits}
     if out is not None and Path(out).is_file():
-        before = json.loads(Path(out).read_text())
-        for key, value in found.items():
-            if before.get(key) != value:
-                raise UsageError(f"{out} has {key} {before.get(key)}, not {value}; name another")
-        found = before
-    mine = found.setdefault("ours", {})
+        stored = json.loads(Path(out).read_text())
+        for key, value in results.items():
+            if stored.get(key) != value:
+                raise UsageError(f"{out} has {key} {stored.get(key)}, not {value}; name another")
+        results = stored
+    our_scores = results.setdefault("ours", {})
     for side in sides:
-        there = found.setdefault("theirs", {}).setdefault(side.library, {})
-        asked = [n for n in methods if getattr(METHODS[n], side.library) and n not in there]
-        for name, means in scored_there(side, asked, seeds, rounds):
-            if name not in mine:
-                mine[name] = scored.rounds(name, METHODS[name].norm, range(seeds), rounds)
-            there[name] = means
+        rival_scores = results.setdefault("theirs", {}).setdefault(side.library, {})
+        missing = [
+            n for n in methods if getattr(METHODS[n], side.library) and n not in rival_scores
+        ]
+        for name, means in scored_there(side, missing, seeds, rounds):
+            if name not in our_scores:
+                our_scores[name] = scored.rounds(name, METHODS[name].norm, range(seeds), rounds)
+            rival_scores[name] = means
             print(f"{side.library} {name}", file=sys.stderr, flush=True)
             if out is not None:
-                _write(out, found)
-    return found
+                _write(out, results)
+    return results
 
 
-def _write(out: str, whole: Any) -> None:
-    Path(out).write_text(json.dumps(whole, indent=1, ensure_ascii=False) + "\n")
+def _write(out: str, results: Any) -> None:
+    Path(out).write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
-def table(found: Mapping[str, Mapping[str, Any]]) -> text_tables.Table:
-    """A row for each method, a pair of columns for each library."""
-    names = [name for name in METHODS if any(name in each for each in found.values())]
-    heads = [head for key in found for head in (rivals.NAMES[key], "after 1 and 3 rounds")]
+def table(verdicts: Mapping[str, Mapping[str, Any]]) -> text_tables.Table:
+    """Returns a table with a row per method and two columns per library."""
+    names = [name for name in METHODS if any(name in methods for methods in verdicts.values())]
+    heads = [head for key in verdicts for head in (rivals.NAMES[key], "after 1 and 3 rounds")]
     rows = [
-        [name, *(cell for key in found for cell in _cells(found[key].get(name)))] for name in names
+        [name, *(cell for key in verdicts for cell in _cells(verdicts[key].get(name)))]
+        for name in names
     ]
     return text_tables.Table("", heads, rows)
 
 
-def _cells(one: Mapping[str, Any] | None) -> list[str]:
-    if one is None:
+def _cells(verdict: Mapping[str, Any] | None) -> list[str]:
+    if verdict is None:
         return ["", ""]
-    if "after 1" not in one:
-        return [one["verdict"], ""]
-    gaps = [judged.Gap(**one[key]).worst for key in ("after 1", "after all")]
-    return [one["verdict"], ", ".join(f"{gap:.0e}" for gap in gaps)]
+    if "after 1" not in verdict:
+        return [verdict["verdict"], ""]
+    gaps = [judged.Gap(**verdict[key]).worst for key in ("after 1", "after all")]
+    return [verdict["verdict"], ", ".join(f"{gap:.0e}" for gap in gaps)]
 
 
-def reasons(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Why what differs does."""
+def reasons(verdicts: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns the reason for methods difference."""
     return [
-        f"{name} in {rivals.NAMES[key]}: {one['why']}"
-        for key, each in found.items()
-        for name, one in each.items()
-        if one.get("why")
+        f"{name} in {rivals.NAMES[key]}: {verdict['why']}"
+        for key, methods in verdicts.items()
+        for name, verdict in methods.items()
+        if verdict.get("why")
     ]
 
 
 def main(argv: Sequence[str]) -> None:
-    """Compare, print, write."""
+    """Runs the command line."""
     given = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag")
@@ -190,20 +196,24 @@ def main(argv: Sequence[str]) -> None:
     ]
     methods = given.methods or list(METHODS)
     if given.rounds:
-        whole = accuracies(sides, methods, given.seeds, given.rounds, given.out)
-        why = map(text_tables.filled, scored.reasons(whole))
-        print("\n\n".join([text_tables.text([scored.table(whole)]), *why]))
+        results = accuracies(sides, methods, given.seeds, given.rounds, given.out)
+        why = map(text_tables.filled, scored.reasons(results))
+        print("\n\n".join([text_tables.text([scored.table(results)]), *why]))
         return
-    found: dict[str, dict[str, Any]] = {side.library: {} for side in sides}
+    verdicts: dict[str, dict[str, Any]] = {side.library: {} for side in sides}
     for side in sides:
         for name in methods:
             if getattr(METHODS[name], side.library) is not None:
-                found[side.library][name] = one = compared(side, name)
-                print(f"{side.library} {name}: {one['verdict']}", file=sys.stderr, flush=True)
-    print("\n\n".join([text_tables.text([table(found)]), *map(text_tables.filled, reasons(found))]))
+                verdicts[side.library][name] = verdict = compared(side, name)
+                print(f"{side.library} {name}: {verdict['verdict']}", file=sys.stderr, flush=True)
+    print(
+        "\n\n".join(
+            [text_tables.text([table(verdicts)]), *map(text_tables.filled, reasons(verdicts))]
+        )
+    )
     if given.out is not None:
         commits = {side.library: rivals.commit(side.checkout) for side in sides}
-        _write(given.out, {"commits": commits, "methods": found})
+        _write(given.out, {"commits": commits, "methods": verdicts})
 
 
 if __name__ == "__main__":

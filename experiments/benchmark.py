@@ -1,4 +1,4 @@
-"""The same work by us and by others, in turn, as ratios; and what a step and a compilation cost.
+"""Times the library and its rivals in turn, and reports ratios, client steps and compile times.
 
 python -m experiments.benchmark --list              the items of work
 python -m experiments.benchmark --work=lenet-10     one of them, beside a plain PyTorch loop
@@ -8,11 +8,10 @@ python -m experiments.benchmark --out=FILE.json --picture=FILE.png
 python -m experiments.benchmark --device=gpu --out=FILE.json --seconds=540
                                     everything that needs a GPU, most important first
 
-The loop needs the extra `[bench]` (PyTorch). Others are run from checkouts that you have, each in a
-process of its own and, where it needs other packages, by a Python of its own. We and a rival take
-turns (A B A B ...), and what counts is the median of the ratios of neighbours: on a shared machine
-a single time says nothing. What is compared is time per client step: one gradient step of one
-client. See docs/speed.md.
+The PyTorch loop needs the extra `[bench]`. Other rivals run from checkouts, each in its own process
+and, if it needs other packages, with its own Python. Library and rival take turns (A B A B ...).
+The result is the median of the ratios within turns, because single times on a shared machine mean
+little. The unit is the client step: one gradient step of one client. See docs/speed.md.
 """
 
 import contextlib
@@ -39,21 +38,22 @@ from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation.devices import cores, prepare_devices
 
 COMPILE = "compile"  # the item that only compiles
-LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # compare ours with ours
-FEW, MANY = "lenet-10", ("lenet-100", "lenet-1000", "seeds-8")  # a client step is to take as long
+LAYOUTS = {f"layouts-{network}": network for network in layouts.SIZES}  # without rivals
+FEW = "lenet-10"
+STEP_COMPARED_WITH_FEW = ("lenet-100", "lenet-1000", "seeds-8")
 PROFILES = {f"profile-{name}": name for name in ("lenet-100", "mlp", "resnet9")}
 _ITEMS = (*work.WORKS, *LAYOUTS, *PROFILES, COMPILE)
 
 
 def listing() -> str:
-    """All items, and who can do each."""
+    """Returns a list of all workloads and the rivals that can run each."""
     lines = []
     for name, item in work.WORKS.items():
-        who = [
+        names = [
             rival.name for rival in (rivals.TORCH, *rivals.RIVALS.values()) if name in rival.items
         ]
-        beside = f"\n{'':15} beside {', '.join(who)}" if who else ""
-        lines.append(f"{name:15} {item.about}{beside}")
+        rivals_line = f"\n{'':15} rivals_line {', '.join(names)}" if names else ""
+        lines.append(f"{name:15} {item.about}{rivals_line}")
     for name, network in LAYOUTS.items():
         lines.append(f"{name:15} {network} with every lowering, chunk and precision of ours")
     for name, profiled in PROFILES.items():
@@ -62,12 +62,12 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def chosen(words: Sequence[str]) -> list[str]:
-    """Items by name, all where none is named."""
-    for word in words:
-        if word not in _ITEMS:
-            raise UsageError(f"--work has {word!r}{configuration.suggestion(word, _ITEMS)}")
-    return [name for name in _ITEMS if name in words] if words else list(_ITEMS)
+def select_workloads(requested: Sequence[str]) -> list[str]:
+    """Returns the selected workloads in order; all if none is named."""
+    for name in requested:
+        if name not in _ITEMS:
+            raise UsageError(f"--work has {name!r}{configuration.suggestion(name, _ITEMS)}")
+    return [name for name in _ITEMS if name in requested] if requested else list(_ITEMS)
 
 
 def measured(
@@ -79,71 +79,74 @@ def measured(
     limit: float,
     few: work.Work | None = None,
 ) -> dict[str, Any]:
-    """One item by us and by all who can do it.
+    """One item by us and by all rival can do it.
 
     Args:
       few: the same work with few clients: how much longer a step takes with many is asked too.
       commands: by rival, how it is started and where its checkout is.
     """
-    busy, others = round(os.getloadavg()[0], 1), [work.others()]
-    mine = work.ours(item)
-    mine.run()
+    busy, cores_before = round(os.getloadavg()[0], 1), [work.others()]
+    ours = work.ours(item)
+    ours.run()
     reference = work.ours(few) if few else None
     if reference:
         reference.run()
     children: dict[str, Child] = {}
-    about: dict[str, Any] = {}
+    rival_facts: dict[str, Any] = {}
     missing: dict[str, str] = {}
     try:
-        for who, (start, path) in commands.items():
-            spec = {**item.spec(mine.parameters), "checkout": path}
-            children[who] = Child(start, spec, limit)
+        for rival, (start, path) in commands.items():
+            spec = {**item.spec(ours.parameters), "checkout": path}
+            children[rival] = Child(start, spec, limit)
             try:
-                about[who] = children[who].ready()
+                rival_facts[rival] = children[rival].ready()
             except Gone as error:
-                missing[who] = str(error)
-        there = {who: child.go for who, child in children.items() if who not in missing}
-        beside = (lambda: _clocked(reference)) if reference else None
-        taken, gone = turns.take(lambda: _clocked(mine), there, work.peak, repeats, beside)
+                missing[rival] = str(error)
+        timers = {rival: child.go for rival, child in children.items() if rival not in missing}
+        time_few = (lambda: _clocked(reference)) if reference else None
+        timed, failures = turns.take(lambda: _clocked(ours), timers, work.peak, repeats, time_few)
     finally:
         for child in children.values():
             child.close()
-    for who, why in {**missing, **gone}.items():
-        print(f"{name}: {rivals.NAMES[who]} was not timed: {why}", file=sys.stderr)
+    for rival, reason in {**missing, **failures}.items():
+        print(f"{name}: {rivals.NAMES[rival]} was not timed: {reason}", file=sys.stderr)
     steps = item.client_steps
-    found = turns.summary(taken, steps, steps * mine.flops)
-    own = turns.step_ratio(taken, steps, few.client_steps) if few else None
+    entries = turns.summary(timed, steps, steps * ours.flops)
+    step_ratio = turns.step_ratio(timed, steps, few.client_steps) if few else None
     return {
         "about": item.about,
         "date": datetime.date.today().isoformat(),
         "repeats": repeats,
         "load_average": [busy, round(os.getloadavg()[0], 1)],
-        "cores_of_others": [*others, work.others()],
+        "cores_of_others": [*cores_before, work.others()],
         "algorithm": item.algorithm,
         "clients": item.clients,
         "cohort": item.cohort,
         "seeds": item.seeds,
         "client_steps": steps,
         "batch": item.batch,
-        "parameters": mine.parameters,
-        "flops_per_client_step": mine.flops,
-        "plan": mine.plan,
-        "compile_seconds": round(mine.compile_seconds, 2),
-        "peak_gflops": [round(turn.peak / 1e9, 1) for turn in taken],
-        "who": {who: {**about.get(who, {}), **own} for who, own in found.items()},
-        "missing": {**missing, **gone},
-        **({"step_beside_few": [round(ratio, 3) for ratio in own]} if own else {}),
+        "parameters": ours.parameters,
+        "flops_per_client_step": ours.flops,
+        "plan": ours.plan,
+        "compile_seconds": round(ours.compile_seconds, 2),
+        "peak_gflops": [round(turn.peak / 1e9, 1) for turn in timed],
+        "who": {
+            rival: {**rival_facts.get(rival, {}), **step_ratio}
+            for rival, step_ratio in entries.items()
+        },
+        "missing": {**missing, **failures},
+        **({"step_beside_few": [round(ratio, 3) for ratio in step_ratio]} if step_ratio else {}),
     }
 
 
-def _clocked(mine: work.Ours) -> float:
-    began = time.perf_counter()
-    mine.run()
-    return time.perf_counter() - began
+def _clocked(ours: work.Ours) -> float:
+    start = time.perf_counter()
+    ours.run()
+    return time.perf_counter() - start
 
 
 def machine() -> dict[str, Any]:
-    """On what it was measured."""
+    """Returns facts about the machine."""
     return {
         "cores": cores(),
         "kind": _processor(),
@@ -161,8 +164,8 @@ def _processor() -> str:
     return platform.machine()
 
 
-def told(note: str) -> dict[str, Any]:
-    """What an item is measured with, which may be other than another item's."""
+def provenance(note: str) -> dict[str, Any]:
+    """Returns the note, the versions and the commit of a measurement."""
     return {
         "note": note,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
@@ -170,43 +173,52 @@ def told(note: str) -> dict[str, Any]:
     }
 
 
-def before(path: str | None) -> dict[str, Any]:
-    """What an earlier measurement of the same machine has written, if it is to be added to."""
+def read_earlier(path: str | None) -> dict[str, Any]:
+    """Reads an earlier measurement of the same machine, to add to it."""
     if path is None:
         raise UsageError("--add adds to what is in --out=FILE.json; name the file")
     try:
-        found = json.loads(Path(path).read_text())
-        there, kept = found["machine"], {key: found[key] for key in ("items", "compile_seconds")}
-        with_what = {name: dict(part) for name, part in _with_what(found).items()}
+        results = json.loads(Path(path).read_text())
+        stored_machine, kept_parts = (
+            results["machine"],
+            {key: results[key] for key in ("items", "compile_seconds")},
+        )
+        provenances = {name: dict(part) for name, part in _provenance_by_item(results).items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"--add: {path} is no measurement of this command") from None
-    if there != machine():
+    if stored_machine != machine():
         raise UsageError(f"--add: {path} was measured on another machine; give another --out")
-    items = {name: {**item, **with_what[name]} for name, item in kept["items"].items()}
-    compiled = {**found.get("compile", {}), **with_what.get(COMPILE, {})}
-    more = {key: found.get(key, {}) for key in ("layouts", "profiles")}
-    return {**kept, "items": items, "compile": compiled, **more}
+    items = {name: {**item, **provenances[name]} for name, item in kept_parts["items"].items()}
+    compiled = {**results.get("compile", {}), **provenances.get(COMPILE, {})}
+    other_parts = {key: results.get(key, {}) for key in ("layouts", "profiles")}
+    return {**kept_parts, "items": items, "compile": compiled, **other_parts}
 
 
-def _with_what(whole: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By item and for compiling: its note, versions and commit."""
-    usual = {"note": "", "versions": {}, "commit": "unknown"}  # or of the whole, as it was once
-    usual = {key: whole.get(key, value) for key, value in usual.items()}
-    every = dict(whole["items"])
-    if whole["compile_seconds"]:
-        every[COMPILE] = whole.get("compile", {})
-    every |= {f"layouts-{network}": own for network, own in whole.get("layouts", {}).items()}
-    every |= {f"profile-{name}": own for name, own in whole.get("profiles", {}).items()}
+def _provenance_by_item(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns note, versions and commit of each workload and of compiling."""
+    defaults = {
+        "note": "",
+        "versions": {},
+        "commit": "unknown",
+    }  # older files have them for the results file
+    defaults = {key: results.get(key, value) for key, value in defaults.items()}
+    entries = dict(results["items"])
+    if results["compile_seconds"]:
+        entries[COMPILE] = results.get("compile", {})
+    entries |= {
+        f"layouts-{network}": entry for network, entry in results.get("layouts", {}).items()
+    }
+    entries |= {f"profile-{name}": entry for name, entry in results.get("profiles", {}).items()}
     return {
-        name: {key: item.get(key, value) for key, value in usual.items()}
-        for name, item in every.items()
+        name: {key: item.get(key, value) for key, value in defaults.items()}
+        for name, item in entries.items()
     }
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print, write."""
+    """Runs the command line."""
     given = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
@@ -216,7 +228,7 @@ def main(argv: Sequence[str]) -> None:
     if given.device == "gpu":
         device_list.run_all(given.out, given.seconds)
         return
-    names, commits = chosen(given.work), {}
+    names, commits = select_workloads(given.work), {}
     commands: dict[str, tuple[Sequence[str], str | None]] = {}
     if given.torch:
         commands["torch"] = ([sys.executable, str(rivals.HERE / rivals.TORCH.script)], None)
@@ -233,115 +245,134 @@ def main(argv: Sequence[str]) -> None:
     # A rival needs room on the same accelerator.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     prepare_devices()
-    # What was compiled for an earlier run would be no compilation.
+    # Cached programs would make compile times meaningless.
     jax.config.update("jax_enable_compilation_cache", False)
-    old = before(given.out) if given.add else {}
-    items, compiled = dict(old.get("items", {})), dict(old.get("compile_seconds", {}))
-    compiled_with, now = old.get("compile", {}), told(given.note)
-    laid, profiles = dict(old.get("layouts", {})), dict(old.get("profiles", {}))
+    earlier = read_earlier(given.out) if given.add else {}
+    items, compiled = dict(earlier.get("items", {})), dict(earlier.get("compile_seconds", {}))
+    compiled_with, measured_with = earlier.get("compile", {}), provenance(given.note)
+    layout_results, profiles = dict(earlier.get("layouts", {})), dict(earlier.get("profiles", {}))
     about = {
         "machine": machine(),
         "flops": "by formula: products of convolutions and fully connected layers",
     }
 
     def write() -> dict[str, Any]:
-        """Writes what was measured so far, so that a cut measurement leaves what it has."""
+        """Writes the results so far, so that an interrupted measurement keeps them."""
         ordered = {name: items[name] for name in _ITEMS if name in items}
         parts = {"items": ordered, "compile_seconds": compiled, "compile": compiled_with}
-        parts |= {key: part for key, part in (("layouts", laid), ("profiles", profiles)) if part}
+        parts |= {
+            key: part for key, part in (("layouts", layout_results), ("profiles", profiles)) if part
+        }
         if given.out:
             Path(given.out).write_text(json.dumps({**about, **parts}, indent=1) + "\n")
         return {**about, **parts}
 
-    whole = write()
+    results = write()
     for name in names:
         print(f"{name} ...", file=sys.stderr)
         if name == COMPILE:
-            others = [work.others()]
+            cores_before = [work.others()]
             compiled = {key: round(work.compile_seconds(key), 1) for key in work.DEFAULTS}
-            compiled_with = {**now, "cores_of_others": [*others, work.others()]}
+            compiled_with = {**measured_with, "cores_of_others": [*cores_before, work.others()]}
         elif name in LAYOUTS:
-            others, network = [work.others()], LAYOUTS[name]
+            cores_before, network = [work.others()], LAYOUTS[name]
 
             def save(result: dict[str, Any], network: str = network) -> None:
-                laid[network] = {**result, **now}
+                layout_results[network] = {**result, **measured_with}
                 write()
 
-            own = layouts.measured(network, layouts.SIZES[network], given.repeats, save)
-            laid[network] = {**own, **now, "cores_of_others": [*others, work.others()]}
+            outcome = layouts.measured(network, layouts.SIZES[network], given.repeats, save)
+            layout_results[network] = {
+                **outcome,
+                **measured_with,
+                "cores_of_others": [*cores_before, work.others()],
+            }
         elif name in PROFILES:
-            profiles[PROFILES[name]] = {**kernels.profile(work.WORKS[PROFILES[name]]), **now}
+            profiles[PROFILES[name]] = {
+                **kernels.profile(work.WORKS[PROFILES[name]]),
+                **measured_with,
+            }
         else:
-            everyone = {"torch": rivals.TORCH, **rivals.RIVALS}
-            able = {key: how for key, how in commands.items() if name in everyone[key].items}
+            all_rivals = {"torch": rivals.TORCH, **rivals.RIVALS}
+            runnable = {
+                key: command for key, command in commands.items() if name in all_rivals[key].items
+            }
             items[name] = measured(
                 name,
                 work.WORKS[name],
-                able,
+                runnable,
                 repeats=given.repeats,
                 limit=given.limit,
-                few=work.WORKS[FEW] if name in MANY else None,
+                few=work.WORKS[FEW] if name in STEP_COMPARED_WITH_FEW else None,
             )
-            items[name] |= now
-            for key, where in commits.items():
+            items[name] |= measured_with
+            for key, checkout_facts in commits.items():
                 if key in items[name]["who"]:
-                    items[name]["who"][key]["checkout"] = where
-        whole = write()
-    print(report(whole))
+                    items[name]["who"][key]["checkout"] = checkout_facts
+        results = write()
+    print(report(results))
     if given.picture and (points := turns.curve(items)):
-        drawn = {name: item for name, item in items.items() if name.startswith("lenet-")}
-        under = conditions({**whole, "items": drawn, "compile_seconds": {}, "layouts": {}})
-        picture.draw(points, rivals.NAMES, under).savefig(given.picture, dpi=110)
+        lenet_items = {name: item for name, item in items.items() if name.startswith("lenet-")}
+        caption = conditions(
+            {**results, "items": lenet_items, "compile_seconds": {}, "layouts": {}}
+        )
+        picture.draw(points, rivals.NAMES, caption).savefig(given.picture, dpi=110)
 
 
-def conditions(whole: Mapping[str, Any]) -> str:
-    """A line: machine, repeats, and what else is to be known; of what where it is not of all."""
-    on = whole["machine"]
-    what = f"{on['cores']} cores {on['kind']}" if on["backend"] == "cpu" else on["device"]
-    dates = sorted({item["date"] for item in whole["items"].values()})
-    turns_of = sorted({item["repeats"] for item in whole["items"].values()})
-    when = f", {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
-    many = f", {' or '.join(map(str, turns_of))} turns each" if turns_of else ""
-    return "; ".join([f"{what}{when}{many}", *_differences(_with_what(whole))])
+def conditions(results: Mapping[str, Any]) -> str:
+    """Returns a line on the conditions: machine, dates, turns, notes, versions and commits."""
+    machine_facts = results["machine"]
+    machine_name = (
+        f"{machine_facts['cores']} cores {machine_facts['kind']}"
+        if machine_facts["backend"] == "cpu"
+        else machine_facts["device"]
+    )
+    dates = sorted({item["date"] for item in results["items"].values()})
+    turns_of = sorted({item["repeats"] for item in results["items"].values()})
+    period = f", {' to '.join(dict.fromkeys((dates[0], dates[-1])))}" if dates else ""
+    turn_counts = f", {' or '.join(map(str, turns_of))} turns each" if turns_of else ""
+    return "; ".join(
+        [f"{machine_name}{period}{turn_counts}", *_differences(_provenance_by_item(results))]
+    )
 
 
-def _differences(with_what: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Notes; versions and commits where items were measured with several."""
-    each = {
+def _differences(provenances: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns notes, and versions and commits if workloads differ in them."""
+    facts = {
         name: {
             "note": part["note"],
             "commit": f"commit {part['commit']}",
             **{package: f"{package} {version}" for package, version in part["versions"].items()},
         }
-        for name, part in with_what.items()
+        for name, part in provenances.items()
     }
-    said = []
-    for key in dict.fromkeys(key for part in each.values() for key in part):
+    notes = []
+    for key in dict.fromkeys(key for part in facts.values() for key in part):
         groups: dict[str, list[str]] = {}
-        for name, part in each.items():
+        for name, part in facts.items():
             groups.setdefault(part.get(key, f"{key} unknown"), []).append(name)
         if len(groups) > 1:
-            said += [f"{value} ({', '.join(names)})" for value, names in groups.items() if value]
+            notes += [f"{value} ({', '.join(names)})" for value, names in groups.items() if value]
         elif key == "note":
-            said += filter(None, groups)
-    return said
+            notes += filter(None, groups)
+    return notes
 
 
-def report(whole: Mapping[str, Any]) -> str:
-    """What is printed."""
+def report(results: Mapping[str, Any]) -> str:
+    """Returns the text to print."""
     lines = []
-    if whole["items"]:
-        lines += [text_tables.text([turns.table(whole["items"], rivals.NAMES)]), ""]
-    if laid := whole.get("layouts"):
-        lines += [text_tables.text([layouts.table(laid)]), ""]
-    if profiled := whole.get("profiles"):
+    if results["items"]:
+        lines += [text_tables.text([turns.table(results["items"], rivals.NAMES)]), ""]
+    if layout_results := results.get("layouts"):
+        lines += [text_tables.text([layouts.table(layout_results)]), ""]
+    if profiled := results.get("profiles"):
         lines += [text_tables.text([kernels.table(profiled)]), ""]
-    if whole["compile_seconds"]:
-        said = ", ".join(f"{key} {value} s" for key, value in whole["compile_seconds"].items())
-        lines.append(f"To compile the default configurations, nothing kept: {said}.")
-    if said := turns.constant(whole["items"]):
-        lines.append(said)
-    return "\n".join([*lines, conditions(whole)])
+    if results["compile_seconds"]:
+        text = ", ".join(f"{key} {value} s" for key, value in results["compile_seconds"].items())
+        lines.append(f"To compile the default configurations, nothing kept: {text}.")
+    if text := turns.constant(results["items"]):
+        lines.append(text)
+    return "\n".join([*lines, conditions(results)])
 
 
 if __name__ == "__main__":

@@ -157,10 +157,12 @@ def test_our_side_of_the_protocol(tmp_path):
 
 
 def test_errors_are_one_line(tmp_path):
-    assert "'lenet'; did you mean lenet-10?" in message(benchmark.chosen, ["mlp", "lenet"])
-    assert benchmark.chosen(["compile", "mlp"]) == ["mlp", "compile"]
+    assert "'lenet'; did you mean lenet-10?" in message(
+        benchmark.select_workloads, ["mlp", "lenet"]
+    )
+    assert benchmark.select_workloads(["compile", "mlp"]) == ["mlp", "compile"]
     laid = ["layouts-lenet", "layouts-resnet9", "layouts-mlp"]
-    assert benchmark.chosen([]) == [*work.WORKS, *laid, *benchmark.PROFILES, "compile"]
+    assert benchmark.select_workloads([]) == [*work.WORKS, *laid, *benchmark.PROFILES, "compile"]
     line = message(rivals.checked, "pfedhn", str(tmp_path))
     assert line.endswith("is no checkout of AvivSham/pFedHN: no experiments/pfedhn/trainer.py")
     assert message(rivals.python, "fedjax_python", "no/python") == (
@@ -174,8 +176,8 @@ WITH = {"note": "", "versions": {"jax": "1"}, "commit": "abc"}
 
 def test_a_measurement_is_added_to(tmp_path):
     path = tmp_path / "out.json"
-    assert benchmark.before(str(path)) == {}
-    assert "name the file" in message(benchmark.before, None)
+    assert benchmark.read_earlier(str(path)) == {}
+    assert "name the file" in message(benchmark.read_earlier, None)
     whole = {
         "items": {"mlp": {"clients": 1, **WITH}},
         "compile_seconds": {"pfedla": 1.0},
@@ -184,16 +186,16 @@ def test_a_measurement_is_added_to(tmp_path):
         "profiles": {"mlp": {"launches": 3, **WITH}},
     }
     path.write_text(json.dumps({**whole, "machine": benchmark.machine()}))
-    assert benchmark.before(str(path)) == whole
+    assert benchmark.read_earlier(str(path)) == whole
     # As it was once: of the whole.
     old = {"items": {"mlp": {"clients": 1}}, "compile_seconds": {}, "machine": benchmark.machine()}
     path.write_text(json.dumps({**old, **WITH}))
-    assert benchmark.before(str(path))["items"] == whole["items"]
+    assert benchmark.read_earlier(str(path))["items"] == whole["items"]
     path.write_text(json.dumps({**whole, "machine": {"cores": 10**6}}))
-    assert "was measured on another machine" in message(benchmark.before, str(path))
+    assert "was measured on another machine" in message(benchmark.read_earlier, str(path))
     for wrong in ([], whole, {**whole, "items": [1], "machine": {}}, {**whole, "items": 1}):
         path.write_text(json.dumps(wrong))
-        assert message(benchmark.before, str(path)) == (
+        assert message(benchmark.read_earlier, str(path)) == (
             f"--add: {path} is no measurement of this command"
         )
 
@@ -265,9 +267,9 @@ def test_what_is_kept_keeps_what_it_was_measured_with(tmp_path, monkeypatch, cap
     items, laid = written["items"], written["layouts"]["mlp"]
     times = {str(("mlp", layouts.SIZES["mlp"], 3)): 2.0}
     assert laid["ms_per_client_step"] == times
-    assert laid.items() >= benchmark.told("new").items()
+    assert laid.items() >= benchmark.provenance("new").items()
     assert items["mlp"] == old["items"]["mlp"]
-    assert items["lenet-10"] == {**seen, **benchmark.told("new")}
+    assert items["lenet-10"] == {**seen, **benchmark.provenance("new")}
     out = capsys.readouterr().out
     assert "new (lenet-10, layouts-mlp); old (mlp); commit " in out
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

@@ -57,4 +57,4 @@ def test_every_item_is_known_to_the_benchmark():
     for name, item in device_list.ITEMS.items():
         named = [word for word in item.arguments if word.startswith("--work=")]
         assert name == "contract" or named == [f"--work={name}"]
-        assert name == "contract" or benchmark.chosen([name]) == [name]
+        assert name == "contract" or benchmark.select_workloads([name]) == [name]
