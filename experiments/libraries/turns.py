@@ -232,7 +232,7 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
             None if seconds is None else seconds < _COMPILE,
             results.get("compile", {}),
         )
-    return Table("Targets, and what was value.", ["found", ""], rows)
+    return Table("Targets and results.", ["found", ""], rows)
 
 
 def curve(results: Mapping[str, Any]) -> dict[str, dict[int, float]]:
