@@ -1,4 +1,4 @@
-"""The check that factories make of their numbers."""
+"""Checks of settings."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from fedjax_pfl.core.errors import UsageError, require
 
 
-def test_what_is_needed_is_raised_in_a_line():
+def test_require_raises_if_false():
     for holds in (True, jnp.float32(0.5) > 0):
         require(holds, "rate is 0.5")
     for fails in (False, jnp.float32(-1) > 0):
@@ -15,7 +15,7 @@ def test_what_is_needed_is_raised_in_a_line():
             require(fails, "rate is -1")
 
 
-def test_what_is_traced_has_been_checked_before():
+def test_require_passes_traced_conditions():
     def rate(x):
         require((x > 0) & (x <= 1), f"rate is {x}")
         return x

@@ -1,4 +1,4 @@
-"""Optimisers of clients: optax's own over the same batches, schedules, masks, what is refused."""
+"""Optimisers of clients, compared with optax over the same batches; schedules; masks; errors."""
 
 from typing import Any
 
@@ -22,38 +22,39 @@ CLIENT = 2  # with 9 examples
 STEPS = 4
 PARAMS = {"kernel": jnp.float32([[0.5, -1.0], [2.0, 0.25]]), "bias": jnp.float32([1.0, -3.0])}
 RATE = 0.05
-HOW = {"learning_rate": RATE, "batch_size": 4, "steps": STEPS}
+TRAINING = {"learning_rate": RATE, "batch_size": 4, "steps": STEPS}
 
 
 def value_of(**settings: Any) -> Any:
     return {**{name: row.default_value for name, row in SETTINGS.items()}, **settings}.__getitem__
 
 
-def named(name: str, **settings: Any) -> optax.GradientTransformation:
+def by_name(name: str, **settings: Any) -> optax.GradientTransformation:
     return optimizers.OPTIMIZERS[name](value_of(**settings))
 
 
-def gradient(params: Any, rest: Any, batch: Any, key: jax.Array) -> Any:
-    """Of a sum that depends on the batch, and of which every entry has its own."""
+def gradient(params: Any, non_params: Any, batch: Any, key: jax.Array) -> Any:
+    """Gradient that depends on the batch and differs between parameters."""
     size = jnp.sum(jnp.where(batch.mask[:, None], batch.x, 0.0))
     grads = jax.tree.map(lambda w: jnp.cos(3 * w) * size + w, params)
-    return (size, {**rest, "seen": rest["seen"].at[rest["n"]].set(size), "n": rest["n"] + 1}), grads
+    n, sums = non_params["n"], non_params["sums"]
+    return (size, {"sums": sums.at[n].set(size), "n": n + 1}), grads
 
 
 def fitted(training: local_training.Training, state: Any = (), t: int = 0) -> Any:
-    """Parameters and the optimiser's state after a visit, and the batches' sums."""
+    """Returns parameters and the optimiser's state after local training, and the batches' sums."""
     ctx = ClientContext(CLIENT, client_data(DATA, jnp.int32(CLIENT)), jnp.int32(t), KEY)
-    rest = {"seen": jnp.zeros(3 * STEPS), "n": jnp.int32(0)}
+    non_params = {"sums": jnp.zeros(3 * STEPS), "n": jnp.int32(0)}
     fit = jax.jit(local_training.fit, static_argnums=(0, 1))
-    params, rest, state, _ = fit(training, gradient, PARAMS, rest, state, ctx)
-    return params, state, rest["seen"][: int(rest["n"])]
+    params, non_params, state, _ = fit(training, gradient, PARAMS, non_params, state, ctx)
+    return params, state, non_params["sums"][: int(non_params["n"])]
 
 
-def by_hand(optimizer: optax.GradientTransformation, seen: Any, state: Any = None) -> Any:
-    """A plain loop over the same batches."""
+def loop(optimizer: optax.GradientTransformation, sums: Any, state: Any = None) -> Any:
+    """Trains in a Python loop over the same batches."""
     params = PARAMS
     state = optimizer.init(params) if state is None else state
-    for size in seen:
+    for size in sums:
         grads = jax.tree.map(lambda w, size=size: jnp.cos(3 * w) * size + w, params)
         with jax.numpy_dtype_promotion("standard"):
             updates, state = optimizer.update(grads, state, params)
@@ -87,60 +88,60 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings", "wanted"), CASES)
-def test_equals_optax_over_the_same_batches(name: str, settings: Any, wanted: Any):
-    params, _, seen = fitted(local_training.make_training(named(name, **settings), **HOW))
-    assert len(seen) == STEPS == len(set(seen.tolist()))
-    chex.assert_trees_all_close(params, by_hand(wanted, seen)[0], rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize(("name", "settings", "optimizer"), CASES)
+def test_optimizers_equal_optax(name: str, settings: Any, optimizer: Any):
+    params, _, sums = fitted(local_training.make_training(by_name(name, **settings), **TRAINING))
+    assert len(sums) == STEPS == len(set(sums.tolist()))
+    chex.assert_trees_all_close(params, loop(optimizer, sums)[0], rtol=1e-6, atol=1e-6)
     assert all((params[k] != PARAMS[k]).all() for k in PARAMS)
 
 
-def test_names_are_those_of_the_settings():
+def test_settings_name_the_optimizers():
     assert SETTINGS["optimizer"].default_value in optimizers.OPTIMIZERS
     for name in ("learning_rate", "momentum", "weight_decay", "b1", "b2", "eps"):
-        other, names = SETTINGS[name].used_with or ("", ())
-        assert other == "optimizer"
+        setting, names = SETTINGS[name].used_with or ("", ())
+        assert setting == "optimizer"
         assert set(names) <= set(optimizers.OPTIMIZERS)
     assert set(optimizers.OPTIMIZERS) == {name for name, _, _ in CASES}
-    words = set(SETTINGS["optimizer"].meaning.replace(",", "").split())
-    assert set(optimizers.OPTIMIZERS) <= words
+    names = set(SETTINGS["optimizer"].meaning.replace(",", "").split())
+    assert set(optimizers.OPTIMIZERS) <= names
     settings = set(SETTINGS["server_optimizer"].meaning.replace(",", "").split())
     assert {"sgd", "adam", "yogi", "adagrad"} <= settings
 
 
-def test_sgd_decays_what_it_is_told_to():
-    training = local_training.sgd(weight_decay=0.5, **HOW)
+def test_weight_decay_mask():
+    training = local_training.sgd(weight_decay=0.5, **TRAINING)
     masked = local_training.make_training(
-        named("sgd", weight_decay=0.5, decay_vectors=False), **HOW
+        by_name("sgd", weight_decay=0.5, decay_vectors=False), **TRAINING
     )
-    plain = fitted(local_training.sgd(**HOW))[0]
-    all_of_it, kernel_only = fitted(training)[0], fitted(masked)[0]
-    chex.assert_trees_all_equal(kernel_only["kernel"], all_of_it["kernel"])
-    chex.assert_trees_all_equal(kernel_only["bias"], plain["bias"])
-    assert (all_of_it["bias"] != plain["bias"]).all()
+    no_decay = fitted(local_training.sgd(**TRAINING))[0]
+    all_params, kernel_only = fitted(training)[0], fitted(masked)[0]
+    chex.assert_trees_all_equal(kernel_only["kernel"], all_params["kernel"])
+    chex.assert_trees_all_equal(kernel_only["bias"], no_decay["bias"])
+    assert (all_params["bias"] != no_decay["bias"]).all()
 
 
-def test_a_whole_optimizer_is_added_as_it_is():
-    """With a rate and a schedule of its own, and clipping before it."""
-    whole = optax.adamw(optax.cosine_decay_schedule(0.1, STEPS), weight_decay=0.1)
-    how = {**HOW, "learning_rate": 1.0, "clip_norm": 0.5}
-    params, _, seen = fitted(local_training.make_training(optimizers.with_rate(whole), **how))
-    clipped = optax.chain(optax.clip_by_global_norm(0.5), whole)
-    chex.assert_trees_all_close(params, by_hand(clipped, seen)[0], rtol=1e-6, atol=1e-6)
+def test_optax_optimizer_with_learning_rate():
+    """The optimiser has its own schedule; gradients are clipped before."""
+    adamw = optax.adamw(optax.cosine_decay_schedule(0.1, STEPS), weight_decay=0.1)
+    settings = {**TRAINING, "learning_rate": 1.0, "clip_norm": 0.5}
+    params, _, sums = fitted(local_training.make_training(optimizers.with_rate(adamw), **settings))
+    clipped = optax.chain(optax.clip_by_global_norm(0.5), adamw)
+    chex.assert_trees_all_close(params, loop(clipped, sums)[0], rtol=1e-6, atol=1e-6)
 
 
-def test_its_state_stays_or_is_made_anew():
-    """Two visits are one loop over both where it is kept; else the second begins as the first."""
-    kept = local_training.make_training(named("adam"), keep_optimizer=True, **HOW)
-    _, state, seen = fitted(kept, kept.optimizer.init(PARAMS))
-    again, _, _ = fitted(kept, state)
-    _, moments = by_hand(optax.adam(RATE), seen)
-    wanted, _ = by_hand(optax.adam(RATE), seen, moments)
-    chex.assert_trees_all_close(again, wanted, rtol=1e-6, atol=1e-6)
-    anew = local_training.make_training(named("adam"), **HOW)
-    first, none, _ = fitted(anew)
-    assert none == ()
-    chex.assert_trees_all_equal(fitted(anew, ())[0], first)
+def test_optimizer_state_is_kept_or_reset():
+    """If the state is kept, two rounds equal one loop over both."""
+    training = local_training.make_training(by_name("adam"), keep_optimizer=True, **TRAINING)
+    _, state, sums = fitted(training, training.optimizer.init(PARAMS))
+    again, _, _ = fitted(training, state)
+    _, moments = loop(optax.adam(RATE), sums)
+    expected, _ = loop(optax.adam(RATE), sums, moments)
+    chex.assert_trees_all_close(again, expected, rtol=1e-6, atol=1e-6)
+    resetting = local_training.make_training(by_name("adam"), **TRAINING)
+    first, empty, _ = fitted(resetting)
+    assert empty == ()
+    chex.assert_trees_all_equal(fitted(resetting, ())[0], first)
     assert (first["kernel"] != again["kernel"]).any()
 
 
@@ -156,40 +157,40 @@ OPTAX = {
 
 
 @pytest.mark.parametrize("name", optimizers.SCHEDULES)
-def test_a_schedule_is_that_of_optax(name: str):
-    """At each of ten rounds, and at the one after them, in which a run is evaluated."""
+def test_schedules_equal_optax(name: str):
+    """Compares ten rounds, and the round after them, when a run is evaluated."""
     factor = optimizers.schedule(name, 0.1, 0.2)
     with jax.numpy_dtype_promotion("standard"):
-        wanted = [float(OPTAX[name](t)) for t in range(11)]
-    got = [0.3 * float(jax.jit(factor)(t, 10)) for t in range(11)]
-    np.testing.assert_allclose(got, wanted, rtol=1e-5)
-    assert len(set(wanted)) > 2
+        expected = [float(OPTAX[name](t)) for t in range(11)]
+    actual = [0.3 * float(jax.jit(factor)(t, 10)) for t in range(11)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+    assert len(set(expected)) > 2
 
 
-def test_a_schedule_over_a_visits_steps():
-    """As optax with a count of its own; how many steps there are follows from the examples."""
-    how = {
-        **HOW,
+def test_schedule_over_the_steps_of_a_client():
+    """The number of steps follows from the client's examples."""
+    settings = {
+        **TRAINING,
         "step_schedule": optimizers.schedule("linear", 0.1, 0.0),
         "steps": None,
         "epochs": 2,
     }
-    params, _, seen = fitted(local_training.make_training(named("adam"), **how))
-    assert len(seen) == 6  # of 9 examples by 4, twice
-    wanted, _ = by_hand(optax.adam(optax.linear_schedule(RATE, 0.1 * RATE, 6)), seen)
-    chex.assert_trees_all_close(params, wanted, rtol=1e-6, atol=1e-6)
+    params, _, sums = fitted(local_training.make_training(by_name("adam"), **settings))
+    assert len(sums) == 6  # of 9 examples by 4, twice
+    expected, _ = loop(optax.adam(optax.linear_schedule(RATE, 0.1 * RATE, 6)), sums)
+    chex.assert_trees_all_close(params, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_an_end_that_is_never_reached():
+def test_exponential_decay_to_zero_is_an_error():
     with pytest.raises(UsageError, match=r"schedule_end is 0, which .* never reaches"):
         optimizers.schedule("exponential_decay", 0.0, 0.1)
 
 
-# What is refused
+# Errors
 
 
 def grows(params: Any) -> optax.GradientTransformation:
-    """Its state has one more entry with each step."""
+    """Returns an optimiser whose state grows with every step."""
     return optax.GradientTransformation(
         lambda params: (jnp.zeros(()),), lambda updates, state, params=None: (updates, (*state, 0))
     )
@@ -206,11 +207,11 @@ def grows(params: Any) -> optax.GradientTransformation:
     ],
     ids=["value", "line search", "plateau", "other shapes", "state that grows"],
 )
-def test_what_needs_more_than_gradients_is_refused(optimizer: Any):
+def test_optimizers_that_need_more_than_gradients_are_errors(optimizer: Any):
     with pytest.raises(UsageError, match=r"^optimizer= cannot be used: [^\n]+$"):
         optimizers.check("optimizer=", optimizer, PARAMS)
 
 
-def test_what_does_not_is_taken():
+def test_optimizers_that_need_only_gradients_pass():
     for optimizer in (optax.adamw(0.1), optax.lion(0.1), optax.inject_hyperparams(optax.sgd)(0.1)):
         optimizers.check("optimizer=", optimizer, PARAMS)

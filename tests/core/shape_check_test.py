@@ -1,4 +1,4 @@
-"""Mistakes in a method of one's own, each with one line that says what is wanted."""
+"""Every mistake in a user-defined method gives a one-line error."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def train(change):
     return lambda payload, client, ctx: change(BASE.train(payload, client, ctx))
 
 
-def test_what_is_right_passes():
+def test_correct_methods_pass():
     check_shapes("mine", BASE, FEDERATION, DATA)
     check_shapes("mine", by_group((BASE, BASE)), FEDERATION, DATA)
     for name in ("pfedla", "fedmn", "pfedhn", "clustered_fl", "factorized_fl", "fedfomo"):
@@ -37,55 +37,59 @@ def test_what_is_right_passes():
 AMP = cases.make("fedamp", FEDERATION)
 
 
-def test_offloaded_rows_are_read_in_three_ways_alone():
+def test_offloaded_rows_are_read_only_by_offload_functions():
     def line(**changes):
         with pytest.raises(UsageError) as caught:
             check_shapes("mine", AMP._replace(**changes), FEDERATION, DATA)
         return str(caught.value)
 
-    def summed(state, ctx):
-        """Of all that there is of the rows, which far ones do not show."""
-        more = sum(jnp.sum(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(state.rows))
-        return jax.tree.map(lambda leaf: leaf + more, AMP.send(state, ctx))
+    def send_with_sum(state, ctx):
+        """Adds a sum over all rows, which `jax.tree` does not see if they are offloaded."""
+        total = sum(jnp.sum(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(state.rows))
+        return jax.tree.map(lambda leaf: leaf + total, AMP.send(state, ctx))
 
     wrong = "reads offloaded rows; use trees.row, offload.weighted_sum or offload.map_clients"
-    assert line(send=summed) == f"mine: send {wrong}"
+    assert line(send=send_with_sum) == f"mine: send {wrong}"
     assert line(observe=lambda state: {"rows": state.rows["params"]}) == f"mine: observe {wrong}"
-    lost = "mine: receive replaces offloaded rows; write them with cohort.put"
-    first = AMP.init(jax.random.key(0)).rows
-    assert line(receive=lambda state, cohort: (state.server, first)) == lost
+    replaced = "mine: receive replaces offloaded rows; write them with cohort.put"
+    initial_rows = AMP.init(jax.random.key(0)).rows
+    assert line(receive=lambda state, cohort: (state.server, initial_rows)) == replaced
     assert line(offload=("models",)) == "mine: offload names models, and rows have params"
-    check_shapes("mine", AMP._replace(send=summed, offload=()), FEDERATION, DATA)
+    check_shapes("mine", AMP._replace(send=send_with_sum, offload=()), FEDERATION, DATA)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
-            {"train": train(lambda done: tuple(done)[:3])},
+            {"train": train(lambda result: tuple(result)[:3])},
             "mine: train returns a tuple of 3; it must return "
             "ClientResult(upload, variables, client, metrics)",
         ),
         (
-            {"train": train(lambda done: done._replace(client=()))},
+            {"train": train(lambda result: result._replace(client=()))},
             "mine: train returns nothing for client/",
         ),
         (
             {
                 "train": train(
-                    lambda done: done._replace(
-                        client=jax.tree.map(lambda leaf: leaf[:1], done.client)
+                    lambda result: result._replace(
+                        client=jax.tree.map(lambda leaf: leaf[:1], result.client)
                     )
                 )
             },
             "shapes and dtypes must not change",
         ),
         (
-            {"train": train(lambda done: done._replace(metrics={"cost": done.metrics["loss"]}))},
+            {
+                "train": train(
+                    lambda result: result._replace(metrics={"cost": result.metrics["loss"]})
+                )
+            },
             "mine: train returns the metrics {cost}; they must be a dict of scalars with loss",
         ),
         (
-            {"train": train(lambda done: done._replace(metrics={"loss": jnp.zeros(3)}))},
+            {"train": train(lambda result: result._replace(metrics={"loss": jnp.zeros(3)}))},
             "float32[3] for the metric loss; it must be a scalar",
         ),
         (
@@ -106,7 +110,7 @@ def test_offloaded_rows_are_read_in_three_ways_alone():
             "mine: receive returns bool[8] for server/",
         ),
         (
-            {"receive": lambda state, cohort: (state.server, ("more",) and (jnp.zeros(6),))},
+            {"receive": lambda state, cohort: (state.server, (jnp.zeros(6),))},
             "mine: receive returns float32[6] for rows/0, but init returned nothing",
         ),
         (
@@ -135,11 +139,11 @@ def test_offloaded_rows_are_read_in_three_ways_alone():
         ),
     ],
 )
-def test_a_mistake_is_one_line(changes, said):
-    assert said in line(**changes)
+def test_a_mistake_is_one_line(changes, message):
+    assert message in line(**changes)
 
 
-def test_what_a_function_raises_is_shown_with_its_name():
+def test_exceptions_get_a_note_with_the_function():
     broken = BASE._replace(send=lambda state, ctx: state.rows[ctx.i])
     with pytest.raises(Exception, match="__index__") as caught:
         check_shapes("mine", broken, FEDERATION, DATA)

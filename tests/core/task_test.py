@@ -1,4 +1,4 @@
-"""Losses and scores, against numbers worked out by hand."""
+"""Losses and metrics, compared with numbers worked out by hand."""
 
 import re
 
@@ -44,8 +44,8 @@ def test_large_outputs_and_half_precision():
     np.testing.assert_allclose(loss, [2 * float(outputs[0, 0])], rtol=1e-6)
 
 
-def test_closed_classes_do_not_exist():
-    """The largest output is closed: neither the arg max nor the normaliser sees it."""
+def test_unused_classes_have_probability_zero():
+    """The largest output is unused: the argmax and the normaliser ignore it."""
     task, classes = classification(), jnp.asarray([False, True, True])
     outputs, y = numbers([50, 0, LN3], [50, 2, 1]), labels(2, 1)
     np.testing.assert_array_equal(task.metrics[0].update(outputs, y, classes), [1, 1])
@@ -55,20 +55,20 @@ def test_closed_classes_do_not_exist():
 
 
 @pytest.mark.parametrize("classes", [(True, True, False), (False, True, False)])
-def test_gradients_with_closed_classes(classes):
-    """Open ones get softmax − one-hot, closed ones exactly nothing."""
+def test_gradients_with_unused_classes(classes):
+    """Used classes get softmax − one-hot, unused ones exactly 0."""
     outputs, y = numbers([300, -250, LN3], [-300, 1, 80]), labels(1, 1)
     opened = jnp.asarray(classes)
-    got = jax.grad(lambda z: jnp.sum(classification().loss(z, y, opened)))(outputs)
+    gradient = jax.grad(lambda z: jnp.sum(classification().loss(z, y, opened)))(outputs)
     logits = np.where(classes, np.asarray(outputs, np.float64), -np.inf)
     powers = np.exp(logits - logits.max(1, keepdims=True))
-    wanted = powers / powers.sum(1, keepdims=True) - np.eye(3)[np.asarray(y)]
-    np.testing.assert_allclose(got, wanted, atol=1e-6)
-    assert not np.asarray(got)[:, ~np.array(classes)].any()
+    expected = powers / powers.sum(1, keepdims=True) - np.eye(3)[np.asarray(y)]
+    np.testing.assert_allclose(gradient, expected, atol=1e-6)
+    assert not np.asarray(gradient)[:, ~np.array(classes)].any()
 
 
 def test_regression():
-    """(1² + 2²)/2 and (3² + 4²)/2; the root is that of a client's mean, (2.5 + 12.5)/2."""
+    """Losses are (1² + 2²)/2 and (3² + 4²)/2; RMSE is the root of their mean, 7.5."""
     task = regression()
     outputs, y = numbers([1, 2], [0, 0]), numbers([0, 0], [3, -4])
     np.testing.assert_array_equal(task.loss(outputs, y, None), [2.5, 12.5])
@@ -79,14 +79,14 @@ def test_regression():
     assert not error.higher_is_better
     assert not root.higher_is_better
     assert not task.has_classes
-    for metric, wanted in ((error, 7.5), (root, 7.5**0.5)):
+    for metric, expected in ((error, 7.5), (root, 7.5**0.5)):
         total = np.sum(np.asarray(metric.update(outputs, y, None), np.float64))
-        assert metric.finish(total, np.float64(2)) == wanted
-    one = (numbers([1], [3]), numbers([0], [0]))
-    np.testing.assert_array_equal(task.loss(*one, None), [1, 9])  # of one target, its square
+        assert metric.finish(total, np.float64(2)) == expected
+    one_target = (numbers([1], [3]), numbers([0], [0]))
+    np.testing.assert_array_equal(task.loss(*one_target, None), [1, 9])
 
 
-def test_metrics_are_found_by_the_name_that_files_have():
+def test_metrics_by_name():
     for task in (classification(), regression()):
         assert [METRICS[metric.name] for metric in task.metrics] == list(task.metrics)
     assert all(re.fullmatch("[A-Za-z0-9_]+", name) for name in METRICS)

@@ -1,4 +1,4 @@
-"""Layers, sizes and the arithmetic of pytrees, against numbers worked out by hand."""
+"""Layers, sizes and arithmetic of pytrees, compared with numbers worked out by hand."""
 
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ def tiny_shapes():
     )
 
 
-def test_a_layer_is_a_module():
-    """Weight and bias are one layer, so are a BatchNorm's scale, bias, mean and variance."""
+def test_layers_are_modules():
+    """Weight and bias are one layer, as are a BatchNorm's scale, bias, mean and variance."""
     grouped = trees.layers(tiny_shapes())
     shapes = {name: sorted(leaf.shape for leaf in leaves) for name, leaves in grouped.items()}
     assert shapes == {"fc1": [(5, 8)], "norm1": [(8,)] * 4, "fc2": [(3,), (8, 3)]}
@@ -64,7 +64,7 @@ def test_sizes_and_bytes():
 
 
 def test_weighted_mean():
-    """(1·1 + 3·3) / 4 = 2.5, and so on; what has weight 0 is not in it."""
+    """(1·1 + 3·3) / 4 = 2.5; weight 0 leaves an entry out."""
     tree = {"a": array([1, 2], [3, 4], [70, 80]), "b": array(8, 0, 9)}
     mean = trees.weighted_mean(tree, array(1, 3, 0))
     np.testing.assert_array_equal(mean["a"], [2.5, 3.5])
@@ -82,7 +82,9 @@ def test_rows():
         "b": 8,
     }
     new = {"a": array([-1, -2], [-3, -4]), "b": array(-5, -6, dtype=np.int32)}
-    written = jax.device_get(trees.put(tree, array(2, 3, dtype=np.int32), new))  # 3: no such row
+    written = jax.device_get(
+        trees.put(tree, array(2, 3, dtype=np.int32), new)
+    )  # row 3 does not exist
     np.testing.assert_array_equal(written["a"], [[1, 2], [3, 4], [-1, -2]])
     np.testing.assert_array_equal(written["b"], [7, 8, -5])
     copies = trees.repeat({"a": array(1, 2), "b": jnp.zeros(())}, 3)
@@ -93,9 +95,9 @@ def test_rows():
 def test_where():
     new = {"a": array([1, 2], [3, 4]), "b": array(5, 6)}
     old = jax.tree.map(lambda leaf: -jnp.ones_like(leaf), new)
-    some = trees.where(jnp.asarray([False, True]), new, old)
-    np.testing.assert_array_equal(some["a"], [[-1, -1], [3, 4]])
-    np.testing.assert_array_equal(some["b"], [-1, 6])
+    selected = trees.where(jnp.asarray([False, True]), new, old)
+    np.testing.assert_array_equal(selected["a"], [[-1, -1], [3, 4]])
+    np.testing.assert_array_equal(selected["b"], [-1, 6])
     np.testing.assert_array_equal(trees.where(jnp.asarray(True), new, old)["a"], new["a"])
     np.testing.assert_array_equal(trees.where(jnp.asarray(False), new, old)["b"], old["b"])
 
@@ -116,15 +118,15 @@ def test_all_finite(values, finite):
     assert bool(trees.all_finite({"mask": tree["mask"]}))
 
 
-def test_change_counts_from_what_came_down():
-    """Same path and shape: the difference. Another path, another shape, not floats: all of it."""
+def test_change_is_relative_to_the_download():
+    """Leaves with another path, shape or a dtype that is not floating-point are unchanged."""
     payload = {"w": array(1, 2), "v": array(5), "count": array(7, dtype=np.int32), "peers": ()}
     upload = {"w": array(4, 1), "v": array(8, 9), "count": array(9, dtype=np.int32), "u": array(3)}
     down = trees.matching_download(payload, upload)
     expected = {"w": [1, 2], "v": [0, 0], "count": [0], "u": [0]}
     assert {name: leaf.tolist() for name, leaf in down.items()} == expected
-    moved = trees.change(payload, upload)
+    changes = trees.change(payload, upload)
     expected = {"w": [3, -1], "v": [8, 9], "count": [9], "u": [3]}
-    assert {name: leaf.tolist() for name, leaf in moved.items()} == expected
-    assert all(moved[name].dtype == leaf.dtype for name, leaf in upload.items())
+    assert {name: leaf.tolist() for name, leaf in changes.items()} == expected
+    assert all(changes[name].dtype == leaf.dtype for name, leaf in upload.items())
     assert trees.change(payload, ()) == ()
