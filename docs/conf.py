@@ -41,7 +41,8 @@ API = {
     ],
     "Writing a method": [
         "fedjax_pfl.core.algorithm",
-        "fedjax_pfl.algorithms.shared.common",
+        "fedjax_pfl.algorithms.shared.initial_state",
+        "fedjax_pfl.algorithms.shared.model_training",
         "fedjax_pfl.algorithms.shared.split_model",
         "fedjax_pfl.core.local_training",
         "fedjax_pfl.core.trees",

@@ -42,7 +42,7 @@ def _two_parts(own: set[str]) -> Callable[[State, State], bool]:
     """Both parts moved, the named layers are each client's own, and the server has the others."""
 
     def fired(first: State, last: State) -> bool:
-        stays, shared = last.clients.own, last.server
+        stays, shared = last.clients.personal, last.server
         apart = [bool((leaf[0] != leaf[1]).any()) for leaf in jax.tree.leaves(stays)]
         everywhere = set(trees.layers(stays)) == own and not own & set(trees.layers(shared))
         return everywhere and all(apart) and _moved(first, last)
@@ -95,7 +95,7 @@ def _generated(own: set[str]) -> Callable[[State, State], bool]:
     """Everything moved: φ, v, their momentum, and what stays at home, which is what it should."""
 
     def fired(first: State, last: State) -> bool:
-        home = last.clients.own
+        home = last.clients.personal
         return set(trees.layers(home)) == own and _moved(first, last)
 
     return fired
@@ -114,7 +114,7 @@ def _matched(first: State, last: State) -> bool:
 
 def _two_factors(first: State, last: State) -> bool:
     """Of the factors one pair is each client's own."""
-    stays = last.clients.own["params"]["fc1"]
+    stays = last.clients.personal["params"]["fc1"]
     return set(stays) == {"x2", "y2"} and _moved(first, last)
 
 
@@ -151,7 +151,7 @@ def _apart_from_the_shared(first: State, last: State) -> bool:
     shared = jax.tree.map(
         lambda leaf: np.broadcast_to(leaf, (tiny.CLIENTS, *leaf.shape)), last.server
     )
-    return _moved(first, last) and _params_differ(last.clients.own, shared)
+    return _moved(first, last) and _params_differ(last.clients.variables, shared)
 
 
 def _shares_move(first: State, last: State) -> bool:
@@ -162,8 +162,8 @@ def _shares_move(first: State, last: State) -> bool:
 
 def _taken_in(first: State, last: State) -> bool:
     """Of some numbers a part is taken in, and of others all."""
-    weights = np.concatenate([w.ravel() for w in jax.tree.leaves(last.clients.own["weights"])])
-    part, learned = (weights < 1) & (weights > 0), np.asarray(last.clients.own["learned"])
+    weights = np.concatenate([w.ravel() for w in jax.tree.leaves(last.clients.mixing.weights)])
+    part, learned = (weights < 1) & (weights > 0), np.asarray(last.clients.mixing.learned)
     return bool(part.any() and (weights == 1).any() and learned.any())
 
 
@@ -175,19 +175,19 @@ def _attended(first: State, last: State) -> bool:
 
 def _body_alone(first: State, last: State) -> bool:
     """The head is as it was drawn, and the body is not."""
-    own = [jax.tree.leaves(state.clients.own) for state in (first, last)]
+    own = [jax.tree.leaves(state.clients.personal) for state in (first, last)]
     heads = zip(*own, strict=True)
-    stays = set(trees.layers(last.clients.own)) == {"fc2"}
+    stays = set(trees.layers(last.clients.personal)) == {"fc2"}
     still = all((a == b).all() for a, b in heads)
     parts = [(state.server, state.clients.momentum) for state in (first, last)]
     return stays and still and _moved(*parts)
 
 
-def _mean_of_clients(name: str) -> Callable[[State, State], bool]:
+def _mean_of_clients(name: str, field: str) -> Callable[[State, State], bool]:
     """What the server keeps is the mean of what the clients have, whoever dropped out."""
 
     def fired(first: State, last: State) -> bool:
-        kept, own = last.server[name], last.clients.own
+        kept, own = last.server[name], getattr(last.clients, field)
         pairs = zip(jax.tree.leaves(kept), jax.tree.leaves(own), strict=True)
         same = [np.allclose(a, np.mean(b, 0), rtol=1e-4, atol=1e-6) for a, b in pairs]
         return all(same) and _moved(first, last)
@@ -270,7 +270,7 @@ CASES = {
         training={"learning_rate": 0.03},
     ),
     "fedbabu": Case({"epochs": 1}, _body_alone, lambda model: _both(model // 4 - _HEAD)),
-    "feddyn": Case({"alpha": 0.5}, _mean_of_clients("drift"), lambda model: (model, model)),
+    "feddyn": Case({"alpha": 0.5}, _mean_of_clients("drift", "g"), lambda model: (model, model)),
     "fedproto": Case({}, _prototypes, lambda model: (_PROTOTYPES + 3, _PROTOTYPES + 12)),
     "fedas": Case(
         {"align_rate": 0.05},
@@ -297,7 +297,7 @@ CASES = {
     # c comes down beside the model, and a change of c_i goes up: parameters alone
     "scaffold": Case(
         {"server_rate": 0.8},
-        _mean_of_clients("control"),
+        _mean_of_clients("control", "control"),
         lambda model: _both(2 * (model // 4) - _NORM // 2),
     ),
     # Only parameters are sent: 160 bytes in fc1, 64 in norm1, 108 in fc2; one layer is retained.

@@ -14,7 +14,8 @@ from experiments.papers import agreement
 from experiments.papers.table import published
 from experiments.papers.tables import TABLES
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_variables
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.cli.main import COMMANDS, load
 from fedjax_pfl.cli.tune import configure_methods
 from fedjax_pfl.core.algorithm import Algorithm, ClientResult, State
@@ -137,7 +138,8 @@ def test_fedavg_on_the_page_of_the_contract_keeps_it():
     """It has the shapes of a method; ten lines but for the heads of its functions."""
     (code,) = documents.blocks("contract.md")
     (data, federation), training = tiny.federated(), cases.training(keep_optimizer=False)
-    names = {"common": common, "State": State, "ClientResult": ClientResult, "Algorithm": Algorithm}
+    functions = (initial_variables, model_trainer, State, ClientResult, Algorithm)
+    names = {function.__name__: function for function in functions}
     given = {"model": tiny.Net(), "training": training}
     exec(code, names := {**names, **given, "federation": federation})
     check_shapes("fedavg", names["fedavg"], federation, data)

@@ -126,7 +126,7 @@ def test_a_step_of_fedsam_by_hand():
     training = local_training.sgd(learning_rate=0.1, steps=1, batch_size=1)
     factory = cases.FACTORIES["fedsam"]
     made = factory(linear.Linear(), training, federation, rho=0.5)
-    done = linear.work(made, linear.variables([1.0]), (), data)
+    done = linear.train_client(made, linear.variables([1.0]), (), data)
     np.testing.assert_allclose(linear.weights(done.upload), [1.25], rtol=1e-6)
 
 

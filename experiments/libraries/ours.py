@@ -162,11 +162,11 @@ def _client_trees(
 ) -> dict[str, Any]:
     """Returns parameter trees of a client by prefix."""
     if name == "scaffold":
-        return {"control.": client.own}
-    if name == "fedbabu":  # fine-tuning before an evaluation is discarded
-        return {"": trees.join(state.server, client.own)["params"]}
+        return {"control.": client.control}
+    if name == "fedbabu":  # what is tuned for an evaluation is discarded
+        return {"": trees.join(state.server, client.personal)["params"]}
     if name == "fedrod":
-        return {"": state.server["params"], "own.": client.own}
+        return {"": state.server["params"], "own.": client.head}
     ctx = ClientContext(
         jnp.int32(i), client_data(data, jnp.int32(i)), jnp.int32(0), jax.random.key(KEY)
     )

@@ -1,14 +1,14 @@
-"""APFL: each client trains a model of its own as part of a mixture with the global model.
+"""APFL: each client trains its own model as part of a mixture with the global model.
 
 Deng et al., Adaptive Personalized Federated Learning, 2020.
 
   w_k ← w_k − η ∇f(w_k; B), and w ← Σ_k n_k w_k / Σ_k n_k: FedAvg
   v_k ← v_k − η α ∇f(v̄_k; B)                           v̄_k = α v_k + (1 − α) w_k
-  α ← α − η_α ⟨v_k − w_k, ∇f(v̄_k; B)⟩, kept between 0 and 1
+  α ← α − η_α ⟨v_k − w_k, ∇f(v̄_k; B)⟩, clipped to [0, 1]
 All three steps use the values before the step. The client's model is v̄ with the current w.
 
-Deviations: w is the mean weighted by examples; the paper takes the plain mean. An adaptive α moves
-at each step with a rate of its own; in the paper it has the rate of training. Gradients of v and w
+Deviations: w is the mean weighted by examples, in the paper it is unweighted. An adaptive α has its
+own learning rate; in the paper it has the rate of training. Gradients of v and w
 are clipped separately. BatchNorm statistics of w are uploaded; those of v̄ stay on the client.
 """
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_client_rows, initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, optimizers
 from fedjax_pfl.core.algorithm import (
@@ -37,7 +37,7 @@ from fedjax_pfl.core.examples import Batch
 class Client(NamedTuple):
     """State kept on the client between rounds."""
 
-    own: PyTree  # v, with the BatchNorm statistics of the mixture
+    variables: PyTree  # v, with the BatchNorm statistics of the mixture
     alpha: jax.Array  # float32 []
     momentum: PyTree  # of v and of w
 
@@ -60,26 +60,26 @@ def apfl(
     """
     require((alpha >= 0) & (alpha <= 1), f"apfl.alpha is {alpha}; it is a share, 0 to 1")
     require_at_least("apfl.alpha_rate", alpha_rate, 0)
-    average = fedavg(model, training, federation)
+    base = fedavg(model, training, federation)
     separate = training._replace(optimizer=optimizers.per_entry(training.optimizer))
 
     def mix(alpha: jax.Array, v: PyTree, w: PyTree) -> PyTree:
         return jax.tree.map(lambda v, w: alpha * v + (1 - alpha) * w, v, w)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = average.init(key, start)
-        own = common.own_first(state.server, start, Client, federation)
+        state = base.init(key, start)
+        v = initial_client_rows(state.server, start, Client, "variables", federation)
         alphas, w = jnp.full(federation.clients, alpha, jnp.float32), state.server["params"]
-        momentum = common.kept(separate, {"v": w, "w": w}, federation)
-        return state._replace(clients=Client(own, alphas, momentum))
+        momentum = initial_momentum(separate, {"v": w, "w": w}, federation)
+        return state._replace(clients=Client(v, alphas, momentum))
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        plain = local_training.gradient(model, federation.task, ctx.data)
+        gradient = local_training.gradient(model, federation.task, ctx.data)
 
         def gradients(params: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
             w_stats, mixture_stats, alpha = carry
-            (_, w_stats), w_grads = plain(params["w"], w_stats, batch, key)
-            (loss, mixture_stats), mixture_grads = plain(
+            (_, w_stats), w_grads = gradient(params["w"], w_stats, batch, key)
+            (loss, mixture_stats), mixture_grads = gradient(
                 mix(alpha, **params), mixture_stats, batch, key
             )
             products = jax.tree.map(
@@ -91,23 +91,28 @@ def apfl(
             return (loss, carry), {"v": v_grads, "w": w_grads}
 
         w, w_stats = local_training.split_variables(payload)
-        v, mixture_stats = local_training.split_variables(client.own)
+        v, mixture_stats = local_training.split_variables(client.variables)
         carry = w_stats, mixture_stats, client.alpha
         new, (w_stats, mixture_stats, alpha), momentum, metrics = local_training.fit(
             separate, gradients, {"v": v, "w": w}, carry, client.momentum, ctx
         )
         new_client = Client({"params": new["v"], **mixture_stats}, alpha, momentum)
         mixture = {"params": mix(alpha, **new), **mixture_stats}
-        return ClientResult({"params": new["w"], **w_stats}, mixture, new_client, metrics)
+        return ClientResult(
+            upload={"params": new["w"], **w_stats},
+            variables=mixture,
+            client=new_client,
+            metrics=metrics,
+        )
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-        v, w = client.own["params"], state.server["params"]
-        return {**client.own, "params": mix(client.alpha, v, w)}
+        v, w = client.variables["params"], state.server["params"]
+        return {**client.variables, "params": mix(client.alpha, v, w)}
 
     def observe(state: State) -> dict[str, jax.Array]:
         return {"alpha": state.clients.alpha}
 
-    return average._replace(init=init, train=train, personalize=personalize, observe=observe)
+    return base._replace(init=init, train=train, personalize=personalize, observe=observe)
 
 
 APFL = Method(

@@ -1,15 +1,16 @@
-"""Clustered-FL: clients whose updates point apart are split into clusters, each with FedAvg.
+"""Clustered-FL: splits clients with dissimilar updates into clusters, each with its own FedAvg.
 
 Sattler et al., Clustered Federated Learning: Model-Agnostic Distributed Multi-Task Optimization
-under Privacy Constraints, 2020. With Δ_k = w_k − w_c over the members of cluster c that answered:
+under Privacy Constraints, 2020. With Δ_k = w_k − w_c over the members of cluster c that
+returned an update:
 
   w_c ← Σ_k n_k w_k / Σ_k n_k
-  split c where ‖mean_n Δ‖ < ε₁, max_k ‖Δ_k‖ > ε₂ and it has more than two members: in two parts, by
-  complete linkage on 1 − cos(Δ_j, Δ_k)
+  split c in two by complete linkage on 1 − cos(Δ_j, Δ_k),
+  if ‖mean_n Δ‖ < ε₁, max_k ‖Δ_k‖ > ε₂ and it has more than two members
 
-Deviations: there are `max_clusters` places; when they are used up nothing splits any more. The part
-of the first member keeps the cluster's number and the other takes the next one, so that numbers
-mean the same after further splits. Members that did not answer keep their number, too.
+Deviations: there are at most `max_clusters` clusters. The part of the first member keeps the id of
+the cluster and the other part gets the next free id, so ids stay valid after further splits. Absent
+members keep the id of the cluster as well.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_variables
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
@@ -28,23 +29,24 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Clusters(NamedTuple):
-    """What the server keeps."""
+    """State of the server."""
 
-    models: PyTree  # [C, ...]: those of the first `used` clusters mean something
-    used: jax.Array  # int32
+    models: PyTree  # leaves of shape [C, ...]; only the first `used` clusters exist
+    used: jax.Array  # int32 [], number of clusters
 
 
 def bipartition(distance: jax.Array, members: jax.Array) -> jax.Array:
-    """bool [K]: whether a member is in the part that the first one is not in.
-
-    Complete linkage, until two parts are left.
+    """Splits the members in two parts by complete linkage.
 
     Args:
-      distance: [K, K], symmetric.
-      members: bool [K], two or more.
+      distance: Symmetric array of shape [K, K].
+      members: Bool array of shape [K] with at least two members.
+
+    Returns:
+      Bool array of shape [K]: the part that does not contain the first member.
     """
-    places = jnp.arange(members.shape[0])
-    outside = ~members[:, None] | ~members[None] | (places[:, None] == places[None])
+    ids = jnp.arange(members.shape[0])
+    excluded = ~members[:, None] | ~members[None] | (ids[:, None] == ids[None])
 
     def merge(_: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         distance, part = carry
@@ -55,14 +57,14 @@ def bipartition(distance: jax.Array, members: jax.Array) -> jax.Array:
         return distance, jnp.where(part == j, i, part)
 
     merges = jnp.maximum(jnp.sum(members) - 2, 0)
-    _, part = jax.lax.fori_loop(0, merges, merge, (jnp.where(outside, jnp.inf, distance), places))
+    _, part = jax.lax.fori_loop(0, merges, merge, (jnp.where(excluded, jnp.inf, distance), ids))
     return members & (part != part[jnp.argmax(members)])
 
 
-def products(deltas: PyTree) -> jax.Array:
-    """[K, K]: ⟨Δ_j, Δ_k⟩ over all leaves."""
+def inner_products(deltas: PyTree) -> jax.Array:
+    """Returns ⟨Δ_j, Δ_k⟩ over all leaves, [K, K]. Leaves of `deltas` have shape [K, ...]."""
     flat = [leaf.reshape(leaf.shape[0], -1) for leaf in jax.tree.leaves(deltas)]
-    return sum(jnp.matmul(one, one.T, precision="highest") for one in flat)  # type: ignore[return-value]
+    return sum(jnp.matmul(leaf, leaf.T, precision="highest") for leaf in flat)  # type: ignore[return-value]
 
 
 DIAGNOSTICS = {
@@ -86,42 +88,43 @@ def clustered_fl(
     longest_above: float = 1.6,
     max_clusters: int = 8,
 ) -> Algorithm:
-    """Server: `Clusters`. Rows: int [N], the cluster of each client. Clients: kept momentum.
+    """Creates Clustered-FL.
 
-    A phase starts from a global model, which is cluster 0's, or from a state of its own kind. A
-    client that never takes part is served cluster 0.
+    The server stores `Clusters`; the rows are the cluster of each client, int [N]. Clients store
+    the same as FedAvg. A phase starts from a global model, which becomes that of cluster 0, or from
+    a state of Clustered-FL. A client that never takes part is served cluster 0.
 
     Args:
-      mean_below: ε₁; a cluster splits only where its mean update is shorter than this.
-      longest_above: ε₂; and only where its longest update is longer than this.
-      max_clusters: when there are so many, nothing splits any more; 1 is FedAvg.
+      mean_below: ε₁, the norm of the mean update below which a cluster may split.
+      longest_above: ε₂, the norm that the longest update must exceed for a split.
+      max_clusters: Largest number of clusters; 1 is FedAvg.
     """
     require_at_least("clustered_fl.max_clusters", max_clusters, 1)
     base = fedavg(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        begun = base.init(key, None)
-        server = Clusters(trees.repeat(begun.server, max_clusters), jnp.int32(1))
+        first = base.init(key, None)
+        server = Clusters(trees.repeat(first.server, max_clusters), jnp.int32(1))
         rows = jnp.zeros(federation.clients, jnp.int32)
         if start is not None and trees.same_shapes((server, rows), (start.server, start.rows)):
             server, rows = start.server, start.rows
         elif start is not None:
-            known = common.initial(model, federation, key, start)
-            server = server._replace(models=trees.repeat(known, max_clusters))
-        return State(server, rows, begun.clients)
+            variables = initial_variables(model, federation, key, start)
+            server = server._replace(models=trees.repeat(variables, max_clusters))
+        return State(server, rows, first.clients)
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         return trees.row(state.server.models, state.rows[ctx.i])
 
     def receive(state: State, cohort: Cohort) -> tuple[Clusters, jax.Array]:
-        cluster = state.rows.at[cohort.ids].get(mode="fill", fill_value=-1)  # −1: not here
+        cluster = state.rows.at[cohort.ids].get(mode="fill", fill_value=-1)  # −1: absent
         deltas = jax.tree.map(jnp.subtract, cohort.uploads["params"], cohort.payloads["params"])
-        gram = products(deltas)
+        gram = inner_products(deltas)
         length = jnp.sqrt(jnp.diagonal(gram))
         floor = jnp.maximum(length, 1e-12)
         distance = 1 - gram / floor[:, None] / floor[None]
 
-        def one(c: jax.Array, carry: tuple[Clusters, jax.Array]) -> tuple[Clusters, jax.Array]:
+        def update(c: jax.Array, carry: tuple[Clusters, jax.Array]) -> tuple[Clusters, jax.Array]:
             (models, used), rows = carry
             members = cluster == c
             old = trees.row(models, c)
@@ -135,16 +138,16 @@ def clustered_fl(
                 & (jnp.sum(members) > 2)
                 & (used < max_clusters)
             )
-            moves = split & bipartition(distance, members)
-            place = jnp.where(split, used, max_clusters)
+            leaves_cluster = split & bipartition(distance, members)
+            new_id = jnp.where(split, used, max_clusters)
             models = jax.tree.map(
-                lambda many, new: many.at[c].set(new).at[place].set(new, mode="drop"), models, mean
+                lambda old, new: old.at[c].set(new).at[new_id].set(new, mode="drop"), models, mean
             )
-            leaving = jnp.where(moves, cohort.ids, federation.clients)
-            rows = rows.at[leaving].set(used, mode="drop")
+            leaving_ids = jnp.where(leaves_cluster, cohort.ids, federation.clients)
+            rows = rows.at[leaving_ids].set(used, mode="drop")
             return Clusters(models, used + split.astype(jnp.int32)), rows
 
-        return jax.lax.fori_loop(0, max_clusters, one, (state.server, state.rows))
+        return jax.lax.fori_loop(0, max_clusters, update, (state.server, state.rows))
 
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
         return send(state, ctx)

@@ -1,12 +1,12 @@
-"""Ditto: each client has a model of its own, held near the global one.
+"""Ditto: each client trains its own model, with a penalty on its distance to the global model.
 
 Li et al., Ditto: Fair and Robust Federated Learning Through Personalization, 2021.
 
   w_k ← w_k − η ∇f(w_k; B), and w ← Σ_k n_k w_k / Σ_k n_k: FedAvg
-  v_k ← v_k − η (∇f(v_k; B) + λ (v_k − w)), w the model that came down
+  v_k ← v_k − η (∇f(v_k; B) + λ (v_k − w)), with the downloaded w
 
-Deviations: v meets the batches that w_k meets, in the same order. The penalty holds parameters,
-never statistics, which v keeps to itself.
+Deviations: v_k trains on the same batches as w_k, in the same order. The penalty applies to
+parameters only. BatchNorm statistics of v_k stay on the client.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_client_rows, initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import fit_variables, proximal
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -29,11 +30,11 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Client(NamedTuple):
-    """What stays with a client."""
+    """State kept on the client between rounds."""
 
-    own: PyTree  # the variables v
-    momentum: PyTree  # of v
-    shared: PyTree  # momentum of w
+    variables: PyTree  # of the client's own model v_k
+    momentum: PyTree  # of v_k
+    shared_momentum: PyTree  # of w_k
 
 
 def ditto(
@@ -44,38 +45,48 @@ def ditto(
     penalty: float = 0.5,
     own_epochs: int | None = None,
 ) -> Algorithm:
-    """A client is served v; with λ = 0 it is Local. Server: FedAvg's. Clients: `Client`.
+    """Creates Ditto. With λ = 0 it is Local.
+
+    The server stores the same as FedAvg, clients store `Client`. A client is served v_k.
 
     Args:
-      penalty: λ, how firmly v is held near w.
-      own_epochs: passes over a client's examples in which v trains; unset: as w does.
+      penalty: λ, the weight of the distance between v_k and w.
+      own_epochs: Passes over a client's examples to train v_k. Unset: the same as for w_k.
     """
     require_at_least("ditto.penalty", penalty, 0)
     require_at_least("ditto.own_epochs", own_epochs, 1)
-    average = fedavg(model, training, federation)
-    by_own = training if own_epochs is None else training._replace(epochs=own_epochs, steps=None)
+    base = fedavg(model, training, federation)
+    v_training = (
+        training if own_epochs is None else training._replace(epochs=own_epochs, steps=None)
+    )
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = average.init(key, start)
-        own = common.own_first(state.server, start, Client, federation)
-        momentum = common.kept(by_own, state.server["params"], federation)
-        return state._replace(clients=Client(own, momentum, state.clients))
+        state = base.init(key, start)
+        clients = Client(
+            initial_client_rows(state.server, start, Client, "variables", federation),
+            initial_momentum(v_training, state.server["params"], federation),
+            state.clients,
+        )
+        return state._replace(clients=clients)
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        shared = average.train(payload, client.shared, ctx)
-        plain = local_training.gradient(model, federation.task, ctx.data)
-        near = common.held(plain, payload["params"], penalty)
-        v, rest, momentum, metrics = local_training.fit(
-            by_own, near, *local_training.split_variables(client.own), client.momentum, ctx
+        shared = base.train(payload, client.shared_momentum, ctx)
+        gradient = local_training.gradient(model, federation.task, ctx.data)
+        gradient = proximal(gradient, payload["params"], penalty)
+        variables, momentum, metrics = fit_variables(
+            v_training, gradient, client.variables, client.momentum, ctx
         )
-        own = {"params": v, **rest}
-        metrics = {**metrics, "shared_loss": shared.metrics["loss"]}
-        return ClientResult(shared.upload, own, Client(own, momentum, shared.client), metrics)
+        return ClientResult(
+            upload=shared.upload,
+            variables=variables,
+            client=Client(variables, momentum, shared.client),
+            metrics={**metrics, "shared_loss": shared.metrics["loss"]},
+        )
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-        return client.own
+        return client.variables
 
-    return average._replace(init=init, train=train, personalize=personalize)
+    return base._replace(init=init, train=train, personalize=personalize)
 
 
 DITTO = Method(ditto, title="Ditto", paper="Li et al. 2021")

@@ -12,7 +12,7 @@ The client's model is (φ_k, ω_k), its own last one.
 Deviations: F_k, the trace of the Fisher information in the paper, sums squared gradients of
 batches, as in the authors' code; the trace sums those of single examples. Here every client aligns
 its own copy of φ; the authors' code aligns one model in place, client after client. The alignment
-uses the batch size of training (theirs: 16). Clients that are not sampled do nothing; a client
+uses the batch size of training (theirs uses 16). Clients that are not sampled do nothing; a client
 that never trained has the initial model.
 """
 
@@ -22,8 +22,14 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.class_features import class_features, class_mask
+from fedjax_pfl.algorithms.shared.initial_state import (
+    initial_client_rows,
+    initial_momentum,
+    initial_variables,
+)
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import fit_variables, model_trainer
 from fedjax_pfl.core import batches, local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -42,7 +48,7 @@ from fedjax_pfl.networks import features
 class Client(NamedTuple):
     """State kept on the client between rounds."""
 
-    own: PyTree  # the variables (φ_k, ω_k)
+    variables: PyTree  # the variables (φ_k, ω_k)
     momentum: PyTree
 
 
@@ -70,7 +76,7 @@ def fedas(
     classes = federation.outputs
     features.width("fedas", model, federation)
     with_features = features.WithFeatures(model)
-    fit = common.trainer(model, task, training)
+    train_model = model_trainer(model, task, training)
     alignment = local_training.sgd(
         learning_rate=align_rate, batch_size=training.batch_size, epochs=align_epochs
     )
@@ -79,63 +85,66 @@ def fedas(
         """Returns the head and the body."""
         return trees.split(variables, {model.head})
 
-    def aligned(body: PyTree, own: PyTree, ctx: ClientContext) -> PyTree:
-        prototypes = common.features_by_class(with_features, own, ctx.data, classes).means
-        head = parts(own)[0]
+    def aligned(body: PyTree, variables: PyTree, ctx: ClientContext) -> PyTree:
+        """Returns the body after its alignment with the prototypes of the client's own model."""
+        prototypes = class_features(with_features, variables, ctx.data, classes).means
+        head = parts(variables)[0]
 
-        def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
-            one_hot = common.by_class(batch, classes).astype(jnp.float32)
+        def gradient(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+            one_hot = class_mask(batch, classes).astype(jnp.float32)
             share = one_hot @ (1 / jnp.maximum(jnp.sum(one_hot, 0), 1.0))
 
             def loss(params: PyTree) -> Any:
-                (_, z), new_rest = with_features.apply(
-                    trees.join({"params": params, **rest}, head),
+                (_, z), new_state = with_features.apply(
+                    trees.join({"params": params, **model_state}, head),
                     batch.x,
                     train=True,
                     mask=batch.mask,
                     rngs={"dropout": key},
-                    mutable=list(rest),
+                    mutable=list(model_state),
                 )
                 distances = jnp.mean(jnp.square(z - prototypes[batch.y]), -1)
-                return jnp.sum(jnp.where(batch.mask, share * distances, 0.0)), new_rest
+                return jnp.sum(jnp.where(batch.mask, share * distances, 0.0)), new_state
 
             return jax.value_and_grad(loss, has_aux=True)(params)
 
         reseeded = ctx._replace(key=jax.random.fold_in(ctx.key, 1))
-        params, rest, _, _ = local_training.fit(
-            alignment, gradient, *local_training.split_variables(body), (), reseeded
-        )
-        return {"params": params, **rest}
+        return fit_variables(alignment, gradient, body, (), reseeded)[0]
 
     def fisher(variables: PyTree, data: ClientData) -> jax.Array:
-        params, rest = local_training.split_variables(variables)
+        """Returns F_k, the sum over batches of the squared norm of the gradient."""
+        params, model_state = local_training.split_variables(variables)
 
-        def squared(batch: Batch) -> jax.Array:
+        def squared_gradient(batch: Batch) -> jax.Array:
             def loss(params: PyTree) -> jax.Array:
-                outputs = model.apply({"params": params, **rest}, batch.x)
+                outputs = model.apply({"params": params, **model_state}, batch.x)
                 losses = jnp.where(batch.mask, task.loss(outputs, batch.y, data.classes), 0.0)
                 examples = jnp.sum(batch.mask).astype(jnp.float32)
                 return jnp.sum(losses) / jnp.maximum(examples, 1.0)
 
             return trees.squared_norm(jax.grad(loss)(params))
 
-        return batches.sum_batches(squared, data, data.train, training.batch_size)
+        return batches.sum_batches(squared_gradient, data, data.train, training.batch_size)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is not None and isinstance(start.clients, Client):
-            head = parts(trees.row(start.clients.own, 0))[0]
+            head = parts(trees.row(start.clients.variables, 0))[0]
             start = start._replace(server=trees.join(start.server, head))
-        first = common.initial(model, federation, key, start)
-        own = common.own_first(first, start, Client, federation)
-        momentum = common.kept(training, first["params"], federation)
-        return State(parts(first)[1], (), Client(own, momentum))
+        variables = initial_variables(model, federation, key, start)
+        rows = initial_client_rows(variables, start, Client, "variables", federation)
+        momentum = initial_momentum(training, variables["params"], federation)
+        return State(parts(variables)[1], (), Client(rows, momentum))
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        body = aligned(payload, client.own, ctx)
-        whole_model = trees.join(body, parts(client.own)[0])
-        own, momentum, metrics = fit(whole_model, client.momentum, ctx)
-        upload = {**parts(own)[1], "fisher": fisher(own, ctx.data)}
-        return ClientResult(upload, own, Client(own, momentum), metrics)
+        body = aligned(payload, client.variables, ctx)
+        joined = trees.join(body, parts(client.variables)[0])
+        variables, momentum, metrics = train_model(joined, client.momentum, ctx)
+        return ClientResult(
+            upload={**parts(variables)[1], "fisher": fisher(variables, ctx.data)},
+            variables=variables,
+            client=Client(variables, momentum),
+            metrics=metrics,
+        )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads = cohort.present(cohort.uploads)
@@ -143,10 +152,10 @@ def fedas(
         return cohort.mean(bodies, state.server, uploads["fisher"]), state.rows
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-        return client.own
+        return client.variables
 
-    average = fedavg(model, training, federation)
-    return average._replace(init=init, train=train, receive=receive, personalize=personalize)
+    base = fedavg(model, training, federation)
+    return base._replace(init=init, train=train, receive=receive, personalize=personalize)
 
 
 FEDAS = Method(fedas, title="FedAS", paper="Yang et al. 2024")

@@ -1,4 +1,4 @@
-"""FedAvg: one global model, the mean of what the clients trained, weighted by their examples.
+"""FedAvg: one global model, the mean of the clients' trained models weighted by their examples.
 
 McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017.
 """
@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core.algorithm import (
     Algorithm,
     ClientContext,
@@ -22,22 +23,23 @@ from fedjax_pfl.core.local_training import Training
 
 
 def fedavg(model: Any, training: Training, federation: Federation) -> Algorithm:
-    """w ← Σ_k n_k w_k / Σ_k n_k over the clients that answered.
+    """Creates FedAvg: w ← Σ_k n_k w_k / Σ_k n_k over the clients that returned an update.
 
-    Server: the variables, BatchNorm statistics included. Clients: momentum, where it is kept.
+    The server stores the variables, BatchNorm statistics included. Clients store momentum if they
+    keep it.
     """
-    sgd = common.trainer(model, federation.task, training)
+    train_model = model_trainer(model, federation.task, training)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        variables = common.initial(model, federation, key, start)
-        return State(variables, (), common.kept(training, variables["params"], federation))
+        variables = initial_variables(model, federation, key, start)
+        return State(variables, (), initial_momentum(training, variables["params"], federation))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         return state.server
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-        variables, client, metrics = sgd(payload, client, ctx)
-        return ClientResult(variables, variables, client, metrics)
+        variables, momentum, metrics = train_model(payload, client, ctx)
+        return ClientResult(upload=variables, variables=variables, client=momentum, metrics=metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return cohort.mean(cohort.uploads, state.server), state.rows
@@ -45,7 +47,14 @@ def fedavg(model: Any, training: Training, federation: Federation) -> Algorithm:
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
         return state.server
 
-    return Algorithm(init, send, train, receive, personalize, model.apply)
+    return Algorithm(
+        init=init,
+        send=send,
+        train=train,
+        receive=receive,
+        personalize=personalize,
+        predict=model.apply,
+    )
 
 
 FEDAVG = Method(fedavg, title="FedAvg", paper="McMahan et al. 2017")

@@ -1,18 +1,18 @@
-"""FedAvg+: the global model, tuned by each client on its own examples before it is used.
+"""FedAvg+: the global model, fine-tuned by each client on its own examples before it is used.
 
 Jiang et al., Improving Federated Learning Personalization via Model Agnostic Meta Learning, 2019,
-as Marfoq et al., Federated Multi-Task Learning under a Mixture of Distributions, 2021, measure it.
+as evaluated by Marfoq et al., Federated Multi-Task Learning under a Mixture of Distributions, 2021.
 
   θ_i = one local epoch from w, at evaluation; it is discarded
 
-Deviations: none. Momentum begins at zero in each tuning.
+Deviations: none. Momentum starts at zero in each fine-tuning.
 """
 
 from typing import Any
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree, State
 from fedjax_pfl.core.errors import require_above, require_at_least
 from fedjax_pfl.core.local_training import Training, constant_rate
@@ -26,11 +26,11 @@ def fedavg_plus(
     rate: float | None = None,
     epochs: int = 1,
 ) -> Algorithm:
-    """ClientResult as FedAvg, served after `epochs` of local SGD.
+    """Creates FedAvg+. State and training are the same as for FedAvg.
 
     Args:
-      rate: of the tuning, in all rounds; unset: that of training in the same round.
-      epochs: passes of the tuning over the client's training examples.
+      rate: Learning rate of the fine-tuning, in all rounds. Unset: the rate of training.
+      epochs: Passes over a client's training examples in the fine-tuning.
     """
     require_above("fedavg_plus.rate", rate, 0)
     require_at_least("fedavg_plus.epochs", epochs, 1)
@@ -40,11 +40,10 @@ def fedavg_plus(
         steps=None,
         keep_optimizer=False,
     )
-
-    tune = common.trainer(model, federation.task, tuning)
+    fine_tune = model_trainer(model, federation.task, tuning)
 
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
-        return tune(state.server, (), ctx)[0]
+        return fine_tune(state.server, (), ctx)[0]
 
     return fedavg(model, training, federation)._replace(personalize=personalize)
 

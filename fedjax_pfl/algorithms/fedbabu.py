@@ -1,22 +1,25 @@
-"""FedBABU: only the body is trained and shared, behind a head that stays as it was drawn.
+"""FedBABU: clients train and share only the body; the head keeps its initial values.
 
 Oh et al., FedBABU: Toward Enhanced Representation for Federated Image Classification, 2022.
 
-  φ_k ← φ_k − η ∇_φ f(φ_k, ω; B), ω the first head of all;  φ ← Σ_k n_k φ_k / Σ_k n_k
+  φ_k ← φ_k − η ∇_φ f(φ_k, ω; B), with the same initial head ω for all;  φ ← Σ_k n_k φ_k / Σ_k n_k
   (φ_i, ω_i) = some local epochs on both from (φ, ω), at evaluation; it is discarded
-"Before" is the published number. "After" is the body behind the head that was drawn.
 
-Deviations: none in the method. The head is drawn as the network draws it; the paper also tries
-orthogonal ones. BatchNorm belongs to the body. Momentum begins at zero in each tuning.
+The metrics called "before" are those that the paper reports. "After" evaluates the trained body
+with the initial head.
+
+Deviations: none in the method. The head is initialised as the network does it; the paper also tries
+orthogonal heads. BatchNorm belongs to the body. Momentum starts at zero in each fine-tuning.
 """
 
 from typing import Any
 
 import jax
 
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.algorithms.shared.split_model import Client, of_layers, partly_shared
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
+from fedjax_pfl.algorithms.shared.split_model import Client, in_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -40,12 +43,12 @@ def fedbabu(
     rate: float | None = None,
     tune: str = "all",
 ) -> Algorithm:
-    """Server: the body φ. Clients: the head ω, the same for all, and momentum where it is kept.
+    """Creates FedBABU. The server stores the body φ, clients the head ω and momentum if kept.
 
     Args:
-      epochs: passes of the tuning over a client's training examples.
-      rate: of the tuning, in all rounds; unset: that of training in the same round.
-      tune: what is tuned: all, head or body.
+      epochs: Passes over a client's training examples in the fine-tuning.
+      rate: Learning rate of the fine-tuning, in all rounds. Unset: the rate of training.
+      tune: Part that is fine-tuned: all, head or body.
     """
     require_at_least("fedbabu.epochs", epochs, 1)
     require_above("fedbabu.rate", rate, 0)
@@ -56,28 +59,33 @@ def fedbabu(
         steps=None,
         keep_optimizer=False,
     )
-    sgd, fine = (common.trainer(model, federation.task, how) for how in (training, tuning))
-    joint = partly_shared(model, training, federation, of_layers({model.head}))
+    train_body = model_trainer(model, federation.task, training)
+    fine_tune = model_trainer(model, federation.task, tuning)
+    base = partly_shared(model, training, federation, in_layers({model.head}))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = joint.init(key, start)
-        momentum = common.kept(training, state.server["params"], federation)
-        return state._replace(clients=Client(state.clients.own, momentum))
+        state = base.init(key, start)
+        momentum = initial_momentum(training, state.server["params"], federation)
+        return state._replace(clients=Client(state.clients.personal, momentum))
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        body, momentum, metrics = sgd(payload, client.momentum, ctx, client.own)
+        head = client.personal
+        body, momentum, metrics = train_body(payload, client.momentum, ctx, head)
         return ClientResult(
-            body, trees.join(body, client.own), Client(client.own, momentum), metrics
+            upload=body,
+            variables=trees.join(body, head),
+            client=Client(head, momentum),
+            metrics=metrics,
         )
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-        body, head = state.server, client.own
+        body, head = state.server, client.personal
         if tune == "all":
-            return fine(trees.join(body, head), (), ctx)[0]
-        moves, stays = (head, body) if tune == "head" else (body, head)
-        return trees.join(fine(moves, (), ctx, stays)[0], stays)
+            return fine_tune(trees.join(body, head), (), ctx)[0]
+        tuned, frozen = (head, body) if tune == "head" else (body, head)
+        return trees.join(fine_tune(tuned, (), ctx, frozen)[0], frozen)
 
-    return joint._replace(init=init, train=train, personalize=personalize)
+    return base._replace(init=init, train=train, personalize=personalize)
 
 
 FEDBABU = Method(fedbabu, title="FedBABU", paper="Oh et al. 2022")

@@ -10,10 +10,10 @@ Each client keeps its own model, which predicts the class whose C_c is nearest t
 
 Deviations: the paper penalises the distance of a client's class prototypes to C_c; here, as in the
 authors' code, the penalty is the mean over examples. The mean of prototypes is weighted by their
-examples; the paper's equation divides by the number of clients once more, and the authors' code
-takes the plain mean. Examples of a class without a prototype have no penalty, as in the authors'
-code. For prediction such a class is farther by 1 than the farthest prototype, so that it is never
-chosen and its loss stays finite. The head predicts until the first prototype exists. All
+examples; the paper's equation also divides by the number of clients, and the authors' code takes
+the unweighted mean. Examples of a class without a prototype have no penalty, as in the authors'
+code. For prediction such a class is farther by 1 than the farthest prototype, so it is never
+predicted and its loss stays finite. The head predicts until the first prototype exists. All
 clients have the same network here.
 """
 
@@ -24,8 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.local import Client, local
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.class_features import class_features
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import fit_variables
+from fedjax_pfl.algorithms.shared.prototypes import (
+    average_prototypes,
+    no_prototypes,
+    with_prototype_penalty,
+)
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -57,11 +63,11 @@ class Nearest:
           x: Examples.
         """
         outputs, z = features.WithFeatures(self.network).apply(_network_of(variables), x)
-        seen = variables["seen"][None]
+        has_prototype = variables["seen"][None]
         distances = jnp.sum(jnp.square(z[:, None] - variables["prototypes"][None]), -1)
-        farthest = jnp.max(distances, -1, keepdims=True, where=seen, initial=0.0)
-        logits = -jnp.where(seen, distances, farthest + 1)
-        return jnp.where(jnp.any(seen), logits, outputs)
+        farthest = jnp.max(distances, -1, keepdims=True, where=has_prototype, initial=0.0)
+        logits = -jnp.where(has_prototype, distances, farthest + 1)
+        return jnp.where(jnp.any(has_prototype), logits, outputs)
 
 
 def _network_of(variables: PyTree) -> PyTree:
@@ -94,29 +100,30 @@ def fedproto(
 
     def init(key: jax.Array, start: State | None = None) -> State:
         state = base.init(key, start)
-        return state._replace(server=common.no_prototypes(classes, d))
+        return state._replace(server=no_prototypes(classes, d))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         return state.server
 
-    def served(own: PyTree, prototypes: PyTree) -> PyTree:
-        return {**own, **prototypes} if decides == "prototype" else own
+    def served(variables: PyTree, prototypes: PyTree) -> PyTree:
+        return {**variables, **prototypes} if decides == "prototype" else variables
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        data = ctx.data
-        pulled = common.near_prototypes(federation.task, payload, penalty)
-        gradient = local_training.gradient(with_features, pulled, data)
-        params, rest, momentum, metrics = local_training.fit(
-            training, gradient, *local_training.split_variables(client.variables),
-            client.momentum, ctx,
-        )  # fmt: skip
-        own = {"params": params, **rest}
-        statistics = common.features_by_class(with_features, own, data, classes)
-        upload = {"prototypes": statistics.means, "counts": statistics.counts}
-        return ClientResult(upload, served(own, payload), Client(own, momentum), metrics)
+        task = with_prototype_penalty(federation.task, payload, penalty)
+        gradient = local_training.gradient(with_features, task, ctx.data)
+        variables, momentum, metrics = fit_variables(
+            training, gradient, client.variables, client.momentum, ctx
+        )
+        statistics = class_features(with_features, variables, ctx.data, classes)
+        return ClientResult(
+            upload={"prototypes": statistics.means, "counts": statistics.counts},
+            variables=served(variables, payload),
+            client=Client(variables, momentum),
+            metrics=metrics,
+        )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
-        return common.new_prototypes(state.server, cohort.present(cohort.uploads)), state.rows
+        return average_prototypes(state.server, cohort.present(cohort.uploads)), state.rows
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return served(client.variables, state.server)
@@ -125,7 +132,15 @@ def fedproto(
         return {"prototypes": state.server["prototypes"]}
 
     predict = Nearest(model).apply if decides == "prototype" else model.apply
-    return Algorithm(init, send, train, receive, personalize, predict, observe=observe)
+    return base._replace(
+        init=init,
+        send=send,
+        train=train,
+        receive=receive,
+        personalize=personalize,
+        predict=predict,
+        observe=observe,
+    )
 
 
 FEDPROTO = Method(

@@ -1,18 +1,18 @@
-"""FedProx: FedAvg whose clients are held near the global model by a penalty.
+"""FedProx: FedAvg with a penalty on the distance between a client's model and the global model.
 
 Li et al., Federated Optimization in Heterogeneous Networks, 2020.
 
-  w_k ← w_k − η (∇f(w_k; B) + μ (w_k − w)), w the model that came down
+  w_k ← w_k − η (∇f(w_k; B) + μ (w_k − w)), with the downloaded w
 
-Deviations: every client does the same work; the paper's lets slow ones do less. The penalty holds
-parameters, never statistics. Clipping, where it is set, measures the whole gradient.
+Deviations: every client does the same amount of work; in the paper slow clients do less. The
+penalty applies to parameters only. Clipping, if set, uses the norm of the whole gradient.
 """
 
 from typing import Any
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import fit_variables, proximal
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Federation, PyTree
 from fedjax_pfl.core.errors import require_at_least
@@ -25,19 +25,18 @@ def fedprox(
     *,
     mu: float = 0.1,
 ) -> Algorithm:
-    """Server, clients and mean as FedAvg's.
+    """Creates FedProx. State and mean are the same as for FedAvg.
 
     Args:
-      mu: μ, how firmly clients are held near the global model; 0 is FedAvg.
+      mu: μ, the weight of the distance to the global model; 0 is FedAvg.
     """
     require_at_least("fedprox.mu", mu, 0)
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-        w, rest = local_training.split_variables(payload)
-        near = common.held(local_training.gradient(model, federation.task, ctx.data), w, mu)
-        params, rest, client, metrics = local_training.fit(training, near, w, rest, client, ctx)
-        variables = {"params": params, **rest}
-        return ClientResult(variables, variables, client, metrics)
+        gradient = local_training.gradient(model, federation.task, ctx.data)
+        gradient = proximal(gradient, payload["params"], mu)
+        variables, momentum, metrics = fit_variables(training, gradient, payload, client, ctx)
+        return ClientResult(upload=variables, variables=variables, client=momentum, metrics=metrics)
 
     return fedavg(model, training, federation)._replace(train=train)
 

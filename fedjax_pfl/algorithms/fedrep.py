@@ -1,9 +1,9 @@
-"""FedRep: each client fits its head to the shared body first, and then the body to its head.
+"""FedRep: each client first trains its head on the shared body, then the body with its head.
 
 Collins et al., Exploiting Shared Representations for Personalized Federated Learning, 2021.
 
-Deviations: while the head trains, the body's BatchNorm statistics stay, as does all else in it (in
-PyTorch they would go on running). Clipping measures the part that trains. The mean is weighted by
+Deviations: while the head trains, the body's BatchNorm statistics are frozen too (in PyTorch they
+would change). Clipping uses the gradient norm of the part that trains. The mean is weighted by
 examples, as in FedAvg.
 """
 
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_momentum
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.algorithms.shared.split_model import Client, of_layers, partly_shared
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
+from fedjax_pfl.algorithms.shared.split_model import Client, in_layers, partly_shared
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -27,7 +28,7 @@ from fedjax_pfl.core.errors import require_at_least
 
 
 class Momentum(NamedTuple):
-    """A client's kept momentum; each part's moves only while that part trains."""
+    """Momentum kept on the client. It changes only while its part trains."""
 
     head: PyTree
     body: PyTree
@@ -41,42 +42,47 @@ def fedrep(
     head_epochs: int = 10,
     head_steps: int | None = None,
 ) -> Algorithm:
-    """ω_i ← SGD on f(φ, ·); then φ_i ← SGD on f(·, ω_i); φ ← Σ_k n_k φ_k / Σ_k n_k; ω_i stays.
+    """Creates FedRep: ω_i ← SGD on f(φ, ·); φ_i ← SGD on f(·, ω_i); φ ← Σ_k n_k φ_k / Σ_k n_k.
 
-    Server: the body φ, BatchNorm included. Clients: the head ω_i, and momentum where it is kept.
+    The server stores the body φ, BatchNorm included. Clients store the head ω_i, and momentum if
+    they keep it.
 
     Args:
-      head_epochs: passes over a client's examples in which its head trains; the body's are
-        `local_epochs`.
-      head_steps: so many batches, each drawn afresh, in place of head_epochs.
+      head_epochs: Passes over a client's examples to train its head. The body has `local_epochs`.
+      head_steps: Number of batches instead of head_epochs, each sampled independently.
     """
-    task = federation.task
     require_at_least("fedrep.head_epochs", head_epochs, 1)
     require_at_least("fedrep.head_steps", head_steps, 1)
-    by_head = training._replace(
+    head_training = training._replace(
         epochs=head_epochs if head_steps is None else None, steps=head_steps
     )
-    fit_head, fit_body = (common.trainer(model, task, one) for one in (by_head, training))
-    joint = partly_shared(model, training, federation, of_layers({model.head}))
+    train_head = model_trainer(model, federation.task, head_training)
+    train_body = model_trainer(model, federation.task, training)
+    base = partly_shared(model, training, federation, in_layers({model.head}))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = joint.init(key, start)
-        head = trees.row(state.clients.own, 0)
+        state = base.init(key, start)
+        head = trees.row(state.clients.personal, 0)
         momentum = Momentum(
-            common.kept(by_head, head["params"], federation),
-            common.kept(training, state.server["params"], federation),
+            initial_momentum(head_training, head["params"], federation),
+            initial_momentum(training, state.server["params"], federation),
         )
-        return state._replace(clients=Client(state.clients.own, momentum))
+        return state._replace(clients=Client(state.clients.personal, momentum))
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        one, two = (ctx._replace(key=key) for key in jax.random.split(ctx.key))
-        head, of_head, first = fit_head(client.own, client.momentum.head, one, payload)
-        body, of_body, metrics = fit_body(payload, client.momentum.body, two, head)
-        metrics = {**metrics, "head_loss": first["loss"]}
-        stays = Client(head, Momentum(of_head, of_body))
-        return ClientResult(body, trees.join(body, head), stays, metrics)
+        head_ctx, body_ctx = (ctx._replace(key=key) for key in jax.random.split(ctx.key))
+        head, head_momentum, head_metrics = train_head(
+            client.personal, client.momentum.head, head_ctx, payload
+        )
+        body, body_momentum, metrics = train_body(payload, client.momentum.body, body_ctx, head)
+        return ClientResult(
+            upload=body,
+            variables=trees.join(body, head),
+            client=Client(head, Momentum(head_momentum, body_momentum)),
+            metrics={**metrics, "head_loss": head_metrics["loss"]},
+        )
 
-    return joint._replace(init=init, train=train)
+    return base._replace(init=init, train=train)
 
 
 FEDREP = Method(fedrep, title="FedRep", paper="Collins et al. 2021")

@@ -1,14 +1,16 @@
-"""L2GD: clients' own models, each pulled towards their mean before it trains on.
+"""L2GD: clients' own models, each moved towards their mean before local training.
 
-Hanzely and Richtárik, Federated Learning of a Mixture of Global and Local Models, 2020. It descends
-mean_i f_i(x_i) + λ/2 mean_i ‖x_i − x̄‖², with x̄ = mean_i x_i, by steps on either of both sums:
+Hanzely and Richtárik, Federated Learning of a Mixture of Global and Local Models, 2020. It
+minimises mean_i f_i(x_i) + λ/2 mean_i ‖x_i − x̄‖², with x̄ = mean_i x_i, by steps on one of the two
+sums at a time:
 
   x_i ← (1 − ρ) x_i + ρ x̄, then S times x_i ← x_i − η ∇f_i(x_i; B), and ρ = ηλS
 
-Deviations: the paper throws a coin before each step for which sum it is on, so that the numbers of
-steps between two exchanges are random; here S is what `local_epochs` or `local_steps` say, and all
-pulls between two exchanges are one. ρ is given in place of λ. Where clients are sampled or drop out
-x̄ is the mean of those that arrived. BatchNorm statistics are pulled as parameters are.
+Deviations: the paper decides at random before each step which sum to use, so the number of steps
+between two exchanges is random. Here S is `local_epochs` or `local_steps`, and all steps on the
+second sum between two exchanges are one. ρ is a setting instead of λ. If clients are sampled or
+absent, x̄ is the mean over those that returned an update. BatchNorm statistics move like
+parameters.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_client_rows
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import (
@@ -32,9 +34,9 @@ from fedjax_pfl.core.errors import require
 
 
 class Client(NamedTuple):
-    """What stays with a client."""
+    """State kept on the client between rounds."""
 
-    own: PyTree  # the variables x_i
+    variables: PyTree  # x_i
     momentum: PyTree
 
 
@@ -45,35 +47,35 @@ def l2gd(
     *,
     pull: float = 0.5,
 ) -> Algorithm:
-    """With ρ = 0 it is Local, with 1 FedAvg with plain means. Server: x̄. Clients: `Client`.
+    """Creates L2GD. With ρ = 0 it is Local, with ρ = 1 FedAvg with unweighted means.
 
-    A client is served its model as it is when it has been pulled.
+    The server stores x̄, clients store `Client`. A client is served x_i after the step towards x̄.
 
     Args:
-      pull: ρ, how far a client's model goes to the mean before it trains on, 0 to 1.
+      pull: ρ, the share of x̄ in a client's model before local training, 0 to 1.
     """
     require((pull >= 0) & (pull <= 1), f"l2gd.pull is {pull}; it is a share, 0 to 1")
-    average = fedavg(model, training, federation)
+    base = fedavg(model, training, federation)
 
-    def pulled(own: PyTree, mean: PyTree) -> PyTree:
-        return jax.tree.map(lambda x, m: (1 - pull) * x + pull * m, own, mean)
+    def mix(variables: PyTree, mean: PyTree) -> PyTree:
+        return jax.tree.map(lambda x, m: (1 - pull) * x + pull * m, variables, mean)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = average.init(key, start)
-        own = common.own_first(state.server, start, Client, federation)
-        return state._replace(clients=Client(own, state.clients))
+        state = base.init(key, start)
+        rows = initial_client_rows(state.server, start, Client, "variables", federation)
+        return state._replace(clients=Client(rows, state.clients))
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        done = average.train(pulled(client.own, payload), client.momentum, ctx)
-        return done._replace(client=Client(done.variables, done.client))
+        result = base.train(mix(client.variables, payload), client.momentum, ctx)
+        return result._replace(client=Client(result.variables, result.client))
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return cohort.mean(cohort.uploads, state.server, cohort.arrived), state.rows
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-        return pulled(client.own, state.server)
+        return mix(client.variables, state.server)
 
-    return average._replace(init=init, train=train, receive=receive, personalize=personalize)
+    return base._replace(init=init, train=train, receive=receive, personalize=personalize)
 
 
 L2GD = Method(l2gd, title="L2GD", paper="Hanzely and Richtárik 2020")

@@ -1,16 +1,16 @@
-"""LG-FedAvg: early layers stay with the client, the last layers are averaged.
+"""LG-FedAvg: early layers stay on the client, the last layers are averaged.
 
 Liang et al., Think Locally, Act Globally: Federated Learning with Local and Global Representations,
-2020. The paper goes on from a FedAvg run: put a phase of fedavg first.
+2020. The paper starts from a FedAvg run: configure a phase of fedavg before it.
 
-Deviations: none in the method. The authors' commands share 2 of 5 layers on CIFAR10; the default
-here, as in their code, is the head alone, which every network can do.
+Deviations: none in the method. The authors' commands share 2 of 5 layers on CIFAR10. The default
+here, as in their code, is the head alone, which works with every network.
 """
 
 from typing import Any
 
 from fedjax_pfl.algorithms.shared.method import Method
-from fedjax_pfl.algorithms.shared.split_model import last_layers, of_layers, partly_shared
+from fedjax_pfl.algorithms.shared.split_model import in_layers, last_layers, partly_shared
 from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, Federation
 
@@ -22,15 +22,17 @@ def lg_fedavg(
     *,
     shared_layers: int = 1,
 ) -> Algorithm:
-    """(θ_i, w) ← local SGD on both; w ← Σ_k n_k w_k / Σ_k n_k; the early layers θ_i stay.
+    """Creates LG-FedAvg: (θ_i, w) ← local SGD on both; w ← Σ_k n_k w_k / Σ_k n_k.
+
+    The early layers θ_i stay on the client.
 
     Args:
-      shared_layers: how many of the last layers are averaged. A BatchNorm is not counted and goes
-        with the layer before it, statistics included.
+      shared_layers: Number of the last layers that are averaged. A BatchNorm is not counted; it
+        belongs to the layer before it, statistics included.
     """
     late = last_layers(model, federation, "lg_fedavg.shared_layers", shared_layers, early=1)
-    own = of_layers([layer for layer in model.layers if layer not in late])
-    return partly_shared(model, training, federation, own)
+    early = [layer for layer in model.layers if layer not in late]
+    return partly_shared(model, training, federation, in_layers(early))
 
 
 LG_FEDAVG = Method(lg_fedavg, title="LG-FedAvg", paper="Liang et al. 2020")

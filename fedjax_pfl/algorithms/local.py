@@ -1,11 +1,12 @@
-"""Local: every client trains its own model and nothing travels."""
+"""Local: every client trains its own model, without communication."""
 
 from typing import Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -20,27 +21,29 @@ from fedjax_pfl.core.local_training import Training
 
 
 class Client(NamedTuple):
-    """What stays with a client."""
+    """State kept on the client between rounds."""
 
     variables: PyTree
     momentum: PyTree
 
 
 def local(model: Any, training: Training, federation: Federation) -> Algorithm:
-    """Independent training from one common first model. Clients: variables, momentum if kept."""
-    sgd = common.trainer(model, federation.task, training)
+    """Creates Local. All clients start from the same model; clients store `Client`."""
+    train_model = model_trainer(model, federation.task, training)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        variables = common.initial(model, federation, key, start)
-        momentum = common.kept(training, variables["params"], federation)
+        variables = initial_variables(model, federation, key, start)
+        momentum = initial_momentum(training, variables["params"], federation)
         return State((), (), Client(trees.repeat(variables, federation.clients), momentum))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         return ()
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        variables, momentum, metrics = sgd(client.variables, client.momentum, ctx)
-        return ClientResult((), variables, Client(variables, momentum), metrics)
+        variables, momentum, metrics = train_model(client.variables, client.momentum, ctx)
+        return ClientResult(
+            upload=(), variables=variables, client=Client(variables, momentum), metrics=metrics
+        )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, state.rows
@@ -48,7 +51,14 @@ def local(model: Any, training: Training, federation: Federation) -> Algorithm:
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return client.variables
 
-    return Algorithm(init, send, train, receive, personalize, model.apply)
+    return Algorithm(
+        init=init,
+        send=send,
+        train=train,
+        receive=receive,
+        personalize=personalize,
+        predict=model.apply,
+    )
 
 
 LOCAL = Method(local, title="Local", paper="")

@@ -6,11 +6,12 @@ Meta-Learning Approach, 2020.
 With w' = w − α∇f(w; B1) and g = ∇f(w'; B2), on independent batches, the direction is
   FO:  g
   HF:  g − α [∇f(w + δg; B3) − ∇f(w − δg; B3)] / 2δ
-and HF is (I − α∇²f(w)) g where f is a quadratic.
+and HF equals (I − α∇²f(w)) g if f is quadratic.
 
-Deviations: the server's mean is weighted by examples, the paper's is plain. B2 runs through the
-epochs as in every method here; B1 and B3 are drawn afresh. Clipping, decay and momentum, where they
-are set, act on the step along that direction. BatchNorm statistics come from the passes at w'.
+Deviations: the server's mean is weighted by examples, in the paper it is unweighted. B2 are the
+batches of the epochs, as in all methods here; B1 and B3 are sampled independently. Clipping, decay
+and momentum, if set, act on the step along the direction. BatchNorm statistics are those of the
+passes at w'.
 """
 
 from typing import Any
@@ -20,6 +21,7 @@ import optax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import fit_variables
 from fedjax_pfl.core import batches, local_training
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -44,22 +46,34 @@ def meta_gradient(
     alpha: float,
     delta: float,
 ) -> local_training.Gradient:
-    """The direction above, for a given batch B2; `size` examples each make B1 and B3."""
+    """Returns a function that computes the direction for a batch B2.
+
+    Args:
+      gradient: Gradient of the loss of a batch.
+      data: The client's examples.
+      size: Number of examples of B1 and of B3.
+      variant: "fo" or "hf".
+      alpha: α.
+      delta: δ, for "hf".
+    """
 
     def direction(
-        params: PyTree, rest: PyTree, batch: Batch, key: jax.Array
+        params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
     ) -> tuple[tuple[jax.Array, PyTree], PyTree]:
         first, second, third, key1, key3 = jax.random.split(key, 5)
-        _, inner = gradient(params, rest, batches.sample_batch(data, data.train, size, key1), first)
-        there = optax.tree.add_scale(params, -alpha, inner)
-        aux, outer = gradient(there, rest, batch, second)
+        batch1 = batches.sample_batch(data, data.train, size, key1)
+        _, inner = gradient(params, model_state, batch1, first)
+        adapted = optax.tree.add_scale(params, -alpha, inner)
+        aux, outer = gradient(adapted, model_state, batch, second)
         if variant == "fo":
             return aux, outer
-        another = batches.sample_batch(data, data.train, size, key3)
+        batch3 = batches.sample_batch(data, data.train, size, key3)
         # One key for both sides: the difference of two dropout masks is no derivative.
-        _, above = gradient(optax.tree.add_scale(params, delta, outer), rest, another, third)
-        _, below = gradient(optax.tree.add_scale(params, -delta, outer), rest, another, third)
-        curvature = optax.tree.sub(above, below)
+        forward = optax.tree.add_scale(params, delta, outer)
+        backward = optax.tree.add_scale(params, -delta, outer)
+        _, grads_forward = gradient(forward, model_state, batch3, third)
+        _, grads_backward = gradient(backward, model_state, batch3, third)
+        curvature = optax.tree.sub(grads_forward, grads_backward)
         return aux, optax.tree.add_scale(outer, -alpha / (2 * delta), curvature)
 
     return direction
@@ -74,13 +88,16 @@ def per_fedavg(
     alpha: float = 0.01,
     delta: float = 1e-2,
 ) -> Algorithm:
-    """w ← w − β · direction at every client, then FedAvg; a client is served w − α∇f(w; B).
+    """Creates Per-FedAvg: clients step along the direction, w ← w − β · direction, then FedAvg.
+
+    A client is served w − α∇f(w; B).
 
     Args:
-      variant: fo leaves the curvature out, hf estimates it from a difference of gradients.
-      alpha: α, rate of the step from the global model to a client's; `learning_rate` is β.
-      delta: δ, half the width of hf's difference, in lengths of g; much smaller ones show float32's
-        rounding.
+      variant: fo ignores the curvature, hf estimates it from a difference of gradients.
+      alpha: α, the learning rate of the step from the global to a client's model. `learning_rate`
+        is β.
+      delta: δ, half the width of the difference of hf, relative to g. With much smaller values
+        float32 rounding dominates.
     """
     task = federation.task
     require_one_of("per_fedavg.variant", variant, VARIANTS)
@@ -88,25 +105,28 @@ def per_fedavg(
     require_above("per_fedavg.delta", delta, 0)
 
     def adapted(variables: PyTree, data: ClientData, key: jax.Array) -> PyTree:
-        params, rest = local_training.split_variables(variables)
+        """Returns the variables after one step with rate α on a new batch."""
+        params, model_state = local_training.split_variables(variables)
         draw_key, noise_key = jax.random.split(key)
         batch = batches.sample_batch(data, data.train, training.batch_size, draw_key)
-        _, grads = local_training.gradient(model, task, data)(params, rest, batch, noise_key)
-        return {"params": optax.tree.add_scale(params, -alpha, grads), **rest}
+        _, grads = local_training.gradient(model, task, data)(params, model_state, batch, noise_key)
+        return {"params": optax.tree.add_scale(params, -alpha, grads), **model_state}
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-        data = ctx.data
-        params, rest = local_training.split_variables(payload)
-        gradient = local_training.gradient(model, task, data)
+        gradient = local_training.gradient(model, task, ctx.data)
         direction = meta_gradient(
-            gradient, data, training.batch_size, variant=variant, alpha=alpha, delta=delta
+            gradient, ctx.data, training.batch_size, variant=variant, alpha=alpha, delta=delta
         )
         fit_key, adapt_key = jax.random.split(ctx.key)
-        params, rest, client, metrics = local_training.fit(
-            training, direction, params, rest, client, ctx._replace(key=fit_key)
+        upload, momentum, metrics = fit_variables(
+            training, direction, payload, client, ctx._replace(key=fit_key)
         )
-        upload = {"params": params, **rest}
-        return ClientResult(upload, adapted(upload, data, adapt_key), client, metrics)
+        return ClientResult(
+            upload=upload,
+            variables=adapted(upload, ctx.data, adapt_key),
+            client=momentum,
+            metrics=metrics,
+        )
 
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
         return adapted(state.server, ctx.data, ctx.key)

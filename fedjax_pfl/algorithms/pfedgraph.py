@@ -8,10 +8,10 @@ initial model, p_j = n_j / Σ n, and all sums are over the clients that returned
   u_i ← Σ_j w_ij θ_j
   θ_i ← θ_i − η ∇(f_i(θ_i; B) − λ cos(θ_i, u_i)), from θ_i = u_i
 
-Deviations: the authors' code adds the cosine to the loss, so that it pushes a model away, takes it
-to Σ_j w_ij θ_j / ‖θ_j‖, a sum of normalised models, where we take it to u_i, and leaves it out of
-the first round. It also sets similarities above 0.9 to 1. BatchNorm statistics are averaged with
-the parameters and do not count in cosines.
+Deviations: the authors' code adds the cosine to the loss instead of subtracting it, compares θ_i
+with Σ_j w_ij θ_j / ‖θ_j‖, a sum of normalised models, instead of u_i, and has no cosine in the
+first round. It also sets similarities above 0.9 to 1. BatchNorm statistics are averaged with the
+parameters but not part of the cosines.
 """
 
 from typing import Any
@@ -20,8 +20,13 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import (
+    initial_momentum,
+    initial_variables,
+    model_shapes,
+)
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import fit_variables
 from fedjax_pfl.core import local_training, simplex, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -50,27 +55,29 @@ def pfedgraph(
     if it is kept.
 
     Args:
-      alpha: α, the weight that keeps w_i near the shares of examples; a small α follows similarity.
+      alpha: α, the weight of the distance between w_i and p. A small α follows similarity.
       penalty: λ, the weight of the cosine between a client's model and the model it was sent.
     """
     require_above("pfedgraph.alpha", alpha, 0)
     require_at_least("pfedgraph.penalty", penalty, 0)
-    average = fedavg(model, training, federation)
+    base = fedavg(model, training, federation)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         if start is not None and isinstance(start.server, dict) and "first" in start.server:
-            first = common.initial(model, federation, key, State(trees.row(start.rows, 0), (), ()))
+            first = initial_variables(
+                model, federation, key, State(trees.row(start.rows, 0), (), ())
+            )
             rows, server = start.rows, start.server
         else:
-            first = common.initial(model, federation, key, start)
+            first = initial_variables(model, federation, key, start)
             rows, server = trees.repeat(first, federation.clients), {"first": first["params"]}
-        return State(server, rows, common.kept(training, first["params"], federation))
+        return State(server, rows, initial_momentum(training, first["params"], federation))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         return trees.row(state.rows, ctx.i)
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-        plain = local_training.gradient(model, federation.task, ctx.data)
+        loss_gradient = local_training.gradient(model, federation.task, ctx.data)
 
         def negative_cosine(params: PyTree) -> jax.Array:
             pairs = zip(jax.tree.leaves(params), jax.tree.leaves(payload["params"]), strict=True)
@@ -78,16 +85,13 @@ def pfedgraph(
             squares = trees.squared_norm(params) * trees.squared_norm(payload["params"])
             return -dot / jnp.sqrt(jnp.maximum(squares, 1e-24))
 
-        def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
-            loss_rest, grads = plain(params, rest, batch, key)
-            turn = jax.grad(negative_cosine)(params)
-            return loss_rest, jax.tree.map(lambda g, t: g + penalty * t, grads, turn)
+        def gradient(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+            aux, grads = loss_gradient(params, model_state, batch, key)
+            cosine_grads = jax.grad(negative_cosine)(params)
+            return aux, jax.tree.map(lambda g, c: g + penalty * c, grads, cosine_grads)
 
-        params, rest, momentum, metrics = local_training.fit(
-            training, gradient, *local_training.split_variables(payload), client, ctx
-        )
-        variables = {"params": params, **rest}
-        return ClientResult(variables, variables, momentum, metrics)
+        variables, momentum, metrics = fit_variables(training, gradient, payload, client, ctx)
+        return ClientResult(upload=variables, variables=variables, client=momentum, metrics=metrics)
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         uploads = cohort.present(cohort.uploads)
@@ -106,8 +110,8 @@ def pfedgraph(
     def personalize(state: State, client: PyTree, ctx: ClientContext) -> PyTree:
         return trees.row(state.rows, ctx.i)
 
-    offload = tuple(common.shapes(model, federation))
-    return average._replace(
+    offload = tuple(model_shapes(model, federation))
+    return base._replace(
         init=init, send=send, train=train, receive=receive, personalize=personalize, offload=offload
     )
 

@@ -2,15 +2,15 @@
 
 Dinh et al., Personalized Federated Learning with Moreau Envelopes, 2020.
 
-A local round is one batch B: θ ← θ − η_p (∇f(θ; B) + λ (θ − w)) K times, then w ← w − ηλ (w − θ).
-Server: w ← (1 − β) w + β · mean_k w_k, the plain mean over the clients that answered.
-A client is served the θ at which its local rounds end, from the w of now, as the authors' code
-evaluates: K steps from w on one batch would be a weaker model.
+A local round uses one batch B: θ ← θ − η_p (∇f(θ; B) + λ (θ − w)) K times, then
+w ← w − ηλ (w − θ). Server: w ← (1 − β) w + β · mean_k w_k, the unweighted mean over the clients
+that returned an update. A client is served the θ after its local rounds from the current w, as in
+the authors' code: K steps from w on one batch would be a weaker model.
 
-Deviations: K steps stand for the paper's inner accuracy; θ begins at the w that came down and goes
-on from local round to local round. Clipping, decay and momentum, where they are set, act on the
-step of w; θ's steps are plain. BatchNorm statistics come from the passes at θ, travel with w and
-are averaged without β, which above 1 would make variances negative.
+Deviations: the paper runs the inner steps to a given accuracy, here there are K. θ starts at the
+downloaded w and is kept between local rounds. Clipping, decay and momentum, if set, act on the
+step of w; the steps of θ are plain SGD. BatchNorm statistics are those of the passes at θ, are
+uploaded with w and averaged without β, which above 1 would make variances negative.
 """
 
 from typing import Any
@@ -44,15 +44,16 @@ def pfedme(
     inner_rate: float = 0.05,
     beta: float = 1.0,
 ) -> Algorithm:
-    """θ solves min f(θ) + λ/2 ‖θ − w‖² around each client's w; the w are averaged.
+    """Creates pFedMe: θ minimises f(θ) + λ/2 ‖θ − w‖² for each client's w; w is averaged.
 
-    Server and clients: as FedAvg; no θ is kept, `personalize` trains it from the current w.
+    Server and clients store the same as FedAvg. θ is not stored: `personalize` trains it from the
+    current w.
 
     Args:
-      penalty: λ, how firmly θ is tied to w.
-      inner_steps: K, steps of θ on each batch.
-      inner_rate: η_p, the rate of those steps; `learning_rate` is η.
-      beta: β, how far the server goes to the new mean; 1 is all the way.
+      penalty: λ, the weight of the distance between θ and w.
+      inner_steps: K, the steps of θ on each batch.
+      inner_rate: η_p, the learning rate of these steps. `learning_rate` is η.
+      beta: β, the share of the clients' mean in the new w; 1 replaces w by the mean.
     """
     require_above("pfedme.penalty", penalty, 0)
     require_above("pfedme.inner_rate", inner_rate, 0)
@@ -60,34 +61,41 @@ def pfedme(
     require_at_least("pfedme.inner_steps", inner_steps, 1)
     require(
         penalty * inner_rate < 2,
-        f"pfedme.penalty {penalty} times inner_rate {inner_rate} is not below 2, and inner steps "
-        "diverge from 2 on; use a smaller inner_rate",
+        f"pfedme.penalty {penalty} times inner_rate {inner_rate} must be below 2, otherwise inner "
+        "steps diverge; use a smaller inner_rate",
     )
 
     def train(payload: PyTree, client: PyTree, ctx: ClientContext) -> ClientResult:
-        params, rest = local_training.split_variables(payload)
+        params, model_state = local_training.split_variables(payload)
         gradient = local_training.gradient(model, federation.task, ctx.data)
 
-        def envelope(w: PyTree, carried: PyTree, batch: Batch, key: jax.Array) -> Any:
-            """λ (w − θ), with θ and statistics after K inner steps and the loss at the last."""
+        def envelope_gradient(w: PyTree, carry: PyTree, batch: Batch, key: jax.Array) -> Any:
+            """Returns λ (w − θ) after K inner steps; also the last loss, θ and model state."""
 
-            def step(k: jax.Array, carry: Any) -> Any:
-                theta, rest, _ = carry
-                (loss, rest), grads = gradient(theta, rest, batch, jax.random.fold_in(key, k))
+            def step(k: jax.Array, inner: Any) -> Any:
+                theta, model_state, _ = inner
+                (loss, model_state), grads = gradient(
+                    theta, model_state, batch, jax.random.fold_in(key, k)
+                )
                 theta = jax.tree.map(
                     lambda x, g, a: x - inner_rate * (g + penalty * (x - a)), theta, grads, w
                 )
-                return theta, rest, loss
+                return theta, model_state, loss
 
-            start = (*carried, jnp.zeros(()))
-            theta, rest, loss = jax.lax.fori_loop(0, inner_steps, step, start)
-            pull = jax.tree.map(lambda a, x: penalty * (a - x), w, theta)
-            return (loss, (theta, rest)), pull
+            start = (*carry, jnp.zeros(()))
+            theta, model_state, loss = jax.lax.fori_loop(0, inner_steps, step, start)
+            grads = jax.tree.map(lambda a, x: penalty * (a - x), w, theta)
+            return (loss, (theta, model_state)), grads
 
-        w, (theta, rest), client, metrics = local_training.fit(
-            training, envelope, params, (params, rest), client, ctx
+        w, (theta, model_state), momentum, metrics = local_training.fit(
+            training, envelope_gradient, params, (params, model_state), client, ctx
         )
-        return ClientResult({"params": w, **rest}, {"params": theta, **rest}, client, metrics)
+        return ClientResult(
+            upload={"params": w, **model_state},
+            variables={"params": theta, **model_state},
+            client=momentum,
+            metrics=metrics,
+        )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         mean = cohort.mean(cohort.uploads, state.server, cohort.arrived)

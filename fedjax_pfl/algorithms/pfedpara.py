@@ -1,11 +1,11 @@
-"""pFedPara: kernels as W1 ⊙ (W2 + 1), of which W1 is FedAvg's and W2 the client's own.
+"""pFedPara: kernels are W1 ⊙ (W2 + 1), with a shared W1 and a personal W2.
 
 Hyeon-Woo, Ye-Bin and Oh, FedPara: Low-rank Hadamard Product for Communication-Efficient Federated
-Learning, 2022. Wi has the factors xi and yi, and ti in a convolution (`Hadamard`); those of W1
-travel, and so does all that is not factorised: the head, biases, BatchNorm.
+Learning, 2022. Wi has the factors xi and yi, and ti in a convolution (`Hadamard`). FedAvg averages
+the factors of W1 and everything that is not factorised: the head, biases, BatchNorm.
 
-Deviations: factors start normal with the variance that gives W that of its fan-in. The mean is
-weighted by examples, as in FedAvg.
+Deviations: factors start from a normal distribution with the variance that gives W the variance of
+its fan-in. The mean is weighted by examples, as in FedAvg.
 """
 
 from typing import Any
@@ -27,19 +27,19 @@ def pfedpara(
     *,
     gamma: float = 0.0,
 ) -> Algorithm:
-    """Server: factors of W1, and what has none. Clients: factors of W2.
+    """Creates pFedPara. Clients store the factors of W2, the server all other variables.
 
     Args:
-      gamma: rank of the factors, from 0 (the least with which W can have full rank) to 1 (as many
-        numbers as in W).
+      gamma: Rank of the factors, from 0 (the least with which W can have full rank) to 1 (the
+        factors have as many parameters as W).
     """
     require((gamma >= 0) & (gamma <= 1), f"pfedpara.gamma is {gamma}; choose 0 to 1")
     net = Hadamard(model, federation.input_shape, gamma, input_dtype=federation.input_dtype)
 
-    def own(layer: str, leaf: str) -> bool:
+    def is_personal(layer: str, leaf: str) -> bool:
         return layer in net.factorized and leaf in PERSONAL
 
-    return partly_shared(net, training, federation, own)
+    return partly_shared(net, training, federation, is_personal)
 
 
 PFEDPARA = Method(pfedpara, title="pFedPara", paper="Hyeon-Woo et al. 2022")

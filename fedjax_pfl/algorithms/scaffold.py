@@ -1,16 +1,17 @@
-"""SCAFFOLD: control variates take the clients' drift out of their steps.
+"""SCAFFOLD: control variates correct the drift of the clients' local steps.
 
 Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, 2020.
 
   y_i ← y_i − η (g_i(y_i) − c_i + c), from y_i = x;   c_i⁺ = mean of the g_i(y_i) of all steps
   x ← x + η_g mean_k (y_k − x);   c ← c + 1/N Σ_k (c_k⁺ − c_k), over those that arrived, of N
-Where steps are plain SGD the mean of g_i is the paper's option II, c_i − c + (x − y_i)/(Kη); and it
-is defined for any optimiser, rate schedule and number of steps. So c is the mean of all c_i, and
-stays so whoever drops out.
 
-Deviations: none with plain SGD. Momentum, decay and clipping, where they are set, come behind the
-correction. Means are plain, as in the paper, not weighted by examples; BatchNorm statistics are
-averaged and have no control variate.
+With plain SGD the mean of g_i is the paper's option II, c_i − c + (x − y_i)/(Kη). It is also
+defined for other optimisers, rate schedules and numbers of steps. c is the mean of all c_i, also if
+clients drop out.
+
+Deviations: none with plain SGD. Momentum, decay and clipping, if set, act after the correction.
+Means are not weighted by examples, as in the paper. BatchNorm statistics are averaged and have no
+control variate.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_client_rows
 from fedjax_pfl.algorithms.shared.method import Method
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
@@ -36,9 +37,9 @@ from fedjax_pfl.core.examples import Batch
 
 
 class Client(NamedTuple):
-    """What stays with a client."""
+    """State kept on the client between rounds."""
 
-    own: PyTree  # the control variate c_i, as the parameters are
+    control: PyTree  # c_i, in the structure of the parameters
     momentum: PyTree
 
 
@@ -49,49 +50,54 @@ def scaffold(
     *,
     server_rate: float = 1.0,
 ) -> Algorithm:
-    """Server: the variables x and, as `control`, c; both come down. Clients: `Client`.
+    """Creates SCAFFOLD.
+
+    The server stores the variables x and, as `control`, c; clients download both and store
+    `Client`.
 
     Args:
-      server_rate: η_g, how far the server goes to the mean of the models; 1 is all the way.
+      server_rate: η_g, the learning rate of the server; 1 replaces x by the mean of the y_k.
     """
     require_above("scaffold.server_rate", server_rate, 0)
-    average = fedavg(model, training, federation)
+    base = fedavg(model, training, federation)
     clients = int(federation.active.sum())
 
     def model_of(tree: PyTree) -> PyTree:
         return {name: part for name, part in tree.items() if not name.startswith("control")}
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        state = average.init(key, start)
+        state = base.init(key, start)
         zeros = jax.tree.map(jnp.zeros_like, state.server["params"])
-        own = common.own_first(zeros, start, Client, federation)
-        active = jnp.asarray(federation.active, jnp.float32)
-        control = trees.weighted_mean(own, active)
-        return State({**state.server, "control": control}, (), Client(own, state.clients))
+        rows = initial_client_rows(zeros, start, Client, "control", federation)
+        control = trees.weighted_mean(rows, jnp.asarray(federation.active, jnp.float32))
+        return State({**state.server, "control": control}, (), Client(rows, state.clients))
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        plain = local_training.gradient(model, federation.task, ctx.data)
+        gradient = local_training.gradient(model, federation.task, ctx.data)
 
-        def corrected(y: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
-            rest, total, steps = carried
-            (loss, rest), grads = plain(y, rest, batch, key)
-            carried = rest, jax.tree.map(jnp.add, total, grads), steps + 1
-            step = jax.tree.map(
-                lambda g, own, c: g - own + c, grads, client.own, payload["control"]
+        def corrected(y: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
+            model_state, total, steps = carry
+            (loss, model_state), grads = gradient(y, model_state, batch, key)
+            carry = model_state, jax.tree.map(jnp.add, total, grads), steps + 1
+            direction = jax.tree.map(
+                lambda g, c_i, c: g - c_i + c, grads, client.control, payload["control"]
             )
-            return (loss, carried), step
+            return (loss, carry), direction
 
-        x, rest = local_training.split_variables(model_of(payload))
-        carried = rest, jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.float32)
-        y, (rest, total, steps), momentum, metrics = local_training.fit(
-            training, corrected, x, carried, client.momentum, ctx
+        x, model_state = local_training.split_variables(model_of(payload))
+        carry = model_state, jax.tree.map(jnp.zeros_like, x), jnp.zeros((), jnp.float32)
+        y, (model_state, total, steps), momentum, metrics = local_training.fit(
+            training, corrected, x, carry, client.momentum, ctx
         )
         mean = jax.tree.map(lambda g: g / jnp.maximum(steps, 1.0), total)
-        own = trees.where(steps > 0, mean, client.own)
-        trained = {"params": y, **rest}
-        change = jax.tree.map(jnp.subtract, own, client.own)
+        control = trees.where(steps > 0, mean, client.control)
+        variables = {"params": y, **model_state}
+        control_change = jax.tree.map(jnp.subtract, control, client.control)
         return ClientResult(
-            {**trained, "control_change": change}, trained, Client(own, momentum), metrics
+            upload={**variables, "control_change": control_change},
+            variables=variables,
+            client=Client(control, momentum),
+            metrics=metrics,
         )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
@@ -107,7 +113,7 @@ def scaffold(
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
         return model_of(state.server)
 
-    return average._replace(init=init, train=train, receive=receive, personalize=personalize)
+    return base._replace(init=init, train=train, receive=receive, personalize=personalize)
 
 
 SCAFFOLD = Method(scaffold, title="SCAFFOLD", paper="Karimireddy et al. 2020")

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_variables, model_shapes
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -94,12 +94,12 @@ def private_layers(
       data: Examples; only their shapes matter.
       layers: Names of the private layers.
     """
-    private_shapes, _ = trees.split(common.shapes(model, federation), layers)
+    private_shapes, _ = trees.split(model_shapes(model, federation), layers)
 
     def first(member: Algorithm, key: jax.Array, state: State, start: State | None) -> PyTree:
         if start is not None and isinstance(start.clients, Client):
             return start.clients.own
-        private, _ = trees.split(common.initial(model, federation, key, start), layers)
+        private, _ = trees.split(initial_variables(model, federation, key, start), layers)
         return trees.repeat(private, federation.clients)
 
     def wrap(member: Algorithm) -> Algorithm:

@@ -20,7 +20,7 @@ RATE, LAMBDA, TAU, SCALE, MINIMUM = 0.3, 0.05, 0.1, 3.0, 2
 
 
 class TwoLayers(nn.Module):
-    """A layer of F×F windows (or dense, F = 0), ReLU, a mean over places, and a dense head."""
+    """A convolution with F×F windows (dense if F = 0), ReLU, a mean over positions, and a head."""
 
     window: int = 0
     head = "fc2"
@@ -35,77 +35,77 @@ class TwoLayers(nn.Module):
 
 
 def windows(x: np.ndarray, f: int) -> np.ndarray:
-    """What each window sees, [B, Y, X, F, F, I]; a dense layer sees all of x in one of size 1."""
+    """Returns the patches of x, [B, Y, X, F, F, I]; for f = 0, x as one patch."""
     if not f:
         return x[:, None, None, None, None, :]
-    seen = np.lib.stride_tricks.sliding_window_view(x, (f, f), axis=(1, 2))
-    return np.moveaxis(seen, 3, -1)
+    patches = np.lib.stride_tricks.sliding_window_view(x, (f, f), axis=(1, 2))
+    return np.moveaxis(patches, 3, -1)
 
 
 def similar_clients(v: np.ndarray) -> np.ndarray:
-    """ω [N, N] by loops, from (4) and (5)."""
+    """Computes ω [N, N] with loops, from (4) and (5)."""
     omega = np.zeros((N, N))
     for k in range(N):
         sigma = {i: v[k] @ v[i] / np.linalg.norm(v[k]) / np.linalg.norm(v[i]) for i in range(N)}
         sigma[k] = 1.0
         closest = sorted(sigma, key=lambda i: -sigma[i])
-        chosen = {i for i in sigma if sigma[i] >= TAU} | set(closest[:MINIMUM])
-        total = sum(np.exp(SCALE * sigma[i]) for i in chosen)
-        for i in chosen:
+        selected = {i for i in sigma if sigma[i] >= TAU} | set(closest[:MINIMUM])
+        total = sum(np.exp(SCALE * sigma[i]) for i in selected)
+        for i in selected:
             omega[k, i] = np.exp(SCALE * sigma[i]) / total
     return omega
 
 
 def step(params: Any, x: np.ndarray, y: np.ndarray, f: int, penalty: float) -> Any:
-    """One gradient step on cross-entropy + penalty ‖μ‖₁, by hand."""
-    seen = windows(x, f)
+    """Returns the parameters after a gradient step on cross-entropy + penalty ‖μ‖₁."""
+    patches = windows(x, f)
     first, head = params["one"], params["fc2"]
-    w1 = (first["u"] @ first["v"].T + first["mu"]).reshape(*seen.shape[3:], -1)
+    w1 = (first["u"] @ first["v"].T + first["mu"]).reshape(*patches.shape[3:], -1)
     w2 = head["u"] @ head["v"].T + head["mu"]
-    a = np.einsum("nyxfgi,fgio->nyxo", seen, w1) + first["bias"]
+    a = np.einsum("nyxfgi,fgio->nyxo", patches, w1) + first["bias"]
     z = np.maximum(a, 0).mean((1, 2))
     logits = z @ w2 + head["bias"]
     p = np.exp(logits - logits.max(1, keepdims=True))
     delta = (p / p.sum(1, keepdims=True) - np.eye(OUT)[y]) / len(y)
     back = (delta @ w2.T)[:, None, None, :] * (a > 0) / (a.shape[1] * a.shape[2])
     slopes = {
-        "one": (np.einsum("nyxfgi,nyxo->fgio", seen, back), back.sum((0, 1, 2))),
+        "one": (np.einsum("nyxfgi,nyxo->fgio", patches, back), back.sum((0, 1, 2))),
         "fc2": (z.T @ delta, delta.sum(0)),
     }
     new = {}
     for layer, (by_kernel, by_bias) in slopes.items():
-        own = params[layer]
-        slope = by_kernel.reshape(own["mu"].shape)
+        old = params[layer]
+        slope = by_kernel.reshape(old["mu"].shape)
         new[layer] = {
-            "u": own["u"] - RATE * slope @ own["v"],
-            "v": own["v"] - RATE * slope.T @ own["u"],
-            "mu": own["mu"] - RATE * (slope + penalty * np.sign(own["mu"])),
-            "bias": own["bias"] - RATE * by_bias,
+            "u": old["u"] - RATE * slope @ old["v"],
+            "v": old["v"] - RATE * slope.T @ old["u"],
+            "mu": old["mu"] - RATE * (slope + penalty * np.sign(old["mu"])),
+            "bias": old["bias"] - RATE * by_bias,
         }
     return new
 
 
 def stored(state: State, k: int) -> Any:
-    """All parameters of client k's last model, uploaded ones and its own."""
-    parts = (state.rows["params"], state.clients.own["params"])
-    found: Any = {}
+    """Returns all parameters of client k's last model, from the server and the client."""
+    parts = (state.rows["params"], state.clients.personal["params"])
+    params: Any = {}
     for part in parts:
         for layer, leaves in part.items():
-            found.setdefault(layer, {}).update(
+            params.setdefault(layer, {}).update(
                 {name: np.asarray(leaf[k], np.float64) for name, leaf in leaves.items()}
             )
-    return found
+    return params
 
 
 def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
-    """The round functions, the data, and a state in which all parts of all clients differ."""
+    """Returns round functions, data, and a state in which all clients differ in all parts."""
     rng = np.random.default_rng(2)
     data, federation = tiny.federated()
     if f:
         x = rng.normal(size=(len(data.x), 4, 4, 2)).astype(np.float32)
         data = data._replace(x=jnp.asarray(x))
         federation = federation._replace(input_shape=(4, 4, 2))
-    made = algorithms.factorized_fl(
+    algorithm = algorithms.factorized_fl(
         TwoLayers(f),
         local_training.sgd(learning_rate=RATE, batch_size=64, epochs=1),
         federation,
@@ -116,23 +116,27 @@ def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
         sparsity=LAMBDA,
         penalty=penalty,
     )
-    engine = rounds.make_rounds(made, federation, cohort=N, max_rounds=1, evaluate_after=False)
-    state = engine.init(KEY)
+    rounds_functions = rounds.make_rounds(
+        algorithm, federation, cohort=N, max_rounds=1, evaluate_after=False
+    )
+    state = rounds_functions.init(KEY)
 
     def scatter(leaf: jax.Array) -> jax.Array:
         return leaf + rng.normal(size=leaf.shape).astype(np.float32)
 
-    return engine, data, jax.tree.map(scatter, state)
+    return rounds_functions, data, jax.tree.map(scatter, state)
 
 
 @pytest.mark.parametrize("penalty", [True, False])
 @pytest.mark.parametrize("share", ["u", "all"])
 @pytest.mark.parametrize("f", [0, 3], ids=["dense", "conv"])
 def test_a_round_equals_numpy(f, share, penalty):
-    engine, data, before = setting(f, share, penalty)
+    rounds_functions, data, before = setting(f, share, penalty)
     models = [stored(before, k) for k in range(N)]
     # A copy, because the simulation may reuse the state's memory.
-    after, _ = engine.run(KEY, jax.tree.map(jnp.copy, before), data, jnp.int32(0), jnp.int32(1))
+    after, _ = rounds_functions.run(
+        KEY, jax.tree.map(jnp.copy, before), data, jnp.int32(0), jnp.int32(1)
+    )
     after = jax.device_get(after)
     omega = similar_clients(np.stack([model["one"]["v"].ravel() for model in models]))
     assert ((omega > 0).sum(1) < N).any()
@@ -141,12 +145,12 @@ def test_a_round_equals_numpy(f, share, penalty):
         mixed = {name: dict(leaves) for name, leaves in models[k].items()}
         for leaf in ("u",) if share == "u" else ("u", "v", "mu", "bias"):
             mixed["one"][leaf] = sum(omega[k, i] * models[i]["one"][leaf] for i in range(N))
-        picked = np.asarray(data.train.rows[k])[: int(data.train.size[k])]
-        x, y = (np.asarray(part)[picked] for part in (data.x, data.y))
-        wanted = step(mixed, x.astype(np.float64), y, f, LAMBDA if penalty else 0.0)
+        rows = np.asarray(data.train.rows[k])[: int(data.train.size[k])]
+        x, y = (np.asarray(part)[rows] for part in (data.x, data.y))
+        expected = step(mixed, x.astype(np.float64), y, f, LAMBDA if penalty else 0.0)
         got = stored(after, k)
         assert set(got) == {"one", "fc2"}
-        for layer, leaves in wanted.items():
+        for layer, leaves in expected.items():
             for leaf, value in leaves.items():
                 np.testing.assert_allclose(got[layer][leaf], value, atol=1e-5)
     # Alpha uploads u and v of the layer before the classifier, beta all of that layer.

@@ -1,4 +1,4 @@
-"""FedAvg+: what is served, an epoch after FedAvg's model."""
+"""FedAvg+: the fine-tuned model."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -6,23 +6,22 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training
-from fedjax_pfl.core.algorithm import ClientContext, State
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, client, variables, weights
+from tests.algorithms.linear import context, variables, weights
 
 
-def make(**own):
-    """One example in a batch: f = ½ (w − 3)² twice in an epoch."""
+def make(**settings):
+    """Returns FedAvg+ and data with two batches of one example, f = ½ (w − 3)²."""
     data, federation = linear.federated([[[1.0], [1.0]]], [[3.0, 3.0]])
     training = local_training.sgd(
         learning_rate=lambda t: 0.1 / (1 + t.astype(jnp.float32)), batch_size=1, epochs=3
     )
-    return algorithms.fedavg_plus(linear.Linear(), training, federation, **own), data
+    return algorithms.fedavg_plus(linear.Linear(), training, federation, **settings), data
 
 
 @pytest.mark.parametrize(
-    ("own", "t", "shrunk"),
+    ("settings", "t", "factor"),
     [
         ({"rate": 0.5}, 0, 0.5**2),
         ({"rate": 0.5}, 7, 0.5**2),
@@ -31,16 +30,10 @@ def make(**own):
         ({}, 1, 0.95**2),
     ],
 )
-def test_tuning_by_hand(own, t, shrunk):
-    """The distance to the optimum, 3 − 1 = 2, shrinks by 1 − rate in each of the steps."""
-    made, data = make(**own)
-    served = made.personalize(
-        State(variables([1.0]), (), ()), (), ClientContext(0, client(data, 0), jnp.int32(t), KEY)
+def test_fine_tuning_by_hand(settings, t, factor):
+    """Each step multiplies the distance to the optimum, 3 − 1 = 2, by 1 − rate."""
+    algorithm, data = make(**settings)
+    served = algorithm.personalize(
+        State(variables([1.0]), (), ()), (), context(data, t=jnp.int32(t))
     )
-    np.testing.assert_allclose(weights(served), [3 - 2 * shrunk], rtol=1e-6)
-
-
-def test_wrong_settings():
-    for own, word in (({"rate": 0.0}, "above 0"), ({"epochs": 0}, "at least 1")):
-        with pytest.raises(UsageError, match=word):
-            make(**own)
+    np.testing.assert_allclose(weights(served), [3 - 2 * factor], rtol=1e-6)

@@ -1,4 +1,4 @@
-"""The modular network: plain where it is one block wide, and its gates by hand."""
+"""The modular network: with one block per layer, and its gates by hand."""
 
 import functools
 
@@ -17,7 +17,7 @@ LAYOUT = (2, 2, 2)
 
 
 @pytest.mark.parametrize(
-    ("encoder", "plain", "early"),
+    ("encoder", "baseline", "early"),
     [
         (MLP(hidden=()), MLP(outputs=3, hidden=(7, 5)), ["fc1"]),
         (
@@ -27,13 +27,13 @@ LAYOUT = (2, 2, 2)
         ),
     ],
 )
-def test_one_block_in_each_layer_is_the_plain_network(encoder, plain, early):
-    """Outputs and gradients, bit for bit."""
+def test_one_block_in_each_layer_is_the_plain_network(encoder, baseline, early):
+    """Outputs and gradients are exactly equal."""
     modular = Modular(encoder, 3, (1, 1, 1), 7, 5, dropout=0.0)
     x = jax.random.normal(KEY, (6, 12, 12, 1))
     variables = jax.jit(modular.init)(KEY, x)
 
-    def same(p):
+    def plain_params(p):
         late = {"fc2": p["block2_1"], "fc3": p["block3_1"]}
         return {**{name: p["encoder1"][name] for name in early}, **late}
 
@@ -44,14 +44,14 @@ def test_one_block_in_each_layer_is_the_plain_network(encoder, plain, early):
         return jax.jit(jax.grad(loss(model), has_aux=True))
 
     gradient, out = run(modular)(variables["params"])
-    wanted_gradient, wanted = run(plain)(same(variables["params"]))
-    np.testing.assert_array_equal(out, wanted)
-    chex.assert_trees_all_equal(same(gradient), wanted_gradient)
+    expected_gradient, expected = run(baseline)(plain_params(variables["params"]))
+    np.testing.assert_array_equal(out, expected)
+    chex.assert_trees_all_equal(plain_params(gradient), expected_gradient)
 
 
 @pytest.fixture(scope="module")
 def network():
-    """Two linear encoders, two blocks between, two at the end, each with its own parameters."""
+    """Returns a network with two blocks in each of three layers, its variables, x and `apply`."""
     modular = Modular(MLP(hidden=()), 3, LAYOUT, 4, 5, dropout=0.5)
     x = jax.random.normal(KEY, (6, 2))
     variables = modular.init(jax.random.key(1), x)
@@ -62,17 +62,19 @@ def test_every_block_has_its_own_parameters(network):
     _, variables, _, _ = network
     assert list(blocks(LAYOUT)) == ["block2_1", "block2_2", "block3_1", "block3_2"]
     assert set(variables["params"]) == {"encoder1", "encoder2", *blocks(LAYOUT)}
-    for one, other in (
+    for first, second in (
         ("encoder1", "encoder2"),
         ("block2_1", "block2_2"),
         ("block3_1", "block3_2"),
     ):
-        pairs = zip(*(jax.tree.leaves(variables["params"][n]) for n in (one, other)), strict=True)
+        pairs = zip(
+            *(jax.tree.leaves(variables["params"][n]) for n in (first, second)), strict=True
+        )
         assert all((a != b).all() for a, b in pairs)
 
 
-def by_hand(variables, x, gates):
-    """Equation (13) in NumPy, block by block; what has no input is not there."""
+def reference(variables, x, gates):
+    """Computes equation (13) in NumPy, block by block; blocks without an input are ignored."""
     p = jax.device_get(variables["params"])
     values = [
         np.maximum(np.asarray(x) @ p[e]["fc1"]["kernel"] + p[e]["fc1"]["bias"], 0)
@@ -95,30 +97,30 @@ def by_hand(variables, x, gates):
 
 
 def test_inputs_are_means_of_open_predecessors(network):
-    """Random gates, dead ends and blocks without input among them."""
+    """Random gates, with dead ends and blocks without an input."""
     _, variables, x, apply = network
     rng = np.random.default_rng(0)
     for gates in [np.ones(10), np.zeros(10), *(rng.random((40, 10)) < 0.5)]:
         out = apply(variables, x, jnp.asarray(gates, jnp.float32))
-        np.testing.assert_allclose(out, by_hand(variables, x, gates), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(out, reference(variables, x, gates), rtol=1e-5, atol=1e-6)
 
 
-def test_a_block_without_input_does_not_speak(network):
-    """Its bias is large, and its gate to the next layer is open."""
+def test_a_block_without_input_has_no_effect(network):
+    """Its bias is large and its outgoing gates are open."""
     _, variables, x, apply = network
     gates = jnp.asarray([1, 1, 0, 0, 1, 1, 1, 1, 1, 1], jnp.float32)  # nothing into block2_2
-    loud = {**variables["params"], "block2_2": {**variables["params"]["block2_2"]}}
-    loud["block2_2"]["bias"] = loud["block2_2"]["bias"] + 1e3
-    np.testing.assert_array_equal(apply({"params": loud}, x, gates), apply(variables, x, gates))
+    changed = {**variables["params"], "block2_2": {**variables["params"]["block2_2"]}}
+    changed["block2_2"]["bias"] = changed["block2_2"]["bias"] + 1e3
+    np.testing.assert_array_equal(apply({"params": changed}, x, gates), apply(variables, x, gates))
 
 
-def test_a_closed_gate_feels_what_opening_it_would_bring(network):
-    """∂/∂c_k of Σ c u / Σ c by hand; where all are closed, u_k itself, and nowhere NaN."""
+def test_gradients_of_closed_gates(network):
+    """∂/∂c_k of Σ c u / Σ c by hand; u_k if all gates are closed, and never NaN."""
     u = [jnp.array([1.0, 2.0]), jnp.array([4.0, -2.0])]
-    one = jax.jacobian(lambda c: mean(c, u))
-    np.testing.assert_allclose(one(jnp.array([1.0, 0.0]))[:, 1], u[1] - u[0])
-    np.testing.assert_allclose(one(jnp.array([1.0, 1.0]))[:, 0], (u[0] - u[1]) / 4)
-    np.testing.assert_allclose(one(jnp.zeros(2)), jnp.stack(u, 1))
+    first = jax.jacobian(lambda c: mean(c, u))
+    np.testing.assert_allclose(first(jnp.array([1.0, 0.0]))[:, 1], u[1] - u[0])
+    np.testing.assert_allclose(first(jnp.array([1.0, 1.0]))[:, 0], (u[0] - u[1]) / 4)
+    np.testing.assert_allclose(first(jnp.zeros(2)), jnp.stack(u, 1))
     modular, variables, x, _ = network
     gradient = jax.grad(lambda gates: jnp.sum(jnp.sin(modular.apply(variables, x, gates))))
     gates = jnp.asarray([1, 0, 0, 0, 1, 1, 0, 1, 1, 1], jnp.float32)  # nothing into block2_2
@@ -130,7 +132,7 @@ def test_a_closed_gate_feels_what_opening_it_would_bring(network):
     assert np.isfinite(gradient(jnp.zeros(10))).all()
 
 
-def test_dropout_only_trains(network):
+def test_dropout_is_active_only_in_training(network):
     modular, variables, x, apply = network
     gates = jnp.ones(10)
     rngs = {"dropout": KEY}
@@ -138,7 +140,7 @@ def test_dropout_only_trains(network):
     assert (dropped != apply(variables, x, gates)).any()
 
 
-def test_keep_inactive_finds_blocks_in_any_tree():
+def test_keep_inactive_works_on_any_tree():
     names = blocks(LAYOUT)
 
     def block(value):
@@ -157,7 +159,7 @@ def test_keep_inactive_finds_blocks_in_any_tree():
         assert [float(part[name]["kernel"][0]) for name in names] == [1, 0, 0, 1]
 
 
-def test_keep_inactive_keeps_encoders_of_a_trimmed_network():
+def test_keep_inactive_includes_encoders_of_a_trimmed_network():
     names = blocks(LAYOUT, trimmed=True)
     assert names[:3] == ["encoder1", "encoder2", "block2_1"]
 
@@ -169,12 +171,12 @@ def test_keep_inactive_keeps_encoders_of_a_trimmed_network():
     assert [float(new[name]["fc1"]["bias"][0]) for name in names] == [1, 0, 1, 1, 0, 1]
 
 
-def test_a_trimmed_network_ignores_an_encoder_without_use(network):
-    """Its output does not matter, nor does it reach the gates' gradient."""
+def test_a_trimmed_network_ignores_unused_encoders(network):
+    """The encoder's output changes neither outputs nor gradients of gates."""
     modular, variables, x, _ = network
     gates = jnp.array([1.0, 0, 1, 0, 1, 0, 0, 1, 1, 1])  # encoder 2 is closed to both blocks
     assert router.active(gates, LAYOUT, True).tolist() == [True, False, True, True, True, True]
-    other = {
+    second = {
         **variables,
         "params": {
             **variables["params"],
@@ -184,15 +186,15 @@ def test_a_trimmed_network_ignores_an_encoder_without_use(network):
 
     @functools.partial(jax.jit, static_argnums=0)
     def outputs_and_slopes(trimmed, of):
-        made = modular.clone(trimmed=trimmed)
+        clone = modular.clone(trimmed=trimmed)
 
         def total(g):
-            return jnp.sum(made.apply(of, x, g))
+            return jnp.sum(clone.apply(of, x, g))
 
-        return made.apply(of, x, gates), jax.grad(total)(gates)
+        return clone.apply(of, x, gates), jax.grad(total)(gates)
 
     for trimmed in (False, True):
-        one, two = (outputs_and_slopes(trimmed, of) for of in (variables, other))
-        np.testing.assert_array_equal(one[0], two[0])
-        assert bool((one[1][jnp.array([1, 3])] == 0).all()) == trimmed
-        assert bool((one[1] == two[1]).all()) == trimmed
+        first, two = (outputs_and_slopes(trimmed, of) for of in (variables, second))
+        np.testing.assert_array_equal(first[0], two[0])
+        assert bool((first[1][jnp.array([1, 3])] == 0).all()) == trimmed
+        assert bool((first[1] == two[1]).all()) == trimmed

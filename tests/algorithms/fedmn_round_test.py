@@ -29,7 +29,7 @@ def sigmoid(z: np.ndarray) -> np.ndarray:
 
 
 def logits(params: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Equation (9)."""
+    """Computes logit π by equation (9)."""
     image = dense(params["router_encoder"]["fc1"], x)
     joint = np.concatenate([image, dense(params["router_labels"], np.eye(tiny.CLASSES)[y])], 1)
     joint /= np.linalg.norm(joint, axis=1, keepdims=True)
@@ -37,7 +37,7 @@ def logits(params: Any, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def active_blocks(opened: np.ndarray) -> np.ndarray:
-    """Section II-E, written out for 2 x 2 x 2: blocks with an open gate from an active block."""
+    """Returns the active blocks of a 2 x 2 x 2 layout, section II-E."""
     second = [opened[0] or opened[1], opened[2] or opened[3]]
     third = [
         any(opened[4 + 2 * j + i] and second[i] for i in range(2))  # i feeds j
@@ -47,7 +47,7 @@ def active_blocks(opened: np.ndarray) -> np.ndarray:
 
 
 def loss(params: Any, gates: np.ndarray, active: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
-    """Mean cross-entropy of the network that a client holds, with (13) weighted by the gates."""
+    """Computes the mean cross-entropy of a client's network, with (13) weighted by gates."""
 
     def mean(row: np.ndarray, values: list[Any]) -> np.ndarray:
         pairs = [(c, u) for c, u in zip(row, values, strict=True) if u is not None]
@@ -57,9 +57,9 @@ def loss(params: Any, gates: np.ndarray, active: np.ndarray, x: np.ndarray, y: n
     for number, matrix in ((2, gates[:4].reshape(2, 2)), (3, gates[4:8].reshape(2, 2))):
         after: list[Any] = []
         for j, row in enumerate(matrix):
-            held = active[2 * (number - 2) + j]
-            out = dense(params[f"block{number}_{j + 1}"], mean(row, values)) if held else None
-            after.append(np.maximum(out, 0) if held and number == 2 else out)
+            is_held = active[2 * (number - 2) + j]
+            out = dense(params[f"block{number}_{j + 1}"], mean(row, values)) if is_held else None
+            after.append(np.maximum(out, 0) if is_held and number == 2 else out)
         values = after
     out = mean(gates[8:], values)
     peak = out.max(1)
@@ -68,7 +68,7 @@ def loss(params: Any, gates: np.ndarray, active: np.ndarray, x: np.ndarray, y: n
 
 
 def slopes(f: Any, tree: Any) -> Any:
-    """Central differences of f in every entry of a tree of float64 arrays."""
+    """Computes central differences of f in every entry of a tree of float64 arrays."""
 
     def of(array: np.ndarray) -> np.ndarray:
         gradient = np.zeros_like(array)
@@ -85,7 +85,7 @@ def slopes(f: Any, tree: Any) -> Any:
 
 
 def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, hard: bool) -> Any:
-    """One full-batch step of a client: parameters after it, a_m, and π before it."""
+    """Computes a full-batch step. Returns the new parameters, a_m, and π before the step."""
     params = jax.tree.map(lambda p: np.array(p, np.float64), server)
     z = logits(params, x, y)
     soft = sigmoid((z + noise) / TAU)
@@ -104,7 +104,7 @@ def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, ha
 
 
 @pytest.mark.parametrize("gates", ["soft", "hard"])
-def test_a_round_is_the_papers(gates):
+def test_a_round_equals_numpy(gates):
     data, federation = tiny.federated()
     training = local_training.sgd(
         learning_rate=RATE, batch_size=16, epochs=1, first_round=20, rounds=5
@@ -125,16 +125,16 @@ def test_a_round_is_the_papers(gates):
     )
     new, _ = jax.jit(lambda c: algorithm.receive(State(server, (), ()), c))(cohort)
 
-    wanted, numpy_data = [], jax.device_get(data)
+    expected, numpy_data = [], jax.device_get(data)
     for i, key in zip(CLIENTS, keys, strict=True):
         noise = jax.random.logistic(jax.random.split(key)[0], (10,))
         rows = numpy_data.train.rows[i][: tiny.TRAIN[i]]
         x, y = numpy_data.x[rows].astype(np.float64), numpy_data.y[rows]
-        wanted.append(local_round(server["params"], x, y, np.asarray(noise), gates == "hard"))
-    active = np.stack([a for _, a, _ in wanted])
+        expected.append(local_round(server["params"], x, y, np.asarray(noise), gates == "hard"))
+    active = np.stack([a for _, a, _ in expected])
     assert not active.all()
     np.testing.assert_array_equal(done.upload["active"], active)
-    np.testing.assert_allclose(done.client.pi, [pi for _, _, pi in wanted], rtol=1e-5)
+    np.testing.assert_allclose(done.client.pi, [pi for _, _, pi in expected], rtol=1e-5)
     n = tiny.TRAIN[CLIENTS].astype(float)
     for name, layer in new["params"].items():
         used = active[:, BLOCKS.index(name)] if name in BLOCKS else np.ones(3)
@@ -142,8 +142,8 @@ def test_a_round_is_the_papers(gates):
             jax.tree.map(np.testing.assert_array_equal, layer, server["params"][name])
             continue
         share = n * used / np.sum(n * used)
-        stacked = [params[name] for params, _, _ in wanted]
-        mean = jax.tree.map(lambda *each, w=share: np.tensordot(w, np.stack(each), 1), *stacked)
+        stacked = [params[name] for params, _, _ in expected]
+        mean = jax.tree.map(lambda *layers, w=share: np.tensordot(w, np.stack(layers), 1), *stacked)
         jax.tree.map(
             lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5),
             layer,
@@ -155,8 +155,8 @@ def test_a_round_is_the_papers(gates):
     assert moved.max() > 1e-3  # the router learns, or the comparison above shows nothing
 
     first = jax.tree.map(lambda leaf: leaf[0], done.client)
-    own = ClientContext(0, client_data(data, 0), jnp.int32(23), keys[0])
-    served = algorithm.personalize(State(new, (), ()), first, own)["gates"]
+    ctx = ClientContext(0, client_data(data, 0), jnp.int32(23), keys[0])
+    served = algorithm.personalize(State(new, (), ()), first, ctx)["gates"]
     rows = numpy_data.train.rows[0][: tiny.TRAIN[0]]
     z = logits(jax.device_get(new["params"]), numpy_data.x[rows], numpy_data.y[rows])
     opened = z > 0

@@ -1,4 +1,4 @@
-"""FedMN's routing: gates against their distribution, paths by enumeration, means by hand."""
+"""FedMN's router: distribution of gates, paths by enumeration, means by hand."""
 
 import itertools
 
@@ -19,7 +19,7 @@ LAYOUT = (2, 3, 2)
 GATES = router.paths(LAYOUT)
 
 
-def test_paths_by_the_papers_formula():
+def test_number_of_paths():
     assert router.paths((2, 2, 2)) == 2 * 2 + 2 * 2 + 2 == 10
     assert router.paths((3, 3, 3)) == 21
     assert router.paths((1, 4, 3)) == 4 + 12 + 3
@@ -31,9 +31,9 @@ def test_paths_by_the_papers_formula():
 
 
 def test_gates_open_with_probability_pi_at_every_temperature():
-    """Chi-square over 11 gates of different π, 20,000 draws each; every τ opens the same ones.
+    """Chi-square test over 11 gates with 20,000 samples; every τ opens the same gates.
 
-    One path is always open, so that none has to be opened.
+    One path is always open.
     """
     pi, draws = np.linspace(0.05, 0.95, GATES), 20_000
     always, free = [0, 6, 12], np.setdiff1d(np.arange(GATES), [0, 6, 12])
@@ -47,7 +47,7 @@ def test_gates_open_with_probability_pi_at_every_temperature():
         assert opened[-1][:, always].all()
         deviation = (opened[-1].sum(0) - draws * pi) ** 2 / (draws * pi * (1 - pi))
         assert deviation[free].sum() < chi2.ppf(0.999, len(free))
-    assert all((each == opened[0]).all() for each in opened)
+    assert all((gates_at == opened[0]).all() for gates_at in opened)
     assert distance == sorted(distance, reverse=True)
     assert distance[-1] < 1e-3  # τ → 0: Bernoulli
 
@@ -58,53 +58,53 @@ def test_hard_gates_are_exactly_0_or_1_with_the_soft_gradient():
     weights = jnp.arange(1.0, GATES + 1)
 
     def loss(hard):
-        def one(z, noise):
+        def weighted_sum(z, noise):
             gates = router.sample(z, noise, tau, LAYOUT, hard)
             return jnp.sum(gates * weights), gates
 
-        return jax.jit(jax.vmap(jax.grad(one, has_aux=True)))(z, noise)
+        return jax.jit(jax.vmap(jax.grad(weighted_sum, has_aux=True)))(z, noise)
 
     (soft_gradient, soft), (gradient, hard) = loss(False), loss(True)
     assert set(np.unique(hard)) == {0.0, 1.0}
     np.testing.assert_array_equal(gradient, soft_gradient)
     assert (np.abs(gradient) > 0).all()
     v = 1 / (1 + np.exp(-(np.asarray(z, float) + noise) / tau))
-    wanted = weights[None] * v * (1 - v) / tau
+    expected = weights[None] * v * (1 - v) / tau
     rescued = (soft == 1) & (v < 0.5)  # opened because no path was
     np.testing.assert_allclose(soft, np.where(rescued, 1, v), rtol=1e-4, atol=1e-6)
     assert rescued.any()
-    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 def routes(gates):
-    """All paths that are open, by enumeration: lists of gate numbers."""
+    """Returns the open paths and all paths, by enumeration, as lists of gate ids."""
     first, second, last = router.cut(np.arange(GATES), LAYOUT)
-    every = itertools.product(range(2), range(3), range(2))
-    paths = [(first[b, a], second[c, b], last[0, c]) for a, b, c in every]
+    all_paths = itertools.product(range(2), range(3), range(2))
+    paths = [(first[b, a], second[c, b], last[0, c]) for a, b, c in all_paths]
     return [p for p in paths if gates[list(p)].all()], paths
 
 
-def test_one_path_is_kept_and_it_is_the_likeliest():
-    rng, kept = np.random.default_rng(0), 0
+def test_the_likeliest_path_is_opened_if_none_is_open():
+    rng, rescues = np.random.default_rng(0), 0
     decide = jax.jit(lambda z: router.decide(z, LAYOUT))
     for _ in range(60):
         z = rng.normal(-0.2, 1, GATES).astype(np.float32)
         above, got = z > 0, np.asarray(decide(z))
-        found, every = routes(above)
-        if found:
+        open_paths, all_paths = routes(above)
+        if open_paths:
             np.testing.assert_array_equal(got, above)
             continue
-        kept += 1
+        rescues += 1
         pi = 1 / (1 + np.exp(-z))
-        best = max(every, key=lambda p: np.prod(pi[list(p)]))
-        wanted = above.copy()
-        wanted[list(best)] = True
-        np.testing.assert_array_equal(got, wanted)
-    assert 10 < kept < 50
+        best = max(all_paths, key=lambda p: np.prod(pi[list(p)]))
+        expected = above.copy()
+        expected[list(best)] = True
+        np.testing.assert_array_equal(got, expected)
+    assert 10 < rescues < 50
 
 
 def test_active_blocks_have_an_input():
-    """a_m of the paper; trimmed, a block and an encoder must also reach the output."""
+    """If trimmed, blocks and encoders must also reach the output."""
     rng = np.random.default_rng(1)
     active, trimmed = (
         jax.jit(lambda gates, t=t: router.active(gates, LAYOUT, t)) for t in (False, True)
@@ -117,23 +117,23 @@ def test_active_blocks_have_an_input():
         middle = [opened[first[b]].any() for b in range(3)]
         end = [(opened[second[c]] & middle).any() for c in range(2)]
         np.testing.assert_array_equal(active(gates), middle + end)
-        found, _ = routes(opened)
-        encoders = [any(p[0] in first[:, a] for p in found) for a in range(2)]
-        useful = [any(p[0] in first[b] for p in found) for b in range(3)]
-        useful += [any(p[1] in second[c] for p in found) for c in range(2)]
+        open_paths, _ = routes(opened)
+        encoders = [any(p[0] in first[:, a] for p in open_paths) for a in range(2)]
+        useful = [any(p[0] in first[b] for p in open_paths) for b in range(3)]
+        useful += [any(p[1] in second[c] for p in open_paths) for c in range(2)]
         np.testing.assert_array_equal(trimmed(gates), encoders + useful)
         dead_ends += sum(middle + end) - sum(useful)
     assert dead_ends > 0
 
 
 def test_soft_gates_keep_a_path():
-    """All logits far below 0: the likeliest path is open with V = 1, the other gates are 0."""
+    """With all logits far below 0 the likeliest path has V = 1, other gates 0."""
     z = jnp.full(GATES, -50.0).at[jnp.array([2, 8, 13])].set(-40.0)  # an encoder to the output
     soft, hard = (router.sample(z, jnp.zeros(GATES), 0.1, LAYOUT, hard) for hard in (False, True))
     np.testing.assert_array_equal(soft, hard)
-    wanted = router.decide(z, LAYOUT)
-    np.testing.assert_array_equal(soft, wanted)
-    assert int(wanted.sum()) == 3
+    expected = router.decide(z, LAYOUT)
+    np.testing.assert_array_equal(soft, expected)
+    assert int(expected.sum()) == 3
 
 
 def test_temperature_falls_exponentially():
@@ -144,61 +144,63 @@ def test_temperature_falls_exponentially():
 
 @pytest.fixture(scope="module")
 def routed():
-    """A router with BatchNorm in φx whose running statistics have moved, and client 3's data."""
-    made = router.Router(tiny.Net(), GATES, 4, 3)
-    variables = made.init(KEY, jnp.zeros((1, tiny.FEATURES)), jnp.zeros((1, tiny.CLASSES)))
-    seen = jax.tree.map(lambda s: s + 0.3, variables["batch_stats"])
-    return made, {**variables, "batch_stats": seen}, client_data(tiny.federated()[0], 3)
+    """Returns a router with non-initial BatchNorm statistics in φx, and client 3's data."""
+    network = router.Router(tiny.Net(), GATES, 4, 3)
+    variables = network.init(KEY, jnp.zeros((1, tiny.FEATURES)), jnp.zeros((1, tiny.CLASSES)))
+    model_stats = jax.tree.map(lambda s: s + 0.3, variables["batch_stats"])
+    return network, {**variables, "batch_stats": model_stats}, client_data(tiny.federated()[0], 3)
 
 
-def test_the_mean_depends_on_neither_chunks_nor_padding(routed):
-    made, variables, data = routed
-    z = router.logits(made, variables, data, tiny.CLASSES, 64)
+def test_logits_depend_on_neither_batch_size_nor_padding(routed):
+    network, variables, data = routed
+    z = router.logits(network, variables, data, tiny.CLASSES, 64)
     rows = np.asarray(data.train.rows)[: int(data.train.size)]
     x, y = (
         np.asarray(data.x)[rows],
         np.eye(tiny.CLASSES, dtype=np.float32)[np.asarray(data.y)[rows]],
     )
-    np.testing.assert_allclose(z, made.apply(variables, x, y).mean(0), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(z, network.apply(variables, x, y).mean(0), rtol=1e-5, atol=1e-6)
     for size in (1, 5, 12):
-        again = router.logits(made, variables, data, tiny.CLASSES, size)
+        again = router.logits(network, variables, data, tiny.CLASSES, size)
         np.testing.assert_allclose(again, z, rtol=1e-5, atol=1e-6)
     wide = client_data(tiny.federated(extra=9, filler=7)[0], 3)
-    again = router.logits(made, variables, wide, tiny.CLASSES, 5)
+    again = router.logits(network, variables, wide, tiny.CLASSES, 5)
     np.testing.assert_allclose(again, z, rtol=1e-5, atol=1e-6)
 
 
-def test_the_mean_by_hand(routed):
-    """One example, with every layer in NumPy: the concatenation is normalised to length 1."""
-    made, variables, _ = routed
-    p, seen = jax.device_get((variables["params"], variables["batch_stats"]))
+def test_logits_by_hand(routed):
+    """One example, in NumPy; the concatenation is normalised to length 1."""
+    network, variables, _ = routed
+    p, model_stats = jax.device_get((variables["params"], variables["batch_stats"]))
     x, y = np.arange(5.0) / 5, np.array([0.0, 1.0, 0.0])
-    inner, own = p["router_encoder"], seen["router_encoder"]["norm1"]
-    h = (x @ inner["fc1"]["kernel"] - own["mean"]) / np.sqrt(own["var"] + 1e-5)
+    inner, stats = p["router_encoder"], model_stats["router_encoder"]["norm1"]
+    h = (x @ inner["fc1"]["kernel"] - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
     h = np.maximum(h * inner["norm1"]["scale"] + inner["norm1"]["bias"], 0)
 
     def apply(layer, v):
         return v @ layer["kernel"] + layer["bias"]
 
     joint = np.concatenate([apply(inner["fc2"], h), apply(p["router_labels"], y)])
-    wanted = apply(p["router_gates"], joint / np.linalg.norm(joint))
-    got = made.apply(variables, jnp.asarray(x, jnp.float32)[None], jnp.asarray(y)[None])[0]
-    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
+    expected = apply(p["router_gates"], joint / np.linalg.norm(joint))
+    got = network.apply(variables, jnp.asarray(x, jnp.float32)[None], jnp.asarray(y)[None])[0]
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradient_goes_through_every_example(routed):
-    """Against the gradient of the mean over the whole array at once."""
-    made, variables, data = routed
+def test_the_gradient_uses_every_example(routed):
+    """Compared with the gradient of the mean over all examples at once."""
+    network, variables, data = routed
     cotangent = jax.random.normal(KEY, (GATES,))
     rows = data.train.rows[: int(data.train.size)]
     x, y = data.x[rows], jax.nn.one_hot(data.y[rows], tiny.CLASSES)
-    params, rest = local_training.split_variables(variables)
+    params, model_state = local_training.split_variables(variables)
 
-    def whole(params):
-        return jnp.sum(cotangent * jnp.mean(made.apply({"params": params, **rest}, x, y), 0))
+    def mean_logits(params):
+        return jnp.sum(
+            cotangent * jnp.mean(network.apply({"params": params, **model_state}, x, y), 0)
+        )
 
-    wanted = jax.grad(whole)(params)
+    expected = jax.grad(mean_logits)(params)
     for size in (5, 64):
-        got = router.pull(made, variables, data, tiny.CLASSES, size, cotangent)
-        chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
-    assert float(trees.squared_norm(wanted["router_encoder"])) > 0
+        got = router.pull(network, variables, data, tiny.CLASSES, size, cotangent)
+        chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
+    assert float(trees.squared_norm(expected["router_encoder"])) > 0

@@ -1,6 +1,6 @@
 """FedMN's training, aggregation, traffic and evaluation, each against an independent computation.
 
-One whole round is in fedmn_round_test.
+fedmn_round_test has a complete round.
 """
 
 from functools import cache
@@ -38,9 +38,9 @@ TRAINING = {
 }
 
 
-def make(training: local_training.Training, **own: Any) -> Algorithm:
+def make(training: local_training.Training, **settings: Any) -> Algorithm:
     federation = tiny.federated()[1]
-    return algorithms.fedmn(tiny.Net(), training, federation, **{**SMALL, **own})
+    return algorithms.fedmn(tiny.Net(), training, federation, **{**SMALL, **settings})
 
 
 def logit(p: Any) -> np.ndarray:
@@ -50,8 +50,8 @@ def logit(p: Any) -> np.ndarray:
 
 
 @cache
-def plain(gates: str) -> tuple[Algorithm, Any, Any]:
-    """An algorithm without momentum, its first state, and client 3's compiled `train`."""
+def compiled(gates: str) -> tuple[Algorithm, Any, Any]:
+    """Returns FedMN without momentum, its initial state, and client 3's compiled `train`."""
     algorithm = make(TRAINING[gates], gates=gates)
     state, data = jax.jit(algorithm.init)(KEY), client_data(tiny.federated()[0], CLIENT)
     client = trees.row(state.clients, CLIENT)
@@ -70,35 +70,38 @@ def replaced(payload: Any, layers: Any) -> Any:
 
 
 def test_the_routers_step_is_the_sum_over_a_rounds_batches():
-    """Two full batches: gradients at both θ, through hard gates, at the router that was sent."""
-    _, state, train = plain("hard")
+    """Two full batches: gradients at both θ, through hard gates, at the downloaded router."""
+    _, state, train = compiled("hard")
     payload, data = state.server, client_data(tiny.federated()[0], CLIENT)
     upload, _, client, _ = train(payload, jnp.int32(0), KEY)
     # The noise, read off soft gates that were drawn with the same key, at τ = 1.
-    soft = jax.device_get(plain("soft")[2](payload, jnp.int32(20), KEY)[2])
+    soft = jax.device_get(compiled("soft")[2](payload, jnp.int32(20), KEY)[2])
     noise = logit(soft.gates) - logit(soft.pi)
     data = jax.device_get(data)
     rows = data.train.rows[: int(data.train.size)]
     x, y = data.x[rows], data.y[rows]
-    network, made = Modular(tiny.Net(), 3, LAYOUT, 4, 5, 0.0), router.Router(tiny.Net(), 10, 3, 2)
+    network, routing_network = (
+        Modular(tiny.Net(), 3, LAYOUT, 4, 5, 0.0),
+        router.Router(tiny.Net(), 10, 3, 2),
+    )
 
-    def loss(theta: Any, psi: Any, seen: Any) -> Any:
+    def loss(theta: Any, psi: Any, stats: Any) -> Any:
         variables = {"params": psi, "batch_stats": payload["batch_stats"]}
-        z = jnp.mean(made.apply(variables, x, jax.nn.one_hot(y, 3)), 0)
-        drawn = jax.nn.sigmoid(z + noise)
-        gates = client.gates + (drawn - jax.lax.stop_gradient(drawn))
-        variables = {"params": theta, "batch_stats": seen}
+        z = jnp.mean(routing_network.apply(variables, x, jax.nn.one_hot(y, 3)), 0)
+        relaxed = jax.nn.sigmoid(z + noise)
+        gates = client.gates + (relaxed - jax.lax.stop_gradient(relaxed))
+        variables = {"params": theta, "batch_stats": stats}
         out, new = network.apply(variables, x, gates, train=True, mutable=["batch_stats"])
         return jnp.mean(cases.TASK.loss(out, y, None)), new["batch_stats"]
 
     psi = router_of(payload)
     theta = {name: layer for name, layer in payload["params"].items() if name not in psi}
-    seen = {name: payload["batch_stats"][name] for name in ("encoder1", "encoder2")}
+    stats = {name: payload["batch_stats"][name] for name in ("encoder1", "encoder2")}
     gradient = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
     theta, psi = jax.device_get((theta, psi))
     sums = jax.tree.map(np.zeros_like, psi)
     for _ in range(2):
-        (d_theta, d_psi), seen = jax.device_get(gradient(theta, psi, seen))
+        (d_theta, d_psi), stats = jax.device_get(gradient(theta, psi, stats))
         theta = jax.tree.map(lambda p, g: p - RATE * g, theta, d_theta)
         sums = jax.tree.map(np.add, sums, d_psi)
     assert any(leaf.any() for leaf in jax.tree.leaves(sums))
@@ -108,79 +111,79 @@ def test_the_routers_step_is_the_sum_over_a_rounds_batches():
 
 def test_temperature_and_noise():
     """One key gives the same noise in every round; τ falls from 1 to 0.1 within the phase."""
-    _, state, train = plain("soft")
+    _, state, train = compiled("soft")
     first, middle, last = (train(state.server, jnp.int32(t), KEY)[2] for t in (20, 22, 24))
     scaled = logit(first.gates)
     for client, tau in ((middle, 0.1**0.5), (last, 0.1)):
         np.testing.assert_array_equal(client.pi, first.pi)
         np.testing.assert_allclose(client.gates, 1 / (1 + np.exp(-scaled / tau)), atol=1e-4)
-    other = train(state.server, jnp.int32(20), jax.random.key(4))[2]
-    assert (np.abs(logit(other.gates) - scaled) > 1e-3).all()
+    changed = train(state.server, jnp.int32(20), jax.random.key(4))[2]
+    assert (np.abs(logit(changed.gates) - scaled) > 1e-3).all()
 
 
 @pytest.mark.parametrize("gates", ["soft", "hard"])
-def test_an_inactive_block_neither_travels_nor_changes(gates):
+def test_an_inactive_block_neither_changes_nor_is_sent(gates):
     """Momentum from earlier rounds and weight decay would change it."""
     algorithm, data = make(cases.training(), gates=gates), tiny.federated()[0]
     state, ids = jax.jit(algorithm.init)(KEY), jnp.arange(tiny.CLIENTS)
     moving = jax.tree.map(lambda leaf: leaf + 0.01, jax.device_get(state.clients.momentum))
     state = state._replace(clients=state.clients._replace(momentum=moving))
 
-    def one(i: jax.Array, client: Any) -> Any:
+    def train(i: jax.Array, client: Any) -> Any:
         key = jax.random.fold_in(KEY, i)
         return algorithm.train(
             state.server, client, ClientContext(i, client_data(data, i), jnp.int32(0), key)
         )
 
-    uploads, _, clients, _ = jax.jit(jax.vmap(one))(ids, state.clients)
+    uploads, _, clients, _ = jax.jit(jax.vmap(train))(ids, state.clients)
     active = np.asarray(uploads["active"])
     assert (~active).sum() > 2
     assert active.any(0).all()
 
     traces, before = (optax.tree.get(c.momentum[0], "trace") for c in (clients, state.clients))
     for b, name in enumerate(NAMES):
-        here = active[:, b]
+        held = active[:, b]
         for new, old in (
             (uploads["params"][name], state.server["params"][name]),
             (traces[name], before[name]),
         ):
-            for leaf, kept in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
-                changed = np.not_equal(leaf, kept).reshape(tiny.CLIENTS, -1)
-                np.testing.assert_array_equal(changed.any(1), here)
+            for leaf, unchanged in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True):
+                changed = np.not_equal(leaf, unchanged).reshape(tiny.CLIENTS, -1)
+                np.testing.assert_array_equal(changed.any(1), held)
     bytes_of = trees.bytes_per_layer(state.server)
     traffic = jax.jit(algorithm.traffic)
     for k in range(tiny.CLIENTS):
-        bill = traffic(state.server, trees.row(jax.device_get(uploads), k))
-        wanted = {
+        counted = traffic(state.server, trees.row(jax.device_get(uploads), k))
+        expected = {
             n: size for n, size in bytes_of.items() if n not in NAMES or active[k, NAMES.index(n)]
         }
-        for side in bill:
-            assert {n: int(amount) for n, amount in side.items() if int(amount)} == wanted
+        for side in counted:
+            assert {n: int(amount) for n, amount in side.items() if int(amount)} == expected
 
 
 @pytest.mark.parametrize("gates", ["soft", "hard"])
-def test_blocks_that_a_client_does_not_hold_do_not_matter(gates):
-    """Other numbers in them change nothing else, bit for bit."""
-    _, state, train = plain(gates)
+def test_blocks_that_a_client_does_not_hold_have_no_effect(gates):
+    """Other values in them change nothing else."""
+    _, state, train = compiled(gates)
     inactive = 0
     for seed in range(4):
         key = jax.random.key(seed)
         upload = train(state.server, jnp.int32(0), key)[0]
         inactive += int(np.sum(~np.asarray(upload["active"])))
-        away = [n for n, here in zip(NAMES, upload["active"], strict=True) if not here]
+        inactive_names = [n for n, held in zip(NAMES, upload["active"], strict=True) if not held]
         server = jax.device_get(state.server["params"])
-        other = {n: jax.tree.map(lambda p: p + 3, server[n]) for n in away}
-        again = train(replaced(state.server, other), jnp.int32(0), key)[0]
-        kept = {n: upload["params"][n] for n in upload["params"] if n not in away}
-        chex.assert_trees_all_equal({n: again["params"][n] for n in kept}, kept)
-        chex.assert_trees_all_equal({n: again["params"][n] for n in away}, other)
+        changed = {n: jax.tree.map(lambda p: p + 3, server[n]) for n in inactive_names}
+        again = train(replaced(state.server, changed), jnp.int32(0), key)[0]
+        unchanged = {n: upload["params"][n] for n in upload["params"] if n not in inactive_names}
+        chex.assert_trees_all_equal({n: again["params"][n] for n in unchanged}, unchanged)
+        chex.assert_trees_all_equal({n: again["params"][n] for n in inactive_names}, changed)
         chex.assert_trees_all_equal(again["batch_stats"], upload["batch_stats"])
     assert inactive
 
 
 def test_a_soft_gate_that_underflows_closes_its_block():
     """At τ = 0.1 a logit of −50 gives V = 0 exactly: the block is not trained, sent or averaged."""
-    algorithm, state, train = plain("soft")
+    algorithm, state, train = compiled("soft")
     layer = jax.device_get(state.server["params"]["router_gates"])
     logits = np.full(10, 50.0, np.float32)
     logits[[2, 3, 5, 7]] = -50  # into and out of block2_2
@@ -190,13 +193,13 @@ def test_a_soft_gate_that_underflows_closes_its_block():
     np.testing.assert_array_equal(client.gates, logits > 0)
     np.testing.assert_array_equal(upload["active"], [True, False, True, True])
     chex.assert_trees_all_equal(upload["params"]["block2_2"], server["params"]["block2_2"])
-    bill = algorithm.traffic(server, upload)
-    assert {name for name, size in bill.up.items() if not int(size)} == {"block2_2"}
+    traffic = algorithm.traffic(server, upload)
+    assert {name for name, size in traffic.up.items() if not int(size)} == {"block2_2"}
 
 
 def test_aggregation_in_numpy():
-    """Σ n a θ / Σ n a for each block; one that nobody used stays, bit for bit; one was absent."""
-    (algorithm, state, _), n = plain("hard"), tiny.TRAIN
+    """Σ n a θ / Σ n a for each block; an unused block is unchanged; one client is absent."""
+    (algorithm, state, _), n = compiled("hard"), tiny.TRAIN
     server, rng = state.server, np.random.default_rng(0)
     ids = np.array([4, 0, tiny.CLIENTS, 5])  # the third did not arrive
     active = np.array([[1, 0, 0, 1], [1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 0, 1]], bool)
@@ -207,26 +210,26 @@ def test_aggregation_in_numpy():
 
     @jax.jit
     def receive(server: Any, uploaded: Any) -> Any:
-        here = jnp.asarray(ids < tiny.CLIENTS)
-        cohort = tiny.cohort(n, jnp.asarray(ids), here, (), uploaded, 0)
+        held = jnp.asarray(ids < tiny.CLIENTS)
+        cohort = tiny.cohort(n, jnp.asarray(ids), held, (), uploaded, 0)
         return algorithm.receive(State(server, (), ()), cohort)
 
     got, _ = receive(server, uploaded)
     weights = np.array([n[4], n[0], 0, n[5]], float)
-    got, server, uploads = (trees.layers(jax.device_get(one)) for one in (got, server, uploads))
+    got, server, uploads = (trees.layers(jax.device_get(train)) for train in (got, server, uploads))
     for name, leaves in got.items():
         share = weights * (active[:, NAMES.index(name)] if name in NAMES else 1)
         if not share.any():
             chex.assert_trees_all_equal(leaves, server[name])
             continue
         for new, old in zip(leaves, uploads[name], strict=True):
-            wanted = np.tensordot(share / share.sum(), old, 1)
-            np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)
+            expected = np.tensordot(share / share.sum(), old, 1)
+            np.testing.assert_allclose(new, expected, rtol=1e-5, atol=1e-6)
     assert not active[:, 2].any()
 
 
 def test_evaluation_opens_gates_above_one_half():
-    algorithm, state, train = plain("hard")
+    algorithm, state, train = compiled("hard")
     data, client = client_data(tiny.federated()[0], CLIENT), trees.row(state.clients, CLIENT)
     serve = jax.jit(
         lambda server: algorithm.personalize(
@@ -245,37 +248,24 @@ def test_evaluation_opens_gates_above_one_half():
     assert (np.asarray(jax.jit(algorithm.predict)(served, data.x[:4])) != 0).all()
 
 
-def test_a_start_fills_every_encoder_and_copies_part():
-    algorithm, fresh, train = plain("hard")
+def test_a_start_model_is_copied_to_every_encoder():
+    algorithm, fresh, train = compiled("hard")
     federation = tiny.federated()[1]
     fedavg = algorithms.fedavg(tiny.Net(), cases.training(), federation)
-    known = jax.device_get(jax.jit(fedavg.init)(KEY))
-    known = known._replace(server=jax.tree.map(lambda leaf: leaf + 0.25, known.server))
-    server = jax.device_get(jax.jit(algorithm.init)(KEY, known)).server
-    body = trees.split(known.server, {"fc2"})[1]
+    start = jax.device_get(jax.jit(fedavg.init)(KEY))
+    start = start._replace(server=jax.tree.map(lambda leaf: leaf + 0.25, start.server))
+    server = jax.device_get(jax.jit(algorithm.init)(KEY, start)).server
+    body = trees.split(start.server, {"fc2"})[1]
     for name in ("params", "batch_stats"):
         for slot in ("encoder1", "encoder2", "router_encoder"):
-            there = {layer: server[name][slot][layer] for layer in body[name]}
-            chex.assert_trees_all_equal(there, body[name])
+            copied = {layer: server[name][slot][layer] for layer in body[name]}
+            chex.assert_trees_all_equal(copied, body[name])
     for layer in (*NAMES, "router_gates", "router_labels"):
         chex.assert_trees_all_equal(server["params"][layer], fresh.server["params"][layer])
     trained = train(server, jnp.int32(0), KEY)[0]["params"]
-    one, other = (trained[e]["fc1"]["kernel"] for e in ("encoder1", "encoder2"))
-    assert np.abs(np.subtract(one, other)).max() > 1e-3
-    own = fresh._replace(server=server)
-    chex.assert_trees_all_equal(jax.jit(algorithm.init)(KEY, own).server, server)
+    first, second = (trained[e]["fc1"]["kernel"] for e in ("encoder1", "encoder2"))
+    assert np.abs(np.subtract(first, second)).max() > 1e-3
+    settings = fresh._replace(server=server)
+    chex.assert_trees_all_equal(jax.jit(algorithm.init)(KEY, settings).server, server)
     with pytest.raises(UsageError, match="same network"):
-        algorithm.init(KEY, known._replace(server={"params": {}}))
-
-
-def test_bad_settings_are_one_line():
-    for own, word in (
-        ({"layout": (3,)}, "two layers or more"),
-        ({"layout": (2, 0, 2)}, "each with a block"),
-        ({"gates": "open"}, "soft or hard"),
-        ({"temperatures": (1.0, 0.0)}, "above 0"),
-        ({"dropout": 1.0}, "below 1"),
-        ({"x_size": 0}, "fedmn.x_size is 0"),
-    ):
-        with pytest.raises(UsageError, match=word):
-            make(TRAINING["hard"], **own)
+        algorithm.init(KEY, start._replace(server={"params": {}}))

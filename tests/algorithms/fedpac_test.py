@@ -1,25 +1,23 @@
-"""FedPAC against NumPy: a network (x A) B, whose z is x A."""
+"""FedPAC against NumPy, on the network (x A) B with features x A."""
 
 import chex
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.fedpac import Momentum, mixtures
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
-from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.fedproto_test import PAYLOAD, PENALTY, PROTOTYPES, RATE, SEEN, STEPS
+from tests.algorithms.fedproto_test import HAS_PROTOTYPE, PAYLOAD, PENALTY, PROTOTYPES, RATE, STEPS
 from tests.algorithms.fedrod_test import CLASSES, HEAD, A, X, Y, softmax
-from tests.algorithms.linear import KEY, TASK, deep, kernels, met, work
+from tests.algorithms.linear import KEY, deep, kernels, receive, train_client
 from tests.core.simplex_test import by_supports
 
 NONE = Momentum((), ())
 
 
-def make(task=CLASSES, name="fedpac", **own):
+def make(task=CLASSES, name="fedpac", **settings):
     data, federation = linear.federated([X], [Y])
     data = data._replace(y=Y.astype(np.int32))
     training = local_training.sgd(learning_rate=RATE, batch_size=4, epochs=STEPS)
@@ -27,113 +25,100 @@ def make(task=CLASSES, name="fedpac", **own):
     federation = federation._replace(
         outputs=3, task=task, counts=np.full(3, 4), active=np.ones(3, bool), groups=np.zeros(3, int)
     )
-    return getattr(algorithms, name)(net, training, federation, **own), data
+    return getattr(algorithms, name)(net, training, federation, **settings), data
 
 
 def by_logit(z, head):
     return (softmax(z @ head) - np.eye(3)[Y]) / 4
 
 
-def test_a_visit_by_hand():
-    """Three examples of class 0, one of class 2, which has no prototype; two epochs of the head."""
-    made, data = make(penalty=PENALTY, head_epochs=2)
-    done = work(made, {**deep(A, HEAD), **PAYLOAD}, NONE, data)
+def test_local_training_by_hand():
+    """Three examples of class 0, one of class 2 without a prototype; two epochs of the head."""
+    algorithm, data = make(penalty=PENALTY, head_epochs=2)
+    result = train_client(algorithm, {**deep(A, HEAD), **PAYLOAD}, NONE, data)
     z = X @ A
     h = np.stack([0.75 * z[Y == 0].mean(0), [0, 0], 0.25 * z[Y == 2].mean(0)])
-    np.testing.assert_allclose(done.upload["h"], h, rtol=1e-5)
+    np.testing.assert_allclose(result.upload["h"], h, rtol=1e-5)
     # V_k is the trace of the covariance of what h is the mean of, in parts of n
-    each = np.einsum("bc,bd->bcd", np.eye(3)[Y], z).reshape(4, -1)
-    variance = np.square(each - each.mean(0)).mean(0).sum() / 4
-    np.testing.assert_allclose(done.upload["variance"], variance, rtol=1e-5)
+    products = np.einsum("bc,bd->bcd", np.eye(3)[Y], z).reshape(4, -1)
+    variance = np.square(products - products.mean(0)).mean(0).sum() / 4
+    np.testing.assert_allclose(result.upload["variance"], variance, rtol=1e-5)
     a, head = A, HEAD
     for _ in range(2):
         head = head - RATE * (X @ a).T @ by_logit(X @ a, head)
     for _ in range(STEPS):
         z = X @ a
-        away = np.where(SEEN[Y][:, None], z - PROTOTYPES[Y], 0.0) * 2 / 2 / 4
-        a = a - RATE * X.T @ (by_logit(z, head) @ head.T + PENALTY * away)
-    got = kernels(done.variables)
+        distance_grad = np.where(HAS_PROTOTYPE[Y][:, None], z - PROTOTYPES[Y], 0.0) * 2 / 2 / 4
+        a = a - RATE * X.T @ (by_logit(z, head) @ head.T + PENALTY * distance_grad)
+    got = kernels(result.variables)
     np.testing.assert_allclose(got[0], a, rtol=1e-5)
     np.testing.assert_allclose(got[1], head, rtol=1e-5)
     z = X @ a
-    np.testing.assert_allclose(done.upload["prototypes"][0], z[Y == 0].mean(0), rtol=1e-5)
-    np.testing.assert_allclose(done.upload["prototypes"][2], z[Y == 2].mean(0), rtol=1e-5)
-    np.testing.assert_array_equal(done.upload["counts"], [3, 0, 1])
-    chex.assert_trees_all_equal({"params": done.upload["params"]}, done.variables)
+    np.testing.assert_allclose(result.upload["prototypes"][0], z[Y == 0].mean(0), rtol=1e-5)
+    np.testing.assert_allclose(result.upload["prototypes"][2], z[Y == 2].mean(0), rtol=1e-5)
+    np.testing.assert_array_equal(result.upload["counts"], [3, 0, 1])
+    chex.assert_trees_all_equal({"params": result.upload["params"]}, result.variables)
 
 
 def upload(scale, h, variance, counts):
     model = deep(scale * A, scale * HEAD)
-    more = {"prototypes": scale * PROTOTYPES, "counts": counts, "h": h, "variance": variance}
-    return {**model, **{name: jnp.float32(leaf) for name, leaf in more.items()}}
+    statistics = {"prototypes": scale * PROTOTYPES, "counts": counts, "h": h, "variance": variance}
+    return {**model, **{name: jnp.float32(leaf) for name, leaf in statistics.items()}}
 
 
 def test_the_server_by_hand():
-    """Three clients, of which the last does not arrive; nobody that did has class 1."""
-    made, _ = make()
+    """Three clients, the last one absent; the others have no example of class 1."""
+    algorithm, _ = make()
     h = np.random.default_rng(0).normal(size=(3, 3, 2))
-    variances, scales, here = np.array([0.4, 2.0, 1e-6]), [1.0, 3.0, 99.0], [True, True, False]
+    variances, scales, arrived = np.array([0.4, 2.0, 1e-6]), [1.0, 3.0, 99.0], [True, True, False]
     counts = [[3, 0, 2], [1, 0, 0], [9, 9, 9]]
     heads = trees.repeat(trees.split(deep(A, HEAD), {"head"})[0], 3)
-    begun = State({**trees.split(deep(A, HEAD), {"body"})[0], **PAYLOAD}, heads, ())
-    uploads = [upload(*each) for each in zip(scales, h, variances, counts, strict=True)]
-    state = met(made, begun, [5, 1, 27], uploads, here)
+    start = State({**trees.split(deep(A, HEAD), {"body"})[0], **PAYLOAD}, heads, ())
+    uploads = [upload(*products) for products in zip(scales, h, variances, counts, strict=True)]
+    state = receive(algorithm, start, [5, 1, 27], uploads, arrived)
     flat = h.reshape(3, -1)
     for i in (0, 1):
         gaps = flat[i] - flat
-        a = by_supports(gaps @ gaps.T + np.diag(variances), np.zeros(3), np.array(here))
+        a = by_supports(gaps @ gaps.T + np.diag(variances), np.zeros(3), np.array(arrived))
         assert 0.01 < a[0] < 0.99
         got = np.asarray(state.rows["params"]["head"]["kernel"])[i]
         np.testing.assert_allclose(got, (a[0] + 3 * a[1]) * HEAD, rtol=1e-4)
     chex.assert_trees_all_equal(trees.row(state.rows, 2), trees.row(heads, 2))
     body = state.server["params"]["body"]["kernel"]
     np.testing.assert_allclose(body, (5 * A + 1 * 3 * A) / 6, rtol=1e-5)
-    wanted = PROTOTYPES * np.array([[(3 * 1 + 1 * 3) / 4], [1], [1]])
-    np.testing.assert_allclose(state.server["prototypes"], wanted, rtol=1e-5)
+    expected = PROTOTYPES * np.array([[(3 * 1 + 1 * 3) / 4], [1], [1]])
+    np.testing.assert_allclose(state.server["prototypes"], expected, rtol=1e-5)
     np.testing.assert_array_equal(state.server["seen"], [True, True, True])
 
 
-def test_who_is_alike_shares_and_who_is_not_stays_alone():
-    """Equal h: weights as 1/V. Far apart, and certain of it: the client's own head."""
-    h, here = jnp.zeros((3, 2, 2)), jnp.ones(3, bool)
+def test_mixtures_of_equal_and_of_distant_clients():
+    """Equal h give weights 1/V. Distant h give the client's own head."""
+    h, arrived = jnp.zeros((3, 2, 2)), jnp.ones(3, bool)
     variances = jnp.array([1.0, 2.0, 4.0])
-    same = mixtures(h, variances, here)
-    np.testing.assert_allclose(same, np.tile(np.array([4, 2, 1]) / 7, (3, 1)), atol=1e-6)
-    apart = mixtures(100.0 * jnp.eye(3).reshape(3, 1, 3), variances, here)
-    np.testing.assert_allclose(apart, np.eye(3), atol=1e-3)
+    equal_weights = mixtures(h, variances, arrived)
+    np.testing.assert_allclose(equal_weights, np.tile(np.array([4, 2, 1]) / 7, (3, 1)), atol=1e-6)
+    separate_weights = mixtures(100.0 * jnp.eye(3).reshape(3, 1, 3), variances, arrived)
+    np.testing.assert_allclose(separate_weights, np.eye(3), atol=1e-3)
 
 
-def test_without_a_penalty_a_visit_is_fedreps():
-    """Bit for bit."""
-    (made, data), (rep, _) = make(penalty=0.0), make(name="fedrep", head_epochs=1)
+def test_penalty_0_equals_fedrep():
+    """Exact equality."""
+    (algorithm, data), (fedrep, _) = make(penalty=0.0), make(name="fedrep", head_epochs=1)
     head, body = trees.split(deep(A, HEAD), {"head"})
-    ours = work(made, {**deep(A, HEAD), **PAYLOAD}, NONE, data)
-    start = rep.init(KEY).clients
-    theirs = work(rep, body, trees.row(start, 0)._replace(own=head), data)
-    chex.assert_trees_all_equal(ours.variables, theirs.variables)
+    fedpac_result = train_client(algorithm, {**deep(A, HEAD), **PAYLOAD}, NONE, data)
+    start = fedrep.init(KEY).clients
+    fedrep_result = train_client(fedrep, body, trees.row(start, 0)._replace(personal=head), data)
+    chex.assert_trees_all_equal(fedpac_result.variables, fedrep_result.variables)
 
 
-def test_what_is_served_and_phases():
-    made, _ = make()
-    state = made.init(KEY, State(deep(A, HEAD), (), ()))
+def test_the_served_model_and_phases():
+    algorithm, _ = make()
+    state = algorithm.init(KEY, State(deep(A, HEAD), (), ()))
     rows = trees.put(state.rows, jnp.array([1]), trees.repeat(trees.row(state.rows, 0), 1))
-    moved = state._replace(
+    later = state._replace(
         rows={"params": {"head": {"kernel": rows["params"]["head"]["kernel"] + 1}}}
     )
-    served = made.personalize(moved, None, linear.ClientContext(1, None, 0, KEY))
+    served = algorithm.personalize(later, None, linear.ClientContext(1, None, 0, KEY))
     np.testing.assert_allclose(kernels(served)[1], HEAD + 1, rtol=1e-6)
     assert set(served) == {"params"}
-    chex.assert_trees_all_equal(made.init(KEY, moved)[:2], moved[:2])
-
-
-@pytest.mark.parametrize(
-    ("own", "said"),
-    [
-        ({"penalty": -1.0}, "fedpac.penalty is"),
-        ({"head_epochs": 0}, "fedpac.head_epochs is"),
-        ({"task": TASK}, "with classes"),
-    ],
-)
-def test_wrong_settings(own, said):
-    with pytest.raises(UsageError, match=said):
-        make(**own)
+    chex.assert_trees_all_equal(algorithm.init(KEY, later)[:2], later[:2])

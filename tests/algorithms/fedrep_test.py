@@ -7,12 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm
-from fedjax_pfl.core.errors import UsageError
 from tests import cases, tiny
 from tests.algorithms.served import KEY, after_rounds, paths, served, trained
 
@@ -26,7 +24,7 @@ def make(training: Any = None, **settings: Any) -> Algorithm:
 
 def test_personal_leaves():
     state = jax.eval_shape(make().init, KEY)
-    assert paths(state.clients.own) == ["params/fc2/bias", "params/fc2/kernel"]
+    assert paths(state.clients.personal) == ["params/fc2/bias", "params/fc2/kernel"]
     assert paths(state.server) == [
         "batch_stats/norm1/mean",
         "batch_stats/norm1/var",
@@ -39,31 +37,33 @@ def test_personal_leaves():
     assert ["fc1" in str(n) for n in names] == [False, True]
 
 
-def test_the_heads_phase_leaves_the_body_as_it_is():
-    """No step for the body: what it uploads is what came down, bit for bit, statistics too."""
-    made = make(cases.training(epochs=None, steps=0), head_epochs=3)
-    first = made.init(KEY)
-    upload, _, client, _ = trained(made, first, 0)
+def test_training_the_head_does_not_change_the_body():
+    """Without a step for the body the upload equals the download, statistics included."""
+    algorithm = make(cases.training(epochs=None, steps=0), head_epochs=3)
+    first = algorithm.init(KEY)
+    upload, _, client, _ = trained(algorithm, first, 0)
     chex.assert_trees_all_equal(upload, first.server)
-    start = trees.row(first.clients.own, 0)
-    moved = jax.tree.map(lambda a, b: bool((a != b).all()), client.own, start)
+    start = trees.row(first.clients.personal, 0)
+    moved = jax.tree.map(lambda a, b: bool((a != b).all()), client.personal, start)
     assert all(jax.tree.leaves(moved))
 
 
-def test_the_bodys_phase_leaves_the_head_as_it_is():
-    """However long the body trains, the head and its momentum are the same, bit for bit."""
+def test_training_the_body_does_not_change_the_head():
+    """The head and its momentum do not depend on the epochs of the body."""
     short, long = (make(cases.training(epochs=e), head_epochs=2) for e in (1, 3))
     first = short.init(KEY)
-    (body, _, one, _), (further, _, other, _) = (trained(m, first, 0) for m in (short, long))
-    chex.assert_trees_all_equal(one.own, other.own)
-    chex.assert_trees_all_equal(one.momentum.head, other.momentum.head)
+    (body, _, short_client, _), (further, _, long_client, _) = (
+        trained(m, first, 0) for m in (short, long)
+    )
+    chex.assert_trees_all_equal(short_client.personal, long_client.personal)
+    chex.assert_trees_all_equal(short_client.momentum.head, long_client.momentum.head)
     for a, b, c in zip(*map(jax.tree.leaves, (body, further, first.server)), strict=True):
         assert (a != b).any()
         assert (b != c).any()
 
 
 def test_two_rounds_by_hand():
-    """Full batches, momentum kept from round to round, decay; written out layer by layer."""
+    """Full batches, kept momentum and decay, layer by layer."""
     settings = {
         "learning_rate": RATE,
         "momentum": MOMENTUM,
@@ -72,26 +72,26 @@ def test_two_rounds_by_hand():
         "epochs": 2,
         "keep_optimizer": True,
     }
-    made = make(local_training.sgd(**settings), head_epochs=3)
-    data, state = tiny.federated()[0], made.init(KEY)
+    algorithm = make(local_training.sgd(**settings), head_epochs=3)
+    data, state = tiny.federated()[0], algorithm.init(KEY)
     rows = data.train.rows[0, : data.train.size[0]]
     x, y = data.x[rows], data.y[rows]
 
     def loss(params: Any, stats: Any) -> Any:
         variables = {"params": params, "batch_stats": stats}
-        logits, new = tiny.Net().apply(variables, x, train=True, mutable=["batch_stats"])
+        logits, new_stats = tiny.Net().apply(variables, x, train=True, mutable=["batch_stats"])
         cross = optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-        return cross, new["batch_stats"]
+        return cross, new_stats["batch_stats"]
 
     gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))
-    model = jax.tree.map(jnp.array, served(made, state, 0))
+    model = jax.tree.map(jnp.array, served(algorithm, state, 0))
     params, stats = model["params"], model["batch_stats"]
     trace = jax.tree.map(jnp.zeros_like, params)
     for _ in range(2):
         losses: dict[str, list[float]] = {"head": [], "body": []}
         for part, layers, epochs in (("head", ["fc2"], 3), ("body", ["fc1", "norm1"], 2)):
             for _ in range(epochs):
-                (value, new), grads = gradient(params, stats)
+                (value, new_stats), grads = gradient(params, stats)
                 losses[part].append(float(value))
                 for name in layers:
                     for leaf, g in grads[name].items():
@@ -99,25 +99,19 @@ def test_two_rounds_by_hand():
                         trace[name][leaf] = step
                         params[name][leaf] = params[name][leaf] - RATE * step
                 if part == "body":
-                    stats = new
-        upload, got, client, metrics = trained(made, state, 0)
-        wanted = {"params": params, "batch_stats": stats}
-        chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=1e-6)
+                    stats = new_stats
+        upload, got, client, metrics = trained(algorithm, state, 0)
+        expected = {"params": params, "batch_stats": stats}
+        chex.assert_trees_all_close(got, expected, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(metrics["loss"], np.mean(losses["body"]), rtol=1e-5)
         np.testing.assert_allclose(metrics["head_loss"], np.mean(losses["head"]), rtol=1e-5)
         stacked = jax.tree.map(lambda a: a[None], client)
         state = state._replace(server=upload, clients=stacked)
 
 
-def test_heads_never_travel_and_steps_can_replace_epochs():
-    made = make(cases.training(epochs=None, steps=2), head_steps=3)
-    state, log = after_rounds(made, 2)
+def test_heads_are_not_sent_and_steps_can_replace_epochs():
+    algorithm = make(cases.training(epochs=None, steps=2), head_steps=3)
+    state, log = after_rounds(algorithm, 2)
     assert set(log.down) == set(log.up) == {"fc1", "norm1"}
-    heads = state.clients.own["params"]["fc2"]
+    heads = state.clients.personal["params"]["fc2"]
     assert all((leaf[0] != leaf[1]).any() for leaf in heads.values())
-
-
-@pytest.mark.parametrize("settings", [{"head_epochs": 0}, {"head_steps": 0}])
-def test_a_head_that_never_trains_is_an_error(settings: dict[str, int]):
-    with pytest.raises(UsageError, match=f"fedrep.{next(iter(settings))} is 0"):
-        make(**settings)

@@ -1,4 +1,4 @@
-"""The one table of methods agrees with their docstrings."""
+"""The table of methods agrees with their docstrings."""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ from fedjax_pfl.algorithms import METHODS, Method
 PAPERS = [name for name, method in METHODS.items() if method.variant_of is None]
 
 
-def test_every_exported_factory_is_in_the_table_under_its_own_name():
+def test_the_table_has_every_exported_factory():
     exported = {
         name: member
         for name, member in vars(algorithms).items()
@@ -21,7 +21,7 @@ def test_every_exported_factory_is_in_the_table_under_its_own_name():
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_title_and_paper_are_those_of_the_docstring(name):
+def test_title_and_paper_are_in_the_docstring(name):
     method = METHODS[name]
     title, paper = method.title, method.paper
     text = " ".join((inspect.getdoc(inspect.getmodule(method.factory)) or "").split())
@@ -39,14 +39,14 @@ def test_titles_differ():
     assert len({method.title for method in METHODS.values()}) == len(METHODS)
 
 
-def test_a_variant_is_of_a_papers_method_and_names_its_paper():
+def test_a_variant_names_the_papers_method():
     for method in METHODS.values():
         if method.variant_of is not None:
             assert method.variant_of.variant_of is None
             assert method.variant_of.paper == method.paper
 
 
-def test_a_label_says_whose_method_it_is():
+def test_labels():
     assert METHODS["pfedla"].label == "pFedLA, the method of Ma et al. 2022"
     assert METHODS["pfedla"].row == METHODS["pfedla"].title == "pFedLA"
     assert METHODS["local"].label == "Local"

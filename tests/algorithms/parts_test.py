@@ -1,4 +1,4 @@
-"""Models in two parts: cutting and joining, and what a phase may start from."""
+"""Models in two parts: splitting, joining, and starts of phases."""
 
 import chex
 import jax
@@ -16,42 +16,42 @@ def test_split_and_join():
         "params": {"a": {"w": 1, "b": 2}, "block": {"a": {"w": 3}, "c": {"w": 4}}},
         "batch_stats": {"block": {"c": {"mean": 5}}},
     }
-    chosen, others = trees.split(nested, {"a", "block/c"})
-    assert chosen == {
+    selected, remaining = trees.split(nested, {"a", "block/c"})
+    assert selected == {
         "params": {"a": {"w": 1, "b": 2}, "block": {"c": {"w": 4}}},
         "batch_stats": {"block": {"c": {"mean": 5}}},
     }
-    assert others == {"params": {"block": {"a": {"w": 3}}}}
-    assert trees.join(chosen, others) == trees.join(others, chosen) == nested
+    assert remaining == {"params": {"block": {"a": {"w": 3}}}}
+    assert trees.join(selected, remaining) == trees.join(remaining, selected) == nested
     assert trees.split(nested, ()) == ({}, nested)
 
 
-def test_what_is_in_both_parts_cannot_be_joined():
+def test_overlapping_parts_cannot_be_joined():
     with pytest.raises(ValueError, match="both"):
         trees.join({"params": {"a": {"w": np.ones(2)}}}, {"params": {"a": {"w": np.ones(2)}}})
 
 
-def test_alike():
-    one, shape = {"w": np.ones((2, 3), np.float32)}, jax.ShapeDtypeStruct((2, 3), np.float32)
-    assert trees.same_shapes(one, {"w": shape})
-    assert not trees.same_shapes(one, {"v": shape})
-    assert not trees.same_shapes(one, {"w": None})
-    assert not trees.same_shapes(one, {"w": jax.ShapeDtypeStruct((2, 4), np.float32)})
-    assert not trees.same_shapes(one, {"w": jax.ShapeDtypeStruct((2, 3), np.int32)})
+def test_same_shapes():
+    tree, shape = {"w": np.ones((2, 3), np.float32)}, jax.ShapeDtypeStruct((2, 3), np.float32)
+    assert trees.same_shapes(tree, {"w": shape})
+    assert not trees.same_shapes(tree, {"v": shape})
+    assert not trees.same_shapes(tree, {"w": None})
+    assert not trees.same_shapes(tree, {"w": jax.ShapeDtypeStruct((2, 4), np.float32)})
+    assert not trees.same_shapes(tree, {"w": jax.ShapeDtypeStruct((2, 3), np.int32)})
 
 
-def test_a_phase_goes_on_from_its_own_kind():
-    """Models are taken over, for FedRep those of FedPer too; momentum begins anew."""
+def test_a_phase_continues_a_split_model():
+    """FedPer and FedRep continue the models of FedPer; momentum starts at zero."""
     federation = tiny.federated()[1]
     state, _ = after_rounds(cases.make("fedper", federation), 2)
     for name in ("fedper", "fedrep"):
-        begun = cases.make(name, federation).init(KEY, state)
-        chex.assert_trees_all_equal(begun.server, state.server)
-        chex.assert_trees_all_equal(begun.clients.own, state.clients.own)
-        assert not any(leaf.any() for leaf in jax.tree.leaves(begun.clients.momentum))
+        later = cases.make(name, federation).init(KEY, state)
+        chex.assert_trees_all_equal(later.server, state.server)
+        chex.assert_trees_all_equal(later.clients.personal, state.clients.personal)
+        assert not any(leaf.any() for leaf in jax.tree.leaves(later.clients.momentum))
 
 
-def test_other_parts_are_no_start():
+def test_a_phase_cannot_start_from_other_parts():
     federation = tiny.federated()[1]
     state = cases.make("fedper", federation).init(KEY)
     with pytest.raises(UsageError, match="global model of the same network"):

@@ -1,4 +1,4 @@
-"""The hypernetwork: what it generates, how large it is, and its spectral normalisation."""
+"""The hypernetwork: its output, size and spectral normalisation."""
 
 import chex
 import jax
@@ -20,7 +20,7 @@ def shapes(model, *shape):
 
 
 def test_sizes_on_cifar10():
-    """The target by its layers; the hypernetwork by its four linears and a head per array."""
+    """The hypernetwork has four linear layers and a head for each array."""
     target = shapes(LeNet(), 32, 32, 3)
     parts = (76 * 16, 401 * 32, 801 * 120, 121 * 84, 85 * 10)
     assert trees.size(target) == sum(parts) == 121_182
@@ -32,23 +32,25 @@ def test_sizes_on_cifar10():
 
 
 @pytest.mark.parametrize("width", [0, 3])
-def test_the_tree_is_the_targets(width):
-    """One network's, or several networks' in one; a linear hypernetwork has nothing but W."""
-    one, two = shapes(tiny.Net(), 5), shapes(tiny.Net(hidden=2), 5)
-    network = Hypernetwork((one, two), width=width, depth=1)
+def test_the_output_has_the_structure_of_the_target(width):
+    """For one network or several; a linear hypernetwork has only W."""
+    small, two = shapes(tiny.Net(), 5), shapes(tiny.Net(hidden=2), 5)
+    network = Hypernetwork((small, two), width=width, depth=1)
     variables = network.init(KEY, jnp.zeros(4))
-    made = network.apply(variables, jnp.ones(4))
-    assert type(made[0]) is dict
-    assert jax.tree.structure(made) == jax.tree.structure((one, two))
-    assert trees.same_shapes(made, (one, two))
-    both = trees.size((one, two))
-    assert trees.size(variables) == (4 * both if width == 0 else 5 * 3 + 4 * 3 + 4 * both)
-    single = Hypernetwork(one, width=width)
-    assert trees.same_shapes(single.apply(single.init(KEY, jnp.zeros(4)), jnp.ones(4)), one)
+    generated = network.apply(variables, jnp.ones(4))
+    assert type(generated[0]) is dict
+    assert jax.tree.structure(generated) == jax.tree.structure((small, two))
+    assert trees.same_shapes(generated, (small, two))
+    both_sizes = trees.size((small, two))
+    assert trees.size(variables) == (
+        4 * both_sizes if width == 0 else 5 * 3 + 4 * 3 + 4 * both_sizes
+    )
+    single = Hypernetwork(small, width=width)
+    assert trees.same_shapes(single.apply(single.init(KEY, jnp.zeros(4)), jnp.ones(4)), small)
 
 
-def test_by_numpy():
-    """No ReLU before the first linear and none before the heads."""
+def test_the_output_equals_numpy():
+    """There is no ReLU before the first linear layer or before the heads."""
     target = {"b": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
     network = Hypernetwork(target, width=4, depth=2)
     v = jnp.array([-2.0, 1.0, 0.5])
@@ -59,12 +61,12 @@ def test_by_numpy():
         x = x @ phi[f"layer{i}"]["kernel"] + phi[f"layer{i}"]["bias"]
         x = np.maximum(x, 0) if i < 3 else x
     assert (x < 0).any()
-    wanted = (x @ phi["head_b"]["kernel"] + phi["head_b"]["bias"]).reshape(2, 3)
-    np.testing.assert_allclose(network.apply(variables, v)["b"], wanted, rtol=1e-5, atol=1e-6)
+    expected = (x @ phi["head_b"]["kernel"] + phi["head_b"]["bias"]).reshape(2, 3)
+    np.testing.assert_allclose(network.apply(variables, v)["b"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_layers_start_as_pytorchs():
-    """U(±1/√fan_in), biases too: the largest of many draws is close under the bound."""
+def test_layers_are_initialised_as_in_pytorch():
+    """U(±1/√fan_in), biases too: the largest of many values is just below the bound."""
     target = {"b": jax.ShapeDtypeStruct((50, 40), jnp.float32)}
     phi = jax.jit(Hypernetwork(target).init)(KEY, jnp.zeros(25))["params"]
     for name, fan_in in (("layer1", 25), ("layer2", 100), ("head_b", 100)):
@@ -74,16 +76,16 @@ def test_layers_start_as_pytorchs():
 
 
 def test_spectral_normalisation_by_the_singular_value_decomposition():
-    """After iterations the weight in use has the largest singular value 1, heads included."""
+    """After many iterations the largest singular value of each normalised weight is 1."""
     target = {"b": jax.ShapeDtypeStruct((6,), jnp.float32)}
     network = Hypernetwork(target, width=5, depth=1, spectral_norm=True)
-    made = network.init(KEY, jnp.zeros(3))
-    phi, spectral = made["params"], made["spectral"]
+    generated = network.init(KEY, jnp.zeros(3))
+    phi, spectral = generated["params"], generated["spectral"]
     assert set(spectral) == {"layer1", "layer2", "head_b"}
     spectral = hypernet.advance(phi, spectral, 200)
-    for name, own in spectral.items():
+    for name, vectors in spectral.items():
         kernel = np.asarray(phi[name]["kernel"])
-        used = kernel / np.linalg.norm(np.asarray(own["vector"]) @ kernel)
+        used = kernel / np.linalg.norm(np.asarray(vectors["vector"]) @ kernel)
         np.testing.assert_allclose(np.linalg.svd(used)[1][0], 1, atol=1e-4)
     # The network uses exactly that: ten times the weights without their biases change nothing.
 
@@ -102,13 +104,13 @@ def test_spectral_normalisation_by_the_singular_value_decomposition():
     np.testing.assert_allclose(outs[0]["b"], x, rtol=1e-4, atol=1e-5)
 
 
-def test_the_gradient_goes_through_the_norm():
-    """With v at the singular vector, d(K/σ) has no part along u vᵀ: σ's own gradient is v uᵀ."""
+def test_the_gradient_includes_the_norm():
+    """With v at the singular vector, the gradient of σ is v uᵀ."""
     target = {"b": jax.ShapeDtypeStruct((4,), jnp.float32)}
     network = Hypernetwork(target, width=0, spectral_norm=True)
-    made = network.init(KEY, jnp.zeros(3))
-    phi = made["params"]
-    spectral = hypernet.advance(phi, made["spectral"], 200)
+    generated = network.init(KEY, jnp.zeros(3))
+    phi = generated["params"]
+    spectral = hypernet.advance(phi, generated["spectral"], 200)
     weigh = jnp.arange(1.0, 5.0)
 
     def loss(phi):
@@ -119,17 +121,17 @@ def test_the_gradient_goes_through_the_norm():
     got = jax.grad(loss)(phi)["head_b"]["kernel"]
     kernel = np.asarray(phi["head_b"]["kernel"], np.float64)
     left, sigma, right = np.linalg.svd(kernel)
-    plain = np.outer(np.ones(3), weigh) / sigma[0]
+    unnormalised = np.outer(np.ones(3), weigh) / sigma[0]
     along = np.outer(left[:, 0], right[0])
-    wanted = plain - along * np.sum(plain * kernel) / sigma[0]
-    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+    expected = unnormalised - along * np.sum(unnormalised * kernel) / sigma[0]
+    np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_spread_by_hand():
-    """Models (2, 0), (4, 0), (0, 3) and (6, 1) have the mean (3, 1), whose length is √10."""
+    """Models (2, 0), (4, 0), (0, 3) and (6, 1) have the mean (3, 1), with norm √10."""
     models = jnp.array([[2.0, 0.0], [4.0, 0.0], [0.0, 3.0], [6.0, 1.0]])
     got = hypernet.spread(lambda v: {"w": v[0], "b": v[1]}, models)
-    want = np.array([2.0, 2.0, 13.0, 9.0]) ** 0.5 / 10**0.5
-    np.testing.assert_allclose(got, want, rtol=1e-6)
+    expected = np.array([2.0, 2.0, 13.0, 9.0]) ** 0.5 / 10**0.5
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
     dead = hypernet.spread(lambda v: {"w": jnp.ones(3) + 0 * v[0]}, models)
     np.testing.assert_allclose(dead, 0, atol=1e-6)

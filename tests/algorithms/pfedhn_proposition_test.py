@@ -1,4 +1,4 @@
-"""pFedHN of linear networks finds their principal components, as its paper proves."""
+"""pFedHN of linear networks finds their principal components (Proposition 1)."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ def test_proposition_1():
     (head,) = state.server.phi.values()
     assert set(head) == {"kernel"}
     spanned = np.linalg.qr(np.asarray(head["kernel"], np.float64).T)[0]
-    found = np.asarray(state.rows.v) @ np.asarray(head["kernel"])
+    generated = np.asarray(state.rows.v) @ np.asarray(head["kernel"])
 
     def distance(points: np.ndarray) -> float:
         components = np.linalg.svd(points)[2][:k].T
@@ -47,4 +47,4 @@ def test_proposition_1():
     assert distance(solutions) < 1e-3
     assert distance(solutions - solutions.mean(0)) > 0.05  # not the centred one
     left, sigma, right = np.linalg.svd(solutions, full_matrices=False)
-    np.testing.assert_allclose(found, left[:, :k] * sigma[:k] @ right[:k], atol=5e-3)
+    np.testing.assert_allclose(generated, left[:, :k] * sigma[:k] @ right[:k], atol=5e-3)

@@ -1,4 +1,4 @@
-"""Whole runs of pFedHN: clients that come later, and clients of three sizes."""
+"""Runs of pFedHN: held-out clients, and networks of three sizes."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize(
-    ("clients", "own", "length", "line"),
+    ("clients", "settings", "length", "message"),
     [
         (399, {}, 100, ""),  # 1 + 99, as many as the first layer has units
         (
@@ -54,25 +54,23 @@ SMALL = {
         (400, {"fixed": True}, 3, ""),  # shares of three classes
     ],
 )
-def test_embeddings_have_the_papers_length_and_a_remark_says_what_they_take(
-    clients, own, length, line
-):
-    """By shapes: nothing is compiled."""
-    changes = {"algorithm": "pfedhn", "clients": clients, "pfedhn": own}
+def test_length_of_embeddings_and_the_remark_on_their_memory(clients, settings, length, message):
+    """Uses shapes only, without compilation."""
+    changes = {"algorithm": "pfedhn", "clients": clients, "pfedhn": settings}
     examples = {**SMALL["synthetic"], "examples": 4000, "test_examples": 0}
     config = configuration.complete({**SMALL, **changes, "synthetic": examples})
     built = build.build(config)
     state = jax.eval_shape(built.phases[0].rounds.init, KEY)
     assert state.rows.v.shape == (clients, length)
-    assert built.remarks == ((line,) if line else ())
+    assert built.remarks == ((message,) if message else ())
 
 
 @pytest.mark.slow("a run of two phases")
-def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
-    own = {"width": 4, "depth": 1, "spectral_norm": True}
+def test_held_out_clients_are_fitted_with_a_frozen_hypernetwork(tmp_path: Path):
+    settings = {"width": 4, "depth": 1, "spectral_norm": True}
     phases = ({}, {"participants": "held_out", "pfedhn_pc": {"frozen": True}})
     run = runner.run(
-        {**SMALL, "algorithm": "pfedhn_pc", "held_out": 2, "pfedhn_pc": own, "phases": phases},
+        {**SMALL, "algorithm": "pfedhn_pc", "held_out": 2, "pfedhn_pc": settings, "phases": phases},
         tmp_path,
     )
     after = jax.device_get(run.state)
@@ -81,7 +79,7 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     before = store.restore(SMALL["rounds"], {"state": template})["state"]
     chex.assert_trees_all_equal(before.server.phi, after.server.phi)
     chex.assert_trees_all_equal(before.server.spectral, after.server.spectral)
-    parts = [jax.tree.leaves((state.rows, state.clients.own)) for state in (before, after)]
+    parts = [jax.tree.leaves((state.rows, state.clients.personal)) for state in (before, after)]
     for old, new in zip(*parts, strict=True):
         np.testing.assert_array_equal(old[:4], new[:4])
         assert (old[4:] != new[4:]).any()
@@ -90,9 +88,11 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
     np.testing.assert_array_equal((before.rows.v != after.rows.v).any(1)[4:], [True] * 2)
     # How far the bodies that are sent are from their mean.
     send = run.phases[1].algorithm.send
-    seen = run.state._replace(clients=())
-    sent = [send(seen, ClientContext(jnp.int32(i), None, T, KEY)) for i in range(6)]
-    flat = np.stack([np.concatenate([np.ravel(x) for x in jax.tree.leaves(one)]) for one in sent])
+    server_state = run.state._replace(clients=())
+    sent = [send(server_state, ClientContext(jnp.int32(i), None, T, KEY)) for i in range(6)]
+    flat = np.stack(
+        [np.concatenate([np.ravel(x) for x in jax.tree.leaves(model)]) for model in sent]
+    )
     lengths = np.linalg.norm(flat - flat.mean(0), axis=1) / np.linalg.norm(flat.mean(0))
     np.testing.assert_allclose(run.observations["spread"][1][-1], lengths, rtol=1e-5)
     assert lengths.min() > 0
@@ -103,11 +103,11 @@ def test_novel_clients_are_fitted_under_a_frozen_hypernetwork(tmp_path: Path):
 
 @pytest.mark.slow("three networks in one program")
 def test_one_hypernetwork_for_three_sizes():
-    """From fixed embeddings, each client's shares of the classes."""
+    """Embeddings are fixed to each client's shares of the classes."""
     groups = tuple({"mlp": {"hidden": (width,)}} for width in (2, 3, 4))
-    own = {"width": 4, "depth": 1, "fixed": True}
-    several = {"partition": "dirichlet", "groups": groups, "clients_per_round": 3}
-    run = runner.run({**SMALL, **several, "algorithm": "pfedhn", "pfedhn": own})
+    settings = {"width": 4, "depth": 1, "fixed": True}
+    changes = {"partition": "dirichlet", "groups": groups, "clients_per_round": 3}
+    run = runner.run({**SMALL, **changes, "algorithm": "pfedhn", "pfedhn": settings})
     sizes = [4 * w + w + w * 3 + 3 for w in (2, 3, 4)]
     algorithm, state = run.phases[0].algorithm, run.state
     for g, size in enumerate(sizes):

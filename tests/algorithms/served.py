@@ -1,4 +1,4 @@
-"""What tests of single methods need: names of leaves, a few rounds, what a client is served."""
+"""Helpers for tests of methods: paths of leaves, a few rounds, the model of a client."""
 
 from typing import Any
 
@@ -16,13 +16,13 @@ KEY = jax.random.key(3)
 
 
 def paths(tree: Any) -> list[str]:
-    """Every leaf's path, such as params/fc1/kernel."""
-    found = jax.tree_util.tree_leaves_with_path(tree)
-    return sorted("/".join(str(entry.key) for entry in path) for path, _ in found)
+    """Returns the path of every leaf, such as params/fc1/kernel."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return sorted("/".join(str(entry.key) for entry in path) for path, _ in leaves)
 
 
 def after_rounds(algorithm: Algorithm, n: int, clients: int = tiny.CLIENTS) -> tuple[State, Any]:
-    """The state after n rounds in which all take part, and their log."""
+    """Returns the state after n rounds with all clients, and their log."""
     data, federation = tiny.federated(clients=clients)
     rounds = make_rounds(algorithm, federation, cohort=clients, max_rounds=n, evaluate_after=False)
     state, (log,) = rounds.run(KEY, rounds.init(KEY), data, jnp.int32(0), jnp.int32(n))
@@ -30,14 +30,14 @@ def after_rounds(algorithm: Algorithm, n: int, clients: int = tiny.CLIENTS) -> t
 
 
 def served(algorithm: Algorithm, state: State, i: int) -> Any:
-    """The variables that client i is served now."""
-    own = client_data(tiny.federated()[0], jnp.int32(i))
+    """Returns the variables that client i is served."""
+    data = client_data(tiny.federated()[0], jnp.int32(i))
     client = trees.row(state.clients, i)
-    return algorithm.personalize(state, client, ClientContext(i, own, 0, KEY))
+    return algorithm.personalize(state, client, ClientContext(i, data, 0, KEY))
 
 
 def trained(algorithm: Algorithm, state: State, i: int) -> tuple[Any, Any, Any, Any]:
-    """Client i's upload, model, state and metrics after one round of its work."""
+    """Returns the result of client i's local training in round 0."""
     data, client = tiny.federated()[0], trees.row(state.clients, i)
     payload = algorithm.send(state, ClientContext(i, None, 0, KEY))
     key = stage_key(KEY, TRAIN, 0, i)

@@ -33,7 +33,7 @@ def test_weights_of_layers_are_a_heat_map_for_each_of_the_last_evaluation():
     scales = {image.get_clim() for axes in figure.axes for image in axes.images}
     assert scales == {(last.min(), last.max())}  # one scale for all
     assert figure.get_label() == (
-        "After round 10: how much of each client's layer a client is served."
+        "After round 10: weight of each client's layer in the model of a client."
     )
 
 

@@ -64,7 +64,7 @@ def marked(name: str) -> tuple[Any, Any, State]:
     def put(leaf):
         return leaf.at[WHO].set(LAYERS)
 
-    clients = state.clients._replace(own=jax.tree.map(put, state.clients.own))
+    clients = state.clients._replace(personal=jax.tree.map(put, state.clients.personal))
     return made, data, state._replace(clients=clients)
 
 

@@ -110,7 +110,7 @@ def test_a_directory_goes_on_with_the_same_network_and_files_are_read_back(tmp_p
     head = variables["params"].pop(model.head)
     assert head["kernel"].shape == (2, 2)
     np.testing.assert_array_equal(
-        head["bias"], result.state.clients.own["params"][model.head]["bias"][1]
+        head["bias"], result.state.clients.personal["params"][model.head]["bias"][1]
     )
 
 

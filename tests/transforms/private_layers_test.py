@@ -28,7 +28,7 @@ def with_private_head(name):
 def test_fedavg_with_private_head_is_fedper():
     private, _ = after_rounds(with_private_head("fedavg"), 3)
     fedper, _ = after_rounds(cases.make("fedper", FEDERATION), 3)
-    chex.assert_trees_all_equal(private.clients.own, fedper.clients.own)
+    chex.assert_trees_all_equal(private.clients.own, fedper.clients.personal)
     body, head = trees.split(private.server, {"fc1", "norm1"})
     chex.assert_trees_all_equal(body, fedper.server)
     assert set(head["params"]) == {"fc2"}

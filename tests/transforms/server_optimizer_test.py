@@ -207,7 +207,7 @@ def around_fedper() -> rules.Subject:
 
     def fired(first: State, last: State) -> bool:
         pairs = zip(*map(jax.tree.leaves, (first.server, last.server)), strict=True)
-        head = trees.layers(last.clients.own)
+        head = trees.layers(last.clients.personal)
         return set(head) == {"fc2"} and all(bool((a != b).any()) for a, b in pairs)
 
     return rules.make_subject("fedper", cases.Case({}, fired, case.bytes_per_visit), make)

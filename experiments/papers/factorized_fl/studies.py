@@ -256,7 +256,7 @@ def parameters(result: runner.Result) -> int:
     state = result.state
     if result.phases[-1].config.algorithm != "factorized_fl":
         return int(trees.size(state.server))
-    model = trees.row((state.rows, state.clients.own), 0)
+    model = trees.row((state.rows, state.clients.personal), 0)
     model = prune(model, result.phases[-1].config.factorized_fl.sparsity)
     zeros = sum(int((np.asarray(mu) == 0).sum()) for mu in collect_mu(model))
     return int(trees.size(model)) - zeros

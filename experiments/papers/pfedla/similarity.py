@@ -6,7 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.pfedla.layer_mixing import LayerRows, layer_rows, mix
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import (
+    initial_momentum,
+    initial_variables,
+    model_shapes,
+)
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -56,16 +61,18 @@ def similarity(
       sharpness: factor of the cosines before the softmax. The paper names no measure.
     """
     n = federation.clients
-    shapes = common.shapes(model, federation)["params"]
+    shapes = model_shapes(model, federation)["params"]
     layers = layer_rows(shapes, (), granularity == "model")
-    local_sgd = common.trainer(model, federation.task, training)
+    local_sgd = model_trainer(model, federation.task, training)
 
     def alpha(theta: PyTree, i: Any) -> jax.Array:
         return jax.nn.softmax(sharpness * layer_cosines(theta, i, layers), axis=-1)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        params, rest = local_training.split_variables(common.initial(model, federation, key, start))
-        momentum = common.kept(training, params, federation)
+        params, rest = local_training.split_variables(
+            initial_variables(model, federation, key, start)
+        )
+        momentum = initial_momentum(training, params, federation)
         clients = {"rest": trees.repeat(rest, n), "momentum": momentum}
         return State((), trees.repeat(params, n), clients)
 

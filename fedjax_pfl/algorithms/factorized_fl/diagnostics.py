@@ -15,11 +15,11 @@ _PLAIN_MEAN = 0.99  # omega is the plain mean if it mixes more than this share o
 
 
 def diagnostics(method: str) -> dict[str, Diagnostic]:
-    """Returns the diagnostics of a form of Factorized-FL, whose settings the warnings name."""
+    """Returns the diagnostics of Factorized-FL or its variant, named by `method` in warnings."""
     return {
         "peers": Diagnostic(
-            meaning="models mixed into what a client is served, in effect: the exponential of ω's "
-            "entropy",
+            meaning="effective number of models that a client mixes: the exponential of the "
+            "entropy of ω",
             value=of_array("weights", lambda omega: effective_number(omega).mean()),
             inactive=lambda value, observed: (
                 mean(value) > _PLAIN_MEAN * observed.now["weights"].shape[-1]
@@ -28,15 +28,15 @@ def diagnostics(method: str) -> dict[str, Diagnostic]:
             f"{method}.scale and {method}.minimum",
         ),
         "candidates": Diagnostic(
-            meaning="the share of all models that a client mixes in, its own included",
+            meaning="fraction of all models that a client mixes, its own included",
             value=of_array("weights", lambda omega: np.mean(np.asarray(omega) > 0)),
         ),
         "alone": Diagnostic(
-            meaning="the share of clients that are served their own last factors, with ω over .99",
+            meaning="fraction of clients that are served their own last factors, ω above 0.99",
             value=of_array("weights", own_weight_fraction),
             inactive=lambda value, observed: mean(value) == 1.0,
-            warning="every client trains alone: its own ω is over .99 in {value:.0%} of rows; see "
-            f"{method}.scale and {method}.tau",
+            warning="every client trains alone: its own ω is above 0.99 in {value:.0%} of rows; "
+            f"see {method}.scale and {method}.tau",
         ),
     }
 
@@ -45,10 +45,12 @@ PICTURES = {
     "u": Picture("Similarity of u", "cosines between clients' factors u of one layer", "client"),
     "v": Picture("Similarity of v", "cosines between clients' factors v of one layer", "client"),
     "moved": Picture(
-        "Similarity of what has moved v",
-        "cosines between what training at the clients has moved v of one layer by",
+        "Similarity of changes of v",
+        "cosines between the clients' total changes of v of one layer by training",
         "client",
     ),
-    "weights": Picture("Weights of the mixture", "how much of whom a client is served", "from"),
-    "zeros_in_mu": Picture("Zeros in μ", "the share of each client's μ that is pruned"),
+    "weights": Picture(
+        "Weights of the mixture", "weight of each client's factors in the model of a client", "from"
+    ),
+    "zeros_in_mu": Picture("Zeros in μ", "fraction of each client's μ that is pruned"),
 }

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_pfl.algorithms.factorized_fl.pruning import bytes_used, prune, share_pruned, with_l1
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
+from fedjax_pfl.algorithms.shared.model_training import fit_variables
 from fedjax_pfl.algorithms.shared.split_model import Client
 from fedjax_pfl.core import local_training, offload, trees
 from fedjax_pfl.core.algorithm import (
@@ -35,11 +36,11 @@ class Matching(NamedTuple):
 
 
 class Penalty(NamedTuple):
-    """What keeps μ sparse."""
+    """Penalty on μ, and which entries of μ are pruned."""
 
     gradient: float  # λ in the gradient of λ ‖μ‖₁
-    least: float  # smaller entries are pruned for evaluation and for the bill
-    pruned_travel: bool = False  # they are pruned before they travel too
+    least: float  # smaller entries are pruned for evaluation and for the traffic count
+    pruned_travel: bool = False  # they are pruned before download and upload too
 
 
 def body_layers(net: Factorized) -> list[str]:
@@ -65,11 +66,18 @@ def factor_mixing(
     penalty: Penalty,
     is_mixed: Callable[[str, str], bool],
 ) -> Algorithm:
-    """Builds a method that mixes stored factors. Rows: uploads, [N, ...]. Clients: `Client`.
+    """Builds a method that mixes stored factors.
+
+    The rows are the latest uploads, leaves of shape [N, ...]; clients store `Client`.
 
     Args:
-      is_mixed: tells by layer and leaf which parameters clients share. The rest stays with the
-        client, except that the server needs v of the compared layer.
+      net: The factorised network.
+      training: Local training.
+      federation: The clients.
+      matching: Decides whose factors a client mixes.
+      penalty: Penalty on μ, and pruning.
+      is_mixed: Tells by layer and leaf which parameters are mixed. The others stay on the client,
+        except that the server needs v of the compared layer.
     """
     task = federation.task
     n = federation.clients
@@ -77,24 +85,25 @@ def factor_mixing(
     def is_compared(layer: str, leaf: str) -> bool:
         return (layer, leaf) == (matching.compared, "v")
 
-    def travels(layer: str, leaf: str) -> bool:
+    def is_uploaded(layer: str, leaf: str) -> bool:
         return is_mixed(layer, leaf) or is_compared(layer, leaf)
 
     def sent(params: PyTree) -> PyTree:
         return prune(params, penalty.least) if penalty.pruned_travel else params
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        params, rest = local_training.split_variables(common.initial(net, federation, key, None))
-        uploaded, own = trees.divide({"params": params}, travels)
+        variables = initial_variables(net, federation, key, None)
+        params, model_state = local_training.split_variables(variables)
+        uploaded, personal = trees.divide({"params": params}, is_uploaded)
         rows = matching.first(trees.repeat(uploaded, n))
-        momentum = common.kept(training, params, federation)
-        stays = Client(trees.repeat({**own, **rest}, n), momentum)
+        momentum = initial_momentum(training, params, federation)
+        personal = trees.repeat({**personal, **model_state}, n)
         if start is None:
-            return State((), rows, stays)
-        kept = start.clients.own if isinstance(start.clients, Client) else None
-        same = trees.same_shapes((start.rows, kept), (rows, stays.own))
-        require(same, "this method can only continue its own factors, of the same settings")
-        return State((), start.rows, Client(kept, momentum))
+            return State((), rows, Client(personal, momentum))
+        existing = start.clients.personal if isinstance(start.clients, Client) else None
+        matches = trees.same_shapes((start.rows, existing), (rows, personal))
+        require(matches, "a phase of this method can only start from one with the same settings")
+        return State((), start.rows, Client(existing, momentum))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
         stored = {"params": state.rows["params"]}
@@ -105,27 +114,31 @@ def factor_mixing(
         return trees.join(mixed, trees.divide(trees.row(stored, ctx.i), is_compared)[0])
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        params, rest = local_training.split_variables(trees.join(payload, client.own))
+        variables = trees.join(payload, client.personal)
         gradient = with_l1(local_training.gradient(net, task, ctx.data), penalty.gradient)
-        params, rest, momentum, metrics = local_training.fit(
-            training, gradient, params, rest, client.momentum, ctx
+        variables, momentum, metrics = fit_variables(
+            training, gradient, variables, client.momentum, ctx
         )
-        upload, _ = trees.divide({"params": sent(params)}, travels)
-        own = {**trees.divide({"params": params}, travels)[1], **rest}
-        variables = {"params": prune(params, penalty.least), **rest}
-        return ClientResult(upload, variables, Client(own, momentum), metrics)
+        params, model_state = local_training.split_variables(variables)
+        personal = {**trees.divide({"params": params}, is_uploaded)[1], **model_state}
+        return ClientResult(
+            upload=trees.divide({"params": sent(params)}, is_uploaded)[0],
+            variables={"params": prune(params, penalty.least), **model_state},
+            client=Client(personal, momentum),
+            metrics=metrics,
+        )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
         return state.server, cohort.put(state.rows, matching.updated(state.rows, cohort))
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-        variables = trees.join(send(state, ctx), client.own)
+        variables = trees.join(send(state, ctx), client.personal)
         return {**variables, "params": prune(variables["params"], penalty.least)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        """Bills what is mixed, both ways, and v of the compared layer on its way up.
+        """Counts mixed parameters in both directions, and the upload of v of the compared layer.
 
-        If v is not mixed, the payload returns the client's own last upload, which is free.
+        If v is not mixed, the payload has the client's own last v, which is not counted.
         """
         down = trees.divide(payload, is_mixed)[0]
         return Traffic(*(bytes_used(prune(tree, penalty.least)) for tree in (down, upload)))
@@ -133,7 +146,7 @@ def factor_mixing(
     def observe(state: State) -> dict[str, jax.Array]:
         recorded = matching.observe(state.rows)
         if net.bias:
-            stored = (state.rows["params"], state.clients.own)
+            stored = (state.rows["params"], state.clients.personal)
             recorded["zeros_in_mu"] = share_pruned(stored, penalty.least)
         return recorded
 

@@ -6,7 +6,7 @@ at the start, (1) to (3). The server stores what each client k uploaded last. Wi
 before the classifier it computes, for client k and all stored models i, from one snapshot:
 
   σ_i = cos(v*_k, v*_i), σ_k = 1                                                       (4)
-  candidates: σ_i ≥ τ, and in any case the `minimum` most similar
+  candidates: σ_i ≥ τ, and at least the `minimum` most similar
   ω_i = exp(ε σ_i) / Σ exp(ε σ_j) over the candidates
   u_k ← Σ_i ω_i u_i                     alpha, share="u"                               (5)
   (u_k, v_k, μ_k) ← Σ_i ω_i (u_i, v_i, μ_i)      beta, share="all"
@@ -14,18 +14,19 @@ before the classifier it computes, for client k and all stored models i, from on
 
 Equation (5) covers layers 1 to L−1: the classifier is never mixed and never uploaded. Alpha uploads
 u and v* and downloads u. Beta also mixes biases and BatchNorm's scale and shift. BatchNorm's
-statistics stay with the client. Entries of μ below λ are pruned for evaluation and are not billed.
+statistics stay on the client. Entries of μ below λ are pruned for evaluation and not counted as
+traffic.
 
-Where the paper is silent: u and v start from Xavier's uniform distribution, as in the authors'
-code, `minimum` and the pruning are theirs too, and clients that were not sampled are mixed as they
-last uploaded. Where the paper is unclear: (5) prints Σ u_i where a weighted sum is meant, and a
-score below τ is dropped, as (4) defines the set, not set to zero, as the text says. Random and
-worst peers are weighted by ω as well.
+Where the paper is silent: u and v start from Xavier's uniform distribution, and there are `minimum`
+and the pruning, all as in the authors' code. The mixture uses the last upload of clients that were
+not sampled. Where the paper is unclear: (5) prints Σ u_i and means a weighted sum. A score below τ
+is dropped, as (4) defines the set; the text says set to zero. Random and worst peers are weighted
+by ω as well.
 
-Where the authors' code differs: its penalty has no gradient (penalty=False), it folds kernels as
-[O, I, F, F] (layout="oihw"), it resets the classifier every round unless labels are permuted, it
-starts a dense μ at random, alpha also mixes BatchNorm's scale and shift, and a client's mixture
-replaces its model before the next client's is computed.
+Where the authors' code differs: its penalty has no gradient (penalty=False). It folds kernels as
+[O, I, F, F] (layout="oihw"). It resets the classifier every round unless labels are permuted. It
+starts a dense μ at random. Alpha also mixes BatchNorm's scale and shift. A client's mixture
+replaces its model before the next client's mixture is computed.
 """
 
 from typing import Any
@@ -69,22 +70,22 @@ def factorized_fl(
     layout: str = "kernel",
     bias: bool = True,
 ) -> Algorithm:
-    """Rows: the latest uploads, [N, ...]. Clients: `Client`.
+    """Creates Factorized-FL. The rows are the latest uploads, leaves of shape [N, ...].
 
     Args:
-      share: what is mixed: all (beta), or u (alpha).
+      share: Parameters that are mixed: all (beta), or u (alpha).
       tau: τ, the least similarity of a candidate.
-      scale: ε; the larger, the more a similar model weighs.
-      minimum: the least number of candidates, the client itself included.
+      scale: ε. A larger value gives more weight to similar models.
+      minimum: Least number of candidates, the client itself included.
       matching: similar; random or worst, as controls; or none, for the mean weighted by examples.
-      peers: number of other clients to mix if matching is random or worst.
-      sparsity: λ, of the penalty on μ; smaller entries of μ are pruned.
-      penalty: whether λ ‖μ‖₁ has a gradient; it has none in the authors' code.
-      pruned: when μ is pruned: for evaluation and the bill only (evaluation), or also before it
-        travels (travel).
-      rank: rank of u vᵀ.
-      layout: how a convolution's kernel becomes a matrix: kernel, mixed or oihw.
-      bias: whether there is a μ.
+      peers: Number of other clients to mix if matching is random or worst.
+      sparsity: λ, the weight of the penalty on μ. Smaller entries of μ are pruned.
+      penalty: Whether λ ‖μ‖₁ has a gradient. It has none in the authors' code.
+      pruned: When μ is pruned: for evaluation and the traffic count only (evaluation), or also
+        before it is sent (travel).
+      rank: Rank of u vᵀ.
+      layout: How the kernel of a convolution becomes a matrix: kernel, mixed or oihw.
+      bias: Whether there is a μ.
     """
     require_one_of("factorized_fl.share", share, ("all", "u"))
     require_one_of("factorized_fl.matching", matching, RULES)
@@ -95,10 +96,10 @@ def factorized_fl(
     members, control = int(np.sum(federation.active)), matching in ("random", "worst")
     choices = f"it counts the client itself, choose 1 to {members}"
     require(1 <= minimum <= members, f"factorized_fl.minimum is {minimum}; {choices}")
-    fits = not control or 1 <= peers < max(members, 2)
-    require(fits, f"factorized_fl.peers is {peers}; choose 1 to {members - 1}")
-    drawn = not isinstance(model, ZeroHead)
-    require(drawn, "factorized_fl starts the last layer from factors; set zero_head=False")
+    valid_peers = not control or 1 <= peers < max(members, 2)
+    require(valid_peers, f"factorized_fl.peers is {peers}; choose 1 to {members - 1}")
+    random_head = not isinstance(model, ZeroHead)
+    require(random_head, "factorized_fl starts the last layer from factors; set zero_head=False")
     shape, dtype = federation.input_shape, federation.input_dtype
     net = Factorized(model, shape, rank, layout, bias, input_dtype=dtype)
     body = body_layers(net)
@@ -109,16 +110,16 @@ def factorized_fl(
         return layer != net.head if share == "all" else layer in body and leaf == "u"
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
-        """Returns ω of client i, [N]. A novel client counts for itself only."""
+        """Returns ω of client i, [N]. A held-out client is in no other mixture."""
         allowed = active.at[i].set(True)
         if matching == "none":
             return jnp.where(allowed, counts, 0.0) / jnp.sum(jnp.where(allowed, counts, 0.0))
         sigma = cosine(stacked_leaf(rows, last, "v"), i)
-        chosen = candidates(sigma, minimum, sigma >= tau, allowed, i)
+        selected = candidates(sigma, minimum, sigma >= tau, allowed, i)
         if control:
             order = -sigma if matching == "worst" else jax.random.uniform(key, sigma.shape)
-            chosen = candidates(order, peers + 1, jnp.zeros_like(allowed), allowed, i)
-        return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
+            selected = candidates(order, peers + 1, jnp.zeros_like(allowed), allowed, i)
+        return jax.nn.softmax(jnp.where(selected, scale * sigma, -jnp.inf))
 
     def observe(rows: PyTree) -> dict[str, jax.Array]:
         recorded = {leaf: cosines(stacked_leaf(rows, last, leaf)) for leaf in ("u", "v")}

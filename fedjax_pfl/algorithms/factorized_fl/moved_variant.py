@@ -3,11 +3,11 @@
 It differs from `factorized_fl` (Jeong and Hwang, 2022) in four ways.
 
   Start: u vᵀ is the best rank-one approximation of the plain network's kernel and μ the remainder,
-  so that the network starts as the plain one.
-  Similarity: σ_i = cos(d_k, d_i) with d_k = Σ_t (v*_k trained − v*_k served), the sum of what local
-  training has moved v* by, and σ_k = max_{i≠k} σ_i.
+  so the network starts as the plain one.
+  Similarity: σ_i = cos(d_k, d_i) with d_k = Σ_t (v*_k trained − v*_k served), the total change of
+  v* by local training, and σ_k = max_{i≠k} σ_i.
   Head: it keeps its plain kernel and is mixed with the rest.
-  Penalty: none. Entries of μ below `sparsity` are pruned for evaluation and are not billed.
+  Penalty: none. Entries of μ below `sparsity` are pruned for evaluation and not counted.
 """
 
 from typing import Any
@@ -44,14 +44,14 @@ def factorized_fl_moved(
     minimum: int = 1,
     sparsity: float = 5e-4,
 ) -> Algorithm:
-    """Rows: the latest uploads and `moved`, [N, ...]. Clients: `Client`.
+    """Creates Factorized-FL (moved). The rows are the latest uploads and `moved`, the d_k.
 
     Args:
-      share: what is mixed besides the head: all (beta), or u (alpha).
+      share: Parameters that are mixed besides the head: all (beta), or u (alpha).
       tau: τ, the least similarity of a candidate.
-      scale: ε; the larger, the more a similar model weighs.
-      minimum: the least number of candidates, the client itself included.
-      sparsity: smaller entries of μ are pruned.
+      scale: ε. A larger value gives more weight to similar models.
+      minimum: Least number of candidates, the client itself included.
+      sparsity: Smaller entries of μ are pruned.
     """
     require_one_of("factorized_fl_moved.share", share, ("all", "u"))
     require_at_least("factorized_fl_moved.sparsity", sparsity, 0)
@@ -65,12 +65,12 @@ def factorized_fl_moved(
         return share == "all" or leaf == "u" or layer == net.head
 
     def weights(rows: PyTree, i: Any, key: jax.Array) -> jax.Array:
-        """Returns ω of client i, [N]. A novel client counts for itself only."""
+        """Returns ω of client i, [N]. A held-out client is in no other mixture."""
         sigma = cosine(rows["moved"], i)
         best = jnp.max(jnp.where(active.at[i].set(False), sigma, -jnp.inf))
         sigma = sigma.at[i].set(jnp.where(jnp.isfinite(best), best, 1.0))  # 1 without peers
-        chosen = candidates(sigma, minimum, sigma >= tau, active.at[i].set(True), i)
-        return jax.nn.softmax(jnp.where(chosen, scale * sigma, -jnp.inf))
+        selected = candidates(sigma, minimum, sigma >= tau, active.at[i].set(True), i)
+        return jax.nn.softmax(jnp.where(selected, scale * sigma, -jnp.inf))
 
     def first(rows: PyTree) -> PyTree:
         return {**rows, "moved": jnp.zeros_like(stacked_leaf(rows, last, "v"))}

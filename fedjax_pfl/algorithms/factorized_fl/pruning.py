@@ -1,4 +1,4 @@
-"""The sparse matrix μ of factorised kernels: its L1 penalty, pruning and bill."""
+"""The sparse matrix μ of factorised kernels: its L1 penalty, pruning and traffic."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,26 +12,26 @@ from fedjax_pfl.core.examples import Batch
 from fedjax_pfl.core.local_training import Gradient
 
 
-def with_l1(plain: Gradient, penalty: Any) -> Gradient:
+def with_l1(loss_gradient: Gradient, penalty: Any) -> Gradient:
     """Adds the gradient of penalty · ‖μ‖₁. The reported loss does not include the penalty."""
 
     def add(g: jax.Array, mu: jax.Array) -> jax.Array:
         return g + penalty * jnp.sign(mu)
 
-    def gradient(params: PyTree, rest: PyTree, batch: Batch, key: jax.Array) -> Any:
-        result, grads = plain(params, rest, batch, key)
-        return result, _on_mu(add, grads, params)
+    def gradient(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        aux, grads = loss_gradient(params, model_state, batch, key)
+        return aux, _on_mu(add, grads, params)
 
     return gradient
 
 
-def _on_mu(f: Any, tree: PyTree, *others: PyTree) -> PyTree:
+def _on_mu(f: Any, tree: PyTree, *more_trees: PyTree) -> PyTree:
     """Applies f to every μ and its counterparts in the other trees. Other leaves are unchanged."""
 
     def apply(path: tuple[Any, ...], leaf: Any, *counterparts: Any) -> Any:
         return f(leaf, *counterparts) if path[-1] == jax.tree_util.DictKey("mu") else leaf
 
-    return jax.tree_util.tree_map_with_path(apply, tree, *others)
+    return jax.tree_util.tree_map_with_path(apply, tree, *more_trees)
 
 
 def collect_mu(tree: PyTree) -> list[jax.Array]:
@@ -55,7 +55,12 @@ def bytes_used(tree: PyTree) -> dict[str, Any]:
 
 
 def share_pruned(parts: Sequence[PyTree], least: Any) -> jax.Array:
-    """Returns the share of each client's entries of μ below `least`, [N], over stacked trees."""
+    """Returns the fraction of each client's entries of μ below `least`, [N].
+
+    Args:
+      parts: Stacked trees, leaves of shape [N, ...].
+      least: Threshold.
+    """
 
     def counted(tree: PyTree) -> jax.Array:
         matrices = collect_mu(tree)

@@ -5,8 +5,8 @@ import numpy as np
 from fedjax_pfl.core.diagnostics import Diagnostic, Observed, Picture, Value, mean
 
 TUNING_NOTE = (
-    "it weighs peers on validation examples while it trains: its score is flattered, that of all "
-    "its points alike"
+    "it weighs peers on validation examples while it trains, so its validation scores are too "
+    "high, for all of its points equally"
 )
 
 
@@ -14,15 +14,14 @@ def _positive_fraction(observed: Observed) -> Value | None:
     """Returns the fraction of positive changes of the sums of weights [N, N], of all changes."""
     if "affinity" not in observed.now:
         return None
-    now = np.asarray(observed.now["affinity"], np.float64)
-    change = now - observed.before.get("affinity", np.zeros_like(now))
+    affinity = np.asarray(observed.now["affinity"], np.float64)
+    change = affinity - observed.before.get("affinity", np.zeros_like(affinity))
     return float(np.mean(change[change != 0] > 0)) if np.any(change != 0) else None
 
 
 DIAGNOSTICS = {
     "positive": Diagnostic(
-        meaning="the share of the weights given to peers since the last evaluation that are "
-        "positive",
+        meaning="fraction of positive weights among those given to peers since the last evaluation",
         value=_positive_fraction,
         inactive=lambda value, observed: mean(value) == 0.0,
         warning="no client gains from a peer: {value:.0%} of the weights are positive; see "
@@ -31,6 +30,6 @@ DIAGNOSTICS = {
 }
 PICTURES = {
     "affinity": Picture(
-        "Affinity of clients", "how useful a client has found each peer's model", "peer"
+        "Affinity of clients", "sum of the weights that a client gave each peer's model", "peer"
     ),
 }

@@ -1,23 +1,25 @@
-"""A router that sees which label goes with which image, from each client's correlations.
+"""A router that compares clients by the correlations between their images and labels.
 
-Groups of clients that number the same classes differently look alike to a mean of embeddings of
-images and labels side by side. With φx and φy of one length d, the signature of client k is
+A mean of separate embeddings of images and labels does not distinguish groups of clients that
+number the same classes differently. With φx and φy of the same length d, the signature of client k
+is
 
   r_k[j] = the correlation over its training examples of φx(x)[j] and φy(y)[j], in -1..1        [d]
 
 Sampling n_k examples adds a variance S[j] = mean_k (1 - r_k[j]^2)^2 / (n_k - 1) to it. With m the
 mean over the K clients, let λ_i and u_i be the eigenvalues and eigenvectors of the covariance over
-clients of D(r_k - m), D = diag(S)^(-1/2). Chance alone rarely brings a λ above
-λ+ = (1 + sqrt(d/K))^2, the edge of the Marchenko-Pastur law. What exceeds it tells clients apart:
+clients of D(r_k - m), D = diag(S)^(-1/2). By chance alone λ rarely exceeds
+λ+ = (1 + sqrt(d/K))^2, the edge of the Marchenko-Pastur law. Larger eigenvalues distinguish
+clients:
 
   f_i = max(0, 1 - λ+/λ_i),  ρ = max_i f_i
   s_k = sum_i f_i u_i u_i' D(r_k - m) / sqrt(sum_i f_i^2 λ_i)
   z_k = balanced(ρ W s_k + (1 - ρ) b)
 
-Clients that differ by chance only (ρ = 0) all take the route of b. Otherwise the clients of one
-group take the same route. `balanced` subtracts the mean over alternatives (over the sources of a
-block, and over the blocks of the last layer), so that of two exactly one is open. Only W and b
-learn.
+Clients that differ by chance only (ρ = 0) all take the route of b. Otherwise the clients of a group
+take the same route. `balanced` subtracts the mean over alternatives (over the sources of a block,
+and over the blocks of the last layer), so of two alternatives exactly one is open. Only W and b are
+trained.
 """
 
 from functools import partial
@@ -35,8 +37,8 @@ from fedjax_pfl.core.examples import Batch, ClientData
 
 PyTree = Any
 STATISTICS = "router_statistics"
-# Standard deviation of a logit at first: π is then near 0 or 1 for four of five gates.
-_DECIDED = 8.0
+# Initial standard deviation of a logit: π is then near 0 or 1 for four of five gates.
+_LOGIT_SCALE = 8.0
 
 
 class Signature(NamedTuple):
@@ -82,7 +84,7 @@ class Gates(nn.Module):
     @nn.compact
     def __call__(self, s: jax.Array, rho: jax.Array) -> jax.Array:
         """Maps s [d] and ρ to [E]."""
-        start = nn.initializers.normal(_DECIDED)
+        start = nn.initializers.normal(_LOGIT_SCALE)
         kernel = self.param("kernel", start, (s.shape[-1], self.outputs))
         bias = self.param("bias", start, (self.outputs,))
         return rho * jnp.dot(s, kernel, precision="highest") + (1 - rho) * bias
@@ -103,13 +105,11 @@ class Statistics(nn.Module):
         unit = jnp.where(chance > 0, jax.lax.rsqrt(jnp.where(chance > 0, chance, 1.0)), 0.0)
         spread, axes = jnp.linalg.eigh((square - jnp.outer(mean, mean)) * jnp.outer(unit, unit))
         edge = (1 + (d / self.clients) ** 0.5) ** 2
-        kept = jnp.maximum(1 - edge / jnp.maximum(spread, edge), 0.0)
-        along = kept * jnp.dot((r - mean) * unit, axes, precision="highest")
-        size = jnp.sum(jnp.square(kept) * spread)
-        s = jnp.dot(axes, along, precision="highest")
-        return s * jnp.where(
-            size > 0, jax.lax.rsqrt(jnp.where(size > 0, size, 1.0)), 0.0
-        ), kept.max()
+        f = jnp.maximum(1 - edge / jnp.maximum(spread, edge), 0.0)
+        along = f * jnp.dot((r - mean) * unit, axes, precision="highest")
+        size = jnp.sum(jnp.square(f) * spread)
+        scale = jnp.where(size > 0, jax.lax.rsqrt(jnp.where(size > 0, size, 1.0)), 0.0)
+        return jnp.dot(axes, along, precision="highest") * scale, f.max()
 
 
 def moments(image: jax.Array, label: jax.Array, mask: jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ def moments(image: jax.Array, label: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def signature(sums: jax.Array, count: Any) -> Signature:
-    """Returns r and its chance; 0 where an embedding is the same for all examples."""
+    """Returns r and its chance; both are 0 if an embedding is the same for all examples."""
     count = jnp.maximum(count, 2)
     x, y, xx, yy, xy = sums / count
     spread = jnp.maximum(xx - x * x, 0.0) * jnp.maximum(yy - y * y, 0.0)
@@ -130,26 +130,26 @@ def signature(sums: jax.Array, count: Any) -> Signature:
 
 
 def correlated(network: Correlation, outputs: int, training: local_training.Training) -> Routing:
-    """Returns the routing by correlations; a visit moves the running averages by a tenth.
+    """Returns the routing by correlations; each client moves the running averages by a tenth.
 
-    In the first round of the phase they become those of the visited clients.
+    In the first round of the phase they are replaced by the client's values.
     """
 
     def signature_of(psi: PyTree, data: ClientData) -> Signature:
-        return look(network, psi, data, outputs, training.batch_size)
+        return client_signature(network, psi, data, outputs, training.batch_size)
 
     def logits_of(psi: PyTree, data: ClientData) -> jax.Array:
         return logits(network, psi, signature_of(psi, data))
 
     def route(psi: PyTree, ctx: ClientContext) -> tuple[PyTree, jax.Array, router.Pullback]:
-        own = signature_of(psi, ctx.data)
-        psi = averaged(psi, own, jnp.where(ctx.t == training.first_round, 1.0, 0.1))
-        return psi, logits(network, psi, own), partial(pull, network, psi, own)
+        client = signature_of(psi, ctx.data)
+        psi = averaged(psi, client, jnp.where(ctx.t == training.first_round, 1.0, 0.1))
+        return psi, logits(network, psi, client), partial(pull, network, psi, client)
 
     return Routing(init=network.init, logits=logits_of, route=route, frozen=router.EMBEDDINGS)
 
 
-def look(
+def client_signature(
     network: Correlation, variables: PyTree, data: ClientData, outputs: int, size: int
 ) -> Signature:
     """Returns the signature of a client's training examples, read in batches of `size`."""
@@ -163,25 +163,27 @@ def look(
     return signature(sums, data.train.size.astype(jnp.float32))
 
 
-def logits(network: Correlation, variables: PyTree, own: Signature) -> jax.Array:
+def logits(network: Correlation, variables: PyTree, client: Signature) -> jax.Array:
     """Returns the logits of a client with this signature, [E]."""
-    return jnp.asarray(network.apply(variables, own.r, method="route"))
+    return jnp.asarray(network.apply(variables, client.r, method="route"))
 
 
-def pull(network: Correlation, variables: PyTree, own: Signature, cotangent: jax.Array) -> PyTree:
+def pull(
+    network: Correlation, variables: PyTree, client: Signature, cotangent: jax.Array
+) -> PyTree:
     """Returns the gradient of ⟨cotangent, logits⟩; it is 0 for φx and φy."""
-    params, rest = local_training.split_variables(variables)
+    params, model_state = local_training.split_variables(variables)
 
     def product(params: PyTree) -> jax.Array:
-        return jnp.sum(cotangent * logits(network, {"params": params, **rest}, own))
+        return jnp.sum(cotangent * logits(network, {"params": params, **model_state}, client))
 
     return jax.grad(product)(params)
 
 
-def averaged(variables: PyTree, own: Signature, share: Any) -> PyTree:
+def averaged(variables: PyTree, client: Signature, share: Any) -> PyTree:
     """Returns the variables with running averages moved by `share` towards this client's."""
     stats = variables["batch_stats"]
-    target = {"mean": own.r, "square": jnp.outer(own.r, own.r), "chance": own.chance}
+    target = {"mean": client.r, "square": jnp.outer(client.r, client.r), "chance": client.chance}
     moved = jax.tree.map(lambda a, b: a + share * (b - a), stats[STATISTICS], target)
     return {**variables, "batch_stats": {**stats, STATISTICS: moved}}
 
@@ -192,7 +194,7 @@ def balanced(z: jax.Array, layout: tuple[int, ...]) -> jax.Array:
     for matrix in router.cut(z, layout):
         choices = matrix.shape[-1]
         if choices == 1:
-            parts.append(jnp.full(matrix.size, _DECIDED))
+            parts.append(jnp.full(matrix.size, _LOGIT_SCALE))
             continue
         centred = matrix - jnp.mean(matrix, -1, keepdims=True)
         parts.append((centred / jnp.sqrt(1 - 1 / choices)).ravel())

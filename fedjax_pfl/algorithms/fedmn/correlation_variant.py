@@ -1,13 +1,14 @@
-"""FedMN-correlation: its router sees which label goes with which image.
+"""FedMN-correlation: its router compares how clients' labels correlate with their images.
 
 A variant of this library, not of Wang et al., 2022. FedMN averages embeddings of images and
-labels side by side, so groups of clients that number the same classes differently look alike to its
-router. Here the logits follow from how φx(x) and φy(y) correlate over a client's examples, compared
-with the other clients (`correlation.py`). Three more things differ from `fedmn`:
+labels separately, so its router cannot distinguish groups of clients that number the same classes
+differently. Here the logits are computed from the correlations between φx(x) and φy(y) over a
+client's examples, relative to the other clients (`correlation.py`). There are three more
+differences from `fedmn`:
 
-  gates are hard;
-  a client holds a block, or an encoder, only if it lies on a path from an encoder to the output;
-  φx and φy keep their first values and are downloaded once.
+- Gates are hard.
+- A client holds a block, or an encoder, only if it is on a path from an encoder to the output.
+- φx and φy keep their initial values and are downloaded once.
 """
 
 from typing import Any

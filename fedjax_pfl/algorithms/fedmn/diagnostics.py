@@ -18,7 +18,7 @@ _ONE_ROUTE = 0.02  # clients with a smaller deviation of pi have the same route
 
 
 def _of_trained_clients(f: Callable[[np.ndarray], Any]) -> Callable[[Observed], Value | None]:
-    """Returns a number of pi over clients that have trained: before that, a row is 0."""
+    """Returns a diagnostic computed from pi of clients that have trained; other rows are 0."""
 
     def value(observed: Observed) -> Value | None:
         pi = np.asarray(observed.now.get("pi", ()), np.float64)
@@ -40,24 +40,24 @@ def diagnostics(advice: str = "") -> dict[str, Diagnostic]:
     """Returns the diagnostics; `advice` ends the warning that all clients have one route."""
     return {
         "routes": Diagnostic(
-            meaning="different routes in use, of those that have trained: sets of gates with π "
-            "over ½",
+            meaning="number of different routes of clients that have trained; a route is the set "
+            "of gates with π > ½",
             value=_of_trained_clients(_routes),
         ),
         "gate_bits": Diagnostic(
-            meaning="entropy of a gate in bits; 1 is a coin",
+            meaning="mean entropy of a gate in bits; at 1 it opens at random",
             value=_of_trained_clients(_gate_bits),
         ),
         "deviation": Diagnostic(
-            meaning="deviation of π over clients, the mean over gates",
+            meaning="standard deviation of π over clients, mean over gates",
             value=_of_trained_clients(lambda pi: pi.std(0).mean()),
             inactive=below(_ONE_ROUTE),
-            warning=f"all clients are routed alike: π deviates by {{value:.4f}} over them{advice}",
+            warning=f"all clients have the same route: π deviates by {{value:.4f}}{advice}",
         ),
     }
 
 
 PICTURES = {
     "pi": Picture("Gates, π", "each client's probability of a block", "block"),
-    "gates": Picture("Open gates", "the blocks that each client's model is made of", "block"),
+    "gates": Picture("Open gates", "blocks of each client's model", "block"),
 }

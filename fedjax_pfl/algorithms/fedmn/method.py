@@ -10,7 +10,7 @@ blocks, ψ the router, D_m the training examples of client m and V_m its gates:
 
 V_m is sampled once a round. A block is active, a_mb = 1, if it has an input: an open gate, V > ½,
 from an encoder or an active block. A client downloads, trains and uploads its active blocks; all
-encoders and the router always travel. Evaluation opens the gates with π > ½.
+encoders and the router are always sent. Evaluation opens the gates with π > ½.
 
 The paper has two readings of V. Equations (5) and (6) put V itself into the loss: a block's inputs
 are weighted by V. This is the default, gates="soft". Equations (4) and (13) have V in {0, 1}:
@@ -19,9 +19,9 @@ a block with V ≤ ½ at all of its inputs is not part of the client's network. 
 be exactly 0.
 
 Deviations: the paper divides the sum over clients by Σ_m |D_m|, which shrinks a block that some
-client did not use; a block that nobody used stays as it is. If no path is open, the likeliest one
-is opened. The router takes one step a round, along the sum of its gradients over the batches; its
-clipping, decay and momentum are separate.
+client did not use. A block that no client used does not change. If no path is open, the likeliest
+one is opened. The router takes one step a round, along the sum of its gradients over the
+batches; its clipping, decay and momentum are separate.
 """
 
 from typing import Any

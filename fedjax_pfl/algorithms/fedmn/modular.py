@@ -63,8 +63,8 @@ class Modular(nn.Module):
 
         A gate between two blocks that it holds keeps its value and gradient, closed or open.
         """
-        held = [*router.present(gates, self.layout, self.trimmed), jnp.ones((1, 1), bool)]
-        sides = zip(router.cut(gates, self.layout), held[:-1], held[1:], strict=True)
+        present = [*router.present(gates, self.layout, self.trimmed), jnp.ones((1, 1), bool)]
+        sides = zip(router.cut(gates, self.layout), present[:-1], present[1:], strict=True)
         return [jnp.where(before & after.T, m, 0.0) for m, before, after in sides]
 
     def _block(self, x: jax.Array, name: str, train: bool, last: bool) -> jax.Array:
@@ -75,7 +75,7 @@ class Modular(nn.Module):
 
 
 class WithLogits(NamedTuple):
-    """The network with its gates' logits among the parameters."""
+    """The network with the logits of its gates as a parameter."""
 
     network: Modular
     sample: Callable[[jax.Array], jax.Array]  # gates from logits
@@ -89,7 +89,7 @@ class WithLogits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Routed:
-    """The network with its gates among the variables."""
+    """The network with its gates as a variable."""
 
     network: Modular
 

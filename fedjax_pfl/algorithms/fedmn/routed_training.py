@@ -1,4 +1,4 @@
-"""The rounds of a modular network with a router, which `fedmn` and its variant share."""
+"""Training of a modular network with a router, for `fedmn` and its variant."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from fedjax_pfl.algorithms.fedmn.modular import (
     keep_inactive,
     pretrained,
 )
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_momentum, initial_variables
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -56,9 +56,9 @@ def check(
         getattr(model, "model", model), UserNetwork
     )  # also with a head of zeros
     if user_defined or federation.positions:
-        what = f"{model.name}, a network of your own" if user_defined else "tokens"
+        kind = f"{model.name}, a network of your own" if user_defined else "tokens"
         raise UsageError(
-            f"{name} routes examples with one label through blocks of our networks, not {what}; "
+            f"{name} routes examples with one label through blocks of our networks, not {kind}; "
             "use another method"
         )
     if len(layout) < 2 or min(layout) < 1:
@@ -83,18 +83,28 @@ def assemble(
 ) -> Algorithm:
     """Returns the algorithm: clients sample gates, train active blocks, and step the router.
 
-    Server: variables of encoders, blocks and router. Clients: `Client`. A phase starts from its own
-    kind or from a global `model`, whose layers, except its head, fill every encoder and φx.
+    The server stores the variables of encoders, blocks and router; clients store `Client`. A phase
+    starts from a state of the same method, or from a global `model`, whose layers, except its head,
+    are copied to every encoder and to φx.
+
+    Args:
+      model: The network of a global model to start from.
+      training: Local training.
+      federation: The clients.
+      network: The modular network.
+      routing: The router.
+      hard: Use gates that are 0 or 1 in training.
+      temperatures: τ in the first and in the last round.
     """
     layout, names = network.layout, blocks(network.layout, network.trimmed)
     paths = router.paths(layout)
 
-    def draw(key: jax.Array) -> tuple[PyTree, PyTree]:
+    def initialise(key: jax.Array) -> tuple[PyTree, PyTree]:
         """Initialises the variables of the network, θ, and of the router, ψ."""
         x, y = federation.examples(), jnp.zeros((1, federation.outputs))
         return dict(network.init(key, x)), dict(routing.init(key, x, y))
 
-    shapes = jax.eval_shape(draw, jax.random.key(0))
+    shapes = jax.eval_shape(initialise, jax.random.key(0))
     bytes_of = trees.bytes_per_layer(trees.join(*shapes))
 
     def divide(variables: PyTree) -> tuple[PyTree, PyTree]:
@@ -102,30 +112,36 @@ def assemble(
         return trees.split(variables, trees.layers(shapes[0]))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        server = trees.join(*draw(key))
+        server = trees.join(*initialise(key))
         if start is not None and trees.same_shapes(server, start.server):
             server = start.server
         elif start is not None:
-            trained = common.initial(model, federation, key, start)
+            trained = initial_variables(model, federation, key, start)
             server = pretrained(server, trees.split(trained, {model.head})[1], layout[0])
         closed = jnp.zeros((federation.clients, paths))
-        momentum = [common.kept(training, part["params"], federation) for part in divide(server)]
+        momentum = [
+            initial_momentum(training, part["params"], federation) for part in divide(server)
+        ]
         return State(server, (), Client(pi=closed, gates=closed, momentum=momentum))
 
     def fit(theta: PyTree, trace: PyTree, z: jax.Array, sample: Any, ctx: ClientContext) -> Any:
         """Runs SGD at fixed gates; also returns the sum over batches of the gradient at z."""
-        whole = local_training.gradient(WithLogits(network, sample), federation.task, ctx.data)
-
-        def gradient(params: PyTree, carried: Any, batch: Batch, key: jax.Array) -> Any:
-            rest, cotangent = carried
-            (loss, rest), grads = whole({**params, "logits": z}, rest, batch, key)
-            return (loss, (rest, cotangent + grads.pop("logits"))), grads
-
-        params, rest = local_training.split_variables(theta)
-        params, (rest, cotangent), trace, metrics = local_training.fit(
-            training, gradient, params, (rest, jnp.zeros(paths)), trace, ctx
+        routed_gradient = local_training.gradient(
+            WithLogits(network, sample), federation.task, ctx.data
         )
-        return {"params": params, **rest}, trace, cotangent, metrics["loss"]
+
+        def gradient(params: PyTree, carry: Any, batch: Batch, key: jax.Array) -> Any:
+            model_state, cotangent = carry
+            (loss, model_state), grads = routed_gradient(
+                {**params, "logits": z}, model_state, batch, key
+            )
+            return (loss, (model_state, cotangent + grads.pop("logits"))), grads
+
+        params, model_state = local_training.split_variables(theta)
+        params, (model_state, cotangent), trace, metrics = local_training.fit(
+            training, gradient, params, (model_state, jnp.zeros(paths)), trace, ctx
+        )
+        return {"params": params, **model_state}, trace, cotangent, metrics["loss"]
 
     def step_router(
         psi: PyTree, trace: PyTree, grads: PyTree, ctx: ClientContext
@@ -154,10 +170,10 @@ def assemble(
         psi, psi_trace = step_router(psi, psi_trace, pullback(cotangent), ctx)
         first = {"first": ~jnp.any(client.pi > 0)} if routing.frozen else {}
         return ClientResult(
-            {**trees.join(theta, psi), "active": active, **first},
-            {**theta, "gates": router.decide(routing.logits(psi, ctx.data), layout)},
-            Client(pi=jax.nn.sigmoid(z), gates=gates, momentum=[trace, psi_trace]),
-            {"loss": loss, "active_blocks": jnp.sum(active).astype(jnp.float32)},
+            upload={**trees.join(theta, psi), "active": active, **first},
+            variables={**theta, "gates": router.decide(routing.logits(psi, ctx.data), layout)},
+            client=Client(pi=jax.nn.sigmoid(z), gates=gates, momentum=[trace, psi_trace]),
+            metrics={"loss": loss, "active_blocks": jnp.sum(active).astype(jnp.float32)},
         )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, PyTree]:
@@ -176,7 +192,7 @@ def assemble(
         return {**theta, "gates": router.decide(routing.logits(psi, ctx.data), layout)}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
-        """Bills active blocks, both ways; a frozen part of the router comes once, down only."""
+        """Counts active blocks in both directions, and a frozen part of the router once, down."""
         active = dict(zip(names, upload["active"], strict=True))
         holds = {layer: active.get(block_of(layer, names) or "", True) for layer in bytes_of}
         up = {layer: jnp.where(holds[layer], size, 0) for layer, size in bytes_of.items()}

@@ -27,13 +27,13 @@ Pullback = Callable[[jax.Array], PyTree]  # cotangent [E] -> gradient in ψ's pa
 
 
 class Routing(NamedTuple):
-    """How the logits of a client's gates follow from its data; ψ are the router's variables."""
+    """Functions that compute the logits of a client's gates from its data and ψ, the router."""
 
     init: Callable[..., PyTree]  # (key, x [B, ...], y [B, C]) -> ψ
     logits: Callable[[PyTree, ClientData], jax.Array]  # (ψ, data) -> [E]
-    # (ψ, visit) -> ψ with the statistics of this visit, the logits [E] and their pullback
+    # (ψ, ctx) -> ψ with statistics updated by the client, logits [E] and their pullback
     route: Callable[[PyTree, ClientContext], tuple[PyTree, jax.Array, Pullback]]
-    frozen: tuple[str, ...] = ()  # modules that do not learn; sent with a client's first visit
+    frozen: tuple[str, ...] = ()  # modules that do not learn; sent in a client's first round
 
 
 class Router(nn.Module):
@@ -94,11 +94,11 @@ def pull(
     cotangent: jax.Array,
 ) -> PyTree:
     """Returns the gradient of ⟨cotangent, logits⟩, through every training example."""
-    params, rest = local_training.split_variables(variables)
+    params, model_state = local_training.split_variables(variables)
 
     def gradient(batch: Batch) -> PyTree:
         def product(params: PyTree) -> jax.Array:
-            share = _share(router, {"params": params, **rest}, data, outputs, batch)
+            share = _share(router, {"params": params, **model_state}, data, outputs, batch)
             return jnp.sum(share * cotangent)
 
         return jax.grad(product)(params)
@@ -201,18 +201,18 @@ def active(gates: jax.Array, layout: Layout, trimmed: bool = False) -> jax.Array
 
     If `trimmed` the encoders come first: see `present`.
     """
-    held = present(gates, layout, trimmed)
-    return jnp.concatenate([layer[0] for layer in held[0 if trimmed else 1 :]])
+    layers = present(gates, layout, trimmed)
+    return jnp.concatenate([layer[0] for layer in layers[0 if trimmed else 1 :]])
 
 
 def _likeliest(score: jax.Array, layout: Layout) -> jax.Array:
     """Returns the path from an encoder to the output with the largest sum of scores, bool [E]."""
-    matrices, ahead = cut(score, layout), [jnp.zeros(1)]
+    matrices, best_ahead = cut(score, layout), [jnp.zeros(1)]
     for m in reversed(matrices):
-        ahead.insert(0, jnp.max(m + ahead[0][:, None], 0))
-    block, chosen = jnp.argmax(ahead[0]), []
-    for m, best in zip(matrices, ahead[1:], strict=True):
+        best_ahead.insert(0, jnp.max(m + best_ahead[0][:, None], 0))
+    block, path = jnp.argmax(best_ahead[0]), []
+    for m, best in zip(matrices, best_ahead[1:], strict=True):
         following = jnp.argmax(m[:, block] + best)
-        chosen.append(jnp.zeros(m.shape, bool).at[following, block].set(True).ravel())
+        path.append(jnp.zeros(m.shape, bool).at[following, block].set(True).ravel())
         block = following
-    return jnp.concatenate(chosen)
+    return jnp.concatenate(path)

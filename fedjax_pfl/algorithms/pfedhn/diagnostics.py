@@ -28,15 +28,15 @@ def diagnostics(method: str) -> dict[str, Diagnostic]:
     """Returns the diagnostics of pFedHN or pFedHN-PC, whose settings the warnings name."""
     return {
         "spread": Diagnostic(
-            meaning="how far generated models are from their mean, in lengths of it; the mean "
-            "over clients",
+            meaning="distance of generated models from their mean, relative to its norm; mean over "
+            "clients",
             value=of_array("spread", np.mean),
             inactive=below(_ONE_MODEL),
-            warning="the hypernetwork generates one model for all: what tells them apart is "
+            warning="the hypernetwork generates the same model for all clients: their spread is "
             f"{{value:.4f}} of their length; see {method}.rate and {method}.weight_decay",
         ),
         "moved": Diagnostic(
-            meaning="how far embeddings have moved since the first evaluation, in lengths of them "
+            meaning="change of the embeddings since the first evaluation, relative to their norm "
             "then",
             value=_moved,
             inactive=below(MINIMAL_CHANGE),
@@ -49,7 +49,7 @@ def diagnostics(method: str) -> dict[str, Diagnostic]:
 PICTURES = {
     "spread": Picture(
         "Spread of generated models",
-        "how far each client's generated model is from their mean, in lengths of the mean; at 0 "
+        "distance of each client's generated model from their mean, relative to its norm; at 0 "
         "the hypernetwork is dead",
     ),
     "embeddings": Picture(

@@ -109,8 +109,8 @@ def iterate(kernel: jax.Array, v: jax.Array, steps: int = 1) -> jax.Array:
 def advance(phi: PyTree, spectral: PyTree, steps: int = 1) -> PyTree:
     """Returns the collection `spectral` after more power iterations on the weights of φ."""
     return {
-        layer: {"vector": iterate(phi[layer]["kernel"], own["vector"], steps)}
-        for layer, own in spectral.items()
+        layer: {"vector": iterate(phi[layer]["kernel"], variables["vector"], steps)}
+        for layer, variables in spectral.items()
     }
 
 

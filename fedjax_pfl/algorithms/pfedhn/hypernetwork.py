@@ -16,7 +16,8 @@ from fedjax_pfl.algorithms.pfedhn.settings import (
     embedding_length,
     server_optimizer,
 )
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import initial_variables, model_shapes
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -48,7 +49,7 @@ class Rows(NamedTuple):
 class Client(NamedTuple):
     """Client-side state."""
 
-    own: PyTree  # variables that are not generated
+    personal: PyTree  # variables that are not generated
     momentum: dict[str, PyTree]  # optimiser state of the parts of the model that keep it
 
 
@@ -80,11 +81,11 @@ def build_algorithm(
 
     def split(model: Any, variables: PyTree) -> tuple[PyTree, PyTree]:
         """Splits variables into those that are generated and those that are not."""
-        params, rest = local_training.split_variables(variables)
-        own, body = trees.split({"params": params}, personal_layers(model))
-        return body, trees.join(own, rest)
+        params, model_state = local_training.split_variables(variables)
+        personal, body = trees.split({"params": params}, personal_layers(model))
+        return body, trees.join(personal, model_state)
 
-    bodies = tuple(split(model, common.shapes(model, federation))[0] for model in networks)
+    bodies = tuple(split(model, model_shapes(model, federation))[0] for model in networks)
     if not all(bodies):
         raise UsageError(
             f"{name} leaves the last layer with the client, and this network has no other"
@@ -121,14 +122,14 @@ def build_algorithm(
         variables, clients = network.init(phi_key, v[0]), []
         phi, spectral = variables["params"], variables.get("spectral", {})
         for model in networks:
-            initial = common.initial(model, federation, model_key, None)
+            initial = initial_variables(model, federation, model_key, None)
             momentum = kept_momentum(local_optimizer(model).init(initial["params"]))
             clients.append(trees.repeat(Client(split(model, initial)[1], momentum), n))
         server = Server(phi, spectral, optimizer.init(learned(phi, v)))
         return State(server, Rows(v), tuple(clients))
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        """Returns a new state, or that of an earlier phase with all momentum reset."""
+        """Returns a new state, or the state of an earlier phase with all momentum reset."""
         state = new_state(key)
         if start is None and settings.frozen:
             raise UsageError(f"{name}.frozen is for a phase after one that has trained φ")
@@ -136,7 +137,7 @@ def build_algorithm(
             return state
 
         def weights(s: State) -> PyTree:
-            return s.server.phi, s.server.spectral, s.rows, [c.own for c in s.clients]
+            return s.server.phi, s.server.spectral, s.rows, [c.personal for c in s.clients]
 
         if not isinstance(start.server, Server) or not trees.same_shapes(
             weights(start), weights(state)
@@ -146,13 +147,15 @@ def build_algorithm(
                 "hypernetwork: φ cannot be read from a model"
             )
         server = start.server._replace(moments=state.server.moments)
-        clients = map(lambda new, old: new._replace(own=old.own), state.clients, start.clients)
+        clients = map(
+            lambda new, old: new._replace(personal=old.personal), state.clients, start.clients
+        )
         return State(server, start.rows, tuple(clients))
 
     def client_functions(g: int) -> tuple[Callable[..., Any], ...]:
         """Returns `send`, `train` and `personalize` of a client of group g."""
         model, joint = networks[g], local_optimizer(networks[g])
-        sgd = common.trainer(
+        train_model = model_trainer(
             model, federation.task, training._replace(optimizer=joint, keep_optimizer=True)
         )
 
@@ -160,15 +163,20 @@ def build_algorithm(
             return generate(state.server.phi, state.server.spectral, state.rows.v[ctx.i])[g]
 
         def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-            variables = trees.join(payload, client.own)
+            variables = trees.join(payload, client.personal)
             fresh = joint.init(variables["params"])
             moments = fresh._replace(inner_states={**fresh.inner_states, **client.momentum})
-            variables, moments, metrics = sgd(variables, moments, ctx)
-            body, own = split(model, variables)
-            return ClientResult(body, variables, Client(own, kept_momentum(moments)), metrics)
+            variables, moments, metrics = train_model(variables, moments, ctx)
+            body, personal = split(model, variables)
+            return ClientResult(
+                upload=body,
+                variables=variables,
+                client=Client(personal, kept_momentum(moments)),
+                metrics=metrics,
+            )
 
         def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-            return trees.join(send(state, ctx), client.own)
+            return trees.join(send(state, ctx), client.personal)
 
         return send, train, personalize
 
@@ -181,7 +189,7 @@ def build_algorithm(
             phi, v = parts.get("phi", server.phi), parts.get("v", rows.v)
             h = jax.vmap(generate, (None, None, 0))
             sampled = [v.at[c.ids].get(mode="fill", fill_value=0.0) for c in cohorts]
-            return [h(phi, server.spectral, own)[g] for g, own in enumerate(sampled)]
+            return [h(phi, server.spectral, rows)[g] for g, rows in enumerate(sampled)]
 
         changes = [c.present(jax.tree.map(jnp.subtract, c.payloads, c.uploads)) for c in cohorts]
         (gradient,) = jax.vjp(payloads, before)[1](changes)

@@ -21,12 +21,12 @@ Deviations, all of them as in the authors' code:
   heads.
 - The paper updates ω_i at the rate α. Here it learns at the clients' rate, without clipping.
 
-Where the paper is silent: the server's rate is 0.01, and 0.05 in PC, as in the authors' code;
-BatchNorm statistics stay with the clients; gradients of several clients in a round are added.
+Where the paper is silent: the server's rate is 0.01, and 0.05 in PC, as in the authors' code.
+BatchNorm statistics stay on the clients. Gradients of several clients in a round are added.
 
 Target network and data are not part of the method. `lenet` has three fully connected layers as in
-the authors' code (the paper: two), and the partition `shares` gives each client the classes that
-were given out least, as the authors' code does (the paper: classes are sampled).
+the authors' code; the paper has two. The partition `shares` gives each client the classes that were
+assigned least, as the authors' code does; in the paper classes are sampled.
 """
 
 from functools import partial

@@ -50,16 +50,16 @@ def embedding_length(settings: Settings, clients: int) -> int:
     return settings.embedding or 1 + clients // 4
 
 
-def remark(name: str, own: Mapping[str, Any], clients: int) -> str:
+def remark(name: str, settings: Mapping[str, Any], clients: int) -> str:
     """Returns a line on the embeddings' memory, or nothing if they are no longer than a layer.
 
     Args:
       name: The method's name.
-      own: The method's settings.
+      settings: The method's settings.
       clients: Number of clients N. Embeddings of the paper's length 1 + N // 4 grow with N².
     """
-    length, width = 1 + clients // 4, own["width"]
-    if own["embedding"] or own["fixed"] or length <= width:
+    length, width = 1 + clients // 4, settings["width"]
+    if settings["embedding"] or settings["fixed"] or length <= width:
         return ""
 
     def megabytes(numbers: int) -> str:

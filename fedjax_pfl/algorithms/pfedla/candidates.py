@@ -98,7 +98,7 @@ def updated_rows(
 
     Among its candidates and all active clients of the round, a client keeps those whose updates
     are most similar to its own, by the latest comparison. A new candidate takes over the slot, and
-    the weights, of the one that it replaces.
+    the weights, of the candidate that it replaces.
     """
     if not isinstance(table, CandidateTable):
         return ()

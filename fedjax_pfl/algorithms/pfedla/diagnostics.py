@@ -34,7 +34,7 @@ def _explain(value: Value) -> str:
     assert isinstance(value, dict)
     counts = ", ".join(f"{name} {count:.1f}" for name, count in value.items())
     most, least = max(value, key=value.__getitem__), min(value, key=value.__getitem__)
-    text = f"Models mixed into each layer that a client is served, in effect: {counts}."
+    text = f"Effective number of models mixed into each layer: {counts}."
     if value[most] - value[least] > 0.5:
         text += f" Clients share {most} most, and keep {least} most to themselves."
     return text
@@ -43,7 +43,7 @@ def _explain(value: Value) -> str:
 def _of_alpha(
     fraction: Callable[..., float], *, with_previous: bool = False
 ) -> Callable[[Observed], Any]:
-    """Returns a number of alpha, or of alpha now and at the evaluation before."""
+    """Returns a diagnostic computed from alpha, or from alpha and its previous value."""
 
     def value(observed: Observed) -> float | None:
         if "alpha" not in observed.now or (with_previous and "alpha" not in observed.before):
@@ -56,30 +56,28 @@ def _of_alpha(
 
 DIAGNOSTICS = {
     "peers": Diagnostic(
-        meaning="models mixed into a layer, in effect: the exponential of α's entropy",
+        meaning="effective number of models mixed into a layer: exponential of the entropy of α",
         value=_models_mixed,
         inactive=_is_uniform,
-        warning="every client is served the plain mean of all models: α mixes {value:.1f} of "
+        warning="every client is served the unweighted mean of all models: α mixes {value:.1f} of "
         "them in every layer; see pfedla.rate",
         explanation=_explain,
     ),
     "one_hot": Diagnostic(
-        meaning="the share of α's rows that are one-hot",
+        meaning="fraction of the rows of α that are one-hot",
         value=_of_alpha(one_hot_fraction),
         inactive=lambda value, observed: mean(value) == 1.0,
-        warning="every client is served one client's last model, as a rule its own: α is one-hot "
-        "in {value:.0%} of its rows; see pfedla.rate",
+        warning="every client is served the last model of one client, usually its own: α is "
+        "one-hot in {value:.0%} of its rows; see pfedla.rate",
     ),
     "moving": Diagnostic(
-        meaning="the share of clients whose α has moved since the evaluation before",
+        meaning="fraction of clients whose α has changed since the previous evaluation",
         value=_of_alpha(moving_fraction, with_previous=True),
     ),
 }
 PICTURES = {
     "alpha": Picture(
-        "Weights of layers, α", "how much of each client's layer a client is served", "from"
+        "Weights of layers, α", "weight of each client's layer in the model of a client", "from"
     ),
-    "candidates": Picture(
-        "Candidates", "whose model is in each of a client's places of α", "place"
-    ),
+    "candidates": Picture("Candidates", "client id behind each column of α", "column"),
 }

@@ -13,7 +13,7 @@ class LayerWeights(nn.Module):
     """Embedding, hidden layers with ReLU and one head per model layer: () -> raw weights [L, N].
 
     `normalised` turns the raw weights into alpha. With "relu" the kernels of the heads start at
-    U(0, 1), so that alpha starts near 1/N; with "softmax" the heads start at zero and alpha at
+    U(0, 1), so alpha starts near 1/N; with "softmax" the heads start at zero and alpha at
     exactly 1/N.
 
     Reference: Ma et al., Layer-wise Model Aggregation for Personalized Federated Learning (2022),

@@ -13,9 +13,9 @@ HeurpFedLA (Algorithm 2) does not download the k layers with the largest α_i^{l
 θ_i^l, the client's own. All layers are uploaded, and (10) and (11) hold for all layers, with Δθ_i
 taken from the model that the training started from and the derivative of (6).
 
-The paper leaves open how α is normalised (here: softmax over heads that start at zero), η (the
-equations print no factor), the sizes of the hypernetwork and what becomes of BatchNorm's
-statistics (they stay at the client; scale and shift are a layer of their own).
+Where the paper is silent: α is a softmax over heads that start at zero. η is a setting; the
+equations print no factor. The sizes of the hypernetwork are settings. BatchNorm's statistics stay
+on the client; its scale and shift are one layer.
 
 Not in the paper and off by default: `granularity` and `candidates`, with which a client mixes M
 models, its own and those of the M - 1 clients whose updates were most similar to its own.
@@ -32,8 +32,13 @@ from fedjax_pfl.algorithms.pfedla.candidates import CandidateTable, MixingInputs
 from fedjax_pfl.algorithms.pfedla.diagnostics import DIAGNOSTICS, PICTURES
 from fedjax_pfl.algorithms.pfedla.layer_mixing import check, largest, layer_rows, mix
 from fedjax_pfl.algorithms.pfedla.layer_weights import LayerWeights, normalised
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import (
+    initial_momentum,
+    initial_variables,
+    model_shapes,
+)
 from fedjax_pfl.algorithms.shared.method import Method
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -58,7 +63,7 @@ class ServerState(NamedTuple):
 class ClientState(NamedTuple):
     """State kept on the client between rounds."""
 
-    rest: PyTree  # BatchNorm statistics
+    model_state: PyTree  # BatchNorm statistics
     momentum: PyTree
 
 
@@ -76,27 +81,29 @@ def pfedla(
     depth: int = 3,
     candidates: int | None = None,
 ) -> Algorithm:
-    """Layer-wise mixing of models by one hypernetwork per client.
+    """Creates pFedLA: layer-wise mixing of models by one hypernetwork per client.
+
+    The server stores `ServerState`, clients store `ClientState`.
 
     Args:
-      k: layers that each client retains (HeurpFedLA); 0 is pFedLA.
-      granularity: layer, or model: one weight per client for its whole model.
-      normalise: how a row of alpha comes to sum to 1: softmax, or relu for relu(x) / sum(relu(x)).
+      k: Number of layers that each client retains (HeurpFedLA); 0 is pFedLA.
+      granularity: layer, or model: one weight per client for all layers.
+      normalise: How a row of alpha is normalised: softmax, or relu for relu(x) / sum(relu(x)).
       rate: eta, the factor of Eqs. (10) and (11).
-      embedding: length of the hypernetwork's embedding.
-      hidden: width of its hidden layers.
-      depth: number of its hidden layers.
-      candidates: number of models that each client mixes, its own included; unset: all. Not in the
+      embedding: Length of the hypernetwork's embedding.
+      hidden: Width of its hidden layers.
+      depth: Number of its hidden layers.
+      candidates: Number of models that each client mixes, its own included. Unset: all. Not in the
         paper.
     """
     n, columns = federation.clients, candidates or federation.clients
-    shapes = common.shapes(model, federation)["params"]
+    shapes = model_shapes(model, federation)["params"]
     layer_bytes = trees.bytes_per_layer(shapes)
     layers = layer_rows(shapes, model.layers if k else (), granularity == "model")
     sizes = {"embedding": embedding, "hidden": hidden, "depth": depth}
     check(federation, layers.number, k, granularity, normalise, rate, sizes)
     mixing_candidates.check(n, candidates)
-    local_sgd = common.trainer(model, federation.task, training)
+    train_model = model_trainer(model, federation.task, training)
     network = LayerWeights(columns, layers.number, embedding, hidden, depth, normalise)
 
     def inputs(rows: ServerState, i: Any) -> MixingInputs:
@@ -108,11 +115,13 @@ def pfedla(
         return normalised(raw, stored.own_column, stored.allowed, normalise)
 
     def init(key: jax.Array, start: State | None = None) -> State:
-        variables = common.initial(model, federation, key, start)
-        params, rest = local_training.split_variables(variables)
+        variables = initial_variables(model, federation, key, start)
+        params, model_state = local_training.split_variables(variables)
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(n))
         psi = jax.vmap(network.init)(keys)["params"]
-        clients = ClientState(trees.repeat(rest, n), common.kept(training, params, federation))
+        clients = ClientState(
+            trees.repeat(model_state, n), initial_momentum(training, params, federation)
+        )
         table = mixing_candidates.initial_table(federation, candidates, key)
         return State((), ServerState(trees.repeat(params, n), psi, table), clients)
 
@@ -125,10 +134,15 @@ def pfedla(
         return {"params": params, "retained": retained}
 
     def train(payload: PyTree, client: ClientState, ctx: ClientContext) -> ClientResult:
-        variables = {"params": payload["params"], **client.rest}
-        trained, momentum, metrics = local_sgd(variables, client.momentum, ctx)
-        params, rest = local_training.split_variables(trained)
-        return ClientResult({"params": params}, trained, ClientState(rest, momentum), metrics)
+        variables = {"params": payload["params"], **client.model_state}
+        trained, momentum, metrics = train_model(variables, client.momentum, ctx)
+        params, model_state = local_training.split_variables(trained)
+        return ClientResult(
+            upload={"params": params},
+            variables=trained,
+            client=ClientState(model_state, momentum),
+            metrics=metrics,
+        )
 
     def receive(state: State, cohort: Cohort) -> tuple[PyTree, ServerState]:
         rows = state.rows
@@ -145,7 +159,7 @@ def pfedla(
         return state.server, cohort.put(rows, ServerState(cohort.uploads["params"], psi, table))
 
     def personalize(state: State, client: ClientState, ctx: ClientContext) -> PyTree:
-        return {"params": send(state, ctx)["params"], **client.rest}
+        return {"params": send(state, ctx)["params"], **client.model_state}
 
     def traffic(payload: PyTree, upload: PyTree) -> Traffic:
         retained = {name: payload["retained"][row] for name, row in layers.row.items()}

@@ -25,33 +25,43 @@ def cosines(v: jax.Array) -> jax.Array:
 def candidates(
     order: jax.Array, minimum: int, similar: jax.Array, allowed: jax.Array, i: Any
 ) -> jax.Array:
-    """Selects the similar clients, and in any case the first `minimum`. Returns bool [N].
+    """Selects the similar clients, and at least the first `minimum`. Returns bool [N].
 
     Args:
-      order: [N], larger is better. Client i itself always comes first.
-      minimum: the least number of clients to select.
-      similar: bool [N].
-      allowed: bool [N]; no other client is selected.
-      i: the client that mixes.
+      order: Array of shape [N]; a larger value comes first. Client i always comes first.
+      minimum: Least number of clients to select.
+      similar: Bool array of shape [N].
+      allowed: Bool array of shape [N]; no other client is selected.
+      i: The client that mixes.
     """
     order = jnp.where(allowed, order, -jnp.inf).at[i].set(jnp.inf)
-    place = jnp.argsort(jnp.argsort(-order, stable=True))
-    return allowed & (similar | (place < minimum))
+    rank = jnp.argsort(jnp.argsort(-order, stable=True))
+    return allowed & (similar | (rank < minimum))
 
 
-def leading(
+def select_peers(
     affinity: jax.Array, free: jax.Array, peers: int, epsilon: jax.Array, key: jax.Array
 ) -> jax.Array:
-    """Selects different clients out of `free`, by affinity or, with probability ε, at random.
+    """Selects distinct clients, each by affinity or, with probability ε, at random.
 
-    Returns ids, int32 [peers]. Equal affinities are ordered at random, as in the first round.
+    Equal affinities, as in the first round, are ordered at random.
+
+    Args:
+      affinity: Array of shape [N]; a larger value comes first.
+      free: Bool array of shape [N], the clients to select from.
+      peers: Number of clients to select.
+      epsilon: ε.
+      key: Random key.
+
+    Returns:
+      Client ids, int32 [peers].
     """
 
-    def place(free: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def select(free: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         explore_key, order_key = jax.random.split(key)
         best = jnp.max(jnp.where(free, affinity, -jnp.inf))
-        open_to = free & (jax.random.bernoulli(explore_key, epsilon) | (affinity == best))
-        chosen = jnp.argmax(jnp.where(open_to, jax.random.uniform(order_key, free.shape), -1.0))
-        return free.at[chosen].set(False), chosen
+        eligible = free & (jax.random.bernoulli(explore_key, epsilon) | (affinity == best))
+        selected = jnp.argmax(jnp.where(eligible, jax.random.uniform(order_key, free.shape), -1.0))
+        return free.at[selected].set(False), selected
 
-    return jax.lax.scan(place, free, jax.random.split(key, peers))[1]
+    return jax.lax.scan(select, free, jax.random.split(key, peers))[1]

@@ -1,4 +1,4 @@
-"""What the library knows of a method besides its functions: names, diagnostics, remarks."""
+"""The record of a method: its factory, names, diagnostics and remarks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,12 +15,12 @@ def _no_remark(settings: Mapping[str, Any], clients: int) -> str:
 
 
 class Method(NamedTuple):
-    """A factory, its names for people, and plain data that runs and reports look up.
+    """A method's factory, its names, and data for runs and reports.
 
     diagnostics: Numbers that tell whether the method's mechanism is active.
     pictures: Titles and captions of the arrays that `observe` returns, by name.
     remark: (own settings, number of clients) -> a line to print before a run, or "".
-    tuning_note: What a reader of tuning results must know.
+    tuning_note: A caution for readers of tuning results.
     """
 
     factory: Callable[..., Any]

@@ -1,4 +1,4 @@
-"""A model in two parts: what stays with each client, and what FedAvg averages."""
+"""A model in two parts: personal variables, and shared ones that FedAvg averages."""
 
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -6,7 +6,12 @@ from typing import Any, NamedTuple
 import jax
 
 from fedjax_pfl.algorithms.fedavg import fedavg
-from fedjax_pfl.algorithms.shared import common
+from fedjax_pfl.algorithms.shared.initial_state import (
+    initial_momentum,
+    initial_variables,
+    model_shapes,
+)
+from fedjax_pfl.algorithms.shared.model_training import model_trainer
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import (
     Algorithm,
@@ -22,85 +27,105 @@ from fedjax_pfl.networks import norm_layers
 
 
 class Client(NamedTuple):
-    """What stays with a client."""
+    """State kept on the client between rounds."""
 
-    own: PyTree  # the variables that are its own
+    personal: PyTree  # the client's personal variables
     momentum: PyTree
 
 
-def of_layers(names: Collection[str]) -> Callable[[str, str], bool]:
-    """What belongs to these layers."""
+def in_layers(names: Collection[str]) -> Callable[[str, str], bool]:
+    """Returns a predicate (layer, leaf) that is True for leaves of the named layers."""
 
-    def is_own(layer: str, leaf: str) -> bool:
+    def is_inside(layer: str, leaf: str) -> bool:
         return layer in names
 
-    return is_own
+    return is_inside
 
 
 def last_layers(
-    model: Any, federation: Federation, setting: str, many: int, *, early: int
+    model: Any, federation: Federation, setting: str, count: int, *, early: int
 ) -> tuple[str, ...]:
-    """The last layers; a BatchNorm is not counted and goes with the layer before it.
+    """Returns the names of the last `count` layers.
+
+    A BatchNorm is not counted; it belongs to the layer before it.
 
     Args:
-      setting: that says how many. early: how many layers there must be before them.
+      model: A network with `layers`, the names from input to output.
+      federation: Tells the shape of an example.
+      setting: Name of the setting that gives `count`, for the message.
+      count: Number of layers.
+      early: Least number of layers that must come before them.
     """
-    norms = norm_layers(common.shapes(model, federation))
+    norms = norm_layers(model_shapes(model, federation))
     counted = [layer for layer in model.layers if layer not in norms]
     most = max(len(counted) - early, 1)
     require(
-        1 <= many <= most,
-        f"{setting} is {many}, and the network has {len(counted)} layers besides BatchNorm; "
+        1 <= count <= most,
+        f"{setting} is {count}, and the network has {len(counted)} layers besides BatchNorm; "
         f"choose 1 to {most}",
     )
-    return tuple(model.layers[model.layers.index(counted[-many]) :])
+    return tuple(model.layers[model.layers.index(counted[-count]) :])
 
 
 def partly_shared(
     model: Any,
     training: Training,
     federation: Federation,
-    own: Callable[[str, str], bool],
+    is_personal: Callable[[str, str], bool],
 ) -> Algorithm:
-    """FedAvg on all but what is `own`, by layer and leaf; every client trains all of it together.
+    """Returns FedAvg of the shared variables; each client trains them with its personal ones.
 
-    Server: the shared variables, which are all that travels. Clients: their own variables, and
-    momentum of the whole model where it is kept. A phase starts from a global model,
-    whose `own` part every client gets, or from a state with the same two parts; momentum begins
-    anew in each phase.
+    The server stores the shared variables, the only ones that are sent. Clients store `Client`. A
+    phase starts from a global model, whose personal part every client gets, or from a state with
+    the same two parts. Momentum starts at zero in each phase.
+
+    Args:
+      model: A Flax network.
+      training: Local training.
+      federation: The clients.
+      is_personal: Tells by layer and leaf which variables are personal.
     """
-    first_own, first_shared = trees.divide(common.shapes(model, federation), own)
-    if not first_own or not first_shared:
-        layers = ", ".join(trees.layers({**first_own, **first_shared}))
+    personal_shapes, shared_shapes = trees.divide(model_shapes(model, federation), is_personal)
+    if not personal_shapes or not shared_shapes:
+        layers = ", ".join(trees.layers({**personal_shapes, **shared_shapes}))
         raise UsageError(
             "a part of the network has to stay with the clients and a part to be shared; "
             f"this one has only {layers}"
         )
-    stacked_own = jax.eval_shape(lambda own: trees.repeat(own, federation.clients), first_own)
+    n = federation.clients
+    row_shapes = jax.eval_shape(lambda tree: trees.repeat(tree, n), personal_shapes)
 
     def init(key: jax.Array, start: State | None = None) -> State:
         if (
             start is not None
             and isinstance(start.clients, Client)
-            and trees.same_shapes((first_shared, stacked_own), (start.server, start.clients.own))
+            and trees.same_shapes(
+                (shared_shapes, row_shapes), (start.server, start.clients.personal)
+            )
         ):
-            shared, owned = start.server, start.clients.own
+            shared, rows = start.server, start.clients.personal
         else:
-            mine, shared = trees.divide(common.initial(model, federation, key, start), own)
-            owned = trees.repeat(mine, federation.clients)
-        params = trees.join(shared, trees.row(owned, 0))["params"]
-        return State(shared, (), Client(owned, common.kept(training, params, federation)))
+            variables = initial_variables(model, federation, key, start)
+            personal, shared = trees.divide(variables, is_personal)
+            rows = trees.repeat(personal, n)
+        params = trees.join(shared, trees.row(rows, 0))["params"]
+        return State(shared, (), Client(rows, initial_momentum(training, params, federation)))
 
-    sgd = common.trainer(model, federation.task, training)
+    train_model = model_trainer(model, federation.task, training)
 
     def train(payload: PyTree, client: Client, ctx: ClientContext) -> ClientResult:
-        whole = trees.join(payload, client.own)
-        variables, momentum, metrics = sgd(whole, client.momentum, ctx)
-        mine, shared = trees.divide(variables, own)
-        return ClientResult(shared, variables, Client(mine, momentum), metrics)
+        joined = trees.join(payload, client.personal)
+        variables, momentum, metrics = train_model(joined, client.momentum, ctx)
+        personal, shared = trees.divide(variables, is_personal)
+        return ClientResult(
+            upload=shared,
+            variables=variables,
+            client=Client(personal, momentum),
+            metrics=metrics,
+        )
 
     def personalize(state: State, client: Client, ctx: ClientContext) -> PyTree:
-        return trees.join(state.server, client.own)
+        return trees.join(state.server, client.personal)
 
-    averaged = fedavg(model, training, federation)
-    return averaged._replace(init=init, train=train, personalize=personalize)
+    base = fedavg(model, training, federation)
+    return base._replace(init=init, train=train, personalize=personalize)

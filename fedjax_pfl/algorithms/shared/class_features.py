@@ -1,0 +1,59 @@
+"""Statistics of a client's examples by class: their number, and the mean of their features."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.core import batches
+from fedjax_pfl.core.algorithm import PyTree
+from fedjax_pfl.core.examples import Batch, ClientData
+
+
+def class_mask(batch: Batch, classes: int) -> jax.Array:
+    """Returns bool [B, C], True at the class of each example; padding has no class."""
+    return (batch.y[:, None] == jnp.arange(classes)[None]) & batch.mask[:, None]
+
+
+def class_counts(data: ClientData, classes: int) -> jax.Array:
+    """Returns the number of a client's training examples of each class, float32 [C]."""
+
+    def batch_counts(batch: Batch) -> jax.Array:
+        return jnp.sum(class_mask(batch, classes), 0).astype(jnp.float32)
+
+    return batches.sum_batches(batch_counts, data, data.train)
+
+
+class ClassFeatures(NamedTuple):
+    """Statistics of the features z, the inputs of the head, over a client's training examples."""
+
+    counts: jax.Array  # [C], number of examples
+    means: jax.Array  # [C, d], mean of z; 0 if there is no example
+    mean_square: jax.Array  # mean of ‖z‖² over all examples
+
+
+def class_features(
+    network: Any, variables: PyTree, data: ClientData, classes: int
+) -> ClassFeatures:
+    """Computes the features of a client's training examples, in evaluation mode.
+
+    Args:
+      network: A network that returns (outputs, features); see `networks.features`.
+      variables: Its variables.
+      data: The client's examples.
+      classes: Number of classes C.
+    """
+
+    def batch_sums(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        z = network.apply(variables, batch.x)[1]
+        one_hot = class_mask(batch, classes).astype(z.dtype)
+        sums = jnp.einsum("bc,bd->cd", one_hot, z, precision="highest")
+        squares = jnp.sum(jnp.where(batch.mask, jnp.sum(jnp.square(z), -1), 0.0))
+        return jnp.sum(one_hot, 0), sums, squares
+
+    counts, sums, squares = batches.sum_batches(batch_sums, data, data.train)
+    return ClassFeatures(
+        counts=counts,
+        means=sums / jnp.maximum(counts, 1.0)[:, None],
+        mean_square=squares / jnp.maximum(jnp.sum(counts), 1.0),
+    )

@@ -1,0 +1,55 @@
+"""Prototypes: the mean features of each class, which the server averages over clients.
+
+A tree of prototypes is {"prototypes": float32 [C, d], "seen": bool [C], the classes that have one}.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedjax_pfl.core.algorithm import PyTree
+from fedjax_pfl.core.task import Task
+
+
+def no_prototypes(classes: int, d: int) -> PyTree:
+    """Returns the server's prototypes before the first round."""
+    return {"prototypes": jnp.zeros((classes, d)), "seen": jnp.zeros(classes, bool)}
+
+
+def average_prototypes(old: PyTree, uploads: PyTree) -> PyTree:
+    """Averages clients' prototypes, weighted by their examples of each class.
+
+    A class without an example in any upload keeps its old prototype.
+
+    Args:
+      old: The server's prototypes.
+      uploads: Stacked uploads with `prototypes` [K, C, d] and `counts` [K, C]; counts of absent
+        clients are 0.
+    """
+    counts = jnp.sum(uploads["counts"], 0)
+    sums = jnp.sum(uploads["counts"][..., None] * uploads["prototypes"], 0)
+    mean = sums / jnp.maximum(counts, 1.0)[:, None]
+    new = jnp.where(counts[:, None] > 0, mean, old["prototypes"])
+    return {"prototypes": new, "seen": old["seen"] | (counts > 0)}
+
+
+def with_prototype_penalty(task: Task, prototypes: PyTree, penalty: Any) -> Task:
+    """Adds λ ‖z(x) − C_y‖²/d to the loss of examples whose class has a prototype.
+
+    Args:
+      task: Task of the plain network.
+      prototypes: A tree of prototypes.
+      penalty: λ.
+
+    Returns:
+      A task for a network that returns (outputs, features).
+    """
+
+    def loss(outputs: Any, y: jax.Array, classes: Any) -> jax.Array:
+        logits, z = outputs
+        distance = jnp.mean(jnp.square(z - prototypes["prototypes"][y]), -1)
+        distance = jnp.where(prototypes["seen"][y], distance, 0.0)
+        return task.loss(logits, y, classes) + penalty * distance
+
+    return task._replace(loss=loss)
