@@ -75,5 +75,5 @@ def table(profiles: Mapping[str, Mapping[str, Any]], most: int = _LONGEST) -> Ta
             microseconds = 1e6 * kernel["seconds"] / steps
             rows.append([f"{name}: {kernel['name'][:60]}", f"{microseconds:.3g}", f"{share:.1f} %"])
     return Table(
-        "Device time by kernel.", ["microseconds a client step", "share of device time"], rows
+        "Device time by kernel.", ["microseconds per client step", "share of device time"], rows
     )

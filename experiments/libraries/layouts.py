@@ -110,6 +110,4 @@ def table(results: Mapping[str, Mapping[str, Any]]) -> Table:
         for network, result in results.items()
         for name, ms in result["ms_per_client_step"].items()
     ]
-    return Table(
-        "One client step, computed in several ways.", ["ms a client step", "to the first"], rows
-    )
+    return Table("Time of a client step by layout.", ["ms per client step", "relative"], rows)

@@ -120,7 +120,7 @@ def _round(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-HEADS = ["seconds", "ms a client step", "we are faster", "range", "compile (s)", "of peak"]
+HEADS = ["seconds", "ms per client step", "speedup", "range", "compile (s)", "of peak"]
 
 
 def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
@@ -147,9 +147,7 @@ def table(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
                     f"{100 * entry['share_of_peak'][0]:.0f} %" if name == "ours" else "",
                 ]
             )
-    return Table(
-        "The same work in turn: medians, and medians of the ratios of neighbours.", HEADS, rows
-    )
+    return Table("Median times, and median ratios of neighbouring turns (speedup).", HEADS, rows)
 
 
 def constant(results: Mapping[str, Any]) -> str:
@@ -219,7 +217,7 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
     ratio_with_few = large.get("step_beside_few")
     gap = abs(ratio_with_few[0] - 1) if ratio_with_few else None
     row(
-        f"a client step as long with 1,000 clients as with 10, within {100 * _APART:.0f} %",
+        f"same time per client step with 1,000 and 10 clients, within {100 * _APART:.0f} %",
         "" if gap is None else f"{100 * gap:.0f} % apart",
         None if gap is None else gap <= _APART,
         large,
@@ -227,12 +225,12 @@ def targets(results: Mapping[str, Any], names: Mapping[str, str]) -> Table:
     for name in ("pfedla", "pfedhn", "fedmn", "factorized_fl"):
         seconds = results["compile_seconds"].get(name)
         row(
-            f"the default configuration of {name} compiled in {_COMPILE:g} s",
+            f"default configuration of {name} compiles in {_COMPILE:g} s",
             "" if seconds is None else f"{seconds:.1f} s",
             None if seconds is None else seconds < _COMPILE,
             results.get("compile", {}),
         )
-    return Table("Targets and results.", ["found", ""], rows)
+    return Table("Targets and results.", ["measured", ""], rows)
 
 
 def curve(results: Mapping[str, Any]) -> dict[str, dict[int, float]]:

@@ -135,11 +135,11 @@ def test_targets_say_what_was_not_measured():
     assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == ["2.00 x", "met"]
     assert rows["CPU, mlp: 1.5 x PyTorch loop"] == ["1.49 x", "missed"]
     assert rows["CPU, resnet9: 1.2 x PyTorch loop"] == ["", "not measured"]
-    assert rows["a client step as long with 1,000 clients as with 10, within 10 %"] == [
+    assert rows["same time per client step with 1,000 and 10 clients, within 10 %"] == [
         "11 % apart",
         "missed",
     ]
-    assert rows["the default configuration of pfedla compiled in 15 s"] == ["15.0 s", "missed"]
+    assert rows["default configuration of pfedla compiles in 15 s"] == ["15.0 s", "missed"]
     assert sum(verdict == "not measured" for _, verdict in rows.values()) == 3 + 3
     whole["machine"]["backend"] = "gpu"
     rows = {row[0]: row[1:] for row in turns.targets(whole, rivals.NAMES).rows}
@@ -174,6 +174,6 @@ def test_on_a_busy_machine_nothing_is_met_or_missed(what, busy):
 
     assert rows["CPU, lenet-10: 1.5 x PyTorch loop"] == told("2.00 x", "met")
     assert rows["CPU, lenet-1000: 1 x PyTorch loop"] == told("2.00 x", "met")
-    step = "a client step as long with 1,000 clients as with 10, within 10 %"
+    step = "same time per client step with 1,000 and 10 clients, within 10 %"
     assert rows[step] == told("1% apart".replace("%", " %"), "met")
-    assert rows["the default configuration of pfedla compiled in 15 s"] == told("15.0 s", "missed")
+    assert rows["default configuration of pfedla compiles in 15 s"] == told("15.0 s", "missed")
