@@ -65,7 +65,7 @@ def of_theirs(side: Side, runs: Sequence[Run]) -> Iterator[dict[str, np.ndarray]
                 "settings": dict(theirs.settings),
             }
             specs.append({**request, **places, **options})
-        script = str(rivals.HERE / f"agree_{side.library}.py")
+        script = str(rivals.ADAPTERS / f"agree_{side.library}.py")
         child = Child([*side.start, script], {"checkout": side.checkout, "runs": specs}, side.limit)
         try:
             child.ready()

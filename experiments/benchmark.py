@@ -169,7 +169,7 @@ def provenance(note: str) -> dict[str, Any]:
     return {
         "note": note,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
-        "commit": rivals.commit(str(rivals.HERE.parent)),
+        "commit": rivals.commit(str(rivals.ADAPTERS.parent)),
     }
 
 
@@ -231,12 +231,12 @@ def main(argv: Sequence[str]) -> None:
     names, commits = select_workloads(given.work), {}
     commands: dict[str, tuple[Sequence[str], str | None]] = {}
     if given.torch:
-        commands["torch"] = ([sys.executable, str(rivals.HERE / rivals.TORCH.script)], None)
+        commands["torch"] = ([sys.executable, str(rivals.ADAPTERS / rivals.TORCH.script)], None)
     for key, rival in rivals.RIVALS.items():
         if (path := given[key].value) is not None:
             checkout = rivals.checked(key, path)
             runs = rivals.python(f"{key}_python", given[f"{key}_python"].value)
-            commands[key] = ([runs, str(rivals.HERE / rival.script)], checkout)
+            commands[key] = ([runs, str(rivals.ADAPTERS / rival.script)], checkout)
             commits[key] = {"repository": rival.repository, "commit": rivals.commit(checkout)}
     for flag in ("out", "picture"):
         path = given[flag].value

@@ -55,7 +55,7 @@ COLUMNS = {
 }
 RATES = "learning_rate=.02,.05,.1,.2"
 # What is tried of a method's own, beside the rates.
-OWN = {
+GRIDS = {
     "apfl": "apfl.alpha=.25,.5,.75; apfl.alpha_rate=0,.05",
     "clustered_fl": "clustered_fl.mean_below=.2,.4,.8",
     "ditto": "ditto.penalty=.1,.5,2",
@@ -86,22 +86,26 @@ SEED = 100  # the first of those that are scored; settings are chosen with other
 
 def configured(column: Column, methods: Sequence[str]) -> dict[str, ConfigDict]:
     """The configuration of each method on a split."""
-    made = {}
+    configs = {}
     for method in methods:
-        one = baseline.get_config(f"{method}-{column.words}")
-        one.rounds, one.local_epochs, one.eval_every = column.rounds, column.local_epochs, 10
-        one.validation_fraction, one.evaluate_after = 0.2, False
-        one.update_from_flattened_dict(column.settings)
+        config = baseline.get_config(f"{method}-{column.words}")
+        config.rounds, config.local_epochs, config.eval_every = (
+            column.rounds,
+            column.local_epochs,
+            10,
+        )
+        config.validation_fraction, config.evaluate_after = 0.2, False
+        config.update_from_flattened_dict(column.settings)
         if method == "fedbn":  # which is for networks that have it
-            one[one.model].batch_norm = True
-        made[method] = one
-    return made
+            config[config.model].batch_norm = True
+        configs[method] = config
+    return configs
 
 
-def plan(each: dict[str, ConfigDict], budget: int) -> list[Trial]:
-    """What is tried of each method: as many points."""
-    texts = [RATES, *(text for method, text in OWN.items() if method in each)]
-    return search.plan(each, texts, None, budget)
+def plan(configs: dict[str, ConfigDict], budget: int) -> list[Trial]:
+    """Returns the trials of configs method, with the same number of grid points."""
+    texts = [RATES, *(text for method, text in GRIDS.items() if method in configs)]
+    return search.plan(configs, texts, None, budget)
 
 
 def played(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> dict[str, Any]:
@@ -118,31 +122,33 @@ def played(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> d
     final = Trial(trial.method, config, [best.point], 1)
     if not only_show:
         trials.run([final], seeds, running, None)
-    (found,) = trials.collect(final, seeds, running)
-    if not found.complete:
+    (finished,) = trials.collect(final, seeds, running)
+    if not finished.complete:
         return {}
-    row = Row(trial.method, found.config, [found.runs[seed] for seed in sorted(found.runs)])
-    shown = summary(row)
+    row = Row(
+        trial.method, finished.config, [finished.runs[seed] for seed in sorted(finished.runs)]
+    )
+    scores = summary(row)
     lasts = [run.metrics[-1] for run in row.runs]
     return {
         "settings": grids.label(best.point),
         "points": len(trial.points),
         "validation": choice.spread(best)["mean"],
-        "seeds": sorted(found.runs),
-        "before": dict(shown.before),
-        "after": dict(shown.after or {}),
-        "worst tenth": dict(shown.worst10),
-        "megabytes": shown.megabytes_down + shown.megabytes_up,
+        "seeds": sorted(finished.runs),
+        "before": dict(scores.before),
+        "after": dict(scores.after or {}),
+        "worst tenth": dict(scores.worst10),
+        "megabytes": scores.megabytes_down + scores.megabytes_up,
         "seconds": sum(line["seconds"] for line in lasts) / len(lasts),
     }
 
 
-def chosen(words: Sequence[str], known: Mapping[str, Any], flag: str) -> list[str]:
+def select(requested: Sequence[str], existing: Mapping[str, Any], flag: str) -> list[str]:
     """Names, all where none is given, or UsageError."""
-    for word in words:
-        if word not in known:
-            raise UsageError(f"--{flag} has {word!r}{configuration.suggestion(word, known)}")
-    return list(dict.fromkeys(words)) or list(known)
+    for name in requested:
+        if name not in existing:
+            raise UsageError(f"--{flag} has {name!r}{configuration.suggestion(name, existing)}")
+    return list(dict.fromkeys(requested)) or list(existing)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -150,32 +156,36 @@ def main(argv: Sequence[str]) -> None:
     given = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag")
-    columns = chosen(given.columns, COLUMNS, "columns")
-    methods = chosen(given.methods, configuration.ALGORITHMS, "methods")
+    columns = select(given.columns, COLUMNS, "columns")
+    methods = select(given.methods, configuration.ALGORITHMS, "methods")
     out, status = Path(given.out), 0
-    commit, whole, planned = rivals.commit(str(Path(__file__).parent)), board.read(out), {}
+    commit, boards, planned = rivals.commit(str(Path(__file__).parent)), board.read(out), {}
     for name in columns:
-        each = configured(COLUMNS[name], methods)
-        for config in each.values():
+        configs = configured(COLUMNS[name], methods)
+        for config in configs.values():
             config.data_dir = given.data_dir
-        planned[name] = plan(each, given.budget)
+        planned[name] = plan(configs, given.budget)
     try:
-        for name, made in planned.items():
-            one = COLUMNS[name]
-            about = {**one._asdict(), "settings": dict(one.settings), "budget": given.budget}
-            lines = board.column(whole, name, about)["methods"]
-            for trial in made:
+        for name, method_trials in planned.items():
+            column_settings = COLUMNS[name]
+            about = {
+                **column_settings._asdict(),
+                "settings": dict(column_settings.settings),
+                "budget": given.budget,
+            }
+            lines = board.column(boards, name, about)["methods"]
+            for trial in method_trials:
                 try:
                     line = played(trial, given.seeds, out / name, only_show=given.only_show)
                 except UsageError as error:  # of this method; the others go on
                     line = {"cannot": str(error)}
                 if line:
                     lines[trial.method] = board.dated(line, commit, lines.get(trial.method))
-                    board.write(whole, out)
+                    board.write(boards, out)
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)
         status = stopped.code
-    print(board.text(whole))
+    print(board.text(boards))
     sys.exit(status)
 
 

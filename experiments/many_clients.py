@@ -60,7 +60,7 @@ _MODELS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
 }
 
 
-def made(
+def make_functions(
     method: str, clients: int, cohort: int, model: str = "lenet"
 ) -> tuple[RoundFunctions, FederatedData]:
     """A method's rounds for so many clients, and their examples."""
@@ -74,8 +74,8 @@ def made(
 
     scale, shift = (np.full((1, 1, 1, 1), value, np.float32) for value in (1 / 64, -2.0))
     data = FederatedData(images, labels, split(_TRAIN), split(0), split(_TEST), scale, shift)
-    everyone, none = np.ones(clients, bool), np.zeros(clients, np.int32)
-    federation = Federation(np.full(clients, _TRAIN, np.int32), shape, 10, everyone, none)
+    all_active, zeros = np.ones(clients, bool), np.zeros(clients, np.int32)
+    federation = Federation(np.full(clients, _TRAIN, np.int32), shape, 10, all_active, zeros)
     algorithm = configuration.ALGORITHMS[method](
         network(outputs=10),
         local_training.sgd(epochs=1, batch_size=_BATCH),
@@ -85,8 +85,8 @@ def made(
     cohort = min(cohort, clients)
     some = min(clients, max(1, cohort * _CALL // 2))
     evaluated = np.sort(rng.choice(clients, some, replace=False)).astype(np.int32)
-    how: dict[str, Any] = {"cohort": cohort, "max_rounds": _CALL, "evaluated_ids": evaluated}
-    return round_functions(algorithm, federation, **how), data
+    options: dict[str, Any] = {"cohort": cohort, "max_rounds": _CALL, "evaluated_ids": evaluated}
+    return round_functions(algorithm, federation, **options), data
 
 
 def measure(
@@ -99,34 +99,38 @@ def measure(
     model: str = "lenet",
 ) -> dict[str, Any]:
     """In this process: bytes, and CPU seconds of a client's step and of an evaluation."""
-    few, few_data = made(method, 10, 10, model)
-    beside: Any = DeviceProgram(compiled(few), jax.random.key(0), few_data)
-    at_first = beside.enter(beside.init())
-    beside.compile(at_first, 0)
-    at_first, _ = beside.run(at_first, 0, 1)
+    few, few_data = make_functions(method, 10, 10, model)
+    few_program: Any = DeviceProgram(compiled(few), jax.random.key(0), few_data)
+    at_first = few_program.enter(few_program.init())
+    few_program.compile(at_first, 0)
+    at_first, _ = few_program.run(at_first, 0, 1)
 
-    plain, data = made(method, clients, cohort, model)
+    functions, data = make_functions(method, clients, cohort, model)
     with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
-        program: Any = DeviceProgram(compiled(plain), jax.random.key(0), data)
+        program: Any = DeviceProgram(compiled(functions), jax.random.key(0), data)
         if store != "device":
             program = StreamedProgram(
-                plain, jax.random.key(0), data, store=store, folder=Path(folder)
+                functions, jax.random.key(0), data, store=store, folder=Path(folder)
             )
         del data
         state = program.enter(program.init())
-        kept = state.clients if isinstance(state.clients, ClientStore) else None
-        for ids in kept.groups[0].blocks(np.arange(written)) if kept is not None else ():
+        stored_clients = state.clients if isinstance(state.clients, ClientStore) else None
+        for ids in (
+            stored_clients.groups[0].blocks(np.arange(written))
+            if stored_clients is not None
+            else ()
+        ):
             state.clients.put(0, ids, state.clients.records(0, ids))
         program.compile(state, 0)
         state, _ = program.run(state, 0, 1)
-        taken, few_taken = [], []
+        seconds, few_seconds = [], []
         for n in range(1, rounds + 1):  # in turns, as other work on the machine slows both
             began = time.process_time()
-            at_first, _ = beside.run(at_first, n, _CALL)
-            few_taken.append(time.process_time() - began)
+            at_first, _ = few_program.run(at_first, n, _CALL)
+            few_seconds.append(time.process_time() - began)
             began = time.process_time()
             state, _ = program.run(state, n, 1)
-            taken.append(time.process_time() - began)
+            seconds.append(time.process_time() - began)
         began = time.process_time()
         program.evaluate(state, 1 + rounds)
         evaluation = time.process_time() - began
@@ -134,11 +138,11 @@ def measure(
     return {
         "clients": clients,
         "peak": _peak(),
-        "step": float(np.median(taken)) / cohort / _STEPS,
-        "few_step": float(np.median(few_taken)) / 10 / _CALL / _STEPS,
-        "rounds_between": float(np.median(taken)) * _CALL,
+        "step": float(np.median(seconds)) / cohort / _STEPS,
+        "few_step": float(np.median(few_seconds)) / 10 / _CALL / _STEPS,
+        "rounds_between": float(np.median(seconds)) * _CALL,
         "evaluation": evaluation,
-        "written": kept.written_bytes() if kept else 0,
+        "written": stored_clients.written_bytes() if stored_clients else 0,
         "store": store,
     }
 
@@ -164,29 +168,29 @@ def measure_theirs(
         child.close()
 
 
-def theirs(keys: Sequence[str], found: dict[str, list[dict[str, Any]]], out: Path) -> None:
+def theirs(keys: Sequence[str], results: dict[str, list[dict[str, Any]]], out: Path) -> None:
     """Measure those libraries with ever more clients, each until it ends."""
     flag: Any = flags.FLAGS
     for key in keys:
         checkout = rivals.checked(key, flag[key].value)
         python = rivals.python(f"{key}_python", flag[f"{key}_python"].value)
-        start = [python, str(rivals.HERE / rivals.RIVALS[key].script)]
-        rows = found.setdefault(f"{rivals.NAMES[key]}, fedavg", [])
+        start = [python, str(rivals.ADAPTERS / rivals.RIVALS[key].script)]
+        rows = results.setdefault(f"{rivals.NAMES[key]}, fedavg", [])
         for clients in sorted(map(int, flag.clients)):
             if rows and not rows[-1]["ok"]:  # more will not do either
                 break
             if any(row["clients"] == clients for row in rows):
                 continue
-            how = (clients, flag.cohort, flag.most, flag.limit)
+            arguments = (clients, flag.cohort, flag.most, flag.limit)
             row: dict[str, Any] = {"clients": clients, "commit": rivals.commit(checkout)}
             try:
-                row |= measure_theirs(start, checkout, *how)
+                row |= measure_theirs(start, checkout, *arguments)
                 print(f"{key}, {clients} clients: {row['peak'] / 2**30:.2f} GiB", flush=True)
             except Gone as reason:
                 row["why"] = str(reason)
                 print(f"{key}, {clients} clients: {reason}", flush=True)
             rows.append({**row, "ok": "why" not in row})
-            out.write_text(json.dumps(found, indent=2) + "\n")
+            out.write_text(json.dumps(results, indent=2) + "\n")
 
 
 def _peak(process: int | str = "self") -> int:
@@ -197,13 +201,13 @@ def _peak(process: int | str = "self") -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
+def draw(results: dict[str, list[dict[str, Any]]], path: Path) -> None:
     """Peak memory and the time of a step, against the number of clients."""
     from matplotlib import pyplot
 
     figure, (memory, step) = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     figure.set_facecolor("white")
-    for method, rows in found.items():
+    for method, rows in results.items():
         rows = sorted((row for row in rows if row["ok"]), key=lambda row: row["clients"])
         clients = [row["clients"] for row in rows]
         ours = all("step" in row for row in rows)
@@ -227,48 +231,48 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure each in a process of its own; what is in the file already is not measured again."""
-    chosen = flags.FLAGS
+    """Measures each size in its own process; skips sizes that the file contains."""
+    given = flags.FLAGS
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
-    if chosen.only:
-        method, clients = chosen.only.split(":")
-        few = (chosen.cohort, chosen.rounds, chosen.store, chosen.written, chosen.model)
+    if given.only:
+        method, clients = given.only.split(":")
+        few = (given.cohort, given.rounds, given.store, given.written, given.model)
         print(json.dumps(measure(method, int(clients), *few)))
         return
-    unknown = sorted(set(chosen.methods) - set(configuration.ALGORITHMS))
+    unknown = sorted(set(given.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
-    out = Path(chosen.out)
-    found: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
-    others = [key for key in _THEIRS if chosen[key].value]
-    theirs(others, found, out)
-    methods = [] if others else chosen.methods
-    for clients in chosen.clients:
+    out = Path(given.out)
+    results: dict[str, list[dict[str, Any]]] = json.loads(out.read_text()) if out.exists() else {}
+    libraries = [key for key in _THEIRS if given[key].value]
+    theirs(libraries, results, out)
+    methods = [] if libraries else given.methods
+    for clients in given.clients:
         for method in methods:
-            named = method if chosen.model == "lenet" else f"{method}, {chosen.model}"
-            rows = found.setdefault(named, [])
-            known = (int(clients), chosen.store)
-            if any((row["clients"], row["store"]) == known for row in rows):
+            label = method if given.model == "lenet" else f"{method}, {given.model}"
+            rows = results.setdefault(label, [])
+            key = (int(clients), given.store)
+            if any((row["clients"], row["store"]) == key for row in rows):
                 continue
-            flag = [f"--{name}={chosen[name].value}" for name in _PASSED]
-            words = [sys.executable, "-m", "experiments.many_clients", *flag]
+            flag = [f"--{name}={given[name].value}" for name in _PASSED]
+            command = [sys.executable, "-m", "experiments.many_clients", *flag]
             ran = subprocess.run(
-                [*words, f"--only={method}:{clients}"], capture_output=True, text=True
+                [*command, f"--only={method}:{clients}"], capture_output=True, text=True
             )
             last = (ran.stdout.splitlines() or [""])[-1]
             row = json.loads(last) if ran.returncode == 0 else {"clients": int(clients)}
-            rows.append({**row, "store": chosen.store, "ok": ran.returncode == 0})
+            rows.append({**row, "store": given.store, "ok": ran.returncode == 0})
             if ran.returncode:
                 print(f"{method}, {clients} clients: {(ran.stderr.splitlines() or [''])[-1]}")
             else:
                 print(
-                    f"{method}, {clients} clients, {chosen.store}: {row['peak'] / 2**30:.2f} GiB, "
+                    f"{method}, {clients} clients, {given.store}: {row['peak'] / 2**30:.2f} GiB, "
                     f"{1000 * row['step']:.1f} ms a step ({1000 * row['few_step']:.1f} of ten)",
                     flush=True,
                 )
-            out.write_text(json.dumps(found, indent=2) + "\n")
-    draw(found, Path(chosen.picture))
+            out.write_text(json.dumps(results, indent=2) + "\n")
+    draw(results, Path(given.picture))
 
 
 _PASSED = ("cohort", "rounds", "store", "written", "model")

@@ -1,4 +1,4 @@
-"""How each method's state grows with the number of clients, without training anything.
+"""Computes how each method's state grows with the number of clients, without training.
 
 python -m experiments.scaling --clients=10,1000,1000000 --memory_gb=80 --model=lenet
 
@@ -47,37 +47,39 @@ class Sizes(NamedTuple):
 
 
 def sizes(method: str, clients: int, model: str = "lenet") -> Sizes:
-    """What one method with its default settings needs for so many clients."""
-    made, _ = _made(method, clients, model)
+    """Returns the sizes of a method with default settings for a number of clients."""
+    algorithm, _ = _make_method(method, clients, model)
     key, i = jax.eval_shape(lambda: jax.random.key(0)), jax.ShapeDtypeStruct((), jnp.int32)
-    state = jax.eval_shape(made.init, key)
+    state = jax.eval_shape(algorithm.init, key)
     split = Split(jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32), i)
     images = jax.ShapeDtypeStruct((_EXAMPLES, 32, 32, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((_EXAMPLES,), jnp.int32)
     data = ClientData(images, labels, split, split, None, None, None, None)
-    payload = jax.eval_shape(made.send, state._replace(clients=()), ClientContext(i, None, i, key))
+    payload = jax.eval_shape(
+        algorithm.send, state._replace(clients=()), ClientContext(i, None, i, key)
+    )
     row = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), state.clients)
-    upload = jax.eval_shape(made.train, payload, row, ClientContext(i, data, i, key)).upload
+    upload = jax.eval_shape(algorithm.train, payload, row, ClientContext(i, data, i, key)).upload
     count = memory_estimate.tree_bytes
     return Sizes(count(state[:2]), count(state.clients), count(payload), count(upload))
 
 
-def _made(method: str, clients: int, model: str) -> tuple[Algorithm, Federation]:
-    everyone = np.full(clients, _EXAMPLES, np.int32)
+def _make_method(method: str, clients: int, model: str) -> tuple[Algorithm, Federation]:
+    counts = np.full(clients, _EXAMPLES, np.int32)
     federation = Federation(
-        everyone, (32, 32, 3), 10, np.ones(clients, bool), np.zeros(clients, np.int32), everyone
+        counts, (32, 32, 3), 10, np.ones(clients, bool), np.zeros(clients, np.int32), counts
     )
-    own = configuration.default().get(method)
+    settings = configuration.default().get(method)
     factory = configuration.MODELS[model]
     norm = {"batch_norm": True} if method == "fedbn" and hasattr(factory, "batch_norm") else {}
     training = local_training.sgd(epochs=1, batch_size=_EXAMPLES)
-    made = configuration.ALGORITHMS[method](
+    algorithm = configuration.ALGORITHMS[method](
         factory(outputs=10, **norm),
         training,
         federation,
-        **(own.to_dict() if own else {}),
+        **(settings.to_dict() if settings else {}),
     )
-    return made, federation
+    return algorithm, federation
 
 
 def _array(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
@@ -89,11 +91,11 @@ def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]
 
     Of a client of a cohort, and of one that is evaluated.
     """
-    made, federation = _made(method, clients, model)
+    algorithm, federation = _make_method(method, clients, model)
     mesh = jax.make_mesh(
         (1,), ("clients",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1]
     )
-    rounds = make_rounds(made, federation, cohort=4, mesh=mesh)
+    rounds = make_rounds(algorithm, federation, cohort=4, mesh=mesh)
     split = Split(_array(clients, _EXAMPLES), _array(clients))
     images = _array(_EXAMPLES, 32, 32, 3, dtype=jnp.float32)
     data = FederatedData(images, _array(_EXAMPLES), split, split, split)
@@ -104,74 +106,78 @@ def gathered(method: str, clients: int, model: str = "lenet") -> tuple[int, int]
     return round_ // 4, evaluation // clients
 
 
-def received(each: int, cohort: int, devices: int) -> int:
+def received(bytes_per_client: int, cohort: int, devices: int) -> int:
     """Bytes that one device gets from the others; their last clients may be padding."""
-    return (devices - 1) * -(-cohort // devices) * each
+    return (devices - 1) * -(-cohort // devices) * bytes_per_client
 
 
 class Growth(NamedTuple):
     """Bytes of the state as a polynomial in the number of clients."""
 
     fixed: float
-    each: float
+    per_client: float
     pairs: float
 
     @property
     def name(self) -> str:
-        return "N²" if self.pairs else "N" if self.each else "1"
+        return "N²" if self.pairs else "N" if self.per_client else "1"
 
     def most(self, budget: float) -> float:
         """The largest number of clients whose state fits; infinite where none is too large."""
         free = budget - self.fixed
         if self.pairs:
-            return (math.sqrt(self.each**2 + 4 * self.pairs * free) - self.each) / 2 / self.pairs
-        return free / self.each if self.each else math.inf
+            return (
+                (math.sqrt(self.per_client**2 + 4 * self.pairs * free) - self.per_client)
+                / 2
+                / self.pairs
+            )
+        return free / self.per_client if self.per_client else math.inf
 
 
 def growth(method: str, model: str) -> Growth:
-    """Fits the polynomial to three numbers of clients."""
-    one, two, three = (sizes(method, n, model).state for n in (400, 800, 1200))
-    pairs = (three - 2 * two + one) / (2 * 400**2)
-    # Below a byte for each pair of 40 clients it is a table of another dtype, or rounding.
+    """Fits the polynomial to third numbers of clients."""
+    first, second, third = (sizes(method, n, model).state for n in (400, 800, 1200))
+    pairs = (third - 2 * second + first) / (2 * 400**2)
+    # Below a byte for per_client pair of 40 clients it is a table of another dtype, or rounding.
     pairs = pairs if pairs > 1e-3 else 0.0
-    each = (two - one) / 400 - 1200 * pairs
-    each = each if each > 1e-3 else 0.0
-    return Growth(one - 400 * each - 400**2 * pairs, each, pairs)
+    per_client = (second - first) / 400 - 1200 * pairs
+    per_client = per_client if per_client > 1e-3 else 0.0
+    return Growth(first - 400 * per_client - 400**2 * pairs, per_client, pairs)
 
 
 def main(argv: Sequence[str]) -> None:
     """Print the table."""
     if len(argv) > 1:
         raise UsageError(f"{argv[1]!r} is no flag; see --help")
-    chosen = flags.FLAGS
-    columns = [_number(word) for word in chosen.clients]
-    unknown = sorted(set(chosen.methods) - set(configuration.ALGORITHMS))
+    given = flags.FLAGS
+    columns = [_number(word) for word in given.clients]
+    unknown = sorted(set(given.methods) - set(configuration.ALGORITHMS))
     if unknown:
         raise UsageError(f"--methods has {', '.join(unknown)}; see fedjax-pfl list methods")
-    if chosen.model not in configuration.MODELS:
+    if given.model not in configuration.MODELS:
         choices = ", ".join(configuration.MODELS)
-        raise UsageError(f"--model={chosen.model} is none of {choices}")
+        raise UsageError(f"--model={given.model} is none of {choices}")
     middle = columns[min(1, len(columns) - 1)]
-    cohort = min(chosen.cohort, middle)
+    cohort = min(given.cohort, middle)
     heads = [*(f"N = {n:,}" for n in columns), "grows", "most", "down", "up", "mixing"]
     widths = [max(12, len(head) + 2) for head in heads]
     print("state".ljust(15) + "".join(h.rjust(w) for h, w in zip(heads, widths, strict=True)))
-    found: dict[str, Any] = {}
-    for method in chosen.methods or sorted(configuration.ALGORITHMS):
-        each = {n: sizes(method, n, chosen.model) for n in columns}
-        grows = growth(method, chosen.model)
-        largest = grows.most(chosen.memory_gb * 1e9)
-        ctx = each[columns[0]]
-        a_round, evaluation = gathered(method, middle, chosen.model)
-        mixing = received(a_round, cohort, chosen.devices)
-        found[method] = {
-            "bytes": {str(n): each[n]._asdict() for n in columns},
+    results: dict[str, Any] = {}
+    for method in given.methods or sorted(configuration.ALGORITHMS):
+        sizes_by_clients = {n: sizes(method, n, given.model) for n in columns}
+        grows = growth(method, given.model)
+        largest = grows.most(given.memory_gb * 1e9)
+        ctx = sizes_by_clients[columns[0]]
+        a_round, evaluation = gathered(method, middle, given.model)
+        mixing = received(a_round, cohort, given.devices)
+        results[method] = {
+            "bytes": {str(n): sizes_by_clients[n]._asdict() for n in columns},
             "grows": grows._asdict(),
             "most": None if math.isinf(largest) else int(largest),
             "gathered": {"visit": a_round, "evaluated": evaluation, "round": mixing},
         }
         cells = [
-            *(format_bytes(each[n].state) for n in columns),
+            *(format_bytes(sizes_by_clients[n].state) for n in columns),
             grows.name,
             "any" if math.isinf(largest) else f"{largest:,.0f}",
             format_bytes(ctx.down),
@@ -179,14 +185,14 @@ def main(argv: Sequence[str]) -> None:
             format_bytes(mixing),
         ]
         print(method.ljust(15) + "".join(c.rjust(w) for c, w in zip(cells, widths, strict=True)))
-    if chosen.out:
-        said = {
-            "model": chosen.model,
-            "memory_gb": chosen.memory_gb,
-            "mixing": {"clients": middle, "cohort": cohort, "devices": chosen.devices},
-            "methods": found,
+    if given.out:
+        parts = {
+            "model": given.model,
+            "memory_gb": given.memory_gb,
+            "mixing": {"clients": middle, "cohort": cohort, "devices": given.devices},
+            "methods": results,
         }
-        Path(chosen.out).write_text(json.dumps(said, indent=2) + "\n")
+        Path(given.out).write_text(json.dumps(parts, indent=2) + "\n")
 
 
 def _number(word: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fedjax_pfl.core.errors import UsageError
 
-HERE = Path(__file__).parents[2] / "third_party"
+ADAPTERS = Path(__file__).parents[2] / "third_party"
 
 
 class Gone(Exception):
@@ -75,21 +75,21 @@ def checked(key: str, path: str) -> str:
     return str(Path(path).resolve())
 
 
-def python(flag: str, given: str | None) -> str:
-    """The Python that runs a rival: this one where none is given."""
-    found = sys.executable if given is None else shutil.which(given)
-    if found is None:
-        raise UsageError(f"--{flag}={given} is no program")
-    return found
+def python(flag: str, path: str | None) -> str:
+    """The Python that runs a rival: this one where none is path."""
+    executable = sys.executable if path is None else shutil.which(path)
+    if executable is None:
+        raise UsageError(f"--{flag}={path} is no program")
+    return executable
 
 
 def commit(path: str) -> str:
-    """Of a checkout, or "unknown"."""
-    asked = ["git", "-C", path, "rev-parse", "--short", "HEAD"]
+    """Returns the short commit of a checkout, or "unknown"."""
+    command = ["git", "-C", path, "rev-parse", "--short", "HEAD"]
     with contextlib.suppress(OSError):
-        found = subprocess.run(asked, capture_output=True, text=True, check=False)
-        if found.returncode == 0:
-            return found.stdout.strip()
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode == 0:
+            return process.stdout.strip()
     return "unknown"
 
 
@@ -130,7 +130,7 @@ class Child:
         self._lines.put("")  # it has ended
 
     def ready(self) -> dict[str, Any]:
-        """What it says of itself when it is prepared and warm; Gone where it cannot do the work."""
+        """Returns the rival's facts once it is ready; raises Gone if it cannot do the work."""
         answer = self._answer()
         if "lacks" in answer:
             raise self._gone(str(answer["lacks"]))
@@ -156,8 +156,8 @@ class Child:
             raise self._gone(f"no answer in {self._limit:g} s; --limit gives it longer") from None
         if not line:
             status = self._process.wait()
-            said = self._errors.read_text(errors="replace").split("\n")
-            last = next((text.strip() for text in reversed(said) if text.strip()), "no message")
+            lines = self._errors.read_text(errors="replace").split("\n")
+            last = next((text.strip() for text in reversed(lines) if text.strip()), "no message")
             raise self._gone(f"it ended with status {status}: {last}")
         try:
             answer = json.loads(line)

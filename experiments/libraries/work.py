@@ -1,4 +1,4 @@
-"""What is timed: items of work, how we do one, what a step of it costs, what the machine can do."""
+"""Workloads of the benchmark: this library's program, cost of a step, peak of the machine."""
 
 import math
 import os
@@ -49,9 +49,9 @@ class Work(NamedTuple):
         return self.seeds * self.rounds * self.cohort * steps
 
     def spec(self, parameters: int) -> dict[str, Any]:
-        """What a rival is told."""
-        plain = {name: value for name, value in self._asdict().items() if name != "settings"}
-        return {**plain, "client_steps": self.client_steps, "parameters": parameters}
+        """Returns the description of the work for a rival."""
+        fields = {name: value for name, value in self._asdict().items() if name != "settings"}
+        return {**fields, "client_steps": self.client_steps, "parameters": parameters}
 
 
 _HYPER = {"momentum": 0.9, "weight_decay": 5e-5, "clip_norm": 50.0}
@@ -244,16 +244,16 @@ def others(seconds: float = 1.0) -> float | None:
 
 
 def _ticks() -> tuple[int, int]:
-    """Of all cores since the start: idle or waiting for a disk, and all."""
-    each = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return each[3] + each[4], sum(each)
+    """Returns ticks of all cores since the start: idle or waiting for a disk, and in total."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[3] + ticks[4], sum(ticks)
 
 
 DEFAULTS = {"pfedla": pfedla, "pfedhn": pfedhn, "fedmn": fedmn, "factorized_fl": factorized_fl}
 
 
 def compile_seconds(name: str) -> float:
-    """To trace and compile all that a run of a default configuration needs."""
+    """Returns seconds to trace and compile a run of a default configuration."""
     built = build(DEFAULTS[name].get_config())
     total, state = 0.0, None
     for phase in built.phases:

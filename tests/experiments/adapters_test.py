@@ -44,7 +44,7 @@ def standing(name, place):
         if name != "fedjax":
             inside = checkout / "system" if name == "pfllib" else checkout
             shutil.copytree(CHECKOUTS / "torch", inside, dirs_exist_ok=True)
-    start = [sys.executable, str(rivals.HERE / rivals.RIVALS[name].script)]
+    start = [sys.executable, str(rivals.ADAPTERS / rivals.RIVALS[name].script)]
     return start, rivals.checked(name, str(checkout))
 
 

@@ -59,7 +59,7 @@ print(json.dumps({"seconds": 1.0}), flush=True)
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
     (tmp_path / "agree_pfllib.py").write_text(STAND_IN)
-    monkeypatch.setattr(rivals, "HERE", tmp_path)
+    monkeypatch.setattr(rivals, "ADAPTERS", tmp_path)
     side = agree.Side("pfllib", [sys.executable], str(tmp_path), 120.0)
     return lambda name: agree.compared(side, name)
 

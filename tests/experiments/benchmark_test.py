@@ -131,7 +131,7 @@ def test_a_child_that_hangs_is_ended(tmp_path):
 
 def test_our_side_of_the_protocol(tmp_path):
     """What a rival prints does not disturb it; what cannot be imported is named."""
-    (tmp_path / "child.py").write_text((rivals.HERE / "child.py").read_text())
+    (tmp_path / "child.py").write_text((rivals.ADAPTERS / "child.py").read_text())
     ready = """
         import child
         def prepare(spec):
@@ -280,7 +280,7 @@ def test_every_rival_is_listed_with_its_items():
     for rival in (rivals.TORCH, *rivals.RIVALS.values()):
         assert rival.name in text
         assert set(rival.items) <= set(work.WORKS)
-        assert (rivals.HERE / rival.script).is_file()
+        assert (rivals.ADAPTERS / rival.script).is_file()
 
 
 def test_a_command_with_a_wrong_item():
@@ -370,7 +370,7 @@ def test_the_work_that_is_named_is_the_work_that_is_done(tiny, steps):
 @pytest.mark.parametrize("name", ["lenet", "mlp", "resnet9", "dropout_cnn"])
 def test_networks_are_the_same_size(name, monkeypatch):
     pytest.importorskip("torch", reason=NO_TORCH)
-    monkeypatch.syspath_prepend(str(rivals.HERE))
+    monkeypatch.syspath_prepend(str(rivals.ADAPTERS))
     from networks import NETWORKS  # as the adapters import it
 
     theirs = NETWORKS[name]()
@@ -381,7 +381,7 @@ def test_networks_are_the_same_size(name, monkeypatch):
 def test_the_loop_does_as_many_steps():
     """It says so itself, and refuses where they differ: counted by hooks, not by its own word."""
     pytest.importorskip("torch", reason=NO_TORCH)
-    start = [sys.executable, str(rivals.HERE / "torch_loop.py")]
+    start = [sys.executable, str(rivals.ADAPTERS / "torch_loop.py")]
     size = work.parameters(MLP())
     one = Child(start, TINY.spec(size), 60.0)
     about = one.ready()
@@ -395,6 +395,6 @@ def test_the_loop_does_as_many_steps():
 def test_nothing_of_the_project_is_in_the_way_of_a_checkout():
     """Adapters are run where a checkout's `experiments` is found, and not ours."""
     for rival in rivals.RIVALS.values():
-        text = Path(rivals.HERE, rival.script).read_text()
+        text = Path(rivals.ADAPTERS, rival.script).read_text()
         assert "fedjax_pfl" not in text
         assert "child.checkout(spec" in text

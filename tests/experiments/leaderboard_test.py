@@ -60,8 +60,8 @@ def test_every_method_is_tried_at_as_many_points_of_what_it_has(methods):
     assert {trial.method: len(trial.points) for trial in made} == dict.fromkeys(each, 4)
     for trial in made:
         own = {key for point in trial.points for key in point if "." in key}
-        assert bool(own) == (trial.method in leaderboard.OWN), trial.method
-    assert set(leaderboard.OWN) < set(configuration.ALGORITHMS)
+        assert bool(own) == (trial.method in leaderboard.GRIDS), trial.method
+    assert set(leaderboard.GRIDS) < set(configuration.ALGORITHMS)
     assert each["fedbn"].small.batch_norm
     assert not each["fedavg"].small.batch_norm
     (small,) = leaderboard.configured(leaderboard.COLUMNS["mnist"], ["fedbn"]).values()
@@ -161,8 +161,8 @@ def test_a_damaged_file_is_named(text, tmp_path):
     ("flag", "known"), [("columns", leaderboard.COLUMNS), ("methods", {"fedavg": 1})]
 )
 def test_unknown_names_are_refused(flag, known):
-    assert f"--{flag} has 'fedav'" in message(leaderboard.chosen, ["fedav"], known, flag)
-    assert leaderboard.chosen([], known, flag) == list(known)
+    assert f"--{flag} has 'fedav'" in message(leaderboard.select, ["fedav"], known, flag)
+    assert leaderboard.select([], known, flag) == list(known)
 
 
 @pytest.mark.slow("four small runs; tuning and running are tested where they are")

@@ -27,7 +27,7 @@ ROW = {
 
 
 def test_clients_share_a_pool():
-    plain, data = many_clients.made("local", 1000, 100)
+    plain, data = many_clients.make_functions("local", 1000, 100)
     assert data.x.shape == (20_000, 32, 32, 3)
     assert data.train.rows.shape == (1000, 40)
     assert len(plain.spec.evaluated_ids) == 250

@@ -31,14 +31,14 @@ def test_growth(method, each, pairs):
     assert found.name == ("N²" if pairs else "N" if each else "1")
     assert found.pairs == pytest.approx(pairs)
     if each is not None:
-        assert found.each == pytest.approx(each)
+        assert found.per_client == pytest.approx(each)
     there = scaling.sizes(method, 2000, "lenet").state
-    assert there == pytest.approx(found.fixed + 2000 * found.each + 2000**2 * found.pairs)
+    assert there == pytest.approx(found.fixed + 2000 * found.per_client + 2000**2 * found.pairs)
     largest = found.most(8e9)
     if each == 0:
         assert largest == math.inf
     else:
-        needed = found.fixed + largest * found.each + largest**2 * found.pairs
+        needed = found.fixed + largest * found.per_client + largest**2 * found.pairs
         assert needed == pytest.approx(8e9)
 
 

@@ -59,15 +59,17 @@ METHODS = (*ROWS, *TABLES["table1"].variants)
 
 def config(*words: str, **own: Any) -> ConfigDict:
     """Returns a preset's settings, with these settings of Factorized-FL."""
-    made = presets.get_config("-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *words]))
-    made.factorized_fl.update(own)
-    return made
+    settings = presets.get_config(
+        "-".join([DATASET.value, SETTING.value, f"n{CLIENTS.value}", *words])
+    )
+    settings.factorized_fl.update(own)
+    return settings
 
 
-def runs(made: ConfigDict, name: str) -> list[runner.Result]:
+def runs(settings: ConfigDict, name: str) -> list[runner.Result]:
     """Runs the settings once per seed."""
-    made.rounds = ROUNDS.value
-    return common.runs(made, f"{name}-{SETTING.value}-n{CLIENTS.value}")
+    settings.rounds = ROUNDS.value
+    return common.runs(settings, f"{name}-{SETTING.value}-n{CLIENTS.value}")
 
 
 def numbers(results: list[runner.Result]) -> dict[str, Any]:
@@ -81,9 +83,9 @@ def numbers(results: list[runner.Result]) -> dict[str, Any]:
 
 
 def _method(name: str) -> list[runner.Result]:
-    made = config(name)
-    made.update(ROWS[name])
-    return runs(made, f"table1-{name}")
+    settings = config(name)
+    settings.update(ROWS[name])
+    return runs(settings, f"table1-{name}")
 
 
 def figure6() -> tuple[dict[str, Any], Figure]:
@@ -119,7 +121,9 @@ def _bars(rows: Mapping[str, Any]) -> Figure:
 
 
 def _compare(study: str, variants: Mapping[str, ConfigDict]) -> tuple[dict[str, Any], Figure]:
-    measured = {name: numbers(runs(made, f"{study}-{name}")) for name, made in variants.items()}
+    measured = {
+        name: numbers(runs(settings, f"{study}-{name}")) for name, settings in variants.items()
+    }
     return measured, _bars(measured)
 
 
@@ -170,9 +174,9 @@ def architectures() -> tuple[dict[str, Any], Figure]:
     variants = {}
     for name, (model, settings) in networks.items():
         for word in ("fedavg", "beta"):
-            made = variants[f"{name}: {word}"] = config(word)
-            made.model = model
-            made[model].update(settings)
+            settings = variants[f"{name}: {word}"] = config(word)
+            settings.model = model
+            settings[model].update(settings)
     return _compare("architectures", variants)
 
 
@@ -215,10 +219,10 @@ def frequency(weights: np.ndarray) -> np.ndarray:
 
 def similarity() -> tuple[dict[str, Any], Figure]:
     """Shows cosines of u and v before the classifier, and how often clients are matched."""
-    made = config()
-    made.eval_every = 1
-    (result, *_) = results = runs(made, "similarity")
-    rounds, shown = result.observations["v"][0], result.observations
+    settings = config()
+    settings.eval_every = 1
+    (result, *_) = results = runs(settings, "similarity")
+    rounds, observations = result.observations["v"][0], result.observations
     truth = None
     if "domains" in SETTING.value:
         truth = np.arange(CLIENTS.value) * 5 // CLIENTS.value
@@ -226,19 +230,21 @@ def similarity() -> tuple[dict[str, Any], Figure]:
     figure = Figure(figsize=(13, 6), layout="constrained")
     axes = figure.subplots(2, 4)
     for row, name in enumerate(("u", "v")):
-        least = float(np.min(shown[name][1]))  # all cosines may be close to 1
+        least = float(np.min(observations[name][1]))  # all cosines may be close to 1
         for column, e in enumerate(picked):
-            image = axes[row, column].imshow(shown[name][1][e], vmin=least, vmax=1, cmap="Blues")
+            image = axes[row, column].imshow(
+                observations[name][1][e], vmin=least, vmax=1, cmap="Blues"
+            )
             axes[row, column].set(title=f"{name}, round {rounds[e]}")
         figure.colorbar(image, ax=axes[row, :3])
-    matched = frequency(np.asarray(shown["weights"][1]))
+    matched = frequency(np.asarray(observations["weights"][1]))
     image = axes[0, 3].imshow(matched, cmap="Blues", vmin=0)
     axes[0, 3].set(title=f"times matched in {len(rounds)} rounds")
     figure.colorbar(image, ax=axes[0, 3])
     measured: dict[str, Any] = {"round": list(map(int, rounds)), "times matched": matched.tolist()}
     for name in ("u", "v"):
         off = ~np.eye(CLIENTS.value, dtype=bool)
-        measured[f"mean cosine of {name}"] = [float(m[off].mean()) for m in shown[name][1]]
+        measured[f"mean cosine of {name}"] = [float(m[off].mean()) for m in observations[name][1]]
         if truth is not None:
             by_seed = [[grouping(m, truth) for m in r.observations[name][1]] for r in results]
             measured[f"adjusted Rand index of {name}"] = np.mean(by_seed, 0).tolist()
@@ -268,9 +274,11 @@ def single() -> tuple[dict[str, Any], Figure]:
     axis = figure.subplots()
     measured = {}
     for name, word in (("plain", "fedavg"), ("factorised", "beta")):
-        made = config(word, minimum=1)
-        made.update(local_epochs=1, clients_per_round=1, held_out=CLIENTS.value - 1, eval_every=1)
-        results = runs(made, f"single-{name}")
+        settings = config(word, minimum=1)
+        settings.update(
+            local_epochs=1, clients_per_round=1, held_out=CLIENTS.value - 1, eval_every=1
+        )
+        results = runs(settings, f"single-{name}")
         curve = 100 * np.array([[m["before"]["accuracy_mean"] for m in r.metrics] for r in results])
         size = parameters(results[0])
         measured[name] = {"before": curve.mean(0).tolist(), "parameters": size}

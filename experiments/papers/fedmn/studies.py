@@ -55,11 +55,11 @@ def layouts(blocks: int) -> list[tuple[int, int, int]]:
 
 def figure2() -> tuple[dict[str, Any], Figure]:
     """One fully connected encoder and 256 hidden units everywhere, no pre-training."""
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     figure = Figure(figsize=(6.5, 4))
     axis = figure.subplots()
-    each = BLOCKS.value or study.scope(["8"], ["8", "9", "10"])
-    for blocks, marker in zip(map(int, each), "os^Dv", strict=False):
+    block_counts = BLOCKS.value or study.scope(["8"], ["8", "9", "10"])
+    for blocks, marker in zip(map(int, block_counts), "os^Dv", strict=False):
         for kind, colour in (("FedAvg", ORANGE), ("FedMN", BLUE)):
             points = []
             for layout in layouts(blocks) if kind == "FedMN" else [None]:
@@ -74,11 +74,11 @@ def figure2() -> tuple[dict[str, Any], Figure]:
                 name = f"{kind}-" + ("x".join(map(str, layout)) if layout else f"{blocks}")
                 results = [run(config, f"figure2-{name}", seed) for seed in range(SEEDS.value)]
                 numbers = mean_std([moved(r) / 4e6 for r in results])
-                found[name] = {
+                summary[name] = {
                     "accuracy": mean_std([accuracy(r) for r in results]),
                     "million_numbers": numbers,
                 }
-                points.append((numbers["mean"], found[name]["accuracy"]["mean"]))
+                points.append((numbers["mean"], summary[name]["accuracy"]["mean"]))
             label = f"{kind}, {blocks} {'blocks' if kind == 'FedMN' else 'layers'}"
             axis.plot(*zip(*points, strict=True), marker, color=colour, label=label, alpha=0.8)
     axis.set(
@@ -87,10 +87,10 @@ def figure2() -> tuple[dict[str, Any], Figure]:
     )
     axis.margins(0.15)
     axis.legend(frameon=False, fontsize=8)
-    return found, figure
+    return summary, figure
 
 
-def _seen(result: runner.Result, name: str) -> np.ndarray:
+def _last_observation(result: runner.Result, name: str) -> np.ndarray:
     """[evaluations, clients, gates] of FedMN's phase."""
     return np.stack(result.observations[name][1])
 
@@ -115,8 +115,8 @@ def draw_routes(axis: Axes, gates: np.ndarray, layout: tuple[int, ...]) -> None:
         axis.plot([layer] * size, [height(layer, j) for j in range(size)], "o", color="0.6", ms=4)
     for layer, matrix in enumerate(router.cut(jnp.asarray(gates), layout)):
         for j, i in zip(*np.nonzero(matrix), strict=True):
-            whole = bool(fed[layer][0, i] and used[layer + 1][0, j])
-            style = {"color": BLUE} if whole else {"color": "0.6", "linestyle": ":"}
+            is_used = bool(fed[layer][0, i] and used[layer + 1][0, j])
+            style = {"color": BLUE} if is_used else {"color": "0.6", "linestyle": ":"}
             ends = [height(layer, i), height(layer + 1, j)]
             axis.plot([layer, layer + 1], ends, **style)  # type: ignore[arg-type]
     axis.set_axis_off()
@@ -128,16 +128,16 @@ def paths() -> tuple[dict[str, Any], Figure]:
     config = _config()
     layout = tuple(config.fedmn.layout)
     result = run(config, "preset", 0)
-    pi = _seen(result, "pi")[-1]
+    pi = _last_observation(result, "pi")[-1]
     opened = served(pi, layout)
-    shown = opened[:12]
-    figure = Figure(figsize=(10, 1.9 * -(-len(shown) // 6)), layout="constrained")
+    first_clients = opened[:12]
+    figure = Figure(figsize=(10, 1.9 * -(-len(first_clients) // 6)), layout="constrained")
     for i, (axis, gates) in enumerate(
-        zip(figure.subplots(-(-len(shown) // 6), 6).ravel(), shown, strict=False)
+        zip(figure.subplots(-(-len(first_clients) // 6), 6).ravel(), first_clients, strict=False)
     ):
         draw_routes(axis, gates, layout)
         axis.set_title(f"client {i}", fontsize=9)
-    for axis in figure.axes[len(shown) :]:
+    for axis in figure.axes[len(first_clients) :]:
         axis.set_axis_off()
     different = len(np.unique(opened, axis=0))
     numbers = {"accuracy": accuracy(result), "different_routes": different}
@@ -146,8 +146,8 @@ def paths() -> tuple[dict[str, Any], Figure]:
 
 def grouped(pi: np.ndarray, true: np.ndarray) -> float:
     """Adjusted Rand index of as many average-linkage clusters of π as there are groups."""
-    found = fcluster(linkage(pi, "average"), len(np.unique(true)), "maxclust")
-    return float(adjusted_rand_score(true, found))
+    clusters = fcluster(linkage(pi, "average"), len(np.unique(true)), "maxclust")
+    return float(adjusted_rand_score(true, clusters))
 
 
 def grouping() -> tuple[dict[str, Any], Figure]:
@@ -158,11 +158,16 @@ def grouping() -> tuple[dict[str, Any], Figure]:
     config.listed.classes = tuple((3 * g, 3 * g + 1, 3 * g + 2) for g in true.tolist())
     config.listed.examples = 120 if DATASET.value == "digits" else 600
     results = [run(config.copy_and_resolve_references(), "grouping", s) for s in range(SEEDS.value)]
-    routes = [served(_seen(r, "pi")[-1], tuple(config.fedmn.layout)) for r in results]
-    labels = [np.unique(one, axis=0, return_inverse=True)[1].ravel() for one in routes]
-    pi = np.stack([_seen(r, "pi") for r in results])  # [seeds, evaluations, clients, gates]
+    routes = [served(_last_observation(r, "pi")[-1], tuple(config.fedmn.layout)) for r in results]
+    labels = [
+        np.unique(routes_of_seed, axis=0, return_inverse=True)[1].ravel()
+        for routes_of_seed in routes
+    ]
+    pi = np.stack(
+        [_last_observation(r, "pi") for r in results]
+    )  # [seeds, evaluations, clients, gates]
     rounds = results[0].observations["pi"][0]
-    index = np.array([[grouped(one, true) for one in seed] for seed in pi])
+    index = np.array([[grouped(routes_of_seed, true) for routes_of_seed in seed] for seed in pi])
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     left, right = figure.subplots(1, 2)
     left.plot(rounds, index.mean(0), color=BLUE)
@@ -183,25 +188,25 @@ def grouping() -> tuple[dict[str, Any], Figure]:
     }, figure
 
 
-def contradicting(name: str, data_dir: str | None, each: int, labels: str) -> data.Dataset:
+def contradicting(name: str, data_dir: str | None, per_client: int, labels: str) -> data.Dataset:
     """Twelve clients, of which the last six call class c by another's name.
 
     Args:
-      each: examples of a client.
+      per_client: examples of a client.
       labels: `other`: there are five classes, and c is called c + 5; `next`: ten, and c + 1.
     """
-    known = data.load(name, data_dir)
-    rows = np.flatnonzero(known.y_train < {"other": 5, "next": 10}[labels])
-    rows = np.random.default_rng(0).permutation(rows)[: 12 * each]
+    source = data.load(name, data_dir)
+    rows = np.flatnonzero(source.y_train < {"other": 5, "next": 10}[labels])
+    rows = np.random.default_rng(0).permutation(rows)[: 12 * per_client]
     owners = np.arange(len(rows)) % 12
     shift = {"other": 5, "next": 1}[labels]
-    renamed = (known.y_train[rows] + np.where(owners < 6, 0, shift)) % 10
+    renamed = (source.y_train[rows] + np.where(owners < 6, 0, shift)) % 10
     return data.arrays(
-        known.x_train[rows],
+        source.x_train[rows],
         renamed,
         outputs=10,
-        scale=known.scale,
-        shift=known.shift,
+        scale=source.scale,
+        shift=source.shift,
         owners=owners,
         name=f"contradicting_{name}",
     )
@@ -209,10 +214,10 @@ def contradicting(name: str, data_dir: str | None, each: int, labels: str) -> da
 
 def conflict() -> tuple[dict[str, Any], Figure]:
     """One model cannot serve both groups: whoever routes them alike is right half of the time."""
-    each = {"other": 70, "next": 140}[LABELS.value] if DATASET.value == "digits" else 300
-    dataset = contradicting(DATASET.value, DATA_DIR.value, each, LABELS.value)
+    per_client = {"other": 70, "next": 140}[LABELS.value] if DATASET.value == "digits" else 300
+    dataset = contradicting(DATASET.value, DATA_DIR.value, per_client, LABELS.value)
     true = np.arange(12) // 6
-    found: dict[str, Any] = {}
+    summary: dict[str, Any] = {}
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axis = figure.subplots()
     methods = study.chosen(("local", "fedavg", "fedper", "fedmn", "fedmn_correlation"))
@@ -232,22 +237,22 @@ def conflict() -> tuple[dict[str, Any], Figure]:
         curves = [[100 * m["before"]["accuracy_mean"] for m in r.metrics] for r in results]
         rounds = [m["round"] for m in results[0].metrics]
         axis.plot(rounds, np.mean(curves, 0), color=colour, label=METHODS[method].title)
-        found[method] = {"accuracy": mean_std([accuracy(r) for r in results])}
+        summary[method] = {"accuracy": mean_std([accuracy(r) for r in results])}
         if method in tables.presets.ROUTED:
-            pi = [_seen(r, "pi")[-1] for r in results]
+            pi = [_last_observation(r, "pi")[-1] for r in results]
             layout = tuple(config[method].layout)
             routes = [np.unique(served(p, layout), axis=0, return_inverse=True)[1] for p in pi]
-            found[method] |= {
-                "different_routes": mean_std([len(np.unique(one)) for one in routes]),
+            summary[method] |= {
+                "different_routes": mean_std([len(np.unique(route)) for route in routes]),
                 "routes_shared_by_both_groups": mean_std(
-                    [len(np.intersect1d(one[true == 0], one[true == 1])) for one in routes]
+                    [len(np.intersect1d(route[true == 0], route[true == 1])) for route in routes]
                 ),
                 "adjusted_rand_index_of_pi": mean_std([grouped(p, true) for p in pi]),
                 "std_of_pi_over_clients": mean_std([float(p.std(0).mean()) for p in pi]),
             }
     axis.set(xlabel="round", ylabel="accuracy (%)", ylim=(0, 102))
     axis.legend(frameon=False)
-    return found, figure
+    return summary, figure
 
 
 def gates() -> tuple[dict[str, Any], Figure]:
@@ -256,11 +261,14 @@ def gates() -> tuple[dict[str, Any], Figure]:
     layout = tuple(config.fedmn.layout)
     results = [run(config.copy_and_resolve_references(), "preset", s) for s in range(SEEDS.value)]
     rounds = results[0].observations["pi"][0]
-    pi = np.clip(np.stack([_seen(r, "pi") for r in results]), 1e-7, 1 - 1e-7)
+    pi = np.clip(np.stack([_last_observation(r, "pi") for r in results]), 1e-7, 1 - 1e-7)
     entropy = -(pi * np.log2(pi) + (1 - pi) * np.log2(1 - pi)).mean((0, 2, 3))
-    opened = np.stack([_seen(r, "gates") for r in results])
+    opened = np.stack([_last_observation(r, "gates") for r in results])
     used = [
-        [[float(router.active(one, layout).mean()) for one in clients] for clients in seed]
+        [
+            [float(router.active(client_gates, layout).mean()) for client_gates in clients]
+            for clients in seed
+        ]
         for seed in opened
     ]
     share = np.mean(used, (0, 2))
