@@ -161,7 +161,7 @@ def _quick(table: Table, cell: Cell, options: Options) -> ConfigDict:
 def _missing(dataset: str, data_dir: str | None) -> str:
     """Returns how to get a missing dataset, or nothing if it exists."""
     try:
-        data.need(dataset, data_dir)
+        data.require_available(dataset, data_dir)
     except UsageError as error:
         return str(error)
     return ""

@@ -1,4 +1,4 @@
-"""Sources of examples, their partition over clients, and the arrays that training reads."""
+"""Datasets, their partition among clients, and the arrays that training reads."""
 
 from fedjax_pfl.core.examples import Batch, ClientData, FederatedData, Split, client_data, take
 from fedjax_pfl.data.dataset import Dataset, arrays, digest
@@ -8,10 +8,10 @@ from fedjax_pfl.data.pool import Pool
 from fedjax_pfl.data.request import SPLITS
 from fedjax_pfl.data.sources import (
     SOURCES,
-    kind,
     load,
-    need,
     reads_own_files,
+    require_available,
+    source_name,
     source_settings,
 )
 
@@ -30,12 +30,12 @@ __all__ = [
     "client_data",
     "digest",
     "federate",
-    "kind",
     "load",
-    "need",
     "partition_settings",
     "portions",
     "reads_own_files",
+    "require_available",
+    "source_name",
     "source_settings",
     "take",
 ]

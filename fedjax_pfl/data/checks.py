@@ -1,4 +1,4 @@
-"""What is wrong with examples, found before anything is compiled, and where it stands."""
+"""Checks of examples before anything is compiled; messages say where the first bad value is."""
 
 from typing import NamedTuple
 
@@ -7,62 +7,68 @@ import numpy as np
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.data.numbers import rows_at_once
+from fedjax_pfl.data.numbers import rows_per_chunk
 
-_INPUTS, _LABELS = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
+_X_TYPES, _Y_TYPES = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
 
 
 class Problem(NamedTuple):
-    """The first of the values that cannot be, in words: what, where, and what to do."""
+    """The first invalid value of an array, as parts of a message."""
 
     example: int
-    said: str
-    place: str
+    message: str
+    place: str  # column or position within the example
     hint: str
 
 
-def problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
-    """NaN or infinite values, and labels that are no classes; None where there are none.
+def find_problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
+    """Returns the first NaN or infinite value or invalid label, or None if all values are valid.
 
-    Labels [examples] are classes from 0 to `outputs` - 1; those of positions may be -1, for none.
+    Args:
+      x: Inputs [examples, ...].
+      y: Labels. Classes [examples] must be 0 to outputs - 1; classes of positions may also be -1,
+        which means no label.
+      outputs: Number of classes.
     """
     for field, values in (("x", x), ("y", y)):
-        number, first = _not_finite(values)
+        number, index = _find_nonfinite(values)
         if number:
-            said = f"{field} has {number} values that are not finite, the first"
-            return Problem(first[0], said, _column(first), "; remove or replace them")
+            message = f"{field} has {number} values that are not finite, the first"
+            return Problem(index[0], message, _place(index), "; remove or replace them")
     if y.dtype.kind not in "iu":
         return None
-    least = 0 if y.ndim == 1 else -1
-    wrong = np.asarray((y < least) | (y >= outputs))
-    if not wrong.any():
+    lowest = 0 if y.ndim == 1 else -1
+    invalid = np.asarray((y < lowest) | (y >= outputs))
+    if not invalid.any():
         return None
-    first = _first(wrong)
-    none = ", nor -1, which is none" if y.ndim > 1 else ""
-    said = f"{wrong.sum()} labels are not classes from 0 to {outputs - 1}{none}, the first is"
-    return Problem(first[0], f"{said} {y[first]}", _column(first), "")
+    index = _first_true(invalid)
+    missing = " or -1 (no label)" if y.ndim > 1 else ""
+    message = (
+        f"{invalid.sum()} labels are not classes from 0 to {outputs - 1}{missing}, the first is"
+    )
+    return Problem(index[0], f"{message} {y[index]}", _place(index), "")
 
 
-def _not_finite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
-    """How many, and where the first is; some rows at a time, as they may be in a file."""
+def _find_nonfinite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
+    """Returns the number of NaN and infinite values and the index of the first, or ()."""
     number, first = 0, tuple[int, ...]()
-    step = rows_at_once(values)
+    step = rows_per_chunk(values)
     for start in range(0, len(values), step) if values.dtype.kind == "f" else ():
-        wrong = ~np.isfinite(values[start : start + step])
-        if wrong.any():
-            row, *inner = _first(wrong)
+        invalid = ~np.isfinite(values[start : start + step])
+        if invalid.any():
+            row, *inner = _first_true(invalid)
             first = first or (start + row, *inner)
-            number += int(wrong.sum())
+            number += int(invalid.sum())
     return number, first
 
 
-def _first(wrong: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(i) for i in np.unravel_index(int(np.argmax(wrong)), wrong.shape))
+def _first_true(mask: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
 
 
-def _column(place: tuple[int, ...]) -> str:
-    """Behind the example: the column of a table, the place in an image."""
-    inner = place[1:]
+def _place(index: tuple[int, ...]) -> str:
+    """Describes an index within an example: the column of a table, the position in an image."""
+    inner = index[1:]
     if len(inner) < 2:
         return f", column {inner[0]}" if inner else ""
     return f", at {list(inner)}"
@@ -71,47 +77,50 @@ def _column(place: tuple[int, ...]) -> str:
 def check_federated(
     name: str, data: FederatedData, federation: Federation, *, rounded: bool = True
 ) -> None:
-    """Raises UsageError, with the client and the field, for what no run can train or be scored on.
+    """Raises UsageError, naming client and field, for examples that cannot be used for training.
 
     Args:
-      rounded: False: real numbers may still be float64.
+      name: Name of the dataset, for messages.
+      data: The arrays.
+      federation: The description.
+      rounded: If False, real numbers may still be float64.
     """
     x, y = np.asarray(data.x), np.asarray(data.y)
-    for field, values, known in (("x", x, _INPUTS), ("y", y, _LABELS)):
-        if values.dtype.name not in (*known, *(() if rounded else ("float64",))):
-            raise UsageError(f"{name}: {field} is {values.dtype}; it must be {', '.join(known)}")
+    for field, values, dtypes in (("x", x, _X_TYPES), ("y", y, _Y_TYPES)):
+        if values.dtype.name not in (*dtypes, *(() if rounded else ("float64",))):
+            raise UsageError(f"{name}: {field} is {values.dtype}; it must be {', '.join(dtypes)}")
     labels = federation.outputs if data.label_map is None else data.label_map.shape[1]
-    if found := problem(x, y, labels):
-        whose = holder(data, federation, found.example)
-        raise UsageError(f"{name}: {whose}: {found.said}{found.place}{found.hint}")
+    if problem := find_problem(x, y, labels):
+        holder = describe_holder(data, federation, problem.example)
+        raise UsageError(f"{name}: {holder}: {problem.message}{problem.place}{problem.hint}")
     if y.ndim > 1 and y.dtype.kind == "i":
         labelled = np.asarray((y >= 0).any(1))
         for i in range(federation.clients):
-            own = np.asarray(data.train.rows[i])[: int(data.train.size[i])]
-            if not labelled[own].any():
+            rows = np.asarray(data.train.rows[i])[: int(data.train.size[i])]
+            if not labelled[rows].any():
                 raise UsageError(
-                    f"{name}: client {_called(federation, i)}: y is -1, no label, in all of its "
-                    f"{len(own)} training examples; leave it out"
+                    f"{name}: client {_label(federation, i)}: y is -1, no label, in all of its "
+                    f"{len(rows)} training examples; leave it out"
                 )
 
 
-def holder(data: FederatedData, federation: Federation, row: int) -> str:
-    """One of the examples of a client, in words."""
-    parts: dict[str, Split] = {
+def describe_holder(data: FederatedData, federation: Federation, row: int) -> str:
+    """Returns a phrase that names the client and split of an example, for messages."""
+    splits: dict[str, Split] = {
         "training": data.train,
         "validation": data.validation,
         "test": data.test,
     }
-    for part, split in parts.items():
+    for name, split in splits.items():
         rows, size = np.asarray(split.rows), np.asarray(split.size)
-        held = (rows == row) & (np.arange(rows.shape[1]) < size[:, None])
-        if held.any():
-            client = int(np.argmax(held.any(1)))
-            return f"one of the {part} examples of client {_called(federation, client)}"
-    raise ValueError(f"nobody holds example {row}")  # federate leaves such out
+        matches = (rows == row) & (np.arange(rows.shape[1]) < size[:, None])
+        if matches.any():
+            client = int(np.argmax(matches.any(1)))
+            return f"one of the {name} examples of client {_label(federation, client)}"
+    raise ValueError(f"no client holds example {row}")  # federate leaves out such examples
 
 
-def _called(federation: Federation, client: int) -> str:
-    """A client's number, and its name where it has another."""
-    own = federation.owners and federation.owners[client]
-    return f"{client} ({own})" if own and own != str(client) else f"{client}"
+def _label(federation: Federation, client: int) -> str:
+    """Returns the number of a client, followed by the name of its owner if it differs."""
+    owner = federation.owners and federation.owners[client]
+    return f"{client} ({owner})" if owner and owner != str(client) else f"{client}"

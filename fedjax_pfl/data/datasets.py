@@ -1,6 +1,6 @@
-"""Datasets to start from: built-in ones, your own arrays and files, TensorFlow Datasets.
+"""Functions that load datasets: built-in ones, arrays, files, and TensorFlow Datasets.
 
-Every function returns a `Dataset`, which `partition` divides among clients.
+Each returns a `Dataset`, which `partition` divides among clients.
 """
 
 from typing import Any
@@ -27,18 +27,18 @@ def from_csv(path: str, **settings: Any) -> Dataset:
     Args:
       path: The file.
       **settings: Settings of the source `csv`, such as `label` (the column to predict) and `owner`
-        (the column that says which client an example belongs to).
+        (the column with the owner of an example).
     """
     return sources.load(f"csv:{path}", **settings)
 
 
 def from_parquet(path: str, **settings: Any) -> Dataset:
-    """Reads a Parquet file or a folder of them; settings as for `from_csv`."""
+    """Reads a Parquet file or a folder of them. Settings as for `from_csv`."""
     return sources.load(f"parquet:{path}", **settings)
 
 
 def from_images(path: str, **settings: Any) -> Dataset:
-    """Reads a folder of images with one folder per class; settings of the source `images`."""
+    """Reads a folder of images with one folder per class. Settings are those of `images`."""
     return sources.load(f"images:{path}", **settings)
 
 

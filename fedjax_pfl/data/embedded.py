@@ -1,4 +1,4 @@
-"""Datasets that need no file: scikit-learn's, speeches, and made-up ones."""
+"""Datasets that need no download: those of scikit-learn, speeches, and synthetic ones."""
 
 import math
 from collections.abc import Callable
@@ -6,30 +6,37 @@ from collections.abc import Callable
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.columns import NORMALISE, chosen
-from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, Normalise, kept, standardise
+from fedjax_pfl.data.columns import NORMALISE, check_choice
+from fedjax_pfl.data.dataset import (
+    DataDir,
+    Dataset,
+    Normalisation,
+    SampleRows,
+    scale_and_shift,
+    subset,
+)
 from fedjax_pfl.data.text import speeches
-from fedjax_pfl.data.windows import cut
+from fedjax_pfl.data.windows import cut_windows
 
 
-def digits(data_dir: DataDir, keep: Keep) -> Dataset:
-    """scikit-learn's 1,797 real handwritten digits, 8x8x1; one pool. Standardised."""
+def digits(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
+    """1,797 handwritten digits of scikit-learn, 8x8x1, standardised; no separate test set."""
     del data_dir
     from sklearn.datasets import load_digits
 
-    whole = load_digits()
-    x, y = whole.images.astype(np.uint8)[..., None], whole.target.astype(np.int32)
-    rows = keep(len(x))
+    source = load_digits()
+    x, y = source.images.astype(np.uint8)[..., None], source.target.astype(np.int32)
+    rows = sample_rows(len(x))
     if rows is not None:
         x, y = x[rows], y[rows]
-    # Mean and standard deviation over all pixels, which run from 0 to 16.
-    scale, shift = standardise((4.8842 / 255,), (6.0168 / 255,))
-    return Dataset("digits", x, y, None, None, 10, scale, shift)
+    # Mean and standard deviation over all pixels, which range from 0 to 16.
+    scale, shift = scale_and_shift((4.8842 / 255,), (6.0168 / 255,))
+    return Dataset("digits", x, y, None, None, outputs=10, scale=scale, shift=shift)
 
 
 def synthetic(
     data_dir: DataDir,
-    keep: Keep,
+    sample_rows: SampleRows,
     *,
     shape: tuple[int, ...] = (8, 8, 1),
     classes: int = 10,
@@ -41,12 +48,12 @@ def synthetic(
     """Gaussian examples around one random centre per class, float32; classes equally often.
 
     Args:
-      shape: of an example.
-      classes: how many there are.
-      examples: of all classes together.
-      test_examples: of an official test set besides; 0: there is none.
-      noise: standard deviation around the centres, which are themselves standard normal.
-      seed: of all that is drawn.
+      shape: Shape of an example.
+      classes: Number of classes.
+      examples: Number of training examples of all classes together.
+      test_examples: Number of examples of a separate test set. 0: no test set.
+      noise: Standard deviation around the centres, which are standard normal.
+      seed: Seed of the examples.
     """
     del data_dir
     if not (
@@ -70,48 +77,54 @@ def synthetic(
     def sample(number: int) -> tuple[np.ndarray, np.ndarray]:
         y = rng.permutation(np.arange(number, dtype=np.int32) % classes)
         x = centres[y] + np.float32(noise) * rng.standard_normal((number, *shape), np.float32)
-        rows = keep(number) if number else None
+        rows = sample_rows(number) if number else None
         return (x, y) if rows is None else (x[rows], y[rows])
 
     x, y = sample(examples)
     x_test, y_test = sample(test_examples) if test_examples else (None, None)
-    return Dataset("synthetic", x, y, x_test, y_test, classes)
+    return Dataset("synthetic", x, y, x_test, y_test, outputs=classes)
 
 
-def _table(name: str, said: str) -> Callable[..., Dataset]:
-    """One of scikit-learn's tables."""
+def _table(name: str, summary: str) -> Callable[..., Dataset]:
+    """Returns the source of one of scikit-learn's tables, with `summary` as first line of doc."""
 
-    def source(data_dir: DataDir, keep: Keep, *, normalise: str = "federation") -> Dataset:
+    def source(
+        data_dir: DataDir, sample_rows: SampleRows, *, normalise: str = "federation"
+    ) -> Dataset:
         del data_dir
         from sklearn import datasets
 
-        chosen(name, "normalise", normalise, NORMALISE)
-        more = {"scaled": False} if name == "diabetes" else {}
-        whole = getattr(datasets, f"load_{name}")(**more)
-        numbers = name == "diabetes"
-        y = whole.target.astype(np.float32)[:, None] if numbers else whole.target.astype(np.int32)
-        metadata = {"input": [str(one) for one in whole.feature_names]}
-        if not numbers:
-            metadata["classes"] = [str(one) for one in whole.target_names]
-        x = whole.data.astype(np.float32)
-        by = None
+        check_choice(name, "normalise", normalise, NORMALISE)
+        is_regression = name == "diabetes"
+        table = getattr(datasets, f"load_{name}")(**({"scaled": False} if is_regression else {}))
+        x, y = table.data.astype(np.float32), table.target.astype(np.int32)
+        metadata = {"input": [str(column) for column in table.feature_names]}
+        if is_regression:
+            y, outputs = table.target.astype(np.float32)[:, None], 1
+        else:
+            metadata["classes"] = [str(label) for label in table.target_names]
+            outputs = len(table.target_names)
+        normalisation = None
         if normalise != "none":
-            by = Normalise(normalise, np.ones(x.shape[1], bool), numbers)
-        outputs = 1 if numbers else len(whole.target_names)
-        return kept(Dataset(name, x, y, None, None, outputs, normalise=by, metadata=metadata), keep)
+            normalisation = Normalisation(normalise, np.ones(x.shape[1], bool), is_regression)
+        dataset = Dataset(
+            name, x, y, None, None, outputs, normalise=normalisation, metadata=metadata
+        )
+        return subset(dataset, sample_rows)
 
-    source.__doc__ = f"""{said}
+    source.__doc__ = f"""{summary}
 
 Args:
-  normalise: mean 0 and deviation 1 of each input (and of a regression's target): by the training
-    examples of all clients that train (federation), by each client's own (client), or none.
+  normalise: Scale each input (and the target of a regression) to mean 0 and deviation 1: by the
+    training examples of all active clients (federation), by those of each client (client), or not
+    at all (none).
 """
     return source
 
 
 def sensors(
     data_dir: DataDir,
-    keep: Keep,
+    sample_rows: SampleRows,
     *,
     owners: int = 12,
     rows: int = 900,
@@ -119,17 +132,17 @@ def sensors(
     stride: int = 8,
     seed: int = 0,
 ) -> Dataset:
-    """Made-up recordings of three channels in which somebody rests, walks or runs; by person.
+    """Synthetic recordings of people who rest, walk or run: three channels, one owner per person.
 
-    A person's steps have a pace and a strength of their own, on two of the channels; noise is on
+    The steps of a person have an individual pace and strength, on two of the channels; noise is on
     all three. The last 30 % of each recording is the official test set.
 
     Args:
-      owners: how many people.
-      rows: of each one's recording.
-      length: rows of a window.
-      stride: rows from the beginning of one window to that of the next.
-      seed: of all that is drawn.
+      owners: Number of people.
+      rows: Number of rows of each recording.
+      length: Number of rows of a window.
+      stride: Number of rows from the start of one window to the start of the next.
+      seed: Seed of the examples.
     """
     del data_dir
     if min(owners, length, stride) < 1 or rows < 10 * length or seed < 0:
@@ -151,34 +164,31 @@ def sensors(
         wave = np.stack([size * np.sin(phase), size * np.cos(2 * phase) / 2, np.zeros(rows)], -1)
         xs.append(tilt + wave + 0.4 * rng.standard_normal((rows, 3)))
         ys.append(activity)
-    x, y = np.concatenate(xs).astype(np.float32), np.concatenate(ys).astype(np.int32)
-    names = np.array([f"person {i + 1}" for i in range(owners)])
-    metadata = {"input": ["along", "up", "across"], "classes": ["rest", "walk", "run"]}
-    whole = Dataset(
-        "sensors",
-        x,
-        y,
-        None,
-        None,
-        3,
+    series = Dataset(
+        name="sensors",
+        x_train=np.concatenate(xs).astype(np.float32),
+        y_train=np.concatenate(ys).astype(np.int32),
+        x_test=None,
+        y_test=None,
+        outputs=3,
         owner_train=np.repeat(np.arange(owners), rows),
-        owner_names=names,
-        normalise=Normalise("federation", np.ones(3, bool), False),
-        metadata=metadata,
+        owner_names=np.array([f"person {i + 1}" for i in range(owners)]),
+        normalise=Normalisation("federation", np.ones(3, bool), targets=False),
+        metadata={"input": ["along", "up", "across"], "classes": ["rest", "walk", "run"]},
     )
-    return cut(whole, length, stride, 0, 0.3, keep)
+    return cut_windows(series, length, stride, 0, 0.3, sample_rows)
 
 
 SOURCES: dict[str, Callable[..., Dataset]] = {
     "digits": digits,
     "synthetic": synthetic,
-    "iris": _table("iris", "scikit-learn's 150 flowers of 3 kinds, 4 measures each; one pool."),
-    "wine": _table("wine", "scikit-learn's 178 wines of 3 growers, 13 measures each; one pool."),
+    "iris": _table("iris", "150 flowers of 3 kinds, 4 measurements each, of scikit-learn."),
+    "wine": _table("wine", "178 wines of 3 growers, 13 measurements each, of scikit-learn."),
     "breast_cancer": _table(
-        "breast_cancer", "scikit-learn's 569 tumours, 2 classes, 30 measures each; one pool."
+        "breast_cancer", "569 tumours of 2 classes, 30 measurements each, of scikit-learn."
     ),
     "diabetes": _table(
-        "diabetes", "scikit-learn's 442 patients, 10 measures each, one real target; one pool."
+        "diabetes", "442 patients, 10 measurements and one real target each, of scikit-learn."
     ),
     "speeches": speeches,
     "sensors": sensors,

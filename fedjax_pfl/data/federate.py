@@ -1,4 +1,4 @@
-"""From a dataset and a partition to a federation: who holds what, and what is tested on."""
+"""Divides a dataset among clients: assigns examples, and splits them for training and testing."""
 
 import itertools
 from collections.abc import Mapping
@@ -12,14 +12,14 @@ from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.data import apportion, checks, partitions, request
 from fedjax_pfl.data.dataset import LATER, Dataset
 from fedjax_pfl.data.mapped import is_mapped
-from fedjax_pfl.data.normalise import Normalised, normalised
+from fedjax_pfl.data.normalise import NormalisedData, normalise_examples
 from fedjax_pfl.data.pool import Pool
 
-_TRAIN, _VALIDATION, _TEST = 0, 1, 2  # what an example is for
+_TRAIN, _VALIDATION, _TEST = 0, 1, 2  # use of an example
 
 
 class Portions(NamedTuple):
-    """How many examples of each stored class each client holds: int [N, stored classes]."""
+    """Number of examples of each stored class on each client, int [N, stored classes]."""
 
     train: np.ndarray
     validation: np.ndarray
@@ -41,228 +41,248 @@ def federate(
     held_out: int = 0,
     groups: int = 1,
 ) -> tuple[FederatedData, Federation, Portions]:
-    """Give a dataset to clients.
+    """Divides a dataset among clients.
+
+    With `split="pooled"`, training and test set are pooled and partitioned. Each client's examples
+    are then split at random, at least one for training and, if there are two, one for testing.
+
+    With "official", the test set is that of the source, and a random part of its training set
+    becomes the validation set. Clients have the same share of each class in all three.
+
+    With "shared", all clients have the same test set, a random part of the pooled examples, and the
+    same validation set. With the partition `domains` they have those of their domain.
 
     Args:
-      partition: one of `partitions.PARTITIONS`; `settings` are its own.
-      seed: decides all that is random here, apart from the seed of training.
-      split: where test examples come from.
-        pooled: train and test are pooled and partitioned; each client's own examples are then
-          split at random, at least one for training and, of two or more, one for testing.
-        official: the source's own test set; a random part of its training set validates. The rest
-          is partitioned, and clients hold the same shares of each class in every split.
-        shared: pooled; a random part of the pool is everybody's test set (and another their
-          validation set), the rest is partitioned. With `domains`, only its own domain's examples.
-      test_fraction: of a client's examples (pooled) or of the pool (shared).
-      validation_fraction: likewise; with `official`, of the source's training set.
-      validation_examples: in place of the fraction, where one set is cut off (official, shared).
-      permute_labels: give every client a random numbering of its classes; stored labels stay.
-      held_out: the last so many clients are novel, that is, inactive.
-      groups: architecture groups of equal size, give or take one: client i is in i % groups.
+      dataset: The examples.
+      partition: One of `partitions.PARTITIONS`.
+      clients: Number of clients N.
+      seed: Decides everything random here. Training has another seed.
+      settings: Settings of the partition.
+      split: Source of test examples: pooled, official or shared.
+      test_fraction: Fraction for testing, of a client's examples (pooled) or of all (shared).
+      validation_fraction: Fraction for validation; with official, of the source's training set.
+      validation_examples: Number of validation examples instead (official, shared).
+      permute_labels: Give every client a random numbering of its classes. Stored labels stay.
+      held_out: Number of novel clients, the last ones, which are inactive.
+      groups: Number of architecture groups; client i is in group i % groups.
 
     Returns:
-      The arrays (without examples that nobody holds, unless they are mapped from a file), the
-      description, and who holds how many examples of which class.
+      The arrays (without unused examples, unless they are mapped from a file), the description of
+      clients, and the number of examples of each class on each client.
     """
     request.check(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
         raise UsageError(f"{dataset.name} has no classes whose labels could be permuted")
     request.check_fractions(split, test_fraction, validation_fraction, validation_examples)
-    settings = request.completed(partition, settings)
+    settings = request.with_defaults(partition, settings)
     streams = np.random.SeedSequence([seed, 0xDA7A]).spawn(4)
-    cutting, counting, dealing, permuting = map(np.random.default_rng, streams)
+    split_rng, partition_rng, assign_rng, permute_rng = map(np.random.default_rng, streams)
 
-    x, y, owner, tested = _pooled(dataset)
-    if y.ndim == 1 and (wrong := checks.problem(x[:1], y, dataset.outputs)):
-        raise UsageError(f"{dataset.name}: {wrong.said} in example {wrong.example}")
+    x, y, owner, is_test = _pool(dataset)
+    if y.ndim == 1 and (problem := checks.find_problem(x[:1], y, dataset.outputs)):
+        raise UsageError(f"{dataset.name}: {problem.message} in example {problem.example}")
     labels = y if y.ndim == 1 else np.zeros(len(y), np.int32)
-    stored = dataset.outputs if y.ndim == 1 else 1
-    fractions = (test_fraction, validation_fraction, validation_examples)
-    part = _cut_off(split, tested, fractions, cutting)
+    stored_classes = dataset.outputs if y.ndim == 1 else 1
+    sizes = (test_fraction, validation_fraction, validation_examples)
+    use = _split_before_partition(split, is_test, sizes, split_rng)
 
     def pool(rows: np.ndarray) -> Pool:
-        available = np.bincount(labels[rows], minlength=stored)
+        available = np.bincount(labels[rows], minlength=stored_classes)
         return Pool(available, clients, dataset.coarse, held_out)
 
-    ours = np.flatnonzero(part == _TRAIN)
-    request.check_enough(dataset.name, partition, clients, split, len(ours))
+    training = np.flatnonzero(use == _TRAIN)
+    request.check_enough(dataset.name, partition, clients, split, len(training))
     if partition == "natural":
         assert owner is not None
-        client_of = partitions.natural(owner[ours], clients, counting, **settings)
-        client_of = np.append(client_of, np.full(int(owner.max()) + 1 - len(client_of), -1))
-        client = client_of[owner].astype(np.int32)
+        client_of_owner = partitions.natural(owner[training], clients, partition_rng, **settings)
+        absent = int(owner.max()) + 1 - len(client_of_owner)
+        client_of_owner = np.append(client_of_owner, np.full(absent, -1))
+        client = client_of_owner[owner].astype(np.int32)
     else:
         try:
-            counts = partitions.PARTITIONS[partition](pool(ours), counting, **settings)
-        except UsageError as error:  # say which partition: it may be the default
-            named = "" if str(error).startswith("partition ") else f"partition {partition}: "
-            raise UsageError(f"{named}{error}") from None
+            counts = partitions.PARTITIONS[partition](pool(training), partition_rng, **settings)
+        except UsageError as error:  # name the partition, which may be the default
+            prefix = "" if str(error).startswith("partition ") else f"partition {partition}: "
+            raise UsageError(f"{prefix}{error}") from None
         client = np.full(len(labels), -1, np.int32)
-        client[ours] = apportion.assign_examples(labels[ours], counts, dealing)
-        for p in (_VALIDATION, _TEST) if split == "official" else ():
-            rows = np.flatnonzero(part == p)
-            share = apportion.scale_counts(counts, pool(ours).available, pool(rows).available)
-            client[rows] = apportion.assign_examples(labels[rows], share, dealing)
+        client[training] = apportion.assign_examples(labels[training], counts, assign_rng)
+        for u in (_VALIDATION, _TEST) if split == "official" else ():
+            rows = np.flatnonzero(use == u)
+            totals, new_totals = pool(training).available, pool(rows).available
+            scaled = apportion.scale_counts(counts, totals, new_totals)
+            client[rows] = apportion.assign_examples(labels[rows], scaled, assign_rng)
     if split == "pooled":
-        part = _split_clients(client, clients, test_fraction, validation_fraction, dealing)
+        use = _split_clients(client, clients, test_fraction, validation_fraction, assign_rng)
 
-    parts = (_TRAIN, _VALIDATION, _TEST)
-    tables = [_stack(_rows(np.where(part == p, client, -1), clients)) for p in parts]
+    uses = (_TRAIN, _VALIDATION, _TEST)
+    splits = [_stack(_rows_by_client(np.where(use == u, client, -1), clients)) for u in uses]
     label_map, outputs = None, dataset.outputs
     if partition == "domains":
-        domain, rank = _domains(pool(ours), settings)
-        of = partitions.domain_of(clients, int(domain.max()) + 1)
+        domain, rank = _domains(pool(training), settings)
+        client_domain = partitions.domain_of(clients, int(domain.max()) + 1)
         label_map, outputs = np.tile(rank, (clients, 1)), int(rank.max()) + 1
-    trained_on, active = part == _TRAIN, np.arange(clients) < clients - held_out
-    normal = normalised(dataset, x, y, client, trained_on, active)
+    active = np.arange(clients) < clients - held_out
+    normalised = normalise_examples(dataset, x, y, client, use == _TRAIN, active)
     if split == "shared":
-        for p in (_VALIDATION, _TEST):
-            rows = np.flatnonzero(part == p)
-            held = [rows] * clients
+        for u in (_VALIDATION, _TEST):
+            rows = np.flatnonzero(use == u)
+            shared = [rows] * clients
             if partition == "domains":
-                held = [rows[domain[labels[rows]] == d] for d in of]
-            tables[p] = _stack(held)
-    _no_empty_client(tables, split)
+                shared = [rows[domain[labels[rows]] == d] for d in client_domain]
+            splits[u] = _stack(shared)
+    _check_no_empty_client(splits, split)
 
     classes, owners = None, None
     if partition == "natural":
-        chosen = np.argsort(client_of, kind="stable")[np.count_nonzero(client_of < 0) :]
-        names = chosen if dataset.owner_names is None else np.asarray(dataset.owner_names)[chosen]
+        order = np.argsort(client_of_owner, kind="stable")
+        ids = order[np.count_nonzero(client_of_owner < 0) :]
+        names = ids if dataset.owner_names is None else np.asarray(dataset.owner_names)[ids]
         owners = tuple(map(str, names))
         if dataset.owner_classes is not None:
-            classes = np.asarray(dataset.owner_classes)[chosen]
+            classes = np.asarray(dataset.owner_classes)[ids]
     if partition == "domains":
-        sizes = np.bincount(domain[domain >= 0])
-        classes = np.arange(outputs) < sizes[of][:, None] if np.ptp(sizes) else None
+        domain_sizes = np.bincount(domain[domain >= 0])
+        if np.ptp(domain_sizes):
+            classes = np.arange(outputs) < domain_sizes[client_domain][:, None]
     if permute_labels:
-        label_map = _permuted(label_map, classes, clients, outputs, permuting)
+        label_map = _permute(label_map, classes, clients, outputs, permute_rng)
 
-    data = _compact(dataset, normal, tables, label_map, classes)
-    content = portions(data, stored)
+    data = _compact(dataset, normalised, splits, label_map, classes)
+    content = portions(data, stored_classes)
     federation = Federation(
-        counts=np.array(tables[_TRAIN].size),
+        counts=np.array(splits[_TRAIN].size),
         input_shape=tuple(x.shape[1:]),
         outputs=outputs,
         active=active,
         groups=np.arange(clients, dtype=np.int32) % groups,
-        validation_counts=np.array(tables[_VALIDATION].size),
+        validation_counts=np.array(splits[_VALIDATION].size),
         class_counts=content.train if y.ndim == 1 else None,
         owners=owners,
         input_dtype="float32" if dataset.scale is not None or x.dtype.kind == "f" else x.dtype.name,
         positions=tuple(y.shape[1:]) if y.dtype.kind == "i" else (),
-        metadata={**(dataset.metadata or {}), **normal.metadata} or None,
+        metadata={**(dataset.metadata or {}), **normalised.metadata} or None,
     )
-    later = dataset.normalise is not None and dataset.normalise.by == LATER
-    checks.check_federated(dataset.name, data, federation, rounded=not later)
+    rounded = dataset.normalise is None or dataset.normalise.scope != LATER
+    checks.check_federated(dataset.name, data, federation, rounded=rounded)
     return data, federation, content
 
 
 def portions(data: FederatedData, stored_classes: int) -> Portions:
-    """Count each client's examples by stored class; those of a regression are one class."""
+    """Counts each client's examples by stored class; examples without classes are one class."""
     y = np.asarray(data.y)
     labels = y if y.ndim == 1 else np.zeros(len(y), np.int64)
 
     def count(split: Split) -> np.ndarray:
-        index, number = np.asarray(split.rows), np.asarray(split.size)
-        real = np.arange(index.shape[1]) < number[:, None]
-        cell = np.arange(len(index))[:, None] * stored_classes + labels[index]
-        flat = np.bincount(cell[real], minlength=len(index) * stored_classes)
-        return flat.reshape(len(index), stored_classes)
+        rows, size = np.asarray(split.rows), np.asarray(split.size)
+        mask = np.arange(rows.shape[1]) < size[:, None]
+        cell = np.arange(len(rows))[:, None] * stored_classes + labels[rows]
+        counts = np.bincount(cell[mask], minlength=len(rows) * stored_classes)
+        return counts.reshape(len(rows), stored_classes)
 
     return Portions(count(data.train), count(data.validation), count(data.test))
 
 
-def _pooled(
+def _pool(
     dataset: Dataset,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
-    """All examples: x, y, owners, and which of them the source tests on."""
+    """Returns x, y and owners of all examples, and a mask of the source's test examples."""
     x, y, owner = dataset.x_train, dataset.y_train, dataset.owner_train
-    tested = np.zeros(len(x), bool)
+    is_test = np.zeros(len(x), bool)
     if dataset.x_test is not None and dataset.y_test is not None:
         x = np.concatenate([x, dataset.x_test])
         y = np.concatenate([y, dataset.y_test])
-        tested = np.arange(len(x)) >= len(tested)
+        is_test = np.arange(len(x)) >= len(is_test)
         if owner is not None and dataset.owner_test is not None:
             owner = np.concatenate([owner, dataset.owner_test])
         else:
             owner = None
-    return x, y, owner, tested
+    return x, y, owner, is_test
 
 
-def _cut_off(
+def _split_before_partition(
     split: str,
-    tested: np.ndarray,
-    fractions: tuple[float, float, int | None],
+    is_test: np.ndarray,
+    sizes: tuple[float, float, int | None],
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """int [examples]: which part each is in before clients come in; all train with `pooled`."""
-    part = np.full(len(tested), _TRAIN)
+    """Separates test and validation sets of all clients; with `pooled` all examples are training.
+
+    Args:
+      split: pooled, official or shared.
+      is_test: bool [examples], True for the source's test set.
+      sizes: `test_fraction`, `validation_fraction` and `validation_examples` of `federate`.
+      rng: Chooses the examples.
+
+    Returns:
+      int [examples]: use of each example.
+    """
+    use = np.full(len(is_test), _TRAIN)
     if split == "pooled":
-        return part
-    test, validation, validation_examples = fractions
+        return use
+    test_fraction, validation_fraction, number = sizes
     if split == "official":
-        part[tested] = _TEST
+        use[is_test] = _TEST
     else:
-        part[rng.permutation(len(part))[: round(test * len(part))]] = _TEST
-    rows = np.flatnonzero(part == _TRAIN)
-    whole = len(rows) if split == "official" else len(part)
-    number = round(validation * whole) if validation_examples is None else validation_examples
+        use[rng.permutation(len(use))[: round(test_fraction * len(use))]] = _TEST
+    rows = np.flatnonzero(use == _TRAIN)
+    if number is None:
+        number = round(validation_fraction * (len(rows) if split == "official" else len(use)))
     if not 0 <= number < len(rows):
         raise UsageError(
             f"validation_examples={number} must lie between 0 and {len(rows) - 1}, to leave "
             "something to train on"
         )
-    part[rng.choice(rows, number, replace=False)] = _VALIDATION
-    return part
+    use[rng.choice(rows, number, replace=False)] = _VALIDATION
+    return use
 
 
 def _split_clients(
     client: np.ndarray, clients: int, test: float, validation: float, rng: np.random.Generator
 ) -> np.ndarray:
-    """Split each client's examples at random: a part for each example."""
-    part = np.full(len(client), _TRAIN)
-    for rows in _rows(client, clients):
+    """Splits each client's examples at random. Returns the use of each example."""
+    use = np.full(len(client), _TRAIN)
+    for rows in _rows_by_client(client, clients):
         if not len(rows):
             continue
-        tests = min(max(1, round(test * len(rows))), len(rows) - 1)  # of one example none
-        validations = min(round(validation * len(rows)), len(rows) - tests - 1)
+        n_test = min(max(1, round(test * len(rows))), len(rows) - 1)  # 0 if there is one example
+        n_validation = min(round(validation * len(rows)), len(rows) - n_test - 1)
         order = rng.permutation(rows)
-        part[order[:tests]] = _TEST
-        part[order[tests : tests + validations]] = _VALIDATION
-    return part
+        use[order[:n_test]] = _TEST
+        use[order[n_test : n_test + n_validation]] = _VALIDATION
+    return use
 
 
-def _rows(client: np.ndarray, clients: int) -> list[np.ndarray]:
-    """The rows of each client, in ascending order."""
+def _rows_by_client(client: np.ndarray, clients: int) -> list[np.ndarray]:
+    """Returns the rows of each client, in ascending order."""
     order = np.argsort(client, kind="stable")
     ends = np.searchsorted(client[order], np.arange(clients + 1))
     return [order[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def _stack(rows: list[np.ndarray]) -> Split:
-    """Ragged rows as one table padded with 0; never narrower than one, so that it can be read."""
-    # Any: NumPy arrays, where device arrays will be once the data are put there.
-    count: Any = np.array([len(r) for r in rows], np.int32)
-    index: Any = np.zeros((len(rows), max(1, count.max())), np.int32)
-    index[np.arange(index.shape[1]) < count[:, None]] = np.concatenate(rows)
-    return Split(index, count)
+    """Pads ragged rows with 0 to one table of at least one column, so indexing is always valid."""
+    # Any: NumPy arrays here, arrays of a device later.
+    size: Any = np.array([len(r) for r in rows], np.int32)
+    table: Any = np.zeros((len(rows), max(1, size.max())), np.int32)
+    table[np.arange(table.shape[1]) < size[:, None]] = np.concatenate(rows)
+    return Split(table, size)
 
 
-def _no_empty_client(tables: list[Split], split: str) -> None:
-    """One without test examples trains all the same; somebody must have some."""
-    for part, purpose in ((_TRAIN, "train"), (_TEST, "test")):
-        empty = np.flatnonzero(np.asarray(tables[part].size) == 0)
-        if len(empty) and (part == _TRAIN or len(empty) == len(tables[part].size)):
-            others = f" and {len(empty) - 1} others" if len(empty) > 1 else ""
-            hint = " or split=pooled" if split == "official" and part == _TEST else ""
+def _check_no_empty_client(splits: list[Split], split: str) -> None:
+    """Raises UsageError if a client has no training example, or all have no test example."""
+    for use, purpose in ((_TRAIN, "train"), (_TEST, "test")):
+        empty = np.flatnonzero(np.asarray(splits[use].size) == 0)
+        if len(empty) and (use == _TRAIN or len(empty) == len(splits[use].size)):
+            more = f" and {len(empty) - 1} others" if len(empty) > 1 else ""
+            hint = " or split=pooled" if split == "official" and use == _TEST else ""
             raise UsageError(
-                f"client {empty[0]}{others} would have nothing to {purpose} on: use fewer clients, "
+                f"client {empty[0]}{more} would have nothing to {purpose} on: use fewer clients, "
                 f"a more even partition{hint}"
             )
 
 
 def _domains(pool: Pool, settings: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """int [C] each: the domain of a class (-1 for none), and its number within the domain."""
+    """Returns the domain of each class (-1 for none) and its number in the domain, both int [C]."""
     domain = np.full(pool.classes, -1)
     rank = np.zeros(pool.classes, np.int32)
     for d, members in enumerate(partitions.domain_classes(pool, **settings)):
@@ -271,50 +291,70 @@ def _domains(pool: Pool, settings: Mapping[str, Any]) -> tuple[np.ndarray, np.nd
     return domain, rank
 
 
-def _permuted(
+def _permute(
     label_map: np.ndarray | None,
     classes: np.ndarray | None,
     clients: int,
     outputs: int,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """Permute each client's labels, among the outputs that it uses."""
+    """Permutes each client's labels among the outputs that it uses.
+
+    Args:
+      label_map: int32 [N, stored classes] to permute; None for the identity.
+      classes: bool [N, outputs], the outputs of each client; None for all.
+      clients: Number of clients N.
+      outputs: Number of outputs.
+      rng: Samples the permutations.
+
+    Returns:
+      int32 [N, stored classes].
+    """
     permutation = np.tile(np.arange(outputs, dtype=np.int32), (clients, 1))
     for i, row in enumerate(permutation):
-        mine = np.arange(outputs) if classes is None else np.flatnonzero(classes[i])
-        row[mine] = rng.permutation(mine)
+        used = np.arange(outputs) if classes is None else np.flatnonzero(classes[i])
+        row[used] = rng.permutation(used)
     return permutation if label_map is None else np.take_along_axis(permutation, label_map, 1)
 
 
 def _compact(
-    dataset: Dataset, normal: Normalised, tables: list[Split], label_map: Any, classes: Any
+    dataset: Dataset, normalised: NormalisedData, splits: list[Split], label_map: Any, classes: Any
 ) -> FederatedData:
-    """The arrays without the examples that nobody holds, unless they are mapped from a file."""
-    x: Any = normal.x
-    y: Any = normal.y
-    index = [np.asarray(table.rows) for table in tables]
-    real = [
-        np.arange(i.shape[1]) < np.asarray(table.size)[:, None]
-        for i, table in zip(index, tables, strict=True)
+    """Returns the arrays without unused examples, unless they are mapped from a file."""
+    x: Any = normalised.x
+    y: Any = normalised.y
+    tables = [np.asarray(split.rows) for split in splits]
+    masks = [
+        np.arange(table.shape[1]) < np.asarray(split.size)[:, None]
+        for table, split in zip(tables, splits, strict=True)
     ]
     used = np.zeros(len(x), bool)
-    for i, mask in zip(index, real, strict=True):
-        used[i[mask]] = True
-    used |= is_mapped(x)  # what is in a file stays there
-    place = (np.cumsum(used) - 1).astype(np.int32)
-    moved: list[Any] = [
-        np.where(mask, place[i], np.int32(0)) for i, mask in zip(index, real, strict=True)
-    ]
-    train, validation, test = (Split(i, table.size) for i, table in zip(moved, tables, strict=True))
+    for table, mask in zip(tables, masks, strict=True):
+        used[table[mask]] = True
+    used |= is_mapped(x)
+    new_row = (np.cumsum(used) - 1).astype(np.int32)
+    train, validation, test = (
+        Split(np.where(mask, new_row[table], np.int32(0)), split.size)
+        for table, mask, split in zip(tables, masks, splits, strict=True)
+    )
 
-    def ranked(constant: Any) -> Any:
-        """With the rank of a batch, so that nothing relies on implicit rank promotion."""
+    def with_rank(constant: Any) -> Any:
+        """Adds axes up to the rank of a batch, as strict rank promotion requires."""
         if constant is None:
             return None
         shape = np.shape(constant)
         return np.reshape(constant, (1,) * (x.ndim - len(shape)) + shape)
 
-    scale, shift = ranked(dataset.scale), ranked(dataset.shift)
     if not used.all():
         x, y = x[used], y[used]
-    return FederatedData(x, y, train, validation, test, scale, shift, label_map, classes)
+    return FederatedData(
+        x=x,
+        y=y,
+        train=train,
+        validation=validation,
+        test=test,
+        scale=with_rank(dataset.scale),
+        shift=with_rank(dataset.shift),
+        label_map=label_map,
+        classes=classes,
+    )

@@ -1,4 +1,4 @@
-"""Labels of files, checked before any cast, so that no value changes silently."""
+"""Conversion of label columns; values that a cast would change are errors."""
 
 import re
 from collections.abc import Sequence
@@ -11,14 +11,19 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.tables import Table
 
 MOST_CLASSES = 10_000_000
-_DISTINCT_LIMIT = (
-    100  # distinct whole numbers; a label column with more of them may hold measurements
-)
+_DISTINCT_LIMIT = 100  # a label column with more distinct integers may hold measurements
 _INTEGER = re.compile(r"[+-]?\d+")
 
 
 def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLASSES) -> np.ndarray:
-    """Returns labels as int32, or raises UsageError for the first that is not least..end-1."""
+    """Returns labels as int32; raises UsageError if one is not an integer from least to end - 1.
+
+    Args:
+      name: Name of the file, for messages.
+      labels: Array of numbers or text.
+      least: Smallest class.
+      end: Largest class plus 1.
+    """
     values = np.asarray(labels)
     if values.dtype.kind in "biuf":
         valid = (values >= least) & (values < end)
@@ -32,21 +37,32 @@ def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLA
         value = values[place]
         value = value.item() if isinstance(value, np.generic) else value
         raise UsageError(
-            f"{name}: label {value!r} in example {int(place[0])} is not a whole number from "
-            f"{least} to {end - 1:,}; number the classes so"
+            f"{name}: label {value!r} in example {int(place[0])} is not an integer from "
+            f"{least} to {end - 1:,}; number the classes in this range"
         )
     return values.astype(np.int32)
 
 
-def numbered(
+def number_classes(
     name: str, label: str, setting: str, kind: str, y: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
-    """Returns labels numbered from 0, int32, and the names of the classes."""
+    """Numbers classes from 0.
+
+    Args:
+      name: Name of the file, for messages.
+      label: Name of the column.
+      setting: Name of the setting for the kind of labels, for messages.
+      kind: Its value; auto raises UsageError if integers are probably measurements.
+      y: Labels [rows].
+
+    Returns:
+      Class numbers, int32 [rows], and the names of the classes.
+    """
     classes, numbers = np.unique(y, return_inverse=True)
     is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)
     if y.dtype.kind in "iu" and kind == "auto" and is_large:
         raise UsageError(
-            f"{name}: column {label!r} has {len(classes):,} different whole numbers: say "
+            f"{name}: column {label!r} has {len(classes):,} different integers: set "
             f"{setting}=number to predict them as measurements, or class"
         )
     return numbers.astype(np.int32), [str(c) for c in classes]
@@ -55,10 +71,10 @@ def numbered(
 def are_measurements(
     tables: Sequence[Table], parts: Sequence[np.ndarray], label: str, setting: str, kind: str
 ) -> bool:
-    """Returns False if labels are classes; raises UsageError if the files leave that open.
+    """Returns False if labels are classes; raises UsageError if the files are ambiguous.
 
     Args:
-      tables: The file for training and, if there is one, the file for testing.
+      tables: The training table and, if there is one, the test table.
       parts: Their label columns.
       label: Name of the column.
       setting: Name of the setting that decides, for messages.
@@ -69,7 +85,7 @@ def are_measurements(
         return kind == "number" or (auto and first.dtype.kind == "f")
     if auto and first.dtype.kind == "f" and np.any(first != np.trunc(first)):
         return True
-    cells = [(t.name, np.unique(t.spelled(label)).tolist()) for t in tables]
+    cells = [(t.name, np.unique(t.spellings(label)).tolist()) for t in tables]
     spelling = dict[Decimal, str]()
     for name, spellings in cells:
         for cell in spellings:
@@ -77,24 +93,23 @@ def are_measurements(
             if number is not None and spelling.setdefault(number, cell) != cell:
                 raise UsageError(
                     f"{name}: column {label!r} has the labels {spelling[number]!r} and {cell!r}, "
-                    "which are one number; spell it alike in all files"
+                    "which are the same number; write it equally in all files"
                 )
     if not auto or all(part.dtype.kind != "f" for part in parts):
         return False
-    if not (integers := [cell for _, some in cells for cell in some if _INTEGER.fullmatch(cell)]):
+    distinct = [cell for _, spellings in cells for cell in spellings]
+    if not (integers := [cell for cell in distinct if _INTEGER.fullmatch(cell)]):
         return True
     for name, spellings in cells:
         for cell in spellings:
             if not _INTEGER.fullmatch(cell):
                 raise UsageError(
-                    f"{name}: column {label!r} has {cell!r}, and whole numbers such as "
-                    f"{integers[0]!r} besides: say {setting}=number to predict measurements, or "
-                    "class"
+                    f"{name}: column {label!r} has {cell!r} and integers such as "
+                    f"{integers[0]!r}: set {setting}=number to predict measurements, or class"
                 )
     raise UsageError(
-        f"{cells[0][0]}: column {label!r} has the whole number {max(integers, key=_size)}, which "
-        f"takes more than 64 bits: write classes as text, or say {setting}=number to predict "
-        "measurements"
+        f"{cells[0][0]}: column {label!r} has the integer {max(integers, key=_size)}, which takes "
+        f"more than 64 bits: write classes as text, or set {setting}=number to predict measurements"
     )
 
 

@@ -1,4 +1,4 @@
-"""Mean 0 and deviation 1, by training examples alone: those of all, or of each client."""
+"""Standardisation by the training examples of all clients, or of each client."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -6,76 +6,78 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedjax_pfl.data.dataset import LATER, Dataset
-from fedjax_pfl.data.numbers import moments, rows_at_once
+from fedjax_pfl.data.numbers import moments, rows_per_chunk
 
 
-class Normalised(NamedTuple):
-    """Examples as clients get them."""
+class NormalisedData(NamedTuple):
+    """NormalisedData examples, and the constants used."""
 
     x: np.ndarray
     y: np.ndarray
-    metadata: dict[str, Any]  # means and deviations of inputs and of a target, as plain data
+    metadata: dict[str, Any]  # means and deviations of inputs and targets, as lists
 
 
-def normalised(
+def normalise_examples(
     dataset: Dataset,
     x: np.ndarray,
     y: np.ndarray,
     client: np.ndarray,
     trained_on: np.ndarray,
     active: np.ndarray,
-) -> Normalised:
-    """Returns examples as `dataset.normalise` requests, computed in float64, stored in float32.
+) -> NormalisedData:
+    """Returns examples normalised as `dataset.normalise` requests.
 
-    So a number far from 0, such as a time in seconds, keeps its differences. Means and deviations
-    of the federation are returned too, for exported models; those of each client are not. Numbers
-    that are all the same have deviation 1.
+    Computed in float64 and stored in float32, so a number far from 0, such as a time in seconds,
+    keeps its precision. The metadata has constants of the whole federation, for exported models;
+    constants of each client are left out. A constant feature has deviation 1.
 
     Args:
-      x, y: All examples.
-      client: int [examples]: who has an example; -1 where nobody or everybody has it.
-      trained_on: bool [examples]: its client trains on it.
-      active: bool [N]: clients that take part in training.
+      dataset: Its field `normalise` decides.
+      x: Inputs [examples, ..., features].
+      y: Labels [examples, ...].
+      client: int [examples]: the client of each example; -1 if unused or shared by all clients.
+      trained_on: bool [examples]: True for training examples.
+      active: bool [N]: False for held-out clients.
     """
-    wanted, metadata = dataset.normalise, dict[str, Any]()
-    if wanted is None or wanted.by == LATER:
-        return Normalised(x, y, metadata)
-    joins = trained_on & (client >= 0)
-    joins[joins] = active[client[joins]]
-    training, every = np.flatnonzero(joins), np.arange(len(x))
-    if wanted.targets:
-        y, mean, deviation = _standardised(y, np.ones(y.shape[-1], bool), [(every, training)])
+    settings, metadata = dataset.normalise, dict[str, Any]()
+    if settings is None or settings.scope == LATER:
+        return NormalisedData(x, y, metadata)
+    used = trained_on & (client >= 0)
+    used[used] = active[client[used]]
+    federation = [(np.arange(len(x)), np.flatnonzero(used))]
+    if settings.targets:
+        y, mean, deviation = _standardise(y, np.ones(y.shape[-1], bool), federation)
         metadata |= {"target_mean": mean.tolist(), "target_deviation": deviation.tolist()}
-    if not wanted.features.any():
-        return Normalised(x, y, metadata)
-    if wanted.by == "federation":
-        x, mean, deviation = _standardised(x, wanted.features, [(every, training)])
+    if not settings.features.any():
+        return NormalisedData(x, y, metadata)
+    if settings.scope == "federation":
+        x, mean, deviation = _standardise(x, settings.features, federation)
         metadata |= {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
     else:
         order = np.argsort(client, kind="stable")
         ends = np.searchsorted(client[order], np.arange(len(active) + 1))
         client_rows = [order[a:b] for a, b in itertools.pairwise(ends)]
         groups = [(rows, train) for rows in client_rows if len(train := rows[trained_on[rows]])]
-        x, _, _ = _standardised(x, wanted.features, groups)
-    return Normalised(x, y, metadata)
+        x, _, _ = _standardise(x, settings.features, groups)
+    return NormalisedData(x, y, metadata)
 
 
-def _standardised(
-    values: np.ndarray, which: np.ndarray, groups: list[tuple[np.ndarray, np.ndarray]]
+def _standardise(
+    values: np.ndarray, mask: np.ndarray, groups: list[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns float32 values, and the mean and deviation of the last group.
+    """Returns standardised float32 values, and the mean and deviation of the last group.
 
     Args:
       values: Array of shape [examples, ..., features].
-      which: bool [features]; the others stay as they are.
-      groups: Rows to standardise, and those among them whose moments count.
+      mask: bool [features]; features to standardise.
+      groups: For each group, the rows to standardise and the rows that give mean and deviation.
     """
     result = np.zeros(values.shape, np.float32)
-    step = rows_at_once(values)
+    step = rows_per_chunk(values)
     for rows, training in groups:
         mean, deviation = moments(values, training)
-        mean = np.where(which, mean, 0.0)
-        deviation = np.where(which & (deviation > 0), deviation, 1.0)
+        mean = np.where(mask, mean, 0.0)
+        deviation = np.where(mask & (deviation > 0), deviation, 1.0)
         for start in range(0, len(rows), step):
             part = rows[start : start + step]
             result[part] = (values[part] - mean) / deviation

@@ -1,4 +1,4 @@
-"""Numbers in double precision: moments, and casts that lose no differences."""
+"""Moments in double precision, and casts that keep different values different."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,34 +7,34 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 
-AT_ONCE = 1 << 26  # bytes of an array that are handled together
+CHUNK_BYTES = 1 << 26  # size of the chunks in which large arrays are read
 
 
-def in_parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields an array's rows, some at a time: the array may lie in a file and exceed memory."""
+def row_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields an array in chunks of rows; the array may be mapped from a file and exceed memory."""
     if not array.ndim or not array.size:
         yield array
         return
-    step = rows_at_once(array)
+    step = rows_per_chunk(array)
     for start in range(0, len(array), step):
         yield array[start : start + step]
 
 
-def rows_at_once(array: np.ndarray) -> int:
-    """Returns how many rows of an array to handle together."""
-    return max(1, AT_ONCE * len(array) // max(1, array.nbytes))
+def rows_per_chunk(array: np.ndarray) -> int:
+    """Returns the number of rows of a chunk of CHUNK_BYTES, at least 1."""
+    return max(1, CHUNK_BYTES * len(array) // max(1, array.nbytes))
 
 
 def moments(values: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean and standard deviation over all axes but the last, in float64.
+    """Returns mean and standard deviation over all axes except the last, both float64 [features].
 
-    The deviation is 0 where it is no more than rounding.
+    A deviation that is only rounding error is set to 0.
 
     Args:
       values: Array of shape [examples, ..., features].
-      rows: Which examples count; None: all.
+      rows: The examples to use; None for all.
     """
-    step = rows_at_once(values)
+    step = rows_per_chunk(values)
 
     def parts() -> Iterator[np.ndarray]:
         for start in range(0, len(values) if rows is None else len(rows), step):
@@ -52,13 +52,13 @@ def moments(values: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndar
 
 
 def as_float(what: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.ndarray:
-    """Casts numbers, or raises UsageError if that merges values that lie far from 0.
+    """Casts numbers; raises UsageError if rounding would merge different values.
 
     Args:
-      what: Name of the numbers in messages.
+      what: Name of the array, for messages.
       values: Array of shape [examples] or [examples, ..., features].
       dtype: np.float32 or np.float64.
-      hint: A remedy, besides subtracting an offset.
+      hint: Text appended to the message.
     """
     result = values.astype(dtype, copy=False)
     if values.dtype.itemsize < result.dtype.itemsize or values.dtype == result.dtype:
@@ -67,12 +67,12 @@ def as_float(what: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.nd
     mean, deviation = moments(columns)
     rounding = np.finfo(dtype).eps * np.abs(mean) + np.finfo(dtype).tiny
     for i in np.flatnonzero(rounding > 0.01 * deviation):
-        before = len(np.unique(columns[..., i]))
-        after = len(np.unique(columns[..., i].astype(dtype)))
-        if after < before:
+        different = len(np.unique(columns[..., i]))
+        rounded = len(np.unique(columns[..., i].astype(dtype)))
+        if rounded < different:
             bits = 8 * result.dtype.itemsize
             raise UsageError(
-                f"{what} has {before:,} different values around {mean[i]:.10g}, and numbers of "
-                f"{bits} bits tell {after:,} apart: subtract an offset, use another unit{hint}"
+                f"{what} has {different:,} different values around {mean[i]:.10g}; {bits} bits "
+                f"distinguish only {rounded:,}: subtract an offset, use another unit{hint}"
             )
     return result

@@ -13,13 +13,13 @@ from fedjax_pfl.data.federate import federate
 
 
 class PartitionedData(NamedTuple):
-    """The examples of all clients, and what a method knows of them before training."""
+    """The examples of all clients, and the facts about them that a method can use."""
 
     examples: FederatedData  # arrays; passed into compiled functions
-    federation: Federation  # number of clients, examples of each, shapes, loss and metrics
+    federation: Federation  # clients, number of examples of each, shapes, loss and metrics
 
     def __repr__(self) -> str:
-        """Returns one line: the arrays themselves are not printed."""
+        """Returns one line without the arrays."""
         counts = self.federation.counts
         return (
             f"PartitionedData({len(counts)} clients, {int(counts.sum())} training examples, "
@@ -47,7 +47,7 @@ def partition(
 
     Args:
       dataset: From `fedjax_pfl.datasets`.
-      name: How examples are divided: "classes", "dirichlet", "iid", "natural", ...
+      name: Name of the partition: "classes", "dirichlet", "iid", "natural", ...
       clients: Number of clients.
       seed: Decides everything random in the partition.
       split: Where test examples come from: "pooled" (a fraction of each client's own examples),

@@ -1,4 +1,4 @@
-"""One picture file as uint8 pixels, scaled by the range of its type."""
+"""Decoding of one image file to uint8 pixels, scaled by the range of its type."""
 
 import io
 from pathlib import Path
@@ -8,36 +8,36 @@ import numpy as np
 
 
 def pixels(file: Path | bytes, mode: str = "", size: int | None = None) -> np.ndarray:
-    """Returns the pixels of a picture, uint8 [height, width, channels].
+    """Returns the pixels of an image, uint8 [height, width, channels].
 
-    Raises ValueError, in one line, for a file that is no picture, or one without a defined range.
+    Raises ValueError, in one line, if the file is not an image or has no defined range.
 
     Args:
       file: Its path or its content.
-      mode: Pillow's mode to convert to; empty: grey stays grey, anything else becomes RGB.
-      size: Height and width to resize to; None: as it is.
+      mode: Pillow's mode to convert to. Empty: grey stays grey, anything else becomes RGB.
+      size: Height and width to resize to, or None.
     """
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as opened:
-            picture = _of_eight_bits(opened)
-            picture = picture.convert(mode or ("L" if picture.mode == "L" else "RGB"))
-            picture = picture if size is None else picture.resize((size, size))
-            array = np.asarray(picture)
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as source:
+            image = _to_eight_bits(source)
+            image = image.convert(mode or ("L" if image.mode == "L" else "RGB"))
+            image = image if size is None else image.resize((size, size))
+            array = np.asarray(image)
     except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from None
     return array[:, :, None] if array.ndim == 2 else array
 
 
-def _of_eight_bits(picture: Any) -> Any:
-    """Scales a picture of 16 bits; Pillow would cut its values off at 255."""
+def _to_eight_bits(image: Any) -> Any:
+    """Scales an image of 16 bits to 8, because Pillow would clip its values at 255."""
     from PIL import Image
 
-    if picture.mode in ("I;16", "I;16L", "I;16B", "I;16N"):
-        values = np.asarray(picture).astype(np.float64)
+    if image.mode in ("I;16", "I;16L", "I;16B", "I;16N"):
+        values = np.asarray(image).astype(np.float64)
         return Image.fromarray(np.rint(values / 257).astype(np.uint8))  # 65,535 becomes 255
-    if picture.mode in ("I", "F"):
-        kind = "real numbers" if picture.mode == "F" else "whole numbers of 32 bits"
+    if image.mode in ("I", "F"):
+        kind = "real numbers" if image.mode == "F" else "integers of 32 bits"
         raise ValueError(f"it has {kind}, which have no defined range; save it with 8 or 16 bits")
-    return picture
+    return image

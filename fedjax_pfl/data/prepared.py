@@ -1,7 +1,6 @@
-"""Reading prepared TensorFlow Datasets folders (array_record) without TensorFlow.
+"""Reading of prepared TensorFlow Datasets folders (array_record) without TensorFlow.
 
-Records are read raw and their images decoded together: image features of tfds decode one by one,
-at several times the cost.
+Records are read raw and their images decoded in batches, several times faster than by tfds.
 """
 
 import math
@@ -19,8 +18,8 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.pictures import pixels
 
-_CHUNK = 1000  # images decoded at a time: bounds the memory of decoded, not yet shrunk images
-_DOWNLOADS = {  # as the catalogue of tfds gives them
+_CHUNK = 1000  # images decoded together; bounds the memory of images before they shrink
+_DOWNLOADS = {  # sizes in the catalogue of tfds
     "cifar10": "162 MiB",
     "cifar100": "161 MiB",
     "mnist": "11 MiB",
@@ -32,53 +31,54 @@ _DOWNLOADS = {  # as the catalogue of tfds gives them
 
 
 def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
-    """The folder of the newest prepared version of `dataset`, `name` or `name/config`.
+    """Returns the folder of the newest prepared version of a dataset, or raises UsageError.
 
-    Looks in `data_dir`, else in TFDS_DATA_DIR, else where tfds keeps its data by default.
+    Args:
+      dataset: NAME or NAME/CONFIG.
+      data_dir: Folder to look in. Default: TFDS_DATA_DIR, or the default of tfds.
     """
-    root = root_of(data_dir)
+    root = root_folder(data_dir)
     if versions := _versions(root, dataset):
         return max(versions, key=lambda p: tuple(map(int, p.name.split("."))))
-    point = "point to another folder with the setting data_dir or TFDS_DATA_DIR"
     name = dataset.split("/")[0]
     raise UsageError(
         f"dataset {dataset} is not in {root}: run `{sys.executable} -m pip install tensorflow`, "
         f'then `{sys.executable} -c "import tensorflow_datasets as tfds; '
         f"tfds.builder('{dataset}', data_dir='{root}')"
         f".download_and_prepare(file_format='array_record')\"` (downloads {_DOWNLOADS[name]}); "
-        f"or {point}"
+        "or set data_dir or TFDS_DATA_DIR to another folder"
     )
 
 
-def is_there(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> bool:
-    """Whether `find` finds it."""
-    return bool(_versions(root_of(data_dir), dataset))
+def is_prepared(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> bool:
+    """Returns True if `find` would return a folder."""
+    return bool(_versions(root_folder(data_dir), dataset))
 
 
-def root_of(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
+def root_folder(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
     """Returns the folder that holds named datasets."""
     return data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
 
 
 def _versions(root: str | os.PathLike[str], dataset: str) -> list[Path]:
-    home = Path(root).expanduser() / dataset
-    found = home.iterdir() if home.is_dir() else ()
-    return [p for p in found if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
+    folder = Path(root).expanduser() / dataset
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return [p for p in paths if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
 
 
 def splits(folder: Path) -> dict[str, int]:
-    """The splits of a prepared folder and how many examples each has."""
+    """Returns the number of examples of each split of a prepared folder."""
     return {name: info.num_examples for name, info in _builder(folder).info.splits.items()}
 
 
-def names(folder: Path, feature: str) -> list[str] | None:
-    """What the numbers of a feature stand for; None where they are only numbers."""
-    found = getattr(_builder(folder).info.features[feature], "names", None)
-    return None if found is None else list(map(str, found))
+def class_names(folder: Path, feature: str) -> list[str] | None:
+    """Returns the names of a feature's classes, or None if it has only numbers."""
+    names = getattr(_builder(folder).info.features[feature], "names", None)
+    return None if names is None else list(map(str, names))
 
 
 def unchanged(images: np.ndarray) -> np.ndarray:
-    """Images as they are stored."""
+    """Returns its argument."""
     return images
 
 
@@ -90,28 +90,33 @@ def read(
     rows: np.ndarray | None = None,
     convert: Callable[[np.ndarray], np.ndarray] = unchanged,
 ) -> dict[str, np.ndarray]:
-    """Some features of a split, each as one array; `image` is decoded.
+    """Reads features of a split. Returns one array for each; `image` is decoded.
 
     Args:
-      rows: which records, in ascending order; all of them where None.
-      convert: applied to each chunk of decoded images, uint8 [chunk, height, width, channels].
+      folder: A prepared folder.
+      split: Name of the split.
+      features: Names of the features.
+      rows: Records to read, in ascending order, or None for all.
+      convert: Applied to each chunk of decoded images, uint8 [chunk, height, width, channels].
     """
     builder = _builder(folder)
     try:
         return _read(builder, split, features, rows, convert)
-    except Exception as error:  # the C++ reader, protobuf, zlib and Pillow raise what they like
+    except Exception as error:  # any exception of the C++ reader, protobuf, zlib, Pillow
         raise _damaged(folder, f"split {split} cannot be read", error) from error
 
 
-def _damaged(folder: Path, what: str, error: object) -> UsageError:
+def _damaged(folder: Path, problem: str, error: object) -> UsageError:
+    """Returns the error that says that a folder is damaged, with the first 200 characters why."""
     detail = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else str(error)
     return UsageError(
-        f"{folder}: {what} ({' '.join(detail.split())[:200]}); the folder is damaged or half "
+        f"{folder}: {problem} ({' '.join(detail.split())[:200]}); the folder is damaged or half "
         "written: delete it and prepare it again"
     )
 
 
 def _builder(folder: Path) -> Any:
+    """Returns the tfds builder of a prepared folder, or raises UsageError."""
     # Without this file tfds falls back on other formats and gives a misleading error.
     if not (folder / "dataset_info.json").is_file():
         raise _damaged(folder, "not a prepared dataset", "dataset_info.json is missing")
@@ -121,13 +126,13 @@ def _builder(folder: Path) -> Any:
         raise UsageError(f"tensorflow-datasets cannot be imported: {error}") from error
     try:
         builder = tfds.builder_from_directory(folder)
-        kind = builder.info.file_format.value
-    except Exception as error:  # damaged JSON, of either file
+        file_format = builder.info.file_format.value
+    except Exception as error:  # damaged JSON in one of two files
         raise _damaged(folder, "its description cannot be read", error) from error
-    if kind != "array_record":
+    if file_format != "array_record":
         raise UsageError(
-            f"{folder} is prepared as {kind}, which cannot be read without TensorFlow: prepare it "
-            "again with download_and_prepare(file_format='array_record')"
+            f"{folder} is prepared as {file_format}, which cannot be read without TensorFlow: "
+            "prepare it again with download_and_prepare(file_format='array_record')"
         )
     return builder
 
@@ -144,18 +149,19 @@ def _read(
 
     source = builder.as_data_source(split=split, deserialize_method=DeserializeMethod.RAW_BYTES)
     rows = np.arange(len(source)) if rows is None else rows
-    parts: dict[str, list[np.ndarray]] = {name: [] for name in features}
+    chunks: dict[str, list[np.ndarray]] = {name: [] for name in features}
     for start in range(0, len(rows), _CHUNK):
         records = source.__getitems__(rows[start : start + _CHUNK].tolist())
         examples = [tf_example_pb2.Example.FromString(r).features.feature for r in records]
         for name in features:
             values = [_value(example, name) for example in examples]
             chunk = convert(decode(values)) if name == "image" else np.array(values)
-            parts[name].append(chunk)
-    return {name: np.concatenate(chunks) for name, chunks in parts.items()}
+            chunks[name].append(chunk)
+    return {name: np.concatenate(arrays) for name, arrays in chunks.items()}
 
 
 def _value(example: Any, name: str) -> Any:
+    """Returns the first value of a feature of a record."""
     if name not in example:
         raise KeyError(f"a record has no feature {name}")
     feature = example[name]
@@ -163,45 +169,45 @@ def _value(example: Any, name: str) -> Any:
 
 
 def decode(images: list[bytes]) -> np.ndarray:
-    """Decode image files of one size, uint8 [n, height, width, channels].
+    """Decodes image files of one size to uint8 [n, height, width, channels].
 
-    Plain 8-bit PNGs with one header are joined into one tall picture: their scanlines, each image
-    preceded by a line of zeros, which is what the first line of a PNG is predicted from. It is then
-    decoded in one call; anything else goes through Pillow one by one.
+    Plain 8-bit PNGs with equal headers are joined into one tall image, which is decoded in one
+    call. A line of zeros precedes each image, because PNG predicts the first line from zeros. Other
+    files are decoded separately.
     """
     from PIL import Image
 
     header = images[0][:29]
     modes = {(8, 0, 0, 0, 0): ("L", 1), (8, 2, 0, 0, 0): ("RGB", 3)}
-    plain = len(header) == 29 and header[12:16] == b"IHDR"
-    mode = modes.get(struct.unpack("5B", header[24:29])) if plain else None
-    width, height = struct.unpack(">2I", header[16:24]) if plain else (0, 0)
-    large = width * height > (Image.MAX_IMAGE_PIXELS or math.inf)  # which Pillow refuses
-    if mode is None or large or any(image[:29] != header for image in images):
+    is_png = len(header) == 29 and header[12:16] == b"IHDR"
+    mode = modes.get(struct.unpack("5B", header[24:29])) if is_png else None
+    width, height = struct.unpack(">2I", header[16:24]) if is_png else (0, 0)
+    too_large = width * height > (Image.MAX_IMAGE_PIXELS or math.inf)  # Pillow must refuse it
+    if mode is None or too_large or any(image[:29] != header for image in images):
         return np.stack([pixels(image) for image in images])
     line = 1 + width * mode[1]
     scanlines = []
     for image in images:
         try:
-            content = zlib.decompressobj().decompress(_idat(image), height * line + 1)
+            content = zlib.decompressobj().decompress(_compressed_pixels(image), height * line + 1)
         except zlib.error as error:
             raise ValueError(f"a PNG is damaged: {error}") from None
         if len(content) != height * line:
             raise ValueError("a PNG has too few or too many pixels")
         scanlines += [bytes(line), content]
-    tall = (width, (height + 1) * len(images))
-    # Level 0 stores without compressing: all that is wanted is Pillow's undoing of the filters.
+    size = (width, (height + 1) * len(images))
+    # Level 0 stores without compression: only Pillow's inversion of the PNG filters is needed.
     joined = zlib.compress(b"".join(scanlines), 0)
-    whole = np.asarray(Image.frombytes(mode[0], tall, joined, "zip", mode[0]))
-    return whole.reshape(len(images), height + 1, width, mode[1])[:, 1:]
+    tall = np.asarray(Image.frombytes(mode[0], size, joined, "zip", mode[0]))
+    return tall.reshape(len(images), height + 1, width, mode[1])[:, 1:]
 
 
-def _idat(png: bytes) -> bytes:
-    """The compressed pixels of a PNG: the contents of its IDAT chunks."""
-    found, at = [], 8
-    while at < len(png):
-        length = int.from_bytes(png[at : at + 4], "big")
-        if png[at + 4 : at + 8] == b"IDAT":
-            found.append(png[at + 8 : at + 8 + length])
-        at += length + 12
-    return b"".join(found)
+def _compressed_pixels(png: bytes) -> bytes:
+    """Returns the contents of the IDAT chunks of a PNG."""
+    chunks, start = [], 8
+    while start < len(png):
+        length = int.from_bytes(png[start : start + 4], "big")
+        if png[start + 4 : start + 8] == b"IDAT":
+            chunks.append(png[start + 8 : start + 8 + length])
+        start += length + 12
+    return b"".join(chunks)

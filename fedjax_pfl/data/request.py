@@ -1,4 +1,4 @@
-"""What is asked for when a dataset is given to clients, and why it cannot be."""
+"""Checks of the arguments of `federate`."""
 
 import difflib
 from collections.abc import Mapping
@@ -14,15 +14,24 @@ SPLITS = ("pooled", "official", "shared")
 def check(
     dataset: Dataset, partition: str, clients: int, split: str, held_out: int, groups: int
 ) -> None:
-    """Names that exist, and what a dataset has that a partition or split needs."""
-    for what, word, known in (
+    """Raises UsageError for unknown names and for requests that the dataset cannot meet.
+
+    Args:
+      dataset: The dataset.
+      partition: Name of the partition.
+      clients: Number of clients.
+      split: Name of the split.
+      held_out: Number of novel clients.
+      groups: Number of architecture groups.
+    """
+    for argument, name, choices in (
         ("partition", partition, tuple(partitions.PARTITIONS)),
         ("split", split, SPLITS),
     ):
-        if word not in known:
-            near = difflib.get_close_matches(word, known, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise UsageError(f"no {what} named {word}: {hint}there are {', '.join(known)}")
+        if name not in choices:
+            similar = difflib.get_close_matches(name, choices, 1)
+            hint = f"did you mean {similar[0]}? " if similar else ""
+            raise UsageError(f"no {argument} named {name}: {hint}there are {', '.join(choices)}")
     if clients < 1:
         raise UsageError(f"clients={clients}: use at least 1")
     if not 0 <= held_out < clients:
@@ -31,11 +40,11 @@ def check(
         raise UsageError(f"groups={groups} must lie between 1 and the number of active clients")
     if dataset.overlapping and split != "official":
         raise UsageError(
-            f"windows of {dataset.name} overlap, and split={split} would train on parts of what is "
-            "tested on: use split=official, or a stride of at least their length"
+            f"windows of {dataset.name} overlap, and split={split} would train on parts of the "
+            "test windows: use split=official, or a stride of at least their length"
         )
-    if dataset.normalise and dataset.normalise.by == "client" and split == "shared":
-        raise UsageError("normalise=client gives each client its own numbers: use split=pooled")
+    if dataset.normalise and dataset.normalise.scope == "client" and split == "shared":
+        raise UsageError("normalise=client differs between clients: use split=pooled")
     if split == "official" and dataset.x_test is None:
         raise UsageError(f"{dataset.name} has no test set of its own: use split=pooled or shared")
     if dataset.y_train.ndim > 1 and partition not in ("iid", "natural"):
@@ -49,30 +58,44 @@ def check(
         )
     if partition == "natural" and split == "shared" and dataset.owner_classes is not None:
         raise UsageError(
-            f"the owners of {dataset.name} have classes of their own and cannot share a test set: "
+            f"the owners of {dataset.name} have different classes and cannot share a test set: "
             "use split=pooled"
         )
 
 
 def check_enough(name: str, partition: str, clients: int, split: str, examples: int) -> None:
-    """Before anything is made for each client: there must be examples for so many."""
-    most = examples - (split == "pooled")  # somebody has one more, to test on
-    if partition != "natural" and clients > most:  # there owners are counted
-        more = ", and one more to test on" if split == "pooled" else ""
-        if most < 1:
-            raise UsageError(
-                f"{name} has {examples} examples, too few for a client; use more of it"
-            )
-        raise UsageError(
-            f"clients is {clients:,}, and {name} has {examples:,} examples to give them, one each"
-            f"{more}: use at most {most:,} clients"
-        )
+    """Raises UsageError if there are more clients than examples, before arrays are allocated.
+
+    Args:
+      name: Name of the dataset, for messages.
+      partition: Name of the partition; `natural` counts owners instead.
+      clients: Number of clients.
+      split: Name of the split; with `pooled` one example is left for testing.
+      examples: Number of examples to divide.
+    """
+    most = examples - (split == "pooled")
+    if partition == "natural" or clients <= most:
+        return
+    if most < 1:
+        raise UsageError(f"{name} has {examples} examples, too few for a client; use more of it")
+    test = " (one is for testing)" if split == "pooled" else ""
+    raise UsageError(
+        f"{name} has {examples:,} examples, too few for {clients:,} clients{test}: use at most "
+        f"{most:,} clients"
+    )
 
 
 def check_fractions(
     split: str, test: float, validation: float, validation_examples: int | None
 ) -> None:
-    """Shares that leave something to train on, and to test on."""
+    """Raises UsageError if fractions leave no training or no test example.
+
+    Args:
+      split: Name of the split; `official` ignores `test`.
+      test: The test fraction.
+      validation: The validation fraction.
+      validation_examples: Number of validation examples, or None.
+    """
     if split == "pooled" and validation_examples is not None:
         raise UsageError("validation_examples is for split=official or shared: use the fraction")
     test = 0.0 if split == "official" else test
@@ -82,17 +105,15 @@ def check_fractions(
             "leave something to train on"
         )
     if split != "official" and test == 0:
-        raise UsageError(
-            f"test_fraction=0 leaves nothing to test on with split={split}: use 0.1, say"
-        )
+        raise UsageError(f"test_fraction=0 leaves nothing to test on with split={split}: use 0.1")
 
 
-def completed(partition: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A partition's own settings, with its defaults for those that are not given."""
-    known = partitions.partition_settings(partition)
-    for key in given or {}:
-        if key not in known:
+def with_defaults(partition: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the settings of a partition with defaults for missing ones."""
+    defaults = partitions.partition_settings(partition)
+    for key in settings or {}:
+        if key not in defaults:
             raise UsageError(
-                f"partition {partition} has no setting {key}: it takes {', '.join(known)}"
+                f"partition {partition} has no setting {key}: it takes {', '.join(defaults)}"
             )
-    return {**known, **(given or {})}
+    return {**defaults, **(settings or {})}

@@ -1,4 +1,4 @@
-"""Datasets by name: those that come along, those that tfds prepares, and your own files."""
+"""Registry of datasets by name: embedded ones, those prepared by tfds, and user files."""
 
 import difflib
 import inspect
@@ -33,14 +33,14 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def kind(name: str) -> str:
-    """The source that a dataset's name begins with: csv of csv:FILE."""
-    return name.partition(":")[0]
+def source_name(dataset: str) -> str:
+    """Returns the source of a dataset's name, such as csv for csv:FILE."""
+    return dataset.partition(":")[0]
 
 
 def reads_own_files(name: str) -> bool:
-    """Returns True if a dataset's examples lie in files that users make and may change."""
-    return ":" in name or name == "femnist"  # which LEAF's preprocess.sh samples
+    """Returns True if a dataset is read from files that users make and may change."""
+    return ":" in name or name == "femnist"  # LEAF's preprocess.sh samples FEMNIST's files
 
 
 def load(
@@ -52,52 +52,53 @@ def load(
     sources: Mapping[str, Source] | None = None,
     **settings: Any,
 ) -> Dataset:
-    """A dataset by name.
+    """Loads a dataset by name.
 
     Args:
-      name: one of `sources`, which are `SOURCES` where none are given; with a colon and a path
-        where the source reads files.
-      data_dir: where tfds keeps prepared datasets; None: TFDS_DATA_DIR, or its own default.
-      fraction: keep a random part of the examples, of train and test alike; where examples have
-        owners, of the owners, with all of their examples.
-      settings: what else the source takes.
+      name: Name of a source, followed by a colon and a path if the source reads files.
+      data_dir: Folder of prepared tfds datasets. Default: TFDS_DATA_DIR, or the default of tfds.
+      fraction: Fraction of the examples to use, sampled at random from training and test set. If
+        examples have owners, the owners are sampled, with all their examples.
+      fraction_seed: Seed of that sample.
+      sources: The sources to choose from. Default: `SOURCES`.
+      **settings: Settings of the source.
     """
     sources = sources or SOURCES
-    word, _, path = name.partition(":")
-    if word not in sources:
-        near = difflib.get_close_matches(word, sources, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+    source, _, path = name.partition(":")
+    if source not in sources:
+        similar = difflib.get_close_matches(source, sources, 1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
         raise UsageError(f"no dataset named {name}: {hint}there are {', '.join(sources)}")
     if not 0 < fraction <= 1:
-        raise UsageError(f"fraction={fraction} must lie above 0 and at most at 1")
-    known = source_settings(word, sources)
+        raise UsageError(f"fraction={fraction} must be greater than 0 and at most 1")
+    defaults = source_settings(source, sources)
     for key in settings:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise UsageError(f"dataset {word} has no setting {key}: {takes}")
-    reads = "path" in inspect.signature(sources[word]).parameters
-    if reads and not path:
-        raise UsageError(f"dataset {word} reads what you name: write {word}:PATH")
-    if path and not reads:
-        raise UsageError(f"dataset {word} reads no {path!r}: leave the colon and the path out")
+        if key not in defaults:
+            choices = ", ".join(defaults) or "none"
+            raise UsageError(f"dataset {source} has no setting {key}: it takes {choices}")
+    takes_path = "path" in inspect.signature(sources[source]).parameters
+    if takes_path and not path:
+        raise UsageError(f"dataset {source} reads what you name: write {source}:PATH")
+    if path and not takes_path:
+        raise UsageError(f"dataset {source} reads no {path!r}: leave the colon and the path out")
     rng = np.random.default_rng([fraction_seed, 0xF7AC])
 
-    def keep(examples: int) -> np.ndarray | None:
+    def sample_rows(n: int) -> np.ndarray | None:
         if fraction == 1:
             return None
-        return np.sort(rng.choice(examples, _part(fraction, examples), replace=False))
+        return np.sort(rng.choice(n, _sample_size(fraction, n), replace=False))
 
-    where = {"path": path} if reads else {}
-    return sources[word](data_dir, keep, **where, **settings)
-
-
-def _part(fraction: float, number: int) -> int:
-    # The small addend undoes what binary fractions lose: .29 of 100 is 29.
-    return max(1, int(fraction * number + 1e-9))
+    argument = {"path": path} if takes_path else {}
+    return sources[source](data_dir, sample_rows, **argument, **settings)
 
 
-def need(name: str, data_dir: DataDir = None) -> None:
-    """Raises UsageError, which says how to get it, if a named dataset is missing."""
+def _sample_size(fraction: float, n: int) -> int:
+    # The small addend corrects binary rounding: 0.29 of 100 is 29.
+    return max(1, int(fraction * n + 1e-9))
+
+
+def require_available(name: str, data_dir: DataDir = None) -> None:
+    """Raises UsageError with instructions if a named dataset is missing from the disk."""
     if name == "femnist":
         leaf.femnist_folder(data_dir)
     if name in tfds_images.SOURCES:
@@ -105,6 +106,6 @@ def need(name: str, data_dir: DataDir = None) -> None:
 
 
 def source_settings(name: str, sources: Mapping[str, Source] | None = None) -> dict[str, Any]:
-    """The settings that only this source takes, and their defaults, as its signature has them."""
+    """Returns the settings of a source and their defaults, read from its signature."""
     parameters = inspect.signature((sources or SOURCES)[name]).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}

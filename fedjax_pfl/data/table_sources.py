@@ -1,4 +1,4 @@
-"""Your own tables by name: CSV, Parquet, Hugging Face datasets, and windows over time series."""
+"""Sources for user files: CSV, Parquet, Hugging Face datasets, and windows over time series."""
 
 import difflib
 from collections.abc import Callable
@@ -6,21 +6,28 @@ from pathlib import Path
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import tables, windows
-from fedjax_pfl.data.columns import ROLES, Roles, examples
-from fedjax_pfl.data.dataset import DataDir, Dataset, Keep
+from fedjax_pfl.data.columns import ROLES, Roles, table_dataset
+from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows
 from fedjax_pfl.data.tables import Table
 
-Tables = tuple[Table, Table | None]
+Tables = tuple[Table, Table | None]  # for training and, if there is one, for testing
 
 
 def _source(
-    name: str, read: Callable[[str, str], Tables], summary: str, test_is: str
+    name: str, read: Callable[[str, str], Tables], summary: str, test_meaning: str
 ) -> Callable[..., Dataset]:
-    """A source of rows; `read` takes the path and the setting `test`, which is what `test_is`."""
+    """Returns a source whose examples are rows.
+
+    Args:
+      name: Name of the source.
+      read: Reads the tables, given a path and the setting `test`.
+      summary: First line of the source's docstring.
+      test_meaning: Meaning of the setting `test`.
+    """
 
     def source(
         data_dir: DataDir,
-        keep: Keep,
+        sample_rows: SampleRows,
         path: str,
         *,
         owner: str = "",
@@ -33,10 +40,18 @@ def _source(
         test: str = "",
     ) -> Dataset:
         del data_dir
-        roles = Roles(owner, input, label, label_kind, categories, normalise, normalise_label)
-        return examples(name, read(path, test), roles, keep)
+        roles = Roles(
+            owner=owner,
+            input=input,
+            label=label,
+            label_kind=label_kind,
+            categories=categories,
+            normalise=normalise,
+            normalise_label=normalise_label,
+        )
+        return table_dataset(name, read(path, test), roles, sample_rows)
 
-    source.__doc__ = f"{summary}\n{ROLES}  test: {test_is}.\n"
+    source.__doc__ = f"{summary}\n{ROLES}  test: {test_meaning}.\n"
     return source
 
 
@@ -45,42 +60,49 @@ def _csv(path: str, test: str) -> Tables:
 
 
 def _parquet(path: str, test: str) -> Tables:
-    train, beside = tables.read_parquet(path)
-    return train, tables.read_parquet(test)[0] if test else beside
+    train, own_test = tables.read_parquet(path)
+    return train, tables.read_parquet(test)[0] if test else own_test
 
 
 def _hugging_face(path: str, test: str) -> Tables:
-    """A folder on this machine, read by pyarrow alone, or a name, which `datasets` downloads."""
+    """Reads a local folder with pyarrow, or downloads a dataset by name with `datasets`."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         if test:
             raise UsageError(f"hf.test is {test!r}, which is for names; hf:{path} is a folder")
-        saved = any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
-        return tables.read_saved(path) if saved else tables.read_parquet(path, "hf")
-    return _downloaded(path, test or "test", wanted=bool(test))
+        is_saved = any((folder / file).is_file() for file in ("state.json", "dataset_dict.json"))
+        return tables.read_saved(path) if is_saved else tables.read_parquet(path, "hf")
+    return _download(path, test or "test", required=bool(test))
 
 
-def _downloaded(name: str, test: str, wanted: bool) -> Tables:
+def _download(name: str, test: str, required: bool) -> Tables:
+    """Downloads a dataset by name.
+
+    Args:
+      name: NAME or NAME#CONFIGURATION.
+      test: Name of the test split.
+      required: Raise UsageError if there is no such split.
+    """
     try:
         import datasets
     except ImportError:
         raise UsageError(
-            f"hf:{name} is no folder here, and a name is downloaded by the package datasets: "
-            "install it (pip install 'fedjax_pfl[hf]'), or name a folder that it has saved"
+            f"hf:{name} is not a local folder, and to download it by name the package datasets is "
+            "needed: install it (pip install 'fedjax_pfl[hf]'), or give a folder that it has saved"
         ) from None
     try:
         splits = datasets.load_dataset(*name.split("#", 1))
-    except Exception as error:  # it raises whatever the network, the hub and its scripts raise
+    except Exception as error:  # any exception of the network, the hub and its scripts
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"hf:{name} cannot be loaded: {line}") from None
-    if "train" not in splits or (wanted and test not in splits):
+    if "train" not in splits or (required and test not in splits):
         missing = "train" if "train" not in splits else test
-        near = difflib.get_close_matches(missing, list(splits), 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        similar = difflib.get_close_matches(missing, list(splits), 1)
+        hint = f"; did you mean {similar[0]}?" if similar else ""
         raise UsageError(f"hf:{name} has no split {missing}; it has {', '.join(splits)}{hint}")
 
     def table(split: str) -> Table:
-        return tables.of_arrow(f"hf:{name} ({split})", splits[split].with_format("arrow")[:])
+        return tables.from_arrow(f"hf:{name} ({split})", splits[split].with_format("arrow")[:])
 
     return table("train"), table(test) if test in splits else None
 
@@ -90,19 +112,19 @@ SOURCES: dict[str, Callable[..., Dataset]] = {
         "csv",
         _csv,
         "A text file of rows and columns, csv:FILE.",
-        "a file of test examples with the same columns; empty: there is none",
+        "File of test examples with the same columns. Empty: no test set",
     ),
     "parquet": _source(
         "parquet",
         _parquet,
         "A Parquet file, or a folder of them (test*.parquet, test/*: test examples), parquet:PATH.",
-        "a file or folder of test examples with the same columns; empty: as the folder has them",
+        "File or folder of test examples with the same columns. Empty: those of the folder",
     ),
     "hf": _source(
         "hf",
         _hugging_face,
         "Hugging Face: hf:FOLDER that it has saved, hf:NAME or hf:NAME#CONFIGURATION to download.",
-        "the split of a name that is tested on; empty: test, where there is one",
+        "Test split of a dataset by name. Empty: test, if it exists",
     ),
     "windows": windows.windows,
 }

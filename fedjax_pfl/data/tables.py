@@ -1,125 +1,137 @@
-"""Rows and columns, read a column at a time: CSV, Parquet, and what Hugging Face saves."""
+"""Tables from files: CSV, Parquet, and datasets saved by Hugging Face."""
 
 import csv
 import difflib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.dataset import nearest_first
 from fedjax_pfl.data.prepared import decode
+
+_MISSING = ("", "-", "?", ".", "na", "n/a", "nan", "null", "none")
 
 
 class Table(NamedTuple):
-    """Rows, of which a column is read when it is asked for."""
+    """Rows and columns; a column is read when it is used."""
 
-    name: str  # as messages call it
+    name: str  # for messages
     columns: tuple[str, ...]
     rows: int
-    read: Callable[[str], np.ndarray]  # [rows, ...]: numbers, text, or uint8 pictures
-    classes: dict[str, tuple[str, ...]]  # what the whole numbers of a column stand for, where told
-    cells: Callable[[str], np.ndarray] | None = None  # a column as the file spells it
+    read: Callable[[str], np.ndarray]  # [rows, ...]: numbers, text, or uint8 images
+    classes: dict[str, tuple[str, ...]]  # class names of integer columns, if the file has them
+    cells: Callable[[str], np.ndarray] | None = None  # a column as text, as written in the file
 
-    def column(self, name: str, use: str, *, spelled: bool = False) -> np.ndarray:
+    def column(self, name: str, setting: str, *, as_text: bool = False) -> np.ndarray:
         """Returns a column.
 
         Args:
           name: Its name.
-          use: The setting that names it, for messages.
-          spelled: Return cells as the file spells them, if it does.
+          setting: The setting that names it, for messages.
+          as_text: Return cells as they are written in the file, if it is a text file.
         """
         if name not in self.columns:
             raise UsageError(
-                f"{self.name} has no column {name!r}, which {use} names; there are "
-                f"{nearest_first(name, self.columns)}"
+                f"{self.name} has no column {name!r}, which {setting} names; there are "
+                f"{_most_similar_first(name, self.columns)}"
             )
-        return self.cells(name) if spelled and self.cells else self.read(name)
+        return self.cells(name) if as_text and self.cells else self.read(name)
 
-    def spelled(self, name: str) -> np.ndarray:
-        """Returns the cells of a column as text; without a spelling, its distinct values."""
+    def spellings(self, name: str) -> np.ndarray:
+        """Returns the cells of a column as text, or only distinct values for binary files."""
         return np.unique(self.read(name)).astype(str) if self.cells is None else self.cells(name)
 
 
-def existing(kind: str, path: str) -> Path:
-    """The path of a file or folder that is there, or UsageError with the nearest one."""
-    found = Path(path).expanduser()
-    if found.exists():
-        return found
-    beside = [p.name for p in found.parent.iterdir()] if found.parent.is_dir() else []
-    near = difflib.get_close_matches(found.name, beside, 1, 0.5)
-    hint = f"; did you mean {found.parent / near[0]}?" if near else ""
-    raise UsageError(f"{kind}:{path}: there is no such file or folder{hint}")
+def _most_similar_first(name: str, names: Iterable[str], most: int = 12) -> str:
+    """Lists names for a message, the most similar ones to `name` first."""
+
+    def similarity(other: str) -> float:
+        return difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio()
+
+    ordered = sorted(names, key=similarity, reverse=True)
+    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + rest
 
 
-def read_csv(path: str, kind: str = "csv") -> Table:
-    """A text file whose first line names its columns, parted by commas, semicolons or tabs."""
-    name, file = f"{kind}:{path}", existing(kind, path)
+def find_path(source: str, path: str) -> Path:
+    """Returns the path of an existing file or folder, or raises UsageError with a similar one."""
+    result = Path(path).expanduser()
+    if result.exists():
+        return result
+    folder = result.parent
+    siblings = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    similar = difflib.get_close_matches(result.name, siblings, 1, 0.5)
+    hint = f"; did you mean {folder / similar[0]}?" if similar else ""
+    raise UsageError(f"{source}:{path}: there is no such file or folder{hint}")
+
+
+def read_csv(path: str, source: str = "csv") -> Table:
+    """Reads a text file with a header, separated by commas, semicolons or tabs."""
+    name, file = f"{source}:{path}", find_path(source, path)
     try:
-        with open(file, newline="", encoding="utf-8-sig") as opened:
-            first = opened.readline()
-            opened.seek(0)
-            delimiter = max(",;\t", key=first.count)
-            # Not strict, a quote that is never closed would take all rows below into its cell.
-            head, *rows = list(csv.reader(opened, delimiter=delimiter, strict=True)) or [[]]
+        with open(file, newline="", encoding="utf-8-sig") as stream:
+            header = stream.readline()
+            stream.seek(0)
+            delimiter = max(",;\t", key=header.count)
+            # strict: otherwise an unclosed quote would join all rows below into its cell
+            columns, *rows = list(csv.reader(stream, delimiter=delimiter, strict=True)) or [[]]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         hint = "; save it as UTF-8" if isinstance(error, UnicodeDecodeError) else ""
         hint = "; close or double its quotes" if isinstance(error, csv.Error) else hint
         raise UsageError(f"{name} cannot be read as text with columns: {error}{hint}") from None
-    rows = [row for row in rows if row]  # a line without anything is no row
-    head = [word.strip() for word in head]
-    if not rows or len(set(head)) < len(head) or "" in head:
+    rows = [row for row in rows if row]
+    columns = [column.strip() for column in columns]
+    if not rows or len(set(columns)) < len(columns) or "" in columns:
         raise UsageError(
-            f"{name} has the columns {', '.join(head) or 'none'} and {len(rows)} rows; its first "
-            "line must name each column differently, and rows must follow"
+            f"{name} has the columns {', '.join(columns) or 'none'} and {len(rows)} rows; its "
+            "first line must name each column differently, and rows must follow"
         )
-    for number, row in enumerate(rows):
-        if len(row) != len(head):
+    for i, row in enumerate(rows):
+        if len(row) != len(columns):
             raise UsageError(
-                f"{name}: row {number + 1} below the first line has {len(row)} cells, and there "
-                f"are {len(head)} columns; mend it"
+                f"{name}: row {i + 1} below the first line has {len(row)} cells, but there are "
+                f"{len(columns)} columns; correct it"
             )
-    place = {word: i for i, word in enumerate(head)}
+    place = {column: i for i, column in enumerate(columns)}
 
     def cells(column: str) -> np.ndarray:
         return np.array([row[place[column]].strip() for row in rows])
 
     def read(column: str) -> np.ndarray:
-        return _typed(name, column, cells(column))
+        return _convert(name, column, cells(column))
 
-    return Table(name, tuple(head), len(rows), read, {}, cells)
+    return Table(
+        name=name, columns=tuple(columns), rows=len(rows), read=read, classes={}, cells=cells
+    )
 
 
-def _typed(name: str, column: str, cells: np.ndarray) -> np.ndarray:
-    """Whole numbers if all cells are, else real ones, else text."""
-    joined = any("_" in cell for cell in cells)  # Python reads 1_2 as 12; here it is a name
-    for kind in () if joined else (np.int64, np.uint64, np.float64):
+def _convert(name: str, column: str, cells: np.ndarray) -> np.ndarray:
+    """Converts cells to integers if all are integers, to real numbers if all are, or not."""
+    has_codes = any("_" in cell for cell in cells)  # Python would read the code 1_2 as 12
+    for dtype in () if has_codes else (np.int64, np.uint64, np.float64):
         try:
-            return cells.astype(kind)
+            return cells.astype(dtype)
         except (ValueError, OverflowError):
             continue
-    wrong = [i for i, cell in enumerate(cells) if not _is_number(cell)]
-    present = [i for i in wrong if cells[i].lower() not in _MISSING]
+    texts = [i for i, cell in enumerate(cells) if not _is_number(cell)]
+    present = [i for i in texts if cells[i].lower() not in _MISSING]
     if present and all("," in cells[i] and _is_number(cells[i].replace(",", "")) for i in present):
         raise UsageError(
             f"{name}: column {column!r} has numbers with commas, the first "
             f"{str(cells[present[0]])[:40]!r} in row {present[0] + 1}; write a decimal point and "
             "no other separators"
         )
-    few = 2 * len(wrong) < len(cells) or not present
-    if few and len(wrong) < len(cells):  # a column of numbers in which some are missing
+    few = 2 * len(texts) < len(cells) or not present
+    if few and len(texts) < len(cells):  # probably numbers with missing or mistyped cells
         raise UsageError(
-            f"{name}: column {column!r} has {len(wrong)} cells that are no numbers, the first "
-            f"{str(cells[wrong[0]])[:40]!r} in row {wrong[0] + 1}; fill or remove these rows, or "
+            f"{name}: column {column!r} has {len(texts)} cells that are not numbers, the first "
+            f"{str(cells[texts[0]])[:40]!r} in row {texts[0] + 1}; fill or remove these rows, or "
             "leave the column out"
         )
     return cells
-
-
-_MISSING = ("", "-", "?", ".", "na", "n/a", "nan", "null", "none")
 
 
 def _is_number(cell: str) -> bool:
@@ -130,51 +142,55 @@ def _is_number(cell: str) -> bool:
     return "_" not in cell
 
 
-def read_parquet(path: str, kind: str = "parquet") -> tuple[Table, Table | None]:
-    """A Parquet file, or a folder of them.
+def read_parquet(path: str, source: str = "parquet") -> tuple[Table, Table | None]:
+    """Reads a Parquet file, or a folder of them. Returns the training table and the test table.
 
-    Files whose names begin with test, or that lie in a folder named test, are a test set. Those of
-    validation are not read.
+    Files whose names begin with test, or in a folder named test, are the test set. Files of
+    validation are ignored.
     """
     from pyarrow import ArrowException, parquet
 
-    found = existing(kind, path)
-    files = sorted(found.rglob("*.parquet")) if found.is_dir() else [found]
+    root = find_path(source, path)
+    files = sorted(root.rglob("*.parquet")) if root.is_dir() else [root]
     if not files:
-        raise UsageError(f"{kind}:{path} holds no file that ends with .parquet")
-    parts: dict[str, list[Any]] = {"train": [], "validation": [], "test": []}
+        raise UsageError(f"{source}:{path} holds no file that ends with .parquet")
+    splits: dict[str, list[Any]] = {"train": [], "validation": [], "test": []}
     try:
         for file in files:
-            part = _part(file.relative_to(found)) if found.is_dir() else "train"
-            parts[part].append(parquet.read_table(file, partitioning=None))
-        return _splits(f"{kind}:{path}", parts["train"], parts["test"])
+            split = _split_of(file.relative_to(root)) if root.is_dir() else "train"
+            splits[split].append(parquet.read_table(file, partitioning=None))
+        return _from_splits(f"{source}:{path}", splits["train"], splits["test"])
     except (ArrowException, OSError) as error:
-        raise UsageError(f"{kind}:{path} cannot be read: {_line(error)}") from None
+        raise UsageError(f"{source}:{path} cannot be read: {_line(error)}") from None
 
 
-def _part(file: Path) -> str:
+def _split_of(file: Path) -> str:
     """Returns train, validation or test, by the names of a file and of its folders."""
-    for part in ("validation", "test"):
-        if part in file.parts or file.name.startswith(part):
-            return part
+    for split in ("validation", "test"):
+        if split in file.parts or file.name.startswith(split):
+            return split
     return "train"
 
 
 def read_saved(path: str) -> tuple[Table, Table | None]:
-    """A folder that Hugging Face's save_to_disk wrote: of one dataset, or of train and test."""
+    """Reads a folder written by Hugging Face's save_to_disk: one dataset, or train and test.
+
+    Returns the training table and the test table.
+    """
     from pyarrow import ArrowException, ipc
 
     def files(folder: Path) -> list[Any]:
-        listed = json.loads((folder / "state.json").read_text())["_data_files"]
-        return [ipc.open_stream(str(folder / one["filename"])).read_all() for one in listed]
+        state = json.loads((folder / "state.json").read_text())
+        names = [entry["filename"] for entry in state["_data_files"]]
+        return [ipc.open_stream(str(folder / name)).read_all() for name in names]
 
-    root, name = existing("hf", path), f"hf:{path}"
+    root, name = find_path("hf", path), f"hf:{path}"
     try:
         if not (root / "dataset_dict.json").is_file():
-            return _splits(name, files(root), [])
+            return _from_splits(name, files(root), [])
         splits = json.loads((root / "dataset_dict.json").read_text())["splits"]
         train, test = (files(root / s) if s in splits else [] for s in ("train", "test"))
-        return _splits(name, train, test)
+        return _from_splits(name, train, test)
     except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{name} cannot be read as a saved dataset: {_line(error)}") from None
 
@@ -183,75 +199,84 @@ def _line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _splits(name: str, train: list[Any], test: list[Any]) -> tuple[Table, Table | None]:
+def _from_splits(name: str, train: list[Any], test: list[Any]) -> tuple[Table, Table | None]:
     import pyarrow
 
     if not train:
         raise UsageError(f"{name} has no training examples: it needs a split or file named train")
-    whole, of_test = (
-        pyarrow.concat_tables(each, promote_options="default") if each else None
-        for each in (train, test)
+    train_table, test_table = (
+        pyarrow.concat_tables(parts, promote_options="default") if parts else None
+        for parts in (train, test)
     )
-    return of_arrow(name, whole), None if of_test is None else of_arrow(f"{name} (test)", of_test)
+    if test_table is None:
+        return from_arrow(name, train_table), None
+    return from_arrow(name, train_table), from_arrow(f"{name} (test)", test_table)
 
 
-def of_arrow(name: str, table: Any) -> Table:
-    """An Arrow table; what Hugging Face says in it of classes is read too."""
-    told = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
-    features = (told.get("info") or {}).get("features") or {}
+def from_arrow(name: str, table: Any) -> Table:
+    """Returns an Arrow table as a `Table`, with the class names that Hugging Face stores in it."""
+    metadata = json.loads((table.schema.metadata or {}).get(b"huggingface", b"{}"))
+    features = (metadata.get("info") or {}).get("features") or {}
     classes = {
-        column: tuple(facts["names"])
-        for column, facts in features.items()
-        if isinstance(facts, dict) and facts.get("_type") == "ClassLabel" and facts.get("names")
+        column: tuple(feature["names"])
+        for column, feature in features.items()
+        if isinstance(feature, dict)
+        and feature.get("_type") == "ClassLabel"
+        and feature.get("names")
     }
 
     def read(column: str) -> np.ndarray:
-        whole = table.column(column).combine_chunks()
-        return _array(f"{name}: column {column!r}", whole)
+        return _to_array(f"{name}: column {column!r}", table.column(column).combine_chunks())
 
-    return Table(name, tuple(table.column_names), table.num_rows, read, classes)
+    return Table(
+        name=name,
+        columns=tuple(table.column_names),
+        rows=table.num_rows,
+        read=read,
+        classes=classes,
+    )
 
 
-def _array(what: str, column: Any) -> np.ndarray:
-    """An Arrow array as a NumPy array: nested lists as further axes, pictures decoded."""
+def _to_array(label: str, column: Any) -> np.ndarray:
+    """Converts an Arrow array to NumPy: nested lists become axes, image files are decoded."""
     from pyarrow import BaseExtensionType, compute, types
 
     kind = column.type
     if isinstance(kind, BaseExtensionType):
-        return _array(what, column.storage)
+        return _to_array(label, column.storage)
     if column.null_count:
         first = compute.index(column.is_null(), True).as_py()
         raise UsageError(
-            f"{what} has {column.null_count} missing values, the first in row {first + 1}; fill or "
-            "remove these rows, or leave the column out"
+            f"{label} has {column.null_count} missing values, the first in row {first + 1}; fill "
+            "or remove these rows, or leave the column out"
         )
     if types.is_dictionary(kind):
-        return _array(what, column.dictionary_decode())
+        return _to_array(label, column.dictionary_decode())
     if types.is_struct(kind) and kind.get_field_index("bytes") >= 0:
-        return _array(what, compute.struct_field(column, "bytes"))
+        return _to_array(label, compute.struct_field(column, "bytes"))
     if types.is_binary(kind) or types.is_large_binary(kind):
-        return _pictures(what, column.to_pylist())
+        return _decode_images(label, column.to_pylist())
     if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
         lengths = compute.unique(compute.list_value_length(column)).to_pylist()
         if len(lengths) != 1:
             raise UsageError(
-                f"{what} has lists of {min(lengths)} to {max(lengths)} values; make them equally "
+                f"{label} has lists of {min(lengths)} to {max(lengths)} values; make them equally "
                 "long"
             )
         if column.flatten().null_count:
-            raise UsageError(f"{what} has missing values in its lists; fill or remove these rows")
-        inner = _array(what, column.flatten())
+            raise UsageError(f"{label} has missing values in its lists; fill or remove these rows")
+        inner = _to_array(label, column.flatten())
         inner = inner.astype(np.int32) if inner.dtype == np.uint8 else inner
         return inner.reshape(len(column), lengths[0], *inner.shape[1:])
     if types.is_string(kind) or types.is_large_string(kind):
         return np.array([text.strip() for text in column.to_pylist()], str)  # as in CSV
     if types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
-    raise UsageError(f"{what} has type {kind}; use numbers, text, lists of numbers or pictures")
+    raise UsageError(f"{label} has type {kind}; use numbers, text, lists of numbers or images")
 
 
-def _pictures(what: str, files: list[bytes]) -> np.ndarray:
+def _decode_images(label: str, files: list[bytes]) -> np.ndarray:
     try:
         return decode(files)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{what}: its pictures cannot be read alike: {_line(error)}") from None
+        raise UsageError(f"{label}: its images cannot be decoded: {_line(error)}") from None

@@ -1,4 +1,4 @@
-"""Text as sequences of characters, of which the next one is predicted at each position."""
+"""Text as sequences of characters; each position predicts the next character."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -7,94 +7,107 @@ from importlib import resources
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.columns import chosen
-from fedjax_pfl.data.dataset import PADDING, DataDir, Dataset, Keep, kept
-from fedjax_pfl.data.tables import existing
+from fedjax_pfl.data.columns import check_choice
+from fedjax_pfl.data.dataset import PADDING, DataDir, Dataset, SampleRows, subset
+from fedjax_pfl.data.tables import find_path
 
 OWNERS = ("speaker", "file")
 
 
 def text(
-    data_dir: DataDir, keep: Keep, path: str, *, owner: str = "speaker", length: int = 64
+    data_dir: DataDir,
+    sample_rows: SampleRows,
+    path: str,
+    *,
+    owner: str = "speaker",
+    length: int = 64,
 ) -> Dataset:
-    """Characters of a text file, or of a folder's *.txt, each to predict from those before it.
+    """Characters of a text file, or of a folder's *.txt; each is predicted from those before it.
 
     Args:
-      owner: speaker, whose name and a colon are the line above each speech, with a line between
-        speeches, as plays are written; or file.
-      length: characters of an example. Examples follow each other; the last may be shorter.
+      owner: speaker or file. The name of a speaker and a colon are the line above a speech, and
+        speeches are separated by an empty line, as in plays.
+      length: Number of characters of an example. Examples follow each other; the last of an owner
+        may be shorter.
     """
     del data_dir
-    chosen("text", "owner", owner, OWNERS)
-    found, name = existing("text", path), f"text:{path}"
-    files = sorted(found.rglob("*.txt")) if found.is_dir() else [found]
+    check_choice("text", "owner", owner, OWNERS)
+    root, name = find_path("text", path), f"text:{path}"
+    files = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
     if not files:
         raise UsageError(f"{name} holds no file that ends with .txt")
     try:
-        whole = {str(file.relative_to(found.parent)): file.read_text("utf-8-sig") for file in files}
+        texts = {str(file.relative_to(root.parent)): file.read_text("utf-8-sig") for file in files}
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{name} cannot be read as text: {error}") from None
     if owner == "speaker":
-        whole = spoken(name, whole.values())
-    return kept(next_characters(name, whole, length), keep)
+        texts = split_by_speaker(name, texts.values())
+    return subset(next_characters(name, texts, length), sample_rows)
 
 
-def speeches(data_dir: DataDir, keep: Keep, *, length: int = 64) -> Dataset:
+def speeches(data_dir: DataDir, sample_rows: SampleRows, *, length: int = 64) -> Dataset:
     """Next characters in speeches of 12 speakers of Shakespeare's plays, who are the owners.
 
     Args:
-      length: characters of an example. Examples follow each other; the last may be shorter.
+      length: Number of characters of an example. Examples follow each other; the last of an owner
+        may be shorter.
     """
     del data_dir
     file = resources.files("fedjax_pfl.data").joinpath("speeches.txt")
-    whole = spoken("speeches", [file.read_text("utf-8")])
-    return kept(next_characters("speeches", whole, length), keep)
+    texts = split_by_speaker("speeches", [file.read_text("utf-8")])
+    return subset(next_characters("speeches", texts, length), sample_rows)
 
 
-def spoken(name: str, texts: Iterable[str]) -> dict[str, str]:
-    """What each speaker says, by name."""
-    said: dict[str, list[str]] = {}
-    for whole in texts:
-        for block in re.split(r"\n\s*\n", whole.replace("\r\n", "\n")):
+def split_by_speaker(name: str, texts: Iterable[str]) -> dict[str, str]:
+    """Returns the speeches of each speaker as one text, by name, or raises UsageError."""
+    parts: dict[str, list[str]] = {}
+    for content in texts:
+        for block in re.split(r"\n\s*\n", content.replace("\r\n", "\n")):
             head, _, speech = block.strip("\n").partition("\n")
             if head.endswith(":") and speech:
-                said.setdefault(head[:-1].strip(), []).append(speech)
-    if not said:
+                parts.setdefault(head[:-1].strip(), []).append(speech)
+    if not parts:
         raise UsageError(
-            f"{name} has no speech: no line with a name and a colon stands above one, after an "
-            "empty line; for files without speakers set text.owner to file"
+            f"{name} has no speech: no line after an empty line is a name and a colon; for files "
+            "without speakers set text.owner to file"
         )
-    return {speaker: "\n".join(parts) for speaker, parts in sorted(said.items())}
+    return {speaker: "\n".join(speeches) for speaker, speeches in sorted(parts.items())}
 
 
 def next_characters(name: str, texts: Mapping[str, str], length: int) -> Dataset:
-    """Examples of so many characters, int32 [n, length], and the characters that follow each.
+    """Returns examples of `length` characters, with the character after each as its label.
 
-    0 stands for no character; the others are numbered from 1 in the order of their code points.
+    Args:
+      name: Name of the dataset.
+      texts: The text of each owner.
+      length: Number of characters of an example.
+
+    Returns:
+      A dataset with x and y int32 [examples, length]. 0 stands for no character; the others are
+      numbered from 1 in the order of their code points.
     """
     if length < 1:
         raise UsageError(f"{name}: length={length}; use 1 or more")
     vocabulary = characters(texts.values())
     xs, ys, owners = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
-    for number, whole in enumerate(texts.values()):
-        codes = encoded(whole, vocabulary)
+    for i, content in enumerate(texts.values()):
+        codes = encode(content, vocabulary)
         n = -(-(len(codes) - 1) // length) if len(codes) > 1 else 0
         x, y = np.zeros(n * length, np.int32), np.full(n * length, PADDING, np.int32)
         x[: max(len(codes) - 1, 0)], y[: max(len(codes) - 1, 0)] = codes[:-1], codes[1:]
         xs.append(x.reshape(n, length))
         ys.append(y.reshape(n, length))
-        owners.append(np.full(n, number, np.int32))
-    x, y, owner = (np.concatenate(parts) for parts in (xs, ys, owners))
+        owners.append(np.full(n, i, np.int32))
+    x, y, owner = (np.concatenate(arrays) for arrays in (xs, ys, owners))
     if not len(x):
         raise UsageError(f"{name} has no two characters in a row; there is nothing to predict")
-    tokens = len(vocabulary) + 1
     return Dataset(
-        name,
-        x,
-        y,
-        None,
-        None,
-        tokens,
+        name=name,
+        x_train=x,
+        y_train=y,
+        x_test=None,
+        y_test=None,
+        outputs=len(vocabulary) + 1,
         owner_train=owner,
         owner_names=np.array(list(texts)),
         metadata={"tokens": ["", *vocabulary]},
@@ -102,13 +115,13 @@ def next_characters(name: str, texts: Mapping[str, str], length: int) -> Dataset
 
 
 def characters(texts: Iterable[str]) -> str:
-    """Those that occur, each once, in the order of their code points."""
+    """Returns the distinct characters of texts in the order of their code points."""
     return "".join(sorted(set().union(*texts)))
 
 
-def encoded(whole: str, vocabulary: str) -> np.ndarray:
-    """int32 [characters]: from 1 the place in the vocabulary; 0 where it is not there."""
-    known, points = (np.frombuffer(s.encode("utf-32-le"), np.uint32) for s in (vocabulary, whole))
-    place = np.searchsorted(known, points)
-    there = known[np.minimum(place, len(known) - 1)] == points
-    return np.where(there, place + 1, 0).astype(np.int32)
+def encode(content: str, vocabulary: str) -> np.ndarray:
+    """Returns the place of each character in the vocabulary from 1, 0 if missing; int32."""
+    codes, points = (np.frombuffer(s.encode("utf-32-le"), np.uint32) for s in (vocabulary, content))
+    place = np.searchsorted(codes, points)
+    in_vocabulary = codes[np.minimum(place, len(codes) - 1)] == points
+    return np.where(in_vocabulary, place + 1, 0).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Images by name, which tfds prepares: CIFAR, MNIST and their like, Omniglot."""
+"""Image datasets prepared by tfds: CIFAR, MNIST and similar ones, Omniglot."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,11 +7,11 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import prepared
-from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, standardise
+from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, scale_and_shift
 
 # Mean and standard deviation per channel of the training images, pixels in [0, 1], as commonly
-# published. Omniglot's were measured on the two small background sets, shrunk as they are here.
-_NORMAL: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+# published. For Omniglot we measured them on the two small background sets, after `shrink`.
+_MOMENTS: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
     "cifar100": ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
     "mnist": ((0.1307,), (0.3081,)),
@@ -22,20 +22,20 @@ _NORMAL: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "svhn_cropped": ((0.4377, 0.4438, 0.4728), (0.1980, 0.2010, 0.1970)),
     "omniglot": ((0.9195,), (0.2334,)),
 }
-_WITHIN = {"emnist_digits": "emnist_byclass"}  # a larger dataset, whose first classes are these
+_SUPERSET = {"emnist_digits": "emnist_byclass"}  # its first classes are those of the dataset
 
 
 def folder(name: str) -> str:
-    """Where tfds keeps a dataset; those of EMNIST are configurations of one."""
+    """Returns the folder of a dataset in tfds; EMNIST is one with configurations."""
     return name.replace("emnist_", "emnist/")
 
 
 def source_of(name: str, data_dir: DataDir) -> str:
-    """The dataset that is read: `name`, or a larger one where only that is prepared."""
-    larger = _WITHIN.get(name)
-    if larger is None or prepared.is_there(folder(name), data_dir):
+    """Returns the dataset to read: `name`, or a superset if only that is prepared."""
+    superset = _SUPERSET.get(name)
+    if superset is None or prepared.is_prepared(folder(name), data_dir):
         return name
-    return larger if prepared.is_there(folder(larger), data_dir) else name
+    return superset if prepared.is_prepared(folder(superset), data_dir) else name
 
 
 def _images(
@@ -43,56 +43,66 @@ def _images(
     outputs: int,
     convert: Callable[[np.ndarray], np.ndarray] = prepared.unchanged,
     first: int = 0,
-) -> Callable[[DataDir, Keep], Dataset]:
-    """A source that reads features image and label of the splits train and test.
+) -> Callable[[DataDir, SampleRows], Dataset]:
+    """Returns a source that reads images and labels of the splits train and test.
 
-    first: the label that the dataset gives its first class.
+    Args:
+      name: Name of the source.
+      outputs: Number of classes.
+      convert: Applied to decoded images.
+      first: Label of the first class in the files.
     """
 
-    def source(data_dir: DataDir, keep: Keep) -> Dataset:
-        read = source_of(name, data_dir)
-        path = prepared.find(folder(read), data_dir)
+    def source(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
+        stored = source_of(name, data_dir)
+        path = prepared.find(folder(stored), data_dir)
         sizes = _sizes(path, "train", "test")
         features = ("image", "label", "coarse_label") if name == "cifar100" else ("image", "label")
 
-        def part(split: str) -> dict[str, np.ndarray]:
-            whole = read == name
-            rows = keep(sizes[split]) if whole else _of_first(path, split, outputs, keep)
+        def read(split: str) -> dict[str, np.ndarray]:
+            if stored == name:
+                rows = sample_rows(sizes[split])
+            else:
+                rows = _rows_of_first_classes(path, split, outputs, sample_rows)
             return prepared.read(path, split, features, rows=rows, convert=convert)
 
-        train, test = part("train"), part("test")
+        train, test = read("train"), read("test")
         labels = [part["label"].astype(np.int32) - first for part in (train, test)]
-        _in_range(path, outputs, *labels)
-        _alike(path, len(_NORMAL[name][0]), train["image"], test["image"])
-        coarse = _coarse(train, outputs) if name == "cifar100" else None
+        _check_labels(path, outputs, *labels)
+        _check_shapes(path, len(_MOMENTS[name][0]), train["image"], test["image"])
+        scale, shift = scale_and_shift(*_MOMENTS[name])
         return Dataset(
-            name,
-            train["image"],
-            labels[0],
-            test["image"],
-            labels[1],
-            outputs,
-            *standardise(*_NORMAL[name]),
-            coarse,
+            name=name,
+            x_train=train["image"],
+            y_train=labels[0],
+            x_test=test["image"],
+            y_test=labels[1],
+            outputs=outputs,
+            scale=scale,
+            shift=shift,
+            coarse=_superclasses(train, outputs) if name == "cifar100" else None,
         )
 
-    larger = f", or those of {folder(_WITHIN[name])}" if name in _WITHIN else ""
+    superset = f" or part of {folder(_SUPERSET[name])}" if name in _SUPERSET else ""
     source.__doc__ = (
-        f"{outputs} classes of images, {folder(name)} in tfds{larger}, with an official test set."
+        f"Images of {outputs} classes, {folder(name)} in tfds{superset}, with an official test set."
     )
     return source
 
 
-def _of_first(path: Path, split: str, classes: int, keep: Keep) -> np.ndarray:
-    """Which records of a split are of its first classes, or the part of them that is kept."""
-    ours = np.flatnonzero(prepared.read(path, split, ("label",))["label"] < classes)
-    if not len(ours):
+def _rows_of_first_classes(
+    path: Path, split: str, classes: int, sample_rows: SampleRows
+) -> np.ndarray:
+    """Returns a sample of the records of a split that belong to its first classes."""
+    rows = np.flatnonzero(prepared.read(path, split, ("label",))["label"] < classes)
+    if not len(rows):
         raise UsageError(f"{path} has no example of its first {classes} classes in split {split}")
-    kept = keep(len(ours))
-    return ours if kept is None else ours[kept]
+    sample = sample_rows(len(rows))
+    return rows if sample is None else rows[sample]
 
 
 def _sizes(path: Path, *splits: str) -> dict[str, int]:
+    """Returns the number of examples of each split, or raises UsageError if one is empty."""
     sizes = prepared.splits(path)
     for split in splits:
         if not sizes.get(split):
@@ -100,100 +110,101 @@ def _sizes(path: Path, *splits: str) -> dict[str, int]:
     return sizes
 
 
-def _in_range(path: Path, outputs: int, *labels: np.ndarray) -> None:
+def _check_labels(path: Path, outputs: int, *labels: np.ndarray) -> None:
     for part in labels:
         if part.min() < 0 or part.max() >= outputs:
             raise UsageError(
                 f"{path}: labels run from {part.min()} to {part.max()}, not from 0 to "
-                f"{outputs - 1}: it is another dataset than its name says"
+                f"{outputs - 1}: the folder holds another dataset"
             )
 
 
-def _alike(path: Path, channels: int, train: np.ndarray, test: np.ndarray) -> None:
+def _check_shapes(path: Path, channels: int, train: np.ndarray, test: np.ndarray) -> None:
     shapes = [part.shape[1:] for part in (train, test)]
     if shapes[0] != shapes[1] or shapes[0][-1] != channels:
         raise UsageError(
-            f"{path}: images are {shapes[0]} in train and {shapes[1]} in test, not alike with "
-            f"{channels} channels: it is another dataset than its name says"
+            f"{path}: images are {shapes[0]} in train and {shapes[1]} in test, not of one "
+            f"shape with {channels} channels: the folder holds another dataset"
         )
 
 
-def _coarse(part: dict[str, np.ndarray], outputs: int) -> np.ndarray:
+def _superclasses(train: dict[str, np.ndarray], outputs: int) -> np.ndarray:
+    """Returns the superclass of each class, int32 [outputs], or raises UsageError."""
     coarse = np.full(outputs, -1, np.int32)
-    coarse[part["label"]] = part["coarse_label"]
+    coarse[train["label"]] = train["coarse_label"]
     if (coarse < 0).any():
         raise UsageError(
-            f"cifar100: {(coarse < 0).sum()} classes have no training example, so that their "
+            f"cifar100: {(coarse < 0).sum()} classes have no training example, so their "
             "superclass is unknown: use a larger fraction"
         )
     return coarse
 
 
 def _upright(images: np.ndarray) -> np.ndarray:
-    """EMNIST is stored with rows and columns exchanged."""
+    """Exchanges rows and columns, because EMNIST is stored transposed."""
     return images.swapaxes(1, 2)
 
 
 def shrink(images: np.ndarray, side: int = 28) -> np.ndarray:
-    """Shrink square pictures by area: each new pixel is the mean of the area that it covers.
+    """Shrinks square images; each new pixel is the mean of the area that it covers.
 
     Args:
       images: uint8 [n, size, size, channels]; only the first channel is used.
+      side: Height and width of the result.
 
     Returns:
       uint8 [n, side, side, 1].
     """
     size = images.shape[1]
     edges = np.arange(side + 1) * size / side
-    covered = np.clip(edges[:, None], np.arange(size), np.arange(1, size + 1))
-    weights = (np.diff(covered, axis=0) * side / size).astype(np.float32)
+    bounds = np.clip(edges[:, None], np.arange(size), np.arange(1, size + 1))
+    weights = (np.diff(bounds, axis=0) * side / size).astype(np.float32)
     small = weights @ images[..., 0].astype(np.float32) @ weights.T
     return np.rint(small).astype(np.uint8)[..., None]
 
 
-def omniglot(data_dir: DataDir, keep: Keep) -> Dataset:
-    """Handwritten characters of up to 50 alphabets, which own them; one pool, 28x28x1.
+def omniglot(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
+    """Handwritten characters of up to 50 alphabets, 28x28x1; owners are alphabets, no test set.
 
     Reads the splits train and test, else small1 and small2. A label is the number of a character in
-    its alphabet; `owner_classes` opens as many outputs as the owner's alphabet has characters.
-    Deviations: 105x105 drawings are shrunk by area. Alphabets that both small sets have are read
-      once. Papers that do not say how they shrink cannot be followed to the pixel.
+    its alphabet; `owner_classes` has one class for each character of the owner's alphabet.
+    Deviations: 105x105 drawings are shrunk by area, as papers do not state how. Alphabets in both
+      small sets are read once.
     """
     path = prepared.find("omniglot", data_dir)
-    there = prepared.splits(path)
-    splits = ("train", "test") if "train" in there else ("small1", "small2")
+    splits = ("train", "test") if "train" in prepared.splits(path) else ("small1", "small2")
     _sizes(path, *splits)
     features = ("image", "label", "alphabet")
     parts = [prepared.read(path, split, features, convert=shrink) for split in splits]
-    new = ~np.isin(parts[1]["alphabet"], parts[0]["alphabet"])
-    parts[1] = {key: values[new] for key, values in parts[1].items()}
-    whole = {key: np.concatenate([part[key] for part in parts]) for key in features}
+    is_new = ~np.isin(parts[1]["alphabet"], parts[0]["alphabet"])
+    parts[1] = {key: values[is_new] for key, values in parts[1].items()}
+    data = {key: np.concatenate([part[key] for part in parts]) for key in features}
 
-    alphabets = np.unique(whole["alphabet"])
-    kept = keep(len(alphabets))
-    alphabets = alphabets if kept is None else alphabets[kept]
-    names = prepared.names(path, "alphabet") or []
-    named = alphabets.min() >= 0 and alphabets.max() < len(names)
-    ours = np.isin(whole["alphabet"], alphabets)
-    owner = np.searchsorted(alphabets, whole["alphabet"][ours]).astype(np.int32)
+    alphabets = np.unique(data["alphabet"])
+    sample = sample_rows(len(alphabets))
+    alphabets = alphabets if sample is None else alphabets[sample]
+    names = prepared.class_names(path, "alphabet") or []
+    has_names = alphabets.min() >= 0 and alphabets.max() < len(names)
+    data = {key: values[np.isin(data["alphabet"], alphabets)] for key, values in data.items()}
+    owner = np.searchsorted(alphabets, data["alphabet"]).astype(np.int32)
     label = np.zeros(len(owner), np.int32)
     letters = np.zeros(len(alphabets), np.int64)
     for a in range(len(alphabets)):
-        characters, label[owner == a] = np.unique(
-            whole["label"][ours][owner == a], return_inverse=True
-        )
+        characters, label[owner == a] = np.unique(data["label"][owner == a], return_inverse=True)
         letters[a] = len(characters)
+    scale, shift = scale_and_shift(*_MOMENTS["omniglot"])
     return Dataset(
-        "omniglot",
-        whole["image"][ours],
-        label,
-        None,
-        None,
-        int(letters.max()),
-        *standardise(*_NORMAL["omniglot"]),
+        name="omniglot",
+        x_train=data["image"],
+        y_train=label,
+        x_test=None,
+        y_test=None,
+        outputs=int(letters.max()),
+        scale=scale,
+        shift=shift,
         owner_train=owner,
         owner_classes=np.arange(letters.max()) < letters[:, None],
-        owner_names=np.array(names)[alphabets] if named else alphabets.astype(str),
+        owner_names=np.array(names)[alphabets] if has_names else alphabets.astype(str),
     )
 
 

@@ -1,4 +1,4 @@
-"""Time series: windows over a table's rows, which stand in the order of time."""
+"""Time series: windows over the rows of a table, which are in order of time."""
 
 import itertools
 from pathlib import Path
@@ -7,13 +7,13 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import tables
-from fedjax_pfl.data.columns import NORMALISE, Roles, chosen, examples
-from fedjax_pfl.data.dataset import DataDir, Dataset, Keep, kept
+from fedjax_pfl.data.columns import NORMALISE, Roles, check_choice, table_dataset
+from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, subset
 
 
 def windows(
     data_dir: DataDir,
-    keep: Keep,
+    sample_rows: SampleRows,
     path: str,
     *,
     owner: str = "",
@@ -30,18 +30,18 @@ def windows(
     """Windows over the rows of a CSV or Parquet file, which are in order of time, windows:FILE.
 
     Args:
-      owner: the column that says whose a row is; no window holds rows of two. Empty: one series.
-      input: the columns that go in, joined by commas; empty: all but the owner's and the label.
-      label: the column to predict: text and whole numbers are classes, real numbers are one target.
-      label_kind: auto; class, or number (a regression) where whole numbers are meant so.
-      length: rows of a window.
-      stride: rows from the beginning of one window to that of the next.
-      horizon: how many rows after a window's last one its label stands; 0: the last one's.
-      test_share: of each owner's rows, the last so many are for testing (split official); no window
-        of training reaches into them.
-      normalise: mean 0 and deviation 1 of each input: by the training windows of all clients that
-        train (federation), by each client's own (client), or none.
-      normalise_label: of a regression's target too, always by those of the federation.
+      owner: Column with the owner of a row. A window has rows of one owner. Empty: one series.
+      input: Columns of the input, separated by commas. Empty: all except owner and label.
+      label: Column to predict. Text and integers are classes, real numbers are a target.
+      label_kind: auto, class, or number to predict integers as a regression.
+      length: Number of rows of a window.
+      stride: Number of rows from the start of one window to the start of the next.
+      horizon: Number of rows from the last row of a window to the row of its label.
+      test_share: Fraction of each owner's rows, the last ones, for testing (split official). No
+        training window contains them.
+      normalise: Scale each input to mean 0 and deviation 1: by the training windows of all active
+        clients (federation), by those of each client (client), or not at all (none).
+      normalise_label: Scale the target of a regression too, always over the federation.
     """
     del data_dir
     if min(length, stride) < 1 or horizon < 0 or not 0 < test_share < 1:
@@ -49,25 +49,48 @@ def windows(
             f"windows: length={length}, stride={stride}, horizon={horizon}, "
             f"test_share={test_share}: use 1 or more, horizon from 0, a share between 0 and 1"
         )
-    chosen("windows", "normalise", normalise, NORMALISE)
-    parquet = Path(path).suffix == ".parquet"
-    table = tables.read_parquet(path, "windows")[0] if parquet else tables.read_csv(path, "windows")
-    roles = Roles(owner, input, label, label_kind, "onehot", normalise, normalise_label)
-    rows = examples("windows", (table, None), roles, lambda number: None)
-    if rows.x_train.ndim > 2 or rows.x_train.dtype.kind != "f":
+    check_choice("windows", "normalise", normalise, NORMALISE)
+    if Path(path).suffix == ".parquet":
+        table, _ = tables.read_parquet(path, "windows")
+    else:
+        table = tables.read_csv(path, "windows")
+    roles = Roles(
+        owner=owner,
+        input=input,
+        label=label,
+        label_kind=label_kind,
+        categories="onehot",
+        normalise=normalise,
+        normalise_label=normalise_label,
+    )
+    series = table_dataset("windows", (table, None), roles, lambda n: None)
+    if series.x_train.ndim > 2 or series.x_train.dtype.kind != "f":
         raise UsageError(f"{table.name}: each input must be one number in a row")
-    return cut(rows, length, stride, horizon, test_share, keep)
+    return cut_windows(series, length, stride, horizon, test_share, sample_rows)
 
 
-def cut(
-    rows: Dataset, length: int, stride: int, horizon: int, test_share: float, keep: Keep
+def cut_windows(
+    series: Dataset,
+    length: int,
+    stride: int,
+    horizon: int,
+    test_share: float,
+    sample_rows: SampleRows,
 ) -> Dataset:
-    """Windows over rows in the order of time, [windows, length, inputs].
+    """Cuts rows in order of time into windows [windows, length, inputs].
 
-    The last `test_share` of each owner's rows is its test series, the rows before its training
-    series; a window lies in one of them, with its label.
+    Training and test part of an owner are separate; a window and its label are in one of them.
+
+    Args:
+      series: A dataset whose examples are rows.
+      length: Number of rows of a window.
+      stride: Number of rows between the starts of two windows.
+      horizon: Number of rows from the last row of a window to the row of its label.
+      test_share: Fraction of each owner's rows, the last ones, for testing.
+      sample_rows: Chooses the owners, or windows, to keep.
     """
-    owner = rows.owner_train if rows.owner_train is not None else np.zeros(len(rows.x_train), int)
+    has_owners = series.owner_train is not None
+    owner = np.zeros(len(series.x_train), int) if series.owner_train is None else series.owner_train
     order = np.argsort(owner, kind="stable")
     begins = np.searchsorted(owner[order], np.arange(int(owner.max()) + 2))
     starts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
@@ -79,23 +102,24 @@ def cut(
     if not len(train) or not len(test):
         longest = int(np.diff(begins).max())
         raise UsageError(
-            f"{rows.name}: no owner has rows for a window of {length} and a horizon of {horizon} "
-            f"in both parts of its {longest} rows, to train and to test on; use a smaller length"
+            f"{series.name}: no owner has rows for a window of {length} and a horizon of {horizon} "
+            f"in both parts of its {longest} rows, for training and testing; use a smaller length"
         )
 
-    def taken(first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        inside = order[first[:, None] + np.arange(length)]
-        return rows.x_train[inside], rows.y_train[order[first + length - 1 + horizon]], inside[:, 0]
+    def cut(first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Returns x, y and owners of the windows that start at the given places."""
+        rows = order[first[:, None] + np.arange(length)]
+        y = series.y_train[order[first + length - 1 + horizon]]
+        return series.x_train[rows], y, owner[rows[:, 0]] if has_owners else None
 
-    (x, y, at), (x_test, y_test, at_test) = taken(train), taken(test)
-    known = rows.owner_train is not None
-    made = rows._replace(
+    (x, y, owner_train), (x_test, y_test, owner_test) = cut(train), cut(test)
+    dataset = series._replace(
         x_train=x,
         y_train=y,
         x_test=x_test,
         y_test=y_test,
-        owner_train=owner[at] if known else None,
-        owner_test=owner[at_test] if known else None,
+        owner_train=owner_train,
+        owner_test=owner_test,
         overlapping=stride < length,
     )
-    return kept(made, keep)
+    return subset(dataset, sample_rows)

@@ -16,7 +16,8 @@ from fedjax_pfl import data
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.data.dataset import LATER, Dataset, in_parts
+from fedjax_pfl.data.dataset import LATER, Dataset
+from fedjax_pfl.data.numbers import row_chunks
 from fedjax_pfl.deploy import schema, vocabulary
 from fedjax_pfl.deploy.node_file import NodeFile
 from fedjax_pfl.deploy.programs import single
@@ -34,7 +35,7 @@ class NodeExamples(NamedTuple):
         """Returns a digest of the examples, which stays at the node."""
         found = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode())
         for leaf in jax.tree.leaves(self.data):
-            for part in in_parts(np.asarray(leaf)):
+            for part in row_chunks(np.asarray(leaf)):
                 found.update(part.tobytes())
         return found.hexdigest()
 
@@ -46,7 +47,7 @@ def read(file: NodeFile) -> NodeExamples:
     InvalidError for examples of which a node says nothing, whose text does not.
     """
     settings = configuration.complete(file.data)
-    kind = data.kind(settings.dataset)
+    kind = data.source_name(settings.dataset)
     of_source = settings.get(kind, {})
     dataset = data.load(
         settings.dataset,
@@ -68,9 +69,9 @@ def read(file: NodeFile) -> NodeExamples:
     if "clients" in file.data:
         return _shared(dataset, settings, file.client, split)
     wanted = dataset.normalise
-    summed = wanted is not None and wanted.by == "federation"
+    summed = wanted is not None and wanted.scope == "federation"
     if summed and wanted is not None:  # by the sums of all nodes, and not rounded before
-        dataset = dataset._replace(normalise=wanted._replace(by=LATER))
+        dataset = dataset._replace(normalise=wanted._replace(scope=LATER))
     arrays, federation, _ = data.federate(dataset, "iid", clients=1, **split)
     metadata, more = dataset.metadata or {}, dict[str, Any]()
     if "classes" in metadata:

@@ -76,7 +76,7 @@ def parsed(content: Any, where: str) -> NodeFile:
         raise UsageError(f"{where} has {extra[0]}, which needs clients: how many share the dataset")
     if "clients" in mine and "client" not in content:
         raise UsageError(f"{where} has clients; say which of them the node is, as client")
-    kept = {data.kind(str(mine["dataset"])), str(mine.get("partition", "classes"))}
+    kept = {data.source_name(str(mine["dataset"])), str(mine.get("partition", "classes"))}
     groups = set(configuration.DATASETS) | set(configuration.PARTITIONS)
     if other := sorted((set(mine) & groups) - kept):
         raise UsageError(f"{where} has settings of {other[0]}, which its dataset does not use")

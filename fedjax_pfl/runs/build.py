@@ -76,7 +76,7 @@ def build(
         fraction=config.fraction,
         fraction_seed=config.partition_seed,
         sources=words.dataset,
-        **own(data.kind(config.dataset)),
+        **own(data.source_name(config.dataset)),
     )
     arrays, federation, _ = data.federate(
         dataset,

@@ -19,7 +19,7 @@ from fedjax_pfl.core.algorithm import Algorithm, Federation
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
 from fedjax_pfl.core.shape_check import check_shapes
-from fedjax_pfl.data.checks import holder
+from fedjax_pfl.data.checks import describe_holder
 from fedjax_pfl.networks.user_defined import UserNetwork, check, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
 from fedjax_pfl.runs import points
@@ -316,8 +316,9 @@ def _model(inputs: PhaseInputs, one: ConfigDict, conv: str) -> Any:
         place, rows = found
         row, column = divmod(place, int(np.prod(shape)))
         token = inputs.arrays.x.flat[place]
+        holder = describe_holder(inputs.arrays, federation, row)
         raise UsageError(
-            f"{inputs.alike[0].dataset}: {holder(inputs.arrays, federation, row)} has the token "
+            f"{inputs.alike[0].dataset}: {holder} has the token "
             f"{token} in column {column} of x, and {one.model} embeds those from 0 to {rows - 1}; "
             f"{'number tokens from 0' if token < 0 else 'give it a larger vocabulary'}"
         )

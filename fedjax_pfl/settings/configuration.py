@@ -103,7 +103,7 @@ def _optional_type(hint: Any) -> type:
 
 def component_name(config: Mapping[str, Any], kind: str) -> str:
     """Returns the name that the setting `kind` selects; for a dataset, without its path."""
-    return data.kind(config[kind]) if kind == "dataset" else config[kind]
+    return data.source_name(config[kind]) if kind == "dataset" else config[kind]
 
 
 def default(registry: Registry = BUILTINS) -> ConfigDict:

@@ -16,7 +16,7 @@ import optax
 from fedjax_pfl.core import optimizers
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.data.numbers import in_parts
+from fedjax_pfl.data.numbers import row_chunks
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
 from fedjax_pfl.settings.user_networks import object_name, user_network
@@ -232,7 +232,7 @@ def dataset_digest(dataset: Dataset) -> str:
             array = np.asarray(repr(value) if is_record else value)
             shape = array.shape or (1,)
             sha.update(f"{field}{array.dtype}{shape}".encode())
-            for part in in_parts(array):
+            for part in row_chunks(array):
                 sha.update(part.tobytes())
     return sha.hexdigest()[:16]
 

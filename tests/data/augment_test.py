@@ -7,7 +7,7 @@ import pytest
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import augment as module
-from fedjax_pfl.data.augment import _colour, _crop, _turn, augment, on_normalised
+from fedjax_pfl.data.augment import _colour, _crop, _rotate_hue, augment, on_normalised
 from fedjax_pfl.runs import build, runner
 
 KEYS = jax.random.split(jax.random.key(0), 400)
@@ -36,7 +36,7 @@ def test_half_are_flipped(monkeypatch):
     monkeypatch.setattr(module, "_crop", lambda image, key: image)
     monkeypatch.setattr(module, "_colour", lambda image, key: image)
     image = jnp.arange(4.0).reshape(1, 4, 1) / 4
-    got = np.asarray(jax.vmap(lambda key: module._one(image, key))(KEYS))[:, 0, :, 0]
+    got = np.asarray(jax.vmap(lambda key: module._augment_image(image, key))(KEYS))[:, 0, :, 0]
     flipped = got[:, 0] > got[:, 3]
     np.testing.assert_allclose(flipped.mean(), 0.5, atol=0.08)
     np.testing.assert_allclose(np.sort(got), np.tile(np.arange(4) / 4, (400, 1)))
@@ -57,14 +57,14 @@ def test_colours():
 
 def test_a_turn_of_hue_keeps_luma_and_a_whole_turn_everything():
     image = jax.random.uniform(KEYS[0], (5, 5, 3))
-    np.testing.assert_allclose(_turn(image, jnp.float32(1.0)), image, atol=1e-5)
-    quarter = _turn(image, jnp.float32(0.25))
+    np.testing.assert_allclose(_rotate_hue(image, jnp.float32(1.0)), image, atol=1e-5)
+    quarter = _rotate_hue(image, jnp.float32(0.25))
     luma = jnp.array([0.299, 0.587, 0.114])
     np.testing.assert_allclose(quarter @ luma, image @ luma, atol=1e-5)
     assert np.abs(np.asarray(quarter - image)).max() > 0.1
     four = image
     for _ in range(4):
-        four = _turn(four, jnp.float32(0.25))
+        four = _rotate_hue(four, jnp.float32(0.25))
     np.testing.assert_allclose(four, image, atol=1e-4)
 
 

@@ -69,7 +69,7 @@ def test_spaces_around_owners_are_left_out():
         ),
         (
             lambda: arrays(TOKENS, spoilt(TOKENS, (6, 1), 70), outputs=7, owners=WHO),
-            "arrays (train): 1 labels are not classes from 0 to 6, nor -1, which is none, the "
+            "arrays (train): 1 labels are not classes from 0 to 6 or -1 (no label), the "
             "first is 70 in example 6 (owner Cairo), column 1",
         ),
         (
@@ -83,7 +83,7 @@ def test_spaces_around_owners_are_left_out():
         ),
         (
             lambda: arrays(X, TOKENS > 3, X, TOKENS),
-            "arrays (test): y is int32, and elsewhere bool; use one of them",
+            "arrays (test): y is int32, but bool in train; use one type",
         ),
     ],
 )
@@ -110,7 +110,7 @@ def plain(x, y, outputs=3):
         (
             plain(X, spoilt(TOKENS, (4, 3), -7).astype(np.int32), 7),
             r"mine: one of the (training|test) examples of client 1 \(Bern\): 1 labels are not "
-            r"classes from 0 to 6, nor -1, which is none, the first is -7, column 3",
+            r"classes from 0 to 6 or -1 \(no label\), the first is -7, column 3",
         ),
         (
             plain(X, spoilt(TOKENS, slice(0, 4), -1).astype(np.int32), 7),

@@ -51,7 +51,7 @@ def test_pictures_without_a_range_are_refused(tmp_path, dtype):
 def test_a_decompression_bomb_is_one_line(tmp_path, monkeypatch):
     at = folder(tmp_path, Image.new("L", (30, 30)))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(UsageError, match=r"1\.png cannot be read as a picture") as error:
+    with pytest.raises(UsageError, match=r"1\.png cannot be read as an image") as error:
         load(at)
     assert "\n" not in str(error.value)
 
@@ -80,6 +80,6 @@ def test_damaged_pictures_in_a_table_are_one_line(tmp_path, damage, monkeypatch)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     table = pa.table({"image": [bytes(content)] * 2, "label": [0, 1]})
     parquet.write_table(table, tmp_path / "p.parquet")
-    with pytest.raises(UsageError, match="pictures cannot be read alike") as error:
+    with pytest.raises(UsageError, match="images cannot be decoded") as error:
         load(f"parquet:{tmp_path / 'p.parquet'}")
     assert "\n" not in str(error.value)

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import load, need, prepared
+from fedjax_pfl.data import load, prepared, require_available
 from fedjax_pfl.data.tfds_images import shrink
 from tests.data.folders import png, write
 
@@ -16,7 +16,7 @@ REAL = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datas
 def real(name):
     """Skips where somebody has not prepared a dataset: a test downloads nothing."""
     return pytest.mark.skipif(
-        not prepared.is_there(name, REAL),
+        not prepared.is_prepared(name, REAL),
         reason=f"no prepared {name}: set TFDS_DATA_DIR to a folder that has it",
     )
 
@@ -97,7 +97,7 @@ def test_emnists_digits_are_those_of_byclass_where_only_that_is_prepared(tmp_pat
     columns = {"image": images, "label": labels}
     write(tmp_path, "emnist/byclass", {"train": columns, "test": columns})
     ours = images.swapaxes(1, 2)[labels < 10]
-    need("emnist_digits", tmp_path)
+    require_available("emnist_digits", tmp_path)
     dataset = load("emnist_digits", tmp_path)
     assert dataset.outputs == 10
     np.testing.assert_array_equal(dataset.x_train, ours)
@@ -234,7 +234,7 @@ def test_a_missing_split_and_foreign_labels_are_named(tmp_path):
 def test_pictures_of_other_shapes_are_named(tmp_path, shapes):
     train, test = ({"image": pictures(10, shape), "label": np.arange(10)} for shape in shapes)
     write(tmp_path, "mnist", {"train": train, "test": test})
-    with pytest.raises(UsageError, match="not alike with 1 channels: it is another dataset") as e:
+    with pytest.raises(UsageError, match="with 1 channels: the folder holds another dataset") as e:
         load("mnist", tmp_path)
     assert "\n" not in str(e.value)
 

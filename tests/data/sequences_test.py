@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data import federate, load, need
+from fedjax_pfl.data import federate, load, require_available
 from fedjax_pfl.presets.fedmn import get_config
 from fedjax_pfl.runs.build import build, described
 
@@ -84,9 +84,9 @@ def test_femnist_is_leafs_folder_in_the_data_folder(tmp_path):
     with pytest.raises(UsageError, match=r"no FEMNIST in .*preprocess\.sh"):
         load("femnist", tmp_path)
     with pytest.raises(UsageError, match="no FEMNIST"):
-        need("femnist", tmp_path)
+        require_available("femnist", tmp_path)
     leaf_folder(tmp_path / "femnist", train, test)
-    need("femnist", tmp_path)
+    require_available("femnist", tmp_path)
     one = load("femnist", tmp_path)
     assert (one.x_train.shape, one.outputs) == ((32, 28, 28, 1), 62)
     assert one.owner_names.tolist() == ["w0", "w1", "w2", "w3"]
@@ -232,17 +232,20 @@ def leaf_of(root, x, y):
     ("call", "message"),
     [
         (lambda root: load(f"leaf:{root}"), r"no \*.json in its folder train"),
-        (lambda root: load(f"images:{root}"), "has no pictures CLASS/FILE"),
+        (lambda root: load(f"images:{root}"), "has no images CLASS/FILE"),
         (lambda root: load(f"images:{root}", colour="red"), "colour is 'red'; it must be rgb or"),
         (lambda root: load(f"text:{root}"), r"no file that ends with \.txt"),
         (lambda root: load(f"text:{root}", owner="me"), "owner is 'me'; it must be speaker or"),
         (lambda root: load("speeches", length=0), "length=0; use 1 or more"),
         (lambda root: load("sensors", rows=9), "at least ten times as many rows"),
-        (lambda root: leaf_of(root, [[1], [1, 2]], [0, 1]), "not equally many numbers"),
-        (lambda root: leaf_of(root, [[1]], [0, 1]), "is not LEAF's: user u has 1 x and 2 y"),
-        (lambda root: leaf_of(root, [[1]], ["a"]), "label 'a' in example 0 is not a whole number"),
-        (lambda root: leaf_of(root, [[1]], [[0]]), "labels are lists; use one whole number"),
-        (lambda root: leaf_of(root, [[1], [2]], [0, [1]]), "labels are not whole numbers"),
+        (lambda root: leaf_of(root, [[1], [1, 2]], [0, 1]), "not lists of equally many numbers"),
+        (
+            lambda root: leaf_of(root, [[1]], [0, 1]),
+            "a file of LEAF: user u has 1 x and 2 y",
+        ),
+        (lambda root: leaf_of(root, [[1]], ["a"]), "label 'a' in example 0 is not an integer"),
+        (lambda root: leaf_of(root, [[1]], [[0]]), "labels are lists; use one integer"),
+        (lambda root: leaf_of(root, [[1], [2]], [0, [1]]), "labels are not integers"),
         (lambda root: leaf_of(root, ["ab"], [1]), "labels are not one character each"),
     ],
 )

@@ -23,11 +23,11 @@ FULL = Options("pfedla/table1", "full", ("local/cifar10-n10", "*avg/cifar10-n10"
 def at_hand(monkeypatch):
     """All data but EMNIST's."""
 
-    def need(name, data_dir=None):
+    def require_available(name, data_dir=None):
         if name.startswith("emnist"):
             raise UsageError("get it there")
 
-    monkeypatch.setattr(reproduce.data, "need", need)
+    monkeypatch.setattr(reproduce.data, "require_available", require_available)
 
 
 def there(path, cell, seed, score, options=FULL, finished=True, **given):

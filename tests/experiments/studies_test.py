@@ -297,7 +297,7 @@ def test_a_plateau_by_hand():
 )
 def test_the_curve_that_is_judged_is_that_of_the_number(table, cell, when, tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "plateau", lambda run, when: f"{when} local training")
-    monkeypatch.setattr(reproduce.data, "need", lambda name, data_dir=None: None)
+    monkeypatch.setattr(reproduce.data, "require_available", lambda name, data_dir=None: None)
     options = Options(table, "full", (cell,), 1)
     there(tmp_path / "a", cell, 0, 0.6, options)
     assert f" {when} local training" in shown(options, tmp_path)
