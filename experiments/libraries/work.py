@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.presets import factorized_fl, fedmn, pfedhn, pfedla
-from fedjax_pfl.runs import points
+from fedjax_pfl.runs import sweep_settings
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan
@@ -145,10 +145,10 @@ def configured(work: Work) -> ConfigDict:
 
 def ours(work: Work) -> Ours:
     """Compile an item of work."""
-    built = build(*points.expand(configured(work)).values())
+    built = build(*sweep_settings.expand(configured(work)).values())
     (phase,) = built.phases
     rounds = phase.rounds
-    key, arrays = rounds.place((phase.points, built.data))
+    key, arrays = rounds.place((phase.key, built.data))
 
     def place(number: int) -> Any:
         return rounds.place(jnp.int32(number))
@@ -258,7 +258,7 @@ def compile_seconds(name: str) -> float:
     total, state = 0.0, None
     for phase in built.phases:
         rounds = phase.rounds
-        key, arrays = rounds.place((phase.points, built.data))
+        key, arrays = rounds.place((phase.key, built.data))
         t, n = rounds.place((jnp.int32(0), jnp.int32(1)))
         began = time.perf_counter()
         first = rounds.init.lower(key, state).compile()

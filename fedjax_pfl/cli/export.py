@@ -56,10 +56,10 @@ def write_models(call: Call) -> None:
         raise UsageError("name one run directory, such as runs/pfedla")
     if options.out is None:
         raise UsageError("say where the files go: --out=FOLDER")
-    export.check(Path(options.out))
+    export.check_folder(Path(options.out))
     clients = None if options.clients is None else parse_clients(options.clients)
-    result = export.restored(Path(call.positional[0]), data_dir=options.data_dir)
-    paths = export.write(result, Path(options.out), clients, best=options.best)
+    result = export.load_result(Path(call.positional[0]), data_dir=options.data_dir)
+    paths = export.write_models(result, Path(options.out), clients, best=options.best)
     size = sum(path.stat().st_size for path in paths)
     print(f"{len(paths)} models, {size / 1e6:.3g} MB: {paths[0]}" + ", ..." * (len(paths) > 1))
 

@@ -15,7 +15,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
 from fedjax_pfl.deploy.node_file import OF_DATA
 from fedjax_pfl.deploy.programs import Method
-from fedjax_pfl.runs.build import Experiment, task_of
+from fedjax_pfl.runs.build import Experiment, make_task
 from fedjax_pfl.runs.phase import Phase, PhaseInputs
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import settings_with
@@ -138,7 +138,7 @@ def built(
     data = shaped(description) if arrays is None else arrays
     specified = configuration.specify(settings, words)
     one = specified.phases[0]
-    task = task_of(specified.settings, words, np.asarray(data.y), federation)
+    task = make_task(specified.settings, words, np.asarray(data.y), federation)
     federation = federation._replace(task=task)
     work = PhaseInputs([one.settings], one.groups, [], words, data, federation, 0, None)
     plan = Plan(one.settings.conv, 1)

@@ -190,14 +190,21 @@ def _client(
     group = method.group(i)
 
     def keep(variables: PyTree, t: int) -> None:
-        result = export.Described(
+        result = export.RunFacts(
             algorithm=settings.algorithm,
             dataset=str(node.file.data["dataset"]),
             seed=settings.seed,
             federation=method.federation,
         )
         member = method.member(group)
-        content = export.packed(result, member, i, t, client_data(data, np.asarray(0)), variables)
+        content = export.pack(
+            result,
+            member,
+            client=i,
+            rounds=t,
+            data=client_data(data, np.asarray(0)),
+            variables=variables,
+        )
         own_state.whole(folder / MODEL, content)
         if names := description["alike"].get("classes"):
             own_state.whole(folder / CLASSES, json.dumps(names).encode() + b"\n")

@@ -90,9 +90,9 @@ def run(
             f"{settings.clients_per_round or settings.clients} clients; want fewer"
         )
     sent = assembly.sent(given)
-    with run_directory.claimed(Path(workdir), config, lambda: _FIXED) as directory:
+    with run_directory.claim(Path(workdir), config, lambda: _FIXED) as directory:
         with run_directory.writing(directory):
-            run_directory.write_made(directory)
+            run_directory.write_provenance(directory)
         store = checkpoints.open_store(directory / "checkpoints")
         known = _known(directory, saved=bool(store.steps()))
         federation = known.get("federation") or enrolment.enrol(
@@ -317,7 +317,7 @@ class _Running(NamedTuple):
             self.tell(f"round {member.at.round}: {remark}")
         run_state.append_evaluation(member, shown, line)
         metric = self.built.federation.task.metrics[0]
-        self.tell(progress.evaluation(metric, [line], self.built.phases[0].end))
+        self.tell(progress.evaluation_line(metric, [line], self.built.phases[0].end))
 
     def saved(self, standing: Standing) -> None:
         """Saves a checkpoint after every round, before clients are told that it has counted."""
@@ -361,5 +361,7 @@ class _Running(NamedTuple):
             run_reader.read_made(directory),
         )
         layers = list(member.at.ledger.down)
-        pictures = method_figures.draw(member.config, member.seen, layers, member.at.metrics)
+        pictures = method_figures.draw(
+            member.config, member.observations, layers, member.at.metrics
+        )
         page.write(read, pictures)

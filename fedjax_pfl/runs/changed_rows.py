@@ -1,9 +1,9 @@
-"""What a checkpoint holds of clients that are in a store: those that changed since the last one.
+"""Checkpoints of off-device client state: each writes only the rows that have changed.
 
-A checkpoint's description lists parts of files, in order; the last part that has a client counts. A
-file is written whole before the checkpoint that needs it, has a digest in its description, and is
-removed when no checkpoint needs it any more. When half of what the parts hold is out of date, all
-of it is written anew.
+The description of a checkpoint lists parts of files. If several parts have a row of the same
+client, the last one counts. A file is written before the checkpoint that needs it, has a digest in
+the description, and is removed when no checkpoint needs it any more. All rows are written again
+when half of the rows in the parts are out of date.
 """
 
 import hashlib
@@ -20,183 +20,221 @@ from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.runs.checkpoints import DamagedError
 from fedjax_pfl.simulation.stores import ClientStore, RowStore, Snapshot
 
-_READ = 1 << 26  # bytes at a time
+_READ_BLOCK = 1 << 26  # bytes read at a time
 
 
 class Part(NamedTuple):
-    """Clients of one group in a file: their ids, and then their records."""
+    """Rows of one group in a file: client ids followed by records."""
 
     file: str
-    at: int  # in bytes
+    at: int  # first byte
     group: int
-    number: int
+    number: int  # clients
 
 
-class Described(NamedTuple):
-    """What a checkpoint needs; plain data."""
+class SavedRows(NamedTuple):
+    """Description of the rows of a checkpoint. Plain data for JSON."""
 
     state: list[Part]
-    best: list[Part] | None  # of those that have changed since the best round; None: there is none
-    first: list[Part]  # one record, of what all began with, of each group
-    files: dict[str, str]  # digests
+    best: list[Part] | None  # rows that changed since the best round; None if there is none
+    first: list[Part]  # the initial record of each group
+    files: dict[str, str]  # digest of each file
 
 
-def described(plain: Any) -> Described:
-    """What `_asdict` was saved from."""
-    state, best, first, files = (plain[name] for name in Described._fields)
+def from_json(saved: Any) -> SavedRows:
+    """Returns the description with the fields `saved`; the inverse of `_asdict`."""
+    state, best, first, files = (saved[name] for name in SavedRows._fields)
 
-    def parts(listed: Any) -> list[Part]:
-        return [Part(*one) for one in listed]
+    def parts(rows: Any) -> list[Part]:
+        return [Part(*row) for row in rows]
 
-    return Described(parts(state), None if best is None else parts(best), parts(first), files)
+    return SavedRows(
+        state=parts(state),
+        best=None if best is None else parts(best),
+        first=parts(first),
+        files=files,
+    )
 
 
 class _Writer:
-    """A file and its digest."""
+    """Writes a file of rows and computes its digest."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.part = path, path.with_name(path.name + ".part")
-        self.file, self.digest, self.at = open(self.part, "wb"), hashlib.sha256(), 0  # noqa: SIM115
+        self.path, self.temporary = path, path.with_name(path.name + ".part")
+        self.file = open(self.temporary, "wb")  # noqa: SIM115
+        self.digest, self.position = hashlib.sha256(), 0
 
     def write(self, array: np.ndarray) -> None:
+        """Appends the bytes of an array."""
         content = np.ascontiguousarray(array).data
         self.file.write(content)
         self.digest.update(content)
-        self.at += array.nbytes
+        self.position += array.nbytes
 
     def put(self, g: int, blocks: Iterable[np.ndarray], ids: np.ndarray, records: Any) -> Part:
-        """Ids and records of some clients, fetched block by block."""
-        at = self.at
-        self.write(ids.astype(np.int32))
-        for some in blocks:
-            self.write(records(some))
-        return Part(self.path.name, at, g, len(ids))
+        """Appends the rows of some clients, read block by block.
 
-    def end(self) -> str:
+        Args:
+          g: Group.
+          blocks: The ids in blocks.
+          ids: All ids.
+          records: Maps a block of ids to records.
+        """
+        start = self.position
+        self.write(ids.astype(np.int32))
+        for block in blocks:
+            self.write(records(block))
+        return Part(file=self.path.name, at=start, group=g, number=len(ids))
+
+    def close(self) -> str:
+        """Moves the file to its path. Returns the digest."""
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-        os.replace(self.part, self.path)
+        os.replace(self.temporary, self.path)
         return self.digest.hexdigest()
 
 
-def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) -> Described:
-    """Write what has changed since the last checkpoint that `done` was called of."""
+def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) -> SavedRows:
+    """Writes the rows that have changed since the checkpoint of the last `mark_saved`.
+
+    Args:
+      folder: Folder of the files.
+      name: Name of the new file.
+      clients: The clients.
+      best: Clients of the best round.
+    """
     folder.mkdir(exist_ok=True)
-    before: Described | None = clients.saved
+    previous: SavedRows | None = clients.saved
     writer = _Writer(folder / f"{name}.rows")
     try:
         first = [
             writer.put(g, [np.zeros(0)], np.zeros(1), lambda _, rows=rows: rows.first)
             for g, rows in enumerate(clients.groups)
         ]
-        state = _changed(writer, clients.groups, before.state if before else [])
-        same = before is not None and best is not None and best.saved is before
-        overlay = None
+        state = _write_changed(writer, clients.groups, previous.state if previous else [])
+        best_parts = None
         if best is not None:
-            overlay = _changed(writer, best.groups, (before.best or []) if same and before else [])
-        digest = writer.end()
+            is_saved = previous is not None and best.saved is previous
+            old_parts = (previous.best or []) if is_saved and previous else []
+            best_parts = _write_changed(writer, best.groups, old_parts)
+        digest = writer.close()
     except BaseException:
         writer.file.close()
-        writer.part.unlink(missing_ok=True)
+        writer.temporary.unlink(missing_ok=True)
         raise
-    known = {**(before.files if before else {}), writer.path.name: digest}
-    used = {part.file for part in (*state, *(overlay or ()), *first)}
-    return Described(state, overlay, first, {file: known[file] for file in sorted(used)})
+    digests = {**(previous.files if previous else {}), writer.path.name: digest}
+    used = {part.file for part in (*state, *(best_parts or ()), *first)}
+    return SavedRows(
+        state=state,
+        best=best_parts,
+        first=first,
+        files={file: digests[file] for file in sorted(used)},
+    )
 
 
-def _changed(writer: _Writer, groups: Iterable[RowStore], listed: list[Part]) -> list[Part]:
-    """The parts of a state's groups, of which those are written that have changed."""
+def _write_changed(
+    writer: _Writer, groups: Iterable[RowStore], old_parts: list[Part]
+) -> list[Part]:
+    """Writes the changed rows of all groups. Returns all parts of the state."""
     parts = []
     for g, rows in enumerate(groups):
-        own = [part for part in listed if part.group == g]
+        group_parts = [part for part in old_parts if part.group == g]
         ids = np.flatnonzero(rows.changed)
-        if sum(part.number for part in own) + len(ids) > 2 * max(1, rows.count):
-            own, ids = [], rows.written()
+        if sum(part.number for part in group_parts) + len(ids) > 2 * max(1, rows.count):
+            group_parts, ids = [], rows.written()
         if len(ids) and rows.layout.size:
-            own.append(writer.put(g, rows.blocks(ids), ids, rows.records))
-        parts += own
+            group_parts.append(writer.put(g, rows.blocks(ids), ids, rows.records))
+        parts += group_parts
     return parts
 
 
-def done(clients: ClientStore, best: Snapshot | None, now: Described) -> None:
-    """The checkpoint is whole: what changes from here on is what the next one has to hold."""
-    for each in (clients, best):
-        if each is not None:
-            each.saved = now
-            for rows in each.groups:
+def mark_saved(clients: ClientStore, best: Snapshot | None, saved: SavedRows) -> None:
+    """Records that a checkpoint is complete. The next one writes changes after this call."""
+    for store in (clients, best):
+        if store is not None:
+            store.saved = saved
+            for rows in store.groups:
                 rows.changed[:] = False
 
 
-def clear(folder: Path, needed: Iterable[Iterable[str]]) -> None:
-    """Remove files that no checkpoint needs, of those that there are."""
+def remove_unused(folder: Path, needed: Iterable[Iterable[str]]) -> None:
+    """Removes files that no checkpoint needs.
+
+    Args:
+      folder: Folder of the files.
+      needed: File names of each checkpoint.
+    """
     names = {file for files in needed for file in files}
     for path in folder.glob("*.rows*"):
         if path.name not in names:
             path.unlink(missing_ok=True)
 
 
-def check(folder: Path, now: Described) -> None:
-    """DamagedError where a file is not what was written."""
-    for name, digest in now.files.items():
+def check(folder: Path, saved: SavedRows) -> None:
+    """Raises DamagedError if a file differs from what was written."""
+    for name, digest in saved.files.items():
         try:
             with open(folder / name, "rb") as file:
-                same = hashlib.file_digest(file, "sha256").hexdigest() == digest
+                is_intact = hashlib.file_digest(file, "sha256").hexdigest() == digest
         except OSError as error:
             raise DamagedError(f"{name} cannot be read ({error.strerror})") from error
-        if not same:
+        if not is_intact:
             raise DamagedError(f"{name} is not what was written")
 
 
 def read(
     folder: Path,
-    now: Described,
-    each: Sequence[PyTree],
-    several: bool,
-    make: Callable[..., RowStore],
+    saved: SavedRows,
+    templates: Sequence[PyTree],
+    has_groups: bool,
+    make: Callable[[PyTree], RowStore],
     offload: Sequence[str] = (),
 ) -> tuple[ClientStore, Snapshot | None]:
-    """The clients, and those of the best round; files must have been checked.
+    """Reads the clients of a checkpoint, and those of its best round. Call `check` first.
 
     Args:
-      each: Shapes of client-side state of each group, [N, ...], and of the offloaded rows.
-      make: from what all begin with to RowStore.
+      folder: Folder of the files.
+      saved: Description of the rows.
+      templates: Shapes [N, ...] of the clients of each group, then of the offloaded parts.
+      has_groups: True if the algorithm has a tuple of groups.
+      make: Makes a store from the initial arrays of one client.
+      offload: Names of the offloaded parts.
     """
     groups = []
-    for g, shapes in enumerate(each):
-        one = jax.tree.map(lambda s: np.zeros(s.shape[1:], s.dtype), shapes)
-        rows = make(one)
+    for g, template in enumerate(templates):
+        rows = make(jax.tree.map(lambda s: np.zeros(s.shape[1:], s.dtype), template))
         if rows.layout.size:
-            ((_, record),) = _records(folder, now.first, g, rows.layout.size)
+            ((_, record),) = _records(folder, saved.first, g, rows.layout.size)
             rows = make(trees.row(rows.layout.unpack(record), 0))
-            _fill(folder, now.state, g, rows)
+            _fill(folder, saved.state, g, rows)
         groups.append(rows)
-    clients, best = ClientStore(groups, several, offload), None
-    if now.best is not None:
+    clients, best = ClientStore(groups, has_groups, offload), None
+    if saved.best is not None:
         best = clients.snapshot()
         for g, rows in enumerate(best.groups):
-            _fill(folder, now.best, g, rows)
-    done(clients, best, now)
+            _fill(folder, saved.best, g, rows)
+    mark_saved(clients, best, saved)
     return clients, best
 
 
-def _fill(folder: Path, listed: list[Part], g: int, rows: RowStore) -> None:
-    for ids, records in _records(folder, listed, g, rows.layout.size):
+def _fill(folder: Path, parts: list[Part], g: int, rows: RowStore) -> None:
+    for ids, records in _records(folder, parts, g, rows.layout.size):
         rows.put(ids, records)
 
 
 def _records(
-    folder: Path, listed: list[Part], g: int, size: int
+    folder: Path, parts: list[Part], g: int, size: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and records of a group, in the order in which they were written."""
-    for part in listed:
+    """Yields blocks of ids [K] and records [K, size] of a group in the order of writing."""
+    for part in parts:
         if part.group != g or not size:
             continue
         with open(folder / part.file, "rb") as file:
             file.seek(part.at)
             ids = np.frombuffer(file.read(4 * part.number), np.int32)
-            step = max(1, _READ // size)
+            step = max(1, _READ_BLOCK // size)
             for start in range(0, part.number, step):
-                some = ids[start : start + step]
-                content = np.frombuffer(file.read(len(some) * size), np.uint8)
-                yield some, content.reshape(len(some), size)
+                block = ids[start : start + step]
+                content = np.frombuffer(file.read(len(block) * size), np.uint8)
+                yield block, content.reshape(len(block), size)

@@ -1,8 +1,8 @@
-"""Checkpoints of a run: the state, the best state, and what has been counted and measured so far.
+"""Checkpoints of a run: state, best state, counters and metrics, written by orbax.
 
-orbax writes them, each whole or not at all. Leaves are stored by name with a digest each, and each
-checkpoint has a list of its files' digests: orbax alone restores damaged bytes, and other shapes
-and dtypes, without a word. It is imported where it is used: that takes a third of a second.
+A checkpoint has a digest of every leaf and a list of its files' digests. Orbax alone restores
+damaged bytes, and arrays of other shapes and dtypes, without an error. Orbax is imported in
+functions because the import takes a third of a second.
 """
 
 from __future__ import annotations
@@ -29,103 +29,110 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 PyTree = Any
-KEPT = 2  # checkpoints: where the newest is damaged, there is another
-SUMS = "SHA256SUMS"  # in a checkpoint's folder; `sha256sum -c` reads it too
+MAX_CHECKPOINTS = 2  # if the newest is damaged, there is another
+SUMS = "SHA256SUMS"  # file in the checkpoint's folder; `sha256sum -c` reads it too
 
 
 class DamagedError(Exception):
-    """A checkpoint that does not hold what was saved; says which part of it."""
+    """A checkpoint differs from what was saved. The message names the damaged part."""
 
 
 class Store(NamedTuple):
-    """Where a run's checkpoints are."""
+    """Checkpoints of a run."""
 
     manager: ocp.CheckpointManager
 
     def save(self, step: int, trees: dict[str, PyTree], facts: dict[str, Any]) -> None:
-        """Write a checkpoint; when this returns, it is on disk and older ones may be gone.
+        """Writes a checkpoint to disk and removes older ones.
 
-        Where it cannot be written, an OSError says why, and what there was is there.
+        If this fails, it raises OSError and earlier checkpoints remain.
+
+        Args:
+          step: Round of the checkpoint.
+          trees: Arrays by name.
+          facts: Counters and metrics, plain data for JSON.
         """
         import orbax.checkpoint as ocp
 
-        leaves = {name: _leaves(tree) for name, tree in trees.items()}
+        leaves = {name: _to_numpy(tree) for name, tree in trees.items()}
         digests = {
-            name: {key: _digest(leaf) for key, leaf in part.items()}
-            for name, part in leaves.items()
+            name: {path: _digest(leaf) for path, leaf in tree_leaves.items()}
+            for name, tree_leaves in leaves.items()
         }
-        stored = {
-            name: {key: leaf for key, leaf in part.items() if leaf.size}  # orbax refuses empty ones
-            for name, part in leaves.items()
+        stored = {  # orbax refuses empty arrays
+            name: {path: leaf for path, leaf in tree_leaves.items() if leaf.size}
+            for name, tree_leaves in leaves.items()
         }
-        items = {name: ocp.args.StandardSave(part) for name, part in stored.items() if part}
-        described = {"facts": facts, "digests": digests}
-        meta = ocp.args.JsonSave(described | {"digest": _text_digest(described)})
-        with _quietly(), self._whole_or_not(step):
+        items = {name: ocp.args.StandardSave(tree) for name, tree in stored.items() if tree}
+        content = {"facts": facts, "digests": digests}
+        meta = ocp.args.JsonSave(content | {"digest": _json_digest(content)})
+        with _quietly(), self._remove_partial():
             self.manager.save(step, args=ocp.args.Composite(meta=meta, **items))
             self.manager.wait_until_finished()
-            part = self._folder(step) / f"{SUMS}.part"
-            part.write_text(_sums(self._folder(step)))
-            os.replace(part, part.with_suffix(""))
+            temporary = self._folder(step) / f"{SUMS}.part"
+            temporary.write_text(_sums(self._folder(step)))
+            os.replace(temporary, temporary.with_suffix(""))
 
     @property
     def folder(self) -> Path:
+        """Returns the folder of all checkpoints."""
         return Path(self.manager.directory)
 
     @property
     def rows(self) -> Path:
-        """Where `changed_rows` writes what checkpoints need beside their own files."""
+        """Returns the folder of the files of `changed_rows`."""
         return self.folder.parent / "rows"
 
     def _folder(self, step: int) -> Path:
         return self.folder / str(step)
 
     @contextlib.contextmanager
-    def _whole_or_not(self, step: int) -> Iterator[None]:
-        """Where it fails, no part is left; what the file system refused is an OSError."""
+    def _remove_partial(self) -> Iterator[None]:
+        """Removes a partial checkpoint after a failure; raises file system errors as OSError."""
         try:
             yield
         except Exception as error:
-            _clear(self.folder)
-            if number := re.search(r"os_error_code='(\d+)'", str(error)):  # tensorstore's
+            _remove_temporary(self.folder)
+            if number := re.search(r"os_error_code='(\d+)'", str(error)):  # from tensorstore
                 raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
             raise
 
     def drop(self, step: int) -> None:
-        """Remove a damaged checkpoint: its round will be saved again."""
+        """Removes a checkpoint."""
         self.manager.delete(step)
 
     def steps(self) -> list[int]:
-        """Rounds of which there is a checkpoint, newest first."""
+        """Returns the rounds of all checkpoints, newest first."""
         return sorted(self.manager.all_steps(), reverse=True)
 
     def check(self, step: int) -> None:
-        """DamagedError where a file of it is not what was written.
+        """Raises DamagedError if a file differs from what was written.
 
-        A checkpoint that was killed before its list was written has none: its leaves' digests hold.
+        A process that was killed during a save may leave no list of files. Then only the digests
+        of the leaves are checked, by `restore`.
         """
         folder = self._folder(step)
         try:
-            listed = (folder / SUMS).read_bytes()
+            expected = (folder / SUMS).read_bytes()
         except FileNotFoundError:
             return
         except OSError as error:
             raise DamagedError(f"{SUMS} cannot be read ({error.strerror})") from error
         try:
-            there = _sums(folder).encode()
+            actual = _sums(folder).encode()
         except OSError as error:
             raise DamagedError(f"a file cannot be read ({error.strerror})") from error
-        if there != listed:
-            wanted, got = (set(text.splitlines()) for text in (listed, there))
-            names = sorted(line[66:].decode(errors="replace") for line in wanted ^ got)
+        if actual != expected:
+            difference = set(expected.splitlines()) ^ set(actual.splitlines())
+            names = sorted(line[66:].decode(errors="replace") for line in difference)
             raise DamagedError(f"{names[0] if names else SUMS} is not what was written")
 
     def facts(self, step: int) -> dict[str, Any]:
-        """What was counted and measured until then."""
+        """Returns the counters and metrics of a checkpoint."""
         return self._meta(step)["facts"]
 
     def restore(self, step: int, templates: dict[str, PyTree]) -> dict[str, PyTree]:
-        """The trees, as NumPy arrays in the shape of the templates; DamagedError if they differ."""
+        """Returns NumPy arrays by name; raises DamagedError if they do not fit the templates."""
         digests = self._meta(step)["digests"]
         return {name: self._tree(step, name, t, digests[name]) for name, t in templates.items()}
 
@@ -133,139 +140,149 @@ class Store(NamedTuple):
         import orbax.checkpoint as ocp
 
         try:
-            wanted = ocp.args.Composite(meta=ocp.args.JsonRestore())
+            args = ocp.args.Composite(meta=ocp.args.JsonRestore())
             with _quietly():
-                meta = self.manager.restore(step, args=wanted)["meta"]
-            described = {"facts": meta["facts"], "digests": meta["digests"]}
-            whole = meta["digest"] == _text_digest(described)
-        except Exception as error:  # orbax raises whatever its layers raise
+                meta = self.manager.restore(step, args=args)["meta"]
+            content = {"facts": meta["facts"], "digests": meta["digests"]}
+            is_intact = meta["digest"] == _json_digest(content)
+        except Exception as error:  # orbax raises any exception of its layers
             raise DamagedError(f"its description cannot be read ({_line(error)})") from error
-        if not whole:
+        if not is_intact:
             raise DamagedError("its description is not what was saved")
-        return described
+        return content
 
     def _tree(self, step: int, name: str, template: PyTree, digests: dict[str, str]) -> PyTree:
         import orbax.checkpoint as ocp
 
-        wanted = _named(template)
-        if set(wanted) != set(digests):
+        expected = _by_path(template)
+        if set(expected) != set(digests):
             raise DamagedError(f"{name} holds other parts than this run has")
-        found: dict[str, Any] = {
-            key: np.empty(leaf.shape, leaf.dtype) for key, leaf in wanted.items() if not leaf.size
+        arrays: dict[str, Any] = {
+            path: np.empty(leaf.shape, leaf.dtype)
+            for path, leaf in expected.items()
+            if not leaf.size
         }
-        if len(found) < len(wanted):
-            try:  # as it was saved: told of another dtype, orbax would cast to it
+        if len(arrays) < len(expected):
+            try:  # without a template: orbax would cast to its dtypes
                 args = ocp.args.Composite(**{name: ocp.args.StandardRestore()})
                 with _quietly():
-                    found |= self.manager.restore(step, args=args)[name]
+                    arrays |= self.manager.restore(step, args=args)[name]
             except Exception as error:
                 raise DamagedError(f"{name} cannot be read ({_line(error)})") from error
-        for key, leaf in wanted.items():
-            if key not in found:
-                raise DamagedError(f"{name}{key} is not there")
-            got = np.asarray(found[key])
-            if (got.shape, got.dtype) != (leaf.shape, leaf.dtype):
-                there, here = (f"{x.dtype}{list(x.shape)}" for x in (got, leaf))
-                raise DamagedError(f"{name}{key} is {there} there and {here} in this run")
-            if _digest(got) != digests[key]:
-                raise DamagedError(f"{name}{key} is not what was saved")
-        leaves = [np.asarray(found[key]) for key in wanted]
+        for path, leaf in expected.items():
+            if path not in arrays:
+                raise DamagedError(f"{name}{path} is missing")
+            array = np.asarray(arrays[path])
+            if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+                saved, current = (f"{x.dtype}{list(x.shape)}" for x in (array, leaf))
+                raise DamagedError(f"{name}{path} is {saved} there and {current} in this run")
+            if _digest(array) != digests[path]:
+                raise DamagedError(f"{name}{path} is not what was saved")
+        leaves = [np.asarray(arrays[path]) for path in expected]
         return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 
-def open_store(directory: Path, keep: int = KEPT, *, only_read: bool = False) -> Store:
-    """The checkpoints in a directory, which is made if need be; one that is only read stays."""
+def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool = False) -> Store:
+    """Opens the checkpoints in a directory.
+
+    Args:
+      directory: Folder of the checkpoints; created unless `read_only`.
+      keep: Number of checkpoints to keep.
+      read_only: True to write nothing.
+    """
     import orbax.checkpoint as ocp
 
-    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax reports each step of each save
-    logging.getLogger("asyncio").addFilter(_not_of_a_save)
+    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs each step of each save
+    logging.getLogger("asyncio").addFilter(_is_not_from_save)
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=None if only_read else keep,
-        read_only=only_read,
-        save_interval_steps=0 if only_read else 1,  # or a warning says that it is set to 0
+        max_to_keep=None if read_only else keep,
+        read_only=read_only,
+        save_interval_steps=0 if read_only else 1,  # avoids a warning
         enable_async_checkpointing=False,
-        create=False,  # which would wait for processes that never come here
+        create=False,  # otherwise waits for other processes
         multiprocessing_options=ocp.options.MultiprocessingOptions(active_processes={0}),
     )
-    if not only_read:
+    if not read_only:
         directory.mkdir(exist_ok=True)
-        _clear(directory)
+        _remove_temporary(directory)
     for path in _too_deep(directory):
-        if only_read:
+        if read_only:
             raise UsageError(f"{path} is damaged, which hides the others; remove {path.parent}")
-        path.unlink()  # its checkpoint, which is damaged, no longer keeps the others from opening
-    with _quietly():  # it reads what may be damaged, and needs none of it
+        path.unlink()  # lets orbax open the other checkpoints
+    with _quietly():  # damaged descriptions are logged, but not needed
         return Store(ocp.CheckpointManager(directory.absolute(), options=options))
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the tracebacks that orbax's threads log: what fails is raised here as well."""
+    """Suppresses the tracebacks that orbax's threads log: the failure is also raised."""
     logger, hook = logging.getLogger("absl"), sys.unraisablehook
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
 
-    def others(unraisable: Any) -> None:
+    def ignore_closed_loop(unraisable: Any) -> None:
         if "Event loop is closed" not in str(unraisable.exc_value):
             hook(unraisable)
 
-    sys.unraisablehook = others
+    sys.unraisablehook = ignore_closed_loop
     try:
         yield
-        sys.unraisablehook = hook  # after a failure, they still come
+        sys.unraisablehook = hook  # stays after a failure: the threads still report it
     finally:
         logger.setLevel(level)
 
 
-def _not_of_a_save(record: logging.LogRecord) -> bool:
-    """Whether a message of asyncio is about anything else than a save that failed.
+def _is_not_from_save(record: logging.LogRecord) -> bool:
+    """Returns False for a message of asyncio about a save that failed.
 
-    A save that fails is raised; of some of orbax's futures the exception is never read besides, and
-    asyncio complains when they are collected.
+    The failure is also raised. Orbax never reads the exceptions of some of its futures, and asyncio
+    logs that.
     """
     return "orbax" not in record.getMessage()
 
 
-def _named(tree: PyTree) -> dict[str, Any]:
+def _by_path(tree: PyTree) -> dict[str, Any]:
     return {
         jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
 
-def _leaves(tree: PyTree) -> dict[str, np.ndarray]:
-    return {key: np.asarray(leaf) for key, leaf in _named(tree).items()}
+def _to_numpy(tree: PyTree) -> dict[str, np.ndarray]:
+    return {path: np.asarray(leaf) for path, leaf in _by_path(tree).items()}
 
 
-def _clear(directory: Path) -> None:
-    """Remove what a save that did not end has left; the run's lock keeps others out.
+def _remove_temporary(directory: Path) -> None:
+    """Removes the files of a save that did not finish.
 
-    The threads of one that has just failed may still be writing for a moment.
+    Retries for 5 seconds, because threads of a failed save may still write.
     """
     for _ in range(50):
-        left = list(directory.glob("*.orbax-checkpoint-tmp*"))
-        if not left:
+        paths = list(directory.glob("*.orbax-checkpoint-tmp*"))
+        if not paths:
             return
-        for path in left:
+        for path in paths:
             shutil.rmtree(path, ignore_errors=True)
         time.sleep(0.1)
 
 
 def _too_deep(directory: Path) -> list[Path]:
-    """Descriptions at which orbax would end, whichever checkpoint is asked for: JSON that nests
-    without end. Whatever else is wrong with one, it passes over."""
-    found = []
+    """Returns descriptions that are nested too deeply to parse.
+
+    Such a file stops orbax from opening any checkpoint; it ignores other damage.
+    """
+    paths = []
     for path in directory.glob("*/_CHECKPOINT_METADATA"):
         try:
             json.loads(path.read_bytes())
         except RecursionError:
-            found.append(path)
+            paths.append(path)
         except (OSError, ValueError):
             continue
-    return found
+    return paths
 
 
 def _sums(folder: Path) -> str:
-    """The SHA-256 of each file, as sha256sum writes them."""
+    """Returns the SHA-256 of each file in the format of sha256sum."""
     lines = []
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         if not path.name.startswith(SUMS):
@@ -280,9 +297,10 @@ def _digest(leaf: np.ndarray) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _text_digest(content: Any) -> str:
+def _json_digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _line(error: Exception) -> str:
+    """Returns the first line of an error message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,34 +1,27 @@
-"""Clients' personal models as files, and back: a `.safetensors` for each client.
+"""Exports the personal models of clients to `.safetensors` files, and loads them.
 
-A file holds the variables that the client is served, by names such as params/conv1/kernel, and
-beside them in plain text what is needed to use them. What a method predicts with is a network and
-its settings, of which only the name and the settings are written; nothing in a file is executed.
+A file holds the variables that the client is served, by names such as params/conv1/kernel, and a
+description in JSON with the network's name and settings. Nothing in a file is executed.
 """
 
-import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
 
-from fedjax_pfl.algorithms.fedem import Mixture
-from fedjax_pfl.algorithms.fedmn.modular import Modular, Routed
-from fedjax_pfl.algorithms.fedproto import Nearest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Federation, PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import group_algorithms, wrap_clients
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import ClientData, client_data
-from fedjax_pfl.networks import MODELS
-from fedjax_pfl.networks.factorized import Factorized, Hadamard, SplitKernels
-from fedjax_pfl.networks.user_defined import UserNetwork
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, run_directory, runner
-from fedjax_pfl.runs.build import build, described
+from fedjax_pfl.runs.build import build, example_facts
+from fedjax_pfl.runs.network_json import from_json, lists_to_tuples, to_json
 from fedjax_pfl.runs.resume import restore, state_templates
 from fedjax_pfl.runs.run_state import client_table
 from fedjax_pfl.settings import configuration, custom
@@ -36,130 +29,136 @@ from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
 from fedjax_pfl.simulation.stores import ClientStore
 
-_KEY = "fedjax_pfl"  # of the metadata; one key, because their order is not fixed
+_KEY = "fedjax_pfl"  # the only key of the metadata, because the order of keys is not fixed
 _FORMAT = 1
-NETWORKS: dict[str, Callable[..., Any]] = {
-    **MODELS,
-    "factorized": Factorized,
-    "hadamard": Hadamard,
-    "mixture": Mixture,
-    "modular": Modular,
-    "nearest": Nearest,
-    "routed": Routed,
-    "split_kernels": SplitKernels,
-}
 
 
-def restored(
+def load_result(
     directory: str | Path,
     *,
     data_dir: str | None = None,
-    **brought: Unpack[custom.UserComponents],
+    **components: Unpack[custom.UserComponents],
 ) -> runner.Result:
-    """What a finished run was left with, from its last checkpoint. Nothing is trained or written.
+    """Loads the result of a finished run from its last checkpoint. Trains and writes nothing.
 
     Args:
-      data_dir: where prepared datasets are, if not where the run's configuration says.
-      brought: what was given to `run`: dataset, algorithm, model and so on.
+      directory: The run directory.
+      data_dir: Folder of prepared datasets. Default: the one of the run's configuration.
+      **components: User-defined components that were passed to `run`.
     """
     directory = Path(directory)
+    config, last = _finished_config(directory, components)
+    loaded = {k: v for k, v in config.items() if k not in settings_with("resumable")}
+    loaded["store"] = config.get("store", "device")  # the state may not fit on the device
+    loaded["data_dir"] = data_dir or config.get("data_dir")
+    registry, loaded = custom.register(loaded, **components)
+    settings = configuration.complete(loaded, registry)
+    experiment = build(settings, registry=registry, plans=run_directory.read_plans(directory))
+    run_directory.check_examples(directory, example_facts(experiment))
+    store = checkpoints.open_store(directory / "checkpoints", read_only=True)
+    resolved = json.loads(json.dumps(configuration.resolve(settings, registry)))
+    try:
+        at, state, best = restore(experiment, store, state_templates(experiment), last, resolved)
+    except checkpoints.DamagedError as error:
+        raise UsageError(
+            f"{directory}: the checkpoint of round {last} is damaged: {error}; run the command of "
+            "this run again to write it again"
+        ) from None
+    return runner.Result(
+        config=resolved,
+        metrics=list(at.metrics),
+        clients=client_table(experiment, at),
+        ledger=at.ledger,
+        state=state,
+        best=best,
+        phases=experiment.phases,
+        data=experiment.data,
+        federation=experiment.federation,
+        directory=directory,
+        observations=run_directory.read_observations(directory, last, read_only=True),
+        resumed_at=last,
+    )
+
+
+def _finished_config(directory: Path, components: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
+    """Returns the configuration and last round of a run. Raises UsageError if it cannot be loaded.
+
+    Args:
+      directory: The run directory.
+      components: User-defined components by kind.
+    """
     if not (directory / "config.json").is_file():
-        inside = sorted(directory.glob("*/config.json"))
-        hint = f"; there are {len(inside)} in it, such as {inside[0].parent}" if inside else ""
+        inner = sorted(directory.glob("*/config.json"))
+        hint = f"; it contains {len(inner)}, such as {inner[0].parent}" if inner else ""
         raise UsageError(f"{directory} is not a run directory: it has no config.json{hint}")
-    config: dict[str, Any] = _tuples(run_reader.read_config(directory))
+    config: dict[str, Any] = lists_to_tuples(run_reader.read_config(directory))
     try:
         phases: tuple[dict[str, Any], ...] = config["phases"] or ({},)
         last = sum(phase.get("rounds", config["rounds"]) for phase in phases)
     except (TypeError, KeyError):
         raise UsageError(f"{directory / 'config.json'} is damaged: it has no rounds") from None
     if not (directory / "report.html").is_file():
-        raise UsageError(f"{directory} has not finished; give its command again, which ends it")
-    _check_brought(directory, config, phases, brought)
+        raise UsageError(f"{directory} has not finished; run its command again to finish it")
+    _check_components(directory, config, phases, components)
     if config.get("deployed"):
         raise UsageError(
             f"{directory} is of a run that was deployed: each client has its own model on its own "
             "machine, and the server has none"
         )
-    folder = directory / "checkpoints"
-    if not (folder / str(last)).is_dir():
+    if not (directory / "checkpoints" / str(last)).is_dir():
         raise UsageError(f"{directory} has no checkpoint of its last round, {last}")
-    here = {k: v for k, v in config.items() if k not in settings_with("resumable")}
-    here["store"] = config.get("store", "device")  # what does not fit on a device still does not
-    here["data_dir"] = data_dir or config.get("data_dir")
-    words, here = custom.register(here, **brought)
-    settings = configuration.complete(here, words)
-    built = build(settings, words=words, plans=run_directory.read_plans(directory))
-    run_directory.check_examples(directory, described(built))
-    store = checkpoints.open_store(folder, only_read=True)
-    resolved = json.loads(json.dumps(configuration.resolve(settings, words)))
-    try:
-        at, state, best = restore(built, store, state_templates(built), last, resolved)
-    except checkpoints.DamagedError as error:
-        raise UsageError(
-            f"{directory}: the checkpoint of round {last} is damaged: {error}; give the run's "
-            "command again, which makes it anew"
-        ) from None
-    return runner.Result(
-        config=resolved,
-        metrics=list(at.metrics),
-        clients=client_table(built, at),
-        ledger=at.ledger,
-        state=state,
-        best=best,
-        phases=built.phases,
-        data=built.data,
-        federation=built.federation,
-        directory=directory,
-        observations=run_directory.read_observations(directory, last, only_read=True),
-        resumed_at=last,
-    )
+    return config, last
 
 
-def _check_brought(directory: Path, config: Any, phases: Any, brought: Any) -> None:
-    """UsageError where a run had something that is not ours and is not given."""
-    for kind, ours in configuration.BUILTINS._asdict().items():
-        # A run from before there was such a setting has none.
-        usual = configuration.component_name(config, kind) if kind in config else None
-        names = {str(name) for name in (usual, *(p.get(kind, usual) for p in phases)) if name}
-        if brought.get(kind) is None and (own := sorted(names - set(ours))):
+def _check_components(
+    directory: Path, config: Any, phases: Any, components: Mapping[str, Any]
+) -> None:
+    """Raises UsageError if the run has a user-defined component that is not in `components`."""
+    for kind, builtins in configuration.BUILTINS._asdict().items():
+        # A run of an older version may lack the setting.
+        default = configuration.component_name(config, kind) if kind in config else None
+        names = {str(name) for name in (default, *(p.get(kind, default) for p in phases)) if name}
+        if components.get(kind) is None and (missing := sorted(names - set(builtins))):
             article = "an" if kind[0] in "aeiou" else "a"
             raise UsageError(
-                f"{directory} was run with {article} {kind} of your own, {own[0]}; from Python, "
-                f"fedjax_pfl.runs.export.restored(..., {kind}=...) takes it"
+                f"{directory} was run with {article} {kind} of your own, {missing[0]}; in Python, "
+                f"use fedjax_pfl.runs.export.load_result(..., {kind}=...)"
             )
 
 
-def write(
+def write_models(
     result: runner.Result,
     folder: str | Path,
     clients: Sequence[int] | None = None,
     *,
     best: bool = False,
 ) -> list[Path]:
-    """A file for each client (or for these), client-0.safetensors and so on, in a new folder.
+    """Writes client-0.safetensors and so on to a new folder. Returns the paths.
 
     Args:
-      best: the models of the round that was best on validation examples, not of the last.
+      result: Result of a run.
+      folder: The folder.
+      clients: Client ids. Default: all.
+      best: True for the models of the best round on validation examples instead of the last.
     """
     folder = Path(folder)
-    check(folder)
-    ids = _ids(result, clients)
-    t, state = _state(result, best)
-    algorithm = result.phases[-1].algorithm
-    about = Described(
-        result.phases[-1].config.algorithm,
-        result.config["dataset"],
-        result.config["seed"],
-        result.federation,
+    check_folder(folder)
+    ids = _client_ids(result, clients)
+    t, state = _select_state(result, best)
+    run = RunFacts(
+        algorithm=result.phases[-1].config.algorithm,
+        dataset=result.config["dataset"],
+        seed=result.config["seed"],
+        federation=result.federation,
     )
-    each = group_algorithms(algorithm)
-    for member in each:
-        _network(member, about)
+    members = group_algorithms(result.phases[-1].algorithm)
+    for member in members:
+        _network(member, run)
     paths = []
     for i, variables in personalize(result, state, t, ids):
-        one = client_data(result.data, np.asarray(i))
-        content = packed(about, each[int(result.federation.groups[i])], i, t, one, variables)
+        member = members[int(result.federation.groups[i])]
+        examples = client_data(result.data, np.asarray(i))
+        content = pack(run, member, client=i, rounds=t, data=examples, variables=variables)
         paths.append(folder / f"client-{i}.safetensors")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -169,8 +168,8 @@ def write(
     return paths
 
 
-class Described(NamedTuple):
-    """What all models of a run have in common, for their files."""
+class RunFacts(NamedTuple):
+    """Facts that the models of all clients of a run have in common."""
 
     algorithm: str
     dataset: str
@@ -178,81 +177,96 @@ class Described(NamedTuple):
     federation: Federation
 
 
-def packed(
-    about: Described, member: Algorithm, i: int, t: int, data: ClientData, variables: PyTree
+def pack(
+    run: RunFacts,
+    member: Algorithm,
+    *,
+    client: int,
+    rounds: int,
+    data: ClientData,
+    variables: PyTree,
 ) -> bytes:
-    """The content of a client's file.
+    """Returns the content of a client's file.
 
     Args:
-      member: the algorithm of the client's group.
-      t: after how many rounds.
-      data: the client's.
+      run: Facts of the run.
+      member: Algorithm of the client's group.
+      client: Client id.
+      rounds: Number of rounds that were trained.
+      data: Examples of the client.
+      variables: Variables of the personal model.
     """
     facts = {
         "format": _FORMAT,
-        "algorithm": about.algorithm,
-        "dataset": about.dataset,
-        "model": _network(member, about),
-        "client": i,
-        "round": t,
-        "seed": about.seed,
-        "input_shape": list(about.federation.input_shape),
-        "input_dtype": about.federation.input_dtype,
-        "each": list(about.federation.positions),
-        "outputs": about.federation.outputs,
-        **_constants(about.federation.metadata or {}, data),
+        "algorithm": run.algorithm,
+        "dataset": run.dataset,
+        "model": _network(member, run),
+        "client": client,
+        "round": rounds,
+        "seed": run.seed,
+        "input_shape": list(run.federation.input_shape),
+        "input_dtype": run.federation.input_dtype,
+        "each": list(run.federation.positions),
+        "outputs": run.federation.outputs,
+        **_input_scale(run.federation.metadata or {}, data),
         "label_map": _as_list(data.label_map),
         "classes": _as_list(data.classes),
     }
-    flat = _flat(variables, about.algorithm)
-    return _safetensors().save(flat, metadata={_KEY: json.dumps(facts)})
+    arrays = _by_name(variables, run.algorithm)
+    return _safetensors().save(arrays, metadata={_KEY: json.dumps(facts)})
 
 
-def _constants(about: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
-    """Returns scale and shift of inputs: those that the data have, or their normalisation."""
-    if "input_mean" not in about:
+def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any]:
+    """Returns scale and shift of inputs, from the data or from their normalisation."""
+    if "input_mean" not in metadata:
         return {"scale": _as_list(data.scale), "shift": _as_list(data.shift)}
-    mean, deviation = np.array(about["input_mean"]), np.array(about["input_deviation"])
+    mean, deviation = np.array(metadata["input_mean"]), np.array(metadata["input_deviation"])
     return {"scale": _as_list(1 / deviation), "shift": _as_list(-mean / deviation)}
 
 
 def personalize(
     result: runner.Result, state: Any, t: int, ids: Sequence[int]
 ) -> Iterator[tuple[int, PyTree]]:
-    """The variables that clients are served, as NumPy arrays: of a state after t rounds."""
-    algorithm = result.phases[-1].algorithm
-    # From wherever it was computed to one device, once for all clients.
-    clients = state.clients if isinstance(state.clients, ClientStore) else None
-    kept = state._replace(clients=()) if clients else wrap_clients(algorithm, state)
-    state, data = jax.device_put(jax.device_get((kept, result.data)))
-    seen = state._replace(clients=())
-    offloaded = OffloadedRows(clients) if clients else None
+    """Yields client ids and the variables that they are served, as NumPy arrays.
 
-    def served(member: Algorithm) -> Any:
-        def one(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
+    Args:
+      result: Result of a run.
+      state: State after `t` rounds.
+      t: Number of rounds.
+      ids: Client ids.
+    """
+    algorithm = result.phases[-1].algorithm
+    # Copies everything to one device once, for all clients.
+    store = state.clients if isinstance(state.clients, ClientStore) else None
+    full_state = state._replace(clients=()) if store else wrap_clients(algorithm, state)
+    state, data = jax.device_put(jax.device_get((full_state, result.data)))
+    shared = state._replace(clients=())
+    offloaded = OffloadedRows(store) if store else None
+
+    def personalize_with(member: Algorithm) -> Any:
+        def serve(state: Any, data: Any, client: PyTree, i: Any, t: Any, key: Any) -> PyTree:
             state = state._replace(rows=offloaded.join(state.rows)) if offloaded else state
             ctx = ClientContext(i, client_data(data, i), t, stage_key(key, PERSONAL, t, i))
             return member.personalize(state, client, ctx)
 
-        return jax.jit(one)
+        return jax.jit(serve)
 
-    each = [served(member) for member in group_algorithms(algorithm)]
+    programs = [personalize_with(member) for member in group_algorithms(algorithm)]
     key = jax.random.key(result.config["seed"])
     for i in ids:
         g = int(result.federation.groups[i])
-        if clients:
-            client = trees.row(clients.read(g, np.array([i])), 0)
+        if store:
+            client = trees.row(store.read(g, np.array([i])), 0)
         else:
             client = trees.row(state.clients[g], i)
-        yield i, jax.device_get(each[g](seen, data, client, i, t, key))
+        yield i, jax.device_get(programs[g](shared, data, client, i, t, key))
 
 
-def about(path: str | Path) -> dict[str, Any]:
-    """What is written beside a model: whose it is, and what goes in and comes out.
+def describe(path: str | Path) -> dict[str, Any]:
+    """Returns the description of a model file: its client, inputs and outputs.
 
-    An example goes in as x * scale + shift where these are not None, computed in 64 bits. Output c
-    stands for the class c of the dataset, or for those that `label_map` gives c; `classes` says
-    which outputs count.
+    Inputs are x * scale + shift if these are not None, computed in 64 bits. Output c is class c of
+    the dataset, or the classes that `label_map` maps to c. `classes` says which outputs count.
     """
     _safetensors()
     from safetensors import SafetensorError, safe_open
@@ -269,28 +283,29 @@ def about(path: str | Path) -> dict[str, Any]:
 
 
 def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
-    """A client's (model, variables): model.apply(variables, x) are its predictions.
+    """Loads a client's network and variables; model.apply(variables, x) are its predictions.
 
-    x is [B, ...], as `about` says; of classes, the outputs are logits.
+    x has shape [B, ...] and the scale of `describe`. Outputs of classes are logits.
 
     Args:
-      model: your own network, as it was given to `run`, if it was.
+      path: File of the model.
+      model: User-defined network that was passed to `run`.
     """
-    facts = about(path)
+    facts = describe(path)
     variables: dict[str, Any] = {}
     for name, leaf in _safetensors().load_file(path).items():
-        *way, last = name.split("/")
-        place = variables
-        for word in way:
-            place = place.setdefault(word, {})
-        place[last] = jax.device_put(leaf)  # where asarray compiles a program for each shape
+        *parents, last = name.split("/")
+        level = variables
+        for parent in parents:
+            level = level.setdefault(parent, {})
+        level[last] = jax.device_put(leaf)  # asarray would compile a program for each shape
     try:
-        net = _built(_tuples(facts["model"]), facts, model)
+        net = from_json(lists_to_tuples(facts["model"]), facts, model)
         x = jax.ShapeDtypeStruct((1, *facts["input_shape"]), facts["input_dtype"])
         shape = jax.eval_shape(net.apply, variables, x).shape
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
-    except Exception as error:  # flax raises whatever a missing or wrong array raises
+    except Exception as error:  # flax raises many types for a missing or wrong array
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(f"{path}: its network and its arrays do not fit: {line}") from None
     if shape != (1, *facts["each"], facts["outputs"]):
@@ -298,8 +313,8 @@ def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
     return net, variables
 
 
-def check(folder: Path) -> None:
-    """UsageError where nothing can be written, or where something is already."""
+def check_folder(folder: Path) -> None:
+    """Raises UsageError if safetensors is missing or the folder is not empty."""
     _safetensors()
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise UsageError(f"{folder} is not empty; choose another folder")
@@ -310,91 +325,52 @@ def _safetensors() -> Any:
         import safetensors.numpy
     except ImportError:
         raise UsageError(
-            "models are written with safetensors, which is not there: install it"
+            "models are written with safetensors, which is missing: install it"
         ) from None
     return safetensors.numpy
 
 
-def _ids(result: runner.Result, clients: Sequence[int] | None) -> list[int]:
+def _client_ids(result: runner.Result, clients: Sequence[int] | None) -> list[int]:
     n = result.federation.clients
     ids = sorted(set(range(n) if clients is None else clients))
-    if outside := [i for i in ids if not 0 <= i < n]:
-        raise UsageError(f"there is no client {outside[0]}; there are {n}, from 0 to {n - 1}")
+    if invalid := [i for i in ids if not 0 <= i < n]:
+        raise UsageError(f"there is no client {invalid[0]}; there are {n}, from 0 to {n - 1}")
     return ids
 
 
-def _state(result: runner.Result, best: bool) -> tuple[int, Any]:
+def _select_state(result: runner.Result, best: bool) -> tuple[int, Any]:
+    """Returns the number of rounds and the state, of the last or the best round."""
     last = result.metrics[-1]
     if not best:
         return last["round"], result.state
     if result.best is None:
-        raise UsageError("no round is best: the run had no validation examples to choose it by")
+        raise UsageError("there is no best round: the run had no validation examples to choose it")
     return last["best_round"], result.best
 
 
-def _network(member: Algorithm, about: Described) -> dict[str, Any]:
-    """The network whose `apply` a method predicts with, as plain data."""
+def _network(member: Algorithm, run: RunFacts) -> dict[str, Any]:
+    """Returns the network that a method predicts with, as plain data."""
     net = getattr(member.predict, "__self__", None)
     if net is None or getattr(net, "apply", None) != member.predict:
         raise UsageError(
-            f"{about.algorithm} predicts with a function of its own, which no file can hold; "
+            f"{run.algorithm} predicts with a function of its own, which no file can hold; "
             "give Algorithm the apply of a network"
         )
-    return _plain(net)
-
-
-def _plain(net: Any) -> dict[str, Any]:
-    if isinstance(net, UserNetwork):
-        return {"kind": "own", "name": net.name, **json.loads(json.dumps(dict(net.settings)))}
-    kinds = {made: name for name, made in NETWORKS.items()}
-    if type(net) not in kinds:
-        raise UsageError(f"{type(net).__name__} is a network of your own, which no file can hold")
-    fields = {f.name: getattr(net, f.name) for f in dataclasses.fields(net)}
-    settings = {name: v for name, v in fields.items() if name not in ("parent", "name")}
-    inner = {k: _plain(v) if dataclasses.is_dataclass(v) else v for k, v in settings.items()}
-    return {"kind": kinds[type(net)], **json.loads(json.dumps(inner))}
-
-
-def _built(plain: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
-    """A network from what `_plain` made of it: one of ours, or the one that is given."""
-    if plain["kind"] == "own":
-        name, settings = plain["name"], {k: plain[k] for k in plain if k not in ("kind", "name")}
-        if model is None:
-            raise UsageError(
-                f"it is of a network of your own, {name}; load(path, model={name}) takes it"
-            )
-        words, given = custom.register({}, model=model)
-        if given["model"] != name:
-            raise UsageError(f"it is of the network {name}, and {given['model']} is given")
-        net = words.model[name](outputs=facts["outputs"], **settings)
-        shape, dtype = tuple(facts["input_shape"]), facts["input_dtype"]
-        return dataclasses.replace(net, input_shape=shape, input_dtype=dtype)
-    made = {
-        key: _built(value, facts, model) if isinstance(value, dict) else value
-        for key, value in plain.items()
-        if key != "kind"
-    }
-    return NETWORKS[plain["kind"]](**made)
-
-
-def _tuples(plain: Any) -> Any:
-    """JSON with tuples for lists, as settings are."""
-    if isinstance(plain, dict):
-        return {key: _tuples(value) for key, value in plain.items()}
-    return tuple(map(_tuples, plain)) if isinstance(plain, list) else plain
+    return to_json(net)
 
 
 def _as_list(array: Any) -> Any:
     return None if array is None else np.asarray(array).tolist()
 
 
-def _flat(variables: PyTree, name: str) -> dict[str, np.ndarray]:
-    """Leaves by their path in nested dicts."""
-    flat = {}
+def _by_name(variables: PyTree, algorithm: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of nested dicts by names such as params/conv1/kernel."""
+    arrays = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(variables):
-        if not all(isinstance(word, jax.tree_util.DictKey) for word in path):
+        if not all(isinstance(key, jax.tree_util.DictKey) for key in path):
             raise UsageError(
-                f"{name} serves other things than nested dicts of arrays, which no file can hold"
+                f"{algorithm} serves something other than nested dicts of arrays, which no file "
+                "can hold"
             )
-        flat["/".join(str(word.key) for word in path)] = np.ascontiguousarray(leaf)
-    return flat
+        arrays["/".join(str(key.key) for key in path)] = np.ascontiguousarray(leaf)
+    return arrays

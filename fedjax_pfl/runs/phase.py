@@ -1,4 +1,4 @@
-"""A phase of a run: the algorithm that its settings make, and its rounds, compiled when called."""
+"""A phase of a run: its algorithm, made from the settings, and its compiled rounds."""
 
 import dataclasses
 import functools
@@ -22,7 +22,7 @@ from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.data.checks import describe_holder
 from fedjax_pfl.networks.user_defined import UserNetwork, check, check_tokens
 from fedjax_pfl.networks.zero_head import ZeroHead
-from fedjax_pfl.runs import points
+from fedjax_pfl.runs.sweep_settings import setting_values
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan, sweep
 from fedjax_pfl.simulation.execution_plan import Plan
@@ -32,77 +32,91 @@ from fedjax_pfl.simulation.records import CompiledRounds, RoundFunctions
 from fedjax_pfl.simulation.rounds import compiled, round_functions
 from fedjax_pfl.simulation.streamed import StreamedProgram
 
-_MANY = 10_000  # clients; of more than that not all are evaluated, unless that is said
+# With more clients than this, a sample of them is evaluated unless `evaluate_clients` is set.
+_MAX_EVALUATED = 10_000
 
 
 @dataclasses.dataclass(eq=False)
 class PhaseInputs:
-    """What a phase's rounds are made from, but for their plan."""
+    """Everything that determines the rounds of a phase, except the execution plan."""
 
-    alike: Sequence[ConfigDict]  # the phase in each point of a sweep
-    groups: Sequence[ConfigDict]  # the first point's, for each group of architectures
-    swept: Sequence[str]  # the names of settings that differ between points of the sweep
-    words: configuration.Registry
+    configs: Sequence[ConfigDict]  # settings of the phase in each run of a sweep
+    group_configs: Sequence[ConfigDict]  # settings of each architecture group, in the first run
+    swept: Sequence[str]  # names of the settings that differ between the runs
+    registry: configuration.Registry
     arrays: data.FederatedData
     federation: Federation
-    begin: int
+    begin: int  # first round
     mesh: Mesh | None
-    # Whatever has asked for the number of rounds, as a schedule over all of them does.
-    asked: set[str] = dataclasses.field(default_factory=set)
+    # Methods that read the number of rounds, for a schedule over all rounds.
+    round_count_readers: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def cohort(self) -> int:
-        return self.alike[0].clients_per_round or int(self.federation.active.sum())
+        """Returns the number of clients sampled in a round."""
+        return self.configs[0].clients_per_round or int(self.federation.active.sum())
 
     @property
     def devices(self) -> int:
+        """Returns the number of devices."""
         return self.mesh.size if self.mesh else 1
 
-    def points(self) -> Any:
-        """What its rounds take as key."""
-        if len(self.alike) == 1:
-            return jax.random.key(self.alike[0].seed)
-        return sweep.points([one.seed for one in self.alike])
+    def key(self) -> Any:
+        """Returns the key of the rounds: a PRNG key, or the Points of a sweep."""
+        if len(self.configs) == 1:
+            return jax.random.key(self.configs[0].seed)
+        return sweep.points([config.seed for config in self.configs])
 
     @property
-    def _values(self) -> dict[str, tuple[Any, ...]]:
-        return points.values(self.alike, self.swept)
+    def _swept_values(self) -> dict[str, tuple[Any, ...]]:
+        return setting_values(self.configs, self.swept)
 
     @functools.cached_property
     def algorithms(self) -> Callable[[str], tuple[Algorithm, ...]]:
-        """By lowering, that of each point, with which its numbers are checked."""
-        return functools.cache(self._made)
+        """Returns a function from a lowering of convolutions to the algorithm of each run.
 
-    def _made(self, conv: str) -> tuple[Algorithm, ...]:
-        own = list(zip(*self._values.values(), strict=True)) or [()] * len(self.alike)
-        each = {one: dict(zip(self.swept, one, strict=True)) for one in own}
-        made = {one: _algorithm(self, conv, values) for one, values in each.items()}
-        return tuple(made[one] for one in own)
+        Making an algorithm checks its settings.
+        """
+        return functools.cache(self._make_algorithms)
+
+    def _make_algorithms(self, conv: str) -> tuple[Algorithm, ...]:
+        values = list(zip(*self._swept_values.values(), strict=True)) or [()] * len(self.configs)
+        settings = {v: dict(zip(self.swept, v, strict=True)) for v in values}
+        by_values = {v: _algorithm(self, conv, settings[v]) for v in settings}
+        return tuple(by_values[v] for v in values)
 
     @functools.cached_property
     def evaluated(self) -> np.ndarray | None:
-        """The ids of those who are evaluated, the same in all evaluations; None: all."""
-        one, active = self.alike[0], np.flatnonzero(self.federation.active)
-        most = one.evaluate_clients
-        if most is None and len(active) > _MANY:  # half as many as train between two evaluations
-            most = max(1, self.cohort * one.eval_every // 2)
-        if most is None or most >= len(active):
+        """Returns the sorted ids of the evaluated clients, or None for all."""
+        config, active = self.configs[0], np.flatnonzero(self.federation.active)
+        count = config.evaluate_clients
+        if count is None and len(active) > _MAX_EVALUATED:
+            # Half as many as train between two evaluations.
+            count = max(1, self.cohort * config.eval_every // 2)
+        if count is None or count >= len(active):
             return None
-        rng = np.random.default_rng([one.partition_seed, 0xE7A1])
-        return np.sort(rng.choice(active, most, replace=False)).astype(np.int32)
+        rng = np.random.default_rng([config.partition_seed, 0xE7A1])
+        return np.sort(rng.choice(active, count, replace=False)).astype(np.int32)
 
-    def plain(self, chunk: int, *, by_client: bool = False) -> Callable[..., RoundFunctions]:
-        """From an algorithm to its rounds, to be compiled."""
-        one = self.alike[0]
+    def function_maker(
+        self, chunk: int, *, by_client: bool = False
+    ) -> Callable[[Algorithm], RoundFunctions]:
+        """Returns a function from an algorithm to its rounds, which are not compiled yet.
+
+        Args:
+          chunk: Clients that are vmapped together.
+          by_client: Whether to spread rows and client-side state over the mesh.
+        """
+        config = self.configs[0]
         return functools.partial(
             round_functions,
             federation=self.federation,
             cohort=self.cohort,
-            max_rounds=next_boundary(one, self.begin, self.begin) - self.begin,
-            dropout=one.dropout,
-            max_update_norm=one.max_update_norm,
-            evaluate_after=one.evaluate_after,
-            validate_after=one.validate_after,
+            max_rounds=next_boundary(config, self.begin, self.begin) - self.begin,
+            dropout=config.dropout,
+            max_update_norm=config.max_update_norm,
+            evaluate_after=config.evaluate_after,
+            validate_after=config.validate_after,
             evaluated_ids=self.evaluated,
             chunk=chunk,
             mesh=self.mesh,
@@ -110,26 +124,26 @@ class PhaseInputs:
         )
 
     def rounds(self, plan: Plan) -> CompiledRounds:
-        """Compiled when they are first called."""
-        plain = self.plain(plan.chunk)
-        if len(self.alike) == 1:
-            return compiled(plain(self.algorithms(plan.conv)[0]), self.mesh)
+        """Returns the rounds of all runs; they compile at the first call."""
+        make_functions = self.function_maker(plan.chunk)
+        if len(self.configs) == 1:
+            return compiled(make_functions(self.algorithms(plan.conv)[0]), self.mesh)
 
-        def make(values: Mapping[str, Any]) -> Any:
-            return plain(_algorithm(self, plan.conv, values))
+        def make(settings: Mapping[str, Any]) -> Any:
+            return make_functions(_algorithm(self, plan.conv, settings))
 
         return sweep.make_rounds(
-            make, self._values, self.mesh, execution_plan.default_chunk(len(self.alike))
+            make, self._swept_values, self.mesh, execution_plan.default_chunk(len(self.configs))
         )
 
 
 class Phase(NamedTuple):
-    """A part of a run that one algorithm fills."""
+    """A part of a run with one algorithm."""
 
     inputs: PhaseInputs
     plan: Plan
     rounds: CompiledRounds
-    store: str = "device"  # where examples and state are kept
+    store: str = "device"  # storage of examples and state
 
     def program(self, folder: Path | None) -> DeviceProgram | StreamedProgram:
         """Returns the compiled rounds with the examples, as a run calls them.
@@ -138,11 +152,11 @@ class Phase(NamedTuple):
           folder: Folder for data that does not fit into memory.
         """
         if self.store == "device":  # also for sweeps
-            return DeviceProgram(self.rounds, self.points, self.inputs.arrays)
-        make = self.inputs.plain(self.plan.chunk, by_client=self.store == "sharded")
+            return DeviceProgram(self.rounds, self.key, self.inputs.arrays)
+        make = self.inputs.function_maker(self.plan.chunk, by_client=self.store == "sharded")
         return make_program(
             make(self.algorithm),
-            self.points,
+            self.key,
             self.inputs.arrays,
             store=self.store,
             folder=folder,
@@ -151,188 +165,230 @@ class Phase(NamedTuple):
 
     @property
     def config(self) -> ConfigDict:
-        """Of the first point, where there are several."""
-        return self.inputs.alike[0]
+        """Returns the settings of the first run."""
+        return self.inputs.configs[0]
 
     @property
     def begin(self) -> int:
-        """Its first round."""
+        """Returns the first round."""
         return self.inputs.begin
 
     @property
     def end(self) -> int:
+        """Returns the round after the last."""
         return self.inputs.begin + self.config.rounds
 
     @property
     def federation(self) -> Federation:
-        """The run's, but for who is active."""
+        """Returns the federation; its active clients can differ between phases."""
         return self.inputs.federation
 
     @property
-    def points(self) -> Any:
-        """What its rounds take as key: a key, or the Points of a sweep."""
-        return self.inputs.points()
+    def key(self) -> Any:
+        """Returns the key of the rounds: a PRNG key, or the Points of a sweep."""
+        return self.inputs.key()
 
     @property
     def algorithms(self) -> tuple[Algorithm, ...]:
-        """Of each point."""
+        """Returns the algorithm of each run."""
         return self.inputs.algorithms(self.plan.conv)
 
     @property
     def algorithm(self) -> Algorithm:
-        """Of a run that is no sweep, or of its first point."""
+        """Returns the algorithm of the first run."""
         return self.algorithms[0]
 
-    def of(self, points: Sequence[int]) -> "Phase":
-        """The same of some points, not yet compiled; of a single one, a run of its own."""
-        if len(points) == len(self.inputs.alike):
+    def select(self, runs: Sequence[int]) -> "Phase":
+        """Returns the phase of some of its runs, not compiled yet."""
+        if len(runs) == len(self.inputs.configs):
             return self
-        inputs = dataclasses.replace(self.inputs, alike=[self.inputs.alike[i] for i in points])
+        inputs = dataclasses.replace(self.inputs, configs=[self.inputs.configs[i] for i in runs])
         return Phase(inputs, self.plan, inputs.rounds(self.plan), self.store)
 
 
 def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> Algorithm:
-    """The phase's algorithm: one per group of architectures where there are groups.
+    """Returns the algorithm of a phase; with groups, one that combines theirs.
 
-    settings: values in the place of the configuration's, by name.
+    Args:
+      inputs: Inputs of the phase.
+      conv: Lowering of convolutions.
+      settings: Values that replace those of the configuration, by name.
     """
-    one, words, federation = inputs.alike[0], inputs.words, inputs.federation
-    factory = words.algorithm[one.algorithm]
+    config, federation = inputs.configs[0], inputs.federation
+    factory = inputs.registry.algorithm[config.algorithm]
 
-    def value(name: str) -> Any:
-        return settings.get(name, one.get(name))
+    def value_of(name: str) -> Any:
+        return settings.get(name, config.get(name))
 
-    rate, step_schedule = _rate(inputs, one, value)
-    training = local_training.make_training(
-        words.optimizer[one.optimizer](value),
-        learning_rate=rate,
-        step_schedule=step_schedule,
-        clip_norm=value("clip_norm"),
-        batch_size=one.batch_size,
-        epochs=None if one.local_steps else one.local_epochs or 1,
-        steps=one.local_steps,
-        drop_last=one.drop_last,
-        keep_optimizer=one.keep_optimizer,
-        first_round=inputs.begin,
-        rounds=one.rounds,
-    )
-    training = _noting(training, functools.partial(inputs.asked.add, one.algorithm))
-    own = {
-        name: settings.get(f"{one.algorithm}.{name}", setting)
-        for name, setting in one.get(one.algorithm, ConfigDict()).to_dict().items()
+    method_settings = {
+        name: settings.get(f"{config.algorithm}.{name}", setting)
+        for name, setting in config.get(config.algorithm, ConfigDict()).to_dict().items()
     }
-    models = tuple(_model(inputs, g, conv) for g in inputs.groups)
+    training = _training(inputs, value_of)
+    models = tuple(_model(inputs, group_config, conv) for group_config in inputs.group_configs)
 
-    def of_group(g: int) -> Federation:
-        """Of a group that has an algorithm of its own: nobody else's model is stored there."""
+    def group_federation(g: int) -> Federation:
+        """Makes the clients of other groups inactive, so that nothing is stored for them."""
         return federation._replace(active=federation.active & (federation.groups == g))
 
     if len(models) == 1:
-        algorithm = factory(models[0], training, federation, **own)
-    elif "models" in inspect.signature(factory).parameters:  # it shares something between them
-        algorithm = factory(models, training, federation, **own)
+        algorithm = factory(models[0], training, federation, **method_settings)
+    elif "models" in inspect.signature(factory).parameters:  # shares something between groups
+        algorithm = factory(models, training, federation, **method_settings)
     else:
-        made = (factory(m, training, of_group(g), **own) for g, m in enumerate(models))
-        algorithm = by_group(tuple(made))
-    if not isinstance(algorithm, Algorithm):
-        raise UsageError(f"{one.algorithm} returns no Algorithm, but {type(algorithm).__name__}")
-    # One example on the device tells the shapes as well as all of them.
-    few = jax.device_put(inputs.arrays._replace(x=inputs.arrays.x[:1], y=inputs.arrays.y[:1]))
-    swept = any(isinstance(value, jax.core.Tracer) for value in settings.values())
-    if one.algorithm not in configuration.BUILTINS.algorithm and not swept:
-        check_shapes(one.algorithm, algorithm, federation, few)
-    context = transforms.TransformContext(
-        model=models[0], federation=federation, data=few, registry=words._asdict()
-    )
-    return transforms.chain(algorithm, *transforms.selected_transforms(value, context))
-
-
-def _rate(
-    inputs: PhaseInputs, one: ConfigDict, value_of: Callable[[str], Any]
-) -> tuple[Callable[[jax.Array], Any], Any]:
-    """The learning rate of a round, and what multiplies it within a visit, or None."""
-    if one.optimizer not in optimizers.OPTIMIZERS:  # which has a rate inside
-        return local_training.constant_rate(1.0), None
-    ends = [inputs.begin + round(share * one.rounds) for share in one.learning_rate_drops]
-    drops = np.asarray(ends, np.int32)
-    rate, factor = value_of("learning_rate"), None
-    if one.learning_rate_schedule != "constant":
-        factor = optimizers.schedule(
-            one.learning_rate_schedule, one.schedule_end, one.schedule_warmup
+        members = (
+            factory(model, training, group_federation(g), **method_settings)
+            for g, model in enumerate(models)
         )
-    over_rounds = factor if one.schedule_over == "rounds" else None
+        algorithm = by_group(tuple(members))
+    if not isinstance(algorithm, Algorithm):
+        raise UsageError(
+            f"{config.algorithm} must return an Algorithm, got {type(algorithm).__name__}"
+        )
+    # Shapes need one example only.
+    arrays = inputs.arrays
+    one_example = jax.device_put(arrays._replace(x=arrays.x[:1], y=arrays.y[:1]))
+    is_traced = any(isinstance(value, jax.core.Tracer) for value in settings.values())
+    if config.algorithm not in configuration.BUILTINS.algorithm and not is_traced:
+        check_shapes(config.algorithm, algorithm, federation, one_example)
+    context = transforms.TransformContext(
+        model=models[0],
+        federation=federation,
+        data=one_example,
+        registry=inputs.registry._asdict(),
+    )
+    return transforms.chain(algorithm, *transforms.selected_transforms(value_of, context))
 
-    def rate_of(t: jax.Array) -> Any:
-        now = rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32)
-        return over_rounds(t - inputs.begin, one.rounds) * now if over_rounds else now
 
-    return rate_of, None if over_rounds else factor
+def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_training.Training:
+    """Returns the local training of a phase. Reads of its number of rounds are recorded."""
+    config = inputs.configs[0]
+    rate, step_schedule = _rate(inputs, config, value_of)
+    training = local_training.make_training(
+        inputs.registry.optimizer[config.optimizer](value_of),
+        learning_rate=rate,
+        step_schedule=step_schedule,
+        clip_norm=value_of("clip_norm"),
+        batch_size=config.batch_size,
+        epochs=None if config.local_steps else config.local_epochs or 1,
+        steps=config.local_steps,
+        drop_last=config.drop_last,
+        keep_optimizer=config.keep_optimizer,
+        first_round=inputs.begin,
+        rounds=config.rounds,
+    )
+    note = functools.partial(inputs.round_count_readers.add, config.algorithm)
 
-
-def _noting(training: local_training.Training, note: Callable[[], None]) -> Any:
-    """The same training, which tells when an algorithm asks for the number of rounds."""
-
-    class Noting(type(training)):  # type: ignore[misc]
+    class RecordedTraining(type(training)):  # type: ignore[misc]
         @property
         def rounds(self) -> int:
             note()
             return training.rounds
 
-    return Noting(*training)
+    return RecordedTraining(*training)
 
 
-def _model(inputs: PhaseInputs, one: ConfigDict, conv: str) -> Any:
-    """The network of a phase or group, if it can be built for these examples and this task."""
-    factory, federation = inputs.words.model[one.model], inputs.federation
-    own = one.get(one.model, ConfigDict()).to_dict()
-    told = {key: value for key, value in own.items() if key != "digest"}
+def _rate(
+    inputs: PhaseInputs, config: ConfigDict, value_of: Callable[[str], Any]
+) -> tuple[Callable[[jax.Array], Any], Any]:
+    """Returns the learning rate of a round, and the schedule within a round or None.
+
+    Args:
+      inputs: Inputs of the phase.
+      config: Settings of the phase.
+      value_of: Returns the value of a setting.
+    """
+    if config.optimizer not in optimizers.OPTIMIZERS:  # a user-defined one has its own rate
+        return local_training.constant_rate(1.0), None
+    ends = [inputs.begin + round(share * config.rounds) for share in config.learning_rate_drops]
+    drops = np.asarray(ends, np.int32)
+    rate, factor = value_of("learning_rate"), None
+    if config.learning_rate_schedule != "constant":
+        factor = optimizers.schedule(
+            config.learning_rate_schedule, config.schedule_end, config.schedule_warmup
+        )
+    over_rounds = factor if config.schedule_over == "rounds" else None
+
+    def round_rate(t: jax.Array) -> Any:
+        dropped = rate * 0.1 ** jnp.sum(t >= drops).astype(jnp.float32)
+        return over_rounds(t - inputs.begin, config.rounds) * dropped if over_rounds else dropped
+
+    return round_rate, None if over_rounds else factor
+
+
+def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
+    """Returns the network of a phase or group. Raises UsageError if it does not fit the task.
+
+    Args:
+      inputs: Inputs of the phase.
+      config: Settings of the phase or group.
+      conv: Lowering of convolutions.
+    """
+    factory, federation = inputs.registry.model[config.model], inputs.federation
+    settings = config.get(config.model, ConfigDict()).to_dict()
+    shown = {name: value for name, value in settings.items() if name != "digest"}
     if hasattr(factory, "conv"):
-        own["conv"] = conv
+        settings["conv"] = conv
     shape, dtype = federation.input_shape, federation.input_dtype
     try:
-        model = factory(outputs=federation.outputs, **own)
+        model = factory(outputs=federation.outputs, **settings)
         if isinstance(model, UserNetwork):
             model = dataclasses.replace(model, input_shape=shape, input_dtype=dtype, conv=conv)
-        outputs = check(one.model, model, jax.eval_shape(lambda: federation.examples(2)))
-    except Exception as error:  # flax raises whatever a layer without room raises
-        if isinstance(error, UsageError) and one.model not in configuration.MODELS:
+        outputs = check(config.model, model, jax.eval_shape(lambda: federation.examples(2)))
+    except Exception as error:  # flax raises any type if an input is too small for a layer
+        if isinstance(error, UsageError) and config.model not in configuration.MODELS:
             raise
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        named = f"{one.model} {told}" if told else one.model
-        if one.model not in configuration.MODELS:
+        label = f"{config.model} {shown}" if shown else config.model
+        if config.model not in configuration.MODELS:
             hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in line else ""
-            raise UsageError(f"{named} fails for examples {shape}: {line}{hint}") from error
-        suits = _suiting(federation)
-        hint = "" if one.model in suits else f"; for such examples there is {' or '.join(suits)}"
-        raise UsageError(f"{named} does not suit examples {shape}: {line}{hint}") from error
-    wanted = (2, *federation.positions, federation.outputs)
-    if getattr(outputs, "shape", None) != wanted:
-        of = "each position and class" if federation.positions else "each class, label or target"
+            raise UsageError(f"{label} fails for examples {shape}: {line}{hint}") from error
+        fitting = _fitting_networks(federation)
+        hint = "" if config.model in fitting else f"; use {' or '.join(fitting)}"
+        raise UsageError(f"{label} does not suit examples {shape}: {line}{hint}") from error
+    expected = (2, *federation.positions, federation.outputs)
+    if getattr(outputs, "shape", None) != expected:
+        unit = "each position and class" if federation.positions else "each class, label or target"
         raise UsageError(
-            f"{one.model} gives {list(getattr(outputs, 'shape', []))} for 2 examples, and their "
-            f"task needs {list(wanted)}, an output for {of}"
+            f"{config.model} gives {list(getattr(outputs, 'shape', []))} for 2 examples, and their "
+            f"task needs {list(expected)}, an output for {unit}"
         )
-    if dtype == "int32" and (found := check_tokens(one.model, model, inputs.arrays.x)):
-        place, rows = found
-        row, column = divmod(place, int(np.prod(shape)))
-        token = inputs.arrays.x.flat[place]
-        holder = describe_holder(inputs.arrays, federation, row)
-        raise UsageError(
-            f"{inputs.alike[0].dataset}: {holder} has the token "
-            f"{token} in column {column} of x, and {one.model} embeds those from 0 to {rows - 1}; "
-            f"{'number tokens from 0' if token < 0 else 'give it a larger vocabulary'}"
-        )
-    return ZeroHead(model) if one.zero_head else model
+    if dtype == "int32":
+        _check_vocabulary(inputs, config.model, model)
+    return ZeroHead(model) if config.zero_head else model
 
 
-def _suiting(federation: Federation) -> tuple[str, ...]:
-    """Networks of ours for examples of this kind."""
+def _check_vocabulary(inputs: PhaseInputs, name: str, model: Any) -> None:
+    """Raises UsageError if a token of the examples is outside the network's vocabulary."""
+    if not (problem := check_tokens(name, model, inputs.arrays.x)):
+        return
+    place, size = problem
+    row, column = divmod(place, int(np.prod(inputs.federation.input_shape)))
+    token = inputs.arrays.x.flat[place]
+    holder = describe_holder(inputs.arrays, inputs.federation, row)
+    raise UsageError(
+        f"{inputs.configs[0].dataset}: {holder} has the token "
+        f"{token} in column {column} of x, and {name} embeds those from 0 to {size - 1}; "
+        f"{'number tokens from 0' if token < 0 else 'give it a larger vocabulary'}"
+    )
+
+
+def _fitting_networks(federation: Federation) -> tuple[str, ...]:
+    """Returns built-in networks for this kind of examples."""
     if np.issubdtype(federation.input_dtype, np.integer):
         return ("lstm", "transformer")
     return {1: ("mlp",), 2: ("cnn1d", "mlp")}.get(len(federation.input_shape), ("small", "mlp"))
 
 
-def next_boundary(one: ConfigDict, begin: int, now: int) -> int:
-    """Returns the round at which the next evaluation or checkpoint is due."""
-    every = [one.eval_every, *([one.checkpoint_every] if one.checkpoint_every else [])]
-    return min(begin + one.rounds, *(now + e - (now - begin) % e for e in every))
+def next_boundary(config: ConfigDict, begin: int, t: int) -> int:
+    """Returns the next round at which an evaluation or checkpoint is due.
+
+    Args:
+      config: Settings of the phase.
+      begin: First round of the phase.
+      t: Current round.
+    """
+    intervals = [config.eval_every]
+    if config.checkpoint_every:
+        intervals.append(config.checkpoint_every)
+    return min(begin + config.rounds, *(t + n - (t - begin) % n for n in intervals))

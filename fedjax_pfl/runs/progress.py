@@ -1,4 +1,4 @@
-"""What is told while a run goes on: a bar on a terminal, and a line per evaluation elsewhere."""
+"""Progress messages of a run: the values of the bar, and a line per evaluation for files."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,56 +12,68 @@ from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.simulation import metrics
 from fedjax_pfl.simulation.records import Evaluation
 
-_NAMED = 8  # clients in a line
+_MAX_CLIENTS = 8  # client ids in a line
 
 
-def named(sweep_run: SweepRun, line: str) -> str:
-    """A line for people, which says of which run it is where there are several."""
+def with_run_name(sweep_run: SweepRun, line: str) -> str:
+    """Prefixes a message with the name of its run, if it has one."""
     return f"{sweep_run.name}: {line}" if sweep_run.name else line
 
 
 def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
-    """The mean over runs that are computed together; nothing where none was scored."""
-    found = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]
-    kept = [value for value in found if np.isfinite(value)]
-    return show_score(metric, float(np.mean(kept))) if kept else ""
-
-
-def evaluation(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int) -> str:
-    """One line for a file: where the run is, how good, and what it has cost.
+    """Formats the mean of a metric over the runs of a program; "" if no run has a finite score.
 
     Args:
-      lines: that of each run that is computed in this program.
-      end: the last round.
+      metric: The metric.
+      lines: Line of metrics.jsonl of each run.
+      stage: "before" or "after".
     """
-    last = lines[0]
+    values = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]
+    finite = [value for value in values if np.isfinite(value)]
+    return show_score(metric, float(np.mean(finite))) if finite else ""
+
+
+def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int) -> str:
+    """Returns a line with the round, scores, loss, traffic and time of an evaluation.
+
+    Args:
+      metric: The metric.
+      lines: Line of metrics.jsonl of each run of the program.
+      end: The last round.
+    """
     scores = [(stage, score(metric, lines, stage)) for stage in ("before", "after")]
-    said = [f"{value} {stage}" for stage, value in scores if value]
+    score_text = ", ".join(f"{value} {stage}" for stage, value in scores if value)
     losses = [number((line["before"] or {}).get("loss")) for line in lines]
-    moved = sum(line["bytes_down"] + line["bytes_up"] for line in lines)
+    traffic = sum(line["bytes_down"] + line["bytes_up"] for line in lines)
     parts = [
-        f"{spoken(metric)} {', '.join(said)}" if said else f"{spoken(metric)} not finite",
+        f"{spoken(metric)} {score_text or 'not finite'}",
         f"loss {np.mean(losses):.4f}" if np.isfinite(losses).all() else "",
-        human_bytes(moved),
+        human_bytes(traffic),
         f"{sum(line['seconds'] for line in lines):.1f} s",
     ]
-    several = f" ({len(lines)} runs, mean)" if len(lines) > 1 else ""
-    return f"round {last['round']} of {end}{several}: {', '.join(filter(None, parts))}"
+    runs = f" ({len(lines)} runs, mean)" if len(lines) > 1 else ""
+    return f"round {lines[0]['round']} of {end}{runs}: {', '.join(filter(None, parts))}"
 
 
 def not_finite(experiment: Experiment, sweep_run: SweepRun, scores: Evaluation) -> Iterator[str]:
-    """A line on clients whose evaluation is not finite for the first time in this run."""
+    """Yields a message about clients whose evaluation is not finite for the first time.
+
+    Args:
+      experiment: Phases of the run.
+      sweep_run: The run; the clients are added to its set `reported`.
+      scores: Result of the evaluation.
+    """
     active = experiment.phases[sweep_run.at.phase].federation.active
     parts = [part for part in (scores.before, scores.validation, scores.after) if part is not None]
-    found = set[int]().union(
+    ids = set[int]().union(
         *(metrics.not_finite(part, active, experiment.federation.task) for part in parts)
     )
-    first = sorted(found - sweep_run.named)
-    sweep_run.named |= found
-    if first:
-        names = ", ".join(map(str, first[:_NAMED]))
-        more = f" and {len(first) - _NAMED} others" if len(first) > _NAMED else ""
+    new = sorted(ids - sweep_run.reported)
+    sweep_run.reported |= ids
+    if new:
+        names = ", ".join(map(str, new[:_MAX_CLIENTS]))
+        others = f" and {len(new) - _MAX_CLIENTS} others" if len(new) > _MAX_CLIENTS else ""
         yield (
-            f"round {sweep_run.at.round}: the evaluation of client{'s' * (len(first) > 1)} "
-            f"{names}{more} is not finite; it is null, and means leave it out"
+            f"round {sweep_run.at.round}: the evaluation of client{'s' * (len(new) > 1)} "
+            f"{names}{others} is not finite; it is null, and means leave it out"
         )

@@ -1,4 +1,4 @@
-"""A run directory's files: what is in it, who may use it, and how they are written whole."""
+"""Files of a run directory, and the lock that keeps other processes out."""
 
 import contextlib
 import datetime
@@ -27,23 +27,27 @@ try:
 except ImportError:  # Windows, where no directory can be opened either
     fcntl = None  # type: ignore[assignment]
 
-Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds, and what was seen
+Observations = dict[str, tuple[list[int], list[np.ndarray]]]  # by name: rounds and arrays
 
 
 @contextlib.contextmanager
-def claimed(
-    directory: Path, config: Mapping[str, Any], fixed_length: Callable[[], str] = str
+def claim(
+    directory: Path, config: Mapping[str, Any], fixed_length_reason: Callable[[], str] = str
 ) -> Iterator[Path]:
-    """Lock the directory for this run while the context lasts; UsageError if it is another run's.
+    """Locks a run directory while the context lasts, and creates it if it does not exist.
+
+    Raises UsageError if the directory belongs to another run or cannot be used.
 
     Args:
-      fixed_length: why a run that has begun cannot be made longer; nothing where it can.
+      directory: The run directory.
+      config: Resolved configuration of the run.
+      fixed_length_reason: Returns why more rounds would change a run that has started, or "".
     """
     try:
         if directory.is_file():
             raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
         directory.mkdir(parents=True, exist_ok=True)
-        held = None if fcntl is None else os.open(directory, os.O_RDONLY)
+        descriptor = None if fcntl is None else os.open(directory, os.O_RDONLY)
     except UsageError:
         raise
     except ValueError:  # a zero byte
@@ -51,219 +55,237 @@ def claimed(
     except OSError as error:
         raise _unusable(directory, error) from None
     try:
-        _lock(directory, held)
+        _lock(directory, descriptor)
         try:
-            _claim(directory, directory / "config.json", config, fixed_length)
+            _claim(directory, directory / "config.json", config, fixed_length_reason)
         except OSError as error:
             raise _unusable(directory, error) from None
         yield directory
     finally:
-        if held is not None:
-            os.close(held)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def _unusable(directory: Path, error: OSError) -> UsageError:
-    what = f"{directory} cannot be used ({error.strerror})"
-    return UsageError(f"{what}; {_advice(error)}, or choose another workdir")
+    problem = f"{directory} cannot be used ({error.strerror})"
+    return UsageError(f"{problem}; {_advice(error)}, or choose another workdir")
 
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 def _advice(error: OSError) -> str:
     if error.errno in _FULL:
-        return "make room on its disk"
-    return "make it writable" if error.errno in _CLOSED else "mend that"
+        return "free space on its disk"
+    return "make it writable" if error.errno in _READ_ONLY else "correct that"
 
 
 @contextlib.contextmanager
 def writing(
-    directory: Path | None, saved: Callable[[], Sequence[int]] | None = None
+    directory: Path | None, checkpoint_rounds: Callable[[], Sequence[int]] | None = None
 ) -> Iterator[None]:
-    """Turns a failure to write inside the context into one line that says why and what to do.
+    """Turns a failure to write inside the context into a UsageError that says what to do.
 
     Args:
-      saved: gives the rounds of which there is a checkpoint, newest first.
+      directory: The run directory. With None, exceptions pass unchanged.
+      checkpoint_rounds: Returns the rounds of the checkpoints, newest first.
     """
-    known = directory and directory / "config.json"
+    config = directory and directory / "config.json"
     try:
-        if known and not known.is_file():
-            raise FileNotFoundError(errno.ENOENT, "it is not there any more")
+        if config and not config.is_file():
+            raise FileNotFoundError(errno.ENOENT, "config.json is missing")
         yield
-    except Exception as error:  # orbax raises whatever its layers raise
-        if known is None or isinstance(error, UsageError):
+    except Exception as error:  # orbax raises any exception of its layers
+        if config is None or isinstance(error, UsageError):
             raise
-        if not known.is_file():
+        if not config.is_file():
             raise removed_directory(directory) from error
         if not isinstance(error, OSError):
             raise
-        rounds = saved() if saved else []
-        there = (
-            f"its checkpoint of round {rounds[0]} is whole" if rounds else "it has no checkpoint"
+        rounds = checkpoint_rounds() if checkpoint_rounds else []
+        saved = (
+            f"its checkpoint of round {rounds[0]} is intact" if rounds else "it has no checkpoint"
         )
         raise UsageError(
             f"{directory} cannot be written ({error.strerror or error}), so this run stops; "
-            f"{there}: {_advice(error)} and give the same command or call again"
+            f"{saved}: {_advice(error)} and run the same command or call again"
         ) from error
 
 
-def _lock(directory: Path, held: int | None) -> None:
-    """A process that dies, in whatever way, gives it back."""
-    if held is None:
+def _lock(directory: Path, descriptor: int | None) -> None:
+    """Locks the directory. The system releases the lock when the process ends."""
+    if descriptor is None:
         line = f"{directory} is not locked, as this system cannot; start no other run in it"
         print(line, file=sys.stderr)
         return
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(
             f"{directory} is in use by another process; wait for it or choose another workdir"
         ) from None
-    except OSError as error:  # some network file systems know no such lock
+    except OSError as error:  # some network file systems do not support this lock
         line = f"{directory} cannot be locked ({error.strerror}); start no other run in it"
         print(line, file=sys.stderr)
 
 
 def _claim(
-    directory: Path, known: Path, config: Mapping[str, Any], fixed_length: Callable[[], str]
+    directory: Path,
+    config_file: Path,
+    config: Mapping[str, Any],
+    fixed_length_reason: Callable[[], str],
 ) -> None:
-    if known.exists():
-        there = run_reader.read_config(directory)
-        longer = only_adds_rounds(there, config)
-        why = fixed_length() if longer else ""
-        different = differences(there, config)
-        if different and (why or not longer):
+    """Writes config.json, or checks that the existing one belongs to this run."""
+    if config_file.exists():
+        saved = run_reader.read_config(directory)
+        is_longer = only_adds_rounds(saved, config)
+        reason = fixed_length_reason() if is_longer else ""
+        changes = differences(saved, config)
+        if changes and (reason or not is_longer):
             raise UsageError(
-                f"{directory} holds a run with other settings: {'; '.join(different)}"
-                f"{why and f'; it cannot be made longer, because {why}'}; choose another workdir"
+                f"{directory} holds a run with other settings: {'; '.join(changes)}"
+                f"{reason and f'; it cannot be made longer, because {reason}'}; choose another "
+                "workdir"
             )
         if not os.access(directory, os.W_OK):
             raise UsageError(f"{directory} cannot be written; choose another workdir")
-        if longer:  # it is not finished any more
+        if is_longer:  # the run is no longer finished
             (directory / "report.html").unlink(missing_ok=True)
-            write_json(known, config)
+            write_json(config_file, config)
         return
-    # A run that was killed before anything else leaves the first file half written.
-    if {p.name for p in directory.iterdir()} - {_part(known).name}:
+    # A run that was killed at the start leaves a partial config.json.
+    if {p.name for p in directory.iterdir()} - {_temporary(config_file).name}:
         raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
-    write_json(known, config)
+    write_json(config_file, config)
 
 
-def _part(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".part")
 
 
-def _whole(path: Path, text: str) -> None:
-    """Replace a file at once: whoever reads it finds the old one or the new one."""
-    _part(path).write_text(text)
-    os.replace(_part(path), path)
+def _replace(path: Path, text: str) -> None:
+    """Writes a file atomically: a reader sees the old content or the new one."""
+    _temporary(path).write_text(text)
+    os.replace(_temporary(path), path)
 
 
 def write_json(path: Path, content: Any) -> None:
-    """One JSON file."""
-    _whole(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
+    """Writes a JSON file."""
+    _replace(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 
 def write_metrics(directory: Path, metrics: list[dict[str, Any]]) -> None:
-    """metrics.jsonl: one line per evaluation."""
+    """Writes metrics.jsonl, one line per evaluation."""
     lines = (json.dumps(line, allow_nan=False) + "\n" for line in metrics)
-    _whole(directory / "metrics.jsonl", "".join(lines))
+    _replace(directory / "metrics.jsonl", "".join(lines))
 
 
 def append_metrics(directory: Path, line: dict[str, Any]) -> None:
-    """Add the line of one evaluation to metrics.jsonl."""
+    """Appends the line of an evaluation to metrics.jsonl."""
     with open(directory / "metrics.jsonl", "a") as file:
         file.write(json.dumps(line, allow_nan=False) + "\n")
 
 
 def write_clients(directory: Path, rows: list[dict[str, Any]]) -> None:
-    """clients.csv: a row per client."""
-    part = directory / "clients.csv.part"
-    with open(part, "w", newline="", encoding="utf-8") as file:
+    """Writes clients.csv, one row per client."""
+    path = directory / "clients.csv"
+    with open(_temporary(path), "w", newline="", encoding="utf-8") as file:
         csv_tables.write(file, rows)
-    os.replace(part, directory / "clients.csv")
+    os.replace(_temporary(path), path)
 
 
-def write_observations(directory: Path, seen: Observations) -> None:
-    """NAME.npz for each: `rounds` [E] and `values` [E, ...]."""
-    for name, (rounds, values) in seen.items():
-        part = directory / f"{name}.npz.part"
-        with open(part, "wb") as file:
-            np.savez_compressed(file, rounds=np.asarray(rounds), values=np.stack(values))
-        os.replace(part, directory / f"{name}.npz")
+def write_observations(directory: Path, observations: Observations) -> None:
+    """Writes NAME.npz for each observation: `rounds` [E] and `values` [E, ...]."""
+    for name, (rounds, arrays) in observations.items():
+        path = directory / f"{name}.npz"
+        with open(_temporary(path), "wb") as file:
+            np.savez_compressed(file, rounds=np.asarray(rounds), values=np.stack(arrays))
+        os.replace(_temporary(path), path)
 
 
-def read_observations(directory: Path, until: int, *, only_read: bool = False) -> Observations:
-    """What was observed up to a round. A damaged file is set aside, or left out; it begins anew."""
-    seen: Observations = {}
+def read_observations(directory: Path, until: int, *, read_only: bool = False) -> Observations:
+    """Reads the observations up to a round. Leaves out damaged files.
+
+    Args:
+      directory: The run directory.
+      until: The last round.
+      read_only: False to rename damaged files, so that new ones can be written.
+    """
+    observations: Observations = {}
     for path in sorted(directory.glob("*.npz")):
         try:
             with np.load(path, allow_pickle=False) as file:
-                both = zip(file["rounds"], file["values"], strict=True)
-                kept = [(int(r), v) for r, v in both if r <= until]
-        except Exception as error:  # zipfile, zlib and NumPy raise what they like
+                pairs = zip(file["rounds"], file["values"], strict=True)
+                entries = [(int(r), array) for r, array in pairs if r <= until]
+        except Exception as error:  # zipfile, zlib and NumPy raise many types
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             line = f"{path} is damaged ({reason}); it is left out"
-            if not only_read:
-                aside = path.with_name(path.name + ".damaged")
-                os.replace(path, aside)
-                line = f"{path} is damaged ({reason}); it is now {aside.name} and begins anew"
+            if not read_only:
+                renamed = path.with_name(path.name + ".damaged")
+                os.replace(path, renamed)
+                line = (
+                    f"{path} is damaged ({reason}); renamed to {renamed.name}, a new one is begun"
+                )
             print(line, file=sys.stderr)
             continue
-        if kept:
-            seen[path.stem] = ([r for r, _ in kept], [v for _, v in kept])
-    return seen
+        if entries:
+            observations[path.stem] = ([r for r, _ in entries], [array for _, array in entries])
+    return observations
 
 
-def write_made(directory: Path) -> None:
-    """made.json: when and by what command a run began, and every state of the software it had."""
+def write_provenance(directory: Path) -> None:
+    """Writes made.json: start time, command, and the versions of every start or resume."""
     packages = ("fedjax_pfl", "jax", "flax", "optax", "numpy")
     versions = []
     for package in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
     python = ".".join(map(str, sys.version_info[:3]))
-    states = {"versions": ", ".join(versions), "python": python} | _commit()
+    current = {"versions": ", ".join(versions), "python": python} | _commit()
     path = directory / run_reader.MADE
     if not path.exists():
         began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-        write_json(path, {"began": began, "command": _command()} | states)
-    elif there := run_reader.read_made(directory):
-        later = {key: there.get(key, "unknown") for key in states}
-        later |= {k: f"{later[k]}; then {v}" for k, v in states.items() if not later[k].endswith(v)}
-        write_json(path, there | later)
+        write_json(path, {"began": began, "command": _command()} | current)
+    elif saved := run_reader.read_made(directory):
+        history = {key: saved.get(key, "unknown") for key in current}
+        for key, value in current.items():
+            if not history[key].endswith(value):
+                history[key] = f"{history[key]}; then {value}"
+        write_json(path, saved | history)
 
 
 def _commit() -> dict[str, str]:
-    """The commit of this library, where it runs from a checkout of its own."""
-    here = Path(__file__)
-    git = ["git", "-C", str(here.parent)]
+    """Returns the commit of this library if it runs from its own checkout."""
+    file = Path(__file__)
+    git = ["git", "-C", str(file.parent)]
     try:
         subprocess.run(
-            [*git, "ls-files", "--error-unmatch", here.name], capture_output=True, check=True
+            [*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=True
         )
-        asked = [*git, "describe", "--always", "--dirty"]
-        found = subprocess.run(asked, capture_output=True, check=True, text=True)
+        command = [*git, "describe", "--always", "--dirty"]
+        described = subprocess.run(command, capture_output=True, check=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return {}
-    return {"commit": found.stdout.strip()}
+    return {"commit": described.stdout.strip()}
 
 
 def _command() -> str:
-    """As it can be given again, without the places of this machine's programs."""
-    words = sys.orig_argv[1:]
-    if "ipykernel_launcher" in " ".join(words):
+    """Returns the command of this process, without folders of installed programs."""
+    arguments = sys.orig_argv[1:]
+    if "ipykernel_launcher" in " ".join(arguments):
         return "fedjax_pfl.run in a notebook"
-    if words and Path(words[0]).is_absolute():  # a script that was installed
-        return shlex.join([Path(words[0]).name, *words[1:]])
-    return shlex.join(["python", *words])
+    if arguments and Path(arguments[0]).is_absolute():  # an installed script
+        return shlex.join([Path(arguments[0]).name, *arguments[1:]])
+    return shlex.join(["python", *arguments])
 
 
 def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Writes data.json: what the numbers of examples stand for, and a digest of files' examples.
+    """Writes data.json. Raises UsageError if the run started with other examples.
 
-    Raises UsageError if the run began with other examples.
+    Args:
+      directory: The run directory.
+      facts: Result of `example_facts`.
     """
     if not facts:
         return
@@ -273,46 +295,45 @@ def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def check_examples(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Raises UsageError if a run was begun with other examples, or if nothing says with which."""
-    recorded = run_reader.read_examples(directory)
-    if "digest" not in facts or recorded == facts["digest"]:
+    """Raises UsageError if a run started with other examples, or if data.json is unreadable."""
+    saved_digest = run_reader.read_examples(directory)
+    if "digest" not in facts or saved_digest == facts["digest"]:
         return
-    if recorded is None:
+    if saved_digest is None:
         raise UsageError(
-            f"{directory / run_reader.EXAMPLES} is missing or damaged, so nothing says whether "
-            "this run was begun with the same examples; bring it back from a copy, or choose "
-            "another workdir"
+            f"{directory / run_reader.EXAMPLES} is missing or damaged, so the examples of this run "
+            "are unknown; restore the file from a copy, or choose another workdir"
         )
     raise UsageError(
         f"{directory} was begun with other examples: the files that it reads have changed "
-        "since; put them back, or choose another workdir"
+        "since; restore them, or choose another workdir"
     )
 
 
 def write_plans(directory: Path, plans: Sequence[Plan]) -> None:
-    """plan.json: how each phase's work is laid out, and on what machine."""
+    """Writes plan.json: the execution plan of each phase, and the machine."""
     content = {"machine": machine(), "phases": [plan._asdict() for plan in plans]}
     write_json(directory / "plan.json", content)
 
 
 def read_plans(directory: Path) -> list[Plan] | None:
-    """Those of a run that goes on, if made on such a machine; results do not hang on them."""
+    """Returns the plans of plan.json if they were made on this kind of machine, else None."""
     try:
-        found = json.loads((directory / "plan.json").read_text())
-        plans = (
-            [Plan(**plan) for plan in found["phases"]] if found["machine"] == machine() else None
-        )
+        content = json.loads((directory / "plan.json").read_text())
+        if content["machine"] != machine():
+            return None
+        plans = [Plan(**plan) for plan in content["phases"]]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return plans if plans is None or all(map(_can_be_used, plans)) else None
+    return plans if all(map(_is_valid, plans)) else None
 
 
-def _can_be_used(plan: Plan) -> bool:
+def _is_valid(plan: Plan) -> bool:
     return plan.conv in SETTINGS["conv"].choices and type(plan.chunk) is int and plan.chunk >= 1
 
 
 def traffic(ledger: Ledger) -> dict[str, Any]:
-    """Bytes by layer and direction, as traffic.json has them."""
+    """Returns the content of traffic.json: bytes by layer and direction."""
     return {
         "down": ledger.down,
         "up": ledger.up,
@@ -322,5 +343,5 @@ def traffic(ledger: Ledger) -> dict[str, Any]:
 
 
 def write_traffic(directory: Path, ledger: Ledger) -> None:
-    """traffic.json."""
+    """Writes traffic.json."""
     write_json(directory / "traffic.json", traffic(ledger))

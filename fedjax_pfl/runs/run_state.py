@@ -1,6 +1,6 @@
-"""A run's progress, and what an evaluation adds to it.
+"""Progress of a run, and the record of its evaluations.
 
-A program computes one run or, in a sweep, several. Each run has a directory of its own.
+One program computes one run or, in a sweep, several. Each run has its own directory.
 """
 
 import contextlib
@@ -25,52 +25,52 @@ from fedjax_pfl.simulation.records import Evaluation
 
 
 class Position(NamedTuple):
-    """Where a run stands, but for the states; plain data, saved in every checkpoint."""
+    """Progress of a run without its states. Plain data that every checkpoint contains."""
 
     phase: int = 0
     round: int = 0
-    seconds: float = 0.0  # its share of what all runs of its program took
-    evaluate_seconds: float = 0.0  # of these
-    compile_seconds: float = 0.0  # besides
-    checkpoint_seconds: float = 0.0  # besides; that of this very checkpoint is not yet in it
+    seconds: float = 0.0  # training and evaluation: this run's share of its program's time
+    evaluate_seconds: float = 0.0  # part of `seconds`
+    compile_seconds: float = 0.0  # not part of `seconds`
+    checkpoint_seconds: float = 0.0  # not part of `seconds`; without the current checkpoint
     ledger: Ledger = ledger.empty(0)
     pending: tuple[dict[str, float], int] = ({}, 0)  # training metrics since the last evaluation
     metrics: tuple[dict[str, Any], ...] = ()
     clients: tuple[dict[str, Any], ...] = ()  # rows of the last evaluation
-    best_round: int | None = None  # in this phase, by validation
+    best_round: int | None = None  # of this phase, by validation
     best_score: float | None = None
 
 
 @dataclasses.dataclass
 class SweepRun:
-    """One run of those that a program computes together."""
+    """One of the runs that a program computes."""
 
-    name: str  # among them; empty where it is alone
+    name: str  # unique in the sweep; empty for a single run
     settings: ConfigDict
-    config: dict[str, Any]  # as it is written down
+    config: dict[str, Any]  # resolved settings as they are saved
     directory: Path | None = None
     store: checkpoints.Store | None = None
     at: Position = dataclasses.field(default_factory=Position)
     best: State | None = None
-    seen: run_directory.Observations = dataclasses.field(default_factory=dict)
+    observations: run_directory.Observations = dataclasses.field(default_factory=dict)
     resumed_at: int | None = None
-    last_checkpoint_seconds: float = 0.0  # what it took here, which is what the next one may take
-    files: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # of its checkpoints
-    named: set[int] = dataclasses.field(default_factory=set)  # clients once said not to be finite
+    last_checkpoint_seconds: float = 0.0  # estimates the time of the next checkpoint
+    files: dict[int, list[str]] = dataclasses.field(default_factory=dict)  # rows, by checkpoint
+    reported: set[int] = dataclasses.field(default_factory=set)  # clients reported as not finite
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
-        """For what is written to its directory."""
+        """Returns the context for writing to the run's directory."""
         return run_directory.writing(self.directory, self.store and self.store.steps)
 
 
 def sync_files(sweep_run: SweepRun) -> None:
-    """Let its files say what has been measured up to where it stands, and read what was seen."""
+    """Cuts the run's files to its current round, and reads the observations up to there."""
     if sweep_run.directory:
         with sweep_run.writing():
             run_directory.write_metrics(sweep_run.directory, list(sweep_run.at.metrics))
             if sweep_run.settings.tensorboard:
                 tensorboard.write(sweep_run.directory, sweep_run.at.metrics)
-            sweep_run.seen = run_directory.read_observations(
+            sweep_run.observations = run_directory.read_observations(
                 sweep_run.directory, sweep_run.at.round
             )
 
@@ -78,17 +78,23 @@ def sync_files(sweep_run: SweepRun) -> None:
 def append_evaluation(
     sweep_run: SweepRun, observed: Mapping[str, np.ndarray], line: dict[str, Any]
 ) -> None:
-    """Keep what an evaluation showed."""
-    for name, values in observed.items():
-        rounds, each = sweep_run.seen.setdefault(name, ([], []))
+    """Appends an evaluation to the run's observations and files.
+
+    Args:
+      sweep_run: The run.
+      observed: Arrays that the method exposes of its state.
+      line: Line of metrics.jsonl.
+    """
+    for name, array in observed.items():
+        rounds, arrays = sweep_run.observations.setdefault(name, ([], []))
         rounds.append(sweep_run.at.round)
-        each.append(values)
+        arrays.append(array)
     if sweep_run.directory:
         with sweep_run.writing():
             run_directory.append_metrics(sweep_run.directory, line)
             if sweep_run.settings.tensorboard:
                 tensorboard.append(sweep_run.directory, line)
-            run_directory.write_observations(sweep_run.directory, sweep_run.seen)
+            run_directory.write_observations(sweep_run.directory, sweep_run.observations)
 
 
 def record_evaluation(
@@ -96,19 +102,27 @@ def record_evaluation(
     sweep_run: SweepRun,
     scores: Evaluation,
     state: State,
-    shown: Mapping[str, np.ndarray],
+    observed: Mapping[str, np.ndarray],
 ) -> dict[str, Any]:
-    """The line of one evaluation; where it is the phase's best by validation, its state is kept.
+    """Adds an evaluation to the run's position. Copies the state if it is the phase's best.
 
-    shown: what the method shows of its state, of which the line has the diagnostics.
+    Args:
+      experiment: Phases of the run.
+      sweep_run: The run.
+      scores: Result of the evaluation.
+      state: The evaluated state.
+      observed: Arrays that the method exposes of its state, for its diagnostics.
+
+    Returns:
+      The line of metrics.jsonl.
     """
-    at = sweep_run.at
+    at, task = sweep_run.at, experiment.federation.task
     active = experiment.phases[at.phase].federation.active
-    before = metrics.summary(scores.before, active, experiment.federation.task)
-    validation = metrics.summary(scores.validation, active, experiment.federation.task)
-    better = _is_better(experiment.federation.task.metrics[0], before, validation, at.best_score)
-    if better and validation:
-        score = validation[f"{experiment.federation.task.metrics[0].name}_mean"]
+    before = metrics.summary(scores.before, active, task)
+    validation = metrics.summary(scores.validation, active, task)
+    is_best = _is_best(task.metrics[0], before, validation, at.best_score)
+    if is_best and validation:
+        score = validation[f"{task.metrics[0].name}_mean"]
         at = at._replace(best_round=at.round, best_score=score)
         sweep_run.best = stores.copy_state(state)
     line = {
@@ -120,26 +134,25 @@ def record_evaluation(
         "checkpoint_seconds": round(at.checkpoint_seconds, 3),
         **metrics.means(at.pending),
         "before": before,
-        "after": scores.after and metrics.summary(scores.after, active, experiment.federation.task),
+        "after": scores.after and metrics.summary(scores.after, active, task),
         "validation": validation,
         "bytes_down": at.ledger.total_down,
         "bytes_up": at.ledger.total_up,
         "dropped": sum(at.ledger.dropped),
         "rejected": sum(at.ledger.rejected),
         "best_round": at.best_round,
-        **metrics.user_metrics(experiment.federation.task),
-        **_diagnostics(experiment, sweep_run, shown),
+        **metrics.user_metrics(task),
+        **_diagnostics(experiment, sweep_run, observed),
     }
-    evaluated = experiment.phases[at.phase].inputs.evaluated
-    rows = metrics.client_scores(scores, experiment.federation.task, evaluated)
-    known = at.clients if at.best_round is not None else ()  # an earlier phase's are not this one's
-    rows = metrics.add_best(rows, known, better, experiment.federation.task)
+    rows = metrics.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
+    previous = at.clients if at.best_round is not None else ()  # not those of an earlier phase
+    rows = metrics.add_best(rows, previous, is_best, task)
     sweep_run.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
 
 
 def _diagnostics(
-    experiment: Experiment, sweep_run: SweepRun, shown: Mapping[str, np.ndarray]
+    experiment: Experiment, sweep_run: SweepRun, current: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
     """Returns the diagnostics of an evaluation, as its line in metrics.jsonl holds them."""
     at, phase = sweep_run.at, experiment.phases[sweep_run.at.phase]
@@ -147,47 +160,51 @@ def _diagnostics(
     if method is None or not method.diagnostics:
         return {}
     earlier = [line for line in at.metrics if line["phase"] == at.phase]
-    last = earlier[-1]["round"] if earlier else None
+    first_round, last_round = (earlier[i]["round"] if earlier else None for i in (0, -1))
+    observations = sweep_run.observations.items()
     before = {
-        name: each[-1] for name, (rounds, each) in sweep_run.seen.items() if rounds[-1] == last
+        name: arrays[-1] for name, (rounds, arrays) in observations if rounds[-1] == last_round
     }
-    begin = earlier[0]["round"] if earlier else None
-    seen = sweep_run.seen.items()
-    first = {name: each[rounds.index(begin)] for name, (rounds, each) in seen if begin in rounds}
+    first = {
+        name: arrays[rounds.index(first_round)]
+        for name, (rounds, arrays) in observations
+        if first_round in rounds
+    }
     observed = diagnostics.Observed(
-        now=shown, before=before, layers=list(at.ledger.down), first=first
+        now=current, before=before, layers=list(at.ledger.down), first=first
     )
     length = phase.end - phase.begin
     return diagnostics.read(method.diagnostics, observed, earlier, at.round, length)._asdict()
 
 
 def new_warnings(sweep_run: SweepRun) -> list[str]:
-    """What the last evaluation remarks and the one before did not."""
-    said = [line.get("remarks", []) for line in sweep_run.at.metrics[-2:]]
-    before = said[0] if len(said) > 1 else []
-    return [remark for remark in said[-1] if remark not in before]
+    """Returns the remarks of the last evaluation that the one before it did not have."""
+    *previous, last = [line.get("remarks", []) for line in sweep_run.at.metrics[-2:]]
+    return [remark for remark in last if not previous or remark not in previous[0]]
 
 
 def client_table(experiment: Experiment, at: Position) -> list[dict[str, Any]]:
-    """A row for each client, at the end of a run."""
-    last = experiment.phases[-1].inputs.evaluated
-    return metrics.client_table(experiment.federation, at.clients, at.ledger, last)
+    """Returns the rows of clients.csv at the end of a run."""
+    evaluated = experiment.phases[-1].inputs.evaluated
+    return metrics.client_table(experiment.federation, at.clients, at.ledger, evaluated)
 
 
-def _is_better(
+def _is_best(
     metric: Metric,
     before: Mapping[str, Any] | None,
     validation: Mapping[str, Any] | None,
-    best: float | None,
+    best_score: float | None,
 ) -> bool:
-    """Whether an evaluation is the best so offload; one of which a part is not finite never is."""
+    """Returns True if an evaluation is better than all earlier ones and all clients are finite."""
     score = None if validation is None else validation[f"{metric.name}_mean"]
     if score is None or any(part and part["not_finite"] for part in (before, validation)):
         return False
-    return best is None or (score > best if metric.higher_is_better else score < best)
+    if best_score is None:
+        return True
+    return score > best_score if metric.higher_is_better else score < best_score
 
 
 def reset(experiment: Experiment, sweep_run: SweepRun) -> None:
-    """Set it to before the first round."""
+    """Sets a run to the position before the first round."""
     sweep_run.at = Position(ledger=ledger.empty(experiment.federation.clients))
     sweep_run.best = sweep_run.resumed_at = None

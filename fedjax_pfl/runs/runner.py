@@ -13,10 +13,10 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import method_labels, tensorboard
-from fedjax_pfl.runs import beside, checkpoints, points, run_directory
-from fedjax_pfl.runs.build import Experiment, build, described, fixed_length
+from fedjax_pfl.runs import checkpoints, reference_runs, run_directory, sweep_settings
+from fedjax_pfl.runs.build import Experiment, build, example_facts, fixed_length_reason
 from fedjax_pfl.runs.interrupt import Stop, on_keyboard
-from fedjax_pfl.runs.result import Result, recorded, write_report
+from fedjax_pfl.runs.result import Result, run_record, write_report
 from fedjax_pfl.runs.resume import group_by_checkpoint, resume
 from fedjax_pfl.runs.run_state import SweepRun, client_table, reset, sync_files
 from fedjax_pfl.runs.training_loop import NO_CALLBACKS, Callbacks, train
@@ -37,10 +37,10 @@ def run(
     on_evaluation: Callable[..., Any] | None = None,
     **components: Unpack[custom.UserComponents],
 ) -> Result:
-    """Trains and evaluates one run from a configuration; resumes if its directory has a part.
+    """Trains and evaluates one run from a configuration, or resumes it from its directory.
 
     Args:
-      config: Settings; those that are missing have their defaults.
+      config: Settings; a missing one has its default.
       workdir: Run directory. Default: nothing is written, and the run cannot be resumed.
       stop: Asked after every compiled call whether to save and raise Stopped.
       on_round: Called as on_round(t, log) with the `RoundLog` of every round, one compiled call
@@ -63,7 +63,7 @@ def run(
     """
     is_mapping = isinstance(config, Mapping | ConfigDict)  # run_all refuses anything else
     if is_mapping and (config.get("seeds", 1) > 1 or config.get("sweep")):
-        raise UsageError("seeds and sweep ask for several runs; run_all gives their results")
+        raise UsageError("seeds and sweep request several runs; use run_all")
 
     def without_name(callback: Callable[..., Any] | None) -> Callable[..., Any] | None:
         return None if callback is None else lambda name, *arguments: callback(*arguments)
@@ -105,86 +105,84 @@ def run_all(
       Results by name of the run, such as "learning_rate=0.1,seed=3", which is also the name of its
       directory in `workdir`; a single run has the name "".
     """
-    given = config.to_dict() if isinstance(config, ConfigDict) else config
-    words, given = custom.register(given, **components)
-    settings = configuration.complete(given, words)
+    settings_dict = config.to_dict() if isinstance(config, ConfigDict) else config
+    registry, settings_dict = custom.register(settings_dict, **components)
+    settings = configuration.complete(settings_dict, registry)
     multiprocess.check_settings(settings.to_dict(), general.settings_with("per_process"))
     if not isinstance(config, ConfigDict):  # a ConfigDict holds all settings, also unselected ones
-        selection.check_used(given, [settings], words)
+        selection.check_used(settings_dict, [settings], registry)
     selection.check_owners(components.get("dataset"), [settings])
     if settings.tensorboard:
         tensorboard.check()
-    configs = points.expand(settings, words)
-    beside.check(settings, configs.values(), workdir, words)
-    results = run_points(
+    configs = sweep_settings.expand(settings, registry)
+    reference_runs.check_settings(settings, configs.values(), workdir, registry)
+    results = run_configs(
         configs,
         workdir,
         stop,
-        words=words,
+        registry=registry,
         tell=tell,
         callbacks=Callbacks(on_round=on_round, on_evaluation=on_evaluation),
     )
     for name, result in results.items() if settings.reference or settings.beside else ():
-        _answer(result, configs[name], stop, words)
+        _add_references(result, configs[name], stop, registry)
     return results
 
 
-def _answer(
-    result: Result, settings: ConfigDict, stop: Stop | None, words: configuration.Registry
+def _add_references(
+    result: Result, settings: ConfigDict, stop: Stop | None, registry: configuration.Registry
 ) -> None:
-    """Report again, with the runs that are given or asked for beside it."""
+    """Trains missing reference runs and writes the report again."""
     assert result.directory is not None
-    for folder, one in beside.missing(recorded(result), settings, words).items():
-        run_points({"": one}, folder, stop, words=words)
+    missing = reference_runs.missing_runs(run_record(result), settings, registry)
+    for folder, config in missing.items():
+        run_configs({"": config}, folder, stop, registry=registry)
     with run_directory.writing(result.directory):
         write_report(result)
 
 
-def run_points(
-    points: Mapping[str, ConfigDict],
+def run_configs(
+    configs: Mapping[str, ConfigDict],
     workdir: str | Path | None = None,
     stop: Stop | None = None,
     *,
-    words: configuration.Registry = configuration.BUILTINS,
+    registry: configuration.Registry = configuration.BUILTINS,
     tell: Callable[[str], None] = _ignore,
     callbacks: Callbacks = NO_CALLBACKS,
 ) -> dict[str, Result]:
-    """Like `run_all`, for listed runs that differ in their seed and real-valued settings.
+    """Like `run_all`, for runs that differ in their seed and real-valued settings.
 
     Args:
-      points: Complete configurations by the names of their directories in `workdir`.
+      configs: Complete configurations by the names of their directories in `workdir`.
       workdir: Folder of the run directories.
       stop: As for `run`.
-      words: Components by name, user-defined ones included.
+      registry: Components by name, user-defined ones included.
       tell: As for `run_all`.
       callbacks: User functions.
     """
-    sweep_runs = [SweepRun(name, one, {}) for name, one in points.items()]
-    recorded = None
+    sweep_runs = [SweepRun(name, config, {}) for name, config in configs.items()]
+    plans = None
     if workdir is not None:
-        each = (run_directory.read_plans(Path(workdir, sweep_run.name)) for sweep_run in sweep_runs)
-        recorded = execution_plan.agreed(next(filter(None, each), None))
+        saved = (run_directory.read_plans(Path(workdir, name)) for name in configs)
+        plans = execution_plan.agreed(next(filter(None, saved), None))
     for sweep_run in sweep_runs:
-        sweep_run.config = json.loads(json.dumps(configuration.resolve(sweep_run.settings, words)))
-    experiment = build(
-        *(sweep_run.settings for sweep_run in sweep_runs), words=words, plans=recorded
-    )
-    tell(method_labels.first_line([sweep_run.config for sweep_run in sweep_runs], words))
+        resolved = configuration.resolve(sweep_run.settings, registry)
+        sweep_run.config = json.loads(json.dumps(resolved))
+    experiment = build(*configs.values(), registry=registry, plans=plans)
+    tell(method_labels.first_line([sweep_run.config for sweep_run in sweep_runs], registry))
     multiprocess.check_examples(experiment.data)
     for phase in experiment.phases:
         tell(execution_plan.describe(phase.plan, phase.inputs.cohort, phase.inputs.devices))
-    tell(
-        f"state and examples need at least {experiment.memory}; store={experiment.phases[0].store}"
-    )
-    fixed = functools.cache(functools.partial(fixed_length, experiment))
-    facts = described(experiment)
-    beside.check_examples([sweep_run.config for sweep_run in sweep_runs], facts)
-    with contextlib.ExitStack() as kept:
-        stop = stop or kept.enter_context(on_keyboard(saves=workdir is not None))
+    tell(f"memory needed: at least {experiment.memory}; store={experiment.phases[0].store}")
+    reason = functools.cache(functools.partial(fixed_length_reason, experiment))
+    facts = example_facts(experiment)
+    reference_runs.check_examples([sweep_run.config for sweep_run in sweep_runs], facts)
+    with contextlib.ExitStack() as stack:
+        stop = stop or stack.enter_context(on_keyboard(saves=workdir is not None))
         for sweep_run in sweep_runs if workdir is not None and multiprocess.lead() else []:
             directory = Path(workdir, sweep_run.name)  # type: ignore[arg-type]
-            sweep_run.directory = kept.enter_context(
-                run_directory.claimed(directory, sweep_run.config, fixed)
+            sweep_run.directory = stack.enter_context(
+                run_directory.claim(directory, sweep_run.config, reason)
             )
             with sweep_run.writing():
                 run_directory.write_examples(directory, facts)
@@ -195,10 +193,10 @@ def run_points(
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
             line = (str(error).splitlines() or ["MemoryError"])[0][:200]
             if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in line:
-                fewer = ", or fewer seeds or points at a time" if len(sweep_runs) > 1 else ""
+                runs = ", or fewer seeds or values at a time" if len(sweep_runs) > 1 else ""
                 raise UsageError(
-                    f"there is too little memory ({line}); go on with a smaller chunk or "
-                    f"checkpoint_every{fewer}, or begin anew with a smaller batch_size or model"
+                    f"out of memory ({line}); resume with a smaller chunk or checkpoint_every"
+                    f"{runs}, or start again with a smaller batch_size or model"
                 ) from error
             raise
 
@@ -209,42 +207,53 @@ def _execute(
     stop: Stop,
     callbacks: Callbacks,
 ) -> dict[str, Result]:
-    """Resumes or starts every run, trains those that are not finished, and writes their records."""
+    """Resumes or starts every run, trains unfinished runs, and writes all records.
+
+    Args:
+      experiment: Phases and examples.
+      sweep_runs: All runs.
+      stop: Request to stop.
+      callbacks: User functions.
+
+    Returns:
+      Results by name of the run.
+    """
     end, states = experiment.phases[-1].end, dict[str, State]()
     for i, sweep_run in enumerate(sweep_runs):
         reset(experiment, sweep_run)
         if multiprocess.agree(sweep_run.store is not None and end in sweep_run.store.steps()[:1]):
-            states |= zip(
-                [sweep_run.name], resume(experiment.of([i]), [sweep_run]) or [], strict=True
-            )
+            restored = resume(experiment.select([i]), [sweep_run]) or []
+            states |= zip([sweep_run.name], restored, strict=True)
             sync_files(sweep_run)
-    left = [i for i, sweep_run in enumerate(sweep_runs) if sweep_run.at.round < end]
-    for i in left:
+    unfinished = [i for i, sweep_run in enumerate(sweep_runs) if sweep_run.at.round < end]
+    for i in unfinished:
         if directory := sweep_runs[i].directory:
             with sweep_runs[i].writing():
-                run_directory.write_made(directory)
+                run_directory.write_provenance(directory)
     # Finished runs are not computed again, and runs with later checkpoints do not wait for others.
-    saved = [set(store.steps()) if (store := sweep_runs[i].store) else set[int]() for i in left]
-    for group in multiprocess.agree(group_by_checkpoint(saved)):
-        which = [left[n] for n in group]
-        program, some = experiment.of(which), [sweep_runs[i] for i in which]
-        found = train(program, some, resume(program, some), stop, callbacks)
-        states |= zip((sweep_run.name for sweep_run in some), found, strict=True)
+    steps = [
+        set(store.steps()) if (store := sweep_runs[i].store) else set[int]() for i in unfinished
+    ]
+    for group in multiprocess.agree(group_by_checkpoint(steps)):
+        numbers = [unfinished[n] for n in group]
+        program, group_runs = experiment.select(numbers), [sweep_runs[i] for i in numbers]
+        trained = train(program, group_runs, resume(program, group_runs), stop, callbacks)
+        states |= zip((sweep_run.name for sweep_run in group_runs), trained, strict=True)
     results = {}
     for i, sweep_run in enumerate(sweep_runs):
         result = results[sweep_run.name] = Result(
-            sweep_run.config,
-            list(sweep_run.at.metrics),
-            client_table(experiment, sweep_run.at),
-            sweep_run.at.ledger,
-            states[sweep_run.name],
-            sweep_run.best,
-            experiment.of([i]).phases,
-            experiment.data,
-            experiment.federation,
-            sweep_run.directory,
-            sweep_run.seen,
-            sweep_run.resumed_at,
+            config=sweep_run.config,
+            metrics=list(sweep_run.at.metrics),
+            clients=client_table(experiment, sweep_run.at),
+            ledger=sweep_run.at.ledger,
+            state=states[sweep_run.name],
+            best=sweep_run.best,
+            phases=experiment.select([i]).phases,
+            data=experiment.data,
+            federation=experiment.federation,
+            directory=sweep_run.directory,
+            observations=sweep_run.observations,
+            resumed_at=sweep_run.resumed_at,
         )
         if not sweep_run.directory:
             continue

@@ -135,7 +135,7 @@ def _train_phase(loop: Loop, state: State) -> tuple[State, bool]:
     state = loop.program.enter(state)
     _compile(loop, state)
     while loop.sweep_runs[0].at.round < loop.phase.end:
-        with loop.stop.held():
+        with loop.stop.protected():
             state, call = _train_and_evaluate(loop, state)
             is_ended = False
             for i, sweep_run in enumerate(loop.sweep_runs):
@@ -144,7 +144,7 @@ def _train_phase(loop: Loop, state: State) -> tuple[State, bool]:
             _report_progress(loop, call)
             exit_status, is_ended = _save_if_due(loop, state, call, is_ended)
         if exit_status:
-            raise Stopped(call.end, exit_status, loop.stop.call)
+            raise Stopped(call.end, exit_status, loop.stop.caller)
         if is_ended:
             return state, True
     return state, False
@@ -206,7 +206,7 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
         messages += progress.not_finite(loop.experiment, sweep_run, scores)
         append_evaluation(sweep_run, observed, line)
     for message in messages if multiprocess.lead() else ():
-        loop.bar.write(progress.named(sweep_run, message), file=sys.stderr)
+        loop.bar.write(progress.with_run_name(sweep_run, message), file=sys.stderr)
 
 
 def _call_back(loop: Loop, sweep_run: SweepRun, i: int, call: Call) -> bool:
@@ -230,7 +230,7 @@ def _report_progress(loop: Loop, call: Call) -> None:
         lines = [sweep_run.at.metrics[-1] for sweep_run in loop.sweep_runs]
         loop.bar.set_postfix({metric.name: progress.score(metric, lines, "before")})
         if multiprocess.lead() and not sys.stderr.isatty():
-            message = progress.evaluation(metric, lines, loop.experiment.phases[-1].end)
+            message = progress.evaluation_line(metric, lines, loop.experiment.phases[-1].end)
             loop.bar.write(message, file=sys.stderr)
             sys.stderr.flush()
     loop.bar.update(call.end - call.begin)
@@ -244,7 +244,7 @@ def _save_if_due(loop: Loop, state: State, call: Call, is_ended: bool) -> tuple[
     phase, exit_status = loop.phase, 0
     is_due = call.end == phase.end or _is_due(phase.config, call.end - phase.begin, loop.sweep_runs)
     if call.end < loop.experiment.phases[-1].end:
-        answers = [loop.stop.asked, is_ended, is_due]
+        answers = [loop.stop.exit_status, is_ended, is_due]
         exit_status, is_ended, is_due = multiprocess.agree(answers, _decide)
     if is_due or is_ended or exit_status:
         for i, sweep_run in enumerate(loop.sweep_runs):

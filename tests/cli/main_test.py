@@ -124,7 +124,7 @@ def opened(path, *rest, **named):
     return real(path, *rest, **named)
 os.open = opened
 directory = Path(sys.argv[1])
-with run_directory.claimed(directory, {"seed": 0}):
+with run_directory.claim(directory, {"seed": 0}):
     assert (directory / "config.json").is_file()
 print("done")
 """

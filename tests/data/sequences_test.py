@@ -9,7 +9,7 @@ from PIL import Image
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import federate, load, require_available
 from fedjax_pfl.presets.fedmn import get_config
-from fedjax_pfl.runs.build import build, described
+from fedjax_pfl.runs.build import build, example_facts
 
 PLAY = """First Citizen:
 abcab
@@ -97,7 +97,7 @@ def test_femnist_is_leafs_folder_in_the_data_folder(tmp_path):
     preset.data_dir = str(tmp_path)
     preset.fedmn.update(width=2, hidden=2, x_size=2, y_size=2)
     built = build(preset)
-    assert "digest" in described(built)  # another sample of LEAF's is noticed
+    assert "digest" in example_facts(built)  # another sample of LEAF's is noticed
     federation = built.phases[-1].inputs.federation
     np.testing.assert_array_equal(federation.counts, [8, 8, 8])
     assert (federation.input_shape, federation.outputs) == ((28, 28, 1), 62)

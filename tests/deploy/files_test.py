@@ -135,6 +135,6 @@ def test_a_full_disk_at_the_start_of_a_run_is_one_line(
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_directory, "write_made", full)
-    with pytest.raises(UsageError, match=r"cannot be written .*: make room on its disk"):
+    monkeypatch.setattr(run_directory, "write_provenance", full)
+    with pytest.raises(UsageError, match=r"cannot be written .*: free space on its disk"):
         run.run(TWO_ROUNDS, tmp_path / "run", Nodes(tmp_path, 3))

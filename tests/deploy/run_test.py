@@ -111,7 +111,7 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         model, variables = export.load(path)
         chex.assert_trees_all_close(variables, wanted[i], rtol=1e-6, atol=1e-6)
-        assert export.about(path)["client"] == i
+        assert export.describe(path)["client"] == i
         assert model.apply(variables, x).shape == (2, 3)
     lines = (tmp_path / "real" / run.WIRE).read_text().splitlines()
     assert len(lines) == 3
@@ -119,7 +119,7 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
     assert again.metrics == done.metrics
     for call in (
         lambda: runner.run(CONFIG, tmp_path / "real"),
-        lambda: export.restored(tmp_path / "real"),
+        lambda: export.load_result(tmp_path / "real"),
     ):
         with pytest.raises(UsageError, match="deployed"):
             call()
@@ -169,7 +169,7 @@ def test_nodes_with_files_of_their_own(tmp_path: Path):
     assert 5 < known["mean"][0] < 7
     for i in range(2):
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
-        about = export.about(path)
+        about = export.describe(path)
         assert (about["outputs"], about["input_shape"]) == (3, [2])
         names = json.loads((path.parent / node.CLASSES).read_text())
         assert names == labels
@@ -207,7 +207,7 @@ def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
     assert sorted(done.standing.settled) == [-1, 0, 0]
     for i in range(3):  # one of which has never been in a round
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
-        assert export.about(path)["algorithm"] == "scaled"
+        assert export.describe(path)["algorithm"] == "scaled"
 
 
 @pytest.mark.parametrize(

@@ -91,4 +91,4 @@ def test_a_trial_that_was_ended_goes_on_and_ends_as_one_that_was_not(tmp_path: P
     assert traffic[0] == traffic[1]
     for i in range(NODES):
         (path,) = (tmp_path / "nodes" / f"node-{i}").glob("run-*/model.safetensors")
-        assert export.about(path)["client"] == i
+        assert export.describe(path)["client"] == i

@@ -88,7 +88,7 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(run):
 def test_other_readers_of_a_configuration(run, content):
     (run / "config.json").write_text(content)
     with pytest.raises(UsageError, match="is damaged"):
-        export.restored(run)
+        export.load_result(run)
     assert Known(run.parent).runs == {}  # passed over, as one that is being written
 
 

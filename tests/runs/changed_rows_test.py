@@ -40,7 +40,7 @@ def same(one, other):
 def read(folder, now):
     shapes = [jax.tree.map(lambda a: np.broadcast_to(a, (N, *np.shape(a))), FIRST), ()]
     changed_rows.check(folder, now)
-    plain = changed_rows.described(now._asdict())
+    plain = changed_rows.from_json(now._asdict())
 
     def make(first):
         return RowStore(first, N, "disk", folder)
@@ -85,8 +85,8 @@ def test_a_checkpoint_writes_what_has_changed(tmp_path):
         if step == 5:
             best = there.snapshot()
         now = changed_rows.write(tmp_path, str(step), there, best)
-        changed_rows.done(there, best, now)
-        changed_rows.clear(tmp_path, [one.files for one in (before, now) if one])
+        changed_rows.mark_saved(there, best, now)
+        changed_rows.remove_unused(tmp_path, [one.files for one in (before, now) if one])
         for one in filter(None, (before, now)):
             changed_rows.check(tmp_path, one)
         got, got_best = read(tmp_path, now)

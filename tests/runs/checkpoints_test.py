@@ -71,8 +71,8 @@ def test_a_checkpoint_of_a_run_with_other_settings_is_refused(finished, tmp_path
         runner.run(there, directory)
     assert str(caught.value) == (
         f"{directory / 'checkpoints'} holds a checkpoint of a run with other settings: seed "
-        "(0 there, 1 here); bring its own ones back from a copy, or delete that folder to start "
-        "again"
+        "(0 there, 1 here); restore this run's checkpoints from a copy, or delete that folder to "
+        "start again"
     )
     assert contents(directory) == before
     shutil.rmtree(directory / "checkpoints")
@@ -108,7 +108,7 @@ def test_a_description_that_nests_without_end_spoils_its_own_checkpoint_only(tmp
         checkpoints.open_store(tmp_path).save(step, {"state": kept}, {})
     (tmp_path / "2" / "_CHECKPOINT_METADATA").write_text("[" * 100_000)
     with pytest.raises(UsageError, match=f"is damaged, which hides the others; remove {tmp_path}"):
-        checkpoints.open_store(tmp_path, only_read=True)
+        checkpoints.open_store(tmp_path, read_only=True)
     store = checkpoints.open_store(tmp_path)
     assert store.steps() == [2, 1]
     with pytest.raises(checkpoints.DamagedError, match="_CHECKPOINT_METADATA"):

@@ -1,58 +1,61 @@
-"""What all tests of runs share."""
+"""Fixtures of all tests of runs."""
 
 import dataclasses
 
 import pytest
 from ml_collections import ConfigDict
 
-from fedjax_pfl.report import page as report
+from fedjax_pfl.report import page
 from fedjax_pfl.runs import runner
 from tests.runs.common import BASE
 
 
 def with_seed(config, seed):
-    other = ConfigDict(config)
-    other.seed = seed
-    return type(config)(other)
+    """Returns a copy of a configuration with another seed."""
+    copy = ConfigDict(config)
+    copy.seed = seed
+    return type(config)(copy)
 
 
-def seeded(phase, seeds):
-    """The same phase, compiled once, of points with these seeds."""
-    alike = [with_seed(one, seed) for one, seed in zip(phase.inputs.alike, seeds, strict=True)]
-    return phase._replace(inputs=dataclasses.replace(phase.inputs, alike=alike))
+def with_seeds(phase, seeds):
+    """Returns a phase of runs with these seeds and the same compiled rounds."""
+    pairs = zip(phase.inputs.configs, seeds, strict=True)
+    configs = [with_seed(config, seed) for config, seed in pairs]
+    return phase._replace(inputs=dataclasses.replace(phase.inputs, configs=configs))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def real_report():
-    """Compile each configuration once, and let an empty page stand for the report.
+def write_page():
+    """Compiles each configuration once and replaces reports by an empty page.
 
-    A seed is the key that a program is given, so that one program does for all seeds.
+    The seed is an argument of the compiled program, so one program serves all seeds. The value of
+    the fixture is the function that writes a real report.
     """
-    made, built, written = runner.build, {}, report.write
+    build, cache, write = runner.build, {}, page.write
 
-    def once(*points, **how):
-        key = "".join(with_seed(one, 0).to_json() for one in points)
-        plans = how.get("plans")
-        if key not in built or (plans and plans != [phase.plan for phase in built[key].phases]):
-            built[key] = made(*points, **how)
-        seeds = [one.seed for one in points]
-        return built[key]._replace(phases=tuple(seeded(one, seeds) for one in built[key].phases))
+    def cached_build(*configs, **settings):
+        key = "".join(with_seed(config, 0).to_json() for config in configs)
+        plans = settings.get("plans")
+        if key not in cache or (plans and plans != [phase.plan for phase in cache[key].phases]):
+            cache[key] = build(*configs, **settings)
+        seeds = [config.seed for config in configs]
+        phases = tuple(with_seeds(phase, seeds) for phase in cache[key].phases)
+        return cache[key]._replace(phases=phases)
 
-    def page(run, extra_figures, beside):
-        directory = run.directory
-        (directory / "figures").mkdir(exist_ok=True)
-        (directory / "report.html").write_text("a page")
+    def write_empty(run, extra_figures, references):
+        (run.directory / "figures").mkdir(exist_ok=True)
+        (run.directory / "report.html").write_text("a page")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "build", once)
-        patch.setattr(report, "write", page)
-        yield written
+        patch.setattr(runner, "build", cached_build)
+        patch.setattr(page, "write", write_empty)
+        yield write
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, real_report):
-    """One run with its real report. Nothing may be written to its directory."""
+def finished(tmp_path_factory, write_page):
+    """A run with its real report, and its directory. Tests must not write to the directory."""
     directory = tmp_path_factory.mktemp("runs") / "finished"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write", real_report)
+        patch.setattr(page, "write", write_page)
         return runner.run(BASE, directory), directory

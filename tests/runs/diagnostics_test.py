@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory, real_report):
+def run(tmp_path_factory, write_page):
     """A rate at which α is one-hot from the first round on; and what was said."""
     given = {
         "algorithm": "pfedla",
@@ -27,7 +27,7 @@ def run(tmp_path_factory, real_report):
         "evaluate_after": False,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "write", real_report)
+        patch.setattr(page, "write", write_page)
         return fedjax_pfl.run(given, tmp_path_factory.mktemp("run") / "one")
 
 

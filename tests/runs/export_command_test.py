@@ -61,7 +61,7 @@ def test_the_command_restores_and_writes(finished, tmp_path):
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
         f"client-{i}.safetensors" for i in (0, 2)
     }
-    here = export.write(result, tmp_path / "here", [0, 2])
+    here = export.write_models(result, tmp_path / "here", [0, 2])
     for i, path in zip((0, 2), here, strict=True):
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes()
         # They score what the run says that these clients score.
@@ -89,7 +89,7 @@ def test_a_run_is_restored_by_reading_alone(finished, tmp_path, capsys):
     before, held = untouched(directory), os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX)
-        again = export.restored(directory)
+        again = export.load_result(directory)
         assert untouched(directory) == before
     finally:
         os.close(held)
@@ -118,8 +118,8 @@ def test_a_run_is_restored_by_reading_alone(finished, tmp_path, capsys):
 def test_the_best_round(finished, tmp_path):
     result, _ = finished
     best = result.metrics[-1]["best_round"]
-    (path,) = export.write(result, tmp_path, [1], best=True)
-    assert export.about(path)["round"] == best
+    (path,) = export.write_models(result, tmp_path, [1], best=True)
+    assert export.describe(path)["round"] == best
     scores, _ = by_file(path, result)
     np.testing.assert_allclose(scores, in_the_run(result, result.best)[1], rtol=2e-6)
 
@@ -142,7 +142,7 @@ def test_bad_input_is_one_line(finished, tmp_path):
     assert no(tmp_path / "x", out) == (
         f"{tmp_path / 'x'} is not a run directory: it has no config.json"
     )
-    assert no(tmp_path, out).endswith(f"; there are 1 in it, such as {directory}")
+    assert no(tmp_path, out).endswith(f"; it contains 1, such as {directory}")
     assert no(directory, out, "--clients=2,3-5") == "there is no client 3; there are 3, from 0 to 2"
     assert "is no list of clients such as 0,3-5" in no(directory, out, "--clients=a")
     assert "4 is above 2" in no(directory, out, "--clients=4-2")
@@ -158,7 +158,7 @@ def test_bad_input_is_one_line(finished, tmp_path):
     shutil.rmtree(directory / "checkpoints" / "4")
     assert "has no checkpoint of its last round, 4" in no(directory, out)
     (directory / "report.html").unlink()
-    assert "has not finished; give its command again" in no(directory, out)
+    assert "has not finished; run its command again" in no(directory, out)
     known = json.loads((directory / "config.json").read_text())
     (directory / "report.html").write_text("")
     (directory / "config.json").write_text(json.dumps(known | {"dataset": "hospitals"}))
@@ -168,8 +168,10 @@ def test_bad_input_is_one_line(finished, tmp_path):
 
 
 def test_no_best_round_without_validation_examples(finished, tmp_path):
-    line = message(lambda: export.write(finished[0]._replace(best=None), tmp_path, best=True))
-    assert line.startswith("no round is best: the run had no validation examples")
+    line = message(
+        lambda: export.write_models(finished[0]._replace(best=None), tmp_path, best=True)
+    )
+    assert line.startswith("there is no best round: the run had no validation examples")
 
 
 def plain(model, training, federation):
@@ -185,13 +187,13 @@ def test_methods_of_ones_own(tmp_path):
     """One that predicts with a network can be written, from a directory too; another not."""
     directory = tmp_path / "run"
     odd = runner.run({**BASE, "rounds": 1}, algorithm=strange)
-    line = message(lambda: export.write(odd, tmp_path / "out"))
+    line = message(lambda: export.write_models(odd, tmp_path / "out"))
     assert line.startswith("strange predicts with a function of its own, which no file can hold")
     runner.run({**BASE, "rounds": 1}, directory, algorithm=plain)
-    line = message(lambda: export.restored(directory))
+    line = message(lambda: export.load_result(directory))
     assert "an algorithm of your own, plain; from Python" in line
-    again = export.restored(directory, algorithm=plain)
-    assert len(export.write(again, tmp_path / "out")) == 3
+    again = export.load_result(directory, algorithm=plain)
+    assert len(export.write_models(again, tmp_path / "out")) == 3
 
 
 def test_a_point_of_a_sweep_is_exported_as_the_run_alone(tmp_path):
@@ -201,7 +203,7 @@ def test_a_point_of_a_sweep_is_exported_as_the_run_alone(tmp_path):
     alone = runner.run({**base, "learning_rate": 0.001})
     flat = []
     for name, result in (("swept", swept["learning_rate=0.001,seed=0"]), ("alone", alone)):
-        flat.append([load_file(path) for path in export.write(result, tmp_path / name)])
+        flat.append([load_file(path) for path in export.write_models(result, tmp_path / name)])
     chex.assert_trees_all_close(*flat, rtol=1e-6, atol=1e-7)
 
 
@@ -212,10 +214,10 @@ def test_files_that_are_no_models(finished, tmp_path):
     assert "cannot be read" in message(lambda: export.load(path))
     save_file({"a": np.zeros(2)}, path)
     assert "holds no model of this library" in message(lambda: export.load(path))
-    (good,) = export.write(finished[0], tmp_path / "out", [0])
+    (good,) = export.write_models(finished[0], tmp_path / "out", [0])
 
     def told(**changes):
-        return {"fedjax_pfl": json.dumps({**export.about(good), **changes})}
+        return {"fedjax_pfl": json.dumps({**export.describe(good), **changes})}
 
     flat = load_file(good)
     wrong = {**flat, "params/fc1/kernel": flat["params/fc1/kernel"][:-1]}
@@ -230,5 +232,5 @@ def test_files_that_are_no_models(finished, tmp_path):
 
 def test_without_the_package_a_line_says_so(finished, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    line = message(lambda: export.write(finished[0], tmp_path))
-    assert line.startswith("models are written with safetensors, which is not there")
+    line = message(lambda: export.write_models(finished[0], tmp_path))
+    assert line.startswith("models are written with safetensors, which is missing")

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from fedjax_pfl import algorithms, networks
 from fedjax_pfl.data import client_data, load, take
-from fedjax_pfl.runs import export, runner
+from fedjax_pfl.runs import export, network_json, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import ledger
@@ -86,7 +86,7 @@ def after(rounds, algorithm, **changes):
 def in_the_run(result, state):
     """Clients' accuracies and losses on their test examples, by the run's evaluation itself."""
     phase, t = result.phases[-1], jnp.int32(result.metrics[-1]["round"])
-    key, state, data, t = phase.rounds.place((phase.points, state, result.data, t))
+    key, state, data, t = phase.rounds.place((phase.key, state, result.data, t))
     found = jax.device_get(phase.rounds.evaluate(key, state, data, t)).before
     return np.stack([found.metrics["accuracy"], found.loss], -1) / found.examples[:, None]
 
@@ -94,7 +94,7 @@ def in_the_run(result, state):
 def by_file(path, result):
     """The same of one client by its file, and its predictions."""
     model, variables = export.load(path)
-    own = examples_of(result, export.about(path)["client"])
+    own = examples_of(result, export.describe(path)["client"])
 
     @jax.jit
     def scored(variables, own):
@@ -123,13 +123,13 @@ def examples_of(result, i):
 @pytest.mark.parametrize("name", METHODS)
 def test_files_score_what_the_run_scores(name, tmp_path):
     result = after(7, name, **METHODS[name])
-    paths = export.write(result, tmp_path, [0, 1])
+    paths = export.write_models(result, tmp_path, [0, 1])
     assert [p.name for p in paths] == ["client-0.safetensors", "client-1.safetensors"]
     for wanted, path in zip(in_the_run(result, result.state), paths, strict=False):
         scores, outputs = by_file(path, result)
         np.testing.assert_allclose(scores, wanted, rtol=2e-6)
         assert np.ptp(outputs) > 0.01
-        facts = export.about(path)
+        facts = export.describe(path)
         assert (facts["algorithm"], facts["round"]) == (name, 7)
     one, other = (b"".join(leaf.tobytes() for leaf in load_file(path).values()) for path in paths)
     if name == "fedmn":
@@ -142,14 +142,14 @@ def test_files_score_what_the_run_scores(name, tmp_path):
 
 def test_names_and_facts_of_one_file(tmp_path):
     result = after(1, "fedavg", dataset="digits", partition="classes", permute_labels=True)
-    (path,) = export.write(result, tmp_path / "a" / "b", [1])
+    (path,) = export.write_models(result, tmp_path / "a" / "b", [1])
     assert path == tmp_path / "a" / "b" / "client-1.safetensors"
     flat = load_file(path)
     assert set(flat) == {f"params/fc{i}/{leaf}" for i in (1, 2) for leaf in ("kernel", "bias")}
     np.testing.assert_array_equal(
         flat["params/fc1/kernel"], result.state.server["params"]["fc1"]["kernel"]
     )
-    facts = export.about(path)
+    facts = export.describe(path)
     assert facts == {
         "format": 1,
         "algorithm": "fedavg",
@@ -178,8 +178,8 @@ def test_names_and_facts_of_one_file(tmp_path):
 
 def test_a_file_says_how_raw_numbers_of_a_table_go_in(tmp_path):
     result = after(1, "fedavg", dataset="wine")
-    (path,) = export.write(result, tmp_path / "models", [0])
-    facts, raw = export.about(path), load("wine").x_train.astype(np.float64)
+    (path,) = export.write_models(result, tmp_path / "models", [0])
+    facts, raw = export.describe(path), load("wine").x_train.astype(np.float64)
     given = (raw * facts["scale"] + facts["shift"]).astype(np.float32)
     np.testing.assert_allclose(np.sort(given, 0), np.sort(result.data.x, 0), atol=2e-6)
 
@@ -191,6 +191,6 @@ def test_what_every_method_predicts_with_can_be_written_down(name):
     case = cases.CASES[name]
     made = getattr(algorithms, name)(network, cases.training(), federation, **case.settings)
     net = made.predict.__self__
-    plain = json.loads(json.dumps(export._plain(net)))
-    again = export._built(export._tuples(plain), {}, None)
+    plain = json.loads(json.dumps(network_json.to_json(net)))
+    again = network_json.from_json(network_json.lists_to_tuples(plain), {}, None)
     assert (type(again), again) == (type(net), net)

@@ -34,7 +34,7 @@ def test_a_name_with_a_path_has_the_settings_of_its_source(tmp_path):
 def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_path):
     one = build.build(configuration.complete(table(tmp_path)))
     assert one.remarks == (f"2 of the 3 owners of csv:{tmp_path}/t.csv are clients",)
-    facts = build.described(one)
+    facts = build.example_facts(one)
     assert (facts["label"], facts["input"]) == ("y", ["x"])
     assert facts["score_deviation"] == pytest.approx(1)  # normalised by these examples
     run_directory.write_examples(tmp_path, facts)
@@ -43,7 +43,7 @@ def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_pa
     changed = configuration.complete(table(tmp_path))
     path = tmp_path / "t.csv"
     path.write_text(path.read_text().replace("c,", "cc,"))  # an owner has another name
-    other = build.described(build.build(changed))
+    other = build.example_facts(build.build(changed))
     with pytest.raises(UsageError, match="begun with other examples") as error:
         run_directory.write_examples(tmp_path, other)
     assert "\n" not in str(error.value)
@@ -51,7 +51,7 @@ def test_what_numbers_stand_for_is_kept_and_files_that_change_are_noticed(tmp_pa
 
 @pytest.mark.parametrize("content", [None, "{", "[]", '{"label": "y"}'])
 def test_a_run_whose_digest_is_lost_refuses_to_resume(tmp_path, content):
-    facts = build.described(build.build(configuration.complete(table(tmp_path))))
+    facts = build.example_facts(build.build(configuration.complete(table(tmp_path))))
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
     if content is not None:
         (tmp_path / "data.json").write_text(content)
@@ -61,7 +61,7 @@ def test_a_run_whose_digest_is_lost_refuses_to_resume(tmp_path, content):
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins(tmp_path):
-    facts = build.described(build.build(configuration.complete(table(tmp_path))))
+    facts = build.example_facts(build.build(configuration.complete(table(tmp_path))))
     (tmp_path / "checkpoints").mkdir()
     run_directory.write_examples(tmp_path, facts)
     assert run_reader.read_examples(tmp_path) == facts["digest"]
@@ -85,7 +85,7 @@ def test_a_run_is_not_compared_with_one_on_other_examples(tmp_path):
         )
     assert "\n" not in str(error.value)
     with pytest.raises(UsageError, match="begun with other examples"):
-        export.restored(runs[0].directory)
+        export.load_result(runs[0].directory)
 
 
 def test_the_deviation_of_targets_is_that_of_training_examples():
@@ -93,25 +93,25 @@ def test_the_deviation_of_targets_is_that_of_training_examples():
     settings = {"partition": "iid", "clients": 2, "test_fraction": 0.5, "model": "mlp"}
     dataset = fedjax_pfl.arrays(x, y, name="mine")
     words, given = custom.register(settings, dataset=dataset)
-    one = build.build(configuration.complete(given, words), words=words)
+    one = build.build(configuration.complete(given, words), registry=words)
     chosen = np.concatenate(
         [r[:n] for r, n in zip(one.data.train.rows, one.data.train.size, strict=True)]
     )
     assert len(chosen) == 4
-    assert build.described(one) == {"score_deviation": pytest.approx(np.std(y[chosen]))}
+    assert build.example_facts(one) == {"score_deviation": pytest.approx(np.std(y[chosen]))}
 
 
 def test_owners_who_are_not_the_clients_are_remarked_on(tmp_path):
     one = build.build(configuration.complete({**table(tmp_path), "partition": "iid"}))
-    assert one.remarks[0].startswith(f"csv:{tmp_path}/t.csv has 3 owners, and partition=iid deals")
-    assert build.described(build.build(configuration.complete({}))) == {}
+    assert one.remarks[0].startswith(f"csv:{tmp_path}/t.csv has 3 owners, and partition=iid mixes")
+    assert build.example_facts(build.build(configuration.complete({}))) == {}
 
 
 def test_a_network_for_pictures_is_refused_with_one_that_suits_rows(tmp_path):
-    with pytest.raises(UsageError, match=r"small .* does not suit .*; .* there is mlp$"):
+    with pytest.raises(UsageError, match=r"small .* does not suit .*; use mlp$"):
         build.build(configuration.complete({**table(tmp_path), "model": "small"}))
     given = {"dataset": "speeches", "partition": "natural", "clients": 12}
-    with pytest.raises(UsageError, match="there is lstm or transformer"):
+    with pytest.raises(UsageError, match="use lstm or transformer"):
         build.build(configuration.complete(given))
 
 
@@ -123,7 +123,7 @@ def test_a_run_of_a_checkout_names_its_commit(tmp_path, monkeypatch):
 
     def made(name):
         (tmp_path / name).mkdir(exist_ok=True)
-        run_directory.write_made(tmp_path / name)
+        run_directory.write_provenance(tmp_path / name)
         return json.loads((tmp_path / name / "made.json").read_text()).get("commit")
 
     def git(*words):
@@ -146,7 +146,7 @@ def test_a_run_of_a_checkout_names_its_commit(tmp_path, monkeypatch):
     assert made("in_it") == made("in_it") == f"{commit}; then {commit}-dirty"  # it goes on
     assert made("no_checkout") == f"unknown; then {commit}-dirty"
     (tmp_path / "changed" / "made.json").write_text("{")
-    run_directory.write_made(tmp_path / "changed")  # nothing depends on it
+    run_directory.write_provenance(tmp_path / "changed")  # nothing depends on it
     assert (tmp_path / "changed" / "made.json").read_text() == "{"
     monkeypatch.setenv("PATH", "")
     assert made("no_git") is None

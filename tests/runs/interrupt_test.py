@@ -27,16 +27,16 @@ def test_a_first_signal_waits_and_a_second_does_not(monkeypatch, capfd):
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
     before = signal.getsignal(signal.SIGTERM)
     with interrupt.on_signals() as stop:
-        with stop.held():
+        with stop.protected():
             os.kill(os.getpid(), signal.SIGTERM)
-            wait_for(lambda: stop.asked)
-            assert (stop.asked, codes) == (143, [])
+            wait_for(lambda: stop.exit_status)
+            assert (stop.exit_status, codes) == (143, [])
             os.kill(os.getpid(), signal.SIGINT)
             wait_for(lambda: codes)
         assert codes == [130]
     said = capfd.readouterr().err
     assert "once more ends at once" in said
-    assert "goes on from what is saved" in said
+    assert "run the same command again to resume" in said
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -45,9 +45,9 @@ def test_among_several_processes_the_same_signal_may_come_twice(monkeypatch):
     codes = []
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
     monkeypatch.setattr(interrupt.multiprocess, "count", lambda: 2)
-    with interrupt.on_signals() as stop, stop.held():
+    with interrupt.on_signals() as stop, stop.protected():
         os.kill(os.getpid(), signal.SIGINT)
-        wait_for(lambda: stop.asked)
+        wait_for(lambda: stop.exit_status)
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.2)
         assert codes == []
@@ -77,8 +77,8 @@ def test_other_signals_and_ignored_ones_are_left_alone(monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
             assert threading.active_count() == before + 1
             time.sleep(0.1)
-            with stop.held():
-                assert (stop.asked, codes) == (0, [])
+            with stop.protected():
+                assert (stop.exit_status, codes) == (0, [])
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         for number, handler in handlers.items():
@@ -96,9 +96,9 @@ def test_nobody_has_to_read_what_is_said(monkeypatch):
     codes = []
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
     monkeypatch.setattr(interrupt.sys, "stderr", Broken())
-    with interrupt.on_signals() as stop, stop.held():
+    with interrupt.on_signals() as stop, stop.protected():
         os.kill(os.getpid(), signal.SIGTERM)
-        wait_for(lambda: stop.asked)
+        wait_for(lambda: stop.exit_status)
         os.kill(os.getpid(), signal.SIGTERM)
         wait_for(lambda: codes)
     assert codes == [143]
@@ -111,10 +111,10 @@ def test_a_run_that_is_asked_to_stop_has_saved_what_it_did(after, tmp_path):
     calls = []
 
     class Asked(interrupt.Stop):
-        def held(self):
+        def protected(self):
             calls.append(1)
-            self.asked = 143 if len(calls) == after else 0
-            return super().held()
+            self.exit_status = 143 if len(calls) == after else 0
+            return super().protected()
 
     if after == 1:
         with pytest.raises(interrupt.Stopped, match="stopped at round 3") as stopped:

@@ -69,7 +69,7 @@ def test_a_copied_checkpoint_of_a_shorter_run_whose_rate_drops_is_refused(tmp_pa
         shutil.copytree(short / "checkpoints", long / "checkpoints")
         if own:
             line = refused({**BASE, **own}, long)
-            assert "rounds (4 there, 6 here); it cannot be gone on from, because learn" in line
+            assert "rounds (4 there, 6 here); it cannot be resumed, because learn" in line
         else:
             assert_same_bits(runner.run(BASE, long).state, undisturbed(BASE).state)
 
@@ -91,4 +91,4 @@ def test_which_methods_have_a_schedule(method, fixed):
     given = {**BASE, "algorithm": method, "momentum": 0.0, "keep_optimizer": False}
     small = {"layout": (2, 2), "width": 4, "hidden": 4, "x_size": 3, "y_size": 2}
     made = build.build(configuration.complete({**given, "fedmn": small}))
-    assert bool(build.fixed_length(made)) is fixed
+    assert bool(build.fixed_length_reason(made)) is fixed

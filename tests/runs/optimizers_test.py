@@ -38,8 +38,8 @@ def test_by_name_and_of_ones_own(tmp_path):
     with pytest.raises(UsageError, match=r"^[^\n]*optimizer \('own-[^\n]+$"):
         fedjax_pfl.run(TINY, directory, **{**own(), "optimizer": optax.adamw(0.02)})
     with pytest.raises(UsageError, match="with an optimizer of your own, own-"):
-        export.restored(directory)
-    again = export.restored(directory, **own())
+        export.load_result(directory)
+    again = export.load_result(directory, **own())
     chex.assert_trees_all_equal(again.state, mine.state)
 
 
@@ -110,8 +110,8 @@ def test_a_schedule_reaches_the_rate_of_a_round():
 
     def training(**changes):
         words, given = custom.register({**settings, **changes}, algorithm=spy)
-        built = build.build(configuration.complete(given, words), words=words)
-        return seen[-1], build.fixed_length(built)
+        built = build.build(configuration.complete(given, words), registry=words)
+        return seen[-1], build.fixed_length_reason(built)
 
     over_rounds, why = training()
     assert [round(float(over_rounds.rate(t)), 6) for t in (0, 1, 4)] == [0.1, 0.08, 0.02]

@@ -73,7 +73,7 @@ def written(settings, **brought):
     """Settings as a run directory has them, of a run that is not run."""
     words, given = custom.register({**SETTINGS, **settings}, dataset=examples(), **brought)
     config = configuration.complete(given, words)
-    build(config, words=words)
+    build(config, registry=words)
     return configuration.resolve(config, words)
 
 
@@ -97,16 +97,16 @@ def test_a_directory_goes_on_with_the_same_network_and_files_are_read_back(tmp_p
     )
     # And what is exported is what the client is served.
     assert "was run with a task of your own, logistic" in message(
-        lambda: export.restored(tmp_path / "run", dataset=examples(), model=Net)
+        lambda: export.load_result(tmp_path / "run", dataset=examples(), model=Net)
     )
     brought = {"dataset": examples(), "model": Net, "task": logistic}
-    paths = export.write(export.restored(tmp_path / "run", **brought), tmp_path / "files")
+    paths = export.write_models(export.load_result(tmp_path / "run", **brought), tmp_path / "files")
     assert "of a network of your own, Net; load(path, model=Net)" in message(
         lambda: export.load(paths[1])
     )
     assert "network Net, and Modern is given" in message(lambda: export.load(paths[1], Modern))
     model, variables = export.load(paths[1], Net)
-    assert export.about(paths[1])["model"]["hidden"] == 3
+    assert export.describe(paths[1])["model"]["hidden"] == 3
     head = variables["params"].pop(model.head)
     assert head["kernel"].shape == (2, 2)
     np.testing.assert_array_equal(
@@ -269,7 +269,7 @@ class Small(nn.Module):
         ({"task": "tokens"}, {}, "task tokens learns integer classes of each position [examples,"),
         ({"task": "token"}, {}, "there is no task 'token'; did you mean tokens?"),
         ({"metrics": "auroc,f1"}, {}, "metrics: task classification has none called 'f1'; there"),
-        ({}, {"task": nothing}, "nothing returns no Task, but NoneType"),
+        ({}, {"task": nothing}, "nothing must return a Task, got NoneType"),
         ({}, {"task": Net(2)}, "Net must take (outputs), and its settings by keyword"),
         ({"algorithm": "fedmn"}, {"model": Net}, "fedmn routes examples with one label through"),
         ({"algorithm": "fedem", "model": "lstm"}, {"x": TOKENS, "y": TOKENS}, "fedem mixes probab"),
@@ -305,7 +305,7 @@ def test_under_methods_that_differ_in_structure(network, method, tmp_path):
     """A run, its files, and predictions from them that are those of the run."""
     settings = {**SETTINGS, "algorithm": method, "rounds": 2, "evaluate_after": False}
     result = fedjax_pfl.run(settings, tmp_path / "run", dataset=examples(), model=network)
-    paths = export.write(result, tmp_path / "files")
+    paths = export.write_models(result, tmp_path / "files")
     for i, path in enumerate(paths):
         model, variables = export.load(path, network)
         rows = np.asarray(result.data.test.rows[i])[: int(result.data.test.size[i])]

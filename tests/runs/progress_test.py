@@ -13,7 +13,7 @@ from fedjax_pfl.core.scores import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
 from fedjax_pfl.runs import interrupt, progress, run_state
-from fedjax_pfl.runs.result import recorded
+from fedjax_pfl.runs.result import run_record
 from fedjax_pfl.settings import configuration
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
@@ -37,16 +37,16 @@ def test_a_line_of_an_evaluation_to_the_letter():
         "bytes_up": 234_000,
         "seconds": 12.34,
     }
-    assert progress.evaluation(ACCURACY, [line], 50) == (
+    assert progress.evaluation_line(ACCURACY, [line], 50) == (
         "round 10 of 50: accuracy 81.22 % before, loss 0.5000, 1.23 MB, 12.3 s"
     )
     other = line | {"before": {"accuracy_mean": 0.6, "loss": 1.5}, "after": {"accuracy_mean": 1.0}}
-    assert progress.evaluation(ACCURACY, [line, other], 50) == (
+    assert progress.evaluation_line(ACCURACY, [line, other], 50) == (
         "round 10 of 50 (2 runs, mean): accuracy 70.61 % before, 100.00 % after, loss 1.0000, "
         "2.47 MB, 24.7 s"
     )
     lost = line | {"before": {"squared_error_mean": None, "loss": None}}
-    assert progress.evaluation(SQUARED_ERROR, [lost], 50) == (
+    assert progress.evaluation_line(SQUARED_ERROR, [lost], 50) == (
         "round 10 of 50: squared error not finite, 1.23 MB, 12.3 s"
     )
 
@@ -54,7 +54,7 @@ def test_a_line_of_an_evaluation_to_the_letter():
 def test_a_line_says_of_which_run_it_is_where_there_are_several():
     for name, said in (("seed=1", "seed=1: no model"), ("", "no model")):
         member = run_state.SweepRun(name, configuration.default(), {})
-        assert progress.named(member, "no model") == said
+        assert progress.with_run_name(member, "no model") == said
 
 
 def test_a_model_of_nan_has_no_score(tmp_path, capfd):
@@ -104,11 +104,11 @@ def test_ctrl_c_from_python_saves_and_says_so(tmp_path, capfd):
 
 def test_ctrl_c_ends_at_once_where_nothing_is_being_saved():
     with interrupt.on_keyboard(saves=True) as stop:
-        with pytest.raises(KeyboardInterrupt, match="the same call goes on from what is saved"):
+        with pytest.raises(KeyboardInterrupt, match="run the same call again to resume"):
             signal.raise_signal(signal.SIGINT)
-        with stop.held():
+        with stop.protected():
             signal.raise_signal(signal.SIGINT)
-            assert stop.asked == 130
+            assert stop.exit_status == 130
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
     with interrupt.on_keyboard(saves=False), pytest.raises(KeyboardInterrupt):
@@ -160,13 +160,13 @@ def test_clients_of_one_pooled_example_take_part():
 
 
 def test_references_are_run_beside_it_and_answer_whether_it_helped(
-    tmp_path, monkeypatch, real_report
+    tmp_path, monkeypatch, write_page
 ):
     config = {**SHORT, "algorithm": "fedprox", "rounds": 2, "reference": True}
     with pytest.raises(UsageError, match="reference is for a run with a workdir"):
         fedjax_pfl.run(config)
     result = fedjax_pfl.run(config, tmp_path / "run")
-    record = recorded(result)
+    record = run_record(result)
     assert record.made["began"].endswith("UTC")
     assert "jax " in record.made["versions"]
     found = references.find(record)
@@ -181,7 +181,7 @@ def test_references_are_run_beside_it_and_answer_whether_it_helped(
     again = fedjax_pfl.run({**config, "algorithm": "fedper"}, tmp_path / "other")
     assert not (again.directory / "reference").exists()
     # Or it is told which: the report of a run that has ended is written anew.
-    monkeypatch.setattr(report, "write", real_report)
+    monkeypatch.setattr(report, "write", write_page)
     path = result.directory / "reference" / "local"
     told = {**config, "algorithm": "fedper", "reference": False, "beside": f" {path},"}
     alone = fedjax_pfl.run({**told, "beside": ""}, tmp_path / "away" / "alone")

@@ -234,7 +234,7 @@ def test_where_all_checkpoints_are_damaged_one_line_says_what_to_do(finished, tm
     with pytest.raises(UsageError, match=r"are damaged \(round 6: meta/metadata is not") as caught:
         runner.run(BASE, directory)
     assert "\n" not in str(caught.value)
-    assert "bring one back from a copy, or delete that folder to start again" in str(caught.value)
+    assert "restore one from a copy, or delete that folder to start again" in str(caught.value)
     assert contents(directory) == before
     assert capsys.readouterr().err == ""
     shutil.rmtree(directory / "checkpoints")
@@ -249,7 +249,7 @@ def test_a_damaged_file_of_observations_is_set_aside(tmp_path, capsys):
     assert run_directory.read_observations(tmp_path, 3)["alpha"][0] == [2]
     _flip(tmp_path / "alpha.npz")
     assert run_directory.read_observations(tmp_path, 4) == {}
-    assert "it is now alpha.npz.damaged and begins anew" in capsys.readouterr().err
+    assert "renamed to alpha.npz.damaged, a new one is begun" in capsys.readouterr().err
     objects = np.array([{}, {}], dtype=object)
     np.savez(tmp_path / "beta.npz", rounds=np.array([2, 4]), values=objects)
     assert run_directory.read_observations(tmp_path, 4) == {}  # what is pickled is never read

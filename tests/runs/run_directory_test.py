@@ -97,7 +97,7 @@ def test_directories_that_cannot_be_written_are_refused(finished, tmp_path, monk
 
 def test_what_a_kill_before_the_first_file_leaves_is_no_obstacle(tmp_path):
     (tmp_path / "config.json.part").write_text("{")
-    with run_directory.claimed(tmp_path, {"seed": 0}) as directory:
+    with run_directory.claim(tmp_path, {"seed": 0}) as directory:
         assert directory == tmp_path
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
@@ -112,7 +112,7 @@ def test_a_configuration_that_cannot_be_leaves_no_directory(tmp_path):
 def test_a_directory_in_use_is_refused(finished, tmp_path):
     directory = tmp_path / "run"
     shutil.copytree(finished[1], directory)
-    with run_directory.claimed(directory, finished[0].config):
+    with run_directory.claim(directory, finished[0].config):
         assert "in use by another process" in refused(BASE, directory)
     assert runner.run(BASE, directory).resumed_at == 6
 
@@ -180,8 +180,8 @@ def test_a_disk_that_is_full_stops_the_run_with_a_line(
     else:
         line = stopped(directory, monkeypatch, owner, name, what)
     assert words in line
-    assert f"its checkpoint of round {saved} is whole" in line
-    assert ("make it writable" if what is read_only else "make room on its disk") in line
+    assert f"its checkpoint of round {saved} is intact" in line
+    assert ("make it writable" if what is read_only else "free space on its disk") in line
     assert but_evaluations(capsys.readouterr().err) == []
     result = runner.run(BASE, directory)
     assert result.resumed_at == saved
@@ -203,7 +203,7 @@ def test_what_a_file_system_refuses_orbax_ends_with_a_line_too(tmp_path, monkeyp
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot be written (File too large)" in line
-    assert "its checkpoint of round 2 is whole" in line
+    assert "its checkpoint of round 2 is intact" in line
     assert but_evaluations(capfd.readouterr().err) == []
     assert {p.name for p in (directory / "checkpoints").iterdir()} == {"1", "2"}
     result = runner.run(BASE, directory)

@@ -49,7 +49,7 @@ def assert_same(got, wanted):
 def stopped(config, directory):
     """Until its first call has been saved."""
     stop = Stop()
-    stop.asked = 130
+    stop.exit_status = 130
     with pytest.raises(Stopped):
         runner.run(config, directory, stop)
 
@@ -76,7 +76,7 @@ def test_a_run_goes_on_with_another_store(method, tmp_path):
     assert got.resumed_at == 3
     wanted = undisturbed(config)
     assert_same(got, wanted)
-    whole = export.restored(tmp_path)
+    whole = export.load_result(tmp_path)
     for state in (got.state, got.best):
         parts = (export.personalize(whole, one, 4, [1, 4]) for one in (state, to_arrays(state)))
         for (i, one), (j, other) in zip(*parts, strict=True):
@@ -129,13 +129,13 @@ def test_a_run_that_was_killed_and_damaged_goes_on(tmp_path, monkeypatch, capsys
     assert got.resumed_at == 1
     assert "The checkpoint of round 2 is damaged: 2.rows is not what was" in capsys.readouterr().err
     assert_same(got, undisturbed(CONFIG | {"phases": ()}))
-    store = checkpoints.open_store(tmp_path / "checkpoints", only_read=True)
+    store = checkpoints.open_store(tmp_path / "checkpoints", read_only=True)
     needed = [store.facts(step)["rows"] for step in store.steps()]
     assert {path.name for path in there.iterdir()} == {
         file for one in needed for file in one["files"]
     }
-    assert_same(export.restored(tmp_path), got)
+    assert_same(export.load_result(tmp_path), got)
     for path in there.iterdir():
         path.write_bytes(b"")
     with pytest.raises(UsageError, match="is damaged"):
-        export.restored(tmp_path)
+        export.load_result(tmp_path)

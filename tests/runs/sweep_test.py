@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl import algorithms, arrays
 from fedjax_pfl.cli import train
 from fedjax_pfl.core.errors import UsageError, require
-from fedjax_pfl.runs import build, checkpoints, points, run_directory, runner
+from fedjax_pfl.runs import build, checkpoints, run_directory, runner, sweep_settings
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import execution_plan
 from tests.runs.common import (
@@ -37,8 +37,8 @@ def test_a_seed_is_a_key_and_changes_no_program():
     assert_same_bits(one.data, other.data)
     assert_same_bits(one.federation, other.federation)
     (ours,), (theirs,) = one.phases, other.phases
-    assert ours.points != theirs.points
-    text, other_text = (phase.rounds.init.lower(ours.points).as_text() for phase in (ours, theirs))
+    assert ours.key != theirs.key
+    text, other_text = (phase.rounds.init.lower(ours.key).as_text() for phase in (ours, theirs))
     assert text == other_text
 
 
@@ -293,7 +293,7 @@ def test_a_score_that_is_no_number_ends_no_run():
         ),
         ({"seeds": 0}, "seeds is 0; it must be at least 1"),
         ({"seeds": 9, "seed": 2**31 - 1}, "seed is 2147483648; it must be at most"),
-        ({"seeds": 600, "sweep": "learning_rate=.1,.2"}, "ask for 1200 runs; at most 1000"),
+        ({"seeds": 600, "sweep": "learning_rate=.1,.2"}, "request 1200 runs; use at most 1000"),
     ],
 )
 def test_what_cannot_be_one_program_is_said_before_anything_is_written(changes, message, tmp_path):
@@ -310,4 +310,7 @@ def test_run_is_for_one(tmp_path):
 
 def test_names_of_points_can_be_folders():
     config = configuration.complete({**BASE, "algorithm": "pfedla", "sweep": "pfedla.rate=.5,1"})
-    assert list(points.expand(config)) == ["pfedla.rate=0.5,seed=0", "pfedla.rate=1.0,seed=0"]
+    assert list(sweep_settings.expand(config)) == [
+        "pfedla.rate=0.5,seed=0",
+        "pfedla.rate=1.0,seed=0",
+    ]

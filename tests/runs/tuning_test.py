@@ -39,7 +39,9 @@ def tuned(tmp_path_factory):
 def cached(monkeypatch):
     """What runs are built of is kept between tests, for the checks before them too."""
     once = runner.build
-    monkeypatch.setattr(trials, "build", lambda *points, words: once(*points, words=words))
+    monkeypatch.setattr(
+        trials, "build", lambda *configs, registry: once(*configs, registry=registry)
+    )
 
 
 def test_the_rate_that_learns_is_chosen(tuned):
@@ -91,7 +93,7 @@ def forbidden(*_, **__):
 def test_what_is_finished_is_only_read(tuned, monkeypatch, capsys):
     made, out = tuned
     before = contents(out)
-    monkeypatch.setattr(runner, "run_points", forbidden)
+    monkeypatch.setattr(runner, "run_configs", forbidden)
     search.tune(made, seeds=2, out=out, texts=RATES)
     shown = capsys.readouterr()
     assert "8 runs: 8 are there, 0 go on, 0 are missing\n" in shown.err
@@ -101,7 +103,7 @@ def test_what_is_finished_is_only_read(tuned, monkeypatch, capsys):
 
 def test_only_show_neither_runs_nor_writes(tuned, monkeypatch, capsys, tmp_path):
     made, out = tuned
-    monkeypatch.setattr(runner, "run_points", forbidden)
+    monkeypatch.setattr(runner, "run_configs", forbidden)
     before = contents(out)
     search.tune(made, seeds=3, out=out, only_show=True)
     assert "2 of its runs are missing" in capsys.readouterr().out
@@ -114,7 +116,7 @@ def test_only_show_neither_runs_nor_writes(tuned, monkeypatch, capsys, tmp_path)
 def test_another_grid_uses_the_runs_that_are_there(tuned, monkeypatch, cached):
     _, out = tuned
     asked = []
-    monkeypatch.setattr(runner, "run_points", lambda points, *_, **__: asked.extend(points))
+    monkeypatch.setattr(runner, "run_configs", lambda points, *_, **__: asked.extend(points))
     trials.run(planned(["learning_rate=.1,.05; momentum=.9"]), 2, out, None)
     assert [re.sub("-[^-]*$", "", name) for name in asked] == [
         f"fedavg/learning_rate=0.05,momentum=0.9,seed={seed}" for seed in (0, 1)
@@ -188,7 +190,7 @@ def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys
     words, given = register(found["slowed"], algorithm=slowed)
     configuration.specify(configuration.complete(given, words), words)
     # A second time, all runs are known.
-    monkeypatch.setattr(runner, "run_points", forbidden)
+    monkeypatch.setattr(runner, "run_configs", forbidden)
     assert tune_slowed(tmp_path, grid) == found
 
 

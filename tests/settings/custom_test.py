@@ -89,7 +89,7 @@ def test_a_method_of_ones_own_in_a_phase_and_beside_ours():
         dataset=examples("examples"),
         algorithm=mine,
     )
-    built = build(configuration.complete(given, words), words=words)
+    built = build(configuration.complete(given, words), registry=words)
     assert [phase.config.algorithm for phase in built.phases] == ["fedavg", "mine"]
     assert built.phases[1].config.mine.share == 0.1
 
@@ -126,7 +126,7 @@ def test_a_directory_of_another_version_of_a_method_is_refused():
     assert line.startswith("method.digest ('")
     config.method.digest = second["method"]["digest"]
     with pytest.raises(UsageError, match=r"method\.digest is \w+, but the function has"):
-        build(config, words=words)
+        build(config, registry=words)
 
 
 def test_a_function_without_source_has_a_digest_too():
@@ -212,7 +212,7 @@ def too_few(model, task):
             {"algorithm": with_an_array},
             "with_an_array: no configuration can hold ndarray as the default of beta; use",
         ),
-        ({"algorithm": named("mine")}, "mine returns no Algorithm, but NoneType"),
+        ({"algorithm": named("mine")}, "mine must return an Algorithm, got NoneType"),
     ],
 )
 def test_what_is_wrong_with_what_is_brought(given, line):

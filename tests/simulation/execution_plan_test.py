@@ -97,7 +97,7 @@ def test_a_run_goes_on_by_its_own_plan(tmp_path):
     method, plan, needs = told
     assert method.startswith("FedAvg, the method of McMahan et al. 2017; all settings of the ")
     assert plan == "5 clients a round, 2 at a time on one device, convolutions by patches"
-    assert re.fullmatch(r"state and examples need at least device .*, disk .*; store=device", needs)
+    assert re.fullmatch(r"memory needed: at least device .*, disk .*; store=device", needs)
     other = runner.run({**base, "chunk": 1}, directory)
     assert other.phases[0].plan == Plan("patches", 1)
     for damaged in ("[", json.dumps({**content, "machine": "another"})):

@@ -83,7 +83,7 @@ BASE = {"algorithm": "fedavg", "model": "small", "clients": 10, "devices": 1, "r
 @pytest.mark.slow("programs at full size")
 def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
     """As on an accelerator, where all are trained together unless memory is short."""
-    monkeypatch.setattr(execution_plan, "at_once", lambda count: count)
+    monkeypatch.setattr(execution_plan, "default_chunk", lambda count: count)
     tried = []
 
     def make(*arguments, chunk, **settings):
@@ -100,9 +100,7 @@ def test_a_budget_chooses_how_many_clients_at_a_time(monkeypatch):
         UsageError, match=r"1 of 10 clients .* needs about 0\.00\d+ GB, and memory_gb"
     ):
         build.build(configuration.complete({**BASE, "memory_gb": 0.0005}))
-    with pytest.raises(
-        UsageError, match="take fewer clients, a smaller chunk, model or batch_size"
-    ):
+    with pytest.raises(UsageError, match="use fewer clients, a smaller chunk, model or batch_size"):
         build.build(configuration.complete({**BASE, "memory_gb": 0.005, "chunk": 10}))
 
 

@@ -227,9 +227,9 @@ def _work(
 
     class Stop(interrupt.Stop):
         @contextlib.contextmanager
-        def held(self) -> Iterator[None]:
+        def protected(self) -> Iterator[None]:
             tell("call", None)
-            with super().held():
+            with super().protected():
                 yield
 
     write = run_directory.write_metrics

@@ -30,12 +30,12 @@ def _measured(pipe: Connection, directory: Path, config: dict[str, Any], program
 
     class Watch(interrupt.Stop):
         @contextlib.contextmanager
-        def held(self) -> Iterator[None]:
+        def protected(self) -> Iterator[None]:
             sizes = [p.stat().st_size for p in directory.rglob("*") if p.is_file()]
             pages = int(Path("/proc/self/statm").read_text().split()[1])
             memory = pages * os.sysconf("SC_PAGE_SIZE")
             seen.append((time.monotonic(), memory, len(sizes), sum(sizes)))
-            with super().held():
+            with super().protected():
                 yield
 
     runner.run(config, directory, Watch())

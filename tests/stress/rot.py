@@ -141,7 +141,7 @@ def rot(number: int = 100, seed: int = 0, config: dict[str, Any] = CONFIG) -> li
 def needed(directory: Path, step: int) -> list[Path]:
     """The files that a checkpoint is read from."""
     own = sorted(p for p in (directory / "checkpoints" / str(step)).rglob("*") if p.is_file())
-    store = checkpoints.open_store(directory / "checkpoints", only_read=True)
+    store = checkpoints.open_store(directory / "checkpoints", read_only=True)
     rows = store.facts(step).get("rows") or {"files": ()}
     store.manager.close()
     return [*own, *(directory / "rows" / name for name in rows["files"])]

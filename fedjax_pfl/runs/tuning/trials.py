@@ -215,7 +215,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
         for number, jobs in enumerate(programs, 1):
             where = f"{jobs[0].method}: {len(jobs)} run{'s' * (len(jobs) > 1)}"
             print(f"[{number}/{len(programs)}] {where}", file=sys.stderr, flush=True)
-            runner.run_points({job.name: job.config for job in jobs}, folder, stop, words=words)
+            runner.run_configs({job.name: job.config for job in jobs}, folder, stop, registry=words)
 
 
 def _is_sweepable(name: str, method: str) -> bool:
@@ -242,7 +242,7 @@ def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
 def _programs(jobs: list[Job], words: Registry = BUILTINS) -> list[list[Job]]:
     """As few programs as the method allows: some numbers shape it, or choose what it does."""
     try:
-        built = build(*(job.config for job in jobs), words=words)
+        built = build(*(job.config for job in jobs), registry=words)
     except sweep.SeparateRunsError as error:
         groups: dict[tuple[Any, ...], list[Job]] = {}
         for job in jobs:
