@@ -1,4 +1,4 @@
-"""Diagnostics against numbers worked out by hand."""
+"""Diagnostics, compared with numbers worked out by hand."""
 
 import numpy as np
 import pytest
@@ -12,53 +12,55 @@ EVEN = np.full((4, 2, 4), 0.25)
 PFEDLA = METHODS["pfedla"].diagnostics
 
 
-def test_peers_are_the_exponential_of_the_entropy():
+def test_effective_number():
     rows = np.array([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.25, 0.25, 0], [0.25] * 4])
     # The third: entropy ½ log 2 + 2 · ¼ log 4 = 1.5 log 2.
     np.testing.assert_allclose(diagnostics.effective_number(rows), [1, 2, 2**1.5, 4], rtol=1e-12)
 
 
-def test_who_moves_has_a_row_that_changed_by_more_than_a_thousandth():
+def test_moving_fraction():
     after = EVEN.copy()
-    after[0, 1] += [0.0011, -0.0011, 0, 0]  # half of the changes: .0011
+    after[0, 1] += [0.0011, -0.0011, 0, 0]  # half of the changes: 0.0011
     after[1, 0] += [0.0009, -0.0009, 0, 0]
     assert diagnostics.moving_fraction(after, EVEN) == 0.25
     assert diagnostics.moving_fraction(EVEN, EVEN) == 0.0
 
 
-def test_a_row_is_one_hot_above_99_per_cent():
+def test_one_hot_fraction():
     rows = np.array([[0.995, 0.005], [0.985, 0.015], [0.5, 0.5], [0.0, 1.0]])
     assert diagnostics.one_hot_fraction(rows) == 0.5
 
 
-def seen(now, before=None, layers=("conv", "head")):
-    return Observed({"alpha": now}, {} if before is None else {"alpha": before}, layers)
+def observed(alpha, before=None, layers=("conv", "head")):
+    return Observed({"alpha": alpha}, {} if before is None else {"alpha": before}, layers)
 
 
-def test_pfedla_says_who_mixes_what_by_layer():
-    now = EVEN.copy()
-    now[:, 1] = np.eye(4)
-    read = diagnostics.read(PFEDLA, seen(now, EVEN), [], 10, 40)
+def test_pfedla():
+    alpha = EVEN.copy()
+    alpha[:, 1] = np.eye(4)
+    read = diagnostics.read(PFEDLA, observed(alpha, EVEN), [], 10, 40)
     assert read.observed["peers"] == pytest.approx({"conv": 4.0, "head": 1.0})
     assert (read.observed["one_hot"], read.observed["moving"]) == (0.5, 1.0)
     assert read.dead == []
     assert read.remarks == []
-    (said,) = diagnostics.explanations(PFEDLA, read.observed)
-    assert "conv 4.0, head 1.0" in said
-    assert "share conv most, and keep head most to themselves" in said
+    (explanation,) = diagnostics.explanations(PFEDLA, read.observed)
+    assert "conv 4.0, head 1.0" in explanation
+    assert "share conv most, and keep head most to themselves" in explanation
 
 
-def test_layers_that_are_not_those_of_the_network_are_numbered():
-    assert list(diagnostics.read(PFEDLA, seen(EVEN, layers=()), [], 1, 4).observed["peers"]) == [
+def test_unknown_layers_are_numbered():
+    assert list(
+        diagnostics.read(PFEDLA, observed(EVEN, layers=()), [], 1, 4).observed["peers"]
+    ) == [
         "layer 1",
         "layer 2",
     ]
-    whole = diagnostics.read(PFEDLA, seen(EVEN[:, :1]), [], 1, 4).observed["peers"]
-    assert whole == pytest.approx({"model": 4.0})
+    values = diagnostics.read(PFEDLA, observed(EVEN[:, :1]), [], 1, 4).observed["peers"]
+    assert values == pytest.approx({"model": 4.0})
 
 
-def test_the_first_evaluation_cannot_say_who_moves():
-    assert "moving" not in diagnostics.read(PFEDLA, seen(EVEN), [], 10, 40).observed
+def test_first_evaluation_has_no_moving_fraction():
+    assert "moving" not in diagnostics.read(PFEDLA, observed(EVEN), [], 10, 40).observed
 
 
 def lines(*dead, every=10):
@@ -66,20 +68,20 @@ def lines(*dead, every=10):
 
 
 @pytest.mark.parametrize(
-    ("earlier", "at", "said"),
+    ("earlier", "at", "warns"),
     [
         (lines((), ("one_hot",)), 30, True),  # since round 20: 10 of 40 rounds
         (lines((), ()), 30, False),  # since now
-        (lines(("one_hot",), ()), 30, False),  # it has been alive in between
-        (lines((), ("peers",)), 30, False),  # another one
+        (lines(("one_hot",), ()), 30, False),  # active in between
+        (lines((), ("peers",)), 30, False),  # another diagnostic
         (lines((), ("one_hot",), every=11), 30, False),  # since round 22: 8 of 40
-        ([], 40, False),  # a single evaluation says nothing of how long
+        ([], 40, False),  # a single evaluation has no duration
     ],
 )
-def test_dead_for_a_quarter_of_the_run_is_said(earlier, at, said):
-    read = diagnostics.read(PFEDLA, seen(EYE), earlier, at, 40)
+def test_warning_after_a_quarter_of_the_run(earlier, at, warns):
+    read = diagnostics.read(PFEDLA, observed(EYE), earlier, at, 40)
     assert read.dead == ["one_hot"]
-    if said:
+    if warns:
         (remark,) = read.remarks
         assert "one-hot in 100% of its rows" in remark
         assert "pfedla.rate" in remark
@@ -87,63 +89,63 @@ def test_dead_for_a_quarter_of_the_run_is_said(earlier, at, said):
         assert read.remarks == []
 
 
-def test_a_uniform_alpha_is_dead_too():
-    read = diagnostics.read(PFEDLA, seen(EVEN, EVEN), lines(("peers",)), 20, 40)
+def test_uniform_alpha_is_inactive():
+    read = diagnostics.read(PFEDLA, observed(EVEN, EVEN), lines(("peers",)), 20, 40)
     assert read.dead == ["peers"]
     assert read.observed["moving"] == 0.0
     assert "mixes 4.0 of them" in read.remarks[0]
     nearly = EVEN + 0.1 * np.array([3, -1, -1, -1])
-    assert diagnostics.read(PFEDLA, seen(nearly), [], 20, 40).dead == []
+    assert diagnostics.read(PFEDLA, observed(nearly), [], 20, 40).dead == []
 
 
-def of(method, now, before=None, first=None, earlier=(), at=20):
-    """The signs of arrays by name, and their remarks after dead evaluations until round 10."""
+def of(method, arrays, before=None, first=None, earlier=(), at=20):
+    """Returns a method's diagnostics of arrays by name."""
 
-    def arrays(tree):
+    def as_arrays(tree):
         return {name: np.asarray(x, float) for name, x in (tree or {}).items()}
 
-    shown = Observed(arrays(now), arrays(before), (), arrays(first))
-    return diagnostics.read(METHODS[method].diagnostics, shown, earlier, at, 40)
+    arrays_seen = Observed(as_arrays(arrays), as_arrays(before), (), as_arrays(first))
+    return diagnostics.read(METHODS[method].diagnostics, arrays_seen, earlier, at, 40)
 
 
 @pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc"])
-def test_hypernetworks_say_how_far_apart_models_are_and_how_far_v_went(method):
+def test_pfedhn(method):
     v = np.array([[3.0, 0.0], [0.0, 4.0]])  # of length 5
-    now = {"spread": [0.1, 0.3], "embeddings": 1.1 * v}  # by .5
-    read = of(method, now, first={"embeddings": v})
+    arrays = {"spread": [0.1, 0.3], "embeddings": 1.1 * v}  # moved by 0.5
+    read = of(method, arrays, first={"embeddings": v})
     assert read.observed == pytest.approx({"spread": 0.2, "moved": 0.1})
     assert read.dead == []
-    assert "moved" not in of(method, now).observed
-    still = of(
+    assert "moved" not in of(method, arrays).observed
+    inactive = of(
         method,
         {"spread": [0.01, 0.02], "embeddings": v},
         first={"embeddings": v},
         earlier=lines(("spread", "moved")),
     )
-    assert still.dead == ["spread", "moved"]
-    assert "is 0.0150 of their length" in still.remarks[0]
-    assert f"see {method}.rate" in still.remarks[1]
+    assert inactive.dead == ["spread", "moved"]
+    assert "is 0.0150 of their length" in inactive.remarks[0]
+    assert f"see {method}.rate" in inactive.remarks[1]
 
 
-def test_fedmn_says_how_many_routes_there_are_and_how_decided_they_are():
-    # The third has not trained. Entropies of .5, .75 and .25: 1 and .8112781 bits.
-    now = {"pi": [[0.5, 0.75], [0.75, 0.25], [0.0, 0.0]]}
-    read = of("fedmn", now)
+def test_fedmn():
+    # The third client has not trained. Entropies of 0.5, 0.75 and 0.25: 1 and 0.8112781 bits.
+    arrays = {"pi": [[0.5, 0.75], [0.75, 0.25], [0.0, 0.0]]}
+    read = of("fedmn", arrays)
     bits = 0.25 * np.log2(4) + 0.75 * np.log2(4 / 3)
     assert read.observed == pytest.approx(
         {"routes": 2, "gate_bits": (1 + 3 * bits) / 4, "deviation": (0.125 + 0.25) / 2}
     )
     assert read.dead == []
-    alike = of("fedmn", {"pi": [[0.7, 0.2], [0.71, 0.2]]}, earlier=lines(("deviation",)))
-    assert (alike.observed["routes"], alike.dead) == (1, ["deviation"])
-    assert "deviates by 0.0025" in alike.remarks[0]
+    similar = of("fedmn", {"pi": [[0.7, 0.2], [0.71, 0.2]]}, earlier=lines(("deviation",)))
+    assert (similar.observed["routes"], similar.dead) == (1, ["deviation"])
+    assert "deviates by 0.0025" in similar.remarks[0]
     assert of("fedmn", {"pi": np.zeros((2, 2))}) == ({}, [], [])
 
 
-def test_factorized_fl_says_how_many_are_mixed_and_who_is_alone():
+def test_factorized_fl():
     read = of("factorized_fl", {"weights": [[0.5, 0.5, 0], [0, 1, 0], [0.25, 0.25, 0.5]]})
-    wanted = {"peers": (2 + 1 + 2**1.5) / 3, "candidates": 6 / 9, "alone": 1 / 3}
-    assert read.observed == pytest.approx(wanted)
+    expected = {"peers": (2 + 1 + 2**1.5) / 3, "candidates": 6 / 9, "alone": 1 / 3}
+    assert read.observed == pytest.approx(expected)
     assert read.dead == []
     nearly = np.full((3, 3), 1 / 3) + 0.02 * (3 * np.eye(3) - 1)
     for weights, name, word in ((nearly, "peers", "plain mean"), (np.eye(3), "alone", "100%")):
@@ -152,32 +154,32 @@ def test_factorized_fl_says_how_many_are_mixed_and_who_is_alone():
         assert word in dead.remarks[0]
 
 
-def test_fedfomo_says_what_share_of_weights_is_positive():
+def test_fedfomo():
     before = {"affinity": [[0, 1.0], [-2.0, 0]]}
     read = of("fedfomo", {"affinity": [[0, 1.5], [-2.5, 0]]}, before)
     assert (read.observed, read.dead) == ({"positive": 0.5}, [])
-    assert of("fedfomo", before).observed == {"positive": 0.5}  # the first: since the start
-    assert of("fedfomo", before, before).observed == {}  # nobody was weighed
-    still = of("fedfomo", {"affinity": [[0, 0], [-3, 0]]}, before, earlier=lines(("positive",)))
-    assert "fedfomo.reference" in still.remarks[0]
+    assert of("fedfomo", before).observed == {"positive": 0.5}  # first evaluation: since the start
+    assert of("fedfomo", before, before).observed == {}  # no weight changed
+    inactive = of("fedfomo", {"affinity": [[0, 0], [-3, 0]]}, before, earlier=lines(("positive",)))
+    assert "fedfomo.reference" in inactive.remarks[0]
 
 
 def test_clustered_fl_and_fedem():
     assert of("clustered_fl", {"cluster": [0, 2, 0, 1]}).observed == {"clusters": 3}
-    whole = of("clustered_fl", {"cluster": [0, 0]}, earlier=lines(("clusters",)))
-    assert "there is 1 cluster, which is FedAvg" in whole.remarks[0]
+    one_cluster = of("clustered_fl", {"cluster": [0, 0]}, earlier=lines(("clusters",)))
+    assert "there is 1 cluster, which is FedAvg" in one_cluster.remarks[0]
     read = of("fedem", {"pi": [[0.5, 0.5], [1.0, 0.0]]})
     assert read.observed == pytest.approx({"share_bits": 0.5, "deviation": 0.25})
     assert of("fedem", {"pi": [[0.5, 0.5]] * 2}).dead == ["deviation"]
 
 
-def test_without_the_arrays_there_are_no_diagnostics():
+def test_no_arrays_no_diagnostics():
     read = diagnostics.read(PFEDLA, Observed({}, {}, ()), [], 1, 4)
     assert read == ({}, [], [])
     assert diagnostics.explanations({}, {"peers": 1.0}) == []
 
 
-def test_every_diagnostic_is_explained():
+def test_diagnostics_have_meanings_and_warnings():
     for method in METHODS.values():
         for diagnostic in method.diagnostics.values():
             assert diagnostic.meaning

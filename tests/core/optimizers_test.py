@@ -131,7 +131,7 @@ def test_optax_optimizer_with_learning_rate():
 
 
 def test_optimizer_state_is_kept_or_reset():
-    """If the state is kept, two rounds equal one loop over both."""
+    """With the state kept, two rounds equal one loop over both."""
     training = local_training.make_training(by_name("adam"), keep_optimizer=True, **TRAINING)
     _, state, sums = fitted(training, training.optimizer.init(PARAMS))
     again, _, _ = fitted(training, state)

@@ -1,4 +1,4 @@
-"""Networks: sizes, how they start, and what padding may not do."""
+"""Built-in networks: sizes, outputs, initialisation and padding."""
 
 import flax.linen as nn
 import jax
@@ -81,9 +81,9 @@ def test_mobilenet_sizes(kind, classes, parameters, norms):
     assert variables["params"][model.head]["bias"].shape == (classes,)
 
 
-def test_mobilenet_strides_and_residuals():
-    """32x32 comes down to 1x1; ten blocks add their input to what they make of it."""
-    shape, adds = {}, MobileNet()._blocks()
+def test_mobilenet_shapes_and_residuals():
+    """32x32 images are reduced to 1x1; ten blocks have a residual connection."""
+    shape, blocks = {}, MobileNet()._blocks()
 
     def note(call, args, kwargs, context):
         out = call(*args, **kwargs)
@@ -96,11 +96,11 @@ def test_mobilenet_strides_and_residuals():
     assert shape["conv1"] == (1, 16, 16, 32)
     assert shape["project17"] == (*shape["depth17"][:3], 320) == (1, 1, 1, 320)
     assert [shape[f"project{i}"][1] for i in (1, 3, 6, 10, 13, 16)] == [16, 8, 4, 2, 2, 1]
-    assert sum(b.stride == 1 and b.inputs == b.outputs for b in adds) == 10
+    assert sum(b.stride == 1 and b.inputs == b.outputs for b in blocks) == 10
 
 
 @pytest.mark.slow("a deep network")
-def test_group_norm_does_not_look_at_other_examples():
+def test_group_norm_is_independent_of_other_examples():
     model = MobileNet(norm="group", width=0.1, dropout=0.0)
     x = jax.random.normal(jax.random.key(0), (3, 8, 8, 1))
     variables = jax.jit(model.init)(jax.random.key(1), x)
@@ -110,18 +110,18 @@ def test_group_norm_does_not_look_at_other_examples():
 
 @pytest.mark.slow("a deep network")
 @jax.numpy_rank_promotion("allow")
-def test_resnet9_layer_by_layer():
-    """Strides, padding, what is added to what and pooling, with PyTorch's meaning of padding."""
-    model, (draw, begin) = ResNet9(width=2), jax.random.split(jax.random.key(0))
-    x = jax.random.normal(draw, (3, 32, 32, 3))
-    variables = jax.jit(model.init)(begin, x)
-    # So that scales, shifts and statistics matter.
+def test_resnet9_equals_lax():
+    """Compares strides, padding, residuals and pooling with PyTorch's padding."""
+    model, (x_key, init_key) = ResNet9(width=2), jax.random.split(jax.random.key(0))
+    x = jax.random.normal(x_key, (3, 32, 32, 3))
+    variables = jax.jit(model.init)(init_key, x)
 
     def shift(leaf):
+        """Makes scales, shifts and statistics differ from their initial values."""
         return leaf + 0.5 * jnp.cos(jnp.arange(leaf.size)) if leaf.ndim == 1 else leaf
 
     variables = jax.tree.map(shift, variables)
-    params, kept = variables["params"], variables["batch_stats"]
+    params, stats = variables["params"], variables["batch_stats"]
 
     def block(x, i, pad, stride=1):
         x = jax.lax.conv_general_dilated(
@@ -131,7 +131,7 @@ def test_resnet9_layer_by_layer():
             [(pad, pad)] * 2,
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
         )
-        mean, var = (kept[f"norm{i}"][name] for name in ("mean", "var"))
+        mean, var = (stats[f"norm{i}"][name] for name in ("mean", "var"))
         norm = params[f"norm{i}"]
         return jnp.maximum((x - mean) / jnp.sqrt(var + 1e-5) * norm["scale"] + norm["bias"], 0)
 
@@ -140,7 +140,7 @@ def test_resnet9_layer_by_layer():
         return x.reshape(b, h // size, size, w // size, size, c).max((2, 4))
 
     @jax.jit
-    def wanted(x):
+    def expected(x):
         sizes = []
         for i, pad, stride in ((1, 1, 1), (2, 2, 2)):
             x = block(x, i, pad, stride)
@@ -152,13 +152,13 @@ def test_resnet9_layer_by_layer():
         assert [*sizes, x.shape[1:]] == [(32, 32, 2), (16, 16, 4), (6, 6, 8)]
         return pool(x, 6)[:, 0, 0] @ params["fc1"]["kernel"] + params["fc1"]["bias"]
 
-    got = jax.jit(model.apply)(variables, x)
-    assert np.ptp(got) > 1
-    np.testing.assert_allclose(got, wanted(x), rtol=1e-4)
+    actual = jax.jit(model.apply)(variables, x)
+    assert np.ptp(actual) > 1
+    np.testing.assert_allclose(actual, expected(x), rtol=1e-4)
 
 
-def test_dropout_cnn_by_hand():
-    """Where it pools, where it drops, how it starts: against lax, all or nothing dropped."""
+def test_dropout_cnn_equals_lax():
+    """Compares outputs with dropout rates of 0 and 1, and checks the initial weights."""
     model = DropoutCNN(kernels=(2, 3), hidden=4, dropout=(0.25, 0.5))
     x = jax.random.normal(jax.random.key(0), (5, 10, 10, 1))
     variables = jax.jit(model.init)(jax.random.key(1), x)
@@ -175,22 +175,24 @@ def test_dropout_cnn_by_hand():
         return x @ layer["kernel"] + layer["bias"][None]
 
     @jax.jit
-    def wanted(before, after):
+    def expected(rate1, rate2):
         y = conv(conv(x, params["conv1"]), params["conv2"])
-        y = before * y.reshape(5, 3, 2, 3, 2, 3).max((2, 4)).reshape(5, -1)
-        return dense(after * jnp.maximum(dense(y, params["fc1"]), 0), params["fc2"])
+        y = rate1 * y.reshape(5, 3, 2, 3, 2, 3).max((2, 4)).reshape(5, -1)
+        return dense(rate2 * jnp.maximum(dense(y, params["fc1"]), 0), params["fc2"])
 
     def close(a, b):
         return np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
-    close(jax.jit(model.apply)(variables, x), wanted(1.0, 1.0))
+    close(jax.jit(model.apply)(variables, x), expected(1.0, 1.0))
     key, train = {"dropout": jax.random.key(2)}, {"train": True}
     for dropout, scales in (
         ((0.0, 0.0), (1.0, 1.0)),
         ((1.0, 0.0), (0.0, 1.0)),
         ((0.0, 1.0), (1.0, 0.0)),
     ):
-        close(model.clone(dropout=dropout).apply(variables, x, rngs=key, **train), wanted(*scales))
+        close(
+            model.clone(dropout=dropout).apply(variables, x, rngs=key, **train), expected(*scales)
+        )
     for name, fans in (("conv1", 9 + 18), ("conv2", 18 + 27), ("fc1", 27 + 4), ("fc2", 4 + 10)):
         kernel = np.abs(params[name]["kernel"])
         bound = np.sqrt(6 / fans)
@@ -209,21 +211,21 @@ def test_dropout_cnn_by_hand():
         ResNet9(),
     ],
 )
-def test_layers_are_in_the_order_of_their_calls(model):
-    called = []
+def test_layers_are_in_call_order(model):
+    calls = []
 
     def note(call, args, kwargs, context):
         layer = len(context.module.path) == 1 and not isinstance(context.module, nn.Dropout)
         if layer and context.method_name == "__call__":
-            called.append(context.module.path[0])
+            calls.append(context.module.path[0])
         return call(*args, **kwargs)
 
     with nn.intercept_methods(note):
         shapes(model, 28, 28, 1)
-    assert tuple(called) == model.layers
+    assert tuple(calls) == model.layers
 
 
-def test_layers_start_as_in_pytorch():
+def test_initial_weights_as_in_pytorch():
     params = jax.jit(CNN().init)(jax.random.key(0), jnp.zeros((1, 28, 28, 1)))["params"]
     for layer in params.values():
         fan_in = layer["kernel"][..., 0].size
@@ -231,20 +233,20 @@ def test_layers_start_as_in_pytorch():
         for leaf in layer.values():
             leaf = np.asarray(leaf)
             assert np.abs(leaf).max() <= bound
-            spread = 4 / np.sqrt(leaf.size)  # four standard errors and more
+            spread = 4 / np.sqrt(leaf.size)  # at least four standard errors
             assert np.abs(leaf).max() > bound * (1 - spread)
             np.testing.assert_allclose(np.var(leaf), bound**2 / 3, rtol=spread)
             assert abs(np.mean(leaf)) < bound * spread
 
 
-def test_uniform_knows_its_dtype():
-    drawn = uniform(4)(jax.random.key(0), (100,), jnp.bfloat16)
-    assert drawn.dtype == jnp.bfloat16
-    assert float(jnp.abs(drawn).max()) <= 0.5
+def test_uniform_initializer_dtype():
+    values = uniform(4)(jax.random.key(0), (100,), jnp.bfloat16)
+    assert values.dtype == jnp.bfloat16
+    assert float(jnp.abs(values).max()) <= 0.5
 
 
 def step(model, variables, x, mask):
-    """Outputs, new statistics and the gradient of a loss over real rows only."""
+    """Returns the gradient of a loss over real rows, and (outputs, new statistics)."""
 
     def loss(params):
         out, new = model.apply(
@@ -255,33 +257,33 @@ def step(model, variables, x, mask):
     return jax.grad(loss, has_aux=True)(variables["params"])
 
 
-def test_padding_changes_no_bit():
+def test_padding_changes_nothing():
     model = LeNet(kernels=(2, 3), dense=(8,), kernel_size=3, batch_norm=True)
     x = jax.random.normal(jax.random.key(0), (6, 10, 10, 1))
     variables = jax.jit(model.init)(jax.random.key(1), x)
     mask = jnp.arange(6) < 4
     run = jax.jit(lambda x, mask: step(model, variables, x, mask))
     gradient, (out, new) = run(x, mask)
-    other, (out_other, new_other) = run(x.at[4:].set(1e3), mask)
-    np.testing.assert_array_equal(out[:4], out_other[:4])
-    jax.tree.map(np.testing.assert_array_equal, (gradient, new), (other, new_other))
+    padded, (out_padded, new_padded) = run(x.at[4:].set(1e3), mask)
+    np.testing.assert_array_equal(out[:4], out_padded[:4])
+    jax.tree.map(np.testing.assert_array_equal, (gradient, new), (padded, new_padded))
 
-    less, (out_less, new_less) = run(x[:4], jnp.ones(4, bool))
+    short, (out_short, new_short) = run(x[:4], jnp.ones(4, bool))
 
-    def close(a, b):  # sums over another number of rows: 1.4e-6 apart with JAX 0.12
+    def close(a, b):  # sums over other numbers of rows differ by 1.4e-6
         return np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5)
 
-    jax.tree.map(close, (gradient, out[:4], new), (less, out_less, new_less))
+    jax.tree.map(close, (gradient, out[:4], new), (short, out_short, new_short))
     changed = jax.tree.map(
         lambda a, b: jnp.any(a != b), new["batch_stats"], variables["batch_stats"]
     )
     assert all(jax.tree.leaves(changed))
 
-    nothing = run(x, jnp.zeros(6, bool))
-    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(nothing))
+    all_padding = run(x, jnp.zeros(6, bool))
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(all_padding))
 
 
-def test_batch_norm_by_hand():
+def test_batch_norm_statistics():
     model = SmallCNN(batch_norm=True)
     x = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
     variables = jax.jit(model.init)(jax.random.key(1), x)
@@ -305,5 +307,5 @@ def test_evaluation_ignores_batch_and_mask():
     x = jax.random.normal(jax.random.key(0), (4, 8, 8, 1))
     variables = jax.jit(model.init)(jax.random.key(1), x)
     run = jax.jit(model.apply)
-    whole = run(variables, x, mask=jnp.array([True, False, True, False]))
-    np.testing.assert_allclose(whole[:1], run(variables, x[:1]), rtol=1e-5, atol=1e-6)
+    outputs = run(variables, x, mask=jnp.array([True, False, True, False]))
+    np.testing.assert_allclose(outputs[:1], run(variables, x[:1]), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""A last layer that starts at zero."""
+"""Networks with a head of zeros."""
 
 import chex
 import jax
@@ -19,16 +19,16 @@ SMALL = LeNet(outputs=3, kernels=(2, 3), dense=(6,), kernel_size=3, padding="SAM
 
 def test_only_the_head_is_zero():
     net = ZeroHead(SMALL)
-    made, plain = net.init(KEY, X), SMALL.init(KEY, X)
+    variables, expected = net.init(KEY, X), SMALL.init(KEY, X)
     assert (net.head, net.layers, net.outputs) == (SMALL.head, SMALL.layers, 3)
-    head = made["params"].pop("fc2")
+    head = variables["params"].pop("fc2")
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(head))
-    assert any(np.any(leaf) for leaf in jax.tree.leaves(plain["params"].pop("fc2")))
-    chex.assert_trees_all_equal(made, plain)
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(expected["params"].pop("fc2")))
+    chex.assert_trees_all_equal(variables, expected)
 
 
 def trained(net, y):
-    """The body after three steps on labels y."""
+    """Returns the layers below the head after three steps on labels y."""
 
     def loss(params):
         outputs = net.apply({"params": params}, X)
@@ -42,10 +42,9 @@ def trained(net, y):
 
 @pytest.mark.slow("several methods' runs")
 @pytest.mark.parametrize("wrap", [lambda net: net, lambda net: SplitKernels(net, (8, 8, 1))])
-def test_the_order_of_labels_does_not_matter_to_the_layers_below(wrap):
-    other = jnp.array([2, 0, 1])[Y]
+def test_lower_layers_do_not_depend_on_the_order_of_labels(wrap):
+    permuted = jnp.array([2, 0, 1])[Y]
     net = wrap(ZeroHead(SMALL))
-    chex.assert_trees_all_close(trained(net, Y), trained(net, other), atol=1e-6)
-    one, two = (trained(wrap(SMALL), y) for y in (Y, other))
-    apart = optax.tree.norm(jax.tree.map(jnp.subtract, one, two))
-    assert apart > 1e-2
+    chex.assert_trees_all_close(trained(net, Y), trained(net, permuted), atol=1e-6)
+    first, second = (trained(wrap(SMALL), y) for y in (Y, permuted))
+    assert optax.tree.norm(jax.tree.map(jnp.subtract, first, second)) > 1e-2
