@@ -1,4 +1,4 @@
-"""What is found in examples before anything is compiled: the client, the field, the column."""
+"""Tests of messages about invalid examples, which name client, field and column."""
 
 import re
 
@@ -12,33 +12,33 @@ from fedjax_pfl.data.dataset import Dataset
 X = np.arange(48, dtype=np.float32).reshape(12, 4)
 Y = np.arange(12) % 3
 TOKENS = np.arange(60).reshape(12, 5) % 7
-WHO = ["Bern", "Bern", "Cairo", "Cairo"] * 3
+OWNERS = ["Bern", "Bern", "Cairo", "Cairo"] * 3
 
 
 def message(call):
+    """Returns the message of the UsageError that a call raises."""
     with pytest.raises(UsageError) as error:
         call()
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def spoilt(values, place, what):
-    made = np.array(values)
-    made[place] = what
-    return made
+def with_value(values, place, value):
+    changed = np.array(values)
+    changed[place] = value
+    return changed
 
 
-def test_integers_stay_integers_and_say_what_is_learned_by_their_type():
+def test_tokens_and_labels_keep_their_types():
     tokens = arrays(TOKENS, np.roll(TOKENS, -1, 1))
     assert (tokens.x_train.dtype, tokens.y_train.dtype, tokens.outputs) == ("int32", "int32", 7)
     assert tokens.scale is None
-    # The vocabulary is that of inputs and labels together.
+    # Inputs and labels share a vocabulary.
     assert arrays(TOKENS + 3, np.roll(TOKENS, -1, 1)).outputs == 10
     labels = arrays(X, TOKENS > 3)
     assert (labels.x_train.dtype, labels.y_train.dtype, labels.outputs) == ("float32", "bool", 5)
-    one, *_ = federate(tokens, "iid", clients=3)
-    _, federation, _ = federate(tokens, "iid", clients=3)
-    assert (one.x.dtype, one.y.dtype) == ("int32", "int32")
+    data, federation, _ = federate(tokens, "iid", clients=3)
+    assert (data.x.dtype, data.y.dtype) == ("int32", "int32")
     assert (federation.input_dtype, federation.positions, federation.outputs) == ("int32", (5,), 7)
     assert federation.examples(2).dtype == "int32"
     _, federation, _ = federate(labels, "iid", clients=3)
@@ -49,26 +49,27 @@ def test_integers_stay_integers_and_say_what_is_learned_by_their_type():
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint64])
 def test_unsigned_labels_are_classes(dtype):
-    made = arrays(X, Y.astype(dtype))
-    assert (made.y_train.tolist(), made.y_train.dtype, made.outputs) == (Y.tolist(), "int32", 3)
+    dataset = arrays(X, Y.astype(dtype))
+    y = dataset.y_train
+    assert (y.tolist(), y.dtype, dataset.outputs) == (Y.tolist(), "int32", 3)
 
 
-def test_spaces_around_owners_are_left_out():
-    made = arrays(X[:3], Y[:3], owners=["Bern", "Bern ", "\tCairo"])
-    assert made.owner_names.tolist() == ["Bern", "Cairo"]
-    assert made.owner_train.tolist() == [0, 0, 1]
+def test_owner_names_are_stripped():
+    dataset = arrays(X[:3], Y[:3], owners=["Bern", "Bern ", "\tCairo"])
+    assert dataset.owner_names.tolist() == ["Bern", "Cairo"]
+    assert dataset.owner_train.tolist() == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
     ("call", "line"),
     [
         (
-            lambda: arrays(spoilt(X, (5, 2), np.inf), Y, owners=WHO),
+            lambda: arrays(with_value(X, (5, 2), np.inf), Y, owners=OWNERS),
             "arrays (train): x has 1 values that are not finite, the first in example 5 (owner "
             "Bern), column 2; remove or replace them",
         ),
         (
-            lambda: arrays(TOKENS, spoilt(TOKENS, (6, 1), 70), outputs=7, owners=WHO),
+            lambda: arrays(TOKENS, with_value(TOKENS, (6, 1), 70), outputs=7, owners=OWNERS),
             "arrays (train): 1 labels are not classes from 0 to 6 or -1 (no label), the "
             "first is 70 in example 6 (owner Cairo), column 1",
         ),
@@ -87,46 +88,45 @@ def test_spaces_around_owners_are_left_out():
         ),
     ],
 )
-def test_what_is_wrong_with_arrays(call, line):
+def test_messages_about_arrays(call, line):
     assert message(call) == line
 
 
-def plain(x, y, outputs=3):
-    """As a source may make it, past the checks of `arrays`."""
-    whose = np.repeat(np.arange(3, dtype=np.int32), 4)
+def unchecked(x, y, outputs=3):
+    """Returns a dataset like that of a source, without the checks of `arrays`."""
+    owner = np.repeat(np.arange(3, dtype=np.int32), 4)
     names = np.array(["Amsterdam", "Bern", "Cairo"])
-    made = Dataset("mine", x, y, None, None, outputs, owner_train=whose)
-    return made._replace(owner_names=names)
+    return Dataset("mine", x, y, None, None, outputs, owner_train=owner, owner_names=names)
 
 
 @pytest.mark.parametrize(
-    ("made", "line"),
+    ("dataset", "line"),
     [
         (
-            plain(spoilt(X, (9, 1), np.nan), Y.astype(np.int32)),
+            unchecked(with_value(X, (9, 1), np.nan), Y.astype(np.int32)),
             r"mine: one of the (training|test) examples of client 2 \(Cairo\): x has 1 values that "
             r"are not finite, the first, column 1; remove or replace them",
         ),
         (
-            plain(X, spoilt(TOKENS, (4, 3), -7).astype(np.int32), 7),
+            unchecked(X, with_value(TOKENS, (4, 3), -7).astype(np.int32), 7),
             r"mine: one of the (training|test) examples of client 1 \(Bern\): 1 labels are not "
             r"classes from 0 to 6 or -1 \(no label\), the first is -7, column 3",
         ),
         (
-            plain(X, spoilt(TOKENS, slice(0, 4), -1).astype(np.int32), 7),
+            unchecked(X, with_value(TOKENS, slice(0, 4), -1).astype(np.int32), 7),
             r"mine: client 0 \(Amsterdam\): y is -1, no label, in all of its 3 training examples; "
             "leave it out",
         ),
         (
-            plain(X, (Y - 1).astype(np.int32)),
+            unchecked(X, (Y - 1).astype(np.int32)),
             "mine: 4 labels are not classes from 0 to 2, the first is -1 in example 0",
         ),
         (
-            plain(X.astype(np.float16), Y.astype(np.int32)),
+            unchecked(X.astype(np.float16), Y.astype(np.int32)),
             "mine: x is float16; it must be uint8, int32, float32",
         ),
     ],
 )
-def test_what_is_wrong_with_what_a_source_makes(made, line):
-    said = message(lambda: federate(made, "natural", clients=3))
-    assert re.fullmatch(line, said), said
+def test_messages_about_datasets_of_sources(dataset, line):
+    error = message(lambda: federate(dataset, "natural", clients=3))
+    assert re.fullmatch(line, error), error

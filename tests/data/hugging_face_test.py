@@ -1,4 +1,4 @@
-"""What the package datasets itself writes; elsewhere tests write folders as it does."""
+"""Tests with folders written by the package datasets; other tests imitate its layout."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ datasets = pytest.importorskip(
 )
 
 
-def test_its_folders_are_read(tmp_path):
+def test_saved_and_parquet_folders_are_read(tmp_path):
     kinds = {
         "image": datasets.Image(),
         "label": datasets.ClassLabel(names=["cat", "dog"]),
@@ -24,14 +24,14 @@ def test_its_folders_are_read(tmp_path):
         "who": list("abcabc"),
         "grid": [[[i, 1], [2, 3]] for i in range(6)],
     }
-    whole = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
-    datasets.DatasetDict(train=whole, test=whole.select([5])).save_to_disk(tmp_path / "saved")
-    whole.to_parquet(tmp_path / "files" / "train-00000-of-00001.parquet")
+    examples = datasets.Dataset.from_dict(columns, datasets.Features(kinds))
+    datasets.DatasetDict(train=examples, test=examples.select([5])).save_to_disk(tmp_path / "saved")
+    examples.to_parquet(tmp_path / "files" / "train-00000-of-00001.parquet")
     for folder in ("saved", "files"):
-        one = load(f"hf:{tmp_path / folder}", input="image", owner="who")
-        np.testing.assert_array_equal(one.x_train, pictures)
-        assert one.metadata["classes"] == ["cat", "dog"]
-        assert one.owner_train.tolist() == [0, 1, 2, 0, 1, 2]
+        dataset = load(f"hf:{tmp_path / folder}", input="image", owner="who")
+        np.testing.assert_array_equal(dataset.x_train, pictures)
+        assert dataset.metadata["classes"] == ["cat", "dog"]
+        assert dataset.owner_train.tolist() == [0, 1, 2, 0, 1, 2]
         grid = load(f"hf:{tmp_path / folder}", input="grid")
         np.testing.assert_array_equal(grid.x_train[:, 0, 0], range(6))
     assert len(load(f"hf:{tmp_path / 'saved'}", input="grid").x_test) == 1

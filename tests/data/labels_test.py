@@ -1,4 +1,4 @@
-"""Labels of files are checked before they are cast: no value changes silently."""
+"""Tests that labels of files keep their values or raise an error."""
 
 import json
 
@@ -12,31 +12,31 @@ from fedjax_pfl.data import load
 
 
 def csv(folder, labels, test=None, **settings):
-    """Loads a CSV file with these labels, tested on another with the labels `test`."""
+    """Loads a CSV file with the given labels, and a test file with the labels `test`."""
 
-    def written(name, cells):
+    def write(name, cells):
         path = folder / name
         path.write_text("a,label\n" + "".join(f"{i}.5,{cell}\n" for i, cell in enumerate(cells)))
         return str(path)
 
-    more = {"test": written("test.csv", test)} if test else {}
-    return load(f"csv:{written('train.csv', labels)}", **more, **settings)
+    test_setting = {"test": write("test.csv", test)} if test else {}
+    return load(f"csv:{write('train.csv', labels)}", **test_setting, **settings)
 
 
 def leaf(folder, labels):
     for part in ("train", "test"):
         (folder / part).mkdir()
-        own = {"x": [[1.0, 2.0]] * len(labels), "y": labels}
-        content = {"users": ["u"], "user_data": {"u": own}}
+        user = {"x": [[1.0, 2.0]] * len(labels), "y": labels}
+        content = {"users": ["u"], "user_data": {"u": user}}
         (folder / part / "all.json").write_text(json.dumps(content))
     return load(f"leaf:{folder}")
 
 
-def lists(folder, labels, told=None):
-    """Loads a Parquet file with these labels, of classes with these names."""
+def lists(folder, labels, names=None):
+    """Loads a Parquet file with the given labels and class names."""
     table = pa.table({"a": [[1, 2]] * len(labels), "label": labels})
-    if told:
-        features = {"label": {"_type": "ClassLabel", "names": told}}
+    if names:
+        features = {"label": {"_type": "ClassLabel", "names": names}}
         metadata = json.dumps({"info": {"features": features}})
         table = table.replace_schema_metadata({"huggingface": metadata})
     parquet.write_table(table, folder / "t.parquet")
@@ -67,13 +67,13 @@ def lists(folder, labels, told=None):
         (lambda at: csv(at, ["0", str(2**64)]), r"train\.csv.* 18446744073709551616.* 64 bits"),
     ],
 )
-def test_labels_that_a_cast_would_change_are_refused(tmp_path, call, message):
+def test_ambiguous_and_invalid_labels_are_refused(tmp_path, call, message):
     with pytest.raises(UsageError, match=message) as error:
         call(tmp_path)
     assert "\n" not in str(error.value)
 
 
-def test_labels_that_are_unambiguous_stay(tmp_path):
+def test_unambiguous_labels_keep_their_values(tmp_path):
     codes = csv(tmp_path, ["007", "010", "007"])
     assert (codes.y_train.tolist(), codes.outputs) == ([0, 1, 0], 2)
     large = csv(tmp_path, [str(2**63), str(2**64 - 1), str(2**63)])
@@ -86,5 +86,5 @@ def test_labels_that_are_unambiguous_stay(tmp_path):
     assert number.y_test[:, 0].tolist() == [0, 1.5]
     classes = csv(tmp_path, ["0", "1"], ["2", "1"])
     assert (classes.outputs, classes.y_test.tolist()) == (3, [2, 1])
-    named = lists(tmp_path, [0, 1, 1], ["x", "y"])
-    assert (named.outputs, named.y_train.dtype) == (2, np.int32)
+    with_names = lists(tmp_path, [0, 1, 1], ["x", "y"])
+    assert (with_names.outputs, with_names.y_train.dtype) == (2, np.int32)

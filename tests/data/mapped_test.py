@@ -39,9 +39,9 @@ def test_what_is_not_read_takes_no_memory(tmp_path: Path):
     assert is_mapped(examples.x)
     assert np.asarray(part.x).nbytes == 500 * 128 * 128 * 3
     assert federation.counts.sum() == 7500
-    whole, sent, mapped = forecast.example_bytes(examples, 2)
+    total, sent, mapped = forecast.example_bytes(examples, 2)
     assert mapped == n * 128 * 128 * 3
-    assert sent < whole / 8
+    assert sent < total / 8
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float64", "int64"])
@@ -55,8 +55,10 @@ def test_they_are_those_in_memory(tmp_path: Path, dtype: str):
     assert is_mapped(read.x_train) == (dtype in ("uint8", "float32"))  # as training takes them
     there = data.federate(read, "classes", **SHARES, settings={"per_client": 2, "examples": 10})
     for ids in ([0, 4], [19]):
-        one, other = (cohort_data(each[0], np.array(ids), 60, test=True) for each in (kept, there))
-        for a, b in zip(one[:2], other[:2], strict=True):
+        mapped_batch, memory_batch = (
+            cohort_data(each[0], np.array(ids), 60, test=True) for each in (kept, there)
+        )
+        for a, b in zip(mapped_batch[:2], memory_batch[:2], strict=True):
             np.testing.assert_array_equal(a, b)
     assert custom.dataset_digest(read._replace(name="arrays")) == custom.dataset_digest(
         data.arrays(x, y)
@@ -68,9 +70,9 @@ def test_owners_and_a_fraction(tmp_path: Path):
     x, y = np.arange(40, dtype=np.float32).reshape(20, 2), np.tile([0, 1], 10)
     name = saved(tmp_path, x, y)
     np.save(tmp_path / "owner.npy", np.repeat(["ann", "bob"], 10))
-    found = data.load(name)
-    assert list(found.owner_names) == ["ann", "bob"]
-    np.testing.assert_array_equal(found.owner_train, np.repeat([0, 1], 10))
+    dataset = data.load(name)
+    assert list(dataset.owner_names) == ["ann", "bob"]
+    np.testing.assert_array_equal(dataset.owner_train, np.repeat([0, 1], 10))
     assert len(data.load(name, fraction=0.5).x_train) == 10
 
 

@@ -1,4 +1,4 @@
-"""Numbers of tables keep their differences, wherever they lie."""
+"""Tests that large numbers in tables stay distinct, although training uses float32."""
 
 import numpy as np
 import pyarrow as pa
@@ -10,11 +10,11 @@ from fedjax_pfl.data import arrays, federate, load
 from fedjax_pfl.data.numbers import as_float, moments
 from fedjax_pfl.deploy import examples, node_file, schema
 
-SECONDS = 1_700_000_000 + np.arange(100)  # Unix time; float32 tells 2 of these apart
+SECONDS = 1_700_000_000 + np.arange(100)  # Unix time; only 2 distinct values in float32
 
 
 def table(folder, ending):
-    """A file with the columns time (Unix seconds) and label (late), and the kind of its source."""
+    """Writes a file with columns time (Unix seconds) and label. Returns its dataset name."""
     late = (np.arange(100) >= 50).astype(int)
     path = folder / f"times.{ending}"
     if ending == "csv":
@@ -28,7 +28,7 @@ def table(folder, ending):
 
 
 def inputs(data):
-    """Training inputs of all clients as float64, by their row in the federation's array."""
+    """Returns the sorted training inputs of all clients as float64, and their rows."""
     rows = np.concatenate(
         [data.train.rows[i, : data.train.size[i]] for i in range(len(data.train.size))]
     )
@@ -36,7 +36,7 @@ def inputs(data):
 
 
 @pytest.mark.parametrize("ending", ["csv", "parquet", "lists.parquet"])
-def test_a_column_of_unix_seconds_keeps_its_values(tmp_path, ending):
+def test_unix_seconds_stay_distinct(tmp_path, ending):
     dataset = load(table(tmp_path, ending))
     data, federation, _ = federate(dataset, "iid", clients=2, test_fraction=0.2)
     assert data.x.dtype == np.float32
@@ -49,27 +49,32 @@ def test_a_column_of_unix_seconds_keeps_its_values(tmp_path, ending):
     np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-6)
 
 
-def test_each_client_is_normalised_before_numbers_are_rounded(tmp_path):
+def test_normalisation_by_client_precedes_rounding(tmp_path):
     rows = "".join(f"{'ab'[i % 2]},{(i % 2) * 1.7e9 + i},{i % 3}\n" for i in range(80))
     (tmp_path / "far.csv").write_text(f"who,time,label\n{rows}")
     dataset = load(f"csv:{tmp_path / 'far.csv'}", owner="who", normalise="client")
     data, _, _ = federate(dataset, "natural", clients=2, test_fraction=0.5)
+    assert data.scale is None
     for i in range(2):
-        own = data.x[data.train.rows[i, : data.train.size[i]]]
-        assert len(np.unique(own)) == len(own) == 20
-        np.testing.assert_allclose([own.mean(), own.std()], [0, 1], atol=1e-6)
+        train = data.x[data.train.rows[i, : data.train.size[i]]]
+        assert len(np.unique(train)) == len(train) == 20
+        np.testing.assert_allclose([train.mean(), train.std()], [0, 1], atol=1e-6)
+        test = data.x[data.test.rows[i, : data.test.size[i]]]
+        assert abs(test.mean()) < 2
+    with pytest.raises(UsageError, match="split=pooled"):
+        federate(dataset, "natural", clients=2, split="shared")
 
 
-def test_windows_and_targets_far_from_zero(tmp_path):
+def test_windows_and_targets_keep_precision(tmp_path):
     rows = "".join(f"{t},{t}.5\n" for t in SECONDS)
     (tmp_path / "s.csv").write_text(f"time,next\n{rows}")
     dataset = load(f"windows:{tmp_path / 's.csv'}", label="next", length=2, stride=2)
     data, federation, _ = federate(dataset, "iid", clients=1, split="official")
-    own = data.train.rows[0, : data.train.size[0]]
+    train = data.train.rows[0, : data.train.size[0]]
     facts = federation.metadata
-    x = data.x[own][:, :, 0].astype(np.float64) * facts["input_deviation"][0]
+    x = data.x[train][:, :, 0].astype(np.float64) * facts["input_deviation"][0]
     np.testing.assert_allclose(np.diff(x), 1, rtol=1e-5)  # a second
-    target = data.y[own, 0].astype(np.float64) * facts["target_deviation"][0]
+    target = data.y[train, 0].astype(np.float64) * facts["target_deviation"][0]
     np.testing.assert_allclose(
         target + facts["target_mean"][0],
         x[:, 1] + facts["input_mean"][0] + 0.5,
@@ -93,26 +98,26 @@ def test_windows_and_targets_far_from_zero(tmp_path):
         (lambda at: arrays(np.arange(1, 9)[:, None] * 1e-50, np.arange(8)), "x has 8 .* only 1"),
     ],
 )
-def test_numbers_that_rounding_merges_are_refused(tmp_path, call, message):
+def test_rounding_that_merges_numbers_is_refused(tmp_path, call, message):
     with pytest.raises(UsageError, match=message) as error:
         call(table(tmp_path, "csv"))
     assert "\n" not in str(error.value)
 
 
-def test_whole_numbers_beyond_what_float64_tells_apart_are_refused(tmp_path):
+def test_integers_beyond_float64_are_refused(tmp_path):
     rows = "".join(f"{2**60 + i},{i % 2}\n" for i in range(10))
     (tmp_path / "ids.csv").write_text(f"id,label\n{rows}")
     with pytest.raises(UsageError, match=r"'id' has 10 different values .* distinguish only 1"):
         load(f"csv:{tmp_path / 'ids.csv'}")
 
 
-def test_numbers_too_large_for_32_bits_are_refused(tmp_path):
+def test_numbers_beyond_float32_are_refused(tmp_path):
     (tmp_path / "a.csv").write_text("a,label\n1.5,0\n1e39,1\n")
     with pytest.raises(UsageError, match="'a' is not finite in 1 rows, the first is row 2"):
         load(f"csv:{tmp_path / 'a.csv'}")
 
 
-def test_moments_are_those_of_numpy_in_parts(monkeypatch):
+def test_moments_of_chunks_equal_numpy(monkeypatch):
     monkeypatch.setattr("fedjax_pfl.data.numbers.CHUNK_BYTES", 64)  # bytes: four rows
     values = np.random.default_rng(0).normal(5, 2, (33, 2))
     rows = np.arange(3, 33)
@@ -121,25 +126,25 @@ def test_moments_are_those_of_numpy_in_parts(monkeypatch):
     np.testing.assert_allclose(deviation, values[3:].std(0), rtol=1e-14)
 
 
-def test_rounding_that_merges_nothing_is_allowed():
-    exact = np.array([[16_000_000.0], [16_000_001.0]])  # float32 holds whole numbers to 2^24
+def test_exact_rounding_is_allowed():
+    exact = np.array([[16_000_000.0], [16_000_001.0]])  # float32 is exact up to 2^24
     np.testing.assert_array_equal(as_float("x", exact, np.float32), exact)
     constant = np.full((3, 1), 1_000_000.1)
     assert as_float("x", constant, np.float32).dtype == np.float32
 
 
-def test_a_nodes_numbers_are_rounded_after_all_nodes_sums_are_known(tmp_path):
+def test_numbers_of_a_node_are_rounded_after_normalisation(tmp_path):
     content = {"dataset": table(tmp_path, "csv"), "labels": ["0", "1"]}
     mine = examples.read(node_file.parsed(content, "node.json"))
     assert mine.facts["input_dtype"] == mine.facts["stored_dtype"] == "float32"
     mean, deviation = SECONDS[0] + 1000.0, 500.0  # over all nodes
-    alike = {
+    shared = {
         name: mine.facts[name]
         for name in (*schema.ALIKE, *schema.ALIKE_OPTIONAL)
         if name in mine.facts
     }
     counts = [mine.facts["counts"]]
-    description = {"mean": [mean], "deviation": [deviation], "counts": counts, "alike": alike}
+    description = {"mean": [mean], "deviation": [deviation], "counts": counts, "alike": shared}
     x = examples.fitted(mine, description, 0).x
     assert x.dtype == np.float32
     np.testing.assert_allclose(np.sort(x[:, 0]), (SECONDS - mean) / deviation, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Pictures of more than 8 bits are scaled by the range of their type, or refused."""
+"""Tests that images of more than 8 bits are scaled by the range of their type, or refused."""
 
 import io
 
@@ -15,22 +15,22 @@ RAMP = np.linspace(0, 65_535, 16).astype(np.uint16).reshape(4, 4)  # multiples o
 GREY = np.arange(0, 256, 17).reshape(4, 4)
 
 
-def folder(root, picture, name="1.png", **more):
+def folder(root, image, name="1.png", **options):
     (root / "cat").mkdir()
-    picture.save(root / "cat" / name, **more)
+    image.save(root / "cat" / name, **options)
     return f"images:{root}"
 
 
 @pytest.mark.parametrize("name", ["1.png", "1.tiff"])
 @pytest.mark.parametrize("colour", ["rgb", "gray"])
-def test_sixteen_bits_of_grey_are_scaled_to_eight(tmp_path, name, colour):
-    whole = load(folder(tmp_path, Image.fromarray(RAMP), name), size=4, colour=colour)
-    assert whole.x_train.dtype == np.uint8
-    for channel in range(whole.x_train.shape[-1]):
-        np.testing.assert_array_equal(whole.x_train[0, :, :, channel], GREY)
+def test_sixteen_bit_images_are_scaled(tmp_path, name, colour):
+    dataset = load(folder(tmp_path, Image.fromarray(RAMP), name), size=4, colour=colour)
+    assert dataset.x_train.dtype == np.uint8
+    for channel in range(dataset.x_train.shape[-1]):
+        np.testing.assert_array_equal(dataset.x_train[0, :, :, channel], GREY)
 
 
-def test_sixteen_bits_in_a_table_are_scaled_too(tmp_path):
+def test_sixteen_bit_images_in_a_table_are_scaled(tmp_path):
     file = io.BytesIO()
     Image.fromarray(RAMP).save(file, "PNG")
     parquet.write_table(
@@ -41,14 +41,14 @@ def test_sixteen_bits_in_a_table_are_scaled_too(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
-def test_pictures_without_a_range_are_refused(tmp_path, dtype):
+def test_images_without_a_range_are_refused(tmp_path, dtype):
     at = folder(tmp_path, Image.fromarray(np.ones((4, 4), dtype)), "1.tiff")
     with pytest.raises(UsageError, match=r"1\.tiff .* no defined range.* 8 or 16 bits") as error:
         load(at)
     assert "\n" not in str(error.value)
 
 
-def test_a_decompression_bomb_is_one_line(tmp_path, monkeypatch):
+def test_a_decompression_bomb_raises_one_line(tmp_path, monkeypatch):
     at = folder(tmp_path, Image.new("L", (30, 30)))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(UsageError, match=r"1\.png cannot be read as an image") as error:
@@ -57,17 +57,17 @@ def test_a_decompression_bomb_is_one_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("content", [None, "file,owner\ncat/1.png,Andr\xe9\n".encode("latin-1")])
-def test_a_list_of_owners_that_cannot_be_read_is_one_line(tmp_path, content):
+def test_an_unreadable_list_of_owners_raises_one_line(tmp_path, content):
     at = folder(tmp_path, Image.new("L", (3, 3)))
-    listed = tmp_path / "owners.csv"
-    listed.mkdir() if content is None else listed.write_bytes(content)
+    owners = tmp_path / "owners.csv"
+    owners.mkdir() if content is None else owners.write_bytes(content)
     with pytest.raises(UsageError, match=r"owners\.csv cannot be read") as error:
-        load(at, owner=str(listed))
+        load(at, owner=str(owners))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("damage", ["cut", "bits", "large"])
-def test_damaged_pictures_in_a_table_are_one_line(tmp_path, damage, monkeypatch):
+def test_damaged_images_in_a_table_raise_one_line(tmp_path, damage, monkeypatch):
     file = io.BytesIO()
     Image.new("L", (30, 30)).save(file, "PNG")
     content = bytearray(file.getvalue())

@@ -1,4 +1,4 @@
-"""Text, LEAF's files, windows over time, and pictures in folders."""
+"""Tests of text, LEAF's files, windows over time, and images in folders."""
 
 import json
 
@@ -22,141 +22,142 @@ c
 """
 
 
-def test_speakers_are_clients_and_labels_the_next_characters(tmp_path):
+def test_text_by_speaker(tmp_path):
     (tmp_path / "play.txt").write_text(PLAY)
-    one = load(f"text:{tmp_path / 'play.txt'}", length=4)
-    # 0 is none; the others \n a b c from 1. "abcab\nc" is cut into abca and b\n, shifted by one.
-    assert one.metadata["tokens"] == ["", "\n", "a", "b", "c"]
-    assert one.owner_names.tolist() == ["All", "First Citizen"]
-    np.testing.assert_array_equal(one.x_train, [[3, 0, 0, 0], [2, 3, 4, 2], [3, 1, 0, 0]])
-    np.testing.assert_array_equal(one.y_train, [[2, -1, -1, -1], [3, 4, 2, 3], [1, 4, -1, -1]])
-    np.testing.assert_array_equal(one.owner_train, [0, 1, 1])
-    assert (one.x_train.dtype, one.y_train.dtype, one.outputs) == (np.int32, np.int32, 5)
+    dataset = load(f"text:{tmp_path / 'play.txt'}", length=4)
+    # Token 0 is none, 1 to 4 are \n a b c. "abcab\nc" is cut into abca and b\n, shifted by 1.
+    assert dataset.metadata["tokens"] == ["", "\n", "a", "b", "c"]
+    assert dataset.owner_names.tolist() == ["All", "First Citizen"]
+    np.testing.assert_array_equal(dataset.x_train, [[3, 0, 0, 0], [2, 3, 4, 2], [3, 1, 0, 0]])
+    np.testing.assert_array_equal(dataset.y_train, [[2, -1, -1, -1], [3, 4, 2, 3], [1, 4, -1, -1]])
+    np.testing.assert_array_equal(dataset.owner_train, [0, 1, 1])
+    assert dataset.x_train.dtype == dataset.y_train.dtype == np.int32
+    assert dataset.outputs == 5
 
 
-def test_files_of_a_folder_are_clients_where_nobody_speaks(tmp_path):
+def test_text_by_file(tmp_path):
     for name, content in (("a.txt", "xyz"), ("b.txt", "zz")):
         (tmp_path / name).write_text(content)
-    one = load(f"text:{tmp_path}", owner="file", length=8)
-    assert [name.split("/")[-1] for name in one.owner_names] == ["a.txt", "b.txt"]
-    assert one.y_train[:, :3].tolist() == [[2, 3, -1], [3, -1, -1]]
+    dataset = load(f"text:{tmp_path}", owner="file", length=8)
+    assert [name.split("/")[-1] for name in dataset.owner_names] == ["a.txt", "b.txt"]
+    assert dataset.y_train[:, :3].tolist() == [[2, 3, -1], [3, -1, -1]]
     with pytest.raises(UsageError, match=r"no speech: .* set text\.owner to file"):
         load(f"text:{tmp_path}")
 
 
-def test_speeches_come_along_and_stay_whole_numbers_when_dealt():
-    one = load("speeches")
-    assert (len(one.owner_names), one.x_train.shape[1], one.x_train.dtype) == (12, 64, np.int32)
-    data, federation, portions = federate(one, "natural", clients=12)
+def test_speeches_stay_integers_after_partition():
+    dataset = load("speeches")
+    assert (len(dataset.owner_names), dataset.x_train.shape[1]) == (12, 64)
+    data, federation, portions = federate(dataset, "natural", clients=12)
     assert (data.x.dtype, data.y.dtype, data.y.shape[1]) == (np.int32, np.int32, 64)
     assert federation.owners[0] == "CORIOLANUS"
     assert federation.outputs == len(federation.metadata["tokens"]) == 61
     assert portions.train.shape == (12, 1)
     half = load("speeches", fraction=0.5)
-    assert len(half.owner_names) == 6  # owners with all of theirs
+    assert len(half.owner_names) == 6  # with all their examples
 
 
 def leaf_folder(root, train, test):
     for part, users in (("train", train), ("test", test)):
         (root / part).mkdir(parents=True)
-        for i, (user, (x, y)) in enumerate(users.items()):  # a file for each user
-            own = {
+        for i, (user, (x, y)) in enumerate(users.items()):  # one file per user
+            content = {
                 "users": [user],
                 "num_samples": [len(x)],
                 "user_data": {user: {"x": x, "y": y}},
             }
-            (root / part / f"all_data_{i}.json").write_text(json.dumps(own))
+            (root / part / f"all_data_{i}.json").write_text(json.dumps(content))
     return f"leaf:{root}"
 
 
-def test_femnist_is_leafs_folder_in_the_data_folder(tmp_path):
-    """The preset of the paper's column reads it: each writer is a client, split anew 80/20."""
+def test_femnist_reads_leafs_folder_in_data_dir(tmp_path):
+    """The FedMN preset makes each writer a client and splits 80/20."""
     images = np.random.default_rng(0).random((4, 10, 784)).round(3)
     labels = [[0, 61, 3, 3, 5, 1, 2, 4, 9, 8]] * 4
-    train = {
-        f"w{i}": (x[:8].tolist(), y[:8])
-        for i, (x, y) in enumerate(zip(images, labels, strict=True))
-    }
-    test = {
-        f"w{i}": (x[8:].tolist(), y[8:])
-        for i, (x, y) in enumerate(zip(images, labels, strict=True))
-    }
+    train, test = (
+        {
+            f"w{i}": (x[part].tolist(), y[part])
+            for i, (x, y) in enumerate(zip(images, labels, strict=True))
+        }
+        for part in (slice(8), slice(8, None))
+    )
     with pytest.raises(UsageError, match=r"no FEMNIST in .*preprocess\.sh"):
         load("femnist", tmp_path)
     with pytest.raises(UsageError, match="no FEMNIST"):
         require_available("femnist", tmp_path)
     leaf_folder(tmp_path / "femnist", train, test)
     require_available("femnist", tmp_path)
-    one = load("femnist", tmp_path)
-    assert (one.x_train.shape, one.outputs) == ((32, 28, 28, 1), 62)
-    assert one.owner_names.tolist() == ["w0", "w1", "w2", "w3"]
-    x = one.x_train * one.scale + one.shift
+    dataset = load("femnist", tmp_path)
+    assert (dataset.x_train.shape, dataset.outputs) == ((32, 28, 28, 1), 62)
+    assert dataset.owner_names.tolist() == ["w0", "w1", "w2", "w3"]
+    x = dataset.x_train * dataset.scale + dataset.shift
     np.testing.assert_allclose((x.mean(), x.std()), (0, 1), atol=1e-5)
     assert len(np.unique(load("femnist", tmp_path, fraction=0.5).owner_train)) == 2
     preset = get_config("femnist-n3")
     preset.data_dir = str(tmp_path)
     preset.fedmn.update(width=2, hidden=2, x_size=2, y_size=2)
     built = build(preset)
-    assert "digest" in example_facts(built)  # another sample of LEAF's is noticed
+    assert "digest" in example_facts(built)  # so another sample of LEAF's files is noticed
     federation = built.phases[-1].inputs.federation
     np.testing.assert_array_equal(federation.counts, [8, 8, 8])
     assert (federation.input_shape, federation.outputs) == ((28, 28, 1), 62)
 
 
-def test_leafs_pictures_users_and_split_are_kept(tmp_path):
+def test_leaf_images_keep_users_and_split(tmp_path):
     black, white = [0.0] * 784, [1.0] * 784
     train = {"f1": ([black, white], [3, 61]), "f0": ([white], [0])}
-    one = load(leaf_folder(tmp_path, train, {"f0": ([black], [1]), "f1": ([white], [3])}))
-    assert (one.x_train.shape, one.x_train.dtype, one.outputs) == ((3, 28, 28, 1), np.float32, 62)
-    assert one.x_train[:, 0, 0, 0].tolist() == [0, 1, 1]
-    assert one.owner_names[one.owner_train].tolist() == ["f1", "f1", "f0"]
-    data, federation, _ = federate(one, "natural", clients=2, split="official")
+    dataset = load(leaf_folder(tmp_path, train, {"f0": ([black], [1]), "f1": ([white], [3])}))
+    assert (dataset.x_train.shape, dataset.outputs) == ((3, 28, 28, 1), 62)
+    assert dataset.x_train.dtype == np.float32
+    assert dataset.x_train[:, 0, 0, 0].tolist() == [0, 1, 1]
+    assert dataset.owner_names[dataset.owner_train].tolist() == ["f1", "f1", "f0"]
+    data, federation, _ = federate(dataset, "natural", clients=2, split="official")
     assert federation.owners == ("f0", "f1")
     assert (data.train.size.tolist(), data.test.size.tolist()) == ([1, 2], [1, 1])
     assert data.y[data.test.rows[0, 0]] == 1
 
 
-def test_leafs_characters_and_tweets_are_whole_numbers(tmp_path):
+def test_leaf_encodes_characters_and_tweets(tmp_path):
     plays = leaf_folder(
         tmp_path / "plays", {"R": (["ab", "ba"], ["c", "a"])}, {"R": (["bc"], ["a"])}
     )
-    one = load(plays)
-    assert one.x_train.tolist() == [[1, 2], [2, 1]]
-    assert (one.y_train.tolist(), one.y_test.tolist()) == ([[-1, 3], [-1, 1]], [[-1, 1]])
-    assert one.outputs == 4
-    each = load(f"leaf:{tmp_path / 'plays'}", every_position=True)
-    assert each.y_train.tolist() == [[2, 3], [1, 1]]
+    dataset = load(plays)
+    assert dataset.x_train.tolist() == [[1, 2], [2, 1]]
+    assert (dataset.y_train.tolist(), dataset.y_test.tolist()) == ([[-1, 3], [-1, 1]], [[-1, 1]])
+    assert dataset.outputs == 4
+    every = load(f"leaf:{tmp_path / 'plays'}", every_position=True)
+    assert every.y_train.tolist() == [[2, 3], [1, 1]]
 
-    def tweet(words):
-        return ["1", "Mon", "NO_QUERY", "me", words]
+    def tweet(text):
+        return ["1", "Mon", "NO_QUERY", "me", text]
 
-    said = {"me": ([tweet("Good good day!"), tweet("bad day")], [1, 0])}
+    train = {"me": ([tweet("Good good day!"), tweet("bad day")], [1, 0])}
     two = load(
-        leaf_folder(tmp_path / "tweets", said, {"me": ([tweet("day of rest")], [1])}),
+        leaf_folder(tmp_path / "tweets", train, {"me": ([tweet("day of rest")], [1])}),
         length=3,
         words=4,
     )
-    assert two.metadata["tokens"] == ["", "?", "day", "good"]  # the most frequent of training
+    assert two.metadata["tokens"] == ["", "?", "day", "good"]  # most frequent in the training set
     assert two.x_train.tolist() == [[3, 3, 2], [1, 2, 0]]
     assert (two.x_test.tolist(), two.outputs) == ([[2, 1, 1]], 2)
-    assert two.y_train.tolist() == [[-1, -1, 1], [-1, 0, -1]]  # where a tweet's last word stands
+    assert two.y_train.tolist() == [[-1, -1, 1], [-1, 0, -1]]  # at the last word of a tweet
 
 
-def test_windows_lie_in_one_owners_training_or_test_rows(tmp_path):
-    rows = "".join(f"{who},{10 * w + t},{t}.5\n" for t in range(10) for w, who in enumerate("ab"))
+def test_windows_are_within_training_or_test_rows_of_one_owner(tmp_path):
+    rows = "".join(f"{'ab'[i]},{10 * i + t},{t}.5\n" for t in range(10) for i in range(2))
     (tmp_path / "s.csv").write_text(f"who,v,next\n{rows}")
     path = f"windows:{tmp_path / 's.csv'}"
-    one = load(path, owner="who", label="next", length=3, stride=2, horizon=1, test_share=0.4)
-    # Of ten rows six train: windows from 0 and 2, whose labels stand one row behind them.
-    assert one.x_train[..., 0].tolist() == [[0, 1, 2], [2, 3, 4], [10, 11, 12], [12, 13, 14]]
-    assert one.y_train[:, 0].tolist() == [3.5, 5.5, 3.5, 5.5]
-    assert one.x_test[..., 0].tolist() == [[6, 7, 8], [16, 17, 18]]
-    assert one.y_test[:, 0].tolist() == [9.5, 9.5]
-    assert (one.owner_train.tolist(), one.owner_test.tolist()) == ([0, 0, 1, 1], [0, 1])
-    assert one.overlapping
+    dataset = load(path, owner="who", label="next", length=3, stride=2, horizon=1, test_share=0.4)
+    # Six of ten rows are for training: windows start at 0 and 2, labels follow one row later.
+    assert dataset.x_train[..., 0].tolist() == [[0, 1, 2], [2, 3, 4], [10, 11, 12], [12, 13, 14]]
+    assert dataset.y_train[:, 0].tolist() == [3.5, 5.5, 3.5, 5.5]
+    assert dataset.x_test[..., 0].tolist() == [[6, 7, 8], [16, 17, 18]]
+    assert dataset.y_test[:, 0].tolist() == [9.5, 9.5]
+    assert (dataset.owner_train.tolist(), dataset.owner_test.tolist()) == ([0, 0, 1, 1], [0, 1])
+    assert dataset.overlapping
     with pytest.raises(UsageError, match=r"overlap.* use split=official"):
-        federate(one, "natural", clients=2)
-    data, _, _ = federate(one, "natural", clients=2, split="official")
+        federate(dataset, "natural", clients=2)
+    data, _, _ = federate(dataset, "natural", clients=2, split="official")
     x = data.x[data.train.rows[:, :2]]
     np.testing.assert_allclose([x.mean(), x.std()], [0, 1], atol=1e-6)
     with pytest.raises(UsageError, match="no owner has rows for a window of 30"):
@@ -165,53 +166,55 @@ def test_windows_lie_in_one_owners_training_or_test_rows(tmp_path):
         load(path, stride=0)
 
 
-def test_sensors_can_be_told_apart():
-    one = load("sensors")
-    assert (one.x_train.shape[1:], one.outputs, len(one.owner_names)) == ((32, 3), 3, 12)
-    assert np.bincount(one.y_train).min() > 50
-    moved = one.x_train.std(1)[:, 0]  # resting, the first channel is noise
-    assert np.median(moved[one.y_train == 0]) < 0.5 < np.median(moved[one.y_train == 2])
+def test_classes_of_sensors_differ():
+    dataset = load("sensors")
+    assert (dataset.x_train.shape[1:], dataset.outputs) == ((32, 3), 3)
+    assert len(dataset.owner_names) == 12
+    assert np.bincount(dataset.y_train).min() > 50
+    motion = dataset.x_train.std(1)[:, 0]  # only noise for class 0, rest
+    assert np.median(motion[dataset.y_train == 0]) < 0.5 < np.median(motion[dataset.y_train == 2])
 
 
-def folder_of_pictures(root, *paths):
+def image_folder(root, *paths):
     for value, path in enumerate(paths):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(np.full((4, 6, 3), 40 * value, np.uint8)).save(root / path)
     return f"images:{root}"
 
 
-def test_folders_are_classes_and_owners(tmp_path):
-    one = load(folder_of_pictures(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.jpg"), size=2)
-    assert (one.x_train.shape, one.y_train.tolist()) == ((3, 2, 2, 3), [0, 1, 1])
-    assert one.x_train[1, 0, 0].tolist() == [40, 40, 40]
-    assert one.metadata == {"classes": ["cat", "dog"]}
+def test_image_folders_are_classes_and_owners(tmp_path):
+    dataset = load(image_folder(tmp_path / "a", "cat/1.png", "dog/1.png", "dog/2.jpg"), size=2)
+    assert (dataset.x_train.shape, dataset.y_train.tolist()) == ((3, 2, 2, 3), [0, 1, 1])
+    assert dataset.x_train[1, 0, 0].tolist() == [40, 40, 40]
+    assert dataset.metadata == {"classes": ["cat", "dog"]}
     paths = ("train/bo/cat/1.png", "train/al/cat/1.png", "test/al/dog/1.png")
-    two = load(folder_of_pictures(tmp_path / "b", *paths), size=2, colour="gray", owner="folder")
+    two = load(image_folder(tmp_path / "b", *paths), size=2, colour="gray", owner="folder")
     assert two.x_test.shape == (1, 2, 2, 1)
     assert two.owner_names[two.owner_train].tolist() == ["al", "bo"]
-    listed = tmp_path / "owners.csv"
-    listed.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\n")
-    three = load(f"images:{tmp_path / 'a'}", owner=str(listed))
+    owner_list = tmp_path / "owners.csv"
+    owner_list.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\n")
+    three = load(f"images:{tmp_path / 'a'}", owner=str(owner_list))
     assert three.owner_names[three.owner_train].tolist() == ["bo", "al", "bo"]
-    listed.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\ncat/1.png,al\n")
+    owner_list.write_text("file,owner\ncat/1.png,bo\ndog/1.png,al\ndog/2.jpg,bo\ncat/1.png,al\n")
     with pytest.raises(UsageError, match=r"two owners for 'cat/1\.png'"):
-        load(f"images:{tmp_path / 'a'}", owner=str(listed))
+        load(f"images:{tmp_path / 'a'}", owner=str(owner_list))
 
 
-def test_hidden_folders_are_no_classes(tmp_path):
+def test_hidden_folders_are_not_classes(tmp_path):
     paths = ("cat/1.png", "dog/1.png", ".ipynb_checkpoints/1.png", "cat/._1.png")
-    one = load(folder_of_pictures(tmp_path, *paths), size=2)
-    assert (one.metadata["classes"], one.y_train.tolist()) == (["cat", "dog"], [0, 1])
+    dataset = load(image_folder(tmp_path, *paths), size=2)
+    assert (dataset.metadata["classes"], dataset.y_train.tolist()) == (["cat", "dog"], [0, 1])
 
 
-def test_a_byte_order_mark_is_no_character(tmp_path):
+def test_a_byte_order_mark_is_not_a_character(tmp_path):
     (tmp_path / "a.txt").write_text("ROMEO:\nhello\n", "utf-8-sig")
     (tmp_path / "b.txt").write_text("ROMEO:\nhello\n", "utf-8")
-    one = load(f"text:{tmp_path}", length=4)
-    assert (one.owner_names.tolist(), "\ufeff" in one.metadata["tokens"]) == (["ROMEO"], False)
+    dataset = load(f"text:{tmp_path}", length=4)
+    assert dataset.owner_names.tolist() == ["ROMEO"]
+    assert "\ufeff" not in dataset.metadata["tokens"]
 
 
-def test_tables_of_scikit_learn_and_what_they_are():
+def test_tables_of_scikit_learn():
     wine, diabetes = load("wine"), load("diabetes")
     assert (wine.x_train.shape, wine.outputs) == ((178, 13), 3)
     assert (diabetes.x_train.shape, diabetes.y_train.dtype) == ((442, 10), np.float32)
@@ -224,7 +227,7 @@ def test_tables_of_scikit_learn_and_what_they_are():
 
 
 def leaf_of(root, x, y):
-    """One user's, tested on the same."""
+    """Loads a LEAF folder of one user with equal training and test set."""
     return load(leaf_folder(root / "leaf", {"u": (x, y)}, {"u": (x, y)}))
 
 
@@ -249,7 +252,7 @@ def leaf_of(root, x, y):
         (lambda root: leaf_of(root, ["ab"], [1]), "labels are not one character each"),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path, call, message):
+def test_invalid_files_and_settings_raise_one_line(tmp_path, call, message):
     with pytest.raises(UsageError, match=message) as error:
         call(tmp_path)
     assert "\n" not in str(error.value)

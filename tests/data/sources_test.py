@@ -5,7 +5,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import arrays, load, source_settings
 
 
-def test_digits_are_real_and_standardised():
+def test_digits_are_standardised():
     dataset = load("digits")
     assert dataset.x_train.shape == (1797, 8, 8, 1)
     assert dataset.x_train.dtype == np.uint8
@@ -16,50 +16,50 @@ def test_digits_are_real_and_standardised():
     assert abs(x.std() - 1) < 1e-4
 
 
-def test_fraction_counts_exactly():
+def test_fraction_is_exact():
     assert len(load("digits", fraction=0.1).x_train) == 179
     part = load("synthetic", fraction=0.29, examples=100, test_examples=50)
-    assert len(part.x_train) == 29  # .29 * 100 is 28.999... in binary
+    assert len(part.x_train) == 29  # 0.29 * 100 is 28.999... in binary
     assert len(part.x_test) == 14
-    whole = load("synthetic", examples=100, test_examples=50)
-    rows = {tuple(x.ravel()) for x in whole.x_train}
+    full = load("synthetic", examples=100, test_examples=50)
+    rows = {tuple(x.ravel()) for x in full.x_train}
     assert {tuple(x.ravel()) for x in part.x_train} <= rows
 
 
 def test_synthetic_is_deterministic_balanced_and_learnable():
-    def make(**more):
-        return load("synthetic", shape=(4, 3), classes=5, examples=500, **more)
+    def make(**settings):
+        return load("synthetic", shape=(4, 3), classes=5, examples=500, **settings)
 
-    one = make()
-    np.testing.assert_array_equal(one.x_train, make().x_train)
-    assert not np.array_equal(one.x_train, make(seed=1).x_train)
-    np.testing.assert_array_equal(np.bincount(one.y_train), 100)
-    centres = np.stack([one.x_train[one.y_train == c].mean(0) for c in range(5)])
-    distance = ((one.x_test[:, None] - centres) ** 2).sum((2, 3))
-    assert (distance.argmin(1) == one.y_test).mean() > 0.8
+    dataset = make()
+    np.testing.assert_array_equal(dataset.x_train, make().x_train)
+    assert not np.array_equal(dataset.x_train, make(seed=1).x_train)
+    np.testing.assert_array_equal(np.bincount(dataset.y_train), 100)
+    centres = np.stack([dataset.x_train[dataset.y_train == c].mean(0) for c in range(5)])
+    distance = ((dataset.x_test[:, None] - centres) ** 2).sum((2, 3))
+    assert (distance.argmin(1) == dataset.y_test).mean() > 0.8
     assert make(test_examples=0).x_test is None
 
 
-def test_arrays_choose_types_and_scales():
+def test_arrays_converts_types_and_scales_pixels():
     dataset = arrays(np.zeros((4, 2, 2, 1), np.uint8), np.array([0, 2, 1, 1], np.int64))
     assert dataset.outputs == 3
     assert dataset.x_train.dtype == np.uint8
     np.testing.assert_allclose(dataset.scale, 1 / 255)
     assert dataset.y_train.dtype == np.int32
-    plain = arrays(np.zeros((4, 2)), np.zeros(4, int), np.ones((1, 2)), np.zeros(1, int))
-    assert plain.x_train.dtype == np.float32
-    assert plain.scale is None
-    assert len(plain.x_test) == 1
+    floats = arrays(np.zeros((4, 2)), np.zeros(4, int), np.ones((1, 2)), np.zeros(1, int))
+    assert floats.x_train.dtype == np.float32
+    assert floats.scale is None
+    assert len(floats.x_test) == 1
 
 
-def test_real_numbers_are_one_target():
-    one = arrays(X, np.array([0.5, 1, 2, 3]), X, np.array([2.5, 1, 2, 3], np.float16))
-    assert one.y_train.shape == one.y_test.shape == (4, 1)
-    assert (one.y_train.dtype, one.outputs) == (np.float32, 1)
-    assert one.y_test[0, 0] == 2.5
+def test_real_labels_become_one_target():
+    dataset = arrays(X, np.array([0.5, 1, 2, 3]), X, np.array([2.5, 1, 2, 3], np.float16))
+    assert dataset.y_train.shape == dataset.y_test.shape == (4, 1)
+    assert (dataset.y_train.dtype, dataset.outputs) == (np.float32, 1)
+    assert dataset.y_test[0, 0] == 2.5
 
 
-def test_classes_that_do_not_occur_are_allowed_where_they_are_few_or_meant():
+def test_outputs_may_exceed_the_distinct_labels():
     assert arrays(X, np.array([0, 999, 1, 1])).outputs == 1000
     assert arrays(X, np.array([0, 5000, 1, 1]), outputs=5001).outputs == 5001
 
@@ -123,7 +123,7 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: load("synthetic", shape=(10**4,) * 3), "use fewer examples or a smaller shape"),
     ],
 )
-def test_what_cannot_be_is_one_line(call, message):
+def test_invalid_arguments_raise_one_line(call, message):
     with pytest.raises(UsageError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
@@ -132,4 +132,4 @@ def test_what_cannot_be_is_one_line(call, message):
 def test_source_settings_are_read_from_signatures():
     assert source_settings("synthetic")["shape"] == (8, 8, 1)
     assert source_settings("cifar10") == source_settings("digits") == {}
-    assert source_settings("csv") == {**source_settings("parquet"), "test": ""}  # no path
+    assert source_settings("csv") == {**source_settings("parquet"), "test": ""}  # without path

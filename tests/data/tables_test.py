@@ -31,26 +31,27 @@ def written(path, content):
     return f"csv:{path}"
 
 
-def test_a_csv_becomes_numbers_categories_a_target_and_owners(houses):
-    one = load(houses, owner="town", label="price")
-    # kind is one column for each of its texts, in the order of the alphabet
+def test_csv_by_hand(houses):
+    dataset = load(houses, owner="town", label="price")
+    # kind becomes one column for each category, in alphabetical order
     np.testing.assert_array_equal(
-        one.x_train,
+        dataset.x_train,
         [[3, 10.5, 1, 0], [4, 20.5, 0, 1], [5, 30.5, 1, 0], [7, 40.5, 0, 1], [2, 0.5, 1, 0]],
     )
-    np.testing.assert_array_equal(one.y_train, [[100.5], [200.5], [300.5], [401], [90]])
-    assert (one.x_train.dtype, one.y_train.dtype, one.outputs) == (np.float64, np.float64, 1)
-    np.testing.assert_array_equal(one.owner_train, [0, 0, 1, 1, 2])
-    assert one.owner_names.tolist() == ["Bern", "Cairo", "Delhi"]
-    assert one.metadata == {
+    np.testing.assert_array_equal(dataset.y_train, [[100.5], [200.5], [300.5], [401], [90]])
+    assert dataset.x_train.dtype == dataset.y_train.dtype == np.float64
+    assert dataset.outputs == 1
+    np.testing.assert_array_equal(dataset.owner_train, [0, 0, 1, 1, 2])
+    assert dataset.owner_names.tolist() == ["Bern", "Cairo", "Delhi"]
+    assert dataset.metadata == {
         "label": "price",
         "input": ["rooms", "age", "kind=flat", "kind=house"],
         "categories": {"kind": ["flat", "house"]},
     }
-    np.testing.assert_array_equal(one.normalise.features, [True, True, False, False])
+    np.testing.assert_array_equal(dataset.normalise.features, [True, True, False, False])
 
 
-def test_text_and_whole_numbers_are_classes_unless_they_are_said_to_be_numbers(houses):
+def test_text_and_integers_are_classes_unless_label_kind_is_number(houses):
     by_text = load(houses, label="kind", input="rooms")
     assert (by_text.y_train.tolist(), by_text.outputs) == ([0, 1, 0, 1, 0], 2)
     assert by_text.metadata["classes"] == ["flat", "house"]
@@ -59,29 +60,29 @@ def test_text_and_whole_numbers_are_classes_unless_they_are_said_to_be_numbers(h
     assert by_number.x_train[:, 1].tolist() == [0, 1, 0, 1, 0]
     assert load(houses, label="rooms", label_kind="number").y_train.shape == (5, 1)
     only = load(houses, label="price", input="kind,town", categories="index")
-    assert only.x_train.dtype == np.int32  # nothing but categories
+    assert only.x_train.dtype == np.int32  # only categories
 
 
-def test_a_file_of_test_examples_shares_the_vocabulary(houses, tmp_path):
+def test_training_and_test_file_share_categories(houses, tmp_path):
     more = tmp_path / "more.csv"
     more.write_text("price;kind;age;rooms;town\n1;barn;2;3;Oslo\n")
-    both = load(houses, label="price", test=str(more), owner="town")
-    assert both.metadata["categories"]["kind"] == ["barn", "flat", "house"]
-    np.testing.assert_array_equal(both.x_test, [[3, 2, 1, 0, 0]])
-    assert both.owner_names[both.owner_test[0]] == "Oslo"
+    dataset = load(houses, label="price", test=str(more), owner="town")
+    assert dataset.metadata["categories"]["kind"] == ["barn", "flat", "house"]
+    np.testing.assert_array_equal(dataset.x_test, [[3, 2, 1, 0, 0]])
+    assert dataset.owner_names[dataset.owner_test[0]] == "Oslo"
 
 
-def test_numbers_are_normalised_by_training_examples_alone(houses, tmp_path):
+def test_normalisation_uses_training_examples_of_active_clients(houses, tmp_path):
     rows = "".join(f"{'ab'[i % 2]},{i},{7},{10 * i}\n" for i in range(40))
     path = written(tmp_path / "line.csv", f"who,x,same,y\n{rows}")
-    whole = load(path, owner="who", label="y", label_kind="number")
-    data, federation, _ = federate(whole, "natural", clients=2, held_out=1, test_fraction=0.5)
-    used = data.train.rows[0, : data.train.size[0]]  # of the only client that takes part
+    dataset = load(path, owner="who", label="y", label_kind="number")
+    data, federation, _ = federate(dataset, "natural", clients=2, held_out=1, test_fraction=0.5)
+    used = data.train.rows[0, : data.train.size[0]]  # of the only active client
     (mean, _), (deviation, _) = (federation.metadata[f"input_{k}"] for k in ("mean", "deviation"))
     x = data.x[:, 0].astype(np.float64) * deviation + mean
-    np.testing.assert_allclose(x, np.round(x), atol=1e-5)  # whole numbers, as in the file
-    own = np.round(x)[used]
-    np.testing.assert_allclose([mean, deviation], [own.mean(), own.std()], rtol=1e-12)
+    np.testing.assert_allclose(x, np.round(x), atol=1e-5)  # integers, as in the file
+    x_train = np.round(x)[used]
+    np.testing.assert_allclose([mean, deviation], [x_train.mean(), x_train.std()], rtol=1e-12)
     np.testing.assert_array_equal(data.x[:, 1], 0)  # all are 7
     np.testing.assert_allclose(data.y[used].mean(), 0, atol=1e-6)
     (mean,), (deviation,) = (federation.metadata[f"target_{k}"] for k in ("mean", "deviation"))
@@ -89,47 +90,28 @@ def test_numbers_are_normalised_by_training_examples_alone(houses, tmp_path):
     np.testing.assert_allclose(y, 10 * np.round(x), atol=1e-4)
 
 
-def test_each_clients_own_numbers_normalise_it_where_asked(tmp_path):
-    rows = "".join(f"{'ab'[i % 2]},{i + 1000 * (i % 2)},{i % 3}\n" for i in range(40))
-    whole = load(
-        written(tmp_path / "two.csv", f"who,x,y\n{rows}"),
-        owner="who",
-        label="y",
-        normalise="client",
-    )
-    data, _, _ = federate(whole, "natural", clients=2, test_fraction=0.5)
-    assert data.scale is None
-    for i in range(2):
-        own = data.x[data.train.rows[i, : data.train.size[i]]]
-        np.testing.assert_allclose([own.mean(), own.std()], [0, 1], atol=1e-6)
-        tested = data.x[data.test.rows[i, : data.test.size[i]]]
-        assert abs(tested.mean()) < 2  # of raw numbers, 1,000 apart, it would not be
-    with pytest.raises(UsageError, match="split=pooled"):
-        federate(whole, "natural", clients=2, split="shared")
-
-
-def picture(value, ending="PNG"):
+def image(value, ending="PNG"):
     file = io.BytesIO()
     Image.fromarray(np.full((3, 2, 3), value, np.uint8)).save(file, ending)
     return {"bytes": file.getvalue(), "path": None}
 
 
-TOLD = {"info": {"features": {"label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}}}
+METADATA = {"info": {"features": {"label": {"_type": "ClassLabel", "names": ["cat", "dog"]}}}}
 
 
 def arrow():
-    """As the package datasets keeps pictures, classes and lists."""
+    """Returns a table with images, classes and lists, as the package datasets stores them."""
     columns = {
-        "image": [picture(10 * i) for i in range(4)],
+        "image": [image(10 * i) for i in range(4)],
         "label": [0, 1, 1, 0],
         "who": ["b", "a", "b", "a"],
         "ids": [[1, 2, 3], [4, 5, 6], [7, 8, 9], [0, 1, 2]],
     }
-    return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps(TOLD)})
+    return pa.table(columns).replace_schema_metadata({"huggingface": json.dumps(METADATA)})
 
 
-def saved(folder, table):
-    """A folder as save_to_disk writes it."""
+def save(folder, table):
+    """Writes a folder as save_to_disk does."""
     folder.mkdir(parents=True)
     with pa.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as stream:
         stream.write_table(table)
@@ -139,40 +121,39 @@ def saved(folder, table):
 
 
 def test_a_saved_hugging_face_dataset_is_read_without_the_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)  # to import it is an error
-    saved(tmp_path / "both" / "train", arrow())
-    saved(tmp_path / "both" / "test", arrow().slice(2))
+    monkeypatch.setitem(sys.modules, "datasets", None)  # importing it raises ImportError
+    save(tmp_path / "both" / "train", arrow())
+    save(tmp_path / "both" / "test", arrow().slice(2))
     (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    both = load(f"hf:{tmp_path / 'both'}", input="image", owner="who")
-    assert (both.x_train.shape, both.x_train.dtype) == ((4, 3, 2, 3), np.uint8)
-    assert both.x_train[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
-    assert both.x_test[:, 2, 1, 2].tolist() == [20, 30]
-    assert both.metadata["classes"] == ["cat", "dog"]
-    assert both.owner_names[both.owner_train].tolist() == ["b", "a", "b", "a"]
-    batch = take(
-        federate(both, "natural", clients=2, split="official")[0], np.array([3]), np.array([True])
-    )
+    dataset = load(f"hf:{tmp_path / 'both'}", input="image", owner="who")
+    assert (dataset.x_train.shape, dataset.x_train.dtype) == ((4, 3, 2, 3), np.uint8)
+    assert dataset.x_train[:, 0, 0, 0].tolist() == [0, 10, 20, 30]
+    assert dataset.x_test[:, 2, 1, 2].tolist() == [20, 30]
+    assert dataset.metadata["classes"] == ["cat", "dog"]
+    assert dataset.owner_names[dataset.owner_train].tolist() == ["b", "a", "b", "a"]
+    data, _, _ = federate(dataset, "natural", clients=2, split="official")
+    batch = take(data, np.array([3]), np.array([True]))
     np.testing.assert_allclose(batch.x, 30 / 255, rtol=1e-6)
-    one = load(f"hf:{saved(tmp_path / 'one', arrow())}", input="ids")
-    assert (one.x_train.dtype, one.x_test) == (np.int32, None)
+    dataset = load(f"hf:{save(tmp_path / 'one', arrow())}", input="ids")
+    assert (dataset.x_train.dtype, dataset.x_test) == (np.int32, None)
 
 
-def test_parquet_files_of_a_folder_are_train_and_test(tmp_path):
+def test_a_folder_of_parquet_files_has_train_and_test(tmp_path):
     table = arrow().drop_columns("image")
     parquet.write_table(table, tmp_path / "train-0.parquet")
     parquet.write_table(table, tmp_path / "train-1.parquet")
     parquet.write_table(table.slice(1), tmp_path / "test-0.parquet")
-    whole = load(f"parquet:{tmp_path}", input="ids", owner="who")
-    assert (len(whole.x_train), len(whole.x_test)) == (8, 3)
+    dataset = load(f"parquet:{tmp_path}", input="ids", owner="who")
+    assert (len(dataset.x_train), len(dataset.x_test)) == (8, 3)
     table = table.append_column("next", [[[2, 3, -1], [5, 6, 7], [8, 9, 9], [1, 2, 3]]])
     parquet.write_table(table, tmp_path / "test-0.parquet")
     file = load(f"parquet:{tmp_path / 'test-0.parquet'}", input="ids", label="next")
     assert (file.y_train.shape, file.y_train.dtype, file.outputs) == ((4, 3), np.int32, 10)
-    assert len(load(f"hf:{tmp_path}", input="ids").x_test) == 4  # as the hub keeps them
+    assert len(load(f"hf:{tmp_path}", input="ids").x_test) == 4  # the layout of the hub
 
 
-def test_a_name_is_downloaded_by_the_package(monkeypatch):
-    asked = []
+def test_hugging_face_names_are_downloaded(monkeypatch):
+    requests = []
 
     class Part:
         def with_format(self, kind):
@@ -183,14 +164,14 @@ def test_a_name_is_downloaded_by_the_package(monkeypatch):
             assert rows == slice(None)
             return arrow()
 
-    def load_dataset(*words):
-        asked.append(words)
+    def load_dataset(*arguments):
+        requests.append(arguments)
         return {"train": Part(), "test": Part()}
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    one = load("hf:somebody/cats#small", input="ids")
-    assert asked == [("somebody/cats", "small")]
-    assert (len(one.x_train), len(one.x_test), one.outputs) == (4, 4, 2)
+    dataset = load("hf:somebody/cats#small", input="ids")
+    assert requests == [("somebody/cats", "small")]
+    assert (len(dataset.x_train), len(dataset.x_test), dataset.outputs) == (4, 4, 2)
     with pytest.raises(UsageError, match="no split tests; it has train, test; did you mean test"):
         load("hf:somebody/cats", test="tests")
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -211,7 +192,7 @@ def test_a_name_is_downloaded_by_the_package(monkeypatch):
         ({"label": "kind", "label_kind": "number"}, "'kind' is text"),
     ],
 )
-def test_what_is_asked_of_columns_in_one_line(houses, settings, message):
+def test_invalid_column_settings_raise_one_line(houses, settings, message):
     with pytest.raises(UsageError, match=message) as error:
         load(houses, **settings)
     assert "\n" not in str(error.value)
@@ -242,51 +223,51 @@ NAMES = "".join(f"n{i},1\n" for i in range(1001))
         ('a,label\n1,2\n2,"x\n3,2\n4,"y\n', "cannot be read .* close or double its quotes"),
     ],
 )
-def test_what_a_file_must_be_in_one_line(tmp_path, content, message):
+def test_invalid_csv_files_raise_one_line(tmp_path, content, message):
     with pytest.raises(UsageError, match=message) as error:
         load(written(tmp_path / "bad.csv", content))
     assert "\n" not in str(error.value)
 
 
-def test_owners_are_named_as_the_file_spells_them(tmp_path):
+def test_owner_names_are_spelled_as_in_the_file(tmp_path):
     def owners(*cells):
         rows = "".join(f"{cell},{i},{i % 2}\n" for i, cell in enumerate(cells))
-        one = load(written(tmp_path / "owners.csv", f"who,x,label\n{rows}"), owner="who")
-        return one.owner_names[one.owner_train].tolist()
+        dataset = load(written(tmp_path / "owners.csv", f"who,x,label\n{rows}"), owner="who")
+        return dataset.owner_names[dataset.owner_train].tolist()
 
     spelled = ["01", "1", "1_0", "10", "1e5", "100000"]
     assert owners(*spelled) == spelled
-    long = ["12345678901234567890123", "12345678901234567890124"]  # one number in 64 bits
+    long = ["12345678901234567890123", "12345678901234567890124"]  # equal in 64 bits
     assert owners(*long) == long
     assert owners("1", "2", "3", "X") == ["1", "2", "3", "X"]
-    whole = load(written(tmp_path / "n.csv", "who,x,label\n10,1,a\n9,2,b\n"), owner="who")
-    assert whole.owner_names.tolist() == ["9", "10"]  # in the order of numbers
+    dataset = load(written(tmp_path / "n.csv", "who,x,label\n10,1,a\n9,2,b\n"), owner="who")
+    assert dataset.owner_names.tolist() == ["9", "10"]  # in numerical order
 
 
-def test_codes_that_python_reads_as_numbers_are_text(tmp_path):
-    one = load(written(tmp_path / "codes.csv", "code,label\n1_2,a\n12,b\n1_2,a\n"))
-    assert one.metadata["input"] == ["code=12", "code=1_2"]
+def test_codes_with_underscores_are_text(tmp_path):
+    dataset = load(written(tmp_path / "codes.csv", "code,label\n1_2,a\n12,b\n1_2,a\n"))
+    assert dataset.metadata["input"] == ["code=12", "code=1_2"]
 
 
-def test_text_of_parquet_loses_spaces_as_cells_of_csv_do(tmp_path):
+def test_text_of_parquet_is_stripped(tmp_path):
     table = pa.table({"x": [1, 2, 3], "label": ["cat", "cat ", "dog"], "who": ["b", " b", "a"]})
     parquet.write_table(table, tmp_path / "t.parquet")
-    one = load(f"parquet:{tmp_path / 't.parquet'}", owner="who")
-    assert one.metadata["classes"] == ["cat", "dog"]
-    assert one.owner_names.tolist() == ["a", "b"]
+    dataset = load(f"parquet:{tmp_path / 't.parquet'}", owner="who")
+    assert dataset.metadata["classes"] == ["cat", "dog"]
+    assert dataset.owner_names.tolist() == ["a", "b"]
 
 
-def test_folders_named_test_and_validation_are_not_trained_on(tmp_path):
+def test_parquet_folders_named_test_and_validation(tmp_path):
     for i, part in enumerate(("train", "test", "validation")):
         (tmp_path / part).mkdir()
         table = pa.table({"x": [i, i], "label": ["a", "b"]})
         parquet.write_table(table, tmp_path / part / "part-0.parquet")
-    whole = load(f"parquet:{tmp_path}")
-    assert (whole.x_train.tolist(), whole.x_test.tolist()) == ([[0], [0]], [[1], [1]])
+    dataset = load(f"parquet:{tmp_path}")
+    assert (dataset.x_train.tolist(), dataset.x_test.tolist()) == ([[0], [0]], [[1], [1]])
 
 
-def classes_of(column, names, numbers):
-    """A table in which whole numbers stand for classes, as the package datasets keeps them."""
+def class_table(column, names, numbers):
+    """Returns a table with an integer column that has class names in its metadata."""
     features = {column: {"_type": "ClassLabel", "names": names}}
     table = pa.table({column: numbers, "x": [1.5] * len(numbers), "y": ["p", "q"]})
     return table.replace_schema_metadata(
@@ -294,18 +275,18 @@ def classes_of(column, names, numbers):
     )
 
 
-def test_classes_that_go_in_are_categories_and_name_owners(tmp_path):
-    parquet.write_table(classes_of("pet", ["dog", "cat"], [0, 1]), tmp_path / "pets.parquet")
+def test_class_names_become_categories_and_owner_names(tmp_path):
+    parquet.write_table(class_table("pet", ["dog", "cat"], [0, 1]), tmp_path / "pets.parquet")
     at = f"parquet:{tmp_path / 'pets.parquet'}"
-    one = load(at, label="y", input="pet")
-    assert one.metadata["input"] == ["pet=cat", "pet=dog"]
-    assert one.x_train.tolist() == [[0, 1], [1, 0]]
+    dataset = load(at, label="y", input="pet")
+    assert dataset.metadata["input"] == ["pet=cat", "pet=dog"]
+    assert dataset.x_train.tolist() == [[0, 1], [1, 0]]
     assert load(at, label="y", owner="pet").owner_names.tolist() == ["cat", "dog"]
 
 
-def test_a_test_file_that_numbers_classes_otherwise_is_refused(tmp_path):
+def test_different_class_names_in_the_test_file_are_refused(tmp_path):
     for part, names in (("train", ["dog", "cat"]), ("test", ["cat", "dog"])):
-        parquet.write_table(classes_of("pet", names, [0, 1]), tmp_path / f"{part}.parquet")
+        parquet.write_table(class_table("pet", names, [0, 1]), tmp_path / f"{part}.parquet")
     with pytest.raises(UsageError, match=r"'pet' has other classes in .* \(test\)"):
         load(f"parquet:{tmp_path}", label="pet", input="x")
 
@@ -318,7 +299,7 @@ def test_a_test_file_that_numbers_classes_otherwise_is_refused(tmp_path):
         ([{"x": [[1, 2], [3, None]], "label": ["a", "b"]}], "'x' has missing values in its lists"),
     ],
 )
-def test_what_parquet_files_must_be_in_one_line(tmp_path, tables, message):
+def test_invalid_parquet_files_raise_one_line(tmp_path, tables, message):
     for i, columns in enumerate(tables):
         parquet.write_table(pa.table(columns), tmp_path / f"{i}.parquet")
     with pytest.raises(UsageError, match=message) as error:
@@ -326,7 +307,7 @@ def test_what_parquet_files_must_be_in_one_line(tmp_path, tables, message):
     assert "\n" not in str(error.value)
 
 
-def test_files_that_are_not_there_or_cannot_be_read(tmp_path, houses):
+def test_missing_and_damaged_files(tmp_path, houses):
     with pytest.raises(UsageError, match=r"no such file or folder; did you mean .*houses\.csv"):
         load(houses.replace("houses", "hoses"))
     (tmp_path / "empty").mkdir()
@@ -335,7 +316,7 @@ def test_files_that_are_not_there_or_cannot_be_read(tmp_path, houses):
         load(f"parquet:{tmp_path / 'bad.parquet'}")
     with pytest.raises(UsageError, match=r"holds no file that ends with \.parquet"):
         load(f"hf:{tmp_path / 'empty'}")
-    (saved(tmp_path / "x", arrow()) / "state.json").write_text("[]")
+    (save(tmp_path / "x", arrow()) / "state.json").write_text("[]")
     with pytest.raises(UsageError, match="cannot be read as a saved dataset"):
         load(f"hf:{tmp_path / 'x'}")
     missing = pa.table({"label": [1, None], "a": [1, 2]})
