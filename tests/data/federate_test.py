@@ -13,25 +13,28 @@ SPLIT = load("synthetic", examples=1200, test_examples=600, shape=(2,), classes=
 NAMES = ("train", "validation", "test")
 
 
-def numbered(n=120, classes=4, n_test=0, **more):
-    """Examples whose only pixel is their number."""
+def numbered(n=120, classes=4, n_test=0, **options):
+    """Returns a dataset whose only feature is the number of the example."""
     x = np.arange(n + n_test, dtype=np.float32)[:, None]
     y = np.arange(n + n_test) % classes
     test = (x[n:], y[n:]) if n_test else (None, None)
-    return arrays(x[:n], y[:n], *test, outputs=classes, **more)
+    return arrays(x[:n], y[:n], *test, outputs=classes, **options)
 
 
-def held(data, i, name):
-    """The numbers of the examples that client i holds."""
+def numbers_of(data, i, name):
+    """Returns the numbers of the examples of client i in a split."""
     split = getattr(data, name)
     return data.x[split.rows[i, : split.size[i]], 0].astype(int)
 
 
-def everything(data):
-    return np.concatenate([held(data, i, n) for i in range(len(data.train.size)) for n in NAMES])
+def all_numbers(data):
+    """Returns the numbers of all examples that clients hold."""
+    return np.concatenate(
+        [numbers_of(data, i, n) for i in range(len(data.train.size)) for n in NAMES]
+    )
 
 
-def test_pooled_splits_every_client_as_asked():
+def test_pooled_splits_every_client_by_the_fractions():
     data, federation, portions = federate(
         DIGITS,
         "classes",
@@ -43,7 +46,7 @@ def test_pooled_splits_every_client_as_asked():
     np.testing.assert_array_equal(data.test.size, 48)
     np.testing.assert_array_equal(data.validation.size, 16)
     np.testing.assert_array_equal(data.train.size, 96)
-    assert data.x.shape == (1600, 8, 8, 1)  # what nobody holds is left out
+    assert data.x.shape == (1600, 8, 8, 1)  # unused examples are left out
     assert data.x.dtype == np.uint8
     assert {s.rows.dtype for s in data[2:5]} | {s.size.dtype for s in data[2:5]} == {
         np.dtype(np.int32)
@@ -64,7 +67,7 @@ def test_pooled_splits_every_client_as_asked():
     st.integers(2, 6),
     st.integers(0, 99),
 )
-def test_no_example_is_dealt_twice(name, split, clients, seed):
+def test_no_example_is_assigned_twice(name, split, clients, seed):
     options = {
         "clients": clients,
         "seed": seed,
@@ -75,10 +78,10 @@ def test_no_example_is_dealt_twice(name, split, clients, seed):
     dataset = numbered(400, n_test=200)
     try:
         data, _, portions = federate(dataset, name, **options)
-    except UsageError:  # a skewed draw may leave a client without a test example
+    except UsageError:  # a client may be without test examples
         assert split == "official"
         return
-    numbers = everything(data)
+    numbers = all_numbers(data)
     assert len(set(numbers)) == len(numbers) == len(data.x)
     assert (sum(p.sum(0) for p in portions) <= 150).all()
     for split_ in data[2:5]:
@@ -88,12 +91,12 @@ def test_no_example_is_dealt_twice(name, split, clients, seed):
     jax.tree.map(np.testing.assert_array_equal, data, again)
 
 
-def test_seeds_decide():
-    one, other = (federate(numbered(), "iid", clients=4, seed=s)[0] for s in (0, 1))
-    assert set(held(one, 0, "train")) != set(held(other, 0, "train"))
+def test_partition_depends_on_the_seed():
+    first, second = (federate(numbered(), "iid", clients=4, seed=s)[0] for s in (0, 1))
+    assert set(numbers_of(first, 0, "train")) != set(numbers_of(second, 0, "train"))
 
 
-def test_at_least_one_example_to_train_and_one_to_test():
+def test_every_client_has_a_training_and_a_test_example():
     for fraction in (0.01, 0.99):
         data, _, _ = federate(numbered(8), "iid", clients=4, test_fraction=fraction)
         np.testing.assert_array_equal(data.train.size, 1)
@@ -101,7 +104,7 @@ def test_at_least_one_example_to_train_and_one_to_test():
         assert data.validation.rows.shape == (4, 1)
 
 
-def test_official_keeps_classes_and_shares_in_every_split():
+def test_official_keeps_shares_of_classes_in_every_split():
     data, federation, portions = federate(
         SPLIT, "shares", clients=10, split="official", validation_examples=300
     )
@@ -118,7 +121,7 @@ def test_official_keeps_classes_and_shares_in_every_split():
     np.testing.assert_array_equal(federation.counts, portions.train.sum(1))
 
 
-def test_shared_tests_everybody_on_the_same_examples():
+def test_shared_gives_all_clients_the_same_test_set():
     data, _, _ = federate(
         numbered(100),
         "classes",
@@ -130,16 +133,16 @@ def test_shared_tests_everybody_on_the_same_examples():
     )
     np.testing.assert_array_equal(data.test.size, 10)
     np.testing.assert_array_equal(data.validation.size, 20)
-    test, validation = set(held(data, 0, "test")), set(held(data, 0, "validation"))
-    trained = [set(held(data, i, "train")) for i in range(3)]
+    test, validation = set(numbers_of(data, 0, "test")), set(numbers_of(data, 0, "validation"))
+    trained = [set(numbers_of(data, i, "train")) for i in range(3)]
     for i in range(3):
-        assert set(held(data, i, "test")) == test
-        assert set(held(data, i, "validation")) == validation
+        assert set(numbers_of(data, i, "test")) == test
+        assert set(numbers_of(data, i, "validation")) == validation
         assert not trained[i] & (test | validation)
     assert len(set.union(*trained)) == 48
 
 
-def test_domains_share_outputs_and_are_tested_on_their_own():
+def test_domains_share_outputs_and_have_separate_test_sets():
     data, federation, portions = federate(
         numbered(200, classes=5),
         "domains",
@@ -153,27 +156,27 @@ def test_domains_share_outputs_and_are_tested_on_their_own():
     np.testing.assert_array_equal(data.classes, [[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 0]])
     assert not portions.test[:2, 3:].any()
     assert not portions.test[2:, :3].any()
-    whole_test = portions.test[0] + portions.test[2]
-    assert whole_test.sum() == 40
-    np.testing.assert_array_equal(portions.train.sum(0) + whole_test, 40)
+    tested = portions.test[0] + portions.test[2]
+    assert tested.sum() == 40
+    np.testing.assert_array_equal(portions.train.sum(0) + tested, 40)
 
 
-def test_label_maps_are_permutations_and_stored_labels_stay():
-    plain, _, _ = federate(DIGITS, "iid", clients=20)
+def test_permuted_labels_are_permutations_and_stored_labels_stay():
+    unpermuted, _, _ = federate(DIGITS, "iid", clients=20)
     data, _, _ = federate(DIGITS, "iid", clients=20, permute_labels=True)
     np.testing.assert_array_equal(np.sort(data.label_map, 1), [np.arange(10)] * 20)
     assert data.label_map.dtype == np.int32
     assert len({tuple(row) for row in data.label_map}) == 20
-    np.testing.assert_array_equal(data.y, plain.y)
-    jax.tree.map(np.testing.assert_array_equal, data.train, plain.train)
-    one = client_data(jax.tree.map(jnp.asarray, data), 3)
-    batch = take(one, one.train.rows[:5], jnp.ones(5, bool))
+    np.testing.assert_array_equal(data.y, unpermuted.y)
+    jax.tree.map(np.testing.assert_array_equal, data.train, unpermuted.train)
+    client = client_data(jax.tree.map(jnp.asarray, data), 3)
+    batch = take(client, client.train.rows[:5], jnp.ones(5, bool))
     rows = data.train.rows[3, :5]
     np.testing.assert_array_equal(batch.y, data.label_map[3, data.y[rows]])
     np.testing.assert_allclose(batch.x, data.x[rows] * data.scale + data.shift, rtol=1e-6)
 
 
-def test_permuted_domains_number_their_classes_anew():
+def test_permuted_domains_permute_within_a_domain():
     data, federation, _ = federate(
         numbered(200, classes=6),
         "domains",
@@ -186,20 +189,20 @@ def test_permuted_domains_number_their_classes_anew():
         assert sorted(row[:3] if i < 3 else row[3:]) == [0, 1, 2]
 
 
-def owned(**more):
-    # Owner 0 has classes 0 1, owner 1 has 0 1 2 3, owner 2 one example only.
+def owned():
+    # Owner 0 has classes 0 and 1, owner 1 has 0 to 3, owner 2 has one example.
     x = np.arange(25, dtype=np.float32)[:, None]
     y = np.concatenate([np.arange(12) % 2, np.arange(12) % 4, [0]])
     mask = np.arange(4) < np.array([2, 4, 1])[:, None]
     owners = np.repeat([0, 1, 2], [12, 12, 1])
-    return arrays(x, y, owners=owners, owner_classes=mask, **more)
+    return arrays(x, y, owners=owners, owner_classes=mask)
 
 
-def test_natural_clients_are_owners_with_their_own_classes():
+def test_natural_clients_have_the_classes_of_their_owners():
     two = {"clients": 2, "settings": {"minimum": 2}}
     data, _, portions = federate(owned(), "natural", **two, test_fraction=0.25)
-    assert set(np.concatenate([held(data, 0, n) for n in NAMES])) == set(range(12))
-    assert set(np.concatenate([held(data, 1, n) for n in NAMES])) == set(range(12, 24))
+    assert set(np.concatenate([numbers_of(data, 0, n) for n in NAMES])) == set(range(12))
+    assert set(np.concatenate([numbers_of(data, 1, n) for n in NAMES])) == set(range(12, 24))
     np.testing.assert_array_equal(data.classes, [[1, 1, 0, 0], [1, 1, 1, 1]])
     np.testing.assert_array_equal(portions.test.sum(1), 3)
     mapped, _, _ = federate(owned(), "natural", **two, permute_labels=True, seed=1)
@@ -207,12 +210,12 @@ def test_natural_clients_are_owners_with_their_own_classes():
     np.testing.assert_array_equal(mapped.label_map[0, 2:], [2, 3])
 
 
-def test_natural_official_keeps_each_owners_own_test_set():
+def test_natural_official_keeps_test_sets_of_owners():
     dataset = numbered(40, n_test=20, owners=np.arange(40) // 10, owners_test=np.arange(20) // 5)
     data, _, _ = federate(dataset, "natural", clients=4, split="official", validation_fraction=0.2)
     for i in range(4):
-        assert set(held(data, i, "test")) == set(range(40 + 5 * i, 45 + 5 * i))
-    numbers = np.concatenate([held(data, i, n) for i in range(4) for n in NAMES[:2]])
+        assert set(numbers_of(data, i, "test")) == set(range(40 + 5 * i, 45 + 5 * i))
+    numbers = np.concatenate([numbers_of(data, i, n) for i in range(4) for n in NAMES[:2]])
     np.testing.assert_array_equal(np.sort(numbers), np.arange(40))
     assert data.validation.size.sum() == 8
 
@@ -267,47 +270,47 @@ def test_novel_clients_and_groups():
         ({"validation_examples": 50}, "is for split=official or shared"),
     ],
 )
-def test_what_cannot_be_is_one_line(options, message):
+def test_invalid_requests_raise_one_line(options, message):
     options = {"partition": "iid", "clients": 10, **options}
     with pytest.raises(UsageError, match=message) as error:
         federate(DIGITS, options.pop("partition"), **options)
     assert "\n" not in str(error.value)
 
 
-def test_one_example_is_too_few_for_any_number_of_clients():
+def test_one_example_is_too_few():
     with pytest.raises(UsageError, match="has 1 examples, too few for a client"):
         federate(numbered(1, classes=1), "iid", clients=2)
 
 
 def test_a_client_with_one_example_trains_on_it():
     dataset = arrays(np.zeros((5, 1)), np.zeros(5, int), owners=np.array([1, 0, 0, 0, 0]))
-    _, federation, held = federate(dataset, "natural", clients=2)
+    _, federation, portions = federate(dataset, "natural", clients=2)
     np.testing.assert_array_equal(federation.counts, [3, 1])
-    np.testing.assert_array_equal(held.test.sum(1), [1, 0])
+    np.testing.assert_array_equal(portions.test.sum(1), [1, 0])
 
 
-def test_five_clients_of_six_pooled_examples_train():
-    """All but one have a single example, which is not tested on."""
-    _, federation, held = federate(numbered(6, classes=1), "iid", clients=5)
+def test_clients_with_one_example_are_not_tested():
+    """Of five clients with six examples, one has a test example."""
+    _, federation, portions = federate(numbered(6, classes=1), "iid", clients=5)
     np.testing.assert_array_equal(federation.counts, 1)
-    assert held.test.sum() == 1
+    assert portions.test.sum() == 1
 
 
-def test_owners_are_the_names_of_natural_clients():
+def test_natural_clients_are_named_after_owners():
     x, y = np.zeros((6, 1)), np.zeros(6, int)
-    named = arrays(x, y, owners=["Cairo", "Bern", "Bern", "Aix", "Aix", "Cairo"])
-    _, federation, _ = federate(named, "natural", clients=3)
+    dataset = arrays(x, y, owners=["Cairo", "Bern", "Bern", "Aix", "Aix", "Cairo"])
+    _, federation, _ = federate(dataset, "natural", clients=3)
     assert federation.owners == ("Aix", "Bern", "Cairo")
-    _, federation, _ = federate(named, "natural", clients=2, seed=1)
+    _, federation, _ = federate(dataset, "natural", clients=2, seed=1)
     assert len(federation.owners) == 2
     assert federation.owners == tuple(sorted(federation.owners))
-    numbered_ones = arrays(x, y, owners=[2, 1, 1, 0, 0, 2])
-    assert federate(numbered_ones, "natural", clients=3)[1].owners == ("0", "1", "2")
+    with_numbers = arrays(x, y, owners=[2, 1, 1, 0, 0, 2])
+    assert federate(with_numbers, "natural", clients=3)[1].owners == ("0", "1", "2")
     assert federate(DIGITS, "iid", clients=2)[1].owners is None
 
 
-def test_owners_with_large_numbers_stay_apart():
-    """None takes memory by its number, and none is cut to 32 bits."""
+def test_large_owner_numbers_stay_distinct():
+    """Memory does not grow with the numbers, and they are not cut to 32 bits."""
     owners = np.array([0, 0, 2**32, 2**32, 7, 7])
     dataset = arrays(np.zeros((6, 1)), np.zeros(6, int), owners=owners)
     np.testing.assert_array_equal(dataset.owner_train, [0, 0, 2, 2, 1, 1])
@@ -316,25 +319,25 @@ def test_owners_with_large_numbers_stay_apart():
 
 def test_owners_of_both_sets_are_numbered_together():
     dataset = numbered(4, n_test=4, classes=1, owners=list("aabb"), owners_test=list("bbca"))
-    _, federation, held = federate(dataset, "natural", clients=2, split="official")
+    _, federation, portions = federate(dataset, "natural", clients=2, split="official")
     assert federation.owners == ("a", "b")
-    np.testing.assert_array_equal(held.test.sum(1), [1, 2])
+    np.testing.assert_array_equal(portions.test.sum(1), [1, 2])
 
 
 def test_clients_without_test_examples_train():
-    _, federation, held = federate(
+    _, federation, portions = federate(
         numbered(6, n_test=1, classes=1), "iid", clients=3, split="official"
     )
-    assert sorted(held.test.sum(1)) == [0, 0, 1]
+    assert sorted(portions.test.sum(1)) == [0, 0, 1]
     np.testing.assert_array_equal(federation.counts, 2)
 
 
-def test_alphabets_cannot_share_a_test_set():
+def test_owners_with_different_classes_cannot_share_a_test_set():
     with pytest.raises(UsageError, match="cannot share a test set"):
         federate(owned(), "natural", clients=2, split="shared")
 
 
-def test_every_partition_has_a_name_and_fits_cifar100():
+def test_every_partition_works_with_a_hundred_classes():
     coarse = np.arange(100) // 5
     x = np.zeros((6000, 1), np.float32)
     y = np.arange(6000) % 100

@@ -1,4 +1,4 @@
-"""Writes prepared tfds folders without TensorFlow."""
+"""Functions that write prepared tfds folders without TensorFlow."""
 
 import io
 import json
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def png(pixels, **options):
-    """One image as a PNG file."""
+    """Returns an image as the content of a PNG file."""
     file = io.BytesIO()
     Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels).save(
         file, "PNG", **options
@@ -18,10 +18,15 @@ def png(pixels, **options):
 
 
 def write(root, name, splits, *, version="1.0.0", declared=None, names=None):
-    """Write `splits`, {split: {feature: values}}, as root/name/version; returns that folder.
+    """Writes a dataset and returns its folder, root/name/version.
 
-    declared: numbers of records to write into dataset_info.json in place of the true ones.
-    names: what the numbers of a feature stand for, {feature: names}.
+    Args:
+      root: Folder of all datasets.
+      name: Name of the dataset.
+      splits: Values of each feature of each split, {split: {feature: values}}.
+      version: Version of the dataset.
+      declared: Number of records to declare in dataset_info.json, {split: number}, if wrong.
+      names: Class names of features, {feature: names}.
     """
     import tensorflow_datasets as tfds
     from array_record.python.array_record_module import ArrayRecordWriter

@@ -1,4 +1,4 @@
-"""Examples that stay in their files."""
+"""Tests of examples that are mapped from files."""
 
 import tracemalloc
 from pathlib import Path
@@ -18,24 +18,24 @@ CLIENTS = 20
 SHARES = {"clients": CLIENTS, "test_fraction": 0.25}
 
 
-def saved(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
+def save(folder: Path, x: np.ndarray, y: np.ndarray) -> str:
     np.save(folder / "x.npy", x)
     np.save(folder / "y.npy", y)
     return f"npy:{folder}"
 
 
-def test_what_is_not_read_takes_no_memory(tmp_path: Path):
-    """Half a gigabyte of images, of which the file has holes only, for twenty clients."""
+def test_unread_examples_take_no_memory(tmp_path: Path):
+    """Half a gigabyte of images in a sparse file, for twenty clients."""
     n, rng = 10_000, np.random.default_rng(0)
     shape = (n, 128, 128, 3)
     np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.uint8, shape)[7] = 9
     np.save(tmp_path / "y.npy", rng.integers(0, 5, n))
     tracemalloc.start()
     examples, federation, _ = data.federate(data.load(f"npy:{tmp_path}"), "iid", **SHARES)
-    _, most = tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     part = cohort_data(examples, np.array([3]), 500, test=False)
     tracemalloc.stop()
-    assert most < 5e6
+    assert peak < 5e6
     assert is_mapped(examples.x)
     assert np.asarray(part.x).nbytes == 500 * 128 * 128 * 3
     assert federation.counts.sum() == 7500
@@ -45,30 +45,28 @@ def test_what_is_not_read_takes_no_memory(tmp_path: Path):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "float64", "int64"])
-def test_they_are_those_in_memory(tmp_path: Path, dtype: str):
+def test_mapped_examples_equal_examples_in_memory(tmp_path: Path, dtype: str):
     rng = np.random.default_rng(1)
     x, y = rng.integers(0, 250, (300, 4)).astype(dtype), rng.integers(0, 3, 300)
-    kept = data.federate(
-        data.arrays(x, y), "classes", **SHARES, settings={"per_client": 2, "examples": 10}
+    dataset = data.load(save(tmp_path, x, y))
+    assert is_mapped(dataset.x_train) == (dtype in ("uint8", "float32"))  # the types for training
+    settings = {"per_client": 2, "examples": 10}
+    in_memory, mapped = (
+        data.federate(d, "classes", **SHARES, settings=settings)[0]
+        for d in (data.arrays(x, y), dataset)
     )
-    read = data.load(saved(tmp_path, x, y))
-    assert is_mapped(read.x_train) == (dtype in ("uint8", "float32"))  # as training takes them
-    there = data.federate(read, "classes", **SHARES, settings={"per_client": 2, "examples": 10})
     for ids in ([0, 4], [19]):
-        mapped_batch, memory_batch = (
-            cohort_data(each[0], np.array(ids), 60, test=True) for each in (kept, there)
-        )
-        for a, b in zip(mapped_batch[:2], memory_batch[:2], strict=True):
+        batches = (cohort_data(d, np.array(ids), 60, test=True)[:2] for d in (in_memory, mapped))
+        for a, b in zip(*batches, strict=True):
             np.testing.assert_array_equal(a, b)
-    assert custom.dataset_digest(read._replace(name="arrays")) == custom.dataset_digest(
-        data.arrays(x, y)
-    )
+    expected = custom.dataset_digest(data.arrays(x, y))
+    assert custom.dataset_digest(dataset._replace(name="arrays")) == expected
     assert digest([x[::2], y]) == digest([np.ascontiguousarray(x[::2]), y])
 
 
-def test_owners_and_a_fraction(tmp_path: Path):
+def test_npy_owners_and_fraction(tmp_path: Path):
     x, y = np.arange(40, dtype=np.float32).reshape(20, 2), np.tile([0, 1], 10)
-    name = saved(tmp_path, x, y)
+    name = save(tmp_path, x, y)
     np.save(tmp_path / "owner.npy", np.repeat(["ann", "bob"], 10))
     dataset = data.load(name)
     assert list(dataset.owner_names) == ["ann", "bob"]
@@ -76,7 +74,7 @@ def test_owners_and_a_fraction(tmp_path: Path):
     assert len(data.load(name, fraction=0.5).x_train) == 10
 
 
-def test_what_cannot_be_read_is_named(tmp_path: Path):
+def test_unreadable_files_are_named(tmp_path: Path):
     with pytest.raises(UsageError, match=r"npy:.*: x.npy cannot be read \(No such file"):
         data.load(f"npy:{tmp_path}")
     np.save(tmp_path / "x.npy", np.array([{}, {}]), allow_pickle=True)
@@ -87,4 +85,4 @@ def test_what_cannot_be_read_is_named(tmp_path: Path):
     with pytest.raises(
         UsageError, match="x has 2 values that are not finite, the first in example 20"
     ):
-        data.load(saved(tmp_path, x, np.zeros(30, int)))
+        data.load(save(tmp_path, x, np.zeros(30, int)))

@@ -14,7 +14,7 @@ REAL = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datas
 
 
 def real(name):
-    """Skips where somebody has not prepared a dataset: a test downloads nothing."""
+    """Marks a test to be skipped if a dataset is not prepared on this machine."""
     return pytest.mark.skipif(
         not prepared.is_prepared(name, REAL),
         reason=f"no prepared {name}: set TFDS_DATA_DIR to a folder that has it",
@@ -33,7 +33,7 @@ def mnist(root, n=30, **options):
     return write(root, "mnist", splits, **options), splits
 
 
-def test_reads_what_was_written_without_tensorflow(tmp_path):
+def test_prepared_folders_are_read_without_tensorflow(tmp_path):
     _, splits = mnist(tmp_path)
     dataset = load("mnist", tmp_path)
     np.testing.assert_array_equal(dataset.x_train, splits["train"]["image"])
@@ -44,21 +44,21 @@ def test_reads_what_was_written_without_tensorflow(tmp_path):
     assert "tensorflow" not in sys.modules
 
 
-def test_the_environment_names_the_folder_and_the_newest_version_is_read(tmp_path, monkeypatch):
+def test_newest_version_in_tfds_data_dir_is_read(tmp_path, monkeypatch):
     mnist(tmp_path, version="3.0.9")
     mnist(tmp_path, n=50, version="3.0.10")
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path))
     assert len(load("mnist").x_train) == 50
 
 
-def test_fraction_reads_a_random_part(tmp_path):
+def test_fraction_reads_a_random_sample(tmp_path):
     _, splits = mnist(tmp_path)
     part = load("mnist", tmp_path, fraction=0.29)
     assert len(part.x_train) == 8  # of 30
     assert len(part.x_test) == 2  # of 10
-    again, other = (load("mnist", tmp_path, fraction=0.29, fraction_seed=s) for s in (0, 1))
-    np.testing.assert_array_equal(part.x_train, again.x_train)
-    assert not np.array_equal(part.x_train, other.x_train)
+    same, different = (load("mnist", tmp_path, fraction=0.29, fraction_seed=s) for s in (0, 1))
+    np.testing.assert_array_equal(part.x_train, same.x_train)
+    assert not np.array_equal(part.x_train, different.x_train)
     for image, label in zip(part.x_train, part.y_train, strict=True):
         at = np.flatnonzero((splits["train"]["image"] == image).all((1, 2, 3)))
         assert splits["train"]["label"][at] == label
@@ -67,12 +67,12 @@ def test_fraction_reads_a_random_part(tmp_path):
 @pytest.mark.parametrize("shape", [(7, 4, 1), (5, 9, 3)])
 def test_joined_decoding_equals_pillow(shape):
     images = np.concatenate([pictures(5, shape), np.full((2, *shape), 255, np.uint8)])
-    # A smooth one, so that every filter of PNG occurs.
+    # With a smooth image every filter of PNG occurs.
     images[0] = np.add.outer(np.arange(shape[0]), np.arange(shape[1]))[..., None]
     np.testing.assert_array_equal(prepared.decode([png(i) for i in images]), images)
 
 
-def test_other_kinds_of_images_are_decoded_one_by_one():
+def test_images_with_other_headers_are_decoded_separately():
     images = pictures(3)
     palette = Image.fromarray(images[0, :, :, 0]).convert("P")
     files = [png(images[0]), png(np.asarray(palette)[..., None], compress_level=0)]
@@ -82,7 +82,7 @@ def test_other_kinds_of_images_are_decoded_one_by_one():
     np.testing.assert_array_equal(prepared.decode(mixed), two[:2])
 
 
-def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path):
+def test_emnist_is_transposed_and_letters_count_from_zero(tmp_path):
     images = pictures(26, (4, 4, 1))
     columns = {"image": images, "label": np.arange(1, 27)}
     write(tmp_path, "emnist/letters", {"train": columns, "test": columns})
@@ -91,46 +91,46 @@ def test_emnist_is_turned_upright_and_letters_count_from_zero(tmp_path):
     np.testing.assert_array_equal(dataset.y_train, np.arange(26))
 
 
-def test_emnists_digits_are_those_of_byclass_where_only_that_is_prepared(tmp_path):
+def test_emnist_digits_are_read_from_byclass_if_only_that_is_prepared(tmp_path):
     images = pictures(30, (4, 4, 1))
-    labels = np.tile([0, 9, 10], 10)  # the last is the first that is no digit
+    labels = np.tile([0, 9, 10], 10)  # 10 is not a digit
     columns = {"image": images, "label": labels}
     write(tmp_path, "emnist/byclass", {"train": columns, "test": columns})
-    ours = images.swapaxes(1, 2)[labels < 10]
+    expected = images.swapaxes(1, 2)[labels < 10]
     require_available("emnist_digits", tmp_path)
     dataset = load("emnist_digits", tmp_path)
     assert dataset.outputs == 10
-    np.testing.assert_array_equal(dataset.x_train, ours)
+    np.testing.assert_array_equal(dataset.x_train, expected)
     np.testing.assert_array_equal(dataset.y_test, np.tile([0, 9], 10))
     half = load("emnist_digits", tmp_path, fraction=0.5)
     assert len(half.y_train) == len(half.y_test) == 10
-    assert all(any((image == one).all() for one in ours) for image in half.x_train)
-    # Its own folder comes first.
-    own = {"image": images[:5], "label": np.arange(5)}
-    write(tmp_path, "emnist/digits", {"train": own, "test": own})
+    assert all(any((image == digit).all() for digit in expected) for image in half.x_train)
+    # The folder of emnist/digits takes precedence.
+    digits = {"image": images[:5], "label": np.arange(5)}
+    write(tmp_path, "emnist/digits", {"train": digits, "test": digits})
     np.testing.assert_array_equal(load("emnist_digits", tmp_path).y_train, np.arange(5))
-    # No digit at all, or neither folder.
-    other = tmp_path / "other"
+    # No digit in byclass, or neither folder.
+    third = tmp_path / "other"
     letters = {"image": images, "label": labels + 10}
-    write(other, "emnist/byclass", {"train": letters, "test": letters})
+    write(third, "emnist/byclass", {"train": letters, "test": letters})
     with pytest.raises(UsageError, match="no example of its first 10 classes in split train"):
-        load("emnist_digits", other)
+        load("emnist_digits", third)
     with pytest.raises(UsageError, match="pip install tensorflow"):
         load("emnist_digits", tmp_path / "nowhere")
 
 
-def test_cifar100_takes_its_superclasses_from_the_data(tmp_path):
-    fine = np.arange(100)
+def test_superclasses_of_cifar100_are_read_from_the_data(tmp_path):
+    classes = np.arange(100)
     images = pictures(100, (6, 5, 3))
-    columns = {"image": images, "label": fine, "coarse_label": fine // 5}
+    columns = {"image": images, "label": classes, "coarse_label": classes // 5}
     write(tmp_path, "cifar100", {"train": columns, "test": columns})
-    np.testing.assert_array_equal(load("cifar100", tmp_path).coarse, fine // 5)
+    np.testing.assert_array_equal(load("cifar100", tmp_path).coarse, classes // 5)
     with pytest.raises(UsageError, match="50 classes have no training example"):
         load("cifar100", tmp_path, fraction=0.5)
 
 
-def test_omniglot_numbers_characters_within_alphabets_and_reads_none_twice(tmp_path):
-    # Alphabet 4 has characters 7, 9, 11 and is in both sets; alphabet 2 has character 5.
+def test_omniglot_numbers_characters_within_alphabets(tmp_path):
+    # Alphabet 4 has characters 7, 9, 11 and is in both sets but read once; alphabet 2 has 5.
     small1 = {"image": pictures(3, (105, 105, 3)), "label": [9, 7, 11], "alphabet": [4, 4, 4]}
     small2 = {"image": pictures(2, (105, 105, 3)), "label": [5, 9], "alphabet": [2, 4]}
     write(tmp_path, "omniglot", {"small1": small1, "small2": small2})
@@ -146,14 +146,14 @@ def test_omniglot_numbers_characters_within_alphabets_and_reads_none_twice(tmp_p
     assert load("omniglot", tmp_path).owner_names.tolist() == ["Cyrillic", "Greek"]
 
 
-def test_shrinking_takes_means_by_area():
+def test_shrink_by_hand():
     image = np.array([[0, 30, 60], [90, 120, 150], [180, 210, 240]], np.uint8)
-    # Each of 2 x 2 pixels covers 1.5 x 1.5: weights 2/3 for the outer, 1/3 for the middle line.
+    # Each of 2x2 pixels covers 1.5x1.5: weights are 2/3 for outer and 1/3 for middle lines.
     small = shrink(image[None, :, :, None], 2)[0, :, :, 0]
     np.testing.assert_array_equal(small, [[40, 80], [160, 200]])
 
 
-def test_a_missing_dataset_says_what_to_do(tmp_path):
+def test_a_missing_dataset_raises_instructions(tmp_path):
     with pytest.raises(UsageError) as error:
         load("cifar10", tmp_path)
     message = str(error.value)
@@ -170,7 +170,7 @@ def truncate(folder):
     os.truncate(record(folder), record(folder).stat().st_size - 70_000)
 
 
-def scribble(folder):
+def overwrite(folder):
     with open(record(folder), "r+b") as file:
         file.seek(200)
         file.write(b"not a record" * 100)
@@ -180,7 +180,7 @@ def scribble(folder):
     "damage",
     [
         truncate,
-        scribble,
+        overwrite,
         lambda folder: os.truncate(record(folder), 0),
         lambda folder: record(folder).unlink(),
         lambda folder: (folder / "dataset_info.json").unlink(),
@@ -188,18 +188,8 @@ def scribble(folder):
         lambda folder: (folder / "features.json").unlink(),
         lambda folder: (folder / "features.json").write_text("{"),
     ],
-    ids=[
-        "truncated",
-        "scribbled",
-        "empty",
-        "shard",
-        "info",
-        "bad info",
-        "features",
-        "bad features",
-    ],
 )
-def test_a_damaged_folder_is_one_line(tmp_path, damage):
+def test_a_damaged_folder_raises_one_line(tmp_path, damage):
     folder, _ = mnist(tmp_path)
     damage(folder)
     with pytest.raises(UsageError, match="damaged or half written: delete it") as error:
@@ -208,7 +198,7 @@ def test_a_damaged_folder_is_one_line(tmp_path, damage):
     assert str(folder) in str(error.value)
 
 
-def test_fewer_records_than_declared_is_damage(tmp_path):
+def test_missing_records_raise(tmp_path):
     mnist(tmp_path, declared={"train": 31})
     with pytest.raises(UsageError, match="damaged or half written"):
         load("mnist", tmp_path)
@@ -220,7 +210,7 @@ def test_a_missing_feature_is_named(tmp_path):
         load("mnist", tmp_path)
 
 
-def test_a_missing_split_and_foreign_labels_are_named(tmp_path):
+def test_a_missing_split_and_invalid_labels_are_named(tmp_path):
     write(tmp_path, "mnist", {"train": {"image": pictures(2), "label": [0, 1]}})
     with pytest.raises(UsageError, match="no examples of split test"):
         load("mnist", tmp_path)
@@ -231,7 +221,7 @@ def test_a_missing_split_and_foreign_labels_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("shapes", [((6, 5, 1), (5, 5, 1)), ((6, 5, 3), (6, 5, 3))])
-def test_pictures_of_other_shapes_are_named(tmp_path, shapes):
+def test_images_of_different_shapes_are_named(tmp_path, shapes):
     train, test = ({"image": pictures(10, shape), "label": np.arange(10)} for shape in shapes)
     write(tmp_path, "mnist", {"train": train, "test": test})
     with pytest.raises(UsageError, match="with 1 channels: the folder holds another dataset") as e:

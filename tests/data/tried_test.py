@@ -1,4 +1,4 @@
-"""What docs/data.md tells a reader to try, as it stands there."""
+"""Tests that the commands in docs/data.md can be run."""
 
 import re
 from pathlib import Path
@@ -24,39 +24,39 @@ ROWS = {
 
 
 def settings(row):
-    """The preset of a row, changed by its flags."""
-    words, flags = ROWS[row]
-    made = baseline.get_config(words)
+    """Returns the preset of a row with its flags applied."""
+    preset, flags = ROWS[row]
+    config = baseline.get_config(preset)
     for name, text in flags.items():
         group, _, last = name.rpartition(".")
         value = int(text) if text.isdigit() else text
-        configuration.override(made, {group: {last: value}} if group else {last: value})
-    return made
+        configuration.override(config, {group: {last: value}} if group else {last: value})
+    return config
 
 
-def test_there_are_as_many_as_the_page_shows():
+def test_settings_of_all_rows_are_valid():
     assert set(ROWS) >= {"digits", "speeches", "csv", "hf", "windows", "leaf", "cifar10"}
     for row in ROWS:
         configuration.specify(settings(row))
 
 
 @pytest.mark.parametrize("row", ["synthetic", "csv", "parquet", "windows", "images", "text", "npy"])
-def test_what_the_page_says_can_be_built(row, tmp_path, monkeypatch):
+def test_rows_of_the_page_can_be_built(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    draw = np.random.default_rng(0)
-    lines = [f"{draw.choice(['Bern', 'Cairo'])},{draw.normal():.3f},{i / 7:.3f}" for i in range(90)]
+    rng = np.random.default_rng(0)
+    lines = [f"{rng.choice(['Bern', 'Cairo'])},{rng.normal():.3f},{i / 7:.3f}" for i in range(90)]
     Path("visits.csv").write_text("\n".join(["hospital,age,days", *lines]))
     parquet.write_table(csv.read_csv("visits.csv"), "visits.parquet")
-    hours = [f"h{i // 200},{draw.normal():.3f},{draw.random():.3f}" for i in range(2000)]
+    hours = [f"h{i // 200},{rng.normal():.3f},{rng.random():.3f}" for i in range(2000)]
     Path("meters.csv").write_text("\n".join(["house,heat,kwh", *hours]))
     speech = "to be or not to be, that is the question. " * 6
     Path("plays.txt").write_text("".join(f"ANNA{i % 10}:\n{speech}\n\n" for i in range(40)))
     for i in range(80):
         path = Path("photos", "cat" if i % 2 else "dog", f"{i}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(draw.integers(0, 255, (9, 9, 3), np.uint8)).save(path)
+        Image.fromarray(rng.integers(0, 255, (9, 9, 3), np.uint8)).save(path)
     Path("pool").mkdir()
-    np.save("pool/x.npy", draw.integers(0, 255, (200, 8, 8, 1), np.uint8))
+    np.save("pool/x.npy", rng.integers(0, 255, (200, 8, 8, 1), np.uint8))
     np.save("pool/y.npy", np.arange(200) % 5)
-    made = build.build(settings(row))
-    assert made.federation.clients == 10
+    experiment = build.build(settings(row))
+    assert experiment.federation.clients == 10
