@@ -1,4 +1,4 @@
-"""Batches of a client's examples, in random order or one after the other."""
+"""Batches of a client's examples, in random order or in stored order."""
 
 from collections.abc import Callable
 from typing import Any

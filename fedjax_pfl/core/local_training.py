@@ -155,7 +155,7 @@ def make_training(
       clip_norm: Largest global norm of a gradient. Default: no limit.
       batch_size: Examples of a gradient step.
       epochs: Shuffled passes over all training examples.
-      steps: Number of batches instead of epochs, each sampled anew without replacement.
+      steps: Number of batches instead of epochs, each sampled independently without replacement.
       drop_last: Drop the last batch of an epoch if it is short, unless it is the only one.
       keep_optimizer: Keep the optimiser's state on the client between rounds.
       first_round: First round of the phase, for schedules of algorithms.

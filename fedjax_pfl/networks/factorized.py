@@ -64,7 +64,7 @@ class Reparametrised(abc.ABC):
         return tuple(name for name in self.layers if name in names)
 
     def init(self, key: jax.Array, x: jax.Array) -> dict[str, PyTree]:
-        """Initialises the network, with factors in place of kernels."""
+        """Initialises the network, with factors instead of kernels."""
         variables = dict(self.model.init(key, x))
 
         def factorize(tree: PyTree, path: tuple[str, ...] = ()) -> PyTree:

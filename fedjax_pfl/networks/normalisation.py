@@ -19,7 +19,7 @@ def batch_norm(x: jax.Array, train: bool, mask: jax.Array | None, name: str) -> 
       x: Array of shape [B, ..., C].
       train: Whether to use batch statistics and update the running ones.
       mask: bool [B], the examples that statistics are computed from. If there are none, all are
-        used, so that values stay finite until the step is discarded.
+        used, which keeps values finite until the step is discarded.
       name: Name of the layer.
     """
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Diagnostics, compared with numbers worked out by hand."""
+"""Diagnostics, compared with hand-computed numbers."""
 
 import numpy as np
 import pytest

@@ -23,7 +23,7 @@ LOG = 24  # steps that the recorder can store
 
 
 def federated(extra: int = 0) -> FederatedData:
-    """Returns data in which example j is the number j. Padding is another client's example."""
+    """Returns data whose example j is the number j. Padding is another client's example."""
     longest = SIZES.max() + extra
     rows = np.full((len(SIZES), longest), SIZES.sum() - 1, np.int32)
     first = np.cumsum(SIZES) - SIZES

@@ -1,4 +1,4 @@
-"""Losses and metrics, compared with numbers worked out by hand."""
+"""Losses and metrics, compared with hand-computed numbers."""
 
 import re
 

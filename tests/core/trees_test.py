@@ -1,4 +1,4 @@
-"""Layers, sizes and arithmetic of pytrees, compared with numbers worked out by hand."""
+"""Layers, sizes and arithmetic of pytrees, compared with hand-computed numbers."""
 
 from typing import NamedTuple
 
