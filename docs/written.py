@@ -121,8 +121,11 @@ def options(name: str) -> str:
 
 def tables() -> str:
     """Which tables of which papers there are."""
-    rows = [[f"`{name}`", table.about, ", ".join(table.columns)] for name, table in TABLES.items()]
-    return text_tables.markdown([text_tables.Table("", ["from", "columns"], rows)]).replace(
+    rows = [
+        [f"`{name}`", table.about.rpartition(": ")[2], ", ".join(table.columns)]
+        for name, table in TABLES.items()
+    ]
+    return text_tables.markdown([text_tables.Table("", ["contents", "columns"], rows)]).replace(
         "---:", "---"
     )
 
