@@ -197,7 +197,7 @@ def main(argv: Sequence[str]) -> None:
     methods = given.methods or list(METHODS)
     if given.rounds:
         results = accuracies(sides, methods, given.seeds, given.rounds, given.out)
-        why = map(text_tables.filled, scored.reasons(results))
+        why = map(text_tables.fill_paragraph, scored.reasons(results))
         print("\n\n".join([text_tables.text([scored.table(results)]), *why]))
         return
     verdicts: dict[str, dict[str, Any]] = {side.library: {} for side in sides}
@@ -208,7 +208,10 @@ def main(argv: Sequence[str]) -> None:
                 print(f"{side.library} {name}: {verdict['verdict']}", file=sys.stderr, flush=True)
     print(
         "\n\n".join(
-            [text_tables.text([table(verdicts)]), *map(text_tables.filled, reasons(verdicts))]
+            [
+                text_tables.text([table(verdicts)]),
+                *map(text_tables.fill_paragraph, reasons(verdicts)),
+            ]
         )
     )
     if given.out is not None:

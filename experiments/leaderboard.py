@@ -180,7 +180,7 @@ def main(argv: Sequence[str]) -> None:
                 except UsageError as error:  # of this method; the others go on
                     line = {"cannot": str(error)}
                 if line:
-                    lines[trial.method] = board.dated(line, commit, lines.get(trial.method))
+                    lines[trial.method] = board.with_commit(line, commit, lines.get(trial.method))
                     board.write(boards, out)
     except interrupt.Stopped as stopped:
         print(stopped, file=sys.stderr)

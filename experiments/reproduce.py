@@ -35,7 +35,7 @@ from fedjax_pfl.cli.configs import define_data_dir
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report import run_reader, text_tables
-from fedjax_pfl.report.run_index import Known
+from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.listing import wrapped
@@ -179,7 +179,7 @@ def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
 
 def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
     """Returns the existing runs of each cell."""
-    index = Known(folder)
+    index = RunIndex(folder)
     runs: dict[int, dict[int, run_reader.Run]] = {id(cell_plan): {} for cell_plan in plan}
     for cell_plan, config in jobs(plan, seeds):
         path = index.find(config)[1]
@@ -193,7 +193,7 @@ def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
 
 def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
     """Runs missing cells, resumes interrupted runs, and returns the plan with failures marked."""
-    index, failed = Known(options.out), dict[str, str]()
+    index, failed = RunIndex(options.out), dict[str, str]()
     todo: dict[str, tuple[Plan, ConfigDict, Path | None]] = {}
     cells: dict[str, list[int]] = {}  # cells of each run
     for cell_plan, config in jobs(
@@ -287,7 +287,7 @@ def differences(plan: Sequence[Plan]) -> list[str]:
         if cell_plan.config is None:
             continue
         old, new = (
-            dict(report.flat(configuration.resolve(config)))
+            dict(report.flatten(configuration.resolve(config)))
             for config in (cell_plan.published, cell_plan.config)
         )
         for key in old.keys() & new.keys() - NOT_COMPARED:
@@ -344,7 +344,10 @@ def page(options: Options, table: Table, places: Sequence[Place], form: str) -> 
     body = tables(table, places)
     if form == "markdown":
         return "\n\n".join([*head, text_tables.markdown(body), *tail])
-    first_lines, last_lines = map(text_tables.filled, head), map(text_tables.filled, tail)
+    first_lines, last_lines = (
+        map(text_tables.fill_paragraph, head),
+        map(text_tables.fill_paragraph, tail),
+    )
     return "\n\n".join([*first_lines, text_tables.text(body), *last_lines])
 
 

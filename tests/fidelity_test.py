@@ -40,7 +40,7 @@ def disagreements(entry: dict[str, Any]) -> list[str]:
         stated = entry["settings"]
     else:
         config, stated = configuration.default()[entry["method"]], entry["defaults"]
-    ours = dict(flat(run_reader.as_read(config.to_dict())))
+    ours = dict(flat(run_reader.as_json(config.to_dict())))
     return [key for key, value in stated.items() if key not in ours or ours[key] != value]
 
 

@@ -170,7 +170,7 @@ def summary(folder: Path, tables: Mapping[str, Table], form: str = "text") -> st
     body = [text_tables.Table("", heads, rows)]
     if form == "markdown":
         return f"{head}\n\n{text_tables.markdown(body)}"
-    return f"{text_tables.filled(head)}\n\n{text_tables.text(body)}"
+    return f"{text_tables.fill_paragraph(head)}\n\n{text_tables.text(body)}"
 
 
 def beside(

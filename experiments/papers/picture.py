@@ -32,12 +32,12 @@ def picture(name: str, table: Table, curves: Curves) -> Figure | None:
     there = [row for row in table.rows if any((row, one) in labels for one in columns)]
     colours = {row: drawing.COLOURS[i % len(drawing.COLOURS)] for i, row in enumerate(there)}
     width = max(drawing.WIDTH, 3.7 * len(columns))
-    sheet = drawing.sheet(f"{name}: lines are ours, points the published numbers", width, 4.2)
+    sheet = drawing.new_figure(f"{name}: lines are ours, points the published numbers", width, 4.2)
     panels = sheet.subplots(1, len(columns), squeeze=False)[0]
     heights: dict[str, list[float]] = {}  # by dataset, as the panels
     alike: dict[str, list[Axes]] = {}
     for axes, column in zip(panels, columns, strict=True):
-        drawing.dressed(axes).set(title=column, xlabel="round")
+        drawing.style_axes(axes).set(title=column, xlabel="round")
         rows = [row for row in there if (row, column) in labels]
         seen = heights.setdefault(table.dataset(column), [])
         alike.setdefault(table.dataset(column), []).append(axes)

@@ -17,7 +17,7 @@ from experiments.papers.picture import Curves
 from experiments.papers.table import Cell, Table, cells_of, moved
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import run_reader
-from fedjax_pfl.report.comparison import common
+from fedjax_pfl.report.comparison import result_settings
 from fedjax_pfl.settings import configuration
 
 FREE = ("rounds", "eval_every", "partition_seed")
@@ -38,7 +38,7 @@ def find(table: Table, folder: Path) -> list[CellRuns]:
 
     Of runs of one seed, one whose partition has the same seed is preferred.
     """
-    defaults = run_reader.known_settings()
+    defaults = run_reader.default_settings()
     runs: dict[str, dict[int, dict[int, run_reader.Run]]] = {}
     for run in _finished(folder):
         lengths = runs.setdefault(_key(run.config, defaults), {})
@@ -48,7 +48,7 @@ def find(table: Table, folder: Path) -> list[CellRuns]:
     found = []
     for cell in cells_of(table):
         config = table.settings(cell.row, cell.column, table.dataset(cell.column), None)
-        plain = run_reader.as_read(configuration.resolve(config))
+        plain = run_reader.as_json(configuration.resolve(config))
         lengths = runs.get(_key(plain, defaults), {})
         published = sum(phase.rounds for phase in configuration.phases(config))
         longest = max((rounds for rounds in lengths if rounds <= published), default=0)
@@ -66,7 +66,7 @@ def _finished(folder: Path) -> Iterator[run_reader.Run]:
 
 
 def _key(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
-    whole = common(config, defaults)
+    whole = result_settings(config, defaults)
     kept = {key: value for key, value in whole.items() if key not in FREE}
     phases = [{k: v for k, v in phase.items() if k not in FREE} for phase in kept["phases"]]
     return json.dumps(kept | {"phases": phases}, sort_keys=True)
@@ -138,7 +138,9 @@ def _by_seed(values: Mapping[str, Any]) -> dict[str, Any]:
 def _curve(run: run_reader.Run) -> dict[str, Any]:
     """Returns a run's numbers at each evaluation, null where there are none, and its totals."""
     lines = run.metrics
-    curve: dict[str, Any] = {key: run.made.get(key, "unknown") for key in ("commit", "versions")}
+    curve: dict[str, Any] = {
+        key: run.provenance.get(key, "unknown") for key in ("commit", "versions")
+    }
     curve["round"] = [line["round"] for line in lines]
     for stage in run_reader.STAGES:
         if all(line.get(stage) for line in lines):

@@ -358,7 +358,7 @@ class _Running(NamedTuple):
             list(member.at.metrics),
             rows,
             run_directory.traffic(member.at.ledger),
-            run_reader.read_made(directory),
+            run_reader.read_provenance(directory),
         )
         layers = list(member.at.ledger.down)
         pictures = method_figures.draw(

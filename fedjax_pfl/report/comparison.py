@@ -1,4 +1,4 @@
-"""Several runs side by side: which of them are one row, means over seeds, and paired tests."""
+"""Comparison of runs: rows of runs with equal settings, means over seeds, and paired tests."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from fedjax_pfl.core import diagnostics
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import method_labels, run_reader
 from fedjax_pfl.report.figures import Curve
-from fedjax_pfl.report.html_page import flat
+from fedjax_pfl.report.html_page import flatten
 from fedjax_pfl.report.numbers import metric_of, number
 from fedjax_pfl.report.run_reader import Record, Run
 from fedjax_pfl.settings import configuration
@@ -21,62 +21,64 @@ from fedjax_pfl.simulation.metrics import mean_std
 
 
 class Row(NamedTuple):
-    """Runs that differ in their seed only."""
+    """Runs that differ only in their seed."""
 
     label: str
-    config: Mapping[str, Any]  # what they have in common, with defaults where they are silent
-    runs: Sequence[Run]  # by seed
+    config: Mapping[str, Any]  # common settings, with defaults for those that are not recorded
+    runs: Sequence[Run]  # sorted by seed
 
 
 class Summary(NamedTuple):
-    """A row's numbers at the last evaluation; scores as `mean_std` gives them."""
+    """Results of a row at the last evaluation; scores as returned by `mean_std`."""
 
     before: Mapping[str, Any]
-    after: Mapping[str, Any] | None  # None where local training was not evaluated
+    after: Mapping[str, Any] | None  # None if local training was not evaluated
     worst10: Mapping[str, Any]  # before local training
     megabytes_down: float  # of all clients, mean over seeds
     megabytes_up: float
     rounds: tuple[int, int]  # fewest and most
 
 
-class Paired(NamedTuple):
-    """A row against another, client by client, each with its mean over seeds."""
+class PairedTest(NamedTuple):
+    """Client-wise comparison of two rows; each client's difference is a mean over seeds."""
 
-    difference: float  # mean, this row less the other
-    p: float  # two-sided Wilcoxon signed-rank test; 1 where nothing differs
+    difference: float  # mean of row minus baseline
+    p: float  # two-sided Wilcoxon signed-rank test; 1 if there is no difference
     pairs: int  # clients
+    better: int  # clients for which the row is better
 
 
 def read(directory: Path) -> Run:
-    """One run directory, or UsageError where it is none or has nothing to compare yet."""
+    """Reads a run directory; raises UsageError if it has nothing to compare."""
     return check(run_reader.read(directory))
 
 
 def check(run: Run) -> Run:
-    """The same run, or UsageError where it has nothing to compare."""
+    """Returns the run; raises UsageError if it has no evaluation on test examples."""
     if not run.metrics[-1].get("before"):
         raise UsageError(f"{run.directory} has nothing to compare: no evaluation on test examples")
     return run
 
 
 def group(runs: Sequence[Run]) -> list[Row]:
-    """Runs as rows, in the order in which the rows first appear; the same run twice is an error."""
-    names = {metric_of(run.metrics).name: run.directory for run in reversed(runs)}
-    if len(names) > 1:
-        (one, here), (other, there) = list(names.items())[:2]
+    """Groups runs by settings, in order of appearance; raises UsageError for a repeated run."""
+    directories = {metric_of(run.metrics).name: run.directory for run in reversed(runs)}
+    if len(directories) > 1:
+        (metric, directory), (first_metric, first_directory) = list(directories.items())[:2]
         raise UsageError(
-            f"{there} is scored by {other} and {here} by {one}; compare runs with one score"
+            f"{first_directory} is scored by {first_metric} and {directory} by {metric}; compare "
+            "runs with one score"
         )
-    known = run_reader.known_settings()
+    defaults = run_reader.default_settings()
     configs: dict[str, dict[str, Any]] = {}
-    members: dict[str, dict[int, Run]] = {}
+    runs_by_seed: dict[str, dict[int, Run]] = {}
     for run in runs:
-        shared = common(run.config, known)
+        config = result_settings(run.config, defaults)
         if run.examples != "":
-            shared["examples"] = run.examples or f"unknown in {run.directory}"
-        key = json.dumps(shared, sort_keys=True)
-        configs[key] = shared
-        seeds = members.setdefault(key, {})
+            config["examples"] = run.examples or f"unknown in {run.directory}"
+        key = json.dumps(config, sort_keys=True)
+        configs[key] = config
+        seeds = runs_by_seed.setdefault(key, {})
         if run.seed in seeds:
             raise UsageError(
                 f"{seeds[run.seed].directory} and {run.directory} have the same settings and seed "
@@ -84,51 +86,57 @@ def group(runs: Sequence[Run]) -> list[Row]:
             )
         seeds[run.seed] = run
     return [
-        Row(label, configs[key], [members[key][seed] for seed in sorted(members[key])])
-        for label, key in zip(labels(list(configs.values())), configs, strict=True)
+        Row(label, config, [seeds[seed] for seed in sorted(seeds)])
+        for label, config, seeds in zip(
+            labels(list(configs.values())), configs.values(), runs_by_seed.values(), strict=True
+        )
     ]
 
 
-def common(config: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without its seed and without settings that change no result.
+def result_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that affect the results, without the seed.
 
-    A setting that the library did not have when the run was made is at its default.
-
-    known: all settings; of its sub-configs only those that the configuration has are taken.
+    Args:
+      config: Settings of a run. A setting that the library did not have yet is at its default.
+      defaults: All settings at their defaults. A sub-config that the run lacks is left out.
     """
-    plain = {key: value for key, value in known.items() if not isinstance(value, Mapping)}
-    whole = {
-        key: {**known[key], **value} if isinstance(known.get(key), Mapping) else value
-        for key, value in {**plain, **config}.items()
+    defaults_of_run = {
+        key: value for key, value in defaults.items() if not isinstance(value, Mapping)
     }
-    return {k: v for k, v in whole.items() if k not in {*settings_with("resumable"), "seed"}}
+    merged = {
+        key: {**defaults[key], **value} if isinstance(defaults.get(key), Mapping) else value
+        for key, value in {**defaults_of_run, **config}.items()
+    }
+    return {k: v for k, v in merged.items() if k not in {*settings_with("resumable"), "seed"}}
 
 
 def labels(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Of each configuration, the settings in which those that have them differ."""
-    each = [dict(flat(config)) for config in configs]
-    seen: dict[str, set[str]] = {}
-    for one in each:
-        for key, value in one.items():
-            seen.setdefault(key, set()).add(value)
-    differ = [key for key in seen if len(seen[key]) > 1]
-    kinds = [key for key in configuration.Registry._fields if key in differ]
-    others = sorted(set(differ) - set(kinds), key=lambda key: ("." in key, key))
+    """Returns a label per configuration with the settings in which the configurations differ."""
+    flat_configs = [dict(flatten(config)) for config in configs]
+    values: dict[str, set[str]] = {}
+    for config in flat_configs:
+        for key, value in config.items():
+            values.setdefault(key, set()).add(value)
+    differing = [key for key in values if len(values[key]) > 1]
+    kinds = [key for key in configuration.Registry._fields if key in differing]
+    keys = sorted(set(differing) - set(kinds), key=lambda key: ("." in key, key))
 
-    def label(one: Mapping[str, str], others: Sequence[str]) -> str:
-        words = [_named(key, one[key]) for key in kinds if key in one]
-        words += [f"{key}={one[key]}" for key in others if key in one]
-        return ", ".join(words) or method_labels.row(one.get("algorithm", "?"))
+    def label(config: Mapping[str, str], keys: Sequence[str]) -> str:
+        parts = [_component_label(key, config[key]) for key in kinds if key in config]
+        parts += [f"{key}={config[key]}" for key in keys if key in config]
+        return ", ".join(parts) or method_labels.table_label(config.get("algorithm", "?"))
 
-    made = [label(one, others) for one in each]
-    if len(set(made)) < len(made):  # a setting that only some of them have, as of another version
-        partial = [key for key in seen if not all(key in one for one in each)]
-        made = [label(one, [*others, *sorted(set(partial) - set(others))]) for one in each]
-    return made
+    row_labels = [label(config, keys) for config in flat_configs]
+    if len(set(row_labels)) < len(row_labels):
+        # Add settings that only some configurations have, such as those of another version.
+        partial = {key for key in values if not all(key in config for config in flat_configs)}
+        keys = [*keys, *sorted(partial - set(keys))]
+        row_labels = [label(config, keys) for config in flat_configs]
+    return row_labels
 
 
-def _named(kind: str, word: str) -> str:
-    return method_labels.row(word) if kind == "algorithm" else word
+def _component_label(kind: str, name: str) -> str:
+    return method_labels.table_label(name) if kind == "algorithm" else name
 
 
 def is_variant(row: Row) -> bool:
@@ -137,18 +145,21 @@ def is_variant(row: Row) -> bool:
 
 
 def unfinished(row: Row) -> str:
-    """Which runs of a row have not ended, and how far they are; nothing where all have."""
-    found = [run for run in row.runs if not run.finished]
-    said = [(f"seed {run.seed} ", f"unfinished, round {run.metrics[-1]['round']}") for run in found]
-    return ", ".join(seed + how_far if len(row.runs) > 1 else how_far for seed, how_far in said)
+    """Returns the unfinished runs of a row and their last rounds as text, or ""."""
+    parts = [
+        (f"seed {run.seed} ", f"unfinished, round {run.metrics[-1]['round']}")
+        for run in row.runs
+        if not run.finished
+    ]
+    return ", ".join(seed + status if len(row.runs) > 1 else status for seed, status in parts)
 
 
 def summary(row: Row) -> Summary:
-    """Means over the seeds of a row, of the last evaluation of each."""
+    """Returns means over the seeds of a row at the last evaluations."""
     lasts = [run.metrics[-1] for run in row.runs]
     name = metric_of(lasts).name
 
-    def over(stage: str, key: str) -> dict[str, Any]:
+    def spread(stage: str, key: str) -> dict[str, Any]:
         return mean_std([number(last[stage].get(f"{name}_{key}")) for last in lasts])
 
     def megabytes(key: str) -> float:
@@ -156,145 +167,158 @@ def summary(row: Row) -> Summary:
 
     rounds = [last["round"] for last in lasts]
     return Summary(
-        over("before", "mean"),
-        over("after", "mean") if all(last.get("after") for last in lasts) else None,
-        over("before", "worst10"),
-        megabytes("bytes_down"),
-        megabytes("bytes_up"),
-        (min(rounds), max(rounds)),
+        before=spread("before", "mean"),
+        after=spread("after", "mean") if all(last.get("after") for last in lasts) else None,
+        worst10=spread("before", "worst10"),
+        megabytes_down=megabytes("bytes_down"),
+        megabytes_up=megabytes("bytes_up"),
+        rounds=(min(rounds), max(rounds)),
     )
 
 
 def diagnostic_values(row: Row) -> dict[str, float]:
-    """Diagnostics of the last evaluations, each as one number: means over layers and seeds."""
+    """Returns the diagnostics of the last evaluations, as means over layers and seeds."""
     lasts = [run.metrics[-1].get("observed", {}) for run in row.runs]
     names = [name for name in lasts[0] if all(name in last for last in lasts)]
-    each = {name: [diagnostics.mean(last[name]) for last in lasts] for name in names}
-    return {name: float(np.mean(values)) for name, values in each.items()}
+    per_seed = {name: [diagnostics.mean(last[name]) for last in lasts] for name in names}
+    return {name: float(np.mean(values)) for name, values in per_seed.items()}
 
 
 def curve(row: Row) -> Curve:
-    """Score before local training and bytes at the rounds that all seeds have: means over seeds."""
+    """Returns scores before local training and bytes, at the rounds that all seeds evaluated."""
     by_round = [{line["round"]: line for line in run.metrics} for run in row.runs]
     rounds = sorted(set.intersection(*(set(lines) for lines in by_round)))
     name = metric_of(row.runs[0].metrics).name
 
-    def over(value: Callable[[Record], float]) -> list[float]:
+    def means(value: Callable[[Record], float]) -> list[float]:
         return [float(np.mean([value(lines[r]) for lines in by_round])) for r in rounds]
 
     return Curve(
         rounds,
-        over(lambda line: number(line.get("bytes_down")) + number(line.get("bytes_up"))),
-        over(lambda line: number((line["before"] or {}).get(f"{name}_mean"))),
+        means(lambda line: number(line.get("bytes_down")) + number(line.get("bytes_up"))),
+        means(lambda line: number((line["before"] or {}).get(f"{name}_mean"))),
     )
 
 
-def paired(row: Row, first: Row, stage: str) -> Paired | str:
-    """Row against first, client by client, or why they cannot be paired.
+def paired_test(row: Row, baseline: Row, stage: str) -> PairedTest | str:
+    """Compares a row with a baseline client by client.
 
-    A client's scores under several seeds come from the same examples and are no independent
-    samples, so that a pair is a client with the mean of its differences over the seeds. Paired are
-    the clients over which a run's mean is taken, so that the mean difference is the difference of
-    the rows' means.
+    A pair is one client with the mean of its differences over seeds. The scores of a client under
+    several seeds come from the same examples, so they are no independent samples. The pairs are
+    the clients that a run's mean covers.
+
+    Args:
+      row: The row.
+      baseline: The row to compare with.
+      stage: "before" or "after" local training.
+
+    Returns:
+      The test, or the reason why the rows cannot be paired.
     """
-    difference = _differences(row, first, stage)
+    difference = _differences(row, baseline, stage)
     if isinstance(difference, str):
         return difference
     p = float(wilcoxon(difference).pvalue) if difference.any() else 1.0
-    return Paired(float(difference.mean()), p, len(difference))
+    return PairedTest(
+        difference=float(difference.mean()),
+        p=p,
+        pairs=len(difference),
+        better=_count_better(row, difference),
+    )
 
 
-def better_clients(row: Row, first: Row, stage: str) -> int:
-    """For how many of the clients that are paired the row is better than the first."""
-    difference = _differences(row, first, stage)
-    return 0 if isinstance(difference, str) else _number_better(row, difference)
-
-
-def _number_better(row: Row, difference: np.ndarray) -> int:
-    higher = metric_of(row.runs[0].metrics).higher_is_better
-    return int(np.sum(difference > 0 if higher else difference < 0))
+def _count_better(row: Row, difference: np.ndarray) -> int:
+    higher_is_better = metric_of(row.runs[0].metrics).higher_is_better
+    return int(np.sum(difference > 0 if higher_is_better else difference < 0))
 
 
 def extremes(
-    row: Row, first: Row, stage: str
+    row: Row, baseline: Row, stage: str
 ) -> tuple[tuple[str, float], tuple[str, float]] | None:
-    """The client that gains most and the one that loses most against the first, by their names.
+    """Finds the clients that gain most and least against a baseline.
 
-    Nothing where clients are nobody, or cannot be paired.
+    Args:
+      row: The row.
+      baseline: The row to compare with.
+      stage: "before" or "after" local training.
+
+    Returns:
+      Name and difference of both clients, or None if clients have no names or cannot be paired.
     """
-    difference = _differences(row, first, stage)
+    difference = _differences(row, baseline, stage)
     names = {client["client"]: client.get("owner") for client in row.runs[0].clients}
     if isinstance(difference, str) or not any(names.values()):
         return None
-    higher = metric_of(row.runs[0].metrics).higher_is_better
-    each = list(zip(_paired_clients(row, stage), difference.tolist(), strict=True))
-    in_order = sorted(each, key=lambda one: one[1] if higher else -one[1])
-    worst, best = ((str(names[client]), value) for client, value in (in_order[0], in_order[-1]))
+    higher_is_better = metric_of(row.runs[0].metrics).higher_is_better
+    clients = dict.fromkeys(client for _, client, _ in _scores(row, stage))
+    gains = sorted(
+        zip(clients, difference.tolist(), strict=True),
+        key=lambda gain: gain[1] if higher_is_better else -gain[1],
+    )
+    worst, best = ((str(names[client]), value) for client, value in (gains[0], gains[-1]))
     return best, worst
 
 
-def _paired_clients(row: Row, stage: str) -> list[int]:
-    """In the order of `_differences`."""
-    return list(dict.fromkeys(client for _, client, _ in _scores(row, stage)))
+def share_better_than_local(row: Row, rows: Sequence[Row]) -> float | None:
+    """Returns the share of clients with a better score than in a run of Local on the same data.
 
-
-def better_than_alone(row: Row, rows: Sequence[Row]) -> float | None:
-    """The share of clients whom the method serves better than a run of Local on the same examples.
-
-    None where there is no such run among the rows, or the row is it.
+    Returns None if no other row is such a run.
     """
-    for other in rows:
-        alone = other.config.get("algorithm") == "local" and not other.config.get("phases")
-        if alone and other is not row:
-            pairs = _differences(row, other, "before")
-            if not isinstance(pairs, str):
-                return _number_better(row, pairs) / len(pairs)
+    for candidate in rows:
+        is_local = candidate.config.get("algorithm") == "local" and not candidate.config.get(
+            "phases"
+        )
+        if is_local and candidate is not row:
+            difference = _differences(row, candidate, "before")
+            if not isinstance(difference, str):
+                return _count_better(row, difference) / len(difference)
     return None
 
 
-def _differences(row: Row, first: Row, stage: str) -> np.ndarray | str:
-    """Of each client, its mean over seeds; or why there are none."""
-    if unfinished(row) or unfinished(first):
+def _differences(row: Row, baseline: Row, stage: str) -> np.ndarray | str:
+    """Returns the mean difference of each client over seeds [clients], or why there is none."""
+    if unfinished(row) or unfinished(baseline):
         return "unfinished"
-    if [run.seed for run in row.runs] != [run.seed for run in first.runs]:
+    if [run.seed for run in row.runs] != [run.seed for run in baseline.runs]:
         return "other seeds"
-    if problem(row.config) != problem(first.config):
+    if data_settings(row.config) != data_settings(baseline.config):
         return "other clients"
-    if len(examples := {run.examples for run in (*row.runs, *first.runs)}) > 1:
+    if len(examples := {run.examples for run in (*row.runs, *baseline.runs)}) > 1:
         return "other examples"
-    if None in examples and row is not first:
+    if None in examples and row is not baseline:
         return "examples unknown"
-    ours, theirs = _scores(row, stage), _scores(first, stage)
-    if ours.keys() != theirs.keys() or not ours:
+    scores, baseline_scores = _scores(row, stage), _scores(baseline, stage)
+    if scores.keys() != baseline_scores.keys() or not scores:
         return "other clients"
-    places: dict[tuple[int, int], int] = {}  # of a client
-    place = [places.setdefault(key[1:], len(places)) for key in ours]
-    if np.any(np.bincount(place) != len(row.runs)):
+    indices: dict[tuple[int, int], int] = {}  # by client and number of test examples
+    index = [indices.setdefault(key[1:], len(indices)) for key in scores]
+    if np.any(np.bincount(index) != len(row.runs)):
         return "other clients"
-    gaps = np.array([ours[key] - theirs[key] for key in ours])
-    difference = np.bincount(place, gaps) / len(row.runs)
+    gaps = np.array([scores[key] - baseline_scores[key] for key in scores])
+    difference = np.bincount(index, gaps) / len(row.runs)
     if np.isnan(difference).any():
         return "scores missing"
-    # To twelve digits of the scores: 0.9 - 0.8 and 0.3 - 0.2 are a tie, which binary fractions
-    # would break.
-    largest = np.nanmax(np.abs([*ours.values(), *theirs.values()]))
+    # Round to twelve digits of the scores: 0.9 - 0.8 and 0.3 - 0.2 must be a tie.
+    largest = np.nanmax(np.abs([*scores.values(), *baseline_scores.values()]))
     return np.round(difference, 12 - int(np.ceil(np.log10(largest))) if largest > 0 else 12)
 
 
-def problem(config: Mapping[str, Any]) -> list[Any]:
-    """What says which examples each client has."""
-    own = [config.get(str(config.get(kind)).partition(":")[0]) for kind in ("dataset", "partition")]
-    return [*(config.get(key) for key in settings_with("defines_data")), *own]
+def data_settings(config: Mapping[str, Any]) -> list[Any]:
+    """Returns the values of the settings that decide which examples each client has."""
+    kinds = ("dataset", "partition")
+    sub_configs = [config.get(str(config.get(kind)).partition(":")[0]) for kind in kinds]
+    return [*(config.get(key) for key in settings_with("defines_data")), *sub_configs]
 
 
 def _scores(row: Row, stage: str) -> dict[tuple[int, int, int], float]:
-    """By seed, client and its number of test examples."""
+    """Returns the clients' scores by seed, client and number of test examples."""
     name = metric_of(row.runs[0].metrics).name
-    last = (row.config.get("phases") or [{}])[-1]
-    wanted = last.get("participants", row.config.get("participants")) != "held_out"
+    last_phase = (row.config.get("phases") or [{}])[-1]
+    participants = last_phase.get("participants", row.config.get("participants"))
+    is_active = participants != "held_out"
     return {
         (run.seed, client["client"], client["test_examples"]): number(client.get(f"{stage}_{name}"))
         for run in row.runs
         for client in run.clients
-        if bool(client.get("active")) is wanted and (client.get("test_examples") or 0) > 0
+        if bool(client.get("active")) is is_active and (client.get("test_examples") or 0) > 0
     }

@@ -1,4 +1,4 @@
-"""Rows of runs side by side: tables in four formats, curves, and a page of them."""
+"""Comparison of runs: tables in four formats, curves and an HTML page."""
 
 import html
 import io
@@ -10,31 +10,29 @@ from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report import comparison, csv_tables, drawing, figures, text_tables
-from fedjax_pfl.report import html_page as report
-from fedjax_pfl.report.comparison import Paired, Row
-from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
+from fedjax_pfl.report import comparison, csv_tables, drawing, figures, html_page, text_tables
+from fedjax_pfl.report.comparison import PairedTest, Row
+from fedjax_pfl.report.numbers import format_mean_std, metric_of, metric_title, unit_suffix
 from fedjax_pfl.report.text_tables import Table
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """The results, and the tests against the first row where there is another."""
+    """Returns tables of results, paired tests against the first row, and diagnostics."""
     metric = metric_of(rows[0].runs[0].metrics)
-    alone = [comparison.better_than_alone(row, rows) for row in rows]
-    fair = any(share is not None for share in alone)
-    said = (
-        " gain %: the share of clients that a method serves better than Local does." if fair else ""
-    )
+    shares = [comparison.share_better_than_local(row, rows) for row in rows]
+    has_local = any(share is not None for share in shares)
+    note = " gain %: the share of clients that a method serves better than Local does."
     results = _table(
         "Results",
-        f"{word(metric)}{in_unit(metric)} before and after local training at the last evaluation, "
-        "and of the worst tenth of the clients before it: mean ± sample standard deviation over "
-        f"seeds. Megabytes are those of all clients, mean over seeds.{said}",
+        f"{metric_title(metric)}{unit_suffix(metric)} before and after local training at the last "
+        "evaluation, and of the worst tenth of the clients before it: mean ± sample standard "
+        f"deviation over seeds. Megabytes are those of all clients, mean over seeds."
+        f"{note * has_local}",
         ["before", "after", "worst 10 %", "MB down", "MB up", "rounds", "seeds"]
-        + ["gain %"] * fair,
+        + ["gain %"] * has_local,
         [
-            (row, [*_results(row, metric), *[_share(one)] * fair])
-            for row, one in zip(rows, alone, strict=True)
+            (row, [*_results(row, metric), *[_share(share)] * has_local])
+            for row, share in zip(rows, shares, strict=True)
         ],
     )
     diagnostics = _diagnostics(rows)
@@ -58,21 +56,28 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 def _table(
     title: str, caption: str, heads: list[str], rows: Sequence[tuple[Row, list[str]]]
 ) -> Table:
-    """A table of rows and their cells, with this library's variants below a line."""
+    """Returns a table with this library's variants below a line.
+
+    Args:
+      title: Heading on the page.
+      caption: Caption.
+      heads: Column heads.
+      rows: Rows and their cells.
+    """
     papers, variants = (
-        [[_label(row), *cells] for row, cells in rows if comparison.is_variant(row) is which]
-        for which in (False, True)
+        [[_label(row), *cells] for row, cells in rows if comparison.is_variant(row) is variant]
+        for variant in (False, True)
     )
     return Table(caption, heads, papers, variants, title)
 
 
 def _extremes(rows: Sequence[Row], metric: Metric) -> list[Table]:
-    """Who gains and who loses most, where clients have names."""
-    found = [(row, comparison.extremes(row, rows[0], "before")) for row in rows[1:]]
+    """Returns a table of the clients that gain most and least, if clients have names."""
+    pairs = [(row, comparison.extremes(row, rows[0], "before")) for row in rows[1:]]
     cells = [
-        (row, [f"{name} {_difference(value, metric)}" for name, value in both])
-        for row, both in found
-        if both
+        (row, [f"{name} {_difference(value, metric)}" for name, value in pair])
+        for row, pair in pairs
+        if pair
     ]
     caption = (
         f"The client that gains most and the one that gains least against {_label(rows[0])}, "
@@ -86,9 +91,9 @@ def _difference(value: float, metric: Metric) -> str:
 
 
 def _diagnostics(rows: Sequence[Row]) -> list[Table]:
-    """The signs of the methods that have some, in columns."""
-    each = [comparison.diagnostic_values(row) for row in rows]
-    names = list(dict.fromkeys(name for signs in each for name in signs))
+    """Returns a table of the diagnostics of methods that have some."""
+    values = [comparison.diagnostic_values(row) for row in rows]
+    names = list(dict.fromkeys(name for row_values in values for name in row_values))
     if not names:
         return []
 
@@ -98,13 +103,13 @@ def _diagnostics(rows: Sequence[Row]) -> list[Table]:
     return [
         _table(
             "Diagnostics",
-            "Diagnostics at the last evaluation, means over layers and seeds: whether a method's "
-            "own mechanism acts. What each is stands in the report of a run.",
+            "Diagnostics at the last evaluation, means over layers and seeds: whether the "
+            "mechanism of a method acts. The report of a run explains them.",
             [name.replace("_", " ") for name in names],
             [
-                (row, [show(signs.get(name)) for name in names])
-                for row, signs in zip(rows, each, strict=True)
-                if signs
+                (row, [show(row_values.get(name)) for name in names])
+                for row, row_values in zip(rows, values, strict=True)
+                if row_values
             ],
         )
     ]
@@ -116,12 +121,13 @@ def _label(row: Row) -> str:
 
 
 def _results(row: Row, metric: Metric) -> list[str]:
-    found = comparison.summary(row)
-    low, high = found.rounds
+    """Returns the cells of a row in the table of results."""
+    results = comparison.summary(row)
+    low, high = results.rounds
     return [
-        *(_spread(value, metric) for value in (found.before, found.after, found.worst10)),
-        _megabytes(found.megabytes_down),
-        _megabytes(found.megabytes_up),
+        *(_spread(value, metric) for value in (results.before, results.after, results.worst10)),
+        _megabytes(results.megabytes_down),
+        _megabytes(results.megabytes_up),
         f"{low}" if low == high else f"{low}–{high}",
         f"{len(row.runs)}",
     ]
@@ -130,7 +136,7 @@ def _results(row: Row, metric: Metric) -> list[str]:
 def _spread(value: Mapping[str, Any] | None, metric: Metric) -> str:
     if value is None:
         return "–"
-    return mean_and_deviation(value, metric)
+    return format_mean_std(value, metric)
 
 
 def _share(value: float | None) -> str:
@@ -144,64 +150,71 @@ def _megabytes(value: float) -> str:
 
 
 def _tests(row: Row, first: Row, metric: Metric) -> list[str]:
-    both = [comparison.paired(row, first, stage) for stage in drawing.STAGES]
+    """Returns the cells of a row in the table of paired tests against the first row."""
+    tests = [comparison.paired_test(row, first, stage) for stage in drawing.STAGES]
     cells = []
-    for stage, found in zip(drawing.STAGES, both, strict=True):
-        if isinstance(found, Paired):
-            p = f"{found.p:.4f}" if found.p >= 1e-4 else f"{found.p:.1e}"
-            cells += [_difference(found.difference, metric), p]
+    for stage, test in zip(drawing.STAGES, tests, strict=True):
+        if isinstance(test, PairedTest):
+            p = f"{test.p:.4f}" if test.p >= 1e-4 else f"{test.p:.1e}"
+            cells += [_difference(test.difference, metric), p]
         else:
             cells += ["–", "not paired" if _evaluated(row, first, stage) else "–"]
-    return [*cells, f"{both[0].pairs}" if isinstance(both[0], Paired) else both[0]]
+    return [*cells, f"{tests[0].pairs}" if isinstance(tests[0], PairedTest) else tests[0]]
 
 
 def _evaluated(row: Row, first: Row, stage: str) -> bool:
-    return all(run.metrics[-1].get(stage) for one in (row, first) for run in one.runs)
+    return all(run.metrics[-1].get(stage) for run in (*row.runs, *first.runs))
 
 
 def text(rows: Sequence[Row]) -> str:
-    """At most 100 columns wide; labels are wrapped."""
+    """Returns the tables as plain text."""
     return text_tables.text(tables(rows))
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A paragraph and a table each."""
+    """Returns the tables as Markdown."""
     return text_tables.markdown(tables(rows))
 
 
 def latex(rows: Sequence[Row]) -> str:
-    """Tables that need no package."""
+    """Returns the tables as LaTeX."""
     return text_tables.latex(tables(rows))
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """One line per row, numbers in full: scores as recorded (an accuracy of 1 is all), bytes/1e6.
+    """Returns a CSV line per row, with unrounded scores (accuracies from 0 to 1) and megabytes.
 
-    `paired_clients` says why a row is not paired with the first.
+    `paired_clients` is the number of pairs, or why a row is not paired with the first.
     """
     metric = metric_of(rows[0].runs[0].metrics)
-    written: list[dict[str, Any]] = []
+    lines: list[dict[str, Any]] = []
     for row in rows:
-        found = comparison.summary(row)
+        results = comparison.summary(row)
         line: dict[str, Any] = {"label": row.label, "unfinished": comparison.unfinished(row)}
         for stage in ("before", "after", "worst10"):
-            value = getattr(found, stage) or {}
+            value = getattr(results, stage) or {}
             line |= {f"{metric.name}_{stage}_{key}": value.get(key) for key in ("mean", "std")}
-        line |= {"better_than_alone": comparison.better_than_alone(row, rows)}
-        line |= {"megabytes_down": found.megabytes_down, "megabytes_up": found.megabytes_up}
-        line |= {"rounds": found.rounds[0], "most_rounds": found.rounds[1], "seeds": len(row.runs)}
-        tests = {s: row is rows[0] or comparison.paired(row, rows[0], s) for s in drawing.STAGES}
+        line |= {"better_than_alone": comparison.share_better_than_local(row, rows)}
+        line |= {"megabytes_down": results.megabytes_down, "megabytes_up": results.megabytes_up}
+        line |= {"rounds": results.rounds[0], "most_rounds": results.rounds[1]}
+        line |= {"seeds": len(row.runs)}
+        tests = {
+            s: row is rows[0] or comparison.paired_test(row, rows[0], s) for s in drawing.STAGES
+        }
         for stage, test in tests.items():
-            both = test if isinstance(test, Paired) else None
-            line |= {f"difference_{stage}": both and both.difference, f"p_{stage}": both and both.p}
+            paired = test if isinstance(test, PairedTest) else None
+            line |= {
+                f"difference_{stage}": paired and paired.difference,
+                f"p_{stage}": paired and paired.p,
+            }
         test = tests["before"]
-        pairs = test.pairs if isinstance(test, Paired) else f"not paired: {test}"
+        pairs = test.pairs if isinstance(test, PairedTest) else f"not paired: {test}"
         line |= {"paired_clients": None if row is rows[0] else pairs}
-        written.append(
+        lines.append(
             line | {f"observed_{k}": v for k, v in comparison.diagnostic_values(row).items()}
         )
     buffer = io.StringIO()
-    csv_tables.write(buffer, written)
+    csv_tables.write(buffer, lines)
     return buffer.getvalue().rstrip("\n")
 
 
@@ -214,12 +227,15 @@ FORMATS: dict[str, tuple[Callable[[Sequence[Row]], str], str]] = {
 
 
 def write(rows: Sequence[Row], out: Path) -> Path:
-    """Tables in every format, the curves, and the page, which is whole when it is there."""
-    made = tables(rows)  # once: of 100,000 clients it takes seconds
+    """Writes the tables in every format, the curves and, last and atomically, the page.
+
+    Returns the path of the page.
+    """
+    result_tables = tables(rows)  # takes seconds with 100,000 clients
     texts = {
-        "txt": text_tables.text(made),
-        "md": text_tables.markdown(made),
-        "tex": text_tables.latex(made),
+        "txt": text_tables.text(result_tables),
+        "md": text_tables.markdown(result_tables),
+        "tex": text_tables.latex(result_tables),
         "csv": as_csv(rows),
     }
     try:
@@ -228,23 +244,30 @@ def write(rows: Sequence[Row], out: Path) -> Path:
             (out / f"compare.{suffix}").write_text(content + "\n", encoding="utf-8")
         metric = metric_of(rows[0].runs[0].metrics)
         picture = figures.curves({_label(row): comparison.curve(row) for row in rows}, metric)
-        (out / "compare.png").write_bytes(report.png(picture.figure))
+        (out / "compare.png").write_bytes(html_page.png(picture.figure))
         part = out / "compare.html.part"
-        part.write_text(_page(rows, made, picture), encoding="utf-8")
+        part.write_text(_page(rows, result_tables, picture), encoding="utf-8")
         return part.replace(out / "compare.html")
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror})") from None
 
 
-def _page(rows: Sequence[Row], made: Sequence[Table], picture: drawing.Picture) -> str:
-    each = [dict(report.flat(row.config)) for row in rows]
-    shared = [(k, v) for k, v in each[0].items() if all(one.get(k) == v for one in each)]
+def _page(rows: Sequence[Row], result_tables: Sequence[Table], picture: drawing.Picture) -> str:
+    """Returns the page as HTML.
+
+    Args:
+      rows: The compared rows.
+      result_tables: Their tables.
+      picture: The curves.
+    """
+    configs = [dict(html_page.flatten(row.config)) for row in rows]
+    shared = [(k, v) for k, v in configs[0].items() if all(c.get(k) == v for c in configs)]
     datasets = dict.fromkeys(str(row.config.get("dataset", "?")) for row in rows)
     count = sum(len(row.runs) for row in rows)
     facts = [", ".join(datasets), f"{count} run" + "s" * (count > 1)]
     sections = "\n".join(
         f"<section>\n<h2>{table.title}</h2>\n"
-        + report.table_block(
+        + html_page.table_block(
             table.caption,
             table.heads,
             *(
@@ -253,7 +276,7 @@ def _page(rows: Sequence[Row], made: Sequence[Table], picture: drawing.Picture) 
             ),
         )
         + "\n</section>"
-        for table in made
+        for table in result_tables
     )
     runs = [
         [_breakable(row.label), str(run.seed), str(run.metrics[-1]["round"]), str(run.directory)]
@@ -263,18 +286,17 @@ def _page(rows: Sequence[Row], made: Sequence[Table], picture: drawing.Picture) 
     body = f"""{sections}
 <section>
 <h2>Curves</h2>
-{report.figure_block(picture, "curves")}
+{html_page.figure_block(picture, "curves")}
 </section>
 <section>
 <h2>Runs</h2>
-{report.table_block("What each row is made of.", ["seed", "rounds", "directory"], runs)}
+{html_page.table_block("Runs of each row.", ["seed", "rounds", "directory"], runs)}
 </section>
-{report.settings_block("Settings that all have in common", shared)}"""
-    many = len(rows) > 1
-    return report.page(
-        f"{len(rows)} configurations compared" if many else _label(rows[0]), facts, body
-    )
+{html_page.settings_block("Settings that all have in common", shared)}"""
+    title = f"{len(rows)} configurations compared" if len(rows) > 1 else _label(rows[0])
+    return html_page.page(title, facts, body)
 
 
 def _breakable(label: str) -> str:
+    """Returns a label as HTML with line breaks."""
     return "<br>".join(html.escape(line) for line in textwrap.wrap(label, 28))

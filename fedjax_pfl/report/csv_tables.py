@@ -1,15 +1,15 @@
-"""CSV files whose texts a spreadsheet takes for text, not for formulas."""
+"""CSV files in which a spreadsheet does not evaluate text as formulas."""
 
 import csv
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-_FORMULA = re.compile(r"'*[=+\-@\t\r]")  # how a cell begins that a spreadsheet may evaluate
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")  # start of a cell that a spreadsheet may evaluate
 
 
 def write(file: TextIO, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes rows with a first line of names; a row may lack some of them."""
+    """Writes a header and rows; a row may lack columns."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     writer = csv.DictWriter(file, names, lineterminator="\n")
     writer.writeheader()
@@ -24,7 +24,7 @@ def escaped(value: Any) -> Any:
 
 
 def unescaped(text: str) -> str:
-    """Returns the text that `escaped` was given."""
+    """Returns the text without the apostrophe that `escaped` added."""
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 

@@ -1,8 +1,8 @@
-"""The figures of a run: pure functions from its recorded numbers to matplotlib figures.
+"""Figures of a run: pure functions from recorded numbers to matplotlib figures.
 
-Blue circles are the model as served, vermilion squares the model after local training. The colours
-are Okabe and Ito's, and shape or line style says the same thing once more for who cannot tell the
-colours apart. The background is always white, so that a figure can be printed and pasted.
+Blue circles show the model as served, vermilion squares the model after local training. The colours
+are those of Okabe and Ito. Markers and line styles repeat the distinction for readers who cannot
+tell the colours apart. The background is white, for print.
 """
 
 import itertools
@@ -26,29 +26,36 @@ from fedjax_pfl.report.drawing import (
     WIDTH,
     Picture,
     bytes_axis,
-    canvas,
-    dressed,
     legend,
+    new_axes,
+    new_figure,
     round_axis,
     score_axis,
-    sheet,
     shorten,
+    style_axes,
 )
-from fedjax_pfl.report.numbers import human_bytes, metric_of, number, show_score, spoken, word
+from fedjax_pfl.report.numbers import (
+    format_bytes,
+    format_score,
+    metric_name,
+    metric_of,
+    metric_title,
+    number,
+)
 from fedjax_pfl.report.run_reader import Record
 
 _DIRECTIONS = {"down": "#0072B2", "up": "#E69F00"}
-_OTHER = "#666666"
-_SPREAD = ("mean", "std", "worst10")
-_MOST_LAYERS = 20  # the smallest layers beyond are drawn as one bar
-_MOST_MARKERS = 40  # evaluations: beyond, markers hide the line
+_REFERENCE_COLOUR = "#666666"
+_STATISTICS = ("mean", "std", "worst10")
+_MAX_LAYERS = 20  # smaller layers share one bar
+_MAX_MARKERS = 40  # with more evaluations, markers hide the line
 
 
 class Curve(NamedTuple):
-    """What one row of a comparison draws: at each evaluation, means over its seeds."""
+    """Curve of one row of a comparison: means over seeds at each evaluation."""
 
     rounds: Sequence[int]
-    moved: Sequence[float]  # bytes
+    bytes_moved: Sequence[float]
     score: Sequence[float]
 
 
@@ -56,31 +63,38 @@ def draw(
     metrics: Sequence[Record],
     clients: Sequence[Mapping[str, Any]],
     traffic: Mapping[str, Any],
-    beside: Mapping[str, Curve] = {},
+    reference_curves: Mapping[str, Curve] = {},
 ) -> dict[str, Picture]:
-    """All figures that these numbers have something to show in, by file name, in reading order.
+    """Returns the figures of a run by file name, in reading order, without empty ones.
 
-    beside: curves of other methods on the same work, by their names.
+    Args:
+      metrics: Lines of metrics.jsonl.
+      clients: Rows of clients.csv.
+      traffic: Bytes by direction and layer.
+      reference_curves: Curves of reference runs by label.
     """
     metric = metric_of(metrics)
-    drawn = {
-        "score_rounds": _over_rounds(metrics, metric, beside),
-        "score_bytes": _over_bytes(metrics, metric, beside),
+    pictures = {
+        "score_rounds": _over_rounds(metrics, metric, reference_curves),
+        "score_bytes": _over_bytes(metrics, metric, reference_curves),
         "train_loss": _train_loss(metrics),
         "clients": client_figures.draw(clients, metric),
         "traffic": _traffic(traffic),
     }
-    return {key: picture for key, picture in drawn.items() if picture is not None}
+    return {key: picture for key, picture in pictures.items() if picture is not None}
 
 
-def _over_rounds(metrics: Sequence[Record], metric: Metric, beside: Mapping[str, Curve]) -> Picture:
-    figure, axes = canvas(f"{word(metric)} over rounds")
+def _over_rounds(
+    metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
+) -> Picture:
+    """Draws scores over rounds."""
+    figure, axes = new_axes(f"{metric_title(metric)} over rounds")
     rounds = [record["round"] for record in metrics]
     for stage in _stages(metrics):
-        mean, std, worst = (_series(metrics, stage, f"{metric.name}_{k}") for k in _SPREAD)
-        # Side by side where there is but one evaluation, as the whiskers would hide each other.
-        at = rounds if len(rounds) > 1 else [rounds[0] + (0.1 if stage == "after" else -0.1)]
-        _line(axes, at, mean, stage, f"{stage}: mean ± std")
+        mean, std, worst = (_series(metrics, stage, f"{metric.name}_{k}") for k in _STATISTICS)
+        # With a single evaluation the stages are pictures side by side, to separate their whiskers.
+        x = rounds if len(rounds) > 1 else [rounds[0] + (0.1 if stage == "after" else -0.1)]
+        _line(axes, x, mean, stage, f"{stage}: mean ± std")
         low = [m - s for m, s in zip(mean, std, strict=True)]
         high = [m + s for m, s in zip(mean, std, strict=True)]
         colour = STAGE_COLOURS[stage]
@@ -88,12 +102,12 @@ def _over_rounds(metrics: Sequence[Record], metric: Metric, beside: Mapping[str,
             axes.fill_between(rounds, low, high, color=colour, alpha=0.15, linewidth=0)
             axes.plot(rounds, worst, color=colour, linestyle="--", label=f"{stage}: worst 10 %")
         else:
-            # A band and a dashed line need two points; one evaluation gets whiskers and a dash.
-            axes.errorbar(at, mean, std, color=colour, capsize=5, alpha=0.6)
-            axes.plot(at, worst, "_", color=colour, markersize=14, label=f"{stage}: worst 10 %")
-    _others(axes, {label: (curve.rounds, curve.score) for label, curve in beside.items()})
-    for record, following in itertools.pairwise(metrics):
-        if record.get("phase") != following.get("phase"):
+            # A band and a dashed line need two points.
+            axes.errorbar(x, mean, std, color=colour, capsize=5, alpha=0.6)
+            axes.plot(x, worst, "_", color=colour, markersize=14, label=f"{stage}: worst 10 %")
+    _references(axes, {name: (c.rounds, c.score) for name, c in reference_curves.items()})
+    for record, next_record in itertools.pairwise(metrics):
+        if record.get("phase") != next_record.get("phase"):
             axes.axvline(record["round"], color=INK, linewidth=0.8, linestyle=":")
     best = metrics[-1].get("best_round")
     if best is not None and len(rounds) > 1:
@@ -102,48 +116,51 @@ def _over_rounds(metrics: Sequence[Record], metric: Metric, beside: Mapping[str,
     score_axis(axes, metric)
     legend(axes)
     caption = (
-        f"{word(metric)} on the clients' test examples: the mean over clients, one standard "
-        "deviation over clients on either side, and the mean of the worst tenth of the clients."
+        f"{metric_title(metric)} on the clients' test examples: the mean over clients, one "
+        "standard deviation on either side, and the mean of the worst tenth of the clients."
     )
     phases = len({record.get("phase") for record in metrics}) > 1
     if best is not None:
-        where = " in the last phase" if phases else ""
-        caption += f" Round {best} was best on the validation examples{where}."
+        phase_note = " in the last phase" if phases else ""
+        caption += f" Round {best} was best on the validation examples{phase_note}."
     if phases:
-        caption += " A dotted line is drawn where a phase ended."
-    return Picture(figure, caption, f"{word(metric)} over rounds. {_ends(metrics, metric)}")
+        caption += " Dotted lines mark the ends of phases."
+    return Picture(figure, caption, f"{metric_title(metric)} over rounds. {_ends(metrics, metric)}")
 
 
 def _over_bytes(
-    metrics: Sequence[Record], metric: Metric, beside: Mapping[str, Curve]
+    metrics: Sequence[Record], metric: Metric, reference_curves: Mapping[str, Curve]
 ) -> Picture | None:
+    """Draws scores over bytes, or returns None if no bytes moved."""
     moved = [number(r.get("bytes_down")) + number(r.get("bytes_up")) for r in metrics]
     if not any(total > 0 for total in moved):
         return None
-    figure, axes = canvas(f"{word(metric)} over bytes moved")
+    figure, axes = new_axes(f"{metric_title(metric)} over bytes moved")
     for stage in _stages(metrics):
         _line(axes, moved, _series(metrics, stage, f"{metric.name}_mean"), stage, f"{stage}: mean")
-    _others(axes, {label: (curve.moved, curve.score) for label, curve in beside.items()})
+    _references(axes, {name: (c.bytes_moved, c.score) for name, c in reference_curves.items()})
     bytes_axis(axes)
     axes.set_xlabel("bytes moved, down and up, all clients")
     score_axis(axes, metric)
     legend(axes)
-    caption = f"Mean {spoken(metric)} over clients against all bytes moved up to then."
-    alt = f"{word(metric)} over bytes moved. {_ends(metrics, metric)}"
-    return Picture(figure, caption, f"{alt} {human_bytes(moved[-1])} were moved.")
+    caption = f"Mean {metric_name(metric)} over clients against the total bytes moved."
+    alt = f"{metric_title(metric)} over bytes moved. {_ends(metrics, metric)}"
+    return Picture(figure, caption, f"{alt} {format_bytes(moved[-1])} were moved.")
 
 
 def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
-    """Several configurations in one figure: the score over rounds, and over bytes if any moved."""
-    moved = any(value > 0 for curve in rows.values() for value in curve.moved)
+    """Draws the scores of compared rows over rounds and, if any moved, over bytes."""
+    moved = any(value > 0 for curve in rows.values() for value in curve.bytes_moved)
     wrapped = [textwrap.fill(label, 60).replace("$", r"\$") for label in rows]
     height = 4.2 + 0.1 * sum(label.count("\n") + 1 for label in wrapped)
-    figure = sheet(f"{word(metric)} before local training", WIDTH * (1.5 if moved else 1), height)
+    figure = new_figure(
+        f"{metric_title(metric)} before local training", WIDTH * (1.5 if moved else 1), height
+    )
     panels = figure.subplots(1, 2 if moved else 1, sharey=True, squeeze=False)[0]
     styles = zip(itertools.cycle(COLOURS), itertools.cycle(MARKERS), itertools.cycle(DASHES))
     for label, curve, (colour, marker, dash) in zip(wrapped, rows.values(), styles, strict=False):
-        crowded = len(curve.rounds) > _MOST_MARKERS
-        for axes, x in zip(panels, (curve.rounds, curve.moved), strict=False):
+        crowded = len(curve.rounds) > _MAX_MARKERS
+        for axes, x in zip(panels, (curve.rounds, curve.bytes_moved), strict=False):
             axes.plot(
                 x,
                 curve.score,
@@ -156,7 +173,7 @@ def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
                 clip_on=False,
                 zorder=3,
             )
-    for axes in map(dressed, panels):
+    for axes in map(style_axes, panels):
         axes.label_outer()
     round_axis(panels[0], sorted({r for curve in rows.values() for r in curve.rounds}))
     score_axis(panels[0], metric)
@@ -172,39 +189,46 @@ def curves(rows: Mapping[str, Curve], metric: Metric) -> Picture:
         labelcolor=INK,
         handlelength=3,
     )
-    caption = f"Mean {spoken(metric)} over clients, before local training; mean over seeds."
-    ends = [f"{label}: {show_score(metric, curve.score[-1])}." for label, curve in rows.items()]
-    return Picture(figure, caption, f"{caption} At last, {' '.join(ends)}")
+    caption = f"Mean {metric_name(metric)} over clients, before local training; mean over seeds."
+    ends = [f"{label}: {format_score(metric, curve.score[-1])}." for label, curve in rows.items()]
+    return Picture(figure, caption, f"{caption} Final scores: {' '.join(ends)}")
 
 
 def _train_loss(metrics: Sequence[Record]) -> Picture | None:
+    """Draws the training loss over rounds, or returns None if it was not recorded."""
     loss = [number(record.get("train_loss")) for record in metrics]
     if all(map(math.isnan, loss)):
         return None
-    figure, axes = canvas("Training loss")
+    figure, axes = new_axes("Training loss")
     _line(axes, [record["round"] for record in metrics], loss, "before", "training loss")
     round_axis(axes, [record["round"] for record in metrics])
     axes.set_ylabel("loss")
-    alt = f"Training loss over rounds, {_plain(loss[0])} at first and {_plain(loss[-1])} at last."
+    alt = f"Training loss over rounds, from {_loss_text(loss[0])} to {_loss_text(loss[-1])}."
     return Picture(figure, "Loss during local training.", alt)
 
 
 def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
+    """Draws bytes by layer and direction, or returns None if no bytes moved."""
     down, up = traffic.get("down", {}), traffic.get("up", {})
     names = list(dict.fromkeys([*down, *up]))
-    bill = {name: (down.get(name, 0), up.get(name, 0)) for name in names}
-    if not any(map(sum, bill.values())):
+    by_layer = {name: (down.get(name, 0), up.get(name, 0)) for name in names}
+    if not any(map(sum, by_layer.values())):
         return None
-    if len(bill) > _MOST_LAYERS:
-        largest = sorted(names, key=lambda name: -sum(bill[name]))[: _MOST_LAYERS - 1]
-        rest = [bill.pop(name) for name in names if name not in set(largest)]
-        bill[f"{len(rest)} smaller layers"] = (sum(d for d, _ in rest), sum(u for _, u in rest))
-    figure, axes = canvas("Traffic of each layer", height=1.6 + 0.38 * len(bill))
+    if len(by_layer) > _MAX_LAYERS:
+        largest = sorted(names, key=lambda name: -sum(by_layer[name]))[: _MAX_LAYERS - 1]
+        small = [by_layer.pop(name) for name in names if name not in set(largest)]
+        by_layer[f"{len(small)} smaller layers"] = (
+            sum(d for d, _ in small),
+            sum(u for _, u in small),
+        )
+    figure, axes = new_axes("Traffic of each layer", height=1.6 + 0.38 * len(by_layer))
     for side, (direction, label) in enumerate((("down", "down"), ("up", "up"))):
-        values = [float(pair[side]) for pair in bill.values()]  # Python integers may pass 64 bits
-        at = [i + (side - 0.5) * 0.4 for i in range(len(bill))]
+        values = [
+            float(pair[side]) for pair in by_layer.values()
+        ]  # Python integers may pass 64 bits
+        y = [i + (side - 0.5) * 0.4 for i in range(len(by_layer))]
         bars = axes.barh(
-            at,
+            y,
             values,
             height=0.38,
             color=_DIRECTIONS[direction],
@@ -213,10 +237,10 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
             edgecolor="white",
             linewidth=0,
         )
-        axes.bar_label(bars, [human_bytes(v) for v in values], padding=4, fontsize=8, color=INK)
-    axes.set_yticks(range(len(bill)), [shorten(name) for name in bill])
+        axes.bar_label(bars, [format_bytes(v) for v in values], padding=4, fontsize=8, color=INK)
+    axes.set_yticks(range(len(by_layer)), [shorten(name) for name in by_layer])
     axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(bill) - 0.4, -0.6)
+    axes.set_ylim(len(by_layer) - 0.4, -0.6)
     axes.margins(x=0.16)
     axes.grid(visible=False, axis="y")
     axes.grid(visible=True, axis="x", color="#dddddd", linewidth=0.6)
@@ -226,26 +250,27 @@ def _traffic(traffic: Mapping[str, Any]) -> Picture | None:
     total_down = traffic.get("total_down", sum(down.values()))
     total_up = traffic.get("total_up", sum(up.values()))
     alt = (
-        f"Bytes moved by {len(names)} layers: {human_bytes(total_down)} down and "
-        f"{human_bytes(total_up)} up."
+        f"Bytes moved by {len(names)} layers: {format_bytes(total_down)} down and "
+        f"{format_bytes(total_up)} up."
     )
     return Picture(figure, "Bytes moved in the whole run, by layer and direction.", alt)
 
 
 def _line(axes: Axes, x: Sequence[float], y: Sequence[float], stage: str, label: str) -> None:
-    marker = STAGE_MARKERS[stage] if len(x) <= _MOST_MARKERS else ""
+    """Plots a line in the style of a stage."""
+    marker = STAGE_MARKERS[stage] if len(x) <= _MAX_MARKERS else ""
     axes.plot(
         x, y, color=STAGE_COLOURS[stage], marker=marker, markersize=5, linewidth=1.8, label=label
     )
 
 
-def _others(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
-    """Thin gray lines of other methods; where nothing moved, one at the height of the last."""
+def _references(axes: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> None:
+    """Plots reference runs as thin gray lines, horizontal ones if x does not change."""
     for (label, (x, y)), dash in zip(lines.items(), itertools.cycle(("--", ":"))):
         if len(x) > 1 and max(x) > min(x):
-            axes.plot(x, y, color=_OTHER, linestyle=dash, linewidth=1.4, label=label)
+            axes.plot(x, y, color=_REFERENCE_COLOUR, linestyle=dash, linewidth=1.4, label=label)
         else:
-            axes.axhline(y[-1], color=_OTHER, linestyle=dash, linewidth=1.4, label=label)
+            axes.axhline(y[-1], color=_REFERENCE_COLOUR, linestyle=dash, linewidth=1.4, label=label)
 
 
 def _stages(metrics: Sequence[Record]) -> list[str]:
@@ -257,9 +282,10 @@ def _series(metrics: Sequence[Record], stage: str, key: str) -> list[float]:
 
 
 def _ends(metrics: Sequence[Record], metric: Metric) -> str:
+    """Returns the first and last mean of each stage in words."""
     ends = [
-        f"{STAGES[stage].capitalize()} the mean is {show_score(metric, values[0])} at round "
-        f"{metrics[0]['round']} and {show_score(metric, values[-1])} at round "
+        f"{STAGES[stage].capitalize()} the mean is {format_score(metric, values[0])} at round "
+        f"{metrics[0]['round']} and {format_score(metric, values[-1])} at round "
         f"{metrics[-1]['round']}."
         for stage in _stages(metrics)
         for values in [_series(metrics, stage, f"{metric.name}_mean")]
@@ -267,5 +293,5 @@ def _ends(metrics: Sequence[Record], metric: Metric) -> str:
     return " ".join(ends)
 
 
-def _plain(value: float) -> str:
+def _loss_text(value: float) -> str:
     return "not finite" if math.isnan(value) else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""A page that loads nothing: its frame, its blocks, and figures that follow dark mode."""
+"""Self-contained HTML pages: frame, blocks, and figures that adapt to dark mode."""
 
 import html
 import io
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.text_tables import LINE
 
-# What a figure is drawn in on white paper, as what the page's style calls it.
+# Colours of figures on white, and the variables of the page's style that replace them.
 _COLOURS = {
     "#333333": "--ink",
     "#000000": "--ink",
@@ -32,17 +32,14 @@ _COLOURS = {
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as the bytes of a PNG file."""
+    """Returns a figure as a PNG file."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150, facecolor="white")
     return buffer.getvalue()
 
 
 def svg_file(figure: Figure, name: str) -> str:
-    """A figure as an SVG file of its own, on white, as a README shows it; the same each time.
-
-    name: of which its ids are made.
-    """
+    """Returns a figure as a reproducible SVG file on white; `name` makes its ids."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", facecolor="white", metadata={"Date": None})
@@ -50,10 +47,7 @@ def svg_file(figure: Figure, name: str) -> str:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """A figure as an element of the page, in the page's colours.
-
-    name: by which its ids differ from those of other figures.
-    """
+    """Returns a figure as an SVG element in the page's colours; `name` makes its ids unique."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -63,15 +57,21 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
     text = re.sub(r'^<svg[^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1">', text)
     text = text.replace("xlink:href", "href")
-    mark = re.sub(r"\W", "_", name)
-    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{mark}-", text)
+    prefix = re.sub(r"\W", "_", name)
+    text = re.sub(r'\b(id="|href="#|url\(#)', rf"\g<1>{prefix}-", text)
     for colour, variable in _COLOURS.items():
         text = re.sub(rf"{colour}\b", f"var({variable})", text, flags=re.IGNORECASE)
     return text.strip()
 
 
 def page(title: str, facts: Sequence[str], body: str) -> str:
-    """A whole page, which loads nothing: title and facts are text, body is HTML."""
+    """Returns a page.
+
+    Args:
+      title: Title, as text.
+      facts: Short texts below the title.
+      body: Content, as HTML.
+    """
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -100,9 +100,13 @@ def table_block(
     rows: Sequence[Sequence[str]],
     variants: Sequence[Sequence[str]] = (),
 ) -> str:
-    """A table; a row's first cell is HTML and its head, all else is text.
+    """Returns a table as HTML.
 
-    variants: rows of variants of this library, in a part of their own below the others.
+    Args:
+      caption: Caption, as text.
+      heads: Heads of all columns except the first.
+      rows: Cells; the first cell of a row is its head, as HTML, the others are text.
+      variants: Rows of variants of this library, below the others.
     """
     columns = "".join(f'<th scope="col">{html.escape(text)}</th>' for text in heads)
 
@@ -129,16 +133,16 @@ def table_block(
 
 
 def settings_list(settings: Iterable[tuple[str, str]]) -> str:
-    """Settings and their values."""
-    inside = "\n".join(
+    """Returns a list of settings and their values as HTML."""
+    items = "\n".join(
         f"<div><dt>{html.escape(key)}</dt><dd>{html.escape(value)}</dd></div>"
         for key, value in settings
     )
-    return f'<dl class="settings">\n{inside}\n</dl>'
+    return f'<dl class="settings">\n{items}\n</dl>'
 
 
 def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
-    """Settings and their values under a heading."""
+    """Returns a section with a heading and a list of settings as HTML."""
     return f"""<section>
 <h2>{html.escape(title)}</h2>
 {settings_list(settings)}
@@ -146,25 +150,26 @@ def settings_block(title: str, settings: Iterable[tuple[str, str]]) -> str:
 
 
 def figure_block(picture: Picture, name: str) -> str:
-    """A picture, embedded, with its caption; the name is that of no other picture on the page."""
+    """Returns an embedded picture with its caption as HTML; `name` must be unique on the page."""
     width, height = picture.figure.get_size_inches()
-    # Panels in a row would be tiny beside another picture.
-    panels = len(picture.figure.axes) > 2 and width > 2 * height
-    broad = ' class="broad"' if panels else ""
-    drawn = svg(picture.figure, name)
-    drawn = drawn.replace("<svg", f'<svg role="img" aria-label="{html.escape(picture.alt)}"', 1)
+    # Several panels in a row need the width of the page.
+    is_wide = len(picture.figure.axes) > 2 and width > 2 * height
+    broad = ' class="broad"' if is_wide else ""
+    element = svg(picture.figure, name).replace(
+        "<svg", f'<svg role="img" aria-label="{html.escape(picture.alt)}"', 1
+    )
     caption = html.escape(picture.caption)
-    return f"<figure{broad}>{drawn}<figcaption>{caption}</figcaption></figure>"
+    return f"<figure{broad}>{element}<figcaption>{caption}</figcaption></figure>"
 
 
-def flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Settings as (dotted name, value), those of sub-configs after the plain ones."""
+def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields dotted name and value of settings, sub-configs last, with a prefix."""
     for key, value in sorted(config.items(), key=lambda item: (_is_group(item[1]), item[0])):
         if _is_group(value):
-            yield from flat(value, f"{above}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
-            plain = value if isinstance(value, str) else json.dumps(value)
-            yield f"{above}{key}", plain
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{prefix}{key}", text
 
 
 def _is_group(value: Any) -> bool:

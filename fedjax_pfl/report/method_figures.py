@@ -1,8 +1,8 @@
 """Figures of the arrays that a method exposes, and of its diagnostics.
 
-The figure follows from the shape: bars for a number per client, a heat map for a row per client, a
-heat map for each layer for a table per client. A method's `Picture` has title and caption, and can
-ask for a scatter plot of the first two principal components.
+The shape of an array decides its figure: bars for [N], a heat map for [N, M], a heat map per layer
+for [N, layers, N]. A method's `Picture` has a title and a caption, and may select a scatter plot of
+the first two principal components.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from matplotlib.ticker import MaxNLocator
 
 from fedjax_pfl.core.diagnostics import Diagnostic, Picture
 from fedjax_pfl.report import method_labels
-from fedjax_pfl.report.drawing import COLOURS, DASHES, INK, dressed, sheet
+from fedjax_pfl.report.drawing import COLOURS, DASHES, INK, new_figure, style_axes
 from fedjax_pfl.report.run_reader import Record
 
-_MOST_LAYERS = 12  # heat maps in one picture
-_MOST_NAMES = 30  # clients whose numbers are written beside points
-_WIDE = 4  # heat maps side by side
+_MAX_LAYERS = 12  # heat maps in one figure
+_MAX_NAMES = 30  # clients with numbers next to their points
+_COLUMNS = 4  # heat maps per row
 
 
 def draw(
     config: Mapping[str, Any],
-    seen: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]],
+    exposed: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]],
     layers: Sequence[str],
     metrics: Sequence[Record],
 ) -> dict[str, Figure]:
@@ -33,36 +33,36 @@ def draw(
 
     Args:
       config: The run's settings as plain data.
-      seen: Rounds and values of what the methods exposed, by name.
+      exposed: Rounds and values of the arrays that the methods exposed, by name.
       layers: Names of the network's layers.
       metrics: Lines of metrics.jsonl.
     """
-    arrays = draw_arrays(seen, layers, method_labels.pictures(config))
+    arrays = draw_arrays(exposed, layers, method_labels.pictures(config))
     return arrays | draw_diagnostics(method_labels.diagnostics(config), metrics)
 
 
 def draw_arrays(
-    seen: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]],
+    exposed: Mapping[str, tuple[Sequence[int], Sequence[np.ndarray]]],
     layers: Sequence[str],
     pictures: Mapping[str, Picture],
 ) -> dict[str, Figure]:
-    """Returns a figure of the last value of each exposed array that can be drawn, by name.
+    """Draws the last value of each exposed array, and returns the figures by name.
 
     Args:
-      seen: Rounds and values, by name, each value [N], [N, M] or [N, layers, N].
+      exposed: Rounds and values by name; values have shape [N], [N, M] or [N, layers, N].
       layers: Names of the network's layers.
-      pictures: Titles and captions of the run's methods; an unknown array keeps its own name.
+      pictures: Titles and captions of the run's methods; other arrays keep their names.
     """
-    drawn = {}
-    for name, (rounds, each) in seen.items():
-        values = np.asarray(each[-1], np.float64)
-        usual = Picture(name.replace("_", " ").capitalize(), name)
-        picture = pictures.get(name) or pictures.get(name.partition("_group")[0]) or usual
+    figures_by_name = {}
+    for name, (rounds, history) in exposed.items():
+        values = np.asarray(history[-1], np.float64)
+        default = Picture(name.replace("_", " ").capitalize(), name)
+        picture = pictures.get(name) or pictures.get(name.partition("_group")[0]) or default
         title, columns = picture.title, picture.columns
         if not values.size or not np.isfinite(values).all():
             continue
         if picture.is_scatter and values.ndim == 2 and min(values.shape) > 1:
-            figure = _plane(title, values)
+            figure = _scatter(title, values)
         elif values.ndim == 1:
             figure = _bars(title, values)
         elif values.ndim == 2:
@@ -72,63 +72,69 @@ def draw_arrays(
         else:
             continue
         figure.set_label(f"After round {rounds[-1]}: {picture.meaning}{_left_out(values)}.")
-        drawn[name] = figure
-    return drawn
+        figures_by_name[name] = figure
+    return figures_by_name
 
 
 def draw_diagnostics(
-    known: Mapping[str, Diagnostic], metrics: Sequence[Record]
+    diagnostics: Mapping[str, Diagnostic], metrics: Sequence[Record]
 ) -> dict[str, Figure]:
-    """Returns a figure of diagnostics over rounds, a panel each; nothing if there are none."""
+    """Returns a figure of the diagnostics over rounds, one panel each, or {} if there are none."""
     lines = [line for line in metrics if line.get("observed")]
-    names = [name for name in known if any(name in line["observed"] for line in lines)]
+    names = [name for name in diagnostics if any(name in line["observed"] for line in lines)]
     if not names:
         return {}
-    figure = sheet("Diagnostics", 7.2, 2.2 * len(names) + 0.8)
+    figure = new_figure("Diagnostics", 7.2, 2.2 * len(names) + 0.8)
     panels = figure.subplots(len(names), 1, squeeze=False, sharex=True)[:, 0]
     for axes, name in zip(panels, names, strict=True):
-        there = [line for line in lines if name in line["observed"]]
-        values = [line["observed"][name] for line in there]
-        rounds = [line["round"] for line in there]
-        each = values if isinstance(values[0], dict) else [{"": value} for value in values]
-        for n, layer in enumerate(list(each[-1])[:_MOST_LAYERS]):
-            dressed(axes).plot(
+        observed = [line for line in lines if name in line["observed"]]
+        values = [line["observed"][name] for line in observed]
+        rounds = [line["round"] for line in observed]
+        by_layer = values if isinstance(values[0], dict) else [{"": value} for value in values]
+        for n, layer in enumerate(list(by_layer[-1])[:_MAX_LAYERS]):
+            style_axes(axes).plot(
                 rounds,
-                [value.get(layer, np.nan) for value in each],
+                [value.get(layer, np.nan) for value in by_layer],
                 color=COLOURS[n % len(COLOURS)],
                 linestyle=DASHES[n % len(DASHES)],
                 marker=".",
                 label=layer,
             )
         axes.set_title(name.replace("_", " "), fontsize=9, color=INK)
-        if all(0 <= number <= 1 for value in each for number in value.values()):
-            axes.set_ylim(-0.05, 1.05)  # a share; else noise would fill the panel
-        if len(each[-1]) > 1:
+        if all(0 <= number <= 1 for value in by_layer for number in value.values()):
+            axes.set_ylim(-0.05, 1.05)  # a share on its full range, or noise would fill the panel
+        if len(by_layer[-1]) > 1:
             axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     panels[-1].set_xlabel("round")
     panels[-1].xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    said = "; ".join(f"{name.replace('_', ' ')}: {known[name].meaning}" for name in names)
-    figure.set_label(f"Whether the method's mechanism acts. {said}.")
+    meanings = "; ".join(f"{name.replace('_', ' ')}: {diagnostics[name].meaning}" for name in names)
+    figure.set_label(f"Diagnostics of the method's mechanism. {meanings}.")
     return {"diagnostics": figure}
 
 
 def _by_layer(values: np.ndarray, layers: Sequence[str]) -> list[tuple[str, np.ndarray]]:
     count = values.shape[1]
     names = list(layers) if len(layers) == count else [f"layer {j + 1}" for j in range(count)]
-    return [(names[j], values[:, j]) for j in range(min(count, _MOST_LAYERS))]
+    return [(names[j], values[:, j]) for j in range(min(count, _MAX_LAYERS))]
 
 
 def _left_out(values: np.ndarray) -> str:
-    more = values.shape[1] - _MOST_LAYERS if values.ndim == 3 else 0
-    return f"; the first {_MOST_LAYERS} layers, without {more} others" if more > 0 else ""
+    count = values.shape[1] - _MAX_LAYERS if values.ndim == 3 else 0
+    return f"; the first {_MAX_LAYERS} layers, without {count} others" if count > 0 else ""
 
 
 def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) -> Figure:
-    """Heat maps with one scale, from the least value to the largest."""
-    wide = min(_WIDE, len(panels))
-    tall = -(-len(panels) // wide)
-    figure = sheet(title, max(7.2, 2.3 * wide + 0.9), max(3.8, 2.4 * tall + 0.6))
-    grid = figure.subplots(tall, wide, squeeze=False, sharex=True, sharey=True)
+    """Draws heat maps with one scale, from the smallest value to the largest.
+
+    Args:
+      title: Title of the figure.
+      panels: Title and values of each heat map, [N, M].
+      columns: Label of the x axis.
+    """
+    width = min(_COLUMNS, len(panels))
+    height = -(-len(panels) // width)
+    figure = new_figure(title, max(7.2, 2.3 * width + 0.9), max(3.8, 2.4 * height + 0.6))
+    grid = figure.subplots(height, width, squeeze=False, sharex=True, sharey=True)
     low = min(float(values.min()) for _, values in panels)
     high = max(float(values.max()) for _, values in panels)
     image: Any = None
@@ -152,13 +158,13 @@ def _maps(title: str, panels: Sequence[tuple[str, np.ndarray]], columns: str) ->
     return figure
 
 
-def _one(title: str) -> tuple[Figure, Axes]:
-    figure = sheet(title, 7.2, 3.6)
-    return figure, dressed(figure.add_subplot())
+def _single_panel(title: str) -> tuple[Figure, Axes]:
+    figure = new_figure(title, 7.2, 3.6)
+    return figure, style_axes(figure.add_subplot())
 
 
 def _bars(title: str, values: np.ndarray) -> Figure:
-    figure, axes = _one(title)
+    figure, axes = _single_panel(title)
     axes.bar(range(len(values)), values, color="#2f6690")
     axes.set_xlabel("client")
     axes.xaxis.set_major_locator(MaxNLocator(12, integer=True))
@@ -167,15 +173,15 @@ def _bars(title: str, values: np.ndarray) -> Figure:
     return figure
 
 
-def _plane(title: str, values: np.ndarray) -> Figure:
-    """The first two principal components; names stand beside points where there are few."""
+def _scatter(title: str, values: np.ndarray) -> Figure:
+    """Draws the first two principal components of the rows of `values` [N, M]."""
     centred = values - values.mean(0)
     _, scale, directions = np.linalg.svd(centred, full_matrices=False)
-    at = centred @ directions[:2].T
+    points = centred @ directions[:2].T
     share = scale[:2] ** 2 / max(float((scale**2).sum()), 1e-30)
-    figure, axes = _one(title)
-    axes.scatter(at[:, 0], at[:, 1], s=26, color="#2f6690")
-    for i, (x, y) in enumerate(at[: _MOST_NAMES if len(at) <= _MOST_NAMES else 0]):
+    figure, axes = _single_panel(title)
+    axes.scatter(points[:, 0], points[:, 1], s=26, color="#2f6690")
+    for i, (x, y) in enumerate(points[: _MAX_NAMES if len(points) <= _MAX_NAMES else 0]):
         axes.annotate(str(i), (x, y), (4, 3), textcoords="offset points", fontsize=8, color=INK)
     axes.set_xlabel(f"first component ({100 * share[0]:.0f} % of the variance)")
     axes.set_ylabel(f"second ({100 * share[1]:.0f} %)")

@@ -1,4 +1,4 @@
-"""Recorded numbers and metrics, as they are said in figures, tables and sentences."""
+"""Recorded numbers and metrics, as text for figures, tables and sentences."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,8 +8,8 @@ from fedjax_pfl.core.scores import ACCURACY, METRICS, Metric
 from fedjax_pfl.report.run_reader import Record
 
 
-def human_bytes(n: float | None) -> str:
-    """A number of bytes to three digits in decimal units: 1 kB is 1,000 bytes."""
+def format_bytes(n: float | None) -> str:
+    """Returns a number of bytes with three digits and a decimal unit; 1 kB is 1,000 bytes."""
     if n is None or not math.isfinite(n):
         return "–"
     value = float(n)
@@ -21,59 +21,64 @@ def human_bytes(n: float | None) -> str:
 
 
 def number(value: Any) -> float:
-    """A recorded value as a float: NaN where it is missing or was not finite."""
+    """Returns a recorded value as a float, or NaN if it is missing or not finite."""
     missing = value is None or value == "" or not math.isfinite(float(value))
     return math.nan if missing else float(value)
 
 
 def metric_of(metrics: Sequence[Record]) -> Metric:
-    """The first metric of a run, by which its best round is chosen: the first key of its scores."""
+    """Returns the first metric of a run, which selects its best round."""
     return metrics_of(metrics)[0]
 
 
 def metrics_of(metrics: Sequence[Record]) -> list[Metric]:
-    """All metrics of a run, from the keys that end in `_mean`."""
+    """Returns all metrics of a run, from the keys that end in `_mean`."""
     scores: Record = next(filter(None, (line.get("before") for line in reversed(metrics))), {})
     names = [key.removesuffix("_mean") for key in scores if key.endswith("_mean")]
-    own: Record = next(filter(None, (line.get("own_metrics") for line in metrics)), {})
-    return [METRICS.get(name) or _own(name, own.get(name, {})) for name in names] or [ACCURACY]
+    custom: Record = next(filter(None, (line.get("own_metrics") for line in metrics)), {})
+    return [METRICS.get(name) or _custom_metric(name, custom.get(name, {})) for name in names] or [
+        ACCURACY
+    ]
 
 
-def _own(name: str, said: Record) -> Metric:
-    """What a run says of a metric of a task that is not ours."""
-    higher, unit = bool(said.get("higher_is_better", True)), str(said.get("unit", ""))
-    return ACCURACY._replace(name=name, unit=unit, higher_is_better=higher)
+def _custom_metric(name: str, properties: Record) -> Metric:
+    """Returns a metric of a user-defined task, as recorded in a run."""
+    higher_is_better = bool(properties.get("higher_is_better", True))
+    unit = str(properties.get("unit", ""))
+    return ACCURACY._replace(name=name, unit=unit, higher_is_better=higher_is_better)
 
 
-def word(metric: Metric) -> str:
-    """What it is called at the start of a sentence."""
-    return spoken(metric).capitalize() if len(metric.name) > 4 else metric.name.upper()
+def metric_title(metric: Metric) -> str:
+    """Returns the metric's name for the start of a sentence."""
+    return metric_name(metric).capitalize() if len(metric.name) > 4 else metric.name.upper()
 
 
-def spoken(metric: Metric) -> str:
-    """What it is called within a sentence."""
+def metric_name(metric: Metric) -> str:
+    """Returns the metric's name within a sentence."""
     return metric.name.replace("_", " ") if len(metric.name) > 4 else metric.name.upper()
 
 
-def in_unit(metric: Metric) -> str:
-    """After its name, what its numbers are in."""
+def unit_suffix(metric: Metric) -> str:
+    """Returns the unit of a metric as it follows its name, or ""."""
     return " in per cent" if metric.unit == "%" else ""
 
 
-def show_score(metric: Metric, value: float) -> str:
-    """A share as a percentage, any other score as a number."""
+def format_score(metric: Metric, value: float) -> str:
+    """Returns a share as a percentage, or another score as a number."""
     if math.isnan(value):
         return "–"
     return f"{100 * value:.2f} %" if metric.unit == "%" else f"{value:.4g}"
 
 
-def without_sign(metric: Metric, value: float) -> str:
-    """As `show_score`, where the sign of per cent stands elsewhere."""
-    return show_score(metric, value).removesuffix(" %")
+def format_score_without_percent(metric: Metric, value: float) -> str:
+    """Like `format_score`, without the percent sign."""
+    return format_score(metric, value).removesuffix(" %")
 
 
-def mean_and_deviation(spread: Mapping[str, Any], metric: Metric) -> str:
-    """A mean ± its deviation, where there is one; both without the sign of per cent."""
+def format_mean_std(spread: Mapping[str, Any], metric: Metric) -> str:
+    """Returns "mean ± std", or the mean if there is no std, without percent signs."""
     mean, std = spread["mean"], spread["std"]
-    shown = without_sign(metric, mean)
-    return shown if std is None or math.isnan(mean) else f"{shown} ± {without_sign(metric, std)}"
+    text = format_score_without_percent(metric, mean)
+    if std is None or math.isnan(mean):
+        return text
+    return f"{text} ± {format_score_without_percent(metric, std)}"

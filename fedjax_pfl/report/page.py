@@ -1,4 +1,4 @@
-"""The report of one run: figures, a self-contained HTML page and a table for the terminal.
+"""Report of a run: figures, a self-contained HTML page and a text table.
 
 Bytes, seconds and counts of an evaluation are totals since round 0.
 """
@@ -25,7 +25,7 @@ from fedjax_pfl.report import (
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.html_page import (
     figure_block,
-    flat,
+    flatten,
     page,
     png,
     settings_block,
@@ -33,63 +33,69 @@ from fedjax_pfl.report.html_page import (
     table_block,
 )
 from fedjax_pfl.report.numbers import (
-    human_bytes,
-    in_unit,
+    format_bytes,
+    format_score,
+    format_score_without_percent,
+    metric_name,
     metric_of,
+    metric_title,
     metrics_of,
     number,
-    show_score,
-    spoken,
-    without_sign,
-    word,
+    unit_suffix,
 )
-from fedjax_pfl.report.run_reader import Record, Run, known_settings, read_deviation
+from fedjax_pfl.report.run_reader import Record, Run, default_settings, read_deviation
 
-_MOST_CLIENTS = 50  # in a table
+_MAX_CLIENTS = 50  # in a table
 _COLUMNS = {"mean": "mean", "weighted": "weighted", "std": "std", "worst10": "worst 10 %"}
 
 
 def write(
     run: Run,
     extra_figures: Mapping[str, Figure] | None = None,
-    beside: Mapping[str, Run] | None = None,
+    reference_runs: Mapping[str, Run] | None = None,
 ) -> pathlib.Path:
-    """Write `figures/*.png` and `report.html` into a run's directory; returns the page's path.
+    """Writes `figures/*.png` and `report.html` to a run's directory, and returns the page's path.
 
-    extra_figures: drawn by the caller, by name; they follow the run's own figures. The name becomes
-    the file's name and the heading; the caption is the figure's label (`figure.set_label`), if any.
-    A figure that has nothing to show is left out: no traffic where a method moves no bytes.
-    beside: finished runs of the same work by their methods' names, which say whether this one's
-    method helped. Those that are found beside the run are taken too.
+    Empty figures are left out, such as the traffic of a method that moves no bytes.
+
+    Args:
+      run: The run.
+      extra_figures: More figures by file name. The caption is the figure's label
+        (`figure.set_label`), or else the name.
+      reference_runs: Finished runs with the same data, seed and network by label, in addition to
+        those in neighbouring directories.
     """
     directory = run.directory
-    others = {**references.find(run), **(beside or {})}
-    lines = {name: comparison.curve(references.row(other)) for name, other in others.items()}
-    pictures = figures.draw(run.metrics, run.clients, run.traffic, lines)
+    reference_runs = {**references.find(run), **(reference_runs or {})}
+    curves = {
+        name: comparison.curve(references.as_row(reference))
+        for name, reference in reference_runs.items()
+    }
+    pictures = figures.draw(run.metrics, run.clients, run.traffic, curves)
     for name, figure in (extra_figures or {}).items():
-        words = re.sub(r"[\W_]+", " ", name).strip().capitalize()
-        caption = str(figure.get_label()) or f"{words}."
+        title = re.sub(r"[\W_]+", " ", name).strip().capitalize()
+        caption = str(figure.get_label()) or f"{title}."
         pictures[re.sub(r"[^\w.-]+", "_", name)] = Picture(figure, caption, caption)
     (directory / "figures").mkdir(exist_ok=True)
     for name, picture in pictures.items():
         (directory / "figures" / f"{name}.png").write_bytes(png(picture.figure))
 
-    # Last and at once: where report.html is, the run is finished and the report whole.
+    # Atomic and last: the existence of report.html marks a finished run.
     part = directory / "report.html.part"
-    part.write_text(_page(run, pictures, others), encoding="utf-8")
+    part.write_text(_page(run, pictures, reference_runs), encoding="utf-8")
     return part.replace(directory / "report.html")
 
 
 def table(metrics: Sequence[Record]) -> str:
-    """The results as plain text, at most 100 columns wide."""
+    """Returns the results as plain text, at most 100 columns wide."""
     rows: list[tuple[str, ...]] = []
     for metric in metrics_of(metrics):
-        head = spoken(metric) + (" (%)" if metric.unit == "%" else "")
+        head = metric_name(metric) + (" (%)" if metric.unit == "%" else "")
         rows.append((head, "", *_COLUMNS.values(), *([] if rows else ["loss"])))
-        loss = len(rows) == 1
-        for title, record in _picked(metrics):
+        with_loss = len(rows) == 1
+        for title, record in _selected_rounds(metrics):
             for stage in _stages(record):
-                rows.append((title, stage, *_cells(record[stage], metric, loss)))
+                rows.append((title, stage, *_cells(record[stage], metric, with_loss)))
                 title = ""
     rows = [(*row, *[""] * (len(rows[0]) - len(row))) for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
@@ -103,7 +109,7 @@ def table(metrics: Sequence[Record]) -> str:
     last = metrics[-1]
     down, up = last.get("bytes_down"), last.get("bytes_up")
     lines += [
-        f"bytes    {human_bytes(down)} down, {human_bytes(up)} up",
+        f"bytes    {format_bytes(down)} down, {format_bytes(up)} up",
         f"seconds  {_seconds(last.get('seconds'))}{_evaluating(last, '')}, and "
         f"{_seconds(last.get('compile_seconds'))} to compile{_saving(last, '')}",
         f"clients  {last.get('dropped') or 0} dropped out, {last.get('rejected') or 0} rejected",
@@ -111,29 +117,29 @@ def table(metrics: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
-def _picked(metrics: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """The last evaluation and, if known, the one that was best on validation examples."""
+def _selected_rounds(metrics: Sequence[Record]) -> Iterator[tuple[str, Record]]:
+    """Yields title and record of the last evaluation and, if known, of the best round."""
     last = metrics[-1]
     best = last.get("best_round")
     if best == last["round"]:
         yield f"last and best, round {best}", last
         return
     yield f"last, round {last['round']}", last
-    found = [record for record in metrics if record["round"] == best]
-    if found:
-        yield f"best, round {best}", found[-1]
+    best_records = [record for record in metrics if record["round"] == best]
+    if best_records:
+        yield f"best, round {best}", best_records[-1]
 
 
 def _stages(record: Record) -> list[str]:
     return [stage for stage in drawing.STAGES if record.get(stage)]
 
 
-def _cells(numbers: Record, metric: Metric, loss: bool = True) -> list[str]:
-    """Mean, weighted, std, worst 10 % (a share in per cent, without the sign) and the loss."""
+def _cells(numbers: Record, metric: Metric, with_loss: bool) -> list[str]:
+    """Returns the cells of a row: statistics of the score and, if requested, the loss."""
     scores = [number(numbers.get(f"{metric.name}_{key}")) for key in _COLUMNS]
-    cells = [show_score(metric, value).removesuffix(" %") for value in scores]
+    cells = [format_score_without_percent(metric, value) for value in scores]
     value = number(numbers.get("loss"))
-    return [*cells, "–" if math.isnan(value) else f"{value:.4f}"] if loss else cells
+    return [*cells, "–" if math.isnan(value) else f"{value:.4f}"] if with_loss else cells
 
 
 def _seconds(value: Any) -> str:
@@ -142,133 +148,142 @@ def _seconds(value: Any) -> str:
 
 
 def _evaluating(last: Record, unit: str) -> str:
-    """The part of the time that was spent on evaluations; nothing where it was not measured."""
+    """Returns a clause about the time of evaluations, or "" if it was not measured."""
     seconds = last.get("evaluate_seconds")
     return "" if seconds is None else f", {_seconds(seconds)}{unit} of them to evaluate"
 
 
 def _saving(last: Record, unit: str) -> str:
-    """The time that checkpoints took, besides; nothing where it was not measured."""
+    """Returns a clause about the time of checkpoints, or "" if it was not measured."""
     seconds = last.get("checkpoint_seconds")
     return "" if seconds is None else f", {_seconds(seconds)}{unit} for checkpoints"
 
 
-def _page(run: Run, pictures: Mapping[str, Picture], others: Mapping[str, Run]) -> str:
+def _page(run: Run, pictures: Mapping[str, Picture], reference_runs: Mapping[str, Run]) -> str:
+    """Returns the page as HTML.
+
+    Args:
+      run: The run.
+      pictures: Figures by name.
+      reference_runs: Reference runs by label.
+    """
     config, metrics = run.config, run.metrics
-    method = method_labels.row(_setting(config, "algorithm"))
+    method = method_labels.table_label(_setting(config, "algorithm"))
     title = f"{method} on {_setting(config, 'dataset')}"
     facts = [f"{_setting(config, 'partition')} partition", f"seed {_setting(config, 'seed')}"]
     facts[1:1] = [f"{_setting(config, key)} {key}" for key in ("clients", "rounds")]
-    changed = method_labels.sentence(method_labels.changes(config, known_settings()))
+    changed = method_labels.sentence(method_labels.changes(config, default_settings()))
     facts = [method_labels.label(config), *facts, changed]
-    drawn = "\n".join(figure_block(pictures[name], name) for name in pictures)
+    blocks = "\n".join(figure_block(pictures[name], name) for name in pictures)
     body = f"""{_warnings(run)}
 {_headline(metrics, read_deviation(run.directory))}
-{_answer(run, others)}
+{_comparison(run, reference_runs)}
 {_results(metrics)}
 {_clients(run)}
-{_learned(config, metrics)}
+{_explanations(config, metrics)}
 <section class="figures">
 <h2>Figures</h2>
-{drawn}
+{blocks}
 </section>
 {_settings(config)}
-{_origin(run)}"""
+{_provenance(run)}"""
     return page(title, facts, body)
 
 
-def _answer(run: Run, others: Mapping[str, Run]) -> str:
-    """Whether the method helped, by the runs of Local and FedAvg that there are."""
-    said = [references.sentence(run, name, other) for name, other in others.items()]
-    if not said:
+def _comparison(run: Run, reference_runs: Mapping[str, Run]) -> str:
+    """Returns the page as HTML; `reference_runs` are by label."""
+    sentences = [
+        references.sentence(run, name, reference) for name, reference in reference_runs.items()
+    ]
+    if not sentences:
         if run.config.get("algorithm") in references.METHODS:
             return ""
-        said = [
-            "No finished run of Local or FedAvg on the same data, split, seed and network lies "
-            "beside this one, so that it cannot be said. With the setting reference=true both "
-            "are run, and it is said here."
+        sentences = [
+            "There is no finished run of Local or FedAvg on the same data, split, seed and network "
+            "to compare with. The setting reference=true runs both."
         ]
-    inside = "\n".join(f"<p>{html.escape(line)}</p>" for line in said)
-    return f'<section class="answer">\n<h2>Did it help?</h2>\n{inside}\n</section>'
+    items = "\n".join(f"<p>{html.escape(text)}</p>" for text in sentences)
+    return f'<section class="answer">\n<h2>Did it help?</h2>\n{items}\n</section>'
 
 
 def _settings(config: Mapping[str, Any]) -> str:
-    """Those that were changed first; the others are folded away."""
-    usual = dict(flat(known_settings()))
-    each = list(flat(config))
-    changed = [(key, value) for key, value in each if usual.get(key) != value]
-    rest = [(key, value) for key, value in each if usual.get(key) == value]
+    """Returns a section of the changed settings, with the unchanged ones collapsed."""
+    defaults = dict(flatten(default_settings()))
+    settings = list(flatten(config))
+    changed = [(key, value) for key, value in settings if defaults.get(key) != value]
+    unchanged = [(key, value) for key, value in settings if defaults.get(key) == value]
     return f"""{settings_block("Settings that were changed", changed)}
 <details>
-<summary>{len(rest)} settings at their defaults</summary>
-{settings_list(rest)}
+<summary>{len(unchanged)} settings at their defaults</summary>
+{settings_list(unchanged)}
 </details>"""
 
 
-def _origin(run: Run) -> str:
-    """The command, versions and date."""
-    if not run.made:
+def _provenance(run: Run) -> str:
+    """Returns a section with the command, versions and date, or ""."""
+    if not run.provenance:
         return ""
-    inside = "\n".join(f"<p>{html.escape(f'{k}: {v}')}</p>" for k, v in run.made.items())
-    return f'<section class="origin">\n<h2>Where it comes from</h2>\n{inside}\n</section>'
+    items = "\n".join(f"<p>{html.escape(f'{k}: {v}')}</p>" for k, v in run.provenance.items())
+    return f'<section class="origin">\n<h2>Where it comes from</h2>\n{items}\n</section>'
 
 
 def _warnings(run: Run) -> str:
+    """Returns paragraphs about rejected, absent and untested clients, and the method's remarks."""
     last = run.metrics[-1]
-    said = []
+    messages = []
     if last.get("rejected"):
-        said.append(f"Uploads rejected, not finite or too large: {last['rejected']:,}.")
+        messages.append(f"Uploads rejected, not finite or too large: {last['rejected']:,}.")
     if last.get("dropped"):
-        said.append(f"Times that a sampled client dropped out: {last['dropped']:,}.")
+        messages.append(f"Times that a sampled client dropped out: {last['dropped']:,}.")
     if lost := max((last[stage].get("not_finite") or 0 for stage in _stages(last)), default=0):
-        said.append(
+        messages.append(
             f"Clients whose final evaluation is not finite: {lost:,}; means are over the "
             f"{min(last[stage].get('clients') or 0 for stage in _stages(last)):,} others."
         )
     if untested := sum(row.get("test_examples") == 0 for row in run.clients if row.get("active")):
-        said.append(f"Clients that train and have no test examples: {untested:,}.")
-    said += [f"After round {last['round']}, {text}." for text in last.get("remarks", ())]
-    return "\n".join(f'<p class="warning" role="note">{html.escape(text)}</p>' for text in said)
+        messages.append(f"Clients that train and have no test examples: {untested:,}.")
+    messages += [f"After round {last['round']}, {text}." for text in last.get("remarks", ())]
+    return "\n".join(f'<p class="warning" role="note">{html.escape(text)}</p>' for text in messages)
 
 
 def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
-    """deviation: a regression's targets', where it is known."""
+    """Returns the cards at the top of the page; `deviation` is that of a regression's targets."""
     metric = metric_of(metrics)
     last = metrics[-1]
-    best = dict(_picked(metrics)).get(f"best, round {last.get('best_round')}")
+    best = dict(_selected_rounds(metrics)).get(f"best, round {last.get('best_round')}")
     cards: list[tuple[str, str, list[str]]] = []
     for stage in _stages(last):
-        beneath = [f"mean over {_clients_in(last[stage])}, round {last['round']}"]
+        notes = [f"mean over {_clients_in(last[stage])}, round {last['round']}"]
         if best is not None and best.get(stage):
-            value = show_score(metric, number(best[stage].get(f"{metric.name}_mean")))
-            unbroken = value.replace(" ", "\N{NO-BREAK SPACE}")
-            beneath.append(f"best round {best['round']}: {unbroken}")
+            value = format_score(metric, number(best[stage].get(f"{metric.name}_mean")))
+            value_text = value.replace(" ", "\N{NO-BREAK SPACE}")
+            notes.append(f"best round {best['round']}: {value_text}")
         elif last.get("best_round") == last["round"]:
-            beneath.append("also the best round")
-        root = number(last[stage].get("rmse_mean"))
-        if deviation is not None and not math.isnan(root):
-            beneath.append(
-                f"rmse {root:.3g}, which is {root / deviation:.2g} of the targets' deviation: who "
-                "predicts their mean has 1"
+            notes.append("also the best round")
+        rmse = number(last[stage].get("rmse_mean"))
+        if deviation is not None and not math.isnan(rmse):
+            notes.append(
+                f"rmse {rmse:.3g}, {rmse / deviation:.2g} of the targets' standard deviation, "
+                "which is the rmse of predicting their mean"
             )
-        value = show_score(metric, number(last[stage].get(f"{metric.name}_mean")))
-        cards.append((f"{word(metric)} {drawing.STAGES[stage]}", value, beneath))
+        value = format_score(metric, number(last[stage].get(f"{metric.name}_mean")))
+        cards.append((f"{metric_title(metric)} {drawing.STAGES[stage]}", value, notes))
     down, up = number(last.get("bytes_down")), number(last.get("bytes_up"))
-    halves = [f"{human_bytes(down)} down", f"{human_bytes(up)} up"]
-    cards.append(("Bytes moved", human_bytes(down + up), halves))
-    beside = [f"and {_seconds(last.get('compile_seconds'))} s to compile{_saving(last, ' s')}"]
+    directions = [f"{format_bytes(down)} down", f"{format_bytes(up)} up"]
+    cards.append(("Bytes moved", format_bytes(down + up), directions))
+    times = [f"and {_seconds(last.get('compile_seconds'))} s to compile{_saving(last, ' s')}"]
     if evaluating := _evaluating(last, " s").removeprefix(", "):
-        beside.insert(0, evaluating)
-    cards.append(("Time", f"{_seconds(last.get('seconds'))} s", beside))
+        times.insert(0, evaluating)
+    cards.append(("Time", f"{_seconds(last.get('seconds'))} s", times))
     counts = " / ".join(f"{last.get(key) or 0:,}" for key in ("dropped", "rejected"))
     cards.append(("Dropped out / rejected", counts, ["clients, over all rounds"]))
-    inside = "\n".join(
+    items = "\n".join(
         f"<div><dt>{html.escape(head)}</dt><dd><strong>{html.escape(value)}</strong>"
-        + "".join(f"<span>{html.escape(line)}</span>" for line in beneath)
+        + "".join(f"<span>{html.escape(line)}</span>" for line in notes)
         + "</dd></div>"
-        for head, value, beneath in cards
+        for head, value, notes in cards
     )
-    return f'<dl class="cards">\n{inside}\n</dl>'
+    return f'<dl class="cards">\n{items}\n</dl>'
 
 
 def _clients_in(numbers: Record) -> str:
@@ -277,23 +292,26 @@ def _clients_in(numbers: Record) -> str:
 
 
 def _results(metrics: Sequence[Record]) -> str:
+    """Returns a section with a table per metric."""
     blocks: list[str] = []
     for metric in metrics_of(metrics):
-        loss = not blocks
+        with_loss = not blocks
         rows = [
             (
                 f"{title}<br><small>{drawing.STAGES[stage]}</small>",
-                *_cells(record[stage], metric, loss),
+                *_cells(record[stage], metric, with_loss),
             )
-            for title, record in _picked(metrics)
+            for title, record in _selected_rounds(metrics)
             for stage in _stages(record)
         ]
-        caption = f"{word(metric)}{in_unit(metric)} on the clients' test examples"
-        caption += ", and the loss." if loss else "."
-        heads = (*_COLUMNS.values(), *(["loss"] if loss else []))
+        caption = f"{metric_title(metric)}{unit_suffix(metric)} on the clients' test examples"
+        caption += ", and the loss." if with_loss else "."
+        heads = (*_COLUMNS.values(), *(["loss"] if with_loss else []))
         blocks.append(table_block(caption, heads, rows))
-    known = metrics[-1].get("best_round") is not None
-    note = "" if known else "<p>There is no best round, as it is chosen on validation examples.</p>"
+    has_best = metrics[-1].get("best_round") is not None
+    note = (
+        "" if has_best else "<p>There is no best round, as it is chosen on validation examples.</p>"
+    )
     tables = "\n".join(blocks)
     return f"""<section>
 <h2>Results</h2>
@@ -303,41 +321,44 @@ def _results(metrics: Sequence[Record]) -> str:
 
 
 def _clients(run: Run) -> str:
-    """A row for each client, the worst first, or quantiles of many; folded away."""
+    """Returns a collapsed table of the clients, worst first, or of quantiles for many clients."""
     metric = metric_of(run.metrics)
     tested = [row for row in run.clients if row.get("test_examples")]
     if not tested:
         return ""
     stages = _stages(run.metrics[-1])
-    if len(tested) > client_figures.MOST_POINTS:
+    if len(tested) > client_figures.MAX_POINTS:
         return _quantiles(tested, metric, stages)
     sign = 1 if metric.higher_is_better else -1
 
-    def place(row: Mapping[str, Any]) -> tuple[bool, float]:
-        """By the score; one that is not finite is worse than any."""
+    def sort_key(row: Mapping[str, Any]) -> tuple[bool, float]:
+        """Sorts by score, with scores that are not finite first."""
         score = number(row.get(f"before_{metric.name}"))
         return not math.isnan(score), sign * score
 
-    in_order = sorted(tested, key=place)
+    in_order = sorted(tested, key=sort_key)
     rows = [
         (
             html.escape(client_figures.client_name(row)),
             f"{row.get('train_examples') or 0:,}",
             f"{row['test_examples']:,}",
-            *(without_sign(metric, number(row.get(f"{stage}_{metric.name}"))) for stage in stages),
+            *(
+                format_score_without_percent(metric, number(row.get(f"{stage}_{metric.name}")))
+                for stage in stages
+            ),
         )
-        for row in in_order[:_MOST_CLIENTS]
+        for row in in_order[:_MAX_CLIENTS]
     ]
-    left = len(tested) - len(rows)
-    which = f"the {len(rows)} worst of {len(tested):,}" if left else f"all {len(rows)}"
+    is_partial = len(tested) > len(rows)
+    summary = f"the {len(rows)} worst of {len(tested):,}" if is_partial else f"all {len(rows)}"
     heads = ("to train", "to test", *(stage for stage in stages))
-    caption = f"{word(metric)}{in_unit(metric)} of each client, the worst first"
-    caption += "; clients.csv has all of them." if left else "."
-    return _folded(which, table_block(caption, heads, rows))
+    caption = f"{metric_title(metric)}{unit_suffix(metric)} of each client, the worst first"
+    caption += "; clients.csv has all of them." if is_partial else "."
+    return _collapsed(summary, table_block(caption, heads, rows))
 
 
 def _quantiles(tested: Sequence[Mapping[str, Any]], metric: Metric, stages: Sequence[str]) -> str:
-    """A row for each quantile of the clients' scores."""
+    """Returns a collapsed table of quantiles of the clients' scores."""
     columns = [
         client_figures.quantiles(
             [number(row.get(f"{stage}_{metric.name}")) for row in tested], metric
@@ -345,29 +366,31 @@ def _quantiles(tested: Sequence[Mapping[str, Any]], metric: Metric, stages: Sequ
         for stage in stages
     ]
     rows = [
-        (name, *(without_sign(metric, column[name]) for column in columns))
+        (name, *(format_score_without_percent(metric, column[name]) for column in columns))
         for name in (columns[0] if columns else ())
     ]
     caption = (
-        f"Quantiles of {spoken(metric)}{in_unit(metric)} over clients; clients.csv has each client."
+        f"Quantiles of {metric_name(metric)}{unit_suffix(metric)} over clients; clients.csv has "
+        "each client."
     )
-    return _folded(f"quantiles of {len(tested):,}", table_block(caption, stages, rows))
+    return _collapsed(f"quantiles of {len(tested):,}", table_block(caption, stages, rows))
 
 
-def _folded(which: str, table: str) -> str:
+def _collapsed(summary: str, table: str) -> str:
     return f"""<details class="clients">
-<summary>Clients: {which}</summary>
+<summary>Clients: {summary}</summary>
 {table}
 </details>"""
 
 
-def _learned(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:
-    """Returns a section on what the method's last diagnostics mean, or ""."""
-    known = method_labels.diagnostics(config)
-    said = diagnostics.explanations(known, metrics[-1].get("observed", {}))
-    if not said:
+def _explanations(config: Mapping[str, Any], metrics: Sequence[Record]) -> str:
+    """Returns a section that explains the method's last diagnostics, or ""."""
+    known_diagnostics = method_labels.diagnostics(config)
+    sentences = diagnostics.explanations(known_diagnostics, metrics[-1].get("observed", {}))
+    if not sentences:
         return ""
-    return f"<section>\n<h2>What was learned</h2>\n<p>{html.escape(' '.join(said))}</p>\n</section>"
+    text = html.escape(" ".join(sentences))
+    return f"<section>\n<h2>What was learned</h2>\n<p>{text}</p>\n</section>"
 
 
 def _setting(config: Mapping[str, Any], key: str) -> str:

@@ -1,4 +1,4 @@
-"""A picture of who holds what."""
+"""Figure of a partition: examples of each client by class."""
 
 import numpy as np
 from matplotlib import colormaps
@@ -12,22 +12,22 @@ from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.data.federate import Portions, portions
 from fedjax_pfl.report.drawing import shorten
 
-_RANGES = 20  # of a target's values
-_BUBBLES = 30  # up to so many clients and classes are drawn as bubbles
-_ROWS = 1000  # clients; more are not drawn one by one
+_RANGES = 20  # of a regression target
+_MAX_BUBBLES = 30  # clients and classes that are drawn as bubbles
+_MAX_ROWS = 1000  # with more clients, histograms are drawn
 _BINS = 40
 _COLOURS = {"train": "#2f6690", "validation": "#81c3d7", "test": "#f2a65a"}
-_NOVEL = "#b23a48"
-_HEAT = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # white is for none
+_HELD_OUT_COLOUR = "#b23a48"
+_COLOUR_MAP = ListedColormap(colormaps["Blues"](np.linspace(0.2, 1, 256)))  # white marks 0
 
 
 def draw_partition(data: FederatedData, federation: Federation) -> Figure:
-    """Training examples by client and class; beside them, how many each client has for what.
+    """Draws training examples by client and class, and the size of each client's splits.
 
-    Few clients are drawn as bubbles whose area is the number, many as a heat map, more than a
-    thousand as histograms over clients. Classes are as stored, before a client's label map; the
-    names of novel clients are red. A regression has no classes: its targets' histogram stands in
-    their place.
+    Few clients are drawn as bubbles whose area is the number of examples, many as a heat map, and
+    more than a thousand as histograms over clients. Classes are the stored ones, before a client's
+    label map. The names of held-out clients are red. For a regression, ranges of the target replace
+    the classes.
     """
     y = np.asarray(data.y)
     stored = int(y.max()) + 1 if y.ndim == 1 else 1
@@ -35,34 +35,34 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
         stored = max(stored, federation.outputs)
     elif data.label_map is not None:
         stored = np.shape(data.label_map)[1]
-    held = portions(data, stored)
-    what, counts, edges = "class", held.train, None
+    by_split = portions(data, stored)
+    column, counts, edges = "class", by_split.train, None
     if y.ndim > 1:
-        what = "target" if y.shape[1] == 1 else f"the first of {y.shape[1]} targets"
+        column = "target" if y.shape[1] == 1 else f"the first of {y.shape[1]} targets"
         counts, edges = _histogram(data, y[:, 0])
         stored = counts.shape[1]
-    if federation.clients > _ROWS:
-        return _histograms(held, counts, what)
-    few = federation.clients <= _BUBBLES and stored <= _BUBBLES
+    if federation.clients > _MAX_ROWS:
+        return _histograms(by_split, counts, column)
+    draw_bubbles = federation.clients <= _MAX_BUBBLES and stored <= _MAX_BUBBLES
     height = np.clip(1.6 + 0.3 * federation.clients, 3.2, 9.0)
     figure = Figure(figsize=(float(np.clip(4.6 + 0.26 * stored, 6.6, 11.0)), float(height)))
     figure.set_layout_engine("constrained")
     grid, side = figure.subplots(1, 2, sharey=True, width_ratios=(2.4, 1))
 
-    if few:
-        _bubbles(grid, counts, what)
+    if draw_bubbles:
+        _bubbles(grid, counts, column)
     else:
-        _heat(figure, grid, counts, what)
-    grid.set_xlabel(what)
+        _heat(figure, grid, counts, column)
+    grid.set_xlabel(column)
     grid.set_ylabel("client")
     if edges is not None:
-        at = np.linspace(0, len(edges) - 1, 6).round().astype(int)
-        grid.set_xticks(at - 0.5, [f"{edges[i]:.3g}" for i in at])
+        ticks = np.linspace(0, len(edges) - 1, 6).round().astype(int)
+        grid.set_xticks(ticks - 0.5, [f"{edges[i]:.3g}" for i in ticks])
     elif stored <= 20:
         grid.set_xticks(range(stored))
     else:
         grid.xaxis.set_major_locator(MaxNLocator(20, integer=True))
-    if federation.clients <= _BUBBLES:
+    if federation.clients <= _MAX_BUBBLES:
         names = federation.owners or map(str, range(federation.clients))
         grid.set_yticks(range(federation.clients), [shorten(name, 16) for name in names])
     else:
@@ -70,8 +70,8 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
     grid.set_ylim(federation.clients - 0.5, -0.5)
 
     left = np.zeros(federation.clients)
-    thickness = 0.75 if federation.clients <= _BUBBLES else 1.0
-    for name, counts in held._asdict().items():
+    thickness = 0.75 if federation.clients <= _MAX_BUBBLES else 1.0
+    for name, counts in by_split._asdict().items():
         if counts.any():
             number = counts.sum(1)
             side.barh(range(len(number)), number, thickness, left, color=_COLOURS[name], label=name)
@@ -93,26 +93,27 @@ def draw_partition(data: FederatedData, federation: Federation) -> Figure:
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8)
     side.tick_params(axis="y", left=False, labelleft=False)
-    _mark_novel(grid, side, federation)
-    kind = "each class" if edges is None else f"each range of {what}"
-    what = f"training examples of {kind}, and all of its examples by what they are for"
-    held_out = "" if np.all(federation.active) else "; clients that are held out are red"
-    figure.set_label(f"Of each client: {what}{held_out}.")
+    _mark_held_out(grid, side, federation)
+    kind = "each class" if edges is None else f"each range of {column}"
+    held_out = "" if np.all(federation.active) else "; held-out clients are red"
+    figure.set_label(
+        f"Of each client: training examples of {kind}, and the sizes of its splits{held_out}."
+    )
     return figure
 
 
-def _histograms(held: Portions, counts: np.ndarray, what: str) -> Figure:
-    """Draws how many clients have so many examples, and so many classes to train on.
+def _histograms(by_split: Portions, counts: np.ndarray, column: str) -> Figure:
+    """Draws the distribution over clients of their numbers of examples and of classes.
 
     Args:
-      held: Examples of each client by class, and by what they are for.
+      by_split: Examples of each client by class and split.
       counts: int [N, classes or ranges of a target]: training examples.
-      what: Name of the classes or of the target.
+      column: Name of the columns: "class" or the target.
     """
     figure = Figure(figsize=(9.0, 3.6))
     figure.set_layout_engine("constrained")
     left, right = figure.subplots(1, 2, sharey=False)
-    sizes = {name: part.sum(1) for name, part in held._asdict().items() if part.any()}
+    sizes = {name: part.sum(1) for name, part in by_split._asdict().items() if part.any()}
     largest = max(int(number.max()) for number in sizes.values())
     edges = np.unique(np.linspace(0, largest + 1, _BINS + 1).round()) - 0.5
     for name, number in sizes.items():
@@ -121,7 +122,7 @@ def _histograms(held: Portions, counts: np.ndarray, what: str) -> Figure:
         )
     left.set_xlabel("examples of a client")
     left.legend(frameon=False, fontsize=8)
-    kinds = "classes" if what == "class" else f"of {counts.shape[1]} ranges of {what}"
+    kinds = "classes" if column == "class" else f"of {counts.shape[1]} ranges of {column}"
     different = np.bincount((counts > 0).sum(1), minlength=2)
     right.bar(range(len(different)), different, color=_COLOURS["train"], width=1.0)
     right.set_xlabel(f"{kinds} that a client trains on")
@@ -134,60 +135,64 @@ def _histograms(held: Portions, counts: np.ndarray, what: str) -> Figure:
     number = sizes["train"]
     low, middle, high = np.quantile(number, [0.05, 0.5, 0.95])
     figure.set_label(
-        f"Over {len(number):,} clients: how many have so many examples, and so many {kinds} to "
-        f"train on. Half have at most {middle:,.0f} training examples, 90 % have {low:,.0f} to "
-        f"{high:,.0f}."
+        f"Distribution over {len(number):,} clients of their examples, and of the {kinds} that "
+        f"they train on. Half have at most {middle:,.0f} training examples, 90 % have "
+        f"{low:,.0f} to {high:,.0f}."
     )
     return figure
 
 
-def _per(what: str) -> str:
-    return "class" if what == "class" else "range"
+def _unit(column: str) -> str:
+    return "class" if column == "class" else "range"
 
 
 def _histogram(data: FederatedData, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int [N, ranges]: each client's training examples by a target's value; the ranges' ends."""
+    """Counts each client's training examples by the value of a target.
+
+    Returns int [N, ranges] and the edges of the ranges.
+    """
     rows, sizes = np.asarray(data.train.rows), np.asarray(data.train.size)
     edges = np.histogram_bin_edges(target, _RANGES)
-    each = [
+    counts = [
         np.histogram(target[row[:size]], edges)[0] for row, size in zip(rows, sizes, strict=True)
     ]
-    return np.stack(each), edges
+    return np.stack(counts), edges
 
 
-def _bubbles(axes: Axes, counts: np.ndarray, what: str) -> None:
+def _bubbles(axes: Axes, counts: np.ndarray, column: str) -> None:
+    """Draws a bubble per client and class."""
     clients, classes = np.nonzero(counts)
     number = counts[clients, classes]
     axes.grid(color="0.92", linewidth=0.6)
     axes.set_axisbelow(True)
     axes.scatter(classes, clients, s=150 * number / counts.max(), color=_COLOURS["train"])
     axes.set_xlim(-0.7, counts.shape[1] - 0.3)
-    axes.set_title(f"training examples per {_per(what)} (largest: {number.max()})", fontsize=10)
+    axes.set_title(f"training examples per {_unit(column)} (largest: {number.max()})", fontsize=10)
 
 
-def _heat(figure: Figure, axes: Axes, counts: np.ndarray, what: str) -> None:
-    # The square root shows small holdings beside large ones; white is none at all.
+def _heat(figure: Figure, axes: Axes, counts: np.ndarray, column: str) -> None:
+    """Draws a heat map of clients and classes; the square root keeps small numbers visible."""
     image = axes.imshow(
         np.ma.masked_equal(counts, 0),
         aspect="auto",
         interpolation="nearest",
-        cmap=_HEAT,
+        cmap=_COLOUR_MAP,
         norm=PowerNorm(0.5, 0, max(1, int(counts.max()))),
     )
     bar = figure.colorbar(image, ax=axes, location="left", fraction=0.04, pad=0.02, aspect=40)
     bar.ax.tick_params(labelsize=8)
     bar.outline.set_visible(False)
-    axes.set_title(f"training examples per {_per(what)}", fontsize=10)
+    axes.set_title(f"training examples per {_unit(column)}", fontsize=10)
 
 
-def _mark_novel(grid: Axes, side: Axes, federation: Federation) -> None:
-    """Novel clients: a line above each run of them, and red names where there is a name each."""
+def _mark_held_out(grid: Axes, side: Axes, federation: Federation) -> None:
+    """Marks held-out clients by lines around them and, if each client has a name, by red names."""
     active = np.asarray(federation.active)
     if active.all():
         return
     for edge in np.flatnonzero(np.diff(active.astype(int))) + 0.5:
         for axes in (grid, side):
-            axes.axhline(edge, color=_NOVEL, linewidth=1)
-    if federation.clients <= _BUBBLES:
-        for label, on in zip(grid.get_yticklabels(), active, strict=True):
-            label.set_color("black" if on else _NOVEL)
+            axes.axhline(edge, color=_HELD_OUT_COLOUR, linewidth=1)
+    if federation.clients <= _MAX_BUBBLES:
+        for label, is_active in zip(grid.get_yticklabels(), active, strict=True):
+            label.set_color("black" if is_active else _HELD_OUT_COLOUR)

@@ -1,8 +1,7 @@
-"""Whether a method helped: runs of Local and FedAvg on the same work, and what they say.
+"""Reference runs: Local and FedAvg on the same data, seed and network.
 
-The same work is the same examples on the same clients, the same seed and the same network. Such a
-run is looked for beside a run, and in its folder `reference`, where the setting of this name puts
-them.
+Reference runs are found next to a run directory and in its folder `reference`, where the setting
+`reference` puts them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,99 +10,108 @@ from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, method_labels, run_reader
-from fedjax_pfl.report.comparison import Paired, Row
-from fedjax_pfl.report.html_page import flat
-from fedjax_pfl.report.numbers import metric_of, number, show_score
+from fedjax_pfl.report.comparison import PairedTest, Row
+from fedjax_pfl.report.html_page import flatten
+from fedjax_pfl.report.numbers import format_score, metric_of, number
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.settings.configuration import Registry
 from fedjax_pfl.settings.general import settings_with
 
-METHODS = {name: method_labels.row(name) for name in ("fedavg", "local")}
-FOLDER = "reference"  # within a run directory
-_MOST = 2000  # directories that are looked into
-_NAMED = 4  # settings in a sentence
+METHODS = {name: method_labels.table_label(name) for name in ("fedavg", "local")}
+FOLDER = "reference"  # in a run directory
+_MAX_DIRECTORIES = 2000  # to search
+_MAX_LISTED = 4  # settings in a message
+_STAGES = (("before", "As served"), ("after", "After one more local training"))
 
 
-def row(run: Run) -> Row:
-    """A run, as what is compared."""
+def as_row(run: Run) -> Row:
+    """Returns a run as a row of a comparison."""
     return Row(str(run.config.get("algorithm")), run.config, [run])
 
 
 def work(config: Mapping[str, Any]) -> list[Any]:
-    """What two runs have in common that are compared with each other."""
+    """Returns the settings that comparable runs share: data, seed and network."""
     network = [config.get("model"), config.get(str(config.get("model"))), config.get("groups")]
-    return [*comparison.problem(config), config.get("seed"), network]
+    return [*comparison.data_settings(config), config.get("seed"), network]
 
 
-def given(directories: str) -> list[Run]:
-    """Finished runs, whose directories are separated by commas; UsageError where one is none."""
-    found = []
-    for word in filter(None, map(str.strip, directories.split(","))):
-        run = comparison.read(Path(word))
+def read_finished(directories: str) -> list[Run]:
+    """Reads finished runs from directories separated by commas; raises UsageError otherwise."""
+    runs = []
+    for directory in filter(None, map(str.strip, directories.split(","))):
+        run = comparison.read(Path(directory))
         if not run.finished:
-            raise UsageError(f"{word} holds a run that is not finished; give its command again")
-        found.append(run)
-    return found
+            raise UsageError(f"{directory} holds an unfinished run; run its command again")
+        runs.append(run)
+    return runs
 
 
-def check(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
-    """UsageError for a run that does the work of none of the configurations."""
-    known = run_reader.known_settings()
-    each = [comparison.common(one, known) | {"seed": one.get("seed")} for one in configs]
+def check_same_work(configs: Sequence[Mapping[str, Any]], runs: Sequence[Run]) -> None:
+    """Raises UsageError for a run whose data, seed or network no configuration has."""
+    defaults = run_reader.default_settings()
+
+    def settings(config: Mapping[str, Any]) -> dict[str, Any]:
+        return comparison.result_settings(config, defaults) | {"seed": config.get("seed")}
+
+    all_settings = list(map(settings, configs))
     for run in runs:
-        theirs = comparison.common(run.config, known) | {"seed": run.config.get("seed")}
-        if any(work(ours) == work(theirs) for ours in each):
+        run_settings = settings(run.config)
+        if any(work(candidate) == work(run_settings) for candidate in all_settings):
             continue
-        ours = each[0]
+        first = all_settings[0]
         kinds = [kind for kind in Registry._fields if kind != "algorithm"]
-        decide = {*settings_with("defines_data"), *kinds, "groups", "seed"}
-        decide |= {str(ours.get(kind)) for kind in kinds}
-        apart = [k for k in different(ours, theirs) if k.split(".")[0] in decide]
+        relevant = {*settings_with("defines_data"), *kinds, "groups", "seed"}
+        relevant |= {str(first.get(kind)) for kind in kinds}
+        differing = [
+            key for key in different_settings(first, run_settings) if key.split(".")[0] in relevant
+        ]
         raise UsageError(
-            f"{run.directory} is a run of other work, which differs in "
-            f"{', '.join(apart[:_NAMED])}; it cannot be set beside this one"
+            f"{run.directory} cannot be compared with this run: it differs in "
+            f"{', '.join(differing[:_MAX_LISTED])}"
         )
 
 
-def same_work(run: Run, others: Sequence[Run]) -> dict[str, Run]:
-    """Those that can be set beside a run, by the names of their methods."""
+def same_work(run: Run, candidates: Sequence[Run]) -> dict[str, Run]:
+    """Returns the runs with the same data, seed and network, by the labels of their methods."""
     return {
-        method_labels.row(str(other.config.get("algorithm"))): other
-        for other in others
-        if work(other.config) == work(run.config) and other.examples == run.examples
+        method_labels.table_label(str(reference.config.get("algorithm"))): reference
+        for reference in candidates
+        if work(reference.config) == work(run.config) and reference.examples == run.examples
     }
 
 
 def find(run: Run) -> dict[str, Run]:
-    """Finished runs of the same work by FedAvg and by Local, by their names.
+    """Finds finished reference runs of FedAvg and Local, and returns them by their labels.
 
-    Of several the one that has most settings in common, and of those the first by name.
+    Of several runs it takes the one with the most settings in common, then the first by name.
     """
-    known = run_reader.known_settings()
-    ours = comparison.common(run.config, known)
+    defaults = run_reader.default_settings()
+    settings = comparison.result_settings(run.config, defaults)
+    run_work = work(settings | {"seed": run.config.get("seed")})
     best: dict[str, tuple[int, Run]] = {}
-    for path in _near(run.directory):
+    for path in _candidates(run.directory):
         try:
             config = run_reader.read_config(path)
             method = str(config.get("algorithm"))
             if method not in METHODS or method == run.config.get("algorithm"):
                 continue
-            whole = comparison.common(config, known) | {"seed": config.get("seed")}
-            if whole.get("phases") or work(whole) != work(ours | {"seed": run.config.get("seed")}):
+            reference_settings = comparison.result_settings(config, defaults)
+            reference_settings |= {"seed": config.get("seed")}
+            if reference_settings.get("phases") or work(reference_settings) != run_work:
                 continue
-            other = comparison.read(path)
+            reference = comparison.read(path)
         except UsageError:
             continue  # damaged, or nothing to compare yet
-        apart = len(different(ours, whole))
-        if other.examples != run.examples:
+        distance = len(different_settings(settings, reference_settings))
+        if reference.examples != run.examples:
             continue
-        if other.finished and (method not in best or apart < best[method][0]):
-            best[method] = apart, other
+        if reference.finished and (method not in best or distance < best[method][0]):
+            best[method] = distance, reference
     return {METHODS[method]: best[method][1] for method in METHODS if method in best}
 
 
-def _near(directory: Path) -> Iterator[Path]:
-    """Run directories in the folder `reference`, and beside this one, with theirs."""
+def _candidates(directory: Path) -> Iterator[Path]:
+    """Yields run directories in the folder `reference`, next to this one, and in their folders."""
     count = 0
     for pattern, folder in (
         (f"{FOLDER}/*/config.json", directory),
@@ -114,49 +122,67 @@ def _near(directory: Path) -> Iterator[Path]:
             if path.parent.resolve() != directory.resolve():
                 yield path.parent
                 count += 1
-            if count >= _MOST:
+            if count >= _MAX_DIRECTORIES:
                 return
 
 
-def different(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Settings of both in which they differ, but for the method and what it alone has."""
-    one, other = dict(flat(ours)), dict(flat(theirs))
-    shared = [key for key in one if key in other and key not in ("algorithm", "phases")]
-    return [key for key in shared if one[key] != other[key]]
+def different_settings(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Returns the settings that both have with different values, except the method and phases."""
+    first_flat, second_flat = dict(flatten(first)), dict(flatten(second))
+    shared = [
+        key for key in first_flat if key in second_flat and key not in ("algorithm", "phases")
+    ]
+    return [key for key in shared if first_flat[key] != second_flat[key]]
 
 
-def sentence(run: Run, name: str, other: Run) -> str:
-    """How a run compares with one of another method, before and after local training."""
-    said = [_stage(run, name, other, stage, when) for stage, when in _STAGES]
-    known = run_reader.known_settings()
-    ours, theirs = (comparison.common(one.config, known) for one in (run, other))
-    apart = different(ours, theirs)
-    note = ""
-    if apart:
-        more = f" and {len(apart) - _NAMED} more" if len(apart) > _NAMED else ""
-        note = f" The two runs also differ in {', '.join(apart[:_NAMED])}{more}."
-    return f"{' '.join(filter(None, said))}{note}"
+def sentence(run: Run, name: str, reference: Run) -> str:
+    """Returns how a run compares with a reference run, before and after local training.
 
-
-_STAGES = (("before", "As served"), ("after", "After one more local training"))
-
-
-def _stage(run: Run, name: str, other: Run, stage: str, when: str) -> str:
-    metric = metric_of(run.metrics)
-    mine, theirs = (
-        number((one.metrics[-1].get(stage) or {}).get(f"{metric.name}_mean"))
-        for one in (run, other)
+    Args:
+      run: The run.
+      name: Label of the reference run's method.
+      reference: The reference run.
+    """
+    parts = [_stage(run, name, reference, stage, intro) for stage, intro in _STAGES]
+    defaults = run_reader.default_settings()
+    settings, reference_settings = (
+        comparison.result_settings(r.config, defaults) for r in (run, reference)
     )
-    if not (mine == mine and theirs == theirs):  # NaN: not scored, or not finite
+    differing = different_settings(settings, reference_settings)
+    note = ""
+    if differing:
+        count = len(differing) - _MAX_LISTED
+        suffix = f" and {count} more" if count > 0 else ""
+        note = f" The two runs also differ in {', '.join(differing[:_MAX_LISTED])}{suffix}."
+    return f"{' '.join(filter(None, parts))}{note}"
+
+
+def _stage(run: Run, name: str, reference: Run, stage: str, intro: str) -> str:
+    """Returns the sentence about one stage, or "" if it was not evaluated.
+
+    Args:
+      run: The run.
+      name: Label of the reference run's method.
+      reference: The reference run.
+      stage: "before" or "after" local training.
+      intro: Start of the sentence.
+    """
+    metric = metric_of(run.metrics)
+    score, reference_score = (
+        number((r.metrics[-1].get(stage) or {}).get(f"{metric.name}_mean"))
+        for r in (run, reference)
+    )
+    if not (
+        score == score and reference_score == reference_score
+    ):  # NaN: not evaluated, or not finite
         return ""
-    gain = (mine - theirs) * (1 if metric.higher_is_better else -1)
+    gain = (score - reference_score) * (1 if metric.higher_is_better else -1)
     size = f"{100 * abs(gain):.2f} points" if metric.unit == "%" else f"{abs(gain):.4g}"
-    word = f"{size} better than" if gain > 0 else f"{size} worse than" if gain else "as good as"
-    both = f"{show_score(metric, mine)} against {show_score(metric, theirs)}"
-    found = comparison.paired(row(run), row(other), stage)
-    test = ""
-    if isinstance(found, Paired):
-        up = comparison.better_clients(row(run), row(other), stage)
-        p = f"{found.p:.4f}" if found.p >= 1e-4 else f"{found.p:.1e}"
-        test = f"; better for {up} of {found.pairs} clients, p = {p}"
-    return f"{when} it is {word} {name} ({both}{test})."
+    verdict = f"{size} better than" if gain > 0 else f"{size} worse than" if gain else "as good as"
+    scores = f"{format_score(metric, score)} against {format_score(metric, reference_score)}"
+    test = comparison.paired_test(as_row(run), as_row(reference), stage)
+    note = ""
+    if isinstance(test, PairedTest):
+        p = f"{test.p:.4f}" if test.p >= 1e-4 else f"{test.p:.1e}"
+        note = f"; better for {test.better} of {test.pairs} clients, p = {p}"
+    return f"{intro} it is {verdict} {name} ({scores}{note})."

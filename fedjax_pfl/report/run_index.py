@@ -1,4 +1,4 @@
-"""The runs that a folder holds, by their settings: what was computed once is found again."""
+"""Index of the runs in a folder by their settings, to reuse their results."""
 
 import json
 from collections.abc import Mapping
@@ -12,29 +12,29 @@ from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.settings import configuration
 
 
-class Known:
-    """The runs in a folder, by their settings and seed."""
+class RunIndex:
+    """Run directories in a folder, by settings and seed."""
 
     def __init__(self, folder: Path) -> None:
-        self._defaults = run_reader.known_settings()
+        self._defaults = run_reader.default_settings()
         self.runs: dict[str, Path] = {}
         for path in sorted(folder.rglob("config.json")):
             try:
                 config = run_reader.read_config(path.parent)
             except UsageError:
                 continue  # damaged, or being written
-            there = self.runs.get(key := self.key(config))
-            if there is None or not (there / "report.html").is_file():
+            existing = self.runs.get(key := self.key(config))
+            if existing is None or not (existing / "report.html").is_file():
                 self.runs[key] = path.parent
 
     def key(self, config: Mapping[str, Any]) -> str:
-        """The same for runs that would give the same numbers."""
-        same = comparison.common(config, self._defaults)
-        return json.dumps([same, config.get("seed", 0)], sort_keys=True)
+        """Returns a key that is equal for configurations with equal results."""
+        settings = comparison.result_settings(config, self._defaults)
+        return json.dumps([settings, config.get("seed", 0)], sort_keys=True)
 
     def find(
-        self, config: ConfigDict, words: configuration.Registry = configuration.BUILTINS
+        self, config: ConfigDict, registry: configuration.Registry = configuration.BUILTINS
     ) -> tuple[str, Path | None]:
-        """The key of a configuration, and where there is a run of it."""
-        plain = json.loads(json.dumps(configuration.resolve(config, words)))
-        return (key := self.key(plain)), self.runs.get(key)
+        """Returns the key of a configuration, and the directory of a run of it or None."""
+        resolved = json.loads(json.dumps(configuration.resolve(config, registry)))
+        return (key := self.key(resolved)), self.runs.get(key)

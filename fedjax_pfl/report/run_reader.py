@@ -1,7 +1,6 @@
-"""A run as its report, a comparison, an export and a search over settings see it.
+"""Results of a run, for reports, comparisons, exports and tuning.
 
-`Run` is what a run hands over when it ends, and what `read` finds in a directory of another day.
-Everything that is read is checked here, once: whoever has a Run need not doubt its types.
+A finished run returns a `Run`, and `read` reads one from a run directory. Reading checks all types.
 """
 
 import csv
@@ -16,8 +15,8 @@ from fedjax_pfl.data.sources import reads_own_files
 from fedjax_pfl.report import csv_tables
 from fedjax_pfl.settings import configuration
 
-Record = Mapping[str, Any]  # one line of metrics.jsonl
-CONFIG, METRICS, CLIENTS, TRAFFIC, MADE, REPORT, EXAMPLES = (
+Record = Mapping[str, Any]  # a line of metrics.jsonl
+CONFIG, METRICS, CLIENTS, TRAFFIC, PROVENANCE, REPORT, EXAMPLES = (
     "config.json",
     "metrics.jsonl",
     "clients.csv",
@@ -27,73 +26,81 @@ CONFIG, METRICS, CLIENTS, TRAFFIC, MADE, REPORT, EXAMPLES = (
     "data.json",
 )
 STAGES = ("before", "after", "validation")
-_DEEPEST = 12  # levels of settings in settings, of which there are three
-_LARGEST = 10**30  # of a number, which a float can hold
-_TEXTS = {"owner"}  # columns of clients.csv that hold no numbers
+_MAX_DEPTH = 12  # of nested settings; the library has three levels
+_MAX_NUMBER = 10**30  # a float can hold it
+_TEXT_COLUMNS = {"owner"}  # of clients.csv
 
 
 class Run(NamedTuple):
-    """A run, finished or not."""
+    """Results of a run, finished or not."""
 
     directory: Path
     config: Mapping[str, Any]
-    metrics: Sequence[Record]  # a line per evaluation
-    clients: Sequence[Mapping[str, Any]] = ()  # a row per client; none before the end
-    traffic: Mapping[str, Any] = {}  # bytes by layer and direction, likewise
-    made: Mapping[str, Any] = {}  # the command, the versions and the date
+    metrics: Sequence[Record]  # one per evaluation
+    clients: Sequence[Mapping[str, Any]] = ()  # a row per client; empty before the end
+    traffic: Mapping[str, Any] = {}  # bytes by layer and direction; empty before the end
+    provenance: Mapping[str, Any] = {}  # command, versions and date
     finished: bool = True
-    # digest of the examples of files; "": the configuration says which examples; None: unknown
+    # Digest of the examples if they come from files; "" if the configuration determines them;
+    # None if unknown.
     examples: str | None = ""
 
     @property
     def seed(self) -> int:
+        """Returns the seed of the run."""
         return int(self.config.get("seed", 0))
 
 
-class _Odd(ValueError):
-    """What is wrong in a file."""
+class _InvalidFile(ValueError):
+    """Content of a file that no run writes; the message names it."""
 
 
 def read(directory: Path) -> Run:
-    """One run directory; UsageError where it is none, is damaged or has no evaluation yet."""
-    missing = [n for n in (CONFIG, METRICS) if not (directory / n).is_file()]
+    """Reads a run directory; raises UsageError if it is damaged or has no evaluation yet."""
+    missing = [name for name in (CONFIG, METRICS) if not (directory / name).is_file()]
     if missing:
         raise UsageError(f"{directory} is not a run directory: it lacks {' and '.join(missing)}")
     finished = (directory / REPORT).is_file()
     config = read_config(directory)
-    again = "give the run's command again, which writes it anew"
-    metrics = _reading(directory / METRICS, again, lambda path: list(_lines(path, finished)))
+    hint = "run the command again to write it again"
+    metrics = _read_file(directory / METRICS, hint, lambda path: list(_lines(path, finished)))
     if not metrics:
         raise UsageError(f"{directory} has nothing to show yet: {METRICS} holds no evaluation")
     clients: list[dict[str, Any]] = []
     traffic: Mapping[str, Any] = {}
     if finished:
         if (directory / CLIENTS).is_file():
-            clients = _reading(directory / CLIENTS, again, _clients)
+            clients = _read_file(directory / CLIENTS, hint, _clients)
         if (directory / TRAFFIC).is_file():
-            traffic = _reading(directory / TRAFFIC, again, _traffic)
-    made = read_made(directory)
-    examples = examples_of(directory, config)
-    return Run(directory, config, metrics, clients, traffic, made, finished, examples)
+            traffic = _read_file(directory / TRAFFIC, hint, _traffic)
+    return Run(
+        directory=directory,
+        config=config,
+        metrics=metrics,
+        clients=clients,
+        traffic=traffic,
+        provenance=read_provenance(directory),
+        finished=finished,
+        examples=examples_of(directory, config),
+    )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The configuration of a run directory; UsageError where it is damaged."""
-    hint = "bring it back from a copy or choose another directory"
-    return _reading(directory / CONFIG, hint, _config)
+    """Reads the configuration of a run directory; raises UsageError if it is damaged."""
+    hint = "restore it from a copy or choose another directory"
+    return _read_file(directory / CONFIG, hint, _config)
 
 
-def read_made(directory: Path) -> dict[str, Any]:
-    """Command, versions and date, as far as they are there: nothing depends on them."""
+def read_provenance(directory: Path) -> dict[str, Any]:
+    """Reads command, versions and date of a run; returns {} if the file is missing or damaged."""
     try:
-        found = _json(directory / MADE)
-        return {str(key): str(value) for key, value in found.items()}
+        return {str(key): str(value) for key, value in _json(directory / PROVENANCE).items()}
     except (OSError, ValueError):
         return {}
 
 
 def examples_of(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the digest of a run's examples: "" if it reads no files, None if it is unknown."""
+    """Returns the digest of a run's examples, "" if it reads no files, or None if unknown."""
     return read_examples(directory) if reads_own_files(str(config.get("dataset"))) else ""
 
 
@@ -106,93 +113,104 @@ def read_examples(directory: Path) -> str | None:
 
 
 def read_deviation(directory: Path) -> float | None:
-    """That of a regression's targets, as far as it is there: nothing depends on it."""
+    """Returns the standard deviation of a regression's targets, or None if it is unknown."""
     try:
-        found = float(_json(directory / EXAMPLES)["score_deviation"])
-        return found if 0 < found < _LARGEST else None
+        deviation = float(_json(directory / EXAMPLES)["score_deviation"])
+        return deviation if 0 < deviation < _MAX_NUMBER else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
-def _reading(path: Path, hint: str, content: Callable[[Path], Any]) -> Any:
+def _read_file(path: Path, hint: str, read_content: Callable[[Path], Any]) -> Any:
+    """Returns the content of a file; raises UsageError if it is damaged.
+
+    Args:
+      path: The file.
+      hint: What the user can do about a damaged file.
+      read_content: Reads and checks the file; raises ValueError if it is damaged.
+    """
     try:
-        return content(path)
+        return read_content(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror})") from None
     except (ValueError, csv.Error) as error:
-        why = str(error) if isinstance(error, _Odd) else "it is not what a run writes"
+        why = str(error) if isinstance(error, _InvalidFile) else "its format is wrong"
         raise UsageError(f"{path} is damaged ({why}); {hint}") from None
 
 
-def _loads(text: str) -> Any:
+def _parse_json(text: str) -> Any:
+    """Returns the value of a JSON text."""
     try:
         return json.loads(text)
     except RecursionError:
-        raise _Odd("it is nested too deep") from None
+        raise _InvalidFile("it is nested too deep") from None
     except ValueError:
-        raise _Odd("it is not JSON") from None
+        raise _InvalidFile("it is not JSON") from None
 
 
 def _json(path: Path) -> dict[str, Any]:
-    found = _loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
-        raise _Odd("it holds no group of values by name")
-    left: list[tuple[Any, int]] = [(found, 0)]
-    while left:
-        value, depth = left.pop()
-        if depth > _DEEPEST:
-            raise _Odd("it is nested too deep")
+    """Returns the JSON object in a file."""
+    content = _parse_json(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise _InvalidFile("it is no JSON object")
+    remaining: list[tuple[Any, int]] = [(content, 0)]
+    while remaining:
+        value, depth = remaining.pop()
+        if depth > _MAX_DEPTH:
+            raise _InvalidFile("it is nested too deep")
         inner = value.values() if isinstance(value, dict) else value
         if isinstance(value, dict | list):
-            left += [(one, depth + 1) for one in inner]
-    return found
+            remaining += [(item, depth + 1) for item in inner]
+    return content
 
 
-def as_read(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration as it comes back from a run directory: tuples are lists."""
+def as_json(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration as a run directory stores it: tuples become lists."""
     return json.loads(json.dumps(config))
 
 
 @functools.cache
-def known_settings() -> Mapping[str, Any]:
-    """All settings at their defaults, as a run directory would have them."""
-    return as_read(configuration.default().to_dict())
+def default_settings() -> Mapping[str, Any]:
+    """Returns all settings at their defaults, as a run directory stores them."""
+    return as_json(configuration.default().to_dict())
 
 
 def _config(path: Path) -> dict[str, Any]:
-    found = _json(path)
-    if "rounds" not in found:
-        raise _Odd("it has no rounds")
-    for key, value in found.items():
-        usual = known_settings().get(key)
+    """Reads config.json and checks the types of known settings."""
+    config = _json(path)
+    if "rounds" not in config:
+        raise _InvalidFile("it has no rounds")
+    for key, value in config.items():
+        usual = default_settings().get(key)
         if usual is None or value is None:
             continue
         kinds = (int, float) if isinstance(usual, float) else (type(usual),)
         if not isinstance(value, kinds) or isinstance(value, bool) != isinstance(usual, bool):
-            raise _Odd(f"{key} is {json.dumps(value)[:40]}")
-    if not all(isinstance(phase, dict) for phase in found.get("phases") or []):
-        raise _Odd("phases are no groups of settings")
-    return found
+            raise _InvalidFile(f"{key} is {json.dumps(value)[:40]}")
+    if not all(isinstance(phase, dict) for phase in config.get("phases") or []):
+        raise _InvalidFile("phases are no groups of settings")
+    return config
 
 
 def _lines(path: Path, finished: bool) -> Iterator[dict[str, Any]]:
+    """Yields the lines of metrics.jsonl; the last one of an unfinished run may be incomplete."""
     lines = [line for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
     for number, text in enumerate(lines, 1):
         try:
-            line = _loads(text)
+            line = _parse_json(text)
         except ValueError:
             if number == len(lines) and not finished:
-                return  # a run that is going on may be half-way through its last line
+                return
             raise
         if problem := _problem(line):
-            raise _Odd(f"line {number}: {problem}")
+            raise _InvalidFile(f"line {number}: {problem}")
         yield line
 
 
 def _problem(line: Any) -> str:
-    """What is wrong with an evaluation."""
+    """Returns the first error in a line of metrics.jsonl, or ""."""
     if not isinstance(line, dict):
-        return "it is no group of values by name"
+        return "it is no JSON object"
     if not isinstance(line.get("round"), int) or not _is_number(line["round"]):
         return "it has no round"
     for key, value in line.items():
@@ -204,13 +222,13 @@ def _problem(line: Any) -> str:
                     return f"{key}.{name} is {json.dumps(score)[:40]}"
         elif key == "observed":
             if not isinstance(value, dict) or not all(map(_are_numbers, value.values())):
-                return "observed is no group of numbers by name"
+                return "observed has a value that is no number"
         elif key == "own_metrics":
             if not isinstance(value, dict) or not all(isinstance(v, dict) for v in value.values()):
-                return "own_metrics is no group of metrics by name"
+                return "own_metrics has a value that is no JSON object"
         elif key in ("dead", "remarks"):
             if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-                return f"{key} is no list of texts"
+                return f"{key} is no list of strings"
         elif not _is_number(value):
             return f"{key} is {json.dumps(value)[:40]}"
     return ""
@@ -221,31 +239,38 @@ def _are_numbers(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    """Or nothing, where there was none."""
+    """Returns True for None and for a number in the range of floats."""
     if value is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return isinstance(value, float) or abs(value) < _LARGEST
+    return isinstance(value, float) or abs(value) < _MAX_NUMBER
 
 
 def _clients(path: Path) -> list[dict[str, Any]]:
+    """Reads clients.csv."""
     with path.open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
     if "client" not in (reader.fieldnames or ()) or not rows:
-        raise _Odd("it is no table of clients")
-    found = []
+        raise _InvalidFile("it is no table of clients")
+    clients = []
     for number, row in enumerate(rows, 1):
         if None in row or None in row.values():
-            raise _Odd(f"row {number} is not as long as the others")
-        found.append({key: _cell(key, value, number) for key, value in row.items()})
-    return found
+            raise _InvalidFile(f"row {number} is not as long as the others")
+        clients.append({key: _cell(key, value, number) for key, value in row.items()})
+    return clients
 
 
 def _cell(column: str, text: str, row: int) -> Any:
-    """Numbers as numbers, and None where there is none."""
-    if column in _TEXTS:
+    """Returns the value of a cell: a number, a string in a text column, or None if it is empty.
+
+    Args:
+      column: Name of the column.
+      text: Content of the cell.
+      row: Number of the row, for messages.
+    """
+    if column in _TEXT_COLUMNS:
         return csv_tables.unescaped(text)
     if not text:
         return None
@@ -254,15 +279,16 @@ def _cell(column: str, text: str, row: int) -> Any:
             return kind(text)
         except ValueError:
             continue
-    raise _Odd(f"row {row}: {column} is {text[:40]!r}")
+    raise _InvalidFile(f"row {row}: {column} is {text[:40]!r}")
 
 
 def _traffic(path: Path) -> dict[str, Any]:
-    found = _json(path)
+    """Reads traffic.json."""
+    traffic = _json(path)
     for direction in ("down", "up"):
-        bill = found.get(direction, {})
-        if not isinstance(bill, dict) or not all(map(_is_number, bill.values())):
-            raise _Odd(f"{direction} is no group of bytes by layer")
-        if not _is_number(found.get(f"total_{direction}")):
-            raise _Odd(f"total_{direction} is no number")
-    return found
+        by_layer = traffic.get(direction, {})
+        if not isinstance(by_layer, dict) or not all(map(_is_number, by_layer.values())):
+            raise _InvalidFile(f"{direction} has a value that is no number")
+        if not _is_number(traffic.get(f"total_{direction}")):
+            raise _InvalidFile(f"total_{direction} is no number")
+    return traffic

@@ -1,4 +1,4 @@
-"""Tables as text for a terminal, as Markdown and as LaTeX."""
+"""Tables as plain text, Markdown and LaTeX."""
 
 import html
 import re
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 WIDTH = 100
-_LEAST = 16  # columns for labels
+_MIN_LABEL_WIDTH = 16
 _LATEX = {
     "&": r"\&",
     "%": r"\%",
@@ -29,17 +29,17 @@ _LATEX = {
 
 
 class Table(NamedTuple):
-    """Text in cells; a row begins with its label."""
+    """A table of text cells; each row starts with its label."""
 
     caption: str
-    heads: list[str]  # of the other columns
+    heads: list[str]  # column heads, without that of the labels
     rows: list[list[str]]
-    variants: Sequence[list[str]] = ()  # rows below a line: variants of this library
+    variants: Sequence[list[str]] = ()  # variants of this library, below a line
     title: str = ""  # heading on a page
 
     @property
     def all_rows(self) -> list[list[str]]:
-        """Rows above and below the line."""
+        """Returns the rows above and below the line."""
         return [*self.rows, *self.variants]
 
 
@@ -47,42 +47,42 @@ LINE = "Variants of this library:"
 
 
 def text(tables: Sequence[Table]) -> str:
-    """At most 100 columns wide; labels are wrapped."""
+    """Returns tables as plain text with wrapped labels, at most 100 columns wide if possible."""
     parts = []
     for table in tables:
         lines = [table.heads, *(cells for _, *cells in table.all_rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        room = max(_LEAST, WIDTH - sum(widths) - 2 * len(widths))
-        said = [[""], *(textwrap.wrap(label, room) for label, *_ in table.all_rows)]
-        room = max(len(line) for label in said for line in label)
+        label_width = max(_MIN_LABEL_WIDTH, WIDTH - sum(widths) - 2 * len(widths))
+        labels = [[""], *(textwrap.wrap(label, label_width) for label, *_ in table.all_rows)]
+        label_width = max(len(line) for label in labels for line in label)
         out = textwrap.wrap(table.caption, WIDTH)
-        for number, (label, cells) in enumerate(zip(said, lines, strict=True)):
+        for number, (label, cells) in enumerate(zip(labels, lines, strict=True)):
             if number == len(table.rows) + 1:
-                out.append(f"{LINE} ".ljust(room + sum(widths) + 2 * len(widths), "-"))
+                out.append(f"{LINE} ".ljust(label_width + sum(widths) + 2 * len(widths), "-"))
             numbers = "".join(f"  {c.rjust(w)}" for c, w in zip(cells, widths, strict=True))
-            out += [(label[0].ljust(room) + numbers).rstrip(), *label[1:]]
+            out += [(label[0].ljust(label_width) + numbers).rstrip(), *label[1:]]
         parts.append("\n".join(out))
     return "\n\n".join(parts)
 
 
-def filled(text: str) -> str:
-    """A paragraph, no wider than the tables."""
+def fill_paragraph(text: str) -> str:
+    """Wraps a paragraph to the width of the tables."""
     return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
 def markdown(tables: Sequence[Table]) -> str:
-    """A paragraph and a table each."""
+    """Returns tables as Markdown, each after its caption."""
 
-    def plain(text: str) -> str:
+    def escape(text: str) -> str:
         return html.escape(text, quote=False)  # Markdown lets HTML through
 
     def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(plain(c).replace("|", r"\|") for c in cells) + " |"
+        return "| " + " | ".join(escape(c).replace("|", r"\|") for c in cells) + " |"
 
     return "\n\n".join(
         "\n".join(
             [
-                plain(table.caption),
+                escape(table.caption),
                 "",
                 line(["", *table.heads]),
                 line(["---", *("---:" for _ in table.heads)]),
@@ -96,7 +96,7 @@ def markdown(tables: Sequence[Table]) -> str:
 
 
 def latex(tables: Sequence[Table]) -> str:
-    """Tables that need no package."""
+    """Returns tables as LaTeX that needs no package."""
 
     def line(cells: Sequence[str]) -> str:
         return " & ".join(map(_escaped, cells)) + r" \\"
@@ -123,5 +123,5 @@ def latex(tables: Sequence[Table]) -> str:
 
 
 def _escaped(cell: str) -> str:
-    plain = "".join(_LATEX.get(character, character) for character in cell)
-    return re.sub(r"^([-+])(?=[\d.])", r"$\1$", plain)
+    escaped = "".join(_LATEX.get(character, character) for character in cell)
+    return re.sub(r"^([-+])(?=[\d.])", r"$\1$", escaped)

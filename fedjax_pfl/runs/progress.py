@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.scores import Metric
-from fedjax_pfl.report.numbers import human_bytes, number, show_score, spoken
+from fedjax_pfl.report.numbers import format_bytes, format_score, metric_name, number
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.simulation import metrics
@@ -30,7 +30,7 @@ def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str
     """
     values = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]
     finite = [value for value in values if np.isfinite(value)]
-    return show_score(metric, float(np.mean(finite))) if finite else ""
+    return format_score(metric, float(np.mean(finite))) if finite else ""
 
 
 def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int) -> str:
@@ -46,9 +46,9 @@ def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int
     losses = [number((line["before"] or {}).get("loss")) for line in lines]
     traffic = sum(line["bytes_down"] + line["bytes_up"] for line in lines)
     parts = [
-        f"{spoken(metric)} {score_text or 'not finite'}",
+        f"{metric_name(metric)} {score_text or 'not finite'}",
         f"loss {np.mean(losses):.4f}" if np.isfinite(losses).all() else "",
-        human_bytes(traffic),
+        format_bytes(traffic),
         f"{sum(line['seconds'] for line in lines):.1f} s",
     ]
     runs = f" ({len(lines)} runs, mean)" if len(lines) > 1 else ""

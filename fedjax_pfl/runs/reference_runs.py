@@ -40,9 +40,9 @@ def check_settings(
         from fedjax_pfl.report import references
 
         resolved = [
-            run_reader.as_read(configuration.resolve(config, registry)) for config in configs
+            run_reader.as_json(configuration.resolve(config, registry)) for config in configs
         ]
-        references.check(resolved, references.given(settings.beside))
+        references.check_same_work(resolved, references.read_finished(settings.beside))
 
 
 def check_examples(configs: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ def check_examples(configs: Iterable[Mapping[str, Any]], facts: Mapping[str, Any
     for directories in {str(config["beside"]) for config in configs if config.get("beside")}:
         from fedjax_pfl.report import references
 
-        for run in references.given(directories):
+        for run in references.read_finished(directories):
             if run.examples != facts.get("digest", ""):
                 raise UsageError(
                     f"{run.directory} is a run on other examples, or its data.json is missing; it "
@@ -69,7 +69,7 @@ def named_runs(run: run_reader.Run) -> dict[str, run_reader.Run]:
         return {}
     from fedjax_pfl.report import references
 
-    return references.same_work(run, references.given(directories))
+    return references.same_work(run, references.read_finished(directories))
 
 
 def missing_runs(

@@ -52,7 +52,7 @@ def run_record(result: Result) -> run_reader.Run:
         result.metrics,
         result.clients,
         run_directory.traffic(result.ledger),
-        run_reader.read_made(result.directory),
+        run_reader.read_provenance(result.directory),
         examples=run_reader.examples_of(result.directory, result.config),
     )
 

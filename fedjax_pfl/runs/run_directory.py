@@ -243,11 +243,11 @@ def write_provenance(directory: Path) -> None:
             versions.append(f"{package} {metadata.version(package)}")
     python = ".".join(map(str, sys.version_info[:3]))
     current = {"versions": ", ".join(versions), "python": python} | _commit()
-    path = directory / run_reader.MADE
+    path = directory / run_reader.PROVENANCE
     if not path.exists():
         began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
         write_json(path, {"began": began, "command": _command()} | current)
-    elif saved := run_reader.read_made(directory):
+    elif saved := run_reader.read_provenance(directory):
         history = {key: saved.get(key, "unknown") for key in current}
         for key, value in current.items():
             if not history[key].endswith(value):

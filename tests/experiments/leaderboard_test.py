@@ -135,9 +135,9 @@ def test_what_earlier_calls_have_made_stays(tmp_path):
     there = board.column(whole, "digits", about)["methods"]
     assert there == board.read(tmp_path)["columns"]["digits"]["methods"]
     again = {key: value for key, value in line(0.8, 0.81).items() if key != "commit"}
-    assert board.dated(again, "new", there["local"])["commit"] == "abc1234"
-    assert board.dated(again | {"seconds": 5.0}, "new", there["local"])["commit"] == "new"
-    assert board.dated(again, "new", None)["commit"] == "new"
+    assert board.with_commit(again, "new", there["local"])["commit"] == "abc1234"
+    assert board.with_commit(again | {"seconds": 5.0}, "new", there["local"])["commit"] == "new"
+    assert board.with_commit(again, "new", None)["commit"] == "new"
     assert board.column(whole, "digits", {**about, "budget": 3})["methods"] == {}
     some = {**about, "settings": {"kernels": (4, 8)}}
     board.column(whole, "cifar10", some)["methods"]["local"] = line(0.5)

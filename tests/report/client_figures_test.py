@@ -9,7 +9,7 @@ import pytest
 from fedjax_pfl.core.scores import ACCURACY, SQUARED_ERROR
 from fedjax_pfl.report import client_figures
 from fedjax_pfl.report import page as report
-from tests.report.page_test import a_run, evaluation
+from tests.report.page_test import evaluation, make_run
 
 # The first save in a process may import what matplotlib's backends bring along.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 
 def test_very_many_clients_are_a_histogram_and_quantiles(tmp_path):
     """Scores .5 to .8, a fourth of the clients each: the median lies between .6 and .7."""
-    run = a_run(tmp_path, [evaluation(1)], clients=2000)
+    run = make_run(tmp_path, [evaluation(1)], clients=2000)
     path = report.write(run)
     page = path.read_text()
     assert path.stat().st_size < 500_000
@@ -42,6 +42,6 @@ def test_the_worst_of_an_error_is_the_largest():
 
 
 def test_scores_that_differ_by_rounding_are_a_histogram():
-    scores = [0.3 if i % 2 else 0.1 + 0.2 for i in range(client_figures.MOST_POINTS + 1)]
+    scores = [0.3 if i % 2 else 0.1 + 0.2 for i in range(client_figures.MAX_POINTS + 1)]
     clients = [{"client": i, "before_accuracy": v} for i, v in enumerate(scores)]
     assert client_figures.draw(clients, ACCURACY)

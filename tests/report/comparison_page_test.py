@@ -1,4 +1,4 @@
-"""A comparison as text, Markdown, LaTeX, CSV, and a page."""
+"""Tests of comparisons as text, Markdown, LaTeX, CSV and a page."""
 
 import csv
 import io
@@ -18,16 +18,12 @@ from tests.report.comparison_test import made, rows_of, settings
 pair = comparison_test.pair  # the fixture
 
 
-def test_text_to_the_letter(pair):
+def test_text(pair):
     lines = comparison_page.text(pair).splitlines()
-    alone = "  gain %", "       0", "       –"
     assert lines[3:6] == [
-        "              before         after    worst 10 %  MB down  MB up  rounds  seeds"
-        + alone[0],
-        "FedAvg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2"
-        + alone[1],
-        "Local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2"
-        + alone[2],
+        "              before         after    worst 10 %  MB down  MB up  rounds  seeds  gain %",
+        "FedAvg  65.00 ± 7.07  70.00 ± 7.07  45.00 ± 7.07       20      5      10      2       0",
+        "Local   75.00 ± 2.36  80.00 ± 2.36  60.00 ± 0.00       20      5      10      2       –",
     ]
     p = wilcoxon([0.2, 0.05, 0.05]).pvalue
     assert lines[-2:] == [
@@ -36,10 +32,10 @@ def test_text_to_the_letter(pair):
     ]
 
 
-def test_variants_stand_below_a_line_in_every_format(pair, monkeypatch):
+def test_variants_are_below_a_line_in_every_format(pair, monkeypatch):
     monkeypatch.setitem(METHODS, "local", METHODS["local"]._replace(variant_of=METHODS["fedavg"]))
     label = f"{METHODS['local'].title} (variant of this library)"
-    rows = [pair[1]._replace(label=label), pair[0]]  # the variant was given first
+    rows = [pair[1]._replace(label=label), pair[0]]  # the variant comes first
     (results, tests) = comparison_page.tables(rows)
     assert [row[0] for row in results.rows] == ["FedAvg"]
     assert [row[0] for row in results.variants] == [label]
@@ -49,8 +45,8 @@ def test_variants_stand_below_a_line_in_every_format(pair, monkeypatch):
     assert lines[at - 1].startswith("FedAvg ")
     assert lines[at + 1].startswith("Local ")
     assert set(map(len, lines[at - 1 : at + 1])) == {len(lines[at])}
-    plain = comparison_page.markdown(rows)
-    assert "|\n| Variants of this library: |  |  |  |  |  |  |  |  |\n| Local (variant" in plain
+    markdown = comparison_page.markdown(rows)
+    assert "|\n| Variants of this library: |  |  |  |  |  |  |  |  |\n| Local (variant" in markdown
     assert "\\hline\nVariants of this library: \\\\\nLocal" in comparison_page.latex(rows)
     page = comparison_page._page(
         rows, comparison_page.tables(rows), figures.curves({}, metric_of(pair[0].runs[0].metrics))
@@ -58,12 +54,12 @@ def test_variants_stand_below_a_line_in_every_format(pair, monkeypatch):
     assert page.count('scope="rowgroup">Variants of this library:</th></tr>\n<tr><th') == 1
 
 
-def test_text_fits_a_terminal(tmp_path):
+def test_text_has_at_most_100_columns(tmp_path):
     score = "negative_squared_error"
-    for name, own in (("a", {}), ("b", {"phases": [{"rounds": 10**6}] * 9})):
+    for name, changes in (("a", {}), ("b", {"phases": [{"rounds": 10**6}] * 9})):
         for seed in (0, 1):
             path = tmp_path / f"{name}{seed}"
-            made(path, [-1e30, -2e30], settings(seed=seed, **own), seed == 0, score, (1, 10**6))
+            made(path, [-1e30, -2e30], settings(seed=seed, **changes), seed == 0, score, (1, 10**6))
     rows = rows_of(*(tmp_path / name for name in ("a0", "a1", "b0", "b1")))
     text = comparison_page.text(rows)
     assert max(map(len, text.splitlines())) <= 100
@@ -97,7 +93,7 @@ def test_latex_parsed_back(pair):
 
 def test_csv_parsed_back(pair):
     first, second = csv.DictReader(io.StringIO(comparison_page.as_csv(pair)))
-    summary, test = comparison.summary(pair[1]), comparison.paired(pair[1], pair[0], "after")
+    summary, test = comparison.summary(pair[1]), comparison.paired_test(pair[1], pair[0], "after")
     assert (first["label"], first["p_before"], first["paired_clients"]) == ("FedAvg", "", "")
     assert float(second["accuracy_before_std"]) == summary.before["std"]
     assert float(second["accuracy_worst10_mean"]) == summary.worst10["mean"]
@@ -115,23 +111,22 @@ def test_files_and_a_self_contained_page(pair, tmp_path):
     assert (page.parent / "compare.txt").read_text() == comparison_page.text(hostile) + "\n"
     text = page.read_text()
     assert text.count("<svg") == 1
-    bare = text
-    assert "http" not in bare
-    assert "<script" not in bare
-    assert ">65.00 ± 7.07</td>" in bare
-    assert "<dt>clients</dt><dd>3</dd>" in bare
-    assert "<dt>algorithm</dt>" not in bare  # in which they differ
-    assert f">{pair[1].runs[1].directory}</td>" in bare
+    assert "http" not in text
+    assert "<script" not in text
+    assert ">65.00 ± 7.07</td>" in text
+    assert "<dt>clients</dt><dd>3</dd>" in text
+    assert "<dt>algorithm</dt>" not in text  # a differing setting
+    assert f">{pair[1].runs[1].directory}</td>" in text
 
 
-def test_a_folder_that_cannot_be_written(pair, tmp_path):
+def test_folder_that_cannot_be_written_is_refused(pair, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match="cannot be written"):
         comparison_page.write(pair, tmp_path / "file")
 
 
-def test_diagnostics_are_columns_where_a_method_has_them(tmp_path):
-    """Of the last evaluation; of layers the mean, and over seeds: (3 + 1 + 4 + 2) / 4."""
+def test_diagnostics_are_columns(tmp_path):
+    """The value is the mean over layers and seeds at the last evaluation: (3 + 1 + 4 + 2) / 4."""
     paths = []
     for seed, peers in enumerate(({"conv": 3.0, "head": 1.0}, {"conv": 4.0, "head": 2.0})):
         path = made(tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed))
@@ -146,7 +141,7 @@ def test_diagnostics_are_columns_where_a_method_has_them(tmp_path):
     ((label, *cells),) = table.rows
     assert label.startswith("pFedLA")
     assert cells == ["2.5", "0"]
-    written = list(csv.DictReader(io.StringIO(comparison_page.as_csv(rows))))
-    assert [line["observed_peers"] for line in written] == ["2.5", ""]
+    lines = list(csv.DictReader(io.StringIO(comparison_page.as_csv(rows))))
+    assert [line["observed_peers"] for line in lines] == ["2.5", ""]
     assert "Diagnostics" in comparison_page.write(rows, tmp_path / "out").read_text()
     assert len(comparison_page.tables(rows[1:])) == 1

@@ -1,4 +1,4 @@
-"""Runs side by side: rows, labels, means over seeds, paired tests; small made-up runs."""
+"""Tests of rows, labels, means over seeds and paired tests on synthetic run directories."""
 
 import csv
 import json
@@ -16,21 +16,21 @@ from tests.commands import message, run_here
 SCORES = {"fedavg": [[0.5, 0.6, 0.7], [0.4, 0.8, 0.9]], "local": [[0.7, 0.6, 0.9], [0.6, 0.9, 0.8]]}
 
 
-def settings(algorithm="fedavg", **given):
-    """A resolved configuration, as a run directory has it."""
-    made = configuration.complete({"algorithm": algorithm, "clients": 3, **given})
-    return json.loads(json.dumps(configuration.resolve(made)))
+def settings(algorithm="fedavg", **changes):
+    """Returns a resolved configuration as a run directory stores it."""
+    config = configuration.complete({"algorithm": algorithm, "clients": 3, **changes})
+    return json.loads(json.dumps(configuration.resolve(config)))
 
 
-def made(path, scores, given, finished=True, score="accuracy", rounds=(5, 10), after=True):
-    """A run directory; after local training every client is .05 better."""
+def made(path, scores, config, finished=True, score="accuracy", rounds=(5, 10), after=True):
+    """Writes a run directory; local training improves every client by 0.05."""
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(given))
+    (path / "config.json").write_text(json.dumps(config))
 
-    def stage(plus):
+    def stage(gain):
         return {
-            f"{score}_mean": float(np.mean(scores)) + plus,
-            f"{score}_worst10": min(scores) + plus,
+            f"{score}_mean": float(np.mean(scores)) + gain,
+            f"{score}_worst10": min(scores) + gain,
         }
 
     lines = [
@@ -58,8 +58,8 @@ def made(path, scores, given, finished=True, score="accuracy", rounds=(5, 10), a
     return path
 
 
-def named(path, names):
-    """The same run directory with a name for each row of clients.csv."""
+def add_owners(path, names):
+    """Adds owners to the rows of clients.csv and returns the path."""
     lines = (path / "clients.csv").read_text().splitlines()
     rows = [f"{line},{name}" for line, name in zip(lines, ["owner", *names], strict=True)]
     (path / "clients.csv").write_text("\n".join(rows) + "\n")
@@ -72,7 +72,7 @@ def rows_of(*paths):
 
 @pytest.fixture
 def pair(tmp_path):
-    """FedAvg and Local with two seeds each, given in mixed order."""
+    """Returns rows of FedAvg and Local with two seeds each, from a mixed order."""
     order = [("fedavg", 1), ("local", 0), ("fedavg", 0), ("local", 1)]
     return rows_of(
         *(made(tmp_path / f"{a}{s}", SCORES[a][s], settings(a, seed=s)) for a, s in order)
@@ -82,10 +82,10 @@ def pair(tmp_path):
 # Rows and labels.
 
 
-def test_runs_that_differ_in_their_seed_and_in_what_is_neutral_are_one_row(tmp_path):
+def test_runs_that_differ_in_seed_and_resumable_settings_are_one_row(tmp_path):
     neutral = {"data_dir": "elsewhere", "chunk": 3, "devices": 2, "checkpoint_every": 7}
-    for seed, own in enumerate([{}, neutral]):
-        made(tmp_path / f"{seed}", [0.5], settings(seed=seed, **own))
+    for seed, changes in enumerate([{}, neutral]):
+        made(tmp_path / f"{seed}", [0.5], settings(seed=seed, **changes))
     made(tmp_path / "2", [0.5], settings(seed=2, partition_seed=1))
     rows = rows_of(*(tmp_path / name for name in "102"))
     assert [[run.seed for run in row.runs] for row in rows] == [[0, 1], [2]]
@@ -93,7 +93,7 @@ def test_runs_that_differ_in_their_seed_and_in_what_is_neutral_are_one_row(tmp_p
     assert [row.label for row in rows_of(tmp_path / "0")] == ["FedAvg"]
 
 
-def test_a_setting_that_an_older_run_does_not_know_is_at_its_default(tmp_path):
+def test_settings_that_an_old_run_lacks_are_at_their_defaults(tmp_path):
     old = settings("pfedme", seed=1)
     del old["keep_head"], old["pfedme"]["beta"]
     paths = [
@@ -109,7 +109,7 @@ def test_a_setting_that_an_older_run_does_not_know_is_at_its_default(tmp_path):
 @pytest.mark.parametrize(
     ("configs", "labels"),
     [
-        # The settings of one method are no difference to another, which has none of that name.
+        # Settings of one method do not distinguish it from another method.
         ([settings("fedavg"), settings("pfedla")], ["FedAvg", "pFedLA"]),
         (
             [settings(), settings("fedprox"), settings("fedprox", fedprox={"mu": 1.0})],
@@ -125,15 +125,15 @@ def test_a_setting_that_an_older_run_does_not_know_is_at_its_default(tmp_path):
         ),
     ],
 )
-def test_a_label_is_what_rows_differ_in(configs, labels):
+def test_labels_hold_the_differing_settings(configs, labels):
     assert comparison.labels(configs) == labels
 
 
 # Means over seeds.
 
 
-def test_means_and_sample_deviations_over_seeds_by_hand(pair):
-    """Seeds' means .6 and .7: mean .65, std sqrt(2 x .05²) = .0707107; worst .5 and .4."""
+def test_summary_has_means_and_sample_deviations_over_seeds(pair):
+    """The seeds have means 0.6 and 0.7, with std sqrt(2 · 0.05²), and worst scores 0.5 and 0.4."""
     fedavg, local = map(comparison.summary, pair)
     assert [row.label for row in pair] == ["FedAvg", "Local"]
     assert fedavg.before == pytest.approx({"mean": 0.65, "std": 0.005**0.5, "seeds": 2})
@@ -144,17 +144,17 @@ def test_means_and_sample_deviations_over_seeds_by_hand(pair):
     assert fedavg.rounds == (10, 10)
 
 
-def test_one_seed_has_no_deviation_and_no_after_where_it_was_not_evaluated(tmp_path):
+def test_summary_of_one_seed_without_evaluation_after_training(tmp_path):
     (row,) = rows_of(made(tmp_path / "a", [0.2, 0.4], settings(), after=False))
-    found = comparison.summary(row)
-    assert found.before == pytest.approx({"mean": 0.3, "std": None, "seeds": 1})
-    assert found.after is None
+    summary = comparison.summary(row)
+    assert summary.before == pytest.approx({"mean": 0.3, "std": None, "seeds": 1})
+    assert summary.after is None
     assert comparison_page.tables([row])[0].rows == [
         ["FedAvg", "30.00", "–", "20.00", "20", "5", "10", "1"]
     ]
 
 
-def test_curves_are_means_over_seeds_at_the_rounds_that_all_have(tmp_path):
+def test_curve_has_means_over_seeds_at_common_rounds(tmp_path):
     paths = [
         made(tmp_path / "a", [0.4], settings(seed=0)),
         made(tmp_path / "b", [0.8], settings(seed=1), rounds=(5, 8, 10)),
@@ -162,104 +162,103 @@ def test_curves_are_means_over_seeds_at_the_rounds_that_all_have(tmp_path):
     curve = comparison.curve(rows_of(*paths)[0])
     assert curve.rounds == [5, 10]
     assert curve.score == pytest.approx([(0.2 + 0.4) / 2, 0.6])
-    assert curve.moved == [12_500_000, 25_000_000]
+    assert curve.bytes_moved == [12_500_000, 25_000_000]
 
 
 # Paired tests.
 
 
-def on_file(path, algorithm, digest, **given):
-    """A run directory whose examples have this digest; None: it is lost."""
-    made(path, [0.5, 0.6], settings(algorithm, dataset="csv:t.csv", **given))
+def with_digest(path, algorithm, digest):
+    """Writes a run directory with the given digest of its examples, or without one."""
+    made(path, [0.5, 0.6], settings(algorithm, dataset="csv:t.csv"))
     if digest is not None:
         (path / "data.json").write_text(json.dumps({"digest": digest}))
     return path
 
 
-@pytest.mark.parametrize(
-    ("digests", "reason"),
-    [(("a", "b"), "other examples"), (("a", None), "other examples")],
-)
-def test_runs_on_other_examples_of_one_file_are_not_paired(tmp_path, digests, reason):
+@pytest.mark.parametrize("digests", [("a", "b"), ("a", None)])
+def test_runs_on_other_examples_of_one_file_are_not_paired(tmp_path, digests):
     paths = [tmp_path / name for name in ("fedavg", "local")]
     for path, digest in zip(paths, digests, strict=True):
-        on_file(path, path.name, digest)
+        with_digest(path, path.name, digest)
     rows = rows_of(*paths)
-    assert comparison.paired(rows[1], rows[0], "before") == reason
-    assert reason in comparison_page.text(rows)
+    assert comparison.paired_test(rows[1], rows[0], "before") == "other examples"
+    assert "other examples" in comparison_page.text(rows)
 
 
-def test_runs_on_the_same_examples_of_a_file_are_paired_and_unknown_ones_are_not(tmp_path):
-    same = rows_of(*(on_file(tmp_path / name, name, "a") for name in ("fedavg", "local")))
-    assert comparison.paired(same[1], same[0], "before") == (0.0, 1.0, 2)
-    lost = rows_of(*(on_file(tmp_path / f"{n}-lost", n, None) for n in ("fedavg", "local")))
-    assert comparison.paired(lost[1], lost[0], "before") == "examples unknown"
+def test_runs_are_paired_only_if_their_examples_are_known_and_equal(tmp_path):
+    same = rows_of(*(with_digest(tmp_path / name, name, "a") for name in ("fedavg", "local")))
+    assert comparison.paired_test(same[1], same[0], "before") == (0.0, 1.0, 2, 0)
+    unknown = rows_of(*(with_digest(tmp_path / f"{n}-lost", n, None) for n in ("fedavg", "local")))
+    assert comparison.paired_test(unknown[1], unknown[0], "before") == "examples unknown"
 
 
-def test_the_same_settings_on_other_examples_are_two_rows(tmp_path):
-    rows = rows_of(*(on_file(tmp_path / digest, "fedavg", digest) for digest in "ab"))
+def test_equal_settings_on_other_examples_are_two_rows(tmp_path):
+    rows = rows_of(*(with_digest(tmp_path / digest, "fedavg", digest) for digest in "ab"))
     assert [row.label for row in rows] == ["examples=a", "examples=b"]
 
 
 @pytest.mark.parametrize("stage", ["before", "after"])
-def test_the_paired_test_is_scipys(pair, stage):
-    """Differences of seed 0 are .2, 0, .2, and of seed 1 .2, .1, -.1: of a client their mean."""
+def test_paired_test_equals_scipy(pair, stage):
+    """The differences are 0.2, 0, 0.2 with seed 0 and 0.2, 0.1, -0.1 with seed 1."""
     difference = np.asarray([0.2, 0.05, 0.05])
-    found = comparison.paired(pair[1], pair[0], stage)
-    assert isinstance(found, comparison.Paired)
-    assert found.pairs == 3
-    assert found.difference == pytest.approx(difference.mean())
-    assert found.p == wilcoxon(difference).pvalue
+    test = comparison.paired_test(pair[1], pair[0], stage)
+    assert isinstance(test, comparison.PairedTest)
+    assert (test.pairs, test.better) == (3, 3)
+    assert test.difference == pytest.approx(difference.mean())
+    assert test.p == wilcoxon(difference).pvalue
     means = [comparison.summary(row).before["mean"] for row in pair]
-    assert found.difference == pytest.approx(means[1] - means[0])
+    assert test.difference == pytest.approx(means[1] - means[0])
 
 
-def test_the_exact_distribution_of_five_gains(tmp_path):
-    """All of five pairs gain by different amounts: p = 2 / 2^5."""
-    ours, theirs = [0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.4, 0.6, 0.8, 1.0]
+def test_p_of_five_gains_is_exact(tmp_path):
+    """All of five pairs gain by different amounts, so p = 2 / 2^5."""
+    low, high = [0.1, 0.2, 0.3, 0.4, 0.5], [0.2, 0.4, 0.6, 0.8, 1.0]
     rows = rows_of(
-        made(tmp_path / "a", ours, settings()), made(tmp_path / "b", theirs, settings("local"))
+        made(tmp_path / "a", low, settings()), made(tmp_path / "b", high, settings("local"))
     )
-    assert comparison.paired(rows[1], rows[0], "before") == pytest.approx((0.3, 2 / 32, 5))
-    assert comparison.paired(rows[0], rows[1], "before") == pytest.approx((-0.3, 2 / 32, 5))
-    assert comparison.paired(rows[0], rows[0], "before") == (0.0, 1.0, 5)
+    assert comparison.paired_test(rows[1], rows[0], "before") == pytest.approx((0.3, 2 / 32, 5, 5))
+    assert comparison.paired_test(rows[0], rows[1], "before") == pytest.approx((-0.3, 2 / 32, 5, 0))
+    assert comparison.paired_test(rows[0], rows[0], "before") == (0.0, 1.0, 5, 0)
 
 
-def test_seeds_of_a_client_are_no_independent_pairs(tmp_path):
-    """Five clients gain under both of two seeds: p = 2 / 2^5, and not the 2 / 2^10 of ten pairs."""
+def test_seeds_of_a_client_count_as_one_pair(tmp_path):
+    """Five clients gain under two seeds, so p = 2 / 2^5 instead of 2 / 2^10."""
     gains = {0: [0.01, 0.02, 0.03, 0.04, 0.05], 1: [0.06, 0.07, 0.08, 0.09, 0.1]}
     paths = [made(tmp_path / f"old{seed}", [0.2] * 5, settings(seed=seed)) for seed in gains]
     for seed, gain in gains.items():
-        better = [0.2 + one for one in gain]
+        better = [0.2 + g for g in gain]
         paths.append(made(tmp_path / f"new{seed}", better, settings("local", seed=seed)))
     rows = rows_of(*paths)
-    assert comparison.paired(rows[1], rows[0], "before") == pytest.approx((0.055, 2 / 32, 5))
+    assert comparison.paired_test(rows[1], rows[0], "before") == pytest.approx(
+        (0.055, 2 / 32, 5, 5)
+    )
     assert "over clients, each with its mean over seeds" in " ".join(
         comparison_page.text(rows).split()
     )
 
 
-def test_ties_that_binary_fractions_would_break(tmp_path):
-    """Differences of .1, .1, .1, -.1 have one rank, as scores of tenths say."""
+def test_differences_equal_up_to_rounding_are_ties(tmp_path):
+    """Differences of 0.1, 0.1, 0.1 and -0.1 have one rank."""
     rows = rows_of(
         made(tmp_path / "a", [0.8, 0.2, 0.5, 0.2], settings()),
         made(tmp_path / "b", [0.9, 0.3, 0.6, 0.1], settings("local")),
     )
-    found = comparison.paired(rows[1], rows[0], "before")
-    assert found[1] == wilcoxon([1, 1, 1, -1]).pvalue
-    assert found[1] != wilcoxon([0.9 - 0.8, 0.3 - 0.2, 0.6 - 0.5, 0.1 - 0.2]).pvalue
+    p = comparison.paired_test(rows[1], rows[0], "before").p
+    assert p == wilcoxon([1, 1, 1, -1]).pvalue
+    assert p != wilcoxon([0.9 - 0.8, 0.3 - 0.2, 0.6 - 0.5, 0.1 - 0.2]).pvalue
 
 
-def test_the_held_out_clients_are_paired_where_the_last_phase_is_theirs(tmp_path):
-    novel = {"held_out": 1, "phases": [{}, {"participants": "held_out"}]}
+def test_held_out_clients_are_paired_if_they_train_in_the_last_phase(tmp_path):
+    held_out = {"held_out": 1, "phases": [{}, {"participants": "held_out"}]}
     rows = rows_of(
-        *(made(tmp_path / a, [0.5, 0.6], settings(a, **novel)) for a in ("fedavg", "local"))
+        *(made(tmp_path / a, [0.5, 0.6], settings(a, **held_out)) for a in ("fedavg", "local"))
     )
-    assert comparison.paired(rows[1], rows[0], "before") == (0.0, 1.0, 1)
+    assert comparison.paired_test(rows[1], rows[0], "before") == (0.0, 1.0, 1, 0)
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("changes", "reason"),
     [
         ({"seed": 1}, "other seeds"),
         ({"partition_seed": 1}, "other clients"),
@@ -270,19 +269,19 @@ def test_the_held_out_clients_are_paired_where_the_last_phase_is_theirs(tmp_path
         ({"after": False}, "scores missing"),
     ],
 )
-def test_why_rows_are_not_paired(tmp_path, given, reason):
-    own = {key: given.pop(key) for key in ("finished", "after") if key in given}
-    scores = given.pop("scores", [0.5, 0.6, 0.7])
+def test_reasons_why_rows_are_not_paired(tmp_path, changes, reason):
+    options = {key: changes.pop(key) for key in ("finished", "after") if key in changes}
+    scores = changes.pop("scores", [0.5, 0.6, 0.7])
     rows = rows_of(
         made(tmp_path / "a", [0.5, 0.6, 0.7], settings()),
-        made(tmp_path / "b", scores, settings("local", **given), **own),
+        made(tmp_path / "b", scores, settings("local", **changes), **options),
     )
-    assert comparison.paired(rows[1], rows[0], "after") == reason
+    assert comparison.paired_test(rows[1], rows[0], "after") == reason
     cells = comparison_page.tables(rows)[1].rows[0]
     assert cells[4] == ("–" if reason == "scores missing" else "not paired")
 
 
-# Runs that are not whole, and errors of one line.
+# Unfinished and damaged runs.
 
 
 def test_an_unfinished_run_is_marked(tmp_path):
@@ -296,7 +295,7 @@ def test_an_unfinished_run_is_marked(tmp_path):
     assert "damaged" in message(comparison.read, path)
 
 
-def test_no_run_directories(tmp_path):
+def test_directories_without_a_run_are_refused(tmp_path):
     assert message(comparison.read, tmp_path / "none").endswith(
         "is not a run directory: it lacks config.json and metrics.jsonl"
     )
@@ -307,7 +306,7 @@ def test_no_run_directories(tmp_path):
     assert "damaged" in message(comparison.read, path)
 
 
-def test_scores_that_cannot_be_compared(tmp_path):
+def test_runs_with_other_metrics_are_refused(tmp_path):
     paths = [
         made(tmp_path / "a", [0.5], settings()),
         made(tmp_path / "b", [0.5], settings(seed=1), score="negative_loss"),
@@ -316,32 +315,32 @@ def test_scores_that_cannot_be_compared(tmp_path):
     assert f"{paths[0]} is scored by accuracy and {paths[1]} by negative_loss" in line
 
 
-def test_a_folder_of_runs_is_all_of_them(tmp_path):
+def test_run_directories_of_a_sweep(tmp_path):
     (tmp_path / "two" / "compare").mkdir(parents=True)  # as a sweep has it
-    two = [made(tmp_path / "two" / f"seed={i}", [0.5], settings(seed=i)) for i in range(2)]
-    assert compare.run_directories(tmp_path / "two") == two
-    assert compare.run_directories(two[0]) == two[:1]
-    nothing = tmp_path / "two" / "compare"
-    assert compare.run_directories(nothing) == [nothing]  # which reading then refuses
+    paths = [made(tmp_path / "two" / f"seed={i}", [0.5], settings(seed=i)) for i in range(2)]
+    assert compare.run_directories(tmp_path / "two") == paths
+    assert compare.run_directories(paths[0]) == paths[:1]
+    no_run = tmp_path / "two" / "compare"
+    assert compare.run_directories(no_run) == [no_run]  # reading it raises an error
 
 
-def test_the_same_run_twice(tmp_path):
+def test_a_repeated_run_is_refused(tmp_path):
     path = made(tmp_path / "a", [0.5], settings())
     assert "same settings and seed 0" in message(rows_of, path, path)
 
 
-def test_without_arguments():
+def test_command_without_arguments_is_refused():
     assert "name one run directory" in message(run_here, "compare")
 
 
-def test_the_reports_flat_settings_are_what_labels_are_made_of():
-    assert dict(report.flat({"a": {"b": (1, 2)}, "c": True})) == {"c": "true", "a.b": "[1, 2]"}
+def test_flatten_settings():
+    assert dict(report.flatten({"a": {"b": (1, 2)}, "c": True})) == {"c": "true", "a.b": "[1, 2]"}
 
 
-def test_who_gains_and_who_loses_most_by_name(tmp_path):
-    """Differences .2, -.1 and 0 over FedAvg; a name goes with its row, not with its number."""
+def test_extremes_name_the_clients_that_gain_most_and_least(tmp_path):
+    """The differences to FedAvg are 0.2, -0.1 and 0."""
     paths = [
-        named(made(tmp_path / a, scores, settings(a)), ["idle", "none", "Aix", "Bern", "7"])
+        add_owners(made(tmp_path / a, scores, settings(a)), ["idle", "none", "Aix", "Bern", "7"])
         for a, scores in (("fedavg", [0.5, 0.6, 0.7]), ("local", [0.7, 0.5, 0.7]))
     ]
     first, row = rows_of(*paths)
@@ -350,24 +349,23 @@ def test_who_gains_and_who_loses_most_by_name(tmp_path):
     assert worst == ("Bern", pytest.approx(-0.1))
     assert "Aix +20.00" in comparison_page.text([first, row])
     assert "Clients</h2>" in comparison_page.write([first, row], tmp_path / "out").read_text()
-    (tmp_path / "plain").mkdir()
-    plain = rows_of(
-        *(made(tmp_path / "plain" / a, [0.5], settings(a)) for a in ("local", "fedavg"))
+    (tmp_path / "unnamed").mkdir()
+    unnamed = rows_of(
+        *(made(tmp_path / "unnamed" / a, [0.5], settings(a)) for a in ("local", "fedavg"))
     )
-    assert comparison.extremes(plain[1], plain[0], "before") is None
+    assert comparison.extremes(unnamed[1], unnamed[0], "before") is None
 
 
-def test_better_than_alone(pair):
-    """Each of three clients is better by itself; a row that wins has them all."""
+def test_share_better_than_local(pair):
     fedavg, local = pair
-    assert comparison.better_than_alone(fedavg, pair) == 0
-    assert comparison.better_than_alone(local, pair) is None
-    assert comparison.better_than_alone(fedavg, [fedavg]) is None
+    assert comparison.share_better_than_local(fedavg, pair) == 0
+    assert comparison.share_better_than_local(local, pair) is None
+    assert comparison.share_better_than_local(fedavg, [fedavg]) is None
     swapped = [
         fedavg._replace(config={**fedavg.config, "algorithm": "local"}),
         local._replace(config={**local.config, "algorithm": "fedavg"}),
     ]
-    assert comparison.better_than_alone(swapped[1], swapped) == 1
+    assert comparison.share_better_than_local(swapped[1], swapped) == 1
 
 
 def test_differences_of_tiny_scores_are_no_ties(tmp_path):
@@ -378,12 +376,12 @@ def test_differences_of_tiny_scores_are_no_ties(tmp_path):
         for name, scores in (("fedavg", tiny), ("local", larger))
     ]
     first, second = rows_of(*paths)
-    found = comparison.paired(second, first, "before")
-    np.testing.assert_allclose(found.difference, 3e-14, rtol=1e-9)
-    assert found.p == 0.0625  # five of five are worse: 2 / 2^5
+    test = comparison.paired_test(second, first, "before")
+    np.testing.assert_allclose(test.difference, 3e-14, rtol=1e-9)
+    assert test.p == 0.0625  # five of five are worse: 2 / 2^5
 
 
-def test_rows_that_a_setting_of_another_version_tells_apart_have_two_labels(tmp_path):
+def test_labels_differ_by_a_setting_of_another_version(tmp_path):
     old = {**settings(), "gone": 3}
     rows = rows_of(made(tmp_path / "a", [0.5], old), made(tmp_path / "b", [0.6], settings()))
     assert [row.label for row in rows] == ["gone=3", "FedAvg"]

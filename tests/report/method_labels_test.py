@@ -5,19 +5,19 @@ import pytest
 from fedjax_pfl.algorithms import METHODS, Method
 from fedjax_pfl.report import method_labels, page, run_reader
 from fedjax_pfl.settings import configuration
-from tests.report.page_test import a_run, evaluation, work
+from tests.report.page_test import evaluation, make_run, work
 
-DEFAULTS = run_reader.known_settings()
+DEFAULTS = run_reader.default_settings()
 
 
 def read(**given):
     """Settings as a run directory holds them."""
-    return run_reader.as_read(configuration.resolve(configuration.complete(given)))
+    return run_reader.as_json(configuration.resolve(configuration.complete(given)))
 
 
 def test_a_method_is_named_by_its_title_and_a_users_own_by_its_name():
-    assert method_labels.row("lg_fedavg") == "LG-FedAvg"
-    assert method_labels.row("mine") == "mine"
+    assert method_labels.table_label("lg_fedavg") == "LG-FedAvg"
+    assert method_labels.table_label("mine") == "mine"
     assert method_labels.label(read(algorithm="lg_fedavg")) == (
         "LG-FedAvg, the method of Liang et al. 2020"
     )
@@ -29,7 +29,7 @@ def test_a_variant_says_so(monkeypatch):
         METHODS["fedmn"].factory, "FedMN by heart", "Wang et al. 2022", METHODS["fedmn"]
     )
     monkeypatch.setitem(METHODS, "fedmn_heart", variant)
-    assert method_labels.row("fedmn_heart") == "FedMN by heart (variant of this library)"
+    assert method_labels.table_label("fedmn_heart") == "FedMN by heart (variant of this library)"
     assert method_labels.label({"algorithm": "fedmn_heart"}) == (
         "FedMN by heart, variant of this library (of FedMN)"
     )
@@ -107,7 +107,7 @@ def test_the_first_line_knows_the_settings_of_a_users_own_method():
 def test_the_head_says_whose_method_it_is_and_what_was_changed(tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of=METHODS["fedavg"]))
     config = work("ditto", ditto={"penalty": 2.0}, momentum=0.5)
-    text = page.write(a_run(tmp_path, [evaluation(1)], config)).read_text()
+    text = page.write(make_run(tmp_path, [evaluation(1)], config)).read_text()
     assert "<title>Ditto (variant of this library) on digits</title>" in text
     facts = text[text.index('<p class="facts">') :].partition("</p>")[0]
     assert ">Ditto, variant of this library (of FedAvg) · " in facts

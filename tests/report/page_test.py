@@ -1,4 +1,4 @@
-"""Reports of small made-up runs."""
+"""Tests of reports of synthetic runs."""
 
 import html
 import html.parser
@@ -9,9 +9,9 @@ import re
 import pytest
 from matplotlib.figure import Figure
 
-from fedjax_pfl.report import numbers as numbers_as_said
 from fedjax_pfl.report import page as report
 from fedjax_pfl.report import references, run_reader
+from fedjax_pfl.report.numbers import format_bytes
 from fedjax_pfl.report.run_reader import Run
 from tests.report.comparison_test import settings
 
@@ -35,12 +35,12 @@ TRAFFIC = {
 FIGURES = {"score_rounds", "score_bytes", "train_loss", "clients", "traffic"}
 
 
-def numbers(mean, score="accuracy"):
+def stage_scores(mean, score="accuracy"):
     spread = {"mean": mean, "weighted": mean + 0.01, "std": 0.05, "worst10": mean - 0.1}
     return {f"{score}_{key}": value for key, value in spread.items()} | {"loss": 0.25}
 
 
-def evaluation(t, before=0.5, after=0.75, score="accuracy", **other):
+def evaluation(t, before=0.5, after=0.75, score="accuracy", **changes):
     return {
         "round": t,
         "phase": 0,
@@ -48,19 +48,19 @@ def evaluation(t, before=0.5, after=0.75, score="accuracy", **other):
         "evaluate_seconds": 0.5 * t,
         "compile_seconds": 4.0,
         "train_loss": 1 / t,
-        "before": numbers(before, score),
-        "after": None if after is None else numbers(after, score),
-        "validation": numbers(before, score),
+        "before": stage_scores(before, score),
+        "after": None if after is None else stage_scores(after, score),
+        "validation": stage_scores(before, score),
         "bytes_down": 1200 * t,
         "bytes_up": 800 * t,
         "dropped": 0,
         "rejected": 0,
         "best_round": t,
-    } | other
+    } | changes
 
 
-def a_run(path, metrics, config=CONFIG, traffic=TRAFFIC, clients=4, score="accuracy"):
-    """What a run hands over at its end."""
+def make_run(path, metrics, config=CONFIG, traffic=TRAFFIC, clients=4, score="accuracy"):
+    """Returns the record of a finished run."""
     after = metrics[-1]["after"]
     rows = [
         {
@@ -90,34 +90,35 @@ def names(directory):
 class Tags(html.parser.HTMLParser):
     def __init__(self, page):
         super().__init__()
-        self.found = []
+        self.tags = []
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
 
-def test_seconds_of_checkpoints_are_beside_the_others(tmp_path):
-    """On the page and in the table; a run that measured none says nothing of them."""
+def test_seconds_of_checkpoints(tmp_path):
     metrics = [evaluation(2, checkpoint_seconds=7.25)]
-    page = html.unescape(report.write(a_run(tmp_path, metrics)).read_text())
+    page = html.unescape(report.write(make_run(tmp_path, metrics)).read_text())
     assert "and 4.0 s to compile, 7.2 s for checkpoints" in page
     assert "and 4.0 to compile, 7.2 for checkpoints" in report.table(metrics)
     assert "for checkpoints" not in report.table([evaluation(2)])
 
 
-def test_a_regressions_error_is_also_in_deviations_of_the_target(tmp_path):
-    """.7 where targets deviate by 2 is a third of what predicting the mean would have."""
+def test_rmse_is_also_relative_to_the_deviation_of_the_targets(tmp_path):
     line = evaluation(2, score="squared_error")
     line["before"]["rmse_mean"] = line["after"]["rmse_mean"] = 0.7
-    run = a_run(tmp_path, [line], score="squared_error")
+    run = make_run(tmp_path, [line], score="squared_error")
     assert "deviation" not in headline(report.write(run))
     for damaged in ("", "[", '{"score_deviation": "x"}', '{"score_deviation": 0}'):
         (tmp_path / "data.json").write_text(damaged)
         assert "deviation" not in headline(report.write(run))
     (tmp_path / "data.json").write_text('{"score_deviation": 2.0}')
-    told = "rmse 0.7, which is 0.35 of the targets' deviation: who predicts their mean has 1"
-    assert headline(report.write(run)).count(told) == 2
+    text = (
+        "rmse 0.7, 0.35 of the targets' standard deviation, which is the rmse of predicting "
+        "their mean"
+    )
+    assert headline(report.write(run)).count(text) == 2
 
 
 def headline(path):
@@ -127,42 +128,42 @@ def headline(path):
 @pytest.mark.parametrize("evaluations", [1, 2, 50])
 def test_writes_every_figure_and_a_self_contained_page(tmp_path, evaluations):
     metrics = [evaluation(t) for t in range(1, evaluations + 1)]
-    path = report.write(a_run(tmp_path, metrics))
+    path = report.write(make_run(tmp_path, metrics))
     assert path == tmp_path / "report.html"
     assert names(tmp_path) == FIGURES
     for image in (tmp_path / "figures").glob("*.png"):
         assert image.read_bytes().startswith(b"\x89PNG")
         assert image.stat().st_size > 5000
     page = path.read_text()
-    tags = Tags(page).found
-    drawn = [attributes for tag, attributes in tags if tag == "svg"]
-    assert len(drawn) == len(FIGURES)
-    assert all(one["role"] == "img" and one["aria-label"] for one in drawn)
+    tags = Tags(page).tags
+    figures = [attributes for tag, attributes in tags if tag == "svg"]
+    assert len(figures) == len(FIGURES)
+    assert all(a["role"] == "img" and a["aria-label"] for a in figures)
     assert not any({"srcset", "action", "src"} & attributes.keys() for _, attributes in tags)
-    assert all(a.get("href", "#").startswith("#") for _, a in tags)  # within the page
+    assert all(a.get("href", "#").startswith("#") for _, a in tags)  # on the page
     assert not {tag for tag, _ in tags} & {"script", "link", "iframe", "metadata", "img"}
     assert "http" not in page
-    assert all(found == "#" for found in re.findall(r"url\((.)", page))
+    assert all(target == "#" for target in re.findall(r"url\((.)", page))
     ids = [a["id"] for _, a in tags if "id" in a]
     assert len(ids) == len(set(ids))
-    # Figures have the colours of the page, which change in the dark.
+    # Figures use the page's colours, which adapt to dark mode.
     assert "var(--ink)" in page
-    figures = page[page.index("<svg") : page.rindex("</svg>")].lower()
-    assert not re.search("#(333333|000000|ffffff|0072b2)", figures)
+    svgs = page[page.index("<svg") : page.rindex("</svg>")].lower()
+    assert not re.search("#(333333|000000|ffffff|0072b2)", svgs)
     assert 'class="warning"' not in page
 
 
-def test_broad_pictures_have_a_row_of_their_own(tmp_path):
-    extra = {name: Figure(figsize=(9, 3)) for name in ("many", "one")}
-    extra["many"].subplots(1, 4)
-    page = report.write(a_run(tmp_path, [evaluation(1)]), extra).read_text()
+def test_wide_figures_take_the_width_of_the_page(tmp_path):
+    extra = {name: Figure(figsize=(9, 3)) for name in ("panels", "single")}
+    extra["panels"].subplots(1, 4)
+    page = report.write(make_run(tmp_path, [evaluation(1)]), extra).read_text()
     (block,) = page.split('<figure class="broad">')[1:]
-    assert "Many." in block.partition("</figure>")[0]
+    assert "Panels." in block.partition("</figure>")[0]
 
 
 def test_headline_has_last_and_best(tmp_path):
     metrics = [evaluation(5, 0.6, 0.8), evaluation(10, 0.55, 0.7, best_round=5)]
-    page = report.write(a_run(tmp_path, metrics)).read_text()
+    page = report.write(make_run(tmp_path, metrics)).read_text()
     for expected in ("55.00 %", "70.00 %", "best round 5: 60.00\xa0%", "best round 5: 80.00\xa0%"):
         assert expected in page
     for expected in ("20 kB", "12 kB down", "8 kB up", "15.0 s"):
@@ -174,15 +175,13 @@ def test_headline_has_last_and_best(tmp_path):
 
 
 def test_extra_figures_are_saved_and_embedded(tmp_path):
-    labelled, plain = Figure(), Figure()
+    labelled, unlabelled = Figure(), Figure()
     labelled.add_subplot().plot([1, 2])
     labelled.set_label('Classes & "clients".')
-    extra = {"partition": labelled, "two words/..": plain}
-    page = report.write(a_run(tmp_path, [evaluation(1)]), extra).read_text()
+    extra = {"partition": labelled, "two words/..": unlabelled}
+    page = report.write(make_run(tmp_path, [evaluation(1)]), extra).read_text()
     assert names(tmp_path) == FIGURES | {"partition", "two_words_.."}
-    assert 'Classes & "clients".' in {
-        a["aria-label"] for tag, a in Tags(page).found if tag == "svg"
-    }
+    assert 'Classes & "clients".' in {a["aria-label"] for tag, a in Tags(page).tags if tag == "svg"}
     assert "Classes &amp; &quot;clients&quot;." in page
     assert "Two words." in page
     assert page.count("<figure>") == len(FIGURES) + 2
@@ -190,7 +189,7 @@ def test_extra_figures_are_saved_and_embedded(tmp_path):
 
 def test_without_numbers_after_local_training(tmp_path):
     metrics = [evaluation(t, after=None) for t in (1, 2)]
-    page = report.write(a_run(tmp_path, metrics)).read_text()
+    page = report.write(make_run(tmp_path, metrics)).read_text()
     assert "before local training" in page
     assert "after local training" not in page
     assert "after" not in report.table(metrics)
@@ -199,7 +198,7 @@ def test_without_numbers_after_local_training(tmp_path):
 def test_a_score_that_is_not_an_accuracy(tmp_path):
     score = "negative_loss"
     metrics = [evaluation(t, -1.25, -1.0, score) for t in (1, 2)]
-    page = report.write(a_run(tmp_path, metrics, score=score)).read_text()
+    page = report.write(make_run(tmp_path, metrics, score=score)).read_text()
     assert names(tmp_path) == FIGURES
     assert "Negative loss before local training" in page
     assert "-1.25" in page
@@ -208,12 +207,12 @@ def test_a_score_that_is_not_an_accuracy(tmp_path):
 
 
 def test_values_that_were_not_finite(tmp_path):
-    blank = dict.fromkeys(numbers(0.5)) | {"clients": 0, "not_finite": 4}
+    blank = dict.fromkeys(stage_scores(0.5)) | {"clients": 0, "not_finite": 4}
     metrics = [evaluation(t, train_loss=None) for t in (1, 2, 3)]
     metrics[1]["after"] = blank
     metrics[2]["before"] = blank
     metrics[2]["best_round"] = None
-    page = report.write(a_run(tmp_path, metrics)).read_text()
+    page = report.write(make_run(tmp_path, metrics)).read_text()
     assert names(tmp_path) == FIGURES - {"train_loss"}
     assert "Clients whose final evaluation is not finite: 4; means are over the 0 others." in page
     assert "There is no best round" in page
@@ -223,17 +222,17 @@ def test_values_that_were_not_finite(tmp_path):
     assert "best" not in text
 
 
-def test_clients_that_dropped_out_or_were_rejected_are_warned_about(tmp_path):
+def test_warnings_count_absent_and_rejected_clients(tmp_path):
     metrics = [evaluation(1, dropped=3, rejected=1234)]
-    page = report.write(a_run(tmp_path, metrics)).read_text()
+    page = report.write(make_run(tmp_path, metrics)).read_text()
     assert page.count('class="warning"') == 2
     assert "1,234" in page
 
 
 def test_a_method_without_traffic_has_no_traffic_figures(tmp_path):
     metrics = [evaluation(1, bytes_down=0, bytes_up=0)]
-    nothing = {"down": {}, "up": {}, "total_down": 0, "total_up": 0}
-    report.write(a_run(tmp_path, metrics, traffic=nothing))
+    no_traffic = {"down": {}, "up": {}, "total_down": 0, "total_up": 0}
+    report.write(make_run(tmp_path, metrics, traffic=no_traffic))
     assert names(tmp_path) == FIGURES - {"score_bytes", "traffic"}
 
 
@@ -241,7 +240,7 @@ def test_many_clients_and_layers(tmp_path):
     layers = {f"a/long/path/to/the/layer/number/{i}": 10**i for i in range(40)}
     traffic = {"down": layers, "up": layers}
     metrics = [evaluation(1), evaluation(2, phase=1)]
-    report.write(a_run(tmp_path, metrics, traffic=traffic, clients=300))
+    report.write(make_run(tmp_path, metrics, traffic=traffic, clients=300))
     assert names(tmp_path) == FIGURES
 
 
@@ -249,13 +248,13 @@ def test_hostile_settings_are_escaped(tmp_path):
     hostile = '"><script>alert(1)</script>'
     config = CONFIG | {"dataset": hostile, hostile: hostile, "nested": {hostile: [hostile]}}
     traffic = {"down": {hostile: 1}, "up": {"$x_{$": 1}}
-    path = report.write(a_run(tmp_path, [evaluation(1)], config, traffic))
+    path = report.write(make_run(tmp_path, [evaluation(1)], config, traffic))
     page = path.read_text()
     assert "<script" not in page
     assert html.escape(hostile) in page
 
 
-def test_table_to_the_letter():
+def test_table():
     metrics = [evaluation(5, 0.6, 0.8), evaluation(10, 0.55, 0.7, best_round=5, dropped=2)]
     assert report.table(metrics).splitlines() == [
         "accuracy (%)             mean  weighted   std  worst 10 %    loss",
@@ -269,13 +268,13 @@ def test_table_to_the_letter():
     ]
 
 
-def test_a_run_of_before_that_was_measured_says_no_time_of_evaluations(tmp_path):
+def test_old_runs_without_time_of_evaluations(tmp_path):
     metrics = [evaluation(5) | {"evaluate_seconds": None}]
     assert "seconds  7.5, and 4.0 to compile" in report.table(metrics)
-    assert "to evaluate" not in report.write(a_run(tmp_path, metrics)).read_text()
+    assert "to evaluate" not in report.write(make_run(tmp_path, metrics)).read_text()
 
 
-def test_table_fits_a_terminal():
+def test_table_has_at_most_100_columns():
     metrics = [evaluation(10**7 + i, -1e30, -1e30, "negative_squared_error") for i in (0, 1)]
     metrics[1] |= {"best_round": 10**7, "bytes_down": 10**17}
     assert max(map(len, report.table(metrics).splitlines())) <= 100
@@ -297,15 +296,15 @@ def test_table_fits_a_terminal():
         (math.nan, "–"),
     ],
 )
-def test_human_bytes(n, expected):
-    assert numbers_as_said.human_bytes(n) == expected
+def test_format_bytes(n, expected):
+    assert format_bytes(n) == expected
 
 
-# Whether it helped, what was changed, where it comes from.
+# Comparison with reference runs, changed settings and provenance.
 
 
-def finished(path, config, before, clients):
-    """A run directory of four clients, as a run leaves it."""
+def write_run(path, config, before, clients):
+    """Writes the directory of a finished run with four clients."""
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config))
     lines = [evaluation(t, before, before + 0.1) for t in (5, 10)]
@@ -321,47 +320,48 @@ def work(method, **changes):
     return settings(method, clients=4, rounds=10, **changes)
 
 
-def test_did_it_help_is_answered_by_runs_of_the_same_work_beside_it(tmp_path):
-    """Gains of .1, .2, .2 and .3 over FedAvg: four of four, p = 2/2^4; Local is .05 better."""
-    ours = [0.5, 0.6, 0.6, 0.7]
-    finished(tmp_path / "a", work("fedavg"), 0.4, [0.4, 0.4, 0.4, 0.4])
-    finished(
+def test_report_compares_with_reference_runs_on_the_same_data(tmp_path):
+    """The gains over FedAvg are 0.1, 0.2, 0.2 and 0.3, so p = 2/2^4; Local is 0.05 better."""
+    scores = [0.5, 0.6, 0.6, 0.7]
+    write_run(tmp_path / "a", work("fedavg"), 0.4, [0.4, 0.4, 0.4, 0.4])
+    write_run(
         tmp_path / "run" / "reference" / "local",
         work("local"),
         0.65,
-        [score + 0.05 for score in ours],
+        [score + 0.05 for score in scores],
     )
-    finished(tmp_path / "other seed", work("local", seed=1), 0.1, ours)
-    finished(tmp_path / "other data", work("local", partition_seed=1), 0.1, ours)
-    finished(tmp_path / "other network", work("local", model="mlp"), 0.1, ours)
-    (finished(tmp_path / "going on", work("local"), 0.1, ours) / "report.html").unlink()
-    (finished(tmp_path / "damaged", work("local"), 0.1, ours) / "clients.csv").write_text("x")
-    finished(tmp_path / "run2", work("pfedla"), 0.6, ours).rename(tmp_path / "run" / "own")
+    write_run(tmp_path / "other seed", work("local", seed=1), 0.1, scores)
+    write_run(tmp_path / "other data", work("local", partition_seed=1), 0.1, scores)
+    write_run(tmp_path / "other network", work("local", model="mlp"), 0.1, scores)
+    (write_run(tmp_path / "going on", work("local"), 0.1, scores) / "report.html").unlink()
+    (write_run(tmp_path / "damaged", work("local"), 0.1, scores) / "clients.csv").write_text("x")
+    write_run(tmp_path / "run2", work("pfedla"), 0.6, scores).rename(tmp_path / "run" / "own")
     run = run_reader.read(tmp_path / "run" / "own")._replace(directory=tmp_path / "run")
     assert list(references.find(run)) == ["FedAvg", "Local"]
     page = report.write(run).read_text()
-    said = html.unescape(page)
+    text = html.unescape(page)
     assert (
         "As served it is 20.00 points better than FedAvg (60.00 % against 40.00 %; better for 4 "
         "of 4 clients, p = 0.1250)."
-    ) in said
-    assert "it is 5.00 points worse than Local (60.00 % against 65.00 %; better for 0 of 4" in said
+    ) in text
+    assert "it is 5.00 points worse than Local (60.00 % against 65.00 %; better for 0 of 4" in text
     assert page.count(">FedAvg</text>") == page.count(">Local</text>") == 2  # of the two curves
     assert "also differ" not in page
     (tmp_path / "a" / "config.json").write_text(json.dumps(work("fedavg", learning_rate=0.5)))
     assert "The two runs also differ in learning_rate." in report.write(run).read_text()
 
 
-def test_where_nothing_lies_beside_it_the_page_says_what_to_do(tmp_path):
-    run = run_reader.read(finished(tmp_path / "run", work("pfedla"), 0.6, [0.6] * 4))
-    assert "With the setting reference=true both are run" in report.write(run).read_text()
-    alone = run_reader.read(finished(tmp_path / "x" / "local", work("local"), 0.6, [0.6] * 4))
-    assert "Did it help" not in report.write(alone).read_text()
+def test_without_reference_runs_the_page_says_how_to_add_them(tmp_path):
+    run = run_reader.read(write_run(tmp_path / "run", work("pfedla"), 0.6, [0.6] * 4))
+    assert "The setting reference=true runs both" in report.write(run).read_text()
+    local = run_reader.read(write_run(tmp_path / "x" / "local", work("local"), 0.6, [0.6] * 4))
+    assert "Did it help" not in report.write(local).read_text()
 
 
-def test_changed_settings_stand_apart_and_the_page_says_where_it_comes_from(tmp_path):
-    made = {"began": "2026-01-02 03:04 UTC", "command": "python -m experiments.x --a='<b>'"}
-    run = a_run(tmp_path, [evaluation(1)], work("fedavg", learning_rate=0.25))._replace(made=made)
+def test_page_shows_changed_settings_and_provenance(tmp_path):
+    provenance = {"began": "2026-01-02 03:04 UTC", "command": "python -m experiments.x --a='<b>'"}
+    run = make_run(tmp_path, [evaluation(1)], work("fedavg", learning_rate=0.25))
+    run = run._replace(provenance=provenance)
     page = report.write(run).read_text()
     changed = page[page.index("Settings that were changed") : page.index("<details>")]
     assert "<dt>learning_rate</dt><dd>0.25</dd>" in changed
@@ -371,7 +371,7 @@ def test_changed_settings_stand_apart_and_the_page_says_where_it_comes_from(tmp_
     assert "--a=&#x27;&lt;b&gt;&#x27;" in page
 
 
-def test_clients_go_by_the_names_of_their_owners(tmp_path):
+def test_clients_have_the_names_of_their_owners(tmp_path):
     row = {"active": 1, "train_examples": 5, "test_examples": 2, "before_accuracy": 0.5}
     clients = [
         {"client": 0, "owner": "Bern <b>", **row},
@@ -379,21 +379,21 @@ def test_clients_go_by_the_names_of_their_owners(tmp_path):
         {"client": 2, "owner": "Cairo", **row, "before_accuracy": None},
         {"client": 3, "owner": "Delhi", **row, "test_examples": 0, "before_accuracy": None},
     ]
-    run = a_run(tmp_path, [evaluation(1)])._replace(clients=clients)
+    run = make_run(tmp_path, [evaluation(1)])._replace(clients=clients)
     page = report.write(run).read_text()
     table = page[page.index('<details class="clients">') :]
     table = table[: table.index("</details>")]
     heads = re.findall(r'<th scope="row">(.*?)</th>', table)
-    assert heads == ["Cairo", "Aix", "Bern &lt;b&gt;"]  # one without a score is the worst
+    assert heads == ["Cairo", "Aix", "Bern &lt;b&gt;"]  # a missing score is the worst
     assert "Clients: all 3" in table
     assert ">Aix</text>" in page  # below its bar
-    nobody = [{k: v for k, v in client.items() if k != "owner"} for client in clients * 20]
-    page = report.write(run._replace(clients=nobody)).read_text()
+    unnamed = [{k: v for k, v in client.items() if k != "owner"} for client in clients * 20]
+    page = report.write(run._replace(clients=unnamed)).read_text()
     assert "Clients: the 50 worst of 60" in page
 
 
-def test_on_a_phone_each_number_has_its_name(tmp_path):
-    page = report.write(a_run(tmp_path, [evaluation(1)])).read_text()
-    cells = [a["data-head"] for tag, a in Tags(page).found if tag == "td" and a]
+def test_cells_have_their_heads_for_narrow_screens(tmp_path):
+    page = report.write(make_run(tmp_path, [evaluation(1)])).read_text()
+    cells = [a["data-head"] for tag, a in Tags(page).tags if tag == "td" and a]
     assert cells[:5] == ["mean", "weighted", "std", "worst 10 %", "loss"]
     assert "td::before { content: attr(data-head)" in page

@@ -28,7 +28,7 @@ def test_few_clients_are_bubbles_and_novel_ones_are_red():
     colours = [label.get_color() for label in grid.get_yticklabels()]
     assert colours[:3] == ["black"] * 3
     assert colours[3] != "black"
-    assert "held out are red" in figure.get_label()  # which is what stands beneath it
+    assert "held-out clients are red" in figure.get_label()
     assert saved(figure) > 1000
 
 
@@ -68,7 +68,7 @@ def test_of_a_regression_the_targets_histogram_is_drawn():
 
 def test_very_many_clients_are_histograms(monkeypatch):
     """Forty clients with four classes each; their sizes are those of the partition."""
-    monkeypatch.setattr(partition_picture, "_ROWS", 39)
+    monkeypatch.setattr(partition_picture, "_MAX_ROWS", 39)
     data, federation, held = federate(
         load("digits"), "classes", clients=40, settings={"examples": 20}
     )
@@ -81,5 +81,5 @@ def test_very_many_clients_are_histograms(monkeypatch):
     (place,) = np.flatnonzero(train.get_data().values)
     assert edges[place] <= size < edges[place + 1]
     assert [bar.get_height() for bar in classes.patches] == [0, 0, 0, 0, 40]
-    assert "Over 40 clients" in figure.get_label()
+    assert "Distribution over 40 clients" in figure.get_label()
     assert saved(figure) > 1000

@@ -6,7 +6,7 @@ import pytest
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, comparison_page, run_reader
-from fedjax_pfl.report.run_index import Known
+from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import export
 from tests.commands import run_here
 from tests.report.comparison_test import made, settings
@@ -77,7 +77,7 @@ def test_bytes_of_another_kind_are_one_line(run, name, content):
 def test_a_folder_in_the_place_of_a_file_is_one_line(run):
     (run / "traffic.json").unlink(missing_ok=True)
     (run / "made.json").mkdir()
-    assert comparison.read(run).made == {}
+    assert comparison.read(run).provenance == {}
     (run / "config.json").unlink()
     (run / "config.json").mkdir()
     with pytest.raises(UsageError, match=r"lacks config\.json"):
@@ -89,7 +89,7 @@ def test_other_readers_of_a_configuration(run, content):
     (run / "config.json").write_text(content)
     with pytest.raises(UsageError, match="is damaged"):
         export.load_result(run)
-    assert Known(run.parent).runs == {}  # passed over, as one that is being written
+    assert RunIndex(run.parent).runs == {}  # passed over, as one that is being written
 
 
 def test_numbers_come_back_as_numbers(run):

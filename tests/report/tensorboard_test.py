@@ -127,7 +127,9 @@ def test_without_the_package_a_line_says_so_before_anything_is_written(tmp_path,
     for name in [n for n in sys.modules if n.partition(".")[0] == "tensorboardX"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
-    with pytest.raises(UsageError, match=r"^tensorboard needs a package .*install tensorboardX"):
+    with pytest.raises(
+        UsageError, match=r"^tensorboard needs the package tensorboardX .*install it"
+    ):
         runner.run({**LOGGED, "seed": 9}, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
     assert runner.run(BASE).directory is None  # others do not need it

@@ -76,7 +76,7 @@ def test_a_run_is_not_compared_with_one_on_other_examples(tmp_path):
     fedjax_pfl.run({**settings, "algorithm": "fedavg"}, tmp_path / "runs" / "together")
     runs = [comparison.read(tmp_path / "runs" / name) for name in ("alone", "together")]
     rows = comparison.group(runs)
-    assert comparison.paired(rows[1], rows[0], "before") == "other examples"
+    assert comparison.paired_test(rows[1], rows[0], "before") == "other examples"
     assert not references.find(runs[1])
     with pytest.raises(UsageError, match="other examples") as error:
         fedjax_pfl.run(

@@ -167,8 +167,8 @@ def test_references_are_run_beside_it_and_answer_whether_it_helped(
         fedjax_pfl.run(config)
     result = fedjax_pfl.run(config, tmp_path / "run")
     record = run_record(result)
-    assert record.made["began"].endswith("UTC")
-    assert "jax " in record.made["versions"]
+    assert record.provenance["began"].endswith("UTC")
+    assert "jax " in record.provenance["versions"]
     found = references.find(record)
     assert list(found) == ["FedAvg", "Local"]
     for name, method in (("FedAvg", "fedavg"), ("Local", "local")):
@@ -190,7 +190,7 @@ def test_references_are_run_beside_it_and_answer_whether_it_helped(
     page = (alone.directory / "report.html").read_text()
     assert ">Local</text>" in page
     assert "As served it is" in page
-    with pytest.raises(UsageError, match="differs in seed; it cannot be set beside this one"):
+    with pytest.raises(UsageError, match="cannot be compared with this run: it differs in seed"):
         fedjax_pfl.run({**told, "seed": 5}, tmp_path / "away" / "five")
     with pytest.raises(UsageError, match="nowhere is not a run directory"):
         fedjax_pfl.run({**told, "beside": "nowhere"}, tmp_path / "away" / "alone")

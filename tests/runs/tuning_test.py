@@ -12,7 +12,7 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.report import comparison
-from fedjax_pfl.report.run_index import Known
+from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import checkpoints, runner
 from fedjax_pfl.runs.tuning import choice, grids, own, search, trials
 from fedjax_pfl.settings import configuration
@@ -77,7 +77,7 @@ def test_the_rate_that_learns_is_chosen(tuned):
 def test_a_point_is_the_run_that_its_settings_alone_give(tuned):
     _, out = tuned
     alone = undisturbed({**SMALL, "learning_rate": 0.1, "seed": 1})
-    path = Known(out).find(configuration.complete({**SMALL, "learning_rate": 0.1, "seed": 1}))[1]
+    path = RunIndex(out).find(configuration.complete({**SMALL, "learning_rate": 0.1, "seed": 1}))[1]
     assert re.fullmatch(r"learning_rate=0.1,seed=1-[0-9a-f]{8}", path.name)
     assert path.parent == out / "fedavg"
     assert untimed(read_metrics(path)) == untimed(alone.metrics)

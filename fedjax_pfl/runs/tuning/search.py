@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import html_page, text_tables
-from fedjax_pfl.report.numbers import mean_and_deviation
+from fedjax_pfl.report.numbers import format_mean_std
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, show, trials
 from fedjax_pfl.runs.tuning.show import Found
@@ -56,7 +56,11 @@ def text(found: Found, said: Sequence[str], form: str) -> str:
         parts = [first, text_tables.markdown(show.tables(found)), "\n".join(f"- {x}" for x in rest)]
     else:
         shown = text_tables.text(show.tables(found))
-        parts = [text_tables.filled(first), shown, "\n".join(map(text_tables.filled, rest))]
+        parts = [
+            text_tables.fill_paragraph(first),
+            shown,
+            "\n".join(map(text_tables.fill_paragraph, rest)),
+        ]
     return "\n\n".join(filter(None, parts))
 
 
@@ -70,7 +74,7 @@ def preset(found: Found, said: Sequence[str], what: str) -> str | None:
     unit = " %" if metric.unit == "%" else ""
     remarks = {}
     for method, one in there.items():
-        score = f"{mean_and_deviation(choice.spread(one), metric)}{unit} on validation examples"
+        score = f"{format_mean_std(choice.spread(one), metric)}{unit} on validation examples"
         remarks[method] = f"{score}, the best of {len(found[method])}: {grids.label(one.point)}."
     return choice.preset(there, remarks, "\n".join([what, *said]))
 

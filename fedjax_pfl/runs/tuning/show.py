@@ -16,7 +16,7 @@ from fedjax_pfl.core.scores import ACCURACY, Metric
 from fedjax_pfl.report import csv_tables, drawing
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.drawing import Picture
-from fedjax_pfl.report.numbers import in_unit, mean_and_deviation, metric_of, word
+from fedjax_pfl.report.numbers import format_mean_std, metric_of, metric_title, unit_suffix
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs.tuning import choice, grids, trials
@@ -53,7 +53,7 @@ def _cells(one: Tried, metric: Metric) -> list[str]:
     best = ", ".join(f"{last.get('best_round') or '–'}" for last in lasts)
     rounds = ", ".join(f"{n}" for n in sorted({last["round"] for last in lasts}))
     seeds = f"{len(lasts)}" if one.complete else f"{len(lasts)} of {one.seeds}"
-    return [mean_and_deviation(spread, metric), best, seeds, rounds]
+    return [format_mean_std(spread, metric), best, seeds, rounds]
 
 
 def head(
@@ -64,7 +64,7 @@ def head(
     points = _count((len(tried) for tried in found.values()), "point")
     looks = _count((trials.evaluations(one, words) for one in configs.values()), "evaluation")
     return (
-        f"{word(metric)}{in_unit(metric)} on validation examples: mean over clients at "
+        f"{metric_title(metric)}{unit_suffix(metric)} on validation examples: mean over clients at "
         "a run's best evaluation, then mean ± sample standard deviation over seeds. Each method "
         f"has {points}, {_count([seeds], 'seed')} and {looks} to be best in. Client visits of a "
         f"run: {work(configs, words)}."
@@ -170,8 +170,8 @@ def draw(found: Found) -> Picture | None:
         return None
     metric, across = metric_in(found), min(3, len(settings))
     down = math.ceil(len(settings) / across)
-    figure = drawing.sheet(
-        f"{word(metric)} on validation examples",
+    figure = drawing.new_figure(
+        f"{metric_title(metric)} on validation examples",
         (4.8, 7.2, 10.2)[across - 1],
         0.9 + 3.1 * down,
     )
@@ -186,7 +186,7 @@ def draw(found: Found) -> Picture | None:
         if setting is None:
             axes.set_visible(False)
             continue
-        _value_axis(drawing.dressed(axes), setting, sorted(values[setting]))
+        _value_axis(drawing.style_axes(axes), setting, sorted(values[setting]))
     drawing.score_axis(panels[0], metric)
     for axes in panels[: len(settings)]:
         axes.set_ylabel(panels[0].get_ylabel() if axes.get_subplotspec().is_first_col() else "")

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, run_reader
-from fedjax_pfl.report.run_index import Known
+from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import interrupt, resume, runner
 from fedjax_pfl.runs.build import build
 from fedjax_pfl.runs.tuning.choice import Tried
@@ -138,7 +138,7 @@ def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
         )
 
     def problem(one: ConfigDict) -> Any:
-        return comparison.problem(configuration.resolve(one, words))
+        return comparison.data_settings(configuration.resolve(one, words))
 
     counts = {trial.method: visits(trial.config, words) for trial in trials}
     if len(set(counts.values())) > 1 and not as_preset:
@@ -170,7 +170,7 @@ def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]
 
 def collect(trial: Trial, seeds: int, folder: Path) -> list[Tried]:
     """The finished runs that there are, of every point."""
-    known, tried = Known(folder), []
+    known, tried = RunIndex(folder), []
     for point, each in configs(trial, seeds):
         paths = {config.seed: known.find(config, trial.words)[1] for config in each}
         runs = {
@@ -187,7 +187,7 @@ def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None)
 
     All of them are built before the first is compiled, so that what cannot be is said at once.
     """
-    known, count, words = Known(folder), 0, trials[0].words
+    known, count, words = RunIndex(folder), 0, trials[0].words
     todo: dict[str, Job] = {}
     for trial in trials:
         for point, each in configs(trial, seeds):
