@@ -76,10 +76,10 @@ def deploy(call: Call) -> None:
     workdir = Path(options.workdir or default_workdir("deploy", call.arguments)).absolute()
     folder = Path(options.folder or f"{workdir}-nodes").absolute()
     waiting = {"seconds": options.seconds, "least": options.least}
-    requested = {**assembly.plain(settings, words), **assembly.brought(config.to_dict())}
+    requested = {**assembly.to_plain(settings, words), **assembly.user_code(config.to_dict())}
     files = [str(Path(path).absolute()) for path in options.data]
     try:
-        with trial.interrupted():
+        with trial.sigterm_as_interrupt():
             trial.run(
                 requested, workdir, folder, waiting, lambda line: print(line, flush=True), files
             )

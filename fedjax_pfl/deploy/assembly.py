@@ -1,4 +1,4 @@
-"""Builds a method from a configuration and a federation's description, alike on both sides."""
+"""Builds a method from settings and the description of a federation, on the server and on nodes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
-from fedjax_pfl.deploy.node_file import OF_DATA
+from fedjax_pfl.deploy.node_file import DATA_SETTINGS
 from fedjax_pfl.deploy.programs import Method
 from fedjax_pfl.runs.build import Experiment, make_task
 from fedjax_pfl.runs.phase import Phase, PhaseInputs
@@ -22,12 +22,16 @@ from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.execution_plan import Plan
 
 
-def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
-    """Completes the settings of a run on real machines; refuses those of simulations."""
-    words, given = custom.register(given)
-    settings = configuration.complete(given, words)
-    configuration.specify(settings, words)
-    wrong = {
+def complete(user_settings: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
+    """Completes settings for a run on several machines; returns them with their registry.
+
+    Raises UsageError if a setting only has a meaning in a simulation.
+    """
+    registry, user_settings = custom.register(user_settings)
+    settings = configuration.complete(user_settings, registry)
+    configuration.specify(settings, registry)
+    simulation_only = {
+        "dropout": settings.dropout > 0,
         "phases": len(settings.phases) > 0,
         "seeds": settings.seeds > 1,
         "sweep": settings.sweep != "",
@@ -37,145 +41,148 @@ def complete(given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Regist
         "evaluate_clients": settings.evaluate_clients is not None,
         "store": settings.store not in ("auto", "device"),
     }
-    for name, one in wrong.items():
-        if one:
+    for name, is_set in simulation_only.items():
+        if is_set:
             raise UsageError(
-                f"{name} is for simulations, and this is a run on real machines; leave it out"
+                f"{name} is for simulations and not for a run on several machines; leave it out"
             )
-    if settings.dropout:
-        raise UsageError(
-            f"dropout is {settings.dropout}: it simulates what real machines do; leave it out"
-        )
-    return settings, words
+    return settings, registry
 
 
-def plain(
-    settings: ConfigDict, words: configuration.Registry = configuration.BUILTINS
+def to_plain(
+    settings: ConfigDict, registry: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, Any]:
-    """Returns settings as plain data, as they are stored and sent."""
-    return json.loads(json.dumps(configuration.resolve(settings, words)))
+    """Converts settings to JSON-compatible data, as they are stored and sent."""
+    return json.loads(json.dumps(configuration.resolve(settings, registry)))
 
 
-def brought(given: Mapping[str, Any]) -> dict[str, str]:
-    """Returns by kind the code that a configuration names as MODULE:NAME.
+def user_code(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the user-defined components of a configuration, as MODULE:NAME by kind.
 
-    Only names are sent: each machine has the code, and its setting `digest` says which.
+    Only these names are sent. Each machine has its own copy of the code.
     """
-    named = {kind: str(given.get(kind, "")) for kind in configuration.BUILTINS._fields}
-    return {kind: said for kind, said in named.items() if kind != "dataset" and ":" in said}
+    sources = {kind: str(settings.get(kind, "")) for kind in configuration.BUILTINS._fields}
+    return {kind: source for kind, source in sources.items() if kind != "dataset" and ":" in source}
 
 
-def sent(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that the server sends to nodes: those that decide how they train.
+def node_settings(user_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that the server sends to nodes: all that affect training.
 
-    They are the same in every start of a run, so that a node can refuse others.
+    They stay the same when a run is resumed, and nodes refuse a change.
     """
-    settings, words = complete(given)
-    whole = {**plain(settings, words), **brought(given)}
-    here = {*OF_DATA, *settings_with("resumable")}
-    return {name: value for name, value in whole.items() if name not in here}
+    settings, registry = complete(user_settings)
+    all_settings = {**to_plain(settings, registry), **user_code(user_settings)}
+    local_names = {*DATA_SETTINGS, *settings_with("resumable")}
+    return {name: value for name, value in all_settings.items() if name not in local_names}
 
 
-def federation_of(description: Mapping[str, Any]) -> Federation:
-    """Converts a description to the form that algorithms take."""
-    alike, counts = description["alike"], description["counts"]
+def federation_from(description: Mapping[str, Any]) -> Federation:
+    """Builds the Federation record from a description that matches `schema.FEDERATION`."""
+    shared, counts = description["alike"], description["counts"]
     n = len(counts)
     return Federation(
-        counts=np.array([one["train"] for one in counts]),
-        input_shape=tuple(alike["input_shape"]),
-        outputs=alike["outputs"],
+        counts=np.array([client_counts["train"] for client_counts in counts]),
+        input_shape=tuple(shared["input_shape"]),
+        outputs=shared["outputs"],
         active=np.arange(n) < n - description["held_out"],
         groups=np.arange(n, dtype=np.int32) % description["groups"],
-        validation_counts=np.array([one["validation"] for one in counts]),
-        input_dtype=alike["input_dtype"],
-        positions=tuple(alike["each"]),
+        validation_counts=np.array([client_counts["validation"] for client_counts in counts]),
+        input_dtype=shared["input_dtype"],
+        positions=tuple(shared["each"]),
         metadata=_normalisation(description),
     )
 
 
 def _normalisation(description: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the means and deviations of inputs, for files of models."""
+    """Returns mean and deviation of each input, for model files; None without normalisation."""
     if "mean" not in description:
         return None
-    which = np.array(description["alike"]["normalise"]["features"], bool)
-    mean, deviation = np.zeros(len(which)), np.ones(len(which))
-    mean[which] = description["mean"][: which.sum()]
-    deviation[which] = description["deviation"][: which.sum()]
+    normalised = np.array(description["alike"]["normalise"]["features"], bool)
+    mean, deviation = np.zeros(len(normalised)), np.ones(len(normalised))
+    mean[normalised] = description["mean"][: normalised.sum()]
+    deviation[normalised] = description["deviation"][: normalised.sum()]
     return {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
 
 
-def shaped(description: Mapping[str, Any]) -> FederatedData:
-    """Returns zero examples of the federation's shapes."""
-    alike = description["alike"]
-    dtype, inner = alike["target"]
+def zero_data(description: Mapping[str, Any]) -> FederatedData:
+    """Returns a client's data with zero examples, of the shapes in a federation's description."""
+    shared = description["alike"]
+    dtype, inner = shared["target"]
 
-    def zeros(shape: Sequence[int], dtype: str) -> Any:  # which nodes may have said to be huge
+    def zeros(shape: Sequence[int], dtype: str) -> Any:
+        # A view without memory of its own: nodes may describe huge shapes.
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    x = zeros((1, *alike["input_shape"]), description["stored_dtype"])
+    x = zeros((1, *shared["input_shape"]), description["stored_dtype"])
     y = zeros((1, *inner), dtype)
 
     def split(name: str) -> Split:
         return Split(zeros((1, description["widths"][name]), "int32"), zeros((1,), "int32"))
 
     train, validation, test = map(split, ("train", "validation", "test"))
-    constants = {name: zeros(shape, of) for name, (of, shape) in alike["constants"].items()}
+    constants = {name: zeros(shape, kind) for name, (kind, shape) in shared["constants"].items()}
     return FederatedData(x, y, train, validation, test, **constants)
 
 
-def built(
+def build_method(
     settings: ConfigDict,
-    words: configuration.Registry,
+    registry: configuration.Registry,
     description: Mapping[str, Any],
     arrays: FederatedData | None = None,
 ) -> tuple[Experiment, Method]:
-    """Builds the record that reports read, and the method that both sides compute with.
+    """Builds the experiment record, which reports read, and the method.
 
     Args:
-      arrays: of the client whose side this is; None: at the server, which has none.
+      settings: Completed settings.
+      registry: Built-in and user-defined components.
+      description: Description of the federation that matches `schema.FEDERATION`.
+      arrays: Examples of the client that builds the method; None on the server.
     """
-    federation = federation_of(description)
-    data = shaped(description) if arrays is None else arrays
-    specified = configuration.specify(settings, words)
-    one = specified.phases[0]
-    task = make_task(specified.settings, words, np.asarray(data.y), federation)
+    federation = federation_from(description)
+    data = zero_data(description) if arrays is None else arrays
+    specified = configuration.specify(settings, registry)
+    phase_spec = specified.phases[0]
+    task = make_task(specified.settings, registry, np.asarray(data.y), federation)
     federation = federation._replace(task=task)
-    work = PhaseInputs([one.settings], one.groups, [], words, data, federation, 0, None)
-    plan = Plan(one.settings.conv, 1)
-    phase = Phase(work, plan, work.rounds(plan))
+    inputs = PhaseInputs(
+        [phase_spec.settings], phase_spec.groups, [], registry, data, federation, 0, None
+    )
+    plan = Plan(phase_spec.settings.conv, 1)
+    phase = Phase(inputs, plan, inputs.rounds(plan))
     method = Method(
-        phase.algorithm,
-        federation,
-        one.settings.seed,
-        one.settings.max_update_norm,
-        one.settings.evaluate_after,
-        one.settings.validate_after,
+        algorithm=phase.algorithm,
+        federation=federation,
+        seed=phase_spec.settings.seed,
+        max_update_norm=phase_spec.settings.max_update_norm,
+        evaluate_after=phase_spec.settings.evaluate_after,
+        validate_after=phase_spec.settings.validate_after,
     )
     return Experiment((phase,), data, federation, ()), method
 
 
-def observed(method: Method, state: State) -> dict[str, np.ndarray]:
-    """Returns those of the method's observations that depend on the server's state alone.
+def observe_server_state(method: Method, state: State) -> dict[str, np.ndarray]:
+    """Returns the method's diagnostics that depend on the server state only.
 
     Args:
-      state: without clients.
+      method: Method of the federation.
+      state: Server state with `clients` empty.
     """
-    whole = method.whole
-    clients = jax.eval_shape(whole.init, jax.eval_shape(jax.random.key, 0)).clients
+    grouped = method.grouped
+    clients = jax.eval_shape(grouped.init, jax.eval_shape(jax.random.key, 0)).clients
 
-    def show(state: State, clients: PyTree) -> dict[str, jax.Array]:
-        return whole.observe(state._replace(clients=clients))
+    def observe(state: State, clients: PyTree) -> dict[str, jax.Array]:
+        return grouped.observe(state._replace(clients=clients))
 
-    program, shapes = jax.make_jaxpr(show, return_shape=True)(state, clients)
+    program, shapes = jax.make_jaxpr(observe, return_shape=True)(state, clients)
     names, of_server = sorted(shapes), len(jax.tree.leaves(state))
-    kept = []
+    kept_names = []
     for name in names:
-        _, used = dce_jaxpr(program.jaxpr, [name == other for other in names])
-        kept += [] if any(used[of_server:]) else [name]
+        _, used = dce_jaxpr(program.jaxpr, [name == candidate for candidate in names])
+        kept_names += [] if any(used[of_server:]) else [name]
 
-    def shown(state: State) -> dict[str, jax.Array]:
-        nobody = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), clients)
-        found = show(state, nobody)
-        return {name: found[name] for name in kept}
+    def observe_kept(state: State) -> dict[str, jax.Array]:
+        no_clients = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), clients)
+        values = observe(state, no_clients)
+        return {name: values[name] for name in kept_names}
 
-    return jax.device_get(jax.jit(shown)(state))
+    return jax.device_get(jax.jit(observe_kept)(state))

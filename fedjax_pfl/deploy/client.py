@@ -1,7 +1,7 @@
-"""A client on a machine of its own: it answers the server's requests, bytes for bytes.
+"""Responses of one client to the server's training and evaluation requests.
 
-Its examples and client-side state leave only as `train`'s upload and as sums. An answer is written
-to disk before it is sent, so that a repeated request gets the same bytes and is not trained twice.
+Only the upload of `train` and sums of metrics leave the client. A response is written to disk
+before it is sent: a repeated request gets the same bytes and is not trained twice.
 """
 
 from collections.abc import Callable
@@ -11,35 +11,35 @@ from typing import Any, NamedTuple
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
-from fedjax_pfl.deploy import own_state, wire
-from fedjax_pfl.deploy.own_state import BEGUN, Disk, Visited
-from fedjax_pfl.deploy.programs import At, AtClient, at
+from fedjax_pfl.deploy import storage, wire
+from fedjax_pfl.deploy.programs import ClientPrograms, RoundInputs, round_inputs
 from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
+from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND, ClientDisk, RoundRecord
 
 
 class Client(NamedTuple):
-    """A node in one run."""
+    """A client in one run."""
 
-    run: str  # the run's own name, which no other run has
+    run: str  # unique name of the run
     i: int
-    programs: AtClient
-    data: FederatedData  # its own
-    disk: Disk
-    # Is given the client's own model where the server says that it is the last one.
-    keep: Callable[[PyTree, int], None] | None = None
+    programs: ClientPrograms
+    data: FederatedData  # of this client alone
+    disk: ClientDisk
+    # Called with the variables of the personalised model and the round, at the last evaluation.
+    save_model: Callable[[PyTree, int], None] | None = None
 
-    def at(self, t: int) -> At:
-        return at(self.i, t, self.data)
+    def round_inputs(self, t: int) -> RoundInputs:
+        """Returns the client's inputs in round `t`."""
+        return round_inputs(self.i, t, self.data)
 
 
-def answer(client: Client, request: wire.Message) -> bytes:
-    """Returns the answer to a request of a round; raises InvalidError if it gets none.
+def respond(client: Client, request: wire.Message) -> bytes:
+    """Returns the response to a training or evaluation request that matches `schema.REQUEST`.
 
-    Args:
-      request: has the form `schema.REQUEST`.
+    Raises InvalidError if the request is refused.
     """
     try:
-        kind, t, settled, start = _stamped(client, request)
+        kind, t, settled, start = _check_request(client, request)
         if kind == TRAIN:
             return _train(client, request, t, settled, start)
         return _evaluate(client, request, t, settled)
@@ -52,12 +52,15 @@ def answer(client: Client, request: wire.Message) -> bytes:
         ) from None
 
 
-def _stamped(client: Client, request: wire.Message) -> tuple[str, int, int, int]:
-    """Returns kind, round, settled round and start of a request for this client and this run."""
+def _check_request(client: Client, request: wire.Message) -> tuple[str, int, int, int]:
+    """Returns the kind, round, `settled` round and server start of a request.
+
+    Raises InvalidError if the request is for another client or run.
+    """
     facts, start = request.facts, request.envelope.get("start", -1)
     kind, t, settled = facts["kind"], facts["round"], facts["settled"]
     if facts["run"] != client.run:
-        raise InvalidError("it is of another run")
+        raise InvalidError("it belongs to another run")
     if facts["client"] != client.i:
         raise InvalidError(f"it is for client {facts['client']}, and this is client {client.i}")
     if start < 0 or settled >= t:
@@ -66,62 +69,66 @@ def _stamped(client: Client, request: wire.Message) -> tuple[str, int, int, int]
 
 
 def _train(client: Client, request: wire.Message, t: int, settled: int, start: int) -> bytes:
+    """Trains for round `t`, or returns the stored response if the request is a repetition."""
     try:
-        newest = client.disk.newest()
+        latest = client.disk.newest()
     except UsageError:
         if not settled < client.disk.rounds()[0] <= t:
             raise
-        newest = None  # damaged, but it has not counted: it is trained again
-    if newest is not None:
-        if newest.request == request.digest:  # again, and the answer may have been lost
-            return newest.answer
-        if start < newest.start:
+        latest = None  # The damaged round has not counted, so training it again is safe.
+    if latest is not None:
+        if latest.request == request.digest:  # The first response may have been lost.
+            return latest.response
+        if start < latest.start:
             raise InvalidError("it is of an earlier start of the server")
-        if start == newest.start and t <= newest.round:
+        if start == latest.start and t <= latest.round:
             raise InvalidError(
-                f"round {t} is over for this client, which has been in {newest.round}"
+                f"round {t} is over for this client, which has been in {latest.round}"
             )
-    own = _settled(client, settled)
-    payload = wire.tree(request, "payload", client.programs.shapes.payload)
-    wire.only(request, "payload")
-    done = client.programs.work(payload, own, client.at(t))
+    client_state = _counted_state(client, settled)
+    payload = wire.read_tree(request, "payload", client.programs.shapes.payload)
+    wire.check_array_groups(request, "payload")
+    result = client.programs.train(payload, client_state, client.round_inputs(t))
     facts = {
         "kind": TRAIN,
         "run": client.run,
         "client": client.i,
         "round": t,
         "request": request.digest,
-        "finite": bool(done.fine),
+        "finite": bool(result.finite),
     }
-    made = wire.encode(facts, {"upload": done.upload, "metrics": done.metrics})
-    state = own_state.packed(done.client)
-    client.disk.write(Visited(t, start, request.digest, made, state), settled)
-    return made
+    response = wire.encode(facts, {"upload": result.upload, "metrics": result.metrics})
+    state = storage.encode_state(result.client)
+    client.disk.write(RoundRecord(t, start, request.digest, response, state), settled)
+    return response
 
 
-def _settled(client: Client, settled: int) -> PyTree:
-    """Returns the client's state after the last visit that counted."""
-    if settled == BEGUN:
-        return client.programs.first(client.i)
+def _counted_state(client: Client, settled: int) -> PyTree:
+    """Returns the client-side state after the last round that counted for this client."""
+    if settled == BEFORE_FIRST_ROUND:
+        return client.programs.initial_state(client.i)
     if settled not in client.disk.rounds():
         raise InvalidError(
-            f"its last visit that counted was in round {settled}, and its folder does not hold it; "
-            "bring it back from a copy"
+            f"its folder does not hold round {settled}, the last one that counted; restore it from "
+            "a backup"
         )
-    return own_state.unpacked(client.disk.read(settled).state, client.programs.shapes.client)
+    return storage.decode_state(client.disk.read(settled).state, client.programs.shapes.client)
 
 
 def _evaluate(client: Client, request: wire.Message, t: int, settled: int) -> bytes:
-    own = _settled(client, settled)
+    """Evaluates the client's model, and saves the model if the request says it is the last."""
+    client_state = _counted_state(client, settled)
     shapes, method = client.programs.shapes, client.programs.method
-    given = wire.tree(request, "served", shapes.served)
+    served_values = wire.read_tree(request, "served", shapes.served)
     payload: Any = None
-    if method.after:
-        payload = wire.tree(request, "payload", shapes.payload)
-    wire.only(request, "served", "payload")
-    scores = client.programs.score(given, payload, own, client.at(t))
-    if request.facts["last"] and client.keep is not None:
-        client.keep(client.programs.personalize(given, own, client.at(t)), t)
+    if method.evaluate_after:
+        payload = wire.read_tree(request, "payload", shapes.payload)
+    wire.check_array_groups(request, "served", "payload")
+    scores = client.programs.score(served_values, payload, client_state, client.round_inputs(t))
+    if request.facts["last"] and client.save_model is not None:
+        client.save_model(
+            client.programs.personalize(served_values, client_state, client.round_inputs(t)), t
+        )
     facts = {
         "kind": EVALUATE,
         "run": client.run,
@@ -133,5 +140,5 @@ def _evaluate(client: Client, request: wire.Message, t: int, settled: int) -> by
 
 
 def folder(root: str | Path, run: str) -> Path:
-    """Returns the folder of a run, whose name has the form `schema.RUN`, in a node's folder."""
+    """Returns the folder of a run inside a node's folder; `run` must match `schema.RUN`."""
     return Path(root).expanduser() / f"run-{run}"

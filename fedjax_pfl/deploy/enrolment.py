@@ -1,7 +1,7 @@
-"""The server's side of enrolment: from what each node says of its examples to the federation.
+"""Enrolment at the server: builds the federation's description from those of the nodes.
 
-What a node says is checked before it is kept. A node that says something wrong, or something else
-than most others, is refused and asked again.
+Each node's description is checked before it is stored. A node with an invalid description, or one
+that disagrees with most other nodes, is refused and gets the request again.
 """
 
 import json
@@ -17,49 +17,66 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import schema, wire
 from fedjax_pfl.deploy.schema import ENROL, InvalidError
 
-_MOST_BYTES = 16_000_000  # of an answer
+_MAX_RESPONSE_BYTES = 16_000_000
+_SHARED_NAMES = (*schema.SHARED_FIELDS, *schema.SHARED_OPTIONAL_FIELDS)
 
 
 def request(run: str, i: int, settings: Mapping[str, Any], start: int) -> bytes:
-    """Returns the request that client i enrol in a run."""
+    """Encodes the request to enrol.
+
+    Args:
+      run: Name of the run.
+      i: Client id.
+      settings: Settings that affect training, see `assembly.node_settings`.
+      start: Number of earlier starts of the run.
+    """
     facts = {"kind": ENROL, "run": run, "client": i, "settings": settings}
     return wire.encode(facts, envelope={"start": start})
 
 
-def take(asked: bytes, content: bytes) -> dict[str, Any]:
-    """Reads what a node says of its examples; raises InvalidError for anything else."""
-    sent = wire.decode(asked, len(asked))
-    answer = wire.decode(content, _MOST_BYTES, schema.ANSWER)
-    if "why" in answer.facts:
-        raise InvalidError(f"it has refused: {answer.facts['why']}")
-    wanted = {word: sent.facts[word] for word in ("kind", "run", "client")}
-    wanted["request"] = sent.digest
-    if any(answer.facts[word] != value for word, value in wanted.items()) or answer.arrays:
-        raise InvalidError("it answers another request")
-    described = answer.facts["described"]
-    _check_together(described)
+def read_description(request: bytes, content: bytes) -> dict[str, Any]:
+    """Decodes a node's description of its examples.
+
+    Raises InvalidError if the response refuses, does not answer the request or is inconsistent.
+
+    Args:
+      request: The encoded request.
+      content: The encoded response.
+    """
+    decoded_request = wire.decode(request, len(request))
+    response = wire.decode(content, _MAX_RESPONSE_BYTES, schema.RESPONSE)
+    if "why" in response.facts:
+        raise InvalidError(f"it has refused: {response.facts['why']}")
+    expected = {field: decoded_request.facts[field] for field in ("kind", "run", "client")}
+    expected["request"] = decoded_request.digest
+    if any(response.facts[field] != value for field, value in expected.items()) or response.arrays:
+        raise InvalidError("it responds to another request")
+    described = response.facts["described"]
+    _check_consistency(described)
     return described
 
 
-def _check_together(described: Mapping[str, Any]) -> None:
-    """Checks what no form says of one value alone."""
+def _check_consistency(described: Mapping[str, Any]) -> None:
+    """Checks conditions between several fields, which `schema` cannot express."""
     counts, widths, shape = (described[k] for k in ("counts", "widths", "input_shape"))
-    for word in counts:
-        _need(counts[word] <= widths[word], f"counts.{word} is more than widths.{word}")
+    for split in counts:
+        _need(counts[split] <= widths[split], f"counts.{split} is more than widths.{split}")
     shapes = [shape, described["each"], described["target"][1]]
     shapes += [constant[1] for constant in described["constants"].values()]
     for dims in shapes:
-        _need(math.prod(dims) <= schema.MOST_ELEMENTS, "a shape has too many elements")
+        _need(math.prod(dims) <= schema.MAX_ELEMENTS, "a shape has too many elements")
     if "classes" in described:
         names = described["classes"]
         _need(len(set(names)) == len(names) == described["outputs"], "outputs are not its classes")
     _need(("sums" in described) == ("normalise" in described), "it has sums without columns")
     if "sums" in described:
-        sums, wanted = described["sums"], described["normalise"]
+        sums, normalised = described["sums"], described["normalise"]
         positions = math.prod(shape[:-1])
-        width = sum(wanted["features"]) + wanted["targets"] * math.prod(described["target"][1])
+        width = sum(normalised["features"]) + normalised["targets"] * math.prod(
+            described["target"][1]
+        )
         _need(
-            len(wanted["features"]) == shape[-1]
+            len(normalised["features"]) == shape[-1]
             and len(sums["mean"]) == len(sums["m2"]) == width
             and sums["n"] == counts["train"] * positions,
             "its sums are not of its training examples",
@@ -71,50 +88,63 @@ def _need(condition: bool, line: str) -> None:
         raise InvalidError(line)
 
 
-def alike(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what all nodes must say alike."""
-    names = (*schema.ALIKE, *schema.ALIKE_OPTIONAL)
-    return {name: described[name] for name in names if name in described}
+def shared_fields(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that must be the same at all nodes."""
+    return {name: described[name] for name in _SHARED_NAMES if name in described}
 
 
-def differing(described: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
-    """Returns, by client, how it differs from most others, or from client 0 where none are most."""
-    texts = {i: json.dumps(alike(described[i]), sort_keys=True) for i in sorted(described)}
-    ((usual, _),) = Counter(texts.values()).most_common(1)
-    wanted, first = json.loads(usual), next(i for i in texts if texts[i] == usual)
+def find_disagreements(described: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Returns an error line for each client whose shared fields differ from the most frequent ones.
+
+    With a tie, the fields of the client with the lowest id count.
+    """
+    texts = {i: json.dumps(shared_fields(described[i]), sort_keys=True) for i in sorted(described)}
+    ((usual_text, _),) = Counter(texts.values()).most_common(1)
+    usual_fields, first = json.loads(usual_text), next(i for i in texts if texts[i] == usual_text)
     lines = {}
     for i, text in texts.items():
-        if text != usual:
-            mine = json.loads(text)
-            names = (*schema.ALIKE, *schema.ALIKE_OPTIONAL)
-            name = next(name for name in names if mine.get(name) != wanted.get(name))
+        if text != usual_text:
+            fields = json.loads(text)
+            name = next(
+                name for name in _SHARED_NAMES if fields.get(name) != usual_fields.get(name)
+            )
             lines[i] = f"its {name} differs from that of client {first}; all nodes need the same"
     return lines
 
 
-def agreed(described: Mapping[int, Mapping[str, Any]], settings: ConfigDict) -> dict[str, Any]:
-    """Returns the description of the federation, of nodes that say alike what they must."""
-    each = [described[i] for i in sorted(described)]
+def build_federation(
+    described: Mapping[int, Mapping[str, Any]], settings: ConfigDict
+) -> dict[str, Any]:
+    """Builds the federation's description from nodes whose shared fields agree."""
+    descriptions = [described[i] for i in sorted(described)]
     federation = {
-        "counts": [one["counts"] for one in each],
+        "counts": [description["counts"] for description in descriptions],
         "held_out": settings.held_out,
         "groups": max(1, len(settings.groups)),
-        "alike": alike(each[0]),
-        "widths": each[0]["widths"],
-        "stored_dtype": each[0]["stored_dtype"],
-        **(_moments([one["sums"] for one in each]) if "sums" in each[0] else {}),
+        "alike": shared_fields(descriptions[0]),
+        "widths": descriptions[0]["widths"],
+        "stored_dtype": descriptions[0]["stored_dtype"],
+        **(
+            _moments([description["sums"] for description in descriptions])
+            if "sums" in descriptions[0]
+            else {}
+        ),
     }
     schema.check(schema.FEDERATION, federation, "federation")
     return federation
 
 
 def _moments(sums: list[Any]) -> dict[str, Any]:
-    """Mean and deviation over all nodes' training examples, from n, mean and M2 of each."""
-    n = np.array([one["n"] for one in sums], np.float64)[:, None]
-    means, m2 = (np.array([one[k] for one in sums], np.float64) for k in ("mean", "m2"))
+    """Computes mean and deviation over the training examples of all nodes.
+
+    Args:
+      sums: For each node the count `n`, and `mean` and sum of squared deviations `m2` per column.
+    """
+    n = np.array([node_sums["n"] for node_sums in sums], np.float64)[:, None]
+    means, m2 = (np.array([node_sums[k] for node_sums in sums], np.float64) for k in ("mean", "m2"))
     mean = (n * means).sum(0) / n.sum()
     deviation = np.sqrt((m2 + n * np.square(means - mean)).sum(0) / n.sum())
-    least = np.maximum(1e-12 * np.abs(mean), 1 / schema.LARGEST)
+    least = np.maximum(1e-12 * np.abs(mean), 1 / schema.MAX_MEAN)
     deviation = np.where(deviation > least, deviation, 1.0)
     return {"mean": mean.tolist(), "deviation": deviation.tolist()}
 
@@ -123,36 +153,41 @@ def enrol(
     run: str,
     start: int,
     settings: ConfigDict,
-    sent: Mapping[str, Any],
-    ask: Callable[[dict[int, bytes]], Any],
+    node_settings: Mapping[str, Any],
+    send_requests: Callable[[dict[int, bytes]], Any],
     tries: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Asks all clients until each has enrolled, and returns the description of the federation.
+    """Sends requests until all clients have enrolled; returns the federation's description.
 
     Args:
-      sent: the settings that nodes are sent.
-      ask: sends requests and yields (client, answer).
+      run: Name of the run.
+      start: Number of earlier starts of the run.
+      settings: Completed settings.
+      node_settings: Settings that are sent to nodes.
+      send_requests: Takes encoded requests by client id; yields pairs of client id and response.
+      tries: Number of attempts before UsageError is raised.
+      log: Called with a line for each refused node.
     """
     described: dict[int, dict[str, Any]] = {}
     for _ in range(tries):
-        left = [i for i in range(settings.clients) if i not in described]
-        requests = {i: request(run, i, sent, start) for i in left}
-        for i, content in ask(requests):
+        missing = [i for i in range(settings.clients) if i not in described]
+        requests = {i: request(run, i, node_settings, start) for i in missing}
+        for i, content in send_requests(requests):
             try:
-                described[i] = take(requests[i], content)
+                described[i] = read_description(requests[i], content)
             except InvalidError as error:
-                tell(f"client {i} cannot enrol: {error}")
-        for i, line in (differing(described) if described else {}).items():
-            tell(f"client {i} cannot enrol: {line}")
+                log(f"client {i} cannot enrol: {error}")
+        for i, line in (find_disagreements(described) if described else {}).items():
+            log(f"client {i} cannot enrol: {line}")
             del described[i]
         if len(described) == settings.clients:
             try:
-                return agreed(described, settings)
+                return build_federation(described, settings)
             except InvalidError as error:
-                raise UsageError(f"what the nodes say together is out of bounds: {error}") from None
+                raise UsageError(f"the combined description is out of bounds: {error}") from None
     absent = sorted(set(range(settings.clients)) - set(described))
     raise UsageError(
         f"{len(absent)} of {settings.clients} clients have not enrolled, the first is client "
-        f"{absent[0]}; start their nodes and give the same command again"
+        f"{absent[0]}; start their nodes and run the same command again"
     )

@@ -1,7 +1,7 @@
-"""A node's own examples, read as its own file says, and what the node says of them.
+"""A node's examples and the description of them that leaves the node.
 
-Nothing here sees a request. Only `NodeExamples.facts` leaves the node: counts, shapes, words
-that the owner has stated, and sums for a normalisation.
+This module never sees a request. Only `NodeExamples.facts` leaves the node: counts, shapes, class
+names from the node's file, and sums for normalisation.
 """
 
 import hashlib
@@ -20,45 +20,45 @@ from fedjax_pfl.data.dataset import LATER, Dataset
 from fedjax_pfl.data.numbers import row_chunks
 from fedjax_pfl.deploy import schema, vocabulary
 from fedjax_pfl.deploy.node_file import NodeFile
-from fedjax_pfl.deploy.programs import single
+from fedjax_pfl.deploy.programs import single_client
 from fedjax_pfl.deploy.schema import InvalidError
 from fedjax_pfl.settings import configuration
 
 
 class NodeExamples(NamedTuple):
-    """A node's examples, and what it says of them."""
+    """A node's examples and their description."""
 
     data: FederatedData  # of one client
-    facts: dict[str, Any]  # plain data, which leaves the node
+    facts: dict[str, Any]  # description; matches `schema.NODE_DESCRIPTION`
 
     def digest(self) -> str:
-        """Returns a digest of the examples, which stays at the node."""
-        found = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode())
+        """Computes a digest of the examples, which never leaves the node."""
+        digest = hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode())
         for leaf in jax.tree.leaves(self.data):
-            for part in row_chunks(np.asarray(leaf)):
-                found.update(part.tobytes())
-        return found.hexdigest()
+            for chunk in row_chunks(np.asarray(leaf)):
+                digest.update(chunk.tobytes())
+        return digest.hexdigest()
 
 
 def read(file: NodeFile) -> NodeExamples:
-    """Reads what a node's file names.
+    """Reads the dataset that a node's file names, and describes it.
 
-    Raises UsageError for a file that cannot be read so, whose text may quote the examples, and
-    InvalidError for examples of which a node says nothing, whose text does not.
+    Raises UsageError if the dataset cannot be read; its text may quote examples and must not be
+    sent. Raises InvalidError, whose text is safe to send, if there are too few examples.
     """
     settings = configuration.complete(file.data)
     kind = data.source_name(settings.dataset)
-    of_source = settings.get(kind, {})
+    source_settings = settings.get(kind, {})
     dataset = data.load(
         settings.dataset,
         settings.data_dir,
         fraction=settings.fraction,
         fraction_seed=settings.partition_seed,
-        **dict(of_source),
+        **dict(source_settings),
     )
-    if ":" in settings.dataset:  # not one that everybody can have
-        index = of_source.get("categories") == "index"
-        dataset = vocabulary.stated(dataset, file.labels, file.words, index)
+    if ":" in settings.dataset:  # a file of the node, not a public dataset
+        index = source_settings.get("categories") == "index"
+        dataset = vocabulary.apply_vocabulary(dataset, file.labels, file.words, index)
     split: dict[str, Any] = dict(
         seed=settings.partition_seed,
         split=settings.split,
@@ -67,37 +67,51 @@ def read(file: NodeFile) -> NodeExamples:
         validation_examples=settings.validation_examples,
     )
     if "clients" in file.data:
-        return _shared(dataset, settings, file.client, split)
-    wanted = dataset.normalise
-    summed = wanted is not None and wanted.scope == "federation"
-    if summed and wanted is not None:  # by the sums of all nodes, and not rounded before
-        dataset = dataset._replace(normalise=wanted._replace(scope=LATER))
+        return _read_shared(dataset, settings, file.client, split)
+    normalisation = dataset.normalise
+    if normalisation is not None and normalisation.scope != "federation":
+        normalisation = None
+    if normalisation is not None:
+        # Kept as read: the sums of all nodes are needed first, and float32 would round the numbers.
+        dataset = dataset._replace(normalise=normalisation._replace(scope=LATER))
     arrays, federation, _ = data.federate(dataset, "iid", clients=1, **split)
-    metadata, more = dataset.metadata or {}, dict[str, Any]()
+    metadata, optional_facts = dataset.metadata or {}, dict[str, Any]()
     if "classes" in metadata:
-        more["classes"] = list(metadata["classes"])
-    if "input" in metadata:  # to be compared, and not to be read
+        optional_facts["classes"] = list(metadata["classes"])
+    if "input" in metadata:  # a digest: nodes compare column names without sending them
         text = json.dumps([metadata["input"], metadata.get("label"), file.words]).encode()
-        more["input"] = hashlib.sha256(text).hexdigest()
-    if summed and wanted is not None:
-        more |= _sums(arrays, wanted.features, wanted.targets, file.least_rows)
-    return NodeExamples(arrays, _facts(_rounded(arrays), federation, **more))
+        optional_facts["input"] = hashlib.sha256(text).hexdigest()
+    if normalisation is not None:
+        optional_facts |= _sums(
+            arrays, normalisation.features, normalisation.targets, file.least_rows
+        )
+    return NodeExamples(arrays, _facts(_as_float32(arrays), federation, **optional_facts))
 
 
-def _rounded(arrays: FederatedData) -> FederatedData:
-    """Returns examples in the types that programs take."""
-    x, y = (np.asarray(part) for part in (arrays.x, arrays.y))
-    parts: Any = (a.astype(np.float32) if a.dtype.kind == "f" else a for a in (x, y))
-    return arrays._replace(**dict(zip("xy", parts, strict=True)))
+def _as_float32(arrays: FederatedData) -> FederatedData:
+    """Converts inputs and targets of floating point to float32."""
+
+    def cast(array: Any) -> Any:
+        array = np.asarray(array)
+        return array.astype(np.float32) if array.dtype.kind == "f" else array
+
+    return arrays._replace(x=cast(arrays.x), y=cast(arrays.y))
 
 
-def _shared(
+def _read_shared(
     dataset: Dataset, settings: Any, i: int | None, split: Mapping[str, Any]
 ) -> NodeExamples:
-    """The part of client i, as a simulation deals the dataset."""
+    """Returns the part of client `i` in a dataset that is partitioned as in a simulation.
+
+    Args:
+      dataset: The shared dataset.
+      settings: Completed settings with the partition.
+      i: Client id.
+      split: Settings of the train, validation and test split.
+    """
     if i is None or i >= settings.clients:
-        raise UsageError(f"client is {i}, and clients {settings.clients}; numbers begin at 0")
-    whole, federation, _ = data.federate(
+        raise UsageError(f"client must be from 0 to {settings.clients - 1}, got {i}")
+    all_arrays, federation, _ = data.federate(
         dataset,
         settings.partition,
         settings=dict(settings.get(settings.partition, {})),
@@ -106,15 +120,17 @@ def _shared(
         held_out=settings.held_out,
         **split,
     )
-    mine = single(whole, i)
-    return NodeExamples(mine, _facts(mine, federation))
+    arrays = single_client(all_arrays, i)
+    return NodeExamples(arrays, _facts(arrays, federation))
 
 
-def _facts(arrays: FederatedData, federation: Federation, **more: Any) -> dict[str, Any]:
-    """Returns what a node says of its examples, as `schema.DESCRIBED` has it.
+def _facts(arrays: FederatedData, federation: Federation, **optional_facts: Any) -> dict[str, Any]:
+    """Describes a node's examples; the result matches `schema.NODE_DESCRIPTION`.
 
     Args:
-      more: names of classes, a digest of the inputs, sums.
+      arrays: The examples.
+      federation: Their Federation record.
+      **optional_facts: Class names, digest of the input names, and sums.
     """
     splits = ("train", "validation", "test")
     constants = {name: getattr(arrays, name) for name in ("scale", "shift", "label_map", "classes")}
@@ -132,58 +148,74 @@ def _facts(arrays: FederatedData, federation: Federation, **more: Any) -> dict[s
             for name, value in constants.items()
             if value is not None
         },
-        **more,
+        **optional_facts,
     }
     return json.loads(json.dumps(facts))
 
 
 def _sums(
-    arrays: FederatedData, which: np.ndarray, targets: bool, least_rows: int
+    arrays: FederatedData, columns: np.ndarray, targets: bool, least_rows: int
 ) -> dict[str, Any]:
-    """n, mean and sum of squares about it of the numbers that are normalised, and of no others."""
+    """Computes count, mean and sum of squared deviations of the normalised columns.
+
+    Raises InvalidError if there are fewer than `least_rows` training examples.
+
+    Args:
+      arrays: The examples.
+      columns: bool [D]; True for inputs that are normalised.
+      targets: Whether targets are normalised too.
+      least_rows: Minimum number of training examples.
+    """
     rows = np.asarray(arrays.train.rows[0])[: int(arrays.train.size[0])]
     if len(rows) < least_rows:
         raise InvalidError(
-            "it has fewer training examples than the rows that its own file lets sums be taken over"
+            "it has fewer training examples than the least_rows of its own file requires for sums"
         )
-    x = np.asarray(arrays.x)[rows][..., np.asarray(which, bool)]
+    x = np.asarray(arrays.x)[rows][..., np.asarray(columns, bool)]
     values = [x.reshape(-1, x.shape[-1]).astype(np.float64)] if x.shape[-1] else []
     if targets:
         values.append(np.asarray(arrays.y)[rows].astype(np.float64))
     if len({len(part) for part in values}) > 1:
-        raise UsageError("inputs of several positions cannot be normalised with a target; say none")
-    values_of_rows = np.concatenate(values, 1)
-    mean = values_of_rows.mean(0)
+        raise UsageError(
+            "inputs with several positions cannot be normalised together with targets; set "
+            "normalise to none"
+        )
+    table = np.concatenate(values, 1)
+    mean = table.mean(0)
     return {
         "sums": {
-            "n": len(values_of_rows),
+            "n": len(table),
             "mean": mean.tolist(),
-            "m2": np.square(values_of_rows - mean).sum(0).tolist(),
+            "m2": np.square(table - mean).sum(0).tolist(),
         },
-        "normalise": {"features": np.asarray(which, bool).tolist(), "targets": bool(targets)},
+        "normalise": {"features": np.asarray(columns, bool).tolist(), "targets": bool(targets)},
     }
 
 
-def fitted(mine: NodeExamples, description: Mapping[str, Any], i: int) -> FederatedData:
-    """Returns client i's examples normalised as the federation describes.
+def normalise(examples: NodeExamples, description: Mapping[str, Any], i: int) -> FederatedData:
+    """Normalises client `i`'s examples with the federation's mean and deviation.
 
-    Raises InvalidError where the description is not of these examples.
+    Raises InvalidError if the federation's description does not fit these examples.
     """
-    arrays, facts = mine
+    arrays, facts = examples
     counts = description["counts"]
-    alike = {name: facts[name] for name in (*schema.ALIKE, *schema.ALIKE_OPTIONAL) if name in facts}
-    if i >= len(counts) or counts[i] != facts["counts"] or description["alike"] != alike:
+    shared = {
+        name: facts[name]
+        for name in (*schema.SHARED_FIELDS, *schema.SHARED_OPTIONAL_FIELDS)
+        if name in facts
+    }
+    if i >= len(counts) or counts[i] != facts["counts"] or description["alike"] != shared:
         raise InvalidError("the federation that it describes does not have this node's examples")
-    wanted = facts.get("normalise", {"features": [], "targets": False})
-    which = np.array(wanted["features"], bool)
-    width = int(which.sum()) + (np.shape(arrays.y)[-1] if wanted["targets"] else 0)
+    normalised = facts.get("normalise", {"features": [], "targets": False})
+    columns = np.array(normalised["features"], bool)
+    width = int(columns.sum()) + (np.shape(arrays.y)[-1] if normalised["targets"] else 0)
     mean, deviation = (np.array(description.get(k, [])) for k in ("mean", "deviation"))
     if not len(mean) == len(deviation) == width:
         raise InvalidError("it describes a normalisation of other columns than this node's")
-    n, x, y = int(which.sum()), arrays.x, arrays.y
+    n, x, y = int(columns.sum()), arrays.x, arrays.y
     if n:
         x = np.array(x)
-        x[..., which] = (x[..., which] - mean[:n]) / deviation[:n]
-    if wanted["targets"]:
+        x[..., columns] = (x[..., columns] - mean[:n]) / deviation[:n]
+    if normalised["targets"]:
         y = (y - mean[n:]) / deviation[n:]
-    return _rounded(arrays._replace(x=x, y=y))
+    return _as_float32(arrays._replace(x=x, y=y))

@@ -1,7 +1,7 @@
-"""Carries bytes between the server and the nodes over Flower, and identifies the nodes.
+"""Exchange between the server and the nodes over Flower, and identification of the nodes.
 
-A node's client id follows from the name under which it is registered, such as client-0. Its key is
-stored with the first request; another key is refused from then on.
+A node is registered with Flower under a name such as client-0, which contains its client id. Its
+key is stored when it is first online; a node with the same name and another key is refused.
 """
 
 import hashlib
@@ -20,188 +20,206 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import run, schema
 from fedjax_pfl.deploy.lines import one_line
 from fedjax_pfl.deploy.node import refusal
-from fedjax_pfl.deploy.node_file import tuples
-from fedjax_pfl.deploy.own_state import describe, whole
+from fedjax_pfl.deploy.node_file import to_tuples
+from fedjax_pfl.deploy.storage import read_json, write_atomic
 
 _PART = "message"
-NAME = "client-"  # what nodes are called where they are registered, with their client ids
-_NUMBER = re.compile("0|[1-9][0-9]{0,6}")  # one way to write each id
-_BACK = 120.0  # seconds in which a node that went away while it was asked may come back
-_SENT = 3  # times that a request is sent to a node which stays online and reports errors
-_LOOK = 2.0  # seconds between two looks at who is online
-KEYS = "keys.json"  # beside the run directory: by client, the digest of its node's public key
+NODE_PREFIX = "client-"  # registered name of a node, before its client id
+_CLIENT_ID = re.compile("0|[1-9][0-9]{0,6}")  # no leading zeros: one spelling for each id
+_RETURN_SECONDS = 120.0  # time for a node that went offline during a request to come back
+_MAX_ATTEMPTS = 3  # attempts to send a request to a node that is online and reports errors
+_POLL_SECONDS = 2.0  # time between two queries for the nodes that are online
+KEYS_FILE = "keys.json"  # next to the run directory: digest of each client's public key
 
 
-def packed(content: bytes) -> RecordDict:
-    """Packs bytes as Flower carries them: as one array."""
+def to_record(content: bytes) -> RecordDict:
+    """Packs bytes into a Flower record with one array."""
     array = Array(dtype="uint8", shape=(len(content),), stype="bytes", data=content)
     return RecordDict({_PART: ArrayRecord({_PART: array})})
 
 
-def unpacked(record: RecordDict) -> bytes:
-    """Inverse of `packed`. Returns no bytes for any other record."""
+def from_record(record: RecordDict) -> bytes:
+    """Unpacks a record of `to_record`. Returns empty bytes for any other record."""
     part: Any = record.array_records.get(_PART, {})
     return part[_PART].data if set(part) == {_PART} else b""
 
 
-def outcome_of(log: Path) -> Path:
-    """Returns the path of the file that says how a run has ended; its log is for people only."""
+def outcome_path(log: Path) -> Path:
+    """Returns the path of the JSON file that holds the outcome of a run, next to its log.
+
+    Programs read this file instead of the log, because the log quotes text from nodes.
+    """
     return log.with_name(f"{log.name}.outcome")
 
 
-def run_by(grid: Grid, path: str) -> None:
-    """Runs over a SuperLink what a JSON file says: `config`, `workdir`, `log` and `waiting`."""
-    asked = describe(Path(path), schema.RUN_FILE)
-    if not asked:
+def run_from_file(grid: Grid, path: str) -> None:
+    """Runs, over a SuperLink, the configuration in a JSON file that matches `schema.RUN_FILE`."""
+    spec = read_json(Path(path), schema.RUN_FILE)
+    if not spec:
         raise UsageError(f"{path} is missing; it must hold the run's config, workdir and log")
-    directory = Path(asked["workdir"])
+    directory = Path(spec["workdir"])
     directory.parent.mkdir(parents=True, exist_ok=True)
-    outcome = outcome_of(Path(asked["log"]))
+    outcome = outcome_path(Path(spec["log"]))
     outcome.unlink(missing_ok=True)
 
-    def tell(line: str) -> None:
-        with open(asked["log"], "a", encoding="utf-8") as file:
+    def log(line: str) -> None:
+        with open(spec["log"], "a", encoding="utf-8") as file:
             file.write(one_line(line) + "\n")
 
-    def ends(**how: str) -> None:
-        whole(outcome, json.dumps(how).encode() + b"\n")
+    def write_outcome(**fields: str) -> None:
+        write_atomic(outcome, json.dumps(fields).encode() + b"\n")
 
     try:
-        config = tuples(asked["config"])
+        config = to_tuples(spec["config"])
         clients = run.assembly.complete(config)[0].clients
-        waiting = run.Waiting(**asked.get("waiting", {}))
-        exchange = ByFlower(grid, directory, clients, tell)
-        tell(f"Waiting for the nodes of {exchange.count} clients")
-        tell(f"{exchange.wait(waiting.seconds)} of {exchange.count} are online")
-        done = run.run(config, directory, exchange, waiting, tell)
-        tell(f"The run has ended: {done.directory}")
-        ends(directory=str(done.directory))
+        waiting = run.Waiting(**spec.get("waiting", {}))
+        exchange = FlowerExchange(grid, directory, clients, log)
+        log(f"Waiting for the nodes of {exchange.count} clients")
+        log(f"{exchange.wait(waiting.seconds)} of {exchange.count} are online")
+        result = run.run(config, directory, exchange, waiting, log)
+        log(f"The run has ended: {result.directory}")
+        write_outcome(directory=str(result.directory))
     except UsageError as error:
-        tell(f"error: {error}")
-        ends(error=one_line(str(error)))
+        log(f"error: {error}")
+        write_outcome(error=one_line(str(error)))
         raise
-    except BaseException as error:  # with the SuperLink gone, say: given again, the run goes on
-        tell(f"the server's app ends by {type(error).__name__}: {error}")
+    except BaseException as error:  # No outcome: the run resumes when the app is restarted.
+        log(f"the server's app ended with {type(error).__name__}: {error}")
         raise
 
 
-class Online(NamedTuple):
-    """A client's node that is online, and the time since when."""
+class OnlineNode(NamedTuple):
+    """Flower's id of a node that is online, and the time when it came online."""
 
     node: int
     since: str
 
 
-class ByFlower:
-    """An exchange over a SuperLink."""
+class FlowerExchange:
+    """Exchange over a Flower SuperLink, see `run.Exchange`."""
 
-    def __init__(self, grid: Grid, directory: Path, clients: int, tell: Any) -> None:
-        self.grid, self.directory, self.count, self.tell = grid, directory, clients, tell
-        self.said: set[str] = set()
+    def __init__(self, grid: Grid, directory: Path, clients: int, log: Any) -> None:
+        self.grid, self.directory, self.count, self.log = grid, directory, clients, log
+        self.logged: set[str] = set()
 
     def wait(self, seconds: float) -> int:
         """Waits until all nodes are online or the time is up; returns their number."""
-        until = time.monotonic() + seconds
-        while (there := len(self.nodes())) < self.count and time.monotonic() < until:
+        deadline = time.monotonic() + seconds
+        while (online := len(self.nodes())) < self.count and time.monotonic() < deadline:
             time.sleep(1)
-        return there
+        return online
 
-    def nodes(self) -> dict[int, Online]:
+    def nodes(self) -> dict[int, OnlineNode]:
         """Returns the online node of each client, identified by its registered name and key."""
-        path = self.directory.with_name(f"{self.directory.name}.{KEYS}")
-        keys, found = describe(path, schema.KEYS), dict[int, Online]()
-        before = dict(keys)
-        for one in self.grid.get_nodes():
-            number = one.name.removeprefix(NAME)
-            if one.status not in ("", "online") or not one.name.startswith(NAME):
+        path = self.directory.with_name(f"{self.directory.name}.{KEYS_FILE}")
+        keys, online = read_json(path, schema.KEYS), dict[int, OnlineNode]()
+        stored_keys = dict(keys)
+        for node in self.grid.get_nodes():
+            number = node.name.removeprefix(NODE_PREFIX)
+            if node.status not in ("", "online") or not node.name.startswith(NODE_PREFIX):
                 continue
-            if not _NUMBER.fullmatch(number) or int(number) >= self.count:
-                last = f"{NAME}{self.count - 1}"
-                self.once(f"{one.name!a} is no client's name: use {NAME}0 to {last}; refused")
+            if not _CLIENT_ID.fullmatch(number) or int(number) >= self.count:
+                last = f"{NODE_PREFIX}{self.count - 1}"
+                self.log_once(
+                    f"{node.name!a} is not a client's name: use {NODE_PREFIX}0 to {last}; refused"
+                )
                 continue
-            key = hashlib.sha256(one.public_key).hexdigest()
-            others = [other for other in keys if other != number and keys[other] == key]
-            if keys.get(number, key) != key or others:
-                self.once(f"{one.name} has another key than before, or another client's: refused")
+            key = hashlib.sha256(node.public_key).hexdigest()
+            other_owners = [owner for owner in keys if owner != number and keys[owner] == key]
+            if keys.get(number, key) != key or other_owners:
+                self.log_once(
+                    f"{node.name} has another key than before, or another client's: refused"
+                )
                 continue
             keys[number] = key
-            found[int(number)] = Online(one.node_id, one.last_activated_at)
-        if keys != before:
-            whole(path, json.dumps(keys, indent=2).encode() + b"\n")
-        return found
+            online[int(number)] = OnlineNode(node.node_id, node.last_activated_at)
+        if keys != stored_keys:
+            write_atomic(path, json.dumps(keys, indent=2).encode() + b"\n")
+        return online
 
-    def once(self, line: str) -> None:
-        """Tells a line once."""
-        if line not in self.said:
-            self.said.add(line)
-            self.tell(line)
+    def log_once(self, line: str) -> None:
+        """Logs a line unless it was logged before."""
+        if line not in self.logged:
+            self.logged.add(line)
+            self.log(line)
 
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
     ) -> Iterator[tuple[int, bytes]]:
-        """See `run.Exchange`. An offline node is absent at once; one that goes offline may return.
+        """Sends requests and yields responses, see `run.Exchange`.
 
-        Flower does not deliver again what was lost with a process. A node that returns is therefore
-        sent its request again, and repeats its answer if it had one.
+        A node that is offline at the start is skipped. A node that goes offline later gets its
+        request again when it returns, because Flower loses messages when a process ends. The node
+        repeats its response if it already has one.
         """
-        until, look = time.monotonic() + (seconds or 1e9), time.monotonic() + _LOOK
+        start = time.monotonic()
+        deadline, next_poll = start + (seconds or 1e9), start + _POLL_SECONDS
         nodes = self.nodes()
-        one = _Asked({i: content for i, content in requests.items() if i in nodes})
-        self.send(one, nodes, seconds)
-        while one.left and (now := time.monotonic()) < until:
-            for reply in self.grid.pull_messages(list(one.out)):
-                i, node = one.out.pop(reply.metadata.reply_to_message_id, (-1, 0))
-                if i not in one.left or (reply.has_error() and self.failed(one, i, reply)):
+        pending = _PendingRequests({i: content for i, content in requests.items() if i in nodes})
+        self.send(pending, nodes, seconds)
+        while pending.unanswered and (current_time := time.monotonic()) < deadline:
+            for reply in self.grid.pull_messages(list(pending.message_owners)):
+                i, node = pending.message_owners.pop(reply.metadata.reply_to_message_id, (-1, 0))
+                if i not in pending.unanswered or (
+                    reply.has_error() and self.should_wait(pending, i, reply)
+                ):
                     continue
-                del one.left[i]
+                del pending.unanswered[i]
                 yield i, self.read(reply, node)
-            for i in [i for i in one.left if now > one.gone.get(i, now)]:
-                del one.left[i]
-                yield i, refusal(f"its node went away, and was not back in {_BACK:.0f} s")
-            if now > look:
-                self.send(one, self.nodes(), seconds)
-                look = now + _LOOK
-            if one.left:
+            for i in list(pending.unanswered):
+                if current_time > pending.give_up_at.get(i, current_time):
+                    del pending.unanswered[i]
+                    yield (
+                        i,
+                        refusal(f"its node went offline for more than {_RETURN_SECONDS:.0f} s"),
+                    )
+            if current_time > next_poll:
+                self.send(pending, self.nodes(), seconds)
+                next_poll = current_time + _POLL_SECONDS
+            if pending.unanswered:
                 time.sleep(0.2)
 
-    def send(self, one: "_Asked", nodes: Mapping[int, Online], seconds: float | None) -> None:
-        """Sends requests to nodes that have not had theirs since they came online."""
+    def send(
+        self, pending: "_PendingRequests", nodes: Mapping[int, OnlineNode], seconds: float | None
+    ) -> None:
+        """Sends its request to each node that has not got it since it came online."""
         for i, (node, since) in nodes.items():
-            if i not in one.left or one.sent.get(i) == since:
+            if i not in pending.unanswered or pending.sent_since.get(i) == since:
                 continue
-            content, ttl = packed(one.left[i]), (seconds or 3600) + 60
-            (found,) = self.grid.push_messages([Message(content, node, "query", ttl=ttl)]) or [""]
-            one.sent[i] = since
-            if found:
-                one.out[found] = i, node
-                one.times[i] = one.times.get(i, 0) + 1
-                one.gone.pop(i, None)
+            content, ttl = to_record(pending.unanswered[i]), (seconds or 3600) + 60
+            message = Message(content, node, "query", ttl=ttl)
+            (message_id,) = self.grid.push_messages([message]) or [""]
+            pending.sent_since[i] = since
+            if message_id:
+                pending.message_owners[message_id] = i, node
+                pending.attempts[i] = pending.attempts.get(i, 0) + 1
+                pending.give_up_at.pop(i, None)
 
-    def failed(self, one: "_Asked", i: int, reply: Message) -> bool:
-        """Returns True to wait for client i although Flower reports an error of its node."""
+    def should_wait(self, pending: "_PendingRequests", i: int, reply: Message) -> bool:
+        """Returns True to keep waiting for client `i` after Flower has reported an error."""
         if reply.error.code == ErrorCode.NODE_UNAVAILABLE:
-            one.gone.setdefault(i, time.monotonic() + _BACK)
+            pending.give_up_at.setdefault(i, time.monotonic() + _RETURN_SECONDS)
             return True
-        if one.times[i] >= _SENT:
+        if pending.attempts[i] >= _MAX_ATTEMPTS:
             return False
-        one.sent.pop(i, None)
+        pending.sent_since.pop(i, None)
         return True
 
     def read(self, reply: Message, node: int) -> bytes:
-        """Returns an answer's bytes; the text of an error is not passed on."""
+        """Returns the bytes of a response. An error becomes a refusal without Flower's text."""
         if reply.has_error():
             return refusal(f"Flower reports error {reply.error.code} of its node")
         if reply.metadata.src_node_id != node:
             return refusal("it comes from another node")
-        return unpacked(reply.content)
+        return from_record(reply.content)
 
 
-class _Asked:
-    """Requests that wait for answers; all fields but `out` are by client."""
+class _PendingRequests:
+    """Requests without a response yet. Dicts are keyed by client id unless noted."""
 
-    def __init__(self, left: Mapping[int, bytes]) -> None:
-        self.left = dict(left)
-        self.out = dict[str, tuple[int, int]]()  # by message: client and node
-        self.sent = dict[int, str]()  # since when the node was there that has the request
-        self.times = dict[int, int]()
-        self.gone = dict[int, float]()  # until when a node is waited for
+    def __init__(self, requests: Mapping[int, bytes]) -> None:
+        self.unanswered = dict(requests)
+        self.message_owners = dict[str, tuple[int, int]]()  # message id to client and node
+        self.sent_since = dict[int, str]()  # `OnlineNode.since` of the node that got the request
+        self.attempts = dict[int, int]()
+        self.give_up_at = dict[int, float]()  # deadline for a node that is offline

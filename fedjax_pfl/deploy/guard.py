@@ -1,9 +1,9 @@
-"""Ends the processes of a trial on one machine when the trial has ended or was killed.
+"""Ends the processes of a trial when the trial has ended or was killed.
 
-python -I guard.py HOME
+    python -I guard.py HOME
 
-It waits for the end of its standard input, whose other end only the trial holds. It is started by
-its path and needs only the standard library.
+The guard waits for the end of its standard input, which the trial holds open. It runs as a script
+and needs only the standard library.
 """
 
 import contextlib
@@ -13,37 +13,38 @@ import sys
 import time
 from pathlib import Path
 
-_SECONDS = 10.0  # that processes have to end by themselves
+_TERM_SECONDS = 10.0  # time between SIGTERM and SIGKILL
 
 
-def left(home: str | Path, word: str = "") -> list[int]:
-    """Returns the processes that have this home for Flower in their environment.
+def running_processes(home: str | Path, word: str = "") -> list[int]:
+    """Returns the ids of processes that have this FLWR_HOME in their environment.
 
     Args:
-      word: of their command line.
+      home: The folder in FLWR_HOME.
+      word: Text that the command line must contain.
     """
-    mark, found = f"FLWR_HOME={home}\0".encode(), list[int]()
+    marker, pids = f"FLWR_HOME={home}\0".encode(), list[int]()
     for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if mark not in (path / "environ").read_bytes() + b"\0":
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
+            if marker not in (path / "environ").read_bytes() + b"\0":
                 continue
             if word.encode() in (path / "cmdline").read_bytes():
-                found.append(int(path.name))
-    return found
+                pids.append(int(path.name))
+    return pids
 
 
-def end(home: str | Path) -> None:
-    """Ends these processes by SIGTERM, and those that stay by SIGKILL."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        until = time.monotonic() + _SECONDS
-        for pid in left(home):
+def end_processes(home: str | Path) -> None:
+    """Ends the processes of `running_processes` with SIGTERM and, if they remain, SIGKILL."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        until = time.monotonic() + _TERM_SECONDS
+        for pid in running_processes(home):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-        time.sleep(0.1)  # one that is just being started has no environment for a moment
-        while left(home) and time.monotonic() < until:
+                os.kill(pid, signal_number)
+        time.sleep(0.1)  # A process that is starting has no environment for a moment.
+        while running_processes(home) and time.monotonic() < until:
             time.sleep(0.1)
 
 
 if __name__ == "__main__":
     sys.stdin.buffer.read()
-    end(sys.argv[1])
+    end_processes(sys.argv[1])

@@ -1,4 +1,4 @@
-"""Keys and certificates for a trial: an authority of its own, the server, and each node."""
+"""Keys and certificates of a trial: its certificate authority, its server and its nodes."""
 
 import datetime
 import ipaddress
@@ -14,69 +14,76 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy.own_state import whole
+from fedjax_pfl.deploy.storage import write_atomic
 
 _DAYS = 30
 
 
-def node_key(path: Path) -> Path:
-    """Makes a node's private key if there is none; returns the path of its public key."""
+def ensure_node_key(path: Path) -> Path:
+    """Creates a node's private key unless it exists; returns the path of its public key."""
     public = path.with_name(f"{path.name}.pub")
     if not path.exists():
-        made = ec.generate_private_key(ec.SECP384R1())
-        _secret(path, _pem(made, serialization.PrivateFormat.OpenSSH))
+        new_key = ec.generate_private_key(ec.SECP384R1())
+        _write_private(path, _pem(new_key, serialization.PrivateFormat.OpenSSH))
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except ValueError:
-        raise UsageError(f"{path} is damaged; bring it back from a copy") from None
-    form = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
-    whole(public, key.public_key().public_bytes(*form))
+        raise UsageError(f"{path} is damaged; restore it from a backup") from None
+    encoding = serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH
+    write_atomic(public, key.public_key().public_bytes(*encoding))
     return public
 
 
-def certificates(folder: Path, hosts: Sequence[str] = ("127.0.0.1",)) -> tuple[Path, Path, Path]:
-    """Makes an authority, and a certificate with its key for some hosts, unless they are valid."""
+def ensure_certificates(
+    folder: Path, hosts: Sequence[str] = ("127.0.0.1",)
+) -> tuple[Path, Path, Path]:
+    """Creates a certificate authority and a server certificate unless valid ones exist.
+
+    Returns the paths of the authority's certificate, the server's certificate and its key.
+    """
     paths = folder / "ca.crt", folder / "server.pem", folder / "server.key"
     if _are_valid(*paths):
         return paths
     authority = ec.generate_private_key(ec.SECP384R1())
     name = _name("fedjax_pfl trial authority")
-    signs = [(x509.BasicConstraints(True, 0), True), (_SIGNS, True)]
-    made = _certificate(name, name, authority, authority, signs)
+    extensions = [(x509.BasicConstraints(True, 0), True), (_AUTHORITY_USAGE, True)]
+    authority_certificate = _certificate(name, name, authority, authority, extensions)
     key = ec.generate_private_key(ec.SECP384R1())
     addresses = [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
     names = x509.SubjectAlternativeName([*addresses, x509.DNSName("localhost")])
-    own = _certificate(_name("localhost"), name, key, authority, [(names, False)])
-    for path, one in zip(paths[:2], (made, own), strict=True):
-        whole(path, one.public_bytes(serialization.Encoding.PEM))
-    _secret(paths[2], _pem(key, serialization.PrivateFormat.PKCS8))
+    server_certificate = _certificate(_name("localhost"), name, key, authority, [(names, False)])
+    for path, certificate in zip(
+        paths[:2], (authority_certificate, server_certificate), strict=True
+    ):
+        write_atomic(path, certificate.public_bytes(serialization.Encoding.PEM))
+    _write_private(paths[2], _pem(key, serialization.PrivateFormat.PKCS8))
     return paths
 
 
 def _are_valid(authority: Path, certificate: Path, key: Path) -> bool:
-    """Returns True if the files are whole, belong together and do not expire within a day."""
+    """Returns True if the files are intact, belong together and do not expire within a day."""
     try:
-        signer, own = (
+        signer, issued = (
             x509.load_pem_x509_certificate(path.read_bytes()) for path in (authority, certificate)
         )
-        own.verify_directly_issued_by(signer)
-        secret = serialization.load_pem_private_key(key.read_bytes(), None)
+        issued.verify_directly_issued_by(signer)
+        private_key = serialization.load_pem_private_key(key.read_bytes(), None)
     except (OSError, ValueError, InvalidSignature):
         return False
     soon = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=1)
-    return secret.public_key() == own.public_key() and own.not_valid_after_utc > soon
+    return private_key.public_key() == issued.public_key() and issued.not_valid_after_utc > soon
 
 
 def _name(word: str) -> x509.Name:
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, word)])
 
 
-# What Python 3.13 wants of an authority.
-_USES = (
+# Python 3.13 rejects an authority without key usage.
+_KEY_USES = (
     "digital_signature", "content_commitment", "key_encipherment", "data_encipherment",
     "key_agreement", "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
 )  # fmt: skip
-_SIGNS = x509.KeyUsage(**{use: use in ("key_cert_sign", "crl_sign") for use in _USES})
+_AUTHORITY_USAGE = x509.KeyUsage(**{use: use in ("key_cert_sign", "crl_sign") for use in _KEY_USES})
 
 
 def _certificate(
@@ -86,28 +93,39 @@ def _certificate(
     signer: Any,
     extensions: Sequence[tuple[x509.ExtensionType, bool]],
 ) -> x509.Certificate:
-    now = datetime.datetime.now(datetime.UTC)
-    made = (
+    """Creates a certificate for `key`, signed by `signer`.
+
+    Args:
+      subject: Name of the owner.
+      issuer: Name of the signer.
+      key: Private key of the owner.
+      signer: Private key of the signer.
+      extensions: Extensions, each with True if it is critical.
+    """
+    current_time = datetime.datetime.now(datetime.UTC)
+    builder = (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=_DAYS))
+        .not_valid_before(current_time - datetime.timedelta(days=1))
+        .not_valid_after(current_time + datetime.timedelta(days=_DAYS))
     )
-    signed_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
-    own = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-    for extension, critical in [*extensions, (signed_by, False), (own, False)]:
-        made = made.add_extension(extension, critical)
-    return made.sign(signer, hashes.SHA384())
+    authority_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    key_id = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    for extension, critical in [*extensions, (authority_id, False), (key_id, False)]:
+        builder = builder.add_extension(extension, critical)
+    return builder.sign(signer, hashes.SHA384())
 
 
-def _pem(key: Any, form: serialization.PrivateFormat) -> bytes:
-    return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
+def _pem(key: Any, private_format: serialization.PrivateFormat) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, private_format, serialization.NoEncryption()
+    )
 
 
-def _secret(path: Path, content: bytes) -> None:
+def _write_private(path: Path, content: bytes) -> None:
     """Writes a file that only its owner can read."""
     part = path.with_name(f".{path.name}.part")
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

@@ -1,20 +1,20 @@
-"""Lines of text for logs and terminals, some of whose words come from other machines."""
+"""Escaped lines for logs and terminals, which may quote text from other machines."""
 
 import sys
 
-LONGEST = 1000
+MAX_LENGTH = 1000
 
 
-def one_line(text: str, most: int = LONGEST) -> str:
-    """Returns text with everything escaped that is not printable, cut to `most` characters.
+def one_line(text: str, max_length: int = MAX_LENGTH) -> str:
+    """Escapes all characters that are not printable, and cuts the text to `max_length`.
 
-    Newlines, terminal escapes and marks that change the direction of writing are not printable.
+    Newlines, terminal escapes and marks that change the writing direction are not printable.
     """
-    shown = (
+    characters = (
         c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode()
-        for c in text[:most]
+        for c in text[:max_length]
     )
-    return "".join(shown)[:most]
+    return "".join(characters)[:max_length]
 
 
 def to_stderr(line: str) -> None:

@@ -1,7 +1,8 @@
-"""A node: it describes its examples, joins runs, and answers as one client.
+"""A node: the process that describes its examples, enrols in runs and trains as one client.
 
-Its own file decides which examples it has; a request decides only how to train on them. The node's
-folder says which client it is and which runs it has enrolled in. It refuses every other request.
+The node's file decides which examples it has; a request only decides how to train on them. The
+node's folder records which client it is and the runs in which it is enrolled. All other requests
+are refused.
 """
 
 import contextlib
@@ -19,13 +20,13 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.examples import client_data
-from fedjax_pfl.deploy import assembly, client, examples, own_state, schema, wire
+from fedjax_pfl.deploy import assembly, client, examples, schema, storage, wire
 from fedjax_pfl.deploy.client import Client
 from fedjax_pfl.deploy.lines import to_stderr
-from fedjax_pfl.deploy.node_file import OF_DATA, NodeFile, tuples
-from fedjax_pfl.deploy.own_state import Disk
-from fedjax_pfl.deploy.programs import AtClient
+from fedjax_pfl.deploy.node_file import DATA_SETTINGS, NodeFile, to_tuples
+from fedjax_pfl.deploy.programs import ClientPrograms
 from fedjax_pfl.deploy.schema import ENROL, InvalidError
+from fedjax_pfl.deploy.storage import ClientDisk
 from fedjax_pfl.runs import export
 from fedjax_pfl.settings import configuration
 
@@ -35,30 +36,30 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MODEL = "model.safetensors"
-CLASSES = "classes.json"  # names of the model's outputs, where the node's file states them
-CLIENT = "client.json"  # which client the node is, if its own file does not say
-ENROLLED = "enrolled.json"  # in a run's folder: what the node has said of its examples, as a digest
-MOST_BYTES = 4_000_000_000  # of a request, and of what a round holds beside the examples
-MOST_RUNS = 1000  # that a node keeps
+CLASSES = "classes.json"  # names of the model's outputs, if the node's file has them
+CLIENT = "client.json"  # client id of the node, if the node's file has none
+ENROLLED = "enrolled.json"  # digests of settings and examples, in the folder of a run
+MAX_BYTES = 4_000_000_000  # size of a request, and of a round's arrays without the examples
+MAX_RUNS = 1000
 
 
 class Node(NamedTuple):
-    """A folder that a machine keeps, and what its owner has decided."""
+    """A node's folder, which outlives its process, and the content of its file."""
 
     folder: Path
     file: NodeFile
 
 
-def answer(node: Node, content: bytes) -> bytes:
-    """Returns the answer to a request; if it is refused, an answer that says why."""
+def respond(node: Node, content: bytes) -> bytes:
+    """Returns the response to an encoded request; a refusal with a reason if it is refused."""
     try:
-        request = wire.decode(content, MOST_BYTES, schema.REQUEST)
+        request = wire.decode(content, MAX_BYTES, schema.REQUEST)
         with _locked(node.folder):
             _check_client(node, request.facts["client"])
-            settings, words = _settings(node, request.facts["settings"])
+            settings, registry = _settings(node, request.facts["settings"])
             if request.facts["kind"] == ENROL:
                 return _enrol(node, request)
-            return client.answer(_client(node, request, settings, words), request)
+            return client.respond(_client(node, request, settings, registry), request)
     except InvalidError as error:
         return refusal(str(error))
     except OSError as error:
@@ -66,156 +67,181 @@ def answer(node: Node, content: bytes) -> bytes:
         return refusal(
             f"its disk cannot be written or read ({error.strerror}); its own log says more"
         )
-    except Exception as error:  # whose text may quote the node's own files, and stays here
+    except Exception as error:  # Its text may quote the node's files and must not be sent.
         to_stderr(f"{type(error).__name__}: {error}")
         return refusal(f"it failed with {type(error).__name__}; its own log says more")
 
 
 def refusal(why: str) -> bytes:
-    """Returns an answer that says why there is no other."""
+    """Returns the response that refuses a request, with the reason."""
     return wire.encode({"kind": "refused", "why": why[:1000]})
 
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds a folder for one request; a second process waits for the first."""
+    """Locks a folder during a request; other processes wait."""
     folder.mkdir(parents=True, exist_ok=True)
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         if fcntl is not None:
-            fcntl.flock(held, fcntl.LOCK_EX)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 def _check_client(node: Node, i: int) -> None:
-    """Refuses a request for another client than the one that this node is."""
-    known = own_state.describe(node.folder / CLIENT, schema.CLIENT_FILE)
-    mine = node.file.client if node.file.client is not None else known.get("client", i)
-    if i != mine:
-        raise InvalidError(f"it is for client {i}, and this node is client {mine}")
+    """Raises InvalidError if this node is not client `i`."""
+    stored = storage.read_json(node.folder / CLIENT, schema.CLIENT_FILE)
+    own_id = node.file.client if node.file.client is not None else stored.get("client", i)
+    if i != own_id:
+        raise InvalidError(f"it is for client {i}, and this node is client {own_id}")
 
 
-def _settings(node: Node, given: Mapping[str, Any]) -> tuple[ConfigDict, configuration.Registry]:
-    """Returns the settings of training; refuses those that the node decides itself."""
-    if of_data := sorted(set(given) & OF_DATA):
+def _settings(
+    node: Node, requested: Mapping[str, Any]
+) -> tuple[ConfigDict, configuration.Registry]:
+    """Completes the requested settings and builds their registry.
+
+    Raises InvalidError if they name data or code that the node's file does not allow.
+    """
+    if data_names := sorted(set(requested) & DATA_SETTINGS):
         raise InvalidError(
-            f"it names {', '.join(of_data)}; a node's own file decides all that concerns its data"
+            f"it sets {', '.join(data_names)}; only the node's own file decides about its data"
         )
-    for kind, name in assembly.brought(given).items():
+    for kind, name in assembly.user_code(requested).items():
         if name not in node.file.code:
             raise InvalidError(
-                f"its {kind} is {name[:100]}, which is not the library's; a node runs it where its "
-                "own file has that among its code"
+                f"its {kind} is {name[:100]}, which is not built in; a node runs it only if its "
+                "own file lists it under code"
             )
-    return assembly.complete(tuples(given))
+    return assembly.complete(to_tuples(requested))
 
 
 def _enrol(node: Node, request: wire.Message) -> bytes:
-    """Describes the node's examples: in the same way each time in a run."""
-    run, i, settings = (request.facts[word] for word in ("run", "client", "settings"))
-    own = examples.read(node.file)
+    """Enrols the node in a run; returns the response with the description of its examples."""
+    run, i, settings = (request.facts[name] for name in ("run", "client", "settings"))
+    node_examples = examples.read(node.file)
     folder = client.folder(node.folder, run)
-    mine = {"client": i, "settings": _digest(settings), "examples": own.digest()}
-    if not _is_enrolled(folder, mine):
-        if len(list(node.folder.glob("run-*"))) >= MOST_RUNS:
-            raise InvalidError(f"it has been in {MOST_RUNS} runs; its owner may remove old ones")
+    enrolment = {"client": i, "settings": _digest(settings), "examples": node_examples.digest()}
+    if not _is_enrolled(folder, enrolment):
+        if len(list(node.folder.glob("run-*"))) >= MAX_RUNS:
+            raise InvalidError(f"it has been in {MAX_RUNS} runs; its owner may remove old ones")
         if node.file.client is None:
-            own_state.whole(node.folder / CLIENT, json.dumps({"client": i}).encode() + b"\n")
+            storage.write_atomic(node.folder / CLIENT, json.dumps({"client": i}).encode() + b"\n")
         folder.mkdir(exist_ok=True)
-        own_state.whole(folder / ENROLLED, json.dumps(mine).encode() + b"\n")
+        storage.write_atomic(folder / ENROLLED, json.dumps(enrolment).encode() + b"\n")
     facts = {"kind": ENROL, "run": run, "client": i, "request": request.digest}
-    return wire.encode({**facts, "described": own.facts})
+    return wire.encode({**facts, "described": node_examples.facts})
 
 
-def _is_enrolled(folder: Path, mine: Mapping[str, Any]) -> bool:
-    """Returns True if the node has enrolled in a run; refuses if something has changed since."""
-    known = own_state.describe(folder / ENROLLED, schema.ENROLLED)
-    if not known:
+def _is_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> bool:
+    """Returns True if the node has enrolled in a run.
+
+    Raises InvalidError if client, settings, examples or federation have changed since.
+
+    Args:
+      folder: Folder of the run.
+      enrolment: Client id, and digests of `settings`, `examples` and perhaps `federation`.
+    """
+    stored = storage.read_json(folder / ENROLLED, schema.ENROLLED)
+    if not stored:
         return False
-    if known["client"] != mine["client"]:
-        raise InvalidError(f"it is client {known['client']} of this run")
-    if known["settings"] != mine["settings"]:  # with which it might upload what is its own
+    if stored["client"] != enrolment["client"]:
+        raise InvalidError(f"it is client {stored['client']} of this run")
+    # Other settings could upload parameters that the enrolled method keeps on the client.
+    if stored["settings"] != enrolment["settings"]:
         raise InvalidError("its settings are not those that this node enrolled with")
-    if known["examples"] != mine["examples"]:
+    if stored["examples"] != enrolment["examples"]:
         raise InvalidError(
             "its examples are not those that it enrolled with; its owner can remove the folder of "
-            "this run, and the node enrols again in a new run"
+            "this run to enrol in a new run"
         )
-    if "federation" in mine and known.get("federation", mine["federation"]) != mine["federation"]:
+    if (
+        "federation" in enrolment
+        and stored.get("federation", enrolment["federation"]) != enrolment["federation"]
+    ):
         raise InvalidError("the federation that it describes is not that of this run")
     return True
 
 
-def _check_enrolled(folder: Path, mine: Mapping[str, Any]) -> None:
-    """Refuses a request of a run that the node has not enrolled in, or that has changed."""
-    if not _is_enrolled(folder, mine):
+def _check_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> None:
+    """Raises InvalidError if the node has not enrolled in a run, or if something has changed."""
+    if not _is_enrolled(folder, enrolment):
         raise InvalidError("this node has not enrolled in this run")
 
 
-def _digest(plain: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-class _Joined(NamedTuple):
-    """A node's programs in one run, and what it has enrolled with, as digests."""
+class _CachedClient(NamedTuple):
+    """A client with its compiled programs, and the digests with which it enrolled."""
 
     client: Client
-    enrolled: dict[str, Any]
+    enrolment: dict[str, Any]
 
 
-# By what they were made of: a process that answers several requests compiles once.
-_made: dict[str, _Joined] = {}
-_MOST = 16
+# Clients by node, settings, federation, run and id: a process compiles once for many requests.
+_client_cache: dict[str, _CachedClient] = {}
+_MAX_CACHED = 16
 
 
 def _client(
-    node: Node, request: wire.Message, settings: ConfigDict, words: configuration.Registry
+    node: Node, request: wire.Message, settings: ConfigDict, registry: configuration.Registry
 ) -> Client:
-    parts = [request.facts[word] for word in ("settings", "federation", "run", "client")]
-    given, description, run, i = parts
-    name = json.dumps([repr(node), *parts], sort_keys=True)
+    """Builds the client that a request is for, or returns it from the cache.
+
+    Args:
+      node: The node.
+      request: A training or evaluation request.
+      settings: Completed settings of the request.
+      registry: Built-in and user-defined components.
+    """
+    parts = [request.facts[name] for name in ("settings", "federation", "run", "client")]
+    requested, description, run, i = parts
+    cache_key = json.dumps([repr(node), *parts], sort_keys=True)
     folder = client.folder(node.folder, run)
-    if name in _made:
-        _check_enrolled(folder, _made[name].enrolled)
-        return _made[name].client
-    mine = examples.read(node.file)
-    enrolled = {"client": i, "settings": _digest(given), "examples": mine.digest()}
-    enrolled["federation"] = _digest(description)
-    _check_enrolled(folder, enrolled)
-    data = examples.fitted(mine, description, i)
-    _, method = assembly.built(settings, words, description, data)
-    disk = Disk(folder / f"client-{i}")
+    if cache_key in _client_cache:
+        _check_enrolled(folder, _client_cache[cache_key].enrolment)
+        return _client_cache[cache_key].client
+    node_examples = examples.read(node.file)
+    enrolment = {"client": i, "settings": _digest(requested), "examples": node_examples.digest()}
+    enrolment["federation"] = _digest(description)
+    _check_enrolled(folder, enrolment)
+    data = examples.normalise(node_examples, description, i)
+    _, method = assembly.build_method(settings, registry, description, data)
+    disk = ClientDisk(folder / f"client-{i}")
     group = method.group(i)
 
-    def keep(variables: PyTree, t: int) -> None:
+    def save_model(variables: PyTree, t: int) -> None:
         result = export.RunFacts(
             algorithm=settings.algorithm,
             dataset=str(node.file.data["dataset"]),
             seed=settings.seed,
             federation=method.federation,
         )
-        member = method.member(group)
         content = export.pack(
             result,
-            member,
+            method.group_algorithm(group),
             client=i,
             rounds=t,
             data=client_data(data, np.asarray(0)),
             variables=variables,
         )
-        own_state.whole(folder / MODEL, content)
+        storage.write_atomic(folder / MODEL, content)
         if names := description["alike"].get("classes"):
-            own_state.whole(folder / CLASSES, json.dumps(names).encode() + b"\n")
+            storage.write_atomic(folder / CLASSES, json.dumps(names).encode() + b"\n")
 
-    programs = AtClient(method, group, data)
-    parts_of_round = (programs.shapes.client, programs.shapes.payload, programs.shapes.answer)
-    if sum(map(trees.leaf_bytes, jax.tree.leaves(parts_of_round))) > MOST_BYTES:
-        raise InvalidError(f"its model needs more than {MOST_BYTES:,} bytes in a round")
-    if own_state.describe(folder / ENROLLED, schema.ENROLLED) != enrolled:
-        own_state.whole(folder / ENROLLED, json.dumps(enrolled).encode() + b"\n")
-    while len(_made) >= _MOST:
-        del _made[next(iter(_made))]
-    _made[name] = _Joined(Client(run, i, programs, data, disk, keep), enrolled)
-    return _made[name].client
+    programs = ClientPrograms(method, group, data)
+    round_shapes = (programs.shapes.client, programs.shapes.payload, programs.shapes.result)
+    if sum(map(trees.leaf_bytes, jax.tree.leaves(round_shapes))) > MAX_BYTES:
+        raise InvalidError(f"its model needs more than {MAX_BYTES:,} bytes in a round")
+    if storage.read_json(folder / ENROLLED, schema.ENROLLED) != enrolment:
+        storage.write_atomic(folder / ENROLLED, json.dumps(enrolment).encode() + b"\n")
+    while len(_client_cache) >= _MAX_CACHED:
+        del _client_cache[next(iter(_client_cache))]
+    _client_cache[cache_key] = _CachedClient(
+        Client(run, i, programs, data, disk, save_model), enrolment
+    )
+    return _client_cache[cache_key].client

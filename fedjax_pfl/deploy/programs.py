@@ -1,4 +1,4 @@
-"""Compiled parts of a round, one for each place that computes."""
+"""Compiled programs of a round: those that clients run and those that the server runs."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from fedjax_pfl.core import groups, local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, Cohort, Federation, PyTree, State
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
 from fedjax_pfl.core.randomness import INIT, PERSONAL, SEND, TRAIN, stage_key
-from fedjax_pfl.deploy import served
+from fedjax_pfl.deploy import split_personalize
 from fedjax_pfl.simulation.records import Evaluation
 from fedjax_pfl.simulation.rounds import round_functions
 
@@ -19,149 +19,188 @@ _NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 class Method(NamedTuple):
-    """Everything that both sides know of a federation: its method, sizes and seed."""
+    """Method, federation and seed, which the server and all clients know."""
 
     algorithm: Algorithm
     federation: Federation
     seed: int
     max_update_norm: float | None = None
-    after: bool = True
+    evaluate_after: bool = True
     validate_after: bool = False
 
     @property
-    def whole(self) -> Algorithm:
-        """The algorithm as one of groups."""
+    def grouped(self) -> Algorithm:
+        """Returns the algorithm as an algorithm of architecture groups."""
         return groups.as_grouped(self.algorithm)
 
     def group(self, i: int) -> int:
         """Returns the architecture group of a client."""
         return int(self.federation.groups[i]) if groups.has_groups(self.algorithm) else 0
 
-    def member(self, g: int) -> Algorithm:
+    def group_algorithm(self, g: int) -> Algorithm:
+        """Returns the algorithm of group `g`."""
         return groups.group_algorithms(self.algorithm)[g]
 
 
-class Answer(NamedTuple):
-    """Result of a client's visit; all but `client` is sent."""
+class TrainResult(NamedTuple):
+    """Result of local training; the client sends all fields except `client`."""
 
     upload: PyTree
     metrics: dict[str, jax.Array]
-    fine: jax.Array  # whether upload, trained variables and its own state are finite
-    client: PyTree
+    finite: jax.Array  # True if upload, trained variables and client-side state are finite
+    client: PyTree  # new client-side state
 
 
 class Shapes(NamedTuple):
-    """Shapes of one group's messages, which readers require."""
+    """Shapes of one group's states and messages, against which received messages are checked."""
 
-    state: State  # the server's, without clients
-    client: PyTree
+    state: State  # server state, without the clients' part
+    client: PyTree  # client-side state of one client
     payload: PyTree
-    answer: Answer
-    served: list[Any]
+    result: TrainResult
+    served: list[Any]  # values that `split_personalize.server_part` computes
     scores: Evaluation
 
 
-def shapes(method: Method, g: int, data: FederatedData) -> Shapes:
+def group_shapes(method: Method, g: int, data: FederatedData) -> Shapes:
     """Computes the shapes that a group's functions take and return.
 
     Args:
-      data: of one client, or its shapes.
+      method: Method of the federation.
+      g: Index of the architecture group.
+      data: Examples of one client, or their shapes.
     """
     key = jax.eval_shape(jax.random.key, 0)
-    state = jax.eval_shape(method.whole.init, key)
-    client = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.clients[g])
-    seen = state._replace(clients=())
-    member = method.member(g)
-    payload = jax.eval_shape(member.send, seen, ClientContext(_NUMBER, None, _NUMBER, key))
-    ctx = (_NUMBER, _NUMBER, data)
-    answer = jax.eval_shape(partial(_work, method, g), payload, client, *ctx)
-    crossing = jax.eval_shape(partial(_serve, method, g, client, data), seen, _NUMBER, _NUMBER)
-    score = partial(_score, method, g, seen)
-    scores = jax.eval_shape(score, crossing, payload, client, *ctx)
-    return Shapes(seen, client, payload, answer, crossing, scores)
+    state = jax.eval_shape(method.grouped.init, key)
+    client_state = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.clients[g]
+    )
+    server_state = state._replace(clients=())
+    ctx = ClientContext(_NUMBER, None, _NUMBER, key)
+    payload = jax.eval_shape(method.group_algorithm(g).send, server_state, ctx)
+    inputs = RoundInputs(_NUMBER, _NUMBER, data)
+    result = jax.eval_shape(partial(_train, method, g), payload, client_state, inputs)
+    served = jax.eval_shape(
+        partial(_server_part, method, g, client_state, data), server_state, _NUMBER, _NUMBER
+    )
+    score = partial(_score, method, g, server_state)
+    return Shapes(
+        state=server_state,
+        client=client_state,
+        payload=payload,
+        result=result,
+        served=served,
+        scores=jax.eval_shape(score, served, payload, client_state, inputs),
+    )
 
 
-class At(NamedTuple):
-    """Client, round and examples of a visit."""
+class RoundInputs(NamedTuple):
+    """Client id, round and examples that a client's program computes with."""
 
     i: Any
     t: Any
-    data: FederatedData
+    data: FederatedData  # of this client alone
 
 
-def at(i: int, t: int, data: FederatedData) -> At:
-    """Converts numbers to the types of compiled programs."""
-    return At(np.int32(i), np.int32(t), data)
+def round_inputs(i: int, t: int, data: FederatedData) -> RoundInputs:
+    """Returns the inputs of client `i` in round `t`, in the types that compiled programs take."""
+    return RoundInputs(np.int32(i), np.int32(t), data)
 
 
-class AtClient:
-    """Programs of the clients of one group."""
+class ClientPrograms:
+    """Compiled programs that the clients of group `g` run.
+
+    Clients with examples of the same shapes share them.
+    """
 
     def __init__(self, method: Method, g: int, data: FederatedData) -> None:
         self.method, self.g = method, g
-        self.shapes = shapes(method, g, data)
-        self._first = jax.jit(self._first_of)
-        self._work = jax.jit(partial(_work, method, g))
+        self.shapes = group_shapes(method, g, data)
+        self._initial_state = jax.jit(self._init_client)
+        self._train = jax.jit(partial(_train, method, g))
         self._score = jax.jit(partial(_score, method, g, self.shapes.state))
-        self._finish = jax.jit(partial(_finish, method, g, self.shapes.state))
+        self._client_part = jax.jit(partial(_client_part, method, g, self.shapes.state))
 
-    def _first_of(self, i: jax.Array) -> PyTree:
-        state = self.method.whole.init(stage_key(_key(self.method), INIT))
+    def _init_client(self, i: jax.Array) -> PyTree:
+        """Initialises the client-side state of client `i`."""
+        state = self.method.grouped.init(stage_key(_key(self.method), INIT))
         return trees.row(state.clients[self.g], i)
 
-    def first(self, i: int) -> PyTree:
-        """Returns a client's state before the first round, which follows from the seed."""
-        return jax.device_get(self._first(np.int32(i)))
+    def initial_state(self, i: int) -> PyTree:
+        """Returns the client-side state of client `i` before its first round."""
+        return jax.device_get(self._initial_state(np.int32(i)))
 
-    def work(self, payload: PyTree, client: PyTree, at: At) -> Answer:
-        """Trains locally for one round."""
-        return jax.device_get(self._work(payload, client, *at))
+    def train(self, payload: PyTree, client: PyTree, inputs: RoundInputs) -> TrainResult:
+        """Trains a client locally for one round."""
+        return jax.device_get(self._train(payload, client, inputs))
 
-    def score(self, given: Any, payload: PyTree, client: PyTree, at: At) -> Evaluation:
-        """Sums metrics over the client's examples, as a simulation does."""
-        return jax.device_get(self._score(given, payload, client, *at))
+    def score(
+        self, served_values: Any, payload: PyTree, client: PyTree, inputs: RoundInputs
+    ) -> Evaluation:
+        """Evaluates a client's model on its examples, as a simulation does.
 
-    def personalize(self, given: Any, client: PyTree, at: At) -> PyTree:
-        """Returns the variables of the client's own model."""
-        return jax.device_get(self._finish(given, client, *at))
+        Args:
+          served_values: Values that the server computed, of the shapes `shapes.served`.
+          payload: Payload for training; unused unless models are evaluated after training.
+          client: Client-side state.
+          inputs: Client id, round and examples.
+        """
+        return jax.device_get(self._score(served_values, payload, client, inputs))
+
+    def personalize(self, served_values: Any, client: PyTree, inputs: RoundInputs) -> PyTree:
+        """Returns the variables of the client's personalised model. For arguments see `score`."""
+        return jax.device_get(self._client_part(served_values, client, inputs))
 
 
-class AtServer:
-    """Programs of the server; `data` gives shapes alone."""
+class ServerPrograms:
+    """Compiled programs that the server runs.
+
+    Args:
+      method: Method of the federation.
+      data: Examples of one client, of which only shapes and types are used.
+      cohort: Clients per round.
+    """
 
     def __init__(self, method: Method, data: FederatedData, cohort: int) -> None:
         self.method, self.cohort = method, cohort
         data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
-        count = len(groups.group_algorithms(method.algorithm))
-        self.shapes = tuple(shapes(method, g, data) for g in range(count))
+        group_count = len(groups.group_algorithms(method.algorithm))
+        self.shapes = tuple(group_shapes(method, g, data) for g in range(group_count))
         self.init = jax.jit(self._init)
-        self.receive = jax.jit(method.whole.receive)
-        plain = round_functions(method.algorithm, method.federation, cohort=cohort)
-        self.seats = jax.jit(partial(plain.sample_slots, _key(method)))
-        each = range(count)
-        self.send = tuple(jax.jit(partial(_send, method, g)) for g in each)
-        self.judge = tuple(jax.jit(partial(_judge, method, g)) for g in each)
-        self.serve = tuple(
-            jax.jit(partial(_serve, method, g, self.shapes[g].client, data)) for g in each
+        self.receive = jax.jit(method.grouped.receive)
+        round_programs = round_functions(method.algorithm, method.federation, cohort=cohort)
+        self.sample_slots = jax.jit(partial(round_programs.sample_slots, _key(method)))
+        group_indices = range(group_count)
+        self.send = tuple(jax.jit(partial(_send, method, g)) for g in group_indices)
+        self.check_upload = tuple(jax.jit(partial(_check_upload, method, g)) for g in group_indices)
+        self.server_part = tuple(
+            jax.jit(partial(_server_part, method, g, self.shapes[g].client, data))
+            for g in group_indices
         )
 
     def _init(self) -> State:
-        """Initialises the state without the clients' part, which clients build themselves."""
-        return self.method.whole.init(stage_key(_key(self.method), INIT))._replace(clients=())
+        """Initialises the server state; clients initialise their own part."""
+        return self.method.grouped.init(stage_key(_key(self.method), INIT))._replace(clients=())
 
-    def cohort_of(self, g: int, ids: Any, payloads: PyTree, uploads: PyTree, t: int) -> Cohort:
-        """Builds a cohort as the simulation does: an absent client has an id out of range.
+    def build_cohort(self, g: int, ids: Any, payloads: PyTree, uploads: PyTree, t: int) -> Cohort:
+        """Builds a group's cohort as the simulation does.
 
         Args:
-          ids: those that arrived, by their seats; None in the others.
+          g: Index of the group.
+          ids: For each of the K slots the id of the client with an accepted upload, or None. A slot
+            without an upload gets an id out of range and weight 0.
+          payloads: Payloads, leaves of shape [K, ...].
+          uploads: Uploads, leaves of shape [K, ...].
+          t: Index of the round.
         """
         n = self.method.federation.clients
-        arrived = np.array([i is not None for i in ids])
-        safe = np.array([n if i is None else i for i in ids], np.int32)
+        has_upload = np.array([i is not None for i in ids])
+        padded_ids = np.array([n if i is None else i for i in ids], np.int32)
         counts = np.append(self.method.federation.counts, 0).astype(np.float32)
-        seats: Any = safe, arrived, counts[safe]  # NumPy's arrays, which compiled programs take
-        ids_there, there, weights = seats
-        return Cohort(ids_there, there, weights, payloads, uploads, np.int32(t))
+        # NumPy arrays where the type asks for JAX arrays: compiled programs take both.
+        slots: Any = padded_ids, has_upload, counts[padded_ids]
+        slot_ids, present, weights = slots
+        return Cohort(slot_ids, present, weights, payloads, uploads, np.int32(t))
 
 
 def _key(method: Method) -> jax.Array:
@@ -169,126 +208,132 @@ def _key(method: Method) -> jax.Array:
 
 
 def _send(method: Method, g: int, state: State, i: jax.Array, t: jax.Array) -> PyTree:
-    return method.member(g).send(
+    return method.group_algorithm(g).send(
         state, ClientContext(i, None, t, stage_key(_key(method), SEND, t, i))
     )
 
 
-def _work(
-    method: Method,
-    g: int,
-    payload: PyTree,
-    client: PyTree,
-    i: jax.Array,
-    t: jax.Array,
-    data: FederatedData,
-) -> Answer:
-    ctx = ClientContext(i, client_data(data, 0), t, stage_key(_key(method), TRAIN, t, i))
-    upload, variables, new, metrics = method.member(g).train(payload, client, ctx)
-    return Answer(upload, metrics, trees.all_finite((upload, variables, new)), new)
+def _train_context(method: Method, inputs: RoundInputs) -> ClientContext:
+    """Returns the context in which a client trains."""
+    i, t, data = inputs
+    return ClientContext(i, client_data(data, 0), t, stage_key(_key(method), TRAIN, t, i))
 
 
-def _judge(
+def _train(
+    method: Method, g: int, payload: PyTree, client: PyTree, inputs: RoundInputs
+) -> TrainResult:
+    ctx = _train_context(method, inputs)
+    upload, variables, new, metrics = method.group_algorithm(g).train(payload, client, ctx)
+    return TrainResult(
+        upload=upload,
+        metrics=metrics,
+        finite=trees.all_finite((upload, variables, new)),
+        client=new,
+    )
+
+
+def _check_upload(
     method: Method, g: int, payload: PyTree, upload: PyTree
 ) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
-    """Returns whether an upload is finite and not too large, and the bill of the visit.
+    """Returns whether an upload is accepted, and the bytes downloaded and uploaded by layer.
 
-    An upload is too large if its change has no finite norm in float32: nothing could be computed
-    of what it makes of the server's state.
+    An upload is rejected if it is not finite, if the norm of its change overflows float32, or if
+    that norm exceeds `max_update_norm`.
     """
-    moved = trees.squared_norm(trees.change(payload, upload))
-    fine = trees.all_finite(upload) & jnp.isfinite(moved)
+    squared_change = trees.squared_norm(trees.change(payload, upload))
+    accepted = trees.all_finite(upload) & jnp.isfinite(squared_change)
     if method.max_update_norm is not None:
-        fine &= moved <= jnp.square(jnp.float32(method.max_update_norm))
-    bill = method.member(g).traffic(payload, upload)
-    down, up = (jax.tree.map(jnp.int32, part) for part in bill)
-    return fine, down, up
+        accepted &= squared_change <= jnp.square(jnp.float32(method.max_update_norm))
+    traffic = method.group_algorithm(g).traffic(payload, upload)
+    down, up = (jax.tree.map(jnp.int32, part) for part in traffic)
+    return accepted, down, up
 
 
-def _serve(
+def _server_part(
     method: Method, g: int, client: PyTree, data: Any, state: State, i: jax.Array, t: jax.Array
 ) -> list[Any]:
-    ctx = _visit(method, data, i, t)
-    return served.serve(method.member(g).personalize, state, client, ctx)
+    ctx = _evaluation_context(method, data, i, t)
+    return split_personalize.server_part(method.group_algorithm(g).personalize, state, client, ctx)
 
 
-def _finish(
+def _client_part(
     method: Method,
     g: int,
     state: State,
-    given: Any,
+    served_values: Any,
     client: PyTree,
-    i: jax.Array,
-    t: jax.Array,
-    data: FederatedData,
+    inputs: RoundInputs,
 ) -> PyTree:
-    ctx = _visit(method, data, i, t)
-    return served.finish(method.member(g).personalize, given, state, client, ctx)
+    ctx = _evaluation_context(method, inputs.data, inputs.i, inputs.t)
+    return split_personalize.client_part(
+        method.group_algorithm(g).personalize, served_values, state, client, ctx
+    )
 
 
-def _visit(method: Method, data: Any, i: jax.Array, t: jax.Array) -> ClientContext:
-    """Returns the visit of an evaluation; the examples may be shapes."""
-    known = not isinstance(jax.tree.leaves(data)[0], jax.ShapeDtypeStruct)
-    own = client_data(data, 0) if known else jax.eval_shape(client_data, data, _NUMBER)
-    return ClientContext(i, own, t, stage_key(_key(method), PERSONAL, t, i))
+def _evaluation_context(method: Method, data: Any, i: jax.Array, t: jax.Array) -> ClientContext:
+    """Returns the context in which a model is personalised. `data` may hold shapes only."""
+    has_values = not isinstance(jax.tree.leaves(data)[0], jax.ShapeDtypeStruct)
+    client_examples = (
+        client_data(data, 0) if has_values else jax.eval_shape(client_data, data, _NUMBER)
+    )
+    return ClientContext(i, client_examples, t, stage_key(_key(method), PERSONAL, t, i))
 
 
 def _score(
     method: Method,
     g: int,
     state: State,
-    given: Any,
+    served_values: Any,
     payload: PyTree,
     client: PyTree,
-    i: jax.Array,
-    t: jax.Array,
-    data: FederatedData,
+    inputs: RoundInputs,
 ) -> Evaluation:
-    """Scores one client as the simulation does, given the server's part of its model."""
-    member = method.member(g)
-    own = client_data(data, 0)
-    test = Split(data.test.rows[0], data.test.size[0])
+    """Evaluates one client as the simulation does. For arguments see `ClientPrograms.score`."""
+    algorithm = method.group_algorithm(g)
+    client_examples = client_data(inputs.data, 0)
+    test = Split(inputs.data.test.rows[0], inputs.data.test.size[0])
 
     def score(variables: PyTree, split: Split) -> local_training.Scores:
         return local_training.evaluate(
-            member.predict, variables, own, split, method.federation.task
+            algorithm.predict, variables, client_examples, split, method.federation.task
         )
 
-    model = _finish(method, g, state, given, client, i, t, data)
-    before, validation = score(model, test), score(model, own.validation)
-    if not method.after:
+    model = _client_part(method, g, state, served_values, client, inputs)
+    before, validation = score(model, test), score(model, client_examples.validation)
+    if not method.evaluate_after:
         return Evaluation(before, validation, None)
-    ctx = ClientContext(i, own, t, stage_key(_key(method), TRAIN, t, i))
-    _, trained, _, _ = member.train(payload, client, ctx)
+    _, trained, _, _ = algorithm.train(payload, client, _train_context(method, inputs))
     if method.validate_after:
-        validation = score(trained, own.validation)
+        validation = score(trained, client_examples.validation)
     return Evaluation(before, validation, score(trained, test))
 
 
-def single(data: FederatedData, i: int) -> FederatedData:
-    """Returns one client's examples alone.
+def single_client(data: FederatedData, i: int) -> FederatedData:
+    """Returns the examples of client `i` as data of a single client.
 
-    All clients get the same shapes, so that on one machine they share compiled programs.
+    Results of all clients have the same shapes: clients on one machine share compiled programs.
     """
     splits = (data.train, data.validation, data.test)
 
-    def held(j: int) -> np.ndarray:
-        own = [np.asarray(split.rows[j])[: int(split.size[j])] for split in splits]
-        return np.unique(np.concatenate(own))
+    def used_rows(j: int) -> np.ndarray:
+        """Returns the sorted indices of all examples of client `j`."""
+        rows = [np.asarray(split.rows[j])[: int(split.size[j])] for split in splits]
+        return np.unique(np.concatenate(rows))
 
-    mine = held(i)
-    most = max(len(held(j)) for j in range(len(data.train.size)))
+    rows_of_client = used_rows(i)
+    width = max(len(used_rows(j)) for j in range(len(data.train.size)))
 
     def table(split: Split) -> Split:
+        """Returns the split of client `i`, with indices into its own examples."""
         rows, size = np.asarray(split.rows[i]), int(split.size[i])
-        there = np.arange(len(rows)) < size
-        found: Any = np.where(there, np.searchsorted(mine, rows), 0).astype(np.int32)[None]
-        count: Any = np.array([size], np.int32)
-        return Split(found, count)
+        is_used = np.arange(len(rows)) < size
+        positions = np.where(is_used, np.searchsorted(rows_of_client, rows), 0)
+        arrays: Any = positions.astype(np.int32)[None], np.array([size], np.int32)
+        return Split(*arrays)
 
-    def examples(whole: Any) -> Any:
-        own = np.asarray(whole)[mine]
-        return np.pad(own, [(0, most - len(own)), *[(0, 0)] * (own.ndim - 1)])
+    def examples(all_examples: Any) -> Any:
+        selected = np.asarray(all_examples)[rows_of_client]
+        return np.pad(selected, [(0, width - len(selected)), *[(0, 0)] * (selected.ndim - 1)])
 
     def row(stack: Any) -> Any:
         return None if stack is None else np.asarray(stack)[i : i + 1]

@@ -1,6 +1,6 @@
-"""A run on real machines: rounds, evaluations, the run directory, and resuming after a crash.
+"""Runs a method on several machines: rounds, evaluations, run directory, and resuming.
 
-An `Exchange` carries the bytes to the nodes.
+An `Exchange` carries the bytes between the server and the nodes.
 """
 
 import json
@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import assembly, enrolment, own_state, schema, server
+from fedjax_pfl.deploy import assembly, enrolment, schema, server, storage
 from fedjax_pfl.deploy.lines import one_line, to_stderr
-from fedjax_pfl.deploy.programs import AtServer, Method
+from fedjax_pfl.deploy.programs import Method, ServerPrograms
 from fedjax_pfl.deploy.schema import TRAIN, InvalidError
-from fedjax_pfl.deploy.server import Open, Server, Standing
+from fedjax_pfl.deploy.server import PendingRequests, Server, ServerState
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import checkpoints, progress, resume, run_directory, run_state
 from fedjax_pfl.runs.build import Experiment
@@ -28,340 +28,370 @@ from fedjax_pfl.settings import configuration
 from fedjax_pfl.simulation import forecast, ledger, metrics
 from fedjax_pfl.simulation.records import Evaluation
 
-FILE = "deployed.json"  # in the run directory: the run's name, its starts, and who its clients are
-# Why a run cannot be made longer.
-_FIXED = "its nodes keep the settings that they enrolled with"
-WIRE = "wire.jsonl"  # a line per round: who was absent; bytes of messages beside the ledger's
+DEPLOYED_FILE = "deployed.json"  # name of the run, number of starts and federation
+WIRE_FILE = "wire.jsonl"  # absent clients and message bytes, one line per round
+_LENGTH_IS_FIXED = "its nodes keep the settings that they enrolled with"
 
 
 class Exchange(Protocol):
-    """Carries requests to clients and yields their answers as they come."""
+    """Connection between the server and the clients."""
 
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
     ) -> Iterator[tuple[int, bytes]]:
-        """Yields (client, answer) until all have answered or the time is up."""
-        ...
+        """Sends requests and yields pairs of client id and response as they arrive.
+
+        Stops when all clients have responded or after `seconds` (None: waits without a limit).
+        """
 
 
 class Waiting(NamedTuple):
-    """How long the server waits, and for how many answers."""
+    """Limits on waiting for clients."""
 
-    seconds: float = 600.0  # for the answers of a round
-    least: int = 1  # answers that a round needs; with fewer it is asked for again
-    tries: int = 10  # rounds that had too few, one after the other, after which the run stops
+    seconds: float = 600.0  # time for the responses of a round
+    least: int = 1  # accepted responses that a round needs; with fewer it is repeated
+    tries: int = 10  # repetitions of one round after which the run stops
 
 
-class Done(NamedTuple):
-    """Results of a run at the server."""
+class RunResult(NamedTuple):
+    """Results of a finished run."""
 
     directory: Path
-    metrics: list[dict[str, Any]]
-    clients: list[dict[str, Any]]
+    metrics: list[dict[str, Any]]  # one entry per evaluation
+    clients: list[dict[str, Any]]  # one row per client
     ledger: ledger.Ledger
-    standing: Standing
+    server_state: ServerState
     resumed_at: int | None
 
 
-Tell = Callable[[str], None]
+LogFunction = Callable[[str], None]
 
 
 def run(
-    given: Mapping[str, Any],
+    user_settings: Mapping[str, Any],
     workdir: str | Path,
     exchange: Exchange,
     waiting: Waiting = Waiting(),  # noqa: B008 a tuple of numbers
-    tell: Tell = to_stderr,
-) -> Done:
+    log: LogFunction = to_stderr,
+) -> RunResult:
     """Trains and evaluates a configuration with the clients that an exchange reaches.
 
     Args:
-      tell: is given each line of the run's log, escaped, because some quote what a node has sent.
+      user_settings: Settings as the user gave them.
+      workdir: Run directory; a run that was stopped there is resumed.
+      exchange: Connection to the clients.
+      waiting: Limits on waiting for clients.
+      log: Called with each line of the run's log. Lines are escaped: some quote received text.
     """
 
-    def say(line: str) -> None:
-        tell(one_line(line))
+    def log_line(line: str) -> None:
+        log(one_line(line))
 
-    settings, words = assembly.complete(given)
-    config = {**assembly.plain(settings, words), "deployed": True}
+    settings, registry = assembly.complete(user_settings)
+    config = {**assembly.to_plain(settings, registry), "deployed": True}
     if waiting.least > (settings.clients_per_round or settings.clients):
         raise UsageError(
-            f"a round is to have {waiting.least} answers, and asks "
-            f"{settings.clients_per_round or settings.clients} clients; want fewer"
+            f"least is {waiting.least}, and a round has only "
+            f"{settings.clients_per_round or settings.clients} clients; use a smaller number"
         )
-    sent = assembly.sent(given)
-    with run_directory.claim(Path(workdir), config, lambda: _FIXED) as directory:
+    node_settings = assembly.node_settings(user_settings)
+    with run_directory.claim(Path(workdir), config, lambda: _LENGTH_IS_FIXED) as directory:
         with run_directory.writing(directory):
             run_directory.write_provenance(directory)
         store = checkpoints.open_store(directory / "checkpoints")
-        known = _known(directory, saved=bool(store.steps()))
-        federation = known.get("federation") or enrolment.enrol(
-            known["run"],
-            known["starts"],
+        start_record = _read_start_record(directory, saved=bool(store.steps()))
+        federation = start_record.get("federation") or enrolment.enrol(
+            start_record["run"],
+            start_record["starts"],
             settings,
-            sent,
+            node_settings,
             lambda requests: exchange.ask(requests, waiting.seconds),
             waiting.tries,
-            say,
+            log_line,
         )
-        built, method, programs = _built(settings, words, federation)
-        more = {"settings": sent, "federation": federation}
-        one = Server(known["run"], known["starts"], programs, more)
-        member = SweepRun("", settings, config, directory)
-        member.store = store
-        running = _Running(built, method, one, member, exchange, waiting, say)
+        experiment, method, programs = _build_server(settings, registry, federation)
+        request_facts = {"settings": node_settings, "federation": federation}
+        run_server = Server(start_record["run"], start_record["starts"], programs, request_facts)
+        sweep_run = SweepRun("", settings, config, directory)
+        sweep_run.store = store
+        running = _Run(experiment, method, run_server, sweep_run, exchange, waiting, log_line)
         try:
-            standing = jax.block_until_ready(running.resumed())
+            server_state = jax.block_until_ready(running.restore())
         except jax.errors.JaxRuntimeError as error:
             raise UsageError(
-                f"no state can be made for what the nodes describe ({error})"
+                f"no state can be initialised for the data that the nodes describe ({error})"
             ) from error
-        _write(directory, {**known, "federation": federation})  # for which there is a state
-        return running.all(standing)
+        # Only now: a federation for which no state fits must not be stored.
+        _write_start_record(directory, {**start_record, "federation": federation})
+        return running.run_to_end(server_state)
 
 
-def _built(
-    settings: ConfigDict, words: configuration.Registry, federation: Mapping[str, Any]
-) -> tuple[Experiment, Method, AtServer]:
-    """Builds the server's side; UsageError if nodes have described what no method can have."""
+def _build_server(
+    settings: ConfigDict, registry: configuration.Registry, federation: Mapping[str, Any]
+) -> tuple[Experiment, Method, ServerPrograms]:
+    """Builds the experiment record, the method and the programs of the server.
+
+    Raises UsageError if no method fits the described data, or if the memory is too small.
+    """
     try:
-        built, method = assembly.built(settings, words, federation)
-        programs = AtServer(method, built.data, built.phases[0].inputs.cohort)
+        experiment, method = assembly.build_method(settings, registry, federation)
+        programs = ServerPrograms(method, experiment.data, experiment.phases[0].inputs.cohort)
     except UsageError:
         raise
     except Exception as error:
         raise UsageError(
-            f"no method can be built for what the nodes describe ({type(error).__name__}: {error})"
+            "no method can be built for the data that the nodes describe "
+            f"({type(error).__name__}: {error})"
         ) from error
-    state = sum(map(trees.leaf_bytes, jax.tree.leaves(programs.shapes[0].state)))
-    messages = [(one.payload, one.answer.upload) for one in programs.shapes]
-    of_client = max(sum(map(trees.leaf_bytes, jax.tree.leaves(one))) for one in messages)
-    need = state + of_client * programs.cohort
-    if lack := forecast.shortage(forecast.Requirement(need, 0, 0), forecast.capacity()):
+
+    def size(tree: Any) -> int:
+        return sum(map(trees.leaf_bytes, jax.tree.leaves(tree)))
+
+    client_bytes = max(size((group.payload, group.result.upload)) for group in programs.shapes)
+    needed = size(programs.shapes[0].state) + client_bytes * programs.cohort
+    if shortage := forecast.shortage(forecast.Requirement(needed, 0, 0), forecast.capacity()):
         raise UsageError(
-            f"the server needs {lack}, for what the nodes describe; take a smaller model, or see "
-            "to the nodes' files"
+            f"the server needs {shortage} for the data that the nodes describe; use a smaller "
+            "model, or check the nodes' files"
         )
-    return built, method, programs
+    return experiment, method, programs
 
 
-def _known(directory: Path, *, saved: bool) -> dict[str, Any]:
-    """Returns the run's name and how often it was started, this time included.
+def _read_start_record(directory: Path, *, saved: bool) -> dict[str, Any]:
+    """Reads and updates the run's `deployed.json`: `run`, `starts` and perhaps `federation`.
 
-    Nodes bind themselves to a name when they enrol, so that it changes until all have enrolled.
+    A run gets a new name at each start until all nodes have enrolled, because nodes refuse a
+    changed enrolment under the same name.
 
     Args:
-      saved: there are checkpoints, so that all have enrolled.
+      directory: Run directory.
+      saved: The run has checkpoints, so all nodes must have enrolled.
     """
-    known = own_state.describe(directory / FILE, schema.DEPLOYED)
-    if saved and "federation" not in known:
+    start_record = storage.read_json(directory / DEPLOYED_FILE, schema.DEPLOYED)
+    if saved and "federation" not in start_record:
         raise UsageError(
-            f"{directory / FILE} is missing or not whole, and nodes know this run by the name in "
-            "it; bring it back from a copy, or choose another workdir"
+            f"{directory / DEPLOYED_FILE} is missing or incomplete, and nodes only accept the run "
+            "name in it; restore it from a backup, or use another workdir"
         )
-    if "federation" not in known:
-        known["run"] = secrets.token_hex(8)
-    known["starts"] = known.get("starts", -1) + 1
-    _write(directory, known)
-    return known
+    if "federation" not in start_record:
+        start_record["run"] = secrets.token_hex(8)
+    start_record["starts"] = start_record.get("starts", -1) + 1
+    _write_start_record(directory, start_record)
+    return start_record
 
 
-def _write(directory: Path, known: Mapping[str, Any]) -> None:
+def _write_start_record(directory: Path, start_record: Mapping[str, Any]) -> None:
     with run_directory.writing(directory):
-        own_state.whole(directory / FILE, json.dumps(known, indent=2).encode() + b"\n")
+        storage.write_atomic(
+            directory / DEPLOYED_FILE, json.dumps(start_record, indent=2).encode() + b"\n"
+        )
 
 
-class _Running(NamedTuple):
-    """Parts of a run; `member` holds its progress."""
+class _Run(NamedTuple):
+    """A run in progress; `sweep_run` holds its position, metrics and ledger."""
 
-    built: Experiment
+    experiment: Experiment
     method: Method
     server: Server
-    member: SweepRun
+    sweep_run: SweepRun
     exchange: Exchange
     waiting: Waiting
-    tell: Tell
+    log: LogFunction
 
-    def all(self, standing: Standing) -> Done:
-        """Runs from a state to the end."""
-        self.noted_until(self.member.at.round)
-        member, end = self.member, self.built.phases[0].end
-        run_state.sync_files(member)
-        short = 0
-        while member.at.round < end:
-            before = member.at.round
-            standing = self.round(standing)
-            short = short + 1 if member.at.round == before else 0
-            if short > self.waiting.tries:
+    def run_to_end(self, server_state: ServerState) -> RunResult:
+        """Runs all rounds that are left, and writes the results."""
+        self.truncate_wire_file(self.sweep_run.at.round)
+        sweep_run, end = self.sweep_run, self.experiment.phases[0].end
+        run_state.sync_files(sweep_run)
+        failed_attempts = 0
+        while sweep_run.at.round < end:
+            round_before = sweep_run.at.round
+            server_state = self.run_round(server_state)
+            failed_attempts = failed_attempts + 1 if sweep_run.at.round == round_before else 0
+            if failed_attempts > self.waiting.tries:
                 raise UsageError(
-                    f"round {before + 1} had fewer than {self.waiting.least} answers "
-                    f"{short} times; see to the nodes and give the same command again"
+                    f"round {round_before + 1} had fewer than {self.waiting.least} accepted "
+                    f"responses {failed_attempts} times; check the nodes and run the same command "
+                    "again"
                 )
-        assert member.directory is not None
-        rows = run_state.client_table(self.built, member.at)
-        with member.writing():
-            run_directory.write_clients(member.directory, rows)
-            run_directory.write_traffic(member.directory, member.at.ledger)
-            if not (member.directory / "report.html").exists():
-                self.report(member.directory, rows)
-        lines = list(member.at.metrics)
-        return Done(member.directory, lines, rows, member.at.ledger, standing, member.resumed_at)
+        assert sweep_run.directory is not None
+        rows = run_state.client_table(self.experiment, sweep_run.at)
+        with sweep_run.writing():
+            run_directory.write_clients(sweep_run.directory, rows)
+            run_directory.write_traffic(sweep_run.directory, sweep_run.at.ledger)
+            if not (sweep_run.directory / "report.html").exists():
+                self.write_report(sweep_run.directory, rows)
+        return RunResult(
+            directory=sweep_run.directory,
+            metrics=list(sweep_run.at.metrics),
+            clients=rows,
+            ledger=sweep_run.at.ledger,
+            server_state=server_state,
+            resumed_at=sweep_run.resumed_at,
+        )
 
-    def resumed(self) -> Standing:
-        """Restores the newest intact checkpoint, or begins."""
-        store, member = self.member.store, self.member
+    def restore(self) -> ServerState:
+        """Restores the newest intact checkpoint, or initialises the state if there is none."""
+        store, sweep_run = self.sweep_run.store, self.sweep_run
         assert store is not None
-        run_state.reset(self.built, member)
-        standing = server.begin(self.server)
-        state = self.server.programs.shapes[0].state
+        run_state.reset(self.experiment, sweep_run)
+        server_state = server.initial_state(self.server)
+        template = self.server.programs.shapes[0].state
         for step in store.steps():
             try:
-                at, found, best = resume.restore(self.built, store, [state], step, member.config)
-                settled = store.restore(step, {"settled": standing.settled})["settled"]
+                at, restored, best = resume.restore(
+                    self.experiment, store, [template], step, sweep_run.config
+                )
+                settled = store.restore(step, {"settled": server_state.settled})["settled"]
             except checkpoints.DamagedError as error:
-                self.tell(f"The checkpoint of round {step} is damaged: {error}.")
+                self.log(f"The checkpoint of round {step} is damaged: {error}.")
                 continue
-            for later in store.steps():
-                if later > step:
-                    store.drop(later)
-            member.at, member.best, member.resumed_at = at, best, at.round
-            return Standing(found, settled)
+            for later in [other for other in store.steps() if other > step]:
+                store.drop(later)
+            sweep_run.at, sweep_run.best, sweep_run.resumed_at = at, best, at.round
+            return ServerState(restored, settled)
         if store.steps():
             raise UsageError(
-                f"all checkpoints in {store.folder} are damaged; bring one back from a copy, or "
-                "delete the run directory to start again"
+                f"all checkpoints in {store.folder} are damaged; restore one from a backup, or "
+                "delete the run directory to restart"
             )
-        return standing
+        return server_state
 
-    def round(self, standing: Standing) -> Standing:
-        """Runs one round with its evaluation, if due, and its checkpoint."""
-        member, began = self.member, time.perf_counter()
-        t, one = member.at.round, self.built.phases[0]
-        opened = server.open_round(self.server, standing, t)
-        came, moved = self.collected(opened, server.take)
-        fine = sum(answer.fine for answer in came.values())
-        if fine < self.waiting.least:
-            self.tell(
-                f"round {t + 1}: {fine} of {len(opened.requests)} answers count, and it needs "
-                f"{self.waiting.least}; it is asked for again"
+    def run_round(self, server_state: ServerState) -> ServerState:
+        """Runs one round, evaluates if that is due, and saves a checkpoint.
+
+        Returns the same state if too few responses were accepted.
+        """
+        sweep_run, started = self.sweep_run, time.perf_counter()
+        t, phase = sweep_run.at.round, self.experiment.phases[0]
+        pending = server.open_round(self.server, server_state, t)
+        updates, message_bytes = self.collect(pending, server.read_update)
+        accepted = sum(update.accepted for update in updates.values())
+        if accepted < self.waiting.least:
+            self.log(
+                f"round {t + 1}: accepted {accepted} of {len(pending.requests)} responses, needs "
+                f"{self.waiting.least}; repeating the round"
             )
-            return standing
-        standing, logs = server.close_round(self.server, standing, opened, came)
+            return server_state
+        server_state, logs = server.close_round(self.server, server_state, pending, updates)
         for line in metrics.rejections(logs, t, 1):
-            self.tell(line)
-        free = 1 if t == 0 and not one.config.count_initial_download else 0
-        before = member.at.ledger
-        member.at = member.at._replace(
+            self.log(line)
+        free = 1 if t == 0 and not phase.config.count_initial_download else 0
+        ledger_before = sweep_run.at.ledger
+        sweep_run.at = sweep_run.at._replace(
             round=t + 1,
-            ledger=ledger.add(before, logs, 1, free),
-            pending=metrics.gather(member.at.pending, logs, 1),
+            ledger=ledger.add(ledger_before, logs, 1, free),
+            pending=metrics.gather(sweep_run.at.pending, logs, 1),
         )
-        trained = time.perf_counter()
-        due = (t + 1) % one.config.eval_every == 0 or t + 1 == one.end
-        scores = self.scored(standing, t + 1, last=t + 1 == one.end) if due else None
-        ended = time.perf_counter()
-        member.at = member.at._replace(
-            seconds=member.at.seconds + ended - began,
-            evaluate_seconds=member.at.evaluate_seconds + ended - trained,
+        trained_at = time.perf_counter()
+        is_due = (t + 1) % phase.config.eval_every == 0 or t + 1 == phase.end
+        scores = self.evaluate(server_state, t + 1, last=t + 1 == phase.end) if is_due else None
+        finished = time.perf_counter()
+        sweep_run.at = sweep_run.at._replace(
+            seconds=sweep_run.at.seconds + finished - started,
+            evaluate_seconds=sweep_run.at.evaluate_seconds + finished - trained_at,
         )
         if scores is not None:
-            self.evaluated(standing, scores)
-        after = member.at.ledger
-        self.noted(
+            self.record_evaluation(server_state, scores)
+        ledger_after = sweep_run.at.ledger
+        self.append_wire_line(
             round=t + 1,
-            seconds=round(trained - began, 3),
-            evaluate_seconds=round(ended - trained, 3),
-            answers=fine,
-            absent=sorted(set(opened.requests) - {i for i in came if came[i].fine}),
-            ledger_down=after.total_down - before.total_down,
-            ledger_up=after.total_up - before.total_up,
-            messages_down=moved[0],
-            messages_up=moved[1],
+            seconds=round(trained_at - started, 3),
+            evaluate_seconds=round(finished - trained_at, 3),
+            answers=accepted,
+            absent=sorted(set(pending.requests) - {i for i in updates if updates[i].accepted}),
+            ledger_down=ledger_after.total_down - ledger_before.total_down,
+            ledger_up=ledger_after.total_up - ledger_before.total_up,
+            messages_down=message_bytes[0],
+            messages_up=message_bytes[1],
         )
-        self.saved(standing)
-        return standing
+        self.save(server_state)
+        return server_state
 
-    def collected(
-        self, opened: Open, take: Callable[..., Any]
+    def collect(
+        self, pending: PendingRequests, read_response: Callable[..., Any]
     ) -> tuple[dict[int, Any], tuple[int, int]]:
-        """Returns by client the answers that came in time and can be read, and the bytes moved."""
-        came: dict[int, Any] = {}
-        refused, up = set[int](), 0
-        what = f"{opened.kind}, round {opened.round + (opened.kind == TRAIN)}"
-        for i, content in self.exchange.ask(opened.requests, self.waiting.seconds):
-            up += len(content)
+        """Sends requests and decodes the responses with `read_response`, a function of `server`.
+
+        Returns the decoded responses by client id, and the bytes of all requests and responses.
+        """
+        responses: dict[int, Any] = {}
+        refused, bytes_up = set[int](), 0
+        stage = f"{pending.kind}, round {pending.round + (pending.kind == TRAIN)}"
+        for i, content in self.exchange.ask(pending.requests, self.waiting.seconds):
+            bytes_up += len(content)
             try:
-                if i not in opened.requests or i in came:
-                    raise InvalidError("it was not asked, or has answered already")
-                came[i] = take(self.server, opened, i, content)
+                if i not in pending.requests or i in responses:
+                    raise InvalidError("it got no request, or has already responded")
+                responses[i] = read_response(self.server, pending, i, content)
             except InvalidError as error:
                 refused.add(i)
-                self.tell(f"{what}: client {i}: {error}")
-        for i in sorted(set(opened.requests) - set(came) - refused):
-            self.tell(f"{what}: client {i} is absent")
-        return came, (sum(map(len, opened.requests.values())), up)
+                self.log(f"{stage}: client {i}: {error}")
+        for i in sorted(set(pending.requests) - set(responses) - refused):
+            self.log(f"{stage}: client {i} is absent")
+        return responses, (sum(map(len, pending.requests.values())), bytes_up)
 
-    def scored(self, standing: Standing, t: int, *, last: bool) -> Evaluation:
-        """Evaluates all clients; a client without an answer has no scores."""
-        everyone = range(self.method.federation.clients)
-        opened = server.open_evaluation(self.server, standing, t, everyone, last=last)
-        came, _ = self.collected(opened, server.take_scores)
-        return server.scores_of_all(self.server, came)
+    def evaluate(self, server_state: ServerState, t: int, *, last: bool) -> Evaluation:
+        """Evaluates all clients after `t` rounds; absent clients have no scores."""
+        client_ids = range(self.method.federation.clients)
+        pending = server.open_evaluation(self.server, server_state, t, client_ids, last=last)
+        responses, _ = self.collect(pending, server.read_scores)
+        return server.stack_scores(self.server, responses)
 
-    def evaluated(self, standing: Standing, scores: Evaluation) -> None:
-        """Writes and tells an evaluation's line."""
-        member = self.member
-        shown = assembly.observed(self.method, standing.state)
-        line = run_state.record_evaluation(self.built, member, scores, standing.state, shown)
-        for remark in run_state.new_warnings(member):
-            self.tell(f"round {member.at.round}: {remark}")
-        run_state.append_evaluation(member, shown, line)
-        metric = self.built.federation.task.metrics[0]
-        self.tell(progress.evaluation_line(metric, [line], self.built.phases[0].end))
+    def record_evaluation(self, server_state: ServerState, scores: Evaluation) -> None:
+        """Writes an evaluation to the run directory and the log."""
+        sweep_run = self.sweep_run
+        observations = assembly.observe_server_state(self.method, server_state.state)
+        line = run_state.record_evaluation(
+            self.experiment, sweep_run, scores, server_state.state, observations
+        )
+        for remark in run_state.new_warnings(sweep_run):
+            self.log(f"round {sweep_run.at.round}: {remark}")
+        run_state.append_evaluation(sweep_run, observations, line)
+        metric = self.experiment.federation.task.metrics[0]
+        self.log(progress.evaluation_line(metric, [line], self.experiment.phases[0].end))
 
-    def saved(self, standing: Standing) -> None:
-        """Saves a checkpoint after every round, before clients are told that it has counted."""
-        member, began = self.member, time.perf_counter()
-        assert member.store is not None
-        trees = {"state": standing.state, "settled": standing.settled}
-        if member.best is not None:
-            trees["best"] = member.best
-        with member.writing():
-            facts = resume.to_facts(member.at) | {"config": member.config}
-            member.store.save(member.at.round, trees, facts)
-        took = time.perf_counter() - began
-        total = member.at.checkpoint_seconds + took
-        member.at = member.at._replace(checkpoint_seconds=total)
+    def save(self, server_state: ServerState) -> None:
+        """Saves a checkpoint: clients discard older states once a request says a round counted."""
+        sweep_run, started = self.sweep_run, time.perf_counter()
+        assert sweep_run.store is not None
+        arrays = {"state": server_state.state, "settled": server_state.settled}
+        if sweep_run.best is not None:
+            arrays["best"] = sweep_run.best
+        with sweep_run.writing():
+            facts = resume.to_facts(sweep_run.at) | {"config": sweep_run.config}
+            sweep_run.store.save(sweep_run.at.round, arrays, facts)
+        seconds = time.perf_counter() - started
+        total = sweep_run.at.checkpoint_seconds + seconds
+        sweep_run.at = sweep_run.at._replace(checkpoint_seconds=total)
 
-    def noted(self, **line: Any) -> None:
-        """Writes the absent clients of a round, and the bytes of its messages."""
-        assert self.member.directory is not None
-        with self.member.writing(), open(self.member.directory / WIRE, "a") as file:
+    def append_wire_line(self, **line: Any) -> None:
+        """Appends the line of a round to `wire.jsonl`."""
+        assert self.sweep_run.directory is not None
+        with self.sweep_run.writing(), open(self.sweep_run.directory / WIRE_FILE, "a") as file:
             file.write(json.dumps(line) + "\n")
 
-    def noted_until(self, t: int) -> None:
-        """Removes lines of rounds that were not saved and will run again."""
-        assert self.member.directory is not None
-        path = self.member.directory / WIRE
+    def truncate_wire_file(self, t: int) -> None:
+        """Removes the lines of rounds after `t`, which will run again."""
+        assert self.sweep_run.directory is not None
+        path = self.sweep_run.directory / WIRE_FILE
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        with self.member.writing():
-            own_state.whole(path, b"".join(lines[:t]))
+        with self.sweep_run.writing():
+            storage.write_atomic(path, b"".join(lines[:t]))
 
-    def report(self, directory: Path, rows: list[dict[str, Any]]) -> None:
-        """Writes the report; imports drawing code only here."""
+    def write_report(self, directory: Path, rows: list[dict[str, Any]]) -> None:
+        """Writes the report. Imports the drawing code only here, because that is slow."""
         from fedjax_pfl.report import method_figures, page
 
-        member = self.member
-        read = run_reader.Run(
+        sweep_run = self.sweep_run
+        run_record = run_reader.Run(
             directory,
-            member.config,
-            list(member.at.metrics),
+            sweep_run.config,
+            list(sweep_run.at.metrics),
             rows,
-            run_directory.traffic(member.at.ledger),
+            run_directory.traffic(sweep_run.at.ledger),
             run_reader.read_provenance(directory),
         )
-        layers = list(member.at.ledger.down)
-        pictures = method_figures.draw(
-            member.config, member.observations, layers, member.at.metrics
-        )
-        page.write(read, pictures)
+        layers, lines = list(sweep_run.at.ledger.down), sweep_run.at.metrics
+        figures = method_figures.draw(sweep_run.config, sweep_run.observations, layers, lines)
+        page.write(run_record, figures)

@@ -1,7 +1,7 @@
-"""The server's side of a round: requests, answers, and the new state.
+"""The server's part of a round: requests to the clients, checks of responses, and the new state.
 
-It computes a round as the simulation does, with the clients' part on other machines. A client whose
-answer is late or wrong is absent, like a client that `dropout` removes from a simulation.
+The server computes the same round as the simulation. A client whose response is late or invalid is
+absent, like a client that `dropout` removes in a simulation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,269 +15,361 @@ from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.task import Task
 from fedjax_pfl.deploy import schema, wire
-from fedjax_pfl.deploy.own_state import BEGUN
-from fedjax_pfl.deploy.programs import AtServer
+from fedjax_pfl.deploy.programs import ServerPrograms
 from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
-from fedjax_pfl.simulation import metrics as numbers
+from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND
+from fedjax_pfl.simulation import metrics as metric_sums
 from fedjax_pfl.simulation.records import Evaluation, Log
 
-_SLACK = 1_000_000  # bytes of an answer besides its arrays
-_LARGEST = 1e12  # of a loss or metric of one example
-_ROUNDING = 1e-5  # by which a share that was summed in float32 may lie outside of 0 to 1
+_SLACK = 1_000_000  # bytes of a response besides its arrays
+_MAX_METRIC = 1e12  # largest loss or metric of one example
+_ROUNDING = 1e-5  # rounding error of a percentage that was summed in float32
 
 
-class Standing(NamedTuple):
+class ServerState(NamedTuple):
     """State of the server between two rounds."""
 
-    state: State  # whose clients are ()
-    settled: np.ndarray  # int [N]: the last round in which each client's visit has counted
+    state: State  # with `clients` empty
+    settled: np.ndarray  # int [N]; the last round of each client that counted
 
 
 class Server(NamedTuple):
-    """Everything that stays the same while the server runs."""
+    """Constants of a running server."""
 
-    run: str
-    start: int  # one more than when it was started before
-    programs: AtServer
-    more: Mapping[str, Any]  # facts of every request: settings, and the federation's description
+    run: str  # unique name of the run
+    start: int  # number of earlier starts of this run
+    programs: ServerPrograms
+    request_facts: Mapping[str, Any]  # `settings` and `federation`, which every request contains
 
 
-class Open(NamedTuple):
-    """A round or an evaluation whose requests were sent."""
+class PendingRequests(NamedTuple):
+    """Requests of a round or an evaluation. Dicts are keyed by client id."""
 
-    kind: str
+    kind: str  # TRAIN or EVALUATE
     round: int
-    requests: dict[int, bytes]  # by client
+    requests: dict[int, bytes]
     digests: dict[int, str]
     payloads: dict[int, PyTree]
 
 
-class Came(NamedTuple):
-    """An answer to a training request that was read."""
+class ClientUpdate(NamedTuple):
+    """Decoded response to a training request."""
 
     upload: PyTree
     metrics: dict[str, np.ndarray]
-    fine: bool
-    down: dict[str, int]
-    up: dict[str, int]
+    accepted: bool  # False if the upload is not finite or too large
+    down: dict[str, int]  # downloaded bytes by layer
+    up: dict[str, int]  # uploaded bytes by layer
 
 
-def begin(server: Server) -> Standing:
-    """Returns the state before the first round."""
+def initial_state(server: Server) -> ServerState:
+    """Returns the server state before the first round."""
     clients = server.programs.method.federation.clients
-    return Standing(server.programs.init(), np.full(clients, BEGUN, np.int64))
+    return ServerState(server.programs.init(), np.full(clients, BEFORE_FIRST_ROUND, np.int64))
 
 
 def sample(server: Server, t: int) -> list[int]:
-    """Returns the sorted ids of a round's cohort."""
-    each = jax.device_get(server.programs.seats(np.int32(t)))
-    return sorted(int(i) for seats in each for i in seats.ids[seats.present])
+    """Returns the sorted client ids of a round's cohort."""
+    group_slots = jax.device_get(server.programs.sample_slots(np.int32(t)))
+    return sorted(int(i) for slots in group_slots for i in slots.ids[slots.present])
 
 
-def open_round(server: Server, standing: Standing, t: int) -> Open:
-    """Makes the requests of a round."""
+def open_round(server: Server, server_state: ServerState, t: int) -> PendingRequests:
+    """Builds the training requests of round `t`."""
     facts = {"kind": TRAIN, "run": server.run, "round": t}
-    payloads = {i: _payload(server, standing, i, t) for i in sample(server, t)}
-    return _opened(server, standing, facts, {i: {"payload": p} for i, p in payloads.items()})
+    parts = {i: {"payload": _payload(server, server_state, i, t)} for i in sample(server, t)}
+    return _encode_requests(server, server_state, facts, parts)
 
 
 def open_evaluation(
-    server: Server, standing: Standing, t: int, ids: Iterable[int], *, last: bool = False
-) -> Open:
-    """Makes the requests of an evaluation.
+    server: Server, server_state: ServerState, t: int, ids: Iterable[int], *, last: bool = False
+) -> PendingRequests:
+    """Builds the requests of an evaluation.
 
     Args:
-      last: it is the end, and clients keep their models.
+      server: The running server.
+      server_state: State to evaluate.
+      t: Number of rounds that were trained.
+      ids: Ids of the clients to evaluate.
+      last: The run ends after this evaluation, and clients save their models.
     """
     facts = {"kind": EVALUATE, "run": server.run, "round": t, "last": last}
-    method, each = server.programs.method, {}
+    method, parts_by_client = server.programs.method, {}
     for i in ids:
-        serve = server.programs.serve[method.group(i)]
-        given = serve(standing.state, np.int32(i), np.int32(t))
-        each[i] = {"served": jax.device_get(given)}
-        if method.after:
-            each[i]["payload"] = _payload(server, standing, i, t)
-    return _opened(server, standing, facts, each)
+        server_part = server.programs.server_part[method.group(i)]
+        served_values = server_part(server_state.state, np.int32(i), np.int32(t))
+        parts_by_client[i] = {"served": jax.device_get(served_values)}
+        if method.evaluate_after:
+            parts_by_client[i]["payload"] = _payload(server, server_state, i, t)
+    return _encode_requests(server, server_state, facts, parts_by_client)
 
 
-def _payload(server: Server, standing: Standing, i: int, t: int) -> PyTree:
+def _payload(server: Server, server_state: ServerState, i: int, t: int) -> PyTree:
+    """Computes the payload of client `i` in round `t`."""
     send = server.programs.send[server.programs.method.group(i)]
-    return jax.device_get(send(standing.state, np.int32(i), np.int32(t)))
+    return jax.device_get(send(server_state.state, np.int32(i), np.int32(t)))
 
 
-def _opened(
-    server: Server, standing: Standing, facts: Mapping[str, Any], each: Mapping[int, Any]
-) -> Open:
+def _encode_requests(
+    server: Server,
+    server_state: ServerState,
+    facts: Mapping[str, Any],
+    parts_by_client: Mapping[int, Any],
+) -> PendingRequests:
+    """Encodes a request for each client.
+
+    Args:
+      server: The running server.
+      server_state: Supplies each client's last round that counted.
+      facts: Facts that all requests share.
+      parts_by_client: Trees of arrays by group name, for each client id.
+    """
     requests, envelope = {}, {"start": server.start}
-    for i, parts in each.items():
-        own = {**server.more, **facts, "client": i, "settled": int(standing.settled[i])}
-        requests[i] = wire.encode(own, parts, envelope)
+    for i, parts in parts_by_client.items():
+        client_facts = {
+            **server.request_facts,
+            **facts,
+            "client": i,
+            "settled": int(server_state.settled[i]),
+        }
+        requests[i] = wire.encode(client_facts, parts, envelope)
     digests = {i: wire.decode(content, len(content)).digest for i, content in requests.items()}
-    payloads = {i: parts.get("payload") for i, parts in each.items()}
-    return Open(facts["kind"], facts["round"], requests, digests, payloads)
+    payloads = {i: parts.get("payload") for i, parts in parts_by_client.items()}
+    return PendingRequests(
+        kind=facts["kind"],
+        round=facts["round"],
+        requests=requests,
+        digests=digests,
+        payloads=payloads,
+    )
 
 
-def _answered(server: Server, opened: Open, i: int, content: bytes, like: PyTree) -> wire.Message:
-    """Reads the answer of client i to its request; raises InvalidError for anything else."""
-    most = sum(map(trees.leaf_bytes, jax.tree.leaves(like))) + _SLACK
-    found = wire.decode(content, most, schema.ANSWER)
-    if "why" in found.facts:
-        raise InvalidError(f"it has refused: {found.facts['why']}")
-    wanted = {
-        "kind": opened.kind,
+def _read_response(
+    server: Server, pending: PendingRequests, i: int, content: bytes, template: PyTree
+) -> wire.Message:
+    """Decodes a response; raises InvalidError if it does not answer client `i`'s request.
+
+    Args:
+      server: The running server.
+      pending: The requests.
+      i: Client id.
+      content: Received bytes.
+      template: Arrays that the response must hold, which bound its size.
+    """
+    max_bytes = sum(map(trees.leaf_bytes, jax.tree.leaves(template))) + _SLACK
+    message = wire.decode(content, max_bytes, schema.RESPONSE)
+    if "why" in message.facts:
+        raise InvalidError(f"it has refused: {message.facts['why']}")
+    expected = {
+        "kind": pending.kind,
         "run": server.run,
         "client": i,
-        "round": opened.round,
-        "request": opened.digests.get(i, ""),
+        "round": pending.round,
+        "request": pending.digests.get(i, ""),
     }
-    for word, value in wanted.items():
-        if found.facts.get(word) != value:
-            raise InvalidError(f"its {word} is not {value!r}")
-    return found
+    for field, value in expected.items():
+        if message.facts.get(field) != value:
+            raise InvalidError(f"its {field} is not {value!r}")
+    return message
 
 
-def take(server: Server, opened: Open, i: int, content: bytes) -> Came:
-    """Reads client i's answer to a round's request; raises InvalidError if it cannot be read.
+def read_update(server: Server, pending: PendingRequests, i: int, content: bytes) -> ClientUpdate:
+    """Decodes client `i`'s response to a training request.
 
-    An upload that is not finite, or too large, is read and billed, but it is not `fine`.
+    An upload that is not finite or too large is decoded and its bytes are counted, but it is not
+    `accepted`. Raises InvalidError if the response cannot be decoded.
+
+    Args:
+      server: The running server.
+      pending: The requests of the round.
+      i: Client id.
+      content: Received bytes.
     """
     g = server.programs.method.group(i)
-    like = server.programs.shapes[g].answer
-    found = _answered(server, opened, i, content, (like.upload, like.metrics))
-    upload = wire.tree(found, "upload", like.upload)
-    metrics = wire.tree(found, "metrics", like.metrics)
-    wire.only(found, "upload", "metrics")
-    fine, down, up = jax.device_get(server.programs.judge[g](opened.payloads[i], upload))
-    fine = bool(fine) and found.facts["finite"] and _bounded(metrics)
-    return Came(upload, metrics, fine, _plain(down), _plain(up))
+    shapes = server.programs.shapes[g].result
+    message = _read_response(server, pending, i, content, (shapes.upload, shapes.metrics))
+    upload = wire.read_tree(message, "upload", shapes.upload)
+    metrics = wire.read_tree(message, "metrics", shapes.metrics)
+    wire.check_array_groups(message, "upload", "metrics")
+    accepted, down, up = jax.device_get(
+        server.programs.check_upload[g](pending.payloads[i], upload)
+    )
+    accepted = bool(accepted) and message.facts["finite"] and _are_bounded(metrics)
+    return ClientUpdate(
+        upload=upload,
+        metrics=metrics,
+        accepted=accepted,
+        down=_to_ints(down),
+        up=_to_ints(up),
+    )
 
 
-def _bounded(metrics: PyTree) -> bool:
-    return all(np.all(np.abs(leaf) <= _LARGEST) for leaf in jax.tree.leaves(metrics))
+def _are_bounded(metrics: PyTree) -> bool:
+    return all(np.all(np.abs(leaf) <= _MAX_METRIC) for leaf in jax.tree.leaves(metrics))
 
 
-def take_scores(server: Server, opened: Open, i: int, content: bytes) -> Evaluation:
-    """Reads client i's answer to an evaluation; raises InvalidError if it cannot be right."""
-    like = server.programs.shapes[server.programs.method.group(i)].scores
-    found = _answered(server, opened, i, content, like)
-    wire.only(found, "scores")
-    scores: Evaluation = wire.tree(found, "scores", like)
-    counts = server.more["federation"]["counts"][i]
-    for word, part in scores._asdict().items():
+def read_scores(server: Server, pending: PendingRequests, i: int, content: bytes) -> Evaluation:
+    """Decodes client `i`'s response to an evaluation request.
+
+    Raises InvalidError if it cannot be decoded or holds impossible scores. For arguments see
+    `read_update`.
+    """
+    template = server.programs.shapes[server.programs.method.group(i)].scores
+    message = _read_response(server, pending, i, content, template)
+    wire.check_array_groups(message, "scores")
+    scores: Evaluation = wire.read_tree(message, "scores", template)
+    counts = server.request_facts["federation"]["counts"][i]
+    for name, part in scores._asdict().items():
         if part is not None:
-            split = "validation" if word == "validation" else "test"
-            _check_scores(server.programs.method.federation.task, part, counts[split], word)
+            split = "validation" if name == "validation" else "test"
+            _check_scores(server.programs.method.federation.task, part, counts[split], name)
     return scores
 
 
-def _check_scores(task: Task, scores: Scores, examples: int, where: str) -> None:
-    """Checks sums over a client's examples: a share is from 0 to 1, other numbers are bounded.
+def _check_scores(task: Task, scores: Scores, examples: int, part: str) -> None:
+    """Raises InvalidError if a percentage is outside 0 to 1 or another metric is too large.
 
     Numbers that are not finite pass, because reports leave them out.
 
     Args:
-      examples: how many the client has enrolled with.
-      where: the part of the evaluation.
+      task: Supplies the metrics.
+      scores: Sums over a client's examples.
+      examples: Number of examples with which the client enrolled.
+      part: Name of the part of the evaluation, for the error.
     """
     if scores.examples != examples:
-        raise InvalidError(f"its {where} is not over the {examples} examples that it enrolled with")
-    one = jax.tree.map(lambda leaf: np.asarray(leaf)[None], scores)
-    each = numbers.per_client(one, task)
+        raise InvalidError(f"its {part} is not over the {examples} examples that it enrolled with")
+    stacked = jax.tree.map(lambda leaf: np.asarray(leaf)[None], scores)
+    values = metric_sums.per_client(stacked, task)
     shares = {metric.name for metric in task.metrics if metric.unit == "%"}
-    for name, (value,) in each.items():
-        low, high = (-_ROUNDING, 1 + _ROUNDING) if name in shares else (-_LARGEST, _LARGEST)
+    for name, (value,) in values.items():
+        low, high = (-_ROUNDING, 1 + _ROUNDING) if name in shares else (-_MAX_METRIC, _MAX_METRIC)
         if np.isfinite(value) and not low <= value <= high:
-            raise InvalidError(f"its {name} in {where} is not from {low:g} to {high:g}")
+            raise InvalidError(f"its {name} in {part} is not from {low:g} to {high:g}")
 
 
 def close_round(
-    server: Server, standing: Standing, opened: Open, came: Mapping[int, Came]
-) -> tuple[Standing, tuple[Log, ...]]:
-    """Computes the server's state after a round, and a log for each group.
+    server: Server,
+    server_state: ServerState,
+    pending: PendingRequests,
+    updates: Mapping[int, ClientUpdate],
+) -> tuple[ServerState, tuple[Log, ...]]:
+    """Computes the server state after a round.
+
+    Returns the new state, or the old one if no update was accepted, and a log for each group.
 
     Args:
-      came: by client, those that answered in time and could be read.
+      server: The running server.
+      server_state: State before the round.
+      pending: The requests of the round.
+      updates: Decoded responses by client id; absent clients are missing.
     """
-    method, ids = server.programs.method, list(opened.requests)
+    method, ids = server.programs.method, list(pending.requests)
     cohorts, logs = [], []
     for g in range(len(server.programs.shapes)):
-        own = [i for i in ids if method.group(i) == g]
-        cohort, log = _cohort(server, opened, g, own, came)
+        group_ids = [i for i in ids if method.group(i) == g]
+        cohort, log = _cohort(server, pending, g, group_ids, updates)
         cohorts.append(cohort)
         logs.append(log)
-    counted = [i for i in ids if i in came and came[i].fine]
+    counted = [i for i in ids if i in updates and updates[i].accepted]
     if not counted:
-        return standing, tuple(logs)
-    now = server.programs.receive(standing.state, tuple(cohorts))
-    if not trees.all_finite((now[0], now[1])):  # of finite uploads, which are too large together
-        rejected = {i: one._replace(fine=False) for i, one in came.items()}
-        return close_round(server, standing, opened, rejected)
-    settled = standing.settled.copy()
-    settled[counted] = opened.round
-    return Standing(State(now[0], now[1], ()), settled), tuple(logs)
+        return server_state, tuple(logs)
+    new_state = server.programs.receive(server_state.state, tuple(cohorts))
+    # Uploads that are finite one by one can still overflow when they are averaged.
+    if not trees.all_finite((new_state[0], new_state[1])):
+        rejected = {i: update._replace(accepted=False) for i, update in updates.items()}
+        return close_round(server, server_state, pending, rejected)
+    settled = server_state.settled.copy()
+    settled[counted] = pending.round
+    return ServerState(State(new_state[0], new_state[1], ()), settled), tuple(logs)
 
 
 def _cohort(
-    server: Server, opened: Open, g: int, own: list[int], came: Mapping[int, Came]
+    server: Server,
+    pending: PendingRequests,
+    g: int,
+    group_ids: list[int],
+    updates: Mapping[int, ClientUpdate],
 ) -> tuple[Any, Log]:
-    """Builds one group's cohort, which has the same number of seats in every round."""
-    programs, like = server.programs, server.programs.shapes[g]
-    seats: list[int | None] = [*own, *[None] * (programs.cohort - len(own))]
-    arrived = [i if i is not None and i in came and came[i].fine else None for i in seats]
+    """Builds one group's cohort, padded to the same number of slots in every round, and its log.
+
+    Args:
+      server: The running server.
+      pending: The requests of the round.
+      g: Index of the group.
+      group_ids: Ids of the sampled clients of this group.
+      updates: Decoded responses by client id.
+    """
+    programs, shapes = server.programs, server.programs.shapes[g]
+    slots: list[int | None] = [*group_ids, *[None] * (programs.cohort - len(group_ids))]
+    accepted_ids = [
+        i if i is not None and i in updates and updates[i].accepted else None for i in slots
+    ]
 
     def zeros(template: PyTree) -> PyTree:
         return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
 
-    def stacked(each: Iterable[PyTree]) -> PyTree:
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+    def stacked(slot_trees: Iterable[PyTree]) -> PyTree:
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *slot_trees)
 
-    empty = zeros((like.payload, like.answer.upload, like.answer.metrics))
-    payloads = stacked(empty[0] if i is None else opened.payloads[i] for i in seats)
-    uploads = stacked(empty[1] if i is None else came[i].upload for i in arrived)
-    metrics = stacked(empty[2] if i is None else came[i].metrics for i in arrived)
-    bills = [_bill(programs, opened, g, i, came, empty) for i in seats]
-    here = [i for i in own if i in came]
+    empty = zeros((shapes.payload, shapes.result.upload, shapes.result.metrics))
+    payloads = stacked(empty[0] if i is None else pending.payloads[i] for i in slots)
+    uploads = stacked(empty[1] if i is None else updates[i].upload for i in accepted_ids)
+    metrics = stacked(empty[2] if i is None else updates[i].metrics for i in accepted_ids)
+    bills = [_bill(programs, pending, g, i, updates, empty) for i in slots]
+    responded = [i for i in group_ids if i in updates]
     log: dict[str, Any] = {
-        "ids": np.array([[0 if i is None else i for i in seats]], np.int32),
-        "present": np.array([[i is not None for i in seats]]),
-        "dropped": np.array([[i is not None and i not in here for i in seats]]),
-        "rejected": np.array([[i in here and i not in arrived for i in seats]]),
+        "ids": np.array([[0 if i is None else i for i in slots]], np.int32),
+        "present": np.array([[i is not None for i in slots]]),
+        "dropped": np.array([[i is not None and i not in responded for i in slots]]),
+        "rejected": np.array([[i in responded and i not in accepted_ids for i in slots]]),
         "metrics": jax.tree.map(lambda leaf: leaf[None], metrics),
         "down": {name: _row(down.get(name, 0) for down, _ in bills) for name in bills[0][0]},
         "up": {name: _row(up.get(name, 0) for _, up in bills) for name in bills[0][1]},
     }
-    return programs.cohort_of(g, arrived, payloads, uploads, opened.round), Log(**log)
+    return programs.build_cohort(g, accepted_ids, payloads, uploads, pending.round), Log(**log)
 
 
 def _bill(
-    programs: AtServer,
-    opened: Open,
+    programs: ServerPrograms,
+    pending: PendingRequests,
     g: int,
     i: int | None,
-    came: Mapping[int, Came],
+    updates: Mapping[int, ClientUpdate],
     empty: tuple[PyTree, PyTree, PyTree],
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the bytes of a visit; an absent client is billed for its download alone."""
-    if i is not None and i in came:
-        return came[i].down, came[i].up
-    payload = empty[0] if i is None else opened.payloads[i]
-    _, down, up = jax.device_get(programs.judge[g](payload, empty[1]))
+    """Returns the bytes that a slot downloaded and uploaded, by layer.
+
+    An absent client only counts its download, and an empty slot counts nothing.
+
+    Args:
+      programs: Programs of the server.
+      pending: The requests of the round.
+      g: Index of the group.
+      i: Client id of the slot, or None if the slot is empty.
+      updates: Decoded responses by client id.
+      empty: Zero payload, upload and metrics of the group.
+    """
+    if i is not None and i in updates:
+        return updates[i].down, updates[i].up
+    payload = empty[0] if i is None else pending.payloads[i]
+    _, down, up = jax.device_get(programs.check_upload[g](payload, empty[1]))
     counts = 0 if i is None else 1
-    return {n: counts * b for n, b in _plain(down).items()}, dict.fromkeys(up, 0)
+    return {n: counts * b for n, b in _to_ints(down).items()}, dict.fromkeys(up, 0)
 
 
 def _row(amounts: Iterable[int]) -> np.ndarray:
     return np.array([list(amounts)], np.int64)
 
 
-def _plain(bill: Mapping[str, Any]) -> dict[str, int]:
+def _to_ints(bill: Mapping[str, Any]) -> dict[str, int]:
     return {name: int(amount) for name, amount in bill.items()}
 
 
-def scores_of_all(server: Server, came: Mapping[int, Evaluation]) -> Evaluation:
-    """Stacks the sums of all clients, [N]; a client without an answer has zeros."""
+def stack_scores(server: Server, scores: Mapping[int, Evaluation]) -> Evaluation:
+    """Stacks the scores of all clients to leaves of shape [N, ...]; missing clients get zeros."""
     method = server.programs.method
     template = server.programs.shapes[0].scores
     zeros = jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
-    each = [came.get(i, zeros) for i in range(method.federation.clients)]
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *each)
+    per_client = [scores.get(i, zeros) for i in range(method.federation.clients)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *per_client)

@@ -1,6 +1,6 @@
-"""Starts Flower's SuperNode so that it runs the node's own code and none that its server sends.
+"""Starts a Flower SuperNode that runs the installed code, never code that the server sends.
 
-python -m fedjax_pfl.deploy.supernode FOLDER and the arguments of flower-supernode
+python -m fedjax_pfl.deploy.supernode FOLDER [arguments of flower-supernode]
 """
 
 import os
@@ -10,42 +10,49 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy.node_app import HERE
+from fedjax_pfl.deploy.node_app import FOLDER
 
 _COMMANDS = "commands"
-# Flags that would let the server choose what is installed, or start processes otherwise.
+# Flags that would let the server install packages, or bypass the commands written here.
 _REFUSED = ("--isolation", "--allow-runtime-dependency-installation")
 
 
-def commands(folder: Path) -> Path:
-    """Writes the programs that Flower starts for a task, in place of its own.
+def write_commands(folder: Path) -> Path:
+    """Writes replacements for the commands that Flower starts for its tasks; returns their folder.
 
-    Only the one for a client's message does anything.
+    The command for a client's message runs `local_client`; all others exit with an error.
     """
     from flwr.supercore.constant import TASK_TYPE_TO_COMMAND, TaskType
 
-    place = folder / _COMMANDS
-    place.mkdir(parents=True, exist_ok=True)
-    own = [sys.executable, str(HERE / "own_client.py"), str(folder)]
+    command_folder = folder / _COMMANDS
+    command_folder.mkdir(parents=True, exist_ok=True)
+    client_command = [sys.executable, str(FOLDER / "local_client.py"), str(folder)]
     for task, name in TASK_TYPE_TO_COMMAND.items():
-        line = f'exec {shlex.join(own)} "$@"' if task == TaskType.CLIENT_APP else "exit 1"
-        path = place / name
+        line = (
+            f'exec {shlex.join(client_command)} "$@"' if task == TaskType.CLIENT_APP else "exit 1"
+        )
+        path = command_folder / name
         path.write_text(f"#!/bin/sh\n{line}\n")
         path.chmod(0o700)
-    return place
+    return command_folder
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Becomes the SuperNode of a folder."""
+    """Replaces this process by a SuperNode for a node's folder."""
     if not arguments or arguments[0].startswith("-"):
-        raise UsageError("give the node's folder, and then the arguments of flower-supernode")
+        raise UsageError("the first argument must be the node's folder")
     for word in arguments:
         flag = word.partition("=")[0]
-        if len(flag) > 2 and any(name.startswith(flag) for name in _REFUSED):  # Flower shortens
+        # Flower accepts shortened flags.
+        if len(flag) > 2 and any(name.startswith(flag) for name in _REFUSED):
             raise UsageError(f"{word} would let the server's code run on this node; leave it out")
     folder = Path(arguments[0]).expanduser().absolute()
-    own = [str(commands(folder)), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    environment = {**os.environ, "PATH": os.pathsep.join(own)}
+    search_path = [
+        str(write_commands(folder)),
+        str(Path(sys.executable).parent),
+        os.environ.get("PATH", ""),
+    ]
+    environment = {**os.environ, "PATH": os.pathsep.join(search_path)}
     command = ["flower-supernode", *arguments[1:]]
     os.execvpe(command[0], command, environment)
 

@@ -1,7 +1,7 @@
-"""A trial federation on one machine: a SuperLink, and nodes with TLS and keys.
+"""A trial federation on one machine: a Flower SuperLink and nodes, with TLS and node keys.
 
-Everything lies in one folder. A process that ends too early is started again. All processes end
-with the trial, even if it is killed (`guard`).
+All files are in one folder. A process that ends early is restarted. All processes end with the
+trial, even if the trial is killed (see `guard`).
 """
 
 import contextlib
@@ -18,17 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import assembly, guard, keys, node_file, own_state, schema
-from fedjax_pfl.deploy.app import HERE
-from fedjax_pfl.deploy.flower import NAME, outcome_of
-from fedjax_pfl.deploy.run import WIRE
+from fedjax_pfl.deploy import assembly, guard, keys, node_file, schema, storage
+from fedjax_pfl.deploy.app import APP_FOLDER
+from fedjax_pfl.deploy.flower import NODE_PREFIX, outcome_path
+from fedjax_pfl.deploy.run import WIRE_FILE
 
-# Of a process that has ended: a SuperNode that was killed is refused until Flower has missed its
-# heartbeats for a minute, and each try to start it costs seconds of a core.
-_PAUSE = 15.0
-_BEGIN = 60.0  # seconds in which the server's app begins after it was asked for
-_TRIES = 3  # ends of the server's app, one after the other without a round in between
-_SERVER = "flwr-serverapp"  # as Flower calls the process
+# Delay before a restart. Flower refuses a killed SuperNode for a minute, and each attempt costs
+# seconds of CPU time.
+_RESTART_SECONDS = 15.0
+_START_SECONDS = 60.0  # time for the server's app to start
+_MAX_RESTARTS = 3  # restarts of the server's app without a finished round in between
+_SERVER_PROCESS = "flwr-serverapp"  # Flower's name of the process
 
 
 def run(
@@ -36,172 +36,189 @@ def run(
     workdir: Path,
     folder: Path,
     waiting: Mapping[str, Any],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     data: Sequence[str] = (),
 ) -> None:
-    """Runs as many nodes as the configuration has clients, all on this machine.
+    """Runs a configuration with one node per client, all on this machine.
 
     Args:
-      folder: of certificates, keys, logs, and of each node.
-      data: the JSON file of each node; none: each has its part of the configuration's dataset.
+      config: Settings as JSON data.
+      workdir: Run directory; a run that was stopped there is resumed.
+      folder: Folder for certificates, keys, logs, and the folders of the nodes.
+      waiting: Fields of `run.Waiting`.
+      log: Called with each line of the run's log.
+      data: Path of each node's JSON file; if empty, the nodes share the configuration's dataset.
     """
     nodes = config["clients"]
-    files = [_file_of(i, config, data[i : i + 1]) for i in range(nodes)]
+    files = [_node_settings(i, config, data[i : i + 1]) for i in range(nodes)]
     folder.mkdir(parents=True, exist_ok=True)
     os.chmod(folder, 0o700)
-    with _claimed(folder) as lock:
-        authority, certificate, key = keys.certificates(folder)
+    with _locked(folder) as lock:
+        authority, certificate, key = keys.ensure_certificates(folder)
         ports = free_ports(nodes + 2)
-        home = _home(folder, authority, ports[0])
-        guard.end(home)  # of a trial that was killed together with its guard
-        log = folder / "run.log"
-        # Who is who follows from keys alone.
-        for old in [log, outcome_of(log), *folder.glob("superlink.db*")]:
-            old.unlink(missing_ok=True)
+        home = _write_flower_home(folder, authority, ports[0])
+        guard.end_processes(home)  # Left over if a trial was killed together with its guard.
+        log_path = folder / "run.log"
+        # Without Flower's old database, nodes are identified by their keys only.
+        for old_file in [log_path, outcome_path(log_path), *folder.glob("superlink.db*")]:
+            old_file.unlink(missing_ok=True)
         settings = folder / "settings.json"
-        asked = {"config": config, "workdir": str(workdir), "log": str(log), "waiting": waiting}
-        settings.write_text(json.dumps(asked))
+        spec = {"config": config, "workdir": str(workdir), "log": str(log_path), "waiting": waiting}
+        settings.write_text(json.dumps(spec))
         tls = ["--ssl-ca-certfile", authority, "--ssl-certfile", certificate]
         tls += ["--ssl-keyfile", key]
-        with _Processes(folder, home, lock) as started:
-            started.start(
+        with _Processes(folder, home, lock) as processes:
+            processes.start(
                 "superlink",
                 *("flower-superlink", *tls, "--enable-supernode-auth", "--host", "127.0.0.1"),
                 *("--port", ports[0], "--control-api-address", f"127.0.0.1:{ports[1]}"),
                 *("--database", folder / "superlink.db"),
                 "--disable-runtime-dependency-installation",
             )
-            started.until(ports[0], "superlink")
+            processes.wait_for_port(ports[0], "superlink")
             for i in range(nodes):
-                public = keys.node_key(folder / f"{NAME}{i}.key")
-                started.command(
-                    "flwr", "supernode", "register", public, "trial", "--name", f"{NAME}{i}"
+                public = keys.ensure_node_key(folder / f"{NODE_PREFIX}{i}.key")
+                processes.command(
+                    "flwr", "supernode", "register", public, "trial", "--name", f"{NODE_PREFIX}{i}"
                 )
-                own = folder / f"node-{i}", folder / f"node-{i}.json"
-                own[1].write_text(json.dumps(files[i]))
-                started.start(f"worker-{i}", sys.executable, "-m", "fedjax_pfl.deploy.worker", *own)
-                started.start(
+                node_paths = folder / f"node-{i}", folder / f"node-{i}.json"
+                node_paths[1].write_text(json.dumps(files[i]))
+                processes.start(
+                    f"worker-{i}", sys.executable, "-m", "fedjax_pfl.deploy.worker", *node_paths
+                )
+                processes.start(
                     f"node-{i}",
-                    *(sys.executable, "-m", "fedjax_pfl.deploy.supernode", own[0]),
+                    *(sys.executable, "-m", "fedjax_pfl.deploy.supernode", node_paths[0]),
                     *("--superlink", f"127.0.0.1:{ports[0]}"),
                     *("--root-certificates", authority, "--port", ports[2 + i]),
-                    *("--auth-supernode-private-key", folder / f"{NAME}{i}.key", *tls),
+                    *("--auth-supernode-private-key", folder / f"{NODE_PREFIX}{i}.key", *tls),
                 )
 
             def submit() -> None:
-                asking = f"settings={json.dumps(str(settings))}"
-                started.until(ports[0], "superlink")
-                started.command("flwr", "run", HERE, "trial", "--run-config", asking)
+                run_config = f"settings={json.dumps(str(settings))}"
+                processes.wait_for_port(ports[0], "superlink")
+                processes.command("flwr", "run", APP_FOLDER, "trial", "--run-config", run_config)
 
-            _follow(log, workdir / WIRE, started, submit, tell)
+            _follow(log_path, workdir / WIRE_FILE, processes, submit, log)
 
 
-def _file_of(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
-    """Returns the content of node i's file: its owner's, or a part of the configured dataset."""
+def _node_settings(i: int, config: Mapping[str, Any], data: Sequence[str]) -> dict[str, Any]:
+    """Returns the content of client `i`'s node file.
+
+    Args:
+      i: Client id.
+      config: Settings of the run.
+      data: Path of a node file, or empty: the node uses its part of the configured dataset.
+    """
     if data:
         content = node_file.json_object(Path(data[0]))
     elif ":" in config["dataset"]:
         raise UsageError(
-            f"dataset is {config['dataset']}, and a node's own file says what it reads; give "
-            "one file for each node as its data"
+            f"dataset is {config['dataset']}, which a node reads from its own file; give one file "
+            "for each node as its data"
         )
     else:
-        names = (*node_file.OF_DATA, *node_file.SHARED)
+        names = (*node_file.DATA_SETTINGS, *node_file.SHARED_SETTINGS)
         content = {name: config[name] for name in names if config.get(name) is not None}
     content.setdefault("client", i)
-    file = node_file.parsed(content, data[0] if data else "the configuration")
+    file = node_file.parse(content, data[0] if data else "the configuration")
     if file.client != i:
-        raise UsageError(f"{data[0]} is of client {file.client}, and is given for client {i}")
-    content["code"] = [*file.code, *assembly.brought(config).values()]
+        raise UsageError(f"{data[0]} has client {file.client}, and is given for client {i}")
+    content["code"] = [*file.code, *assembly.user_code(config).values()]
     return content
 
 
 def _follow(
-    log: Path,
-    rounds: Path,
-    started: "_Processes",
+    log_path: Path,
+    wire_file: Path,
+    processes: "_Processes",
     submit: Callable[[], None],
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
-    """Tells the run's lines until it has an outcome, and restarts processes that end before.
+    """Logs the run's lines until it has an outcome, and restarts processes that end before.
 
     Args:
-      rounds: a file that grows with each of them.
+      log_path: Log of the run.
+      wire_file: File that grows with each finished round.
+      processes: The trial's processes.
+      submit: Starts the server's app.
+      log: Called with each line.
     """
-    seen, ends, until, size = 0, 0, 0.0, -1
+    lines_seen, restarts, next_start, size_at_start = 0, 0, 0.0, -1
     while True:
-        alive = bool(guard.left(started.home, _SERVER))  # before its outcome is looked for
-        outcome = own_state.describe(outcome_of(log), schema.OUTCOME)  # before its last line is
-        text = log.read_text(encoding="utf-8") if log.exists() else ""
+        # In this order: an app that ends writes its last line, its outcome, and then exits.
+        alive = bool(guard.running_processes(processes.home, _SERVER_PROCESS))
+        outcome = storage.read_json(outcome_path(log_path), schema.OUTCOME)
+        text = log_path.read_text(encoding="utf-8") if log_path.exists() else ""
         lines = text.splitlines(keepends=True)
-        for line in lines[seen:]:
+        for line in lines[lines_seen:]:
             if not line.endswith("\n"):
                 break
-            seen += 1
-            tell(line.rstrip("\n"))
+            lines_seen += 1
+            log(line.rstrip("\n"))
         if "error" in outcome:
             raise UsageError(outcome["error"])
         if outcome:
             return
-        for name in started.again():
-            tell(f"{name} has ended, and is started again")
+        for name in processes.restart_ended():
+            log(f"{name} has ended; restarting it")
         if alive:
-            until = 0.0
-        elif time.monotonic() > until:
-            grown = rounds.stat().st_size if rounds.exists() else 0
-            if size >= 0:
-                tell("The server's app has ended, and is started again")
-            ends, size = (ends + 1 if grown == size else 0), grown
-            if ends > _TRIES:
+            next_start = 0.0
+        elif time.monotonic() > next_start:
+            size = wire_file.stat().st_size if wire_file.exists() else 0
+            if size_at_start >= 0:
+                log("The server's app has ended; restarting it")
+            restarts, size_at_start = (restarts + 1 if size == size_at_start else 0), size
+            if restarts > _MAX_RESTARTS:
                 raise UsageError(
-                    f"the server's app has ended {ends} times without a round between; see "
-                    f"{started.folder / 'superlink.log'}"
+                    f"the server's app has ended {restarts} times without finishing a round; see "
+                    f"{processes.folder / 'superlink.log'}"
                 )
             submit()
-            until = time.monotonic() + _BEGIN
+            next_start = time.monotonic() + _START_SECONDS
         time.sleep(0.5)
 
 
 @contextlib.contextmanager
-def _claimed(folder: Path, seconds: float = 30.0) -> Iterator[int]:
-    """Locks the folder; processes of an earlier trial may still be ending."""
-    held = os.open(folder, os.O_RDONLY)
-    until = time.monotonic() + seconds
+def _locked(folder: Path, seconds: float = 30.0) -> Iterator[int]:
+    """Locks the trial's folder; waits while processes of an earlier trial are ending."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + seconds
     try:
         while True:
             try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise UsageError(
-                        f"{folder} is in use by another trial; end that, or choose another folder"
+                        f"{folder} is in use by another trial; end it, or use another folder"
                     ) from None
                 time.sleep(0.2)
-        yield held
+        yield descriptor
     finally:
-        os.close(held)
+        os.close(descriptor)
 
 
 class _Processes:
-    """Started processes, each in a session of its own; a guard ends them."""
+    """Processes of a trial, each in its own session, and the guard that ends them."""
 
     def __init__(self, folder: Path, home: Path, lock: int) -> None:
         self.folder, self.home = folder, home
         self.running = dict[str, subprocess.Popen[bytes]]()
-        self.words, self.at = dict[str, tuple[Any, ...]](), dict[str, float]()
+        self.arguments, self.started_at = dict[str, tuple[Any, ...]](), dict[str, float]()
         self.restarted = set[str]()
         self.guard = subprocess.Popen(
             [sys.executable, "-I", guard.__file__, str(home)],
             stdin=subprocess.PIPE,
             start_new_session=True,
-            pass_fds=[lock],  # so that nobody else begins while it is ending
+            pass_fds=[lock],  # keeps the folder locked until the guard is done
         )
         self.environment = {
             **os.environ,
             "FLWR_HOME": str(home),
             "FLWR_TELEMETRY_ENABLED": "0",
-            # A method of one's own lies where the command is given.
+            # User-defined methods are in the current folder.
             "PYTHONPATH": f"{Path.cwd()}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
@@ -211,15 +228,15 @@ class _Processes:
 
     def __exit__(self, *_: object) -> None:
         self.guard.communicate()
-        for one in self.running.values():
-            one.wait()
+        for process in self.running.values():
+            process.wait()
 
-    def start(self, name: str, *words: Any) -> None:
-        """Starts a process whose output goes to a file of its name."""
-        self.words[name], self.at[name] = words, time.monotonic()
+    def start(self, name: str, *arguments: Any) -> None:
+        """Starts a process; its output is appended to the file NAME.log."""
+        self.arguments[name], self.started_at[name] = arguments, time.monotonic()
         with open(self.folder / f"{name}.log", "ab") as out:
             self.running[name] = subprocess.Popen(
-                [str(word) for word in words],
+                [str(word) for word in arguments],
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -227,34 +244,45 @@ class _Processes:
                 start_new_session=True,
             )
 
-    def command(self, *words: Any) -> None:
-        """Runs a command to its end."""
-        done = subprocess.run(
-            [str(word) for word in words], env=self.environment, capture_output=True, text=True
+    def command(self, *arguments: Any) -> None:
+        """Runs a command and waits; raises UsageError if it fails."""
+        completed = subprocess.run(
+            [str(word) for word in arguments], env=self.environment, capture_output=True, text=True
         )
-        if done.returncode:
-            said = " ".join((done.stderr or done.stdout).split())[-400:]
-            raise UsageError(f"{' '.join(map(str, words[:3]))} failed: {said}")
+        if completed.returncode:
+            output = " ".join((completed.stderr or completed.stdout).split())[-400:]
+            raise UsageError(f"{' '.join(map(str, arguments[:3]))} failed: {output}")
 
-    def again(self) -> list[str]:
-        """Restarts ended processes; returns the names of those that did not end at once again."""
-        now = time.monotonic()
-        ended = [name for name, one in self.running.items() if one.poll() is not None]
-        due = {name: self.at[name] for name in ended if now > self.at[name] + _PAUSE}
+    def restart_ended(self) -> list[str]:
+        """Restarts processes that have ended.
+
+        Returns the names of restarted processes, without those that end again after each restart.
+        """
+        current_time = time.monotonic()
+        ended = [name for name, process in self.running.items() if process.poll() is not None]
+        due = {
+            name: self.started_at[name]
+            for name in ended
+            if current_time > self.started_at[name] + _RESTART_SECONDS
+        }
         for name in due:
-            self.start(name, *self.words[name])
-        at_once = {name for name in self.restarted & set(due) if now <= due[name] + 2 * _PAUSE}
+            self.start(name, *self.arguments[name])
+        at_once = {
+            name
+            for name in self.restarted & set(due)
+            if current_time <= due[name] + 2 * _RESTART_SECONDS
+        }
         self.restarted |= set(due)
         return [name for name in due if name not in at_once]
 
-    def until(self, port: int, name: str, seconds: float = 120.0) -> None:
-        """Waits until a process listens on a port."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            one = self.running[name]
-            if one.poll() is not None:
+    def wait_for_port(self, port: int, name: str, seconds: float = 120.0) -> None:
+        """Waits until a process listens on a port; raises UsageError if it ends or is too slow."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            process = self.running[name]
+            if process.poll() is not None:
                 raise UsageError(
-                    f"{name} has ended with status {one.returncode}; see "
+                    f"{name} has ended with status {process.returncode}; see "
                     f"{self.folder / f'{name}.log'}"
                 )
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
@@ -264,16 +292,16 @@ class _Processes:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns free ports of the loopback device."""
-    with contextlib.ExitStack() as kept:
-        held = [kept.enter_context(socket.socket()) for _ in range(count)]
-        for one in held:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in held]
+    """Returns free ports of the loopback interface."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for listener in sockets:
+            listener.bind(("127.0.0.1", 0))
+        return [listener.getsockname()[1] for listener in sockets]
 
 
-def _home(folder: Path, authority: Path, port: int) -> Path:
-    """Makes a home for Flower's commands, with a connection named trial."""
+def _write_flower_home(folder: Path, authority: Path, port: int) -> Path:
+    """Writes Flower's configuration with a connection named `trial`; returns its folder."""
     home = folder / "flwr"
     home.mkdir(exist_ok=True)
     lines = ["[superlink]", 'default = "trial"', "", "[superlink.trial]"]
@@ -283,14 +311,14 @@ def _home(folder: Path, authority: Path, port: int) -> Path:
 
 
 @contextlib.contextmanager
-def interrupted() -> Iterator[None]:
-    """Lets SIGTERM act like Ctrl-C, so that started processes end too."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Raises KeyboardInterrupt on SIGTERM in its context, so the trial ends its processes."""
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    previous = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)

@@ -1,8 +1,8 @@
-"""Numbers for classes and categories by words that a node's own file states.
+"""Numbers for classes and categories, by the word lists in a node's file.
 
-A source numbers the words that it finds in a file, so that two nodes would number them differently,
-and words found in a file are cells of it. Here they are numbered by what the owner has written down
-instead, and only that list ever leaves the node.
+A data source numbers the words in the order in which it reads them, which differs between nodes.
+Here the lists in the node's file decide. Only the list of class names leaves the node, never words
+from the data.
 """
 
 import hashlib
@@ -14,51 +14,60 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
 
-# Words, by their places, or a number: of outputs, or of places that words are hashed to.
+# A list of words, or the number of classes or of values that words are hashed to.
 Vocabulary = Sequence[str] | int
 
 
-def stated(
-    dataset: Dataset, labels: Vocabulary | None, words: Mapping[str, Vocabulary], index: bool
+def apply_vocabulary(
+    dataset: Dataset, labels: Vocabulary | None, column_words: Mapping[str, Vocabulary], index: bool
 ) -> Dataset:
-    """Returns the examples with classes and categories numbered by the stated words.
+    """Renumbers the classes and categories of a dataset by word lists.
 
-    Raises UsageError where a word of the examples is not stated. Its text may quote the examples.
+    Raises UsageError if a word of the examples is not listed; its text may quote the examples.
 
     Args:
-      index: a column of text is one feature, its place among the words, instead of one for each.
+      dataset: Examples as their source numbers them.
+      labels: Class names, or the number of classes.
+      column_words: Words of each input column of text, or the number of values to hash them to.
+      index: A column of text is one feature with the index of the word, instead of one feature per
+        word.
     """
     if "tokens" in (dataset.metadata or {}):
         raise UsageError(
-            f"{dataset.name} is text, whose characters or words each node would number in its own "
-            "way; prepare it as whole numbers in an npy or Parquet file"
+            f"{dataset.name} is text, and each node would number its characters or words "
+            "differently; convert it to integers in an npy or Parquet file"
         )
-    return _categorised(_classified(dataset, labels), words, index)
+    return _number_categories(_number_labels(dataset, labels), column_words, index)
 
 
-def _classified(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
-    if dataset.y_train.dtype.kind != "i":  # targets, or labels that are true or false
+def _number_labels(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
+    """Renumbers the classes of a dataset."""
+    if dataset.y_train.dtype.kind != "i":  # numeric targets or binary labels
         return dataset
-    found = (dataset.metadata or {}).get("classes")
+    class_names = (dataset.metadata or {}).get("classes")
     if labels is None:
         raise UsageError(
-            f'{dataset.name} has classes, and this node\'s file does not state them: add "labels", '
-            "their names or, of labels that are whole numbers from 0, how many there are"
+            f'{dataset.name} has classes, and this node\'s file does not list them; add "labels" '
+            "with their names or, if the labels are 0, 1, ..., their number"
         )
     if isinstance(labels, int):
-        place = np.arange(dataset.outputs) if found is None else _whole(dataset.name, found)
+        position = (
+            np.arange(dataset.outputs)
+            if class_names is None
+            else _parse_numbers(dataset.name, class_names)
+        )
         outputs = labels
-    elif found is None:
-        place, outputs = np.arange(dataset.outputs), len(labels)
+    elif class_names is None:
+        position, outputs = np.arange(dataset.outputs), len(labels)
     else:
-        place, outputs = _places(f"{dataset.name}: class", found, labels), len(labels)
+        position, outputs = _positions(f"{dataset.name}: class", class_names, labels), len(labels)
 
     def renumbered(y: np.ndarray | None) -> np.ndarray | None:
         if y is None:
             return None
-        new = np.where(y < 0, y, place[np.maximum(y, 0)]).astype(np.int32)
+        new = np.where(y < 0, y, position[np.maximum(y, 0)]).astype(np.int32)
         if new.max(initial=0) >= outputs:
-            raise UsageError(f"{dataset.name} has label {new.max()}; labels states {outputs}")
+            raise UsageError(f"{dataset.name} has label {new.max()}, and labels is {outputs}")
         return new
 
     metadata = {k: v for k, v in (dataset.metadata or {}).items() if k != "classes"}
@@ -69,51 +78,62 @@ def _classified(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
     return dataset._replace(y_train=y_train, y_test=y_test, outputs=outputs, metadata=metadata)
 
 
-def _whole(name: str, words: Sequence[str]) -> np.ndarray:
-    """The numbers that words write, from 0."""
-    if not all(word.isdecimal() and word.isascii() and len(word) < 9 for word in words):
-        raise UsageError(f"{name} has labels that are no whole numbers from 0; state their names")
-    return np.array([int(word) for word in words])
+def _parse_numbers(name: str, texts: Sequence[str]) -> np.ndarray:
+    """Parses non-negative integers; raises UsageError for other text."""
+    if not all(word.isdecimal() and word.isascii() and len(word) < 9 for word in texts):
+        raise UsageError(f"{name} has labels that are not integers from 0; list their names")
+    return np.array([int(word) for word in texts])
 
 
-def _places(what: str, words: Sequence[str], among: Sequence[str]) -> np.ndarray:
-    """The place of each word among those stated."""
-    place = {word: i for i, word in enumerate(among)}
-    if missing := [word for word in words if word not in place]:
-        raise UsageError(f"{what} {missing[0]!r} is not among those that this node's file states")
-    return np.array([place[word] for word in words], np.int64)
+def _positions(description: str, texts: Sequence[str], vocabulary: Sequence[str]) -> np.ndarray:
+    """Returns the index of each text in the vocabulary, int64 [len(texts)].
+
+    Args:
+      description: Name of a text, for the error.
+      texts: Words of the data source.
+      vocabulary: Words of the node's file.
+    """
+    position = {word: i for i, word in enumerate(vocabulary)}
+    if missing := [word for word in texts if word not in position]:
+        raise UsageError(f"{description} {missing[0]!r} is not listed in this node's file")
+    return np.array([position[word] for word in texts], np.int64)
 
 
-class _Part(NamedTuple):
-    """One input column: features `start` to `end` of a source, and what they become."""
+class _Column(NamedTuple):
+    """One input column: features `start` to `end` of the source, and the new features."""
 
     start: int
     end: int
-    names: list[str]  # of the new features
-    place: np.ndarray | None = None  # of each word of the source; None: the column is a number
+    names: list[str]  # names of the new features
+    position: np.ndarray | None = None  # new index of each source word; None: a numeric column
 
 
-def _categorised(dataset: Dataset, stated: Mapping[str, Vocabulary], index: bool) -> Dataset:
+def _number_categories(
+    dataset: Dataset, vocabularies: Mapping[str, Vocabulary], index: bool
+) -> Dataset:
+    """Renumbers the input columns of text. For `index` see `apply_vocabulary`."""
     metadata = dict(dataset.metadata or {})
-    found: Mapping[str, Sequence[str]] = metadata.pop("categories", {})
-    if extra := sorted(set(stated) - set(found)):
+    categories: Mapping[str, Sequence[str]] = metadata.pop("categories", {})
+    if extra := sorted(set(vocabularies) - set(categories)):
         raise UsageError(f"{dataset.name} has no column of text {extra[0]!r} among its inputs")
-    if not found:
+    if not categories:
         return dataset
-    begins = {c if index else f"{c}={words[0]}": c for c, words in found.items()}
-    inputs, parts, at = metadata["input"], list[_Part](), 0
+    begins = {c if index else f"{c}={names[0]}": c for c, names in categories.items()}
+    inputs, parts, at = metadata["input"], list[_Column](), 0
     while at < len(inputs):
         column = begins.get(inputs[at])
         if column is None:
-            part = _Part(at, at + 1, [inputs[at]])
-        elif column in stated:
-            place, words = _places_of(dataset.name, column, found[column], stated[column])
-            end = at + (1 if index else len(found[column]))
-            part = _Part(at, end, [column] if index else words, place)
+            part = _Column(at, at + 1, [inputs[at]])
+        elif column in vocabularies:
+            position, names = _column_positions(
+                dataset.name, column, categories[column], vocabularies[column]
+            )
+            end = at + (1 if index else len(categories[column]))
+            part = _Column(at, end, [column] if index else names, position)
         else:
             raise UsageError(
-                f"{dataset.name}: column {column!r} is text, and this node's file does not state "
-                'them: add them under "words", or how many places to hash them to'
+                f"{dataset.name}: column {column!r} is text, and this node's file does not list "
+                'its words; add them under "words", or the number of values to hash them to'
             )
         parts.append(part)
         at = part.end
@@ -123,38 +143,51 @@ def _categorised(dataset: Dataset, stated: Mapping[str, Vocabulary], index: bool
         new = [np.repeat(old[part.start], len(part.names)) for part in parts]
         normalise = normalise._replace(features=np.concatenate(new))
     return dataset._replace(
-        x_train=_renumbered(dataset.x_train, parts, index),
-        x_test=None if dataset.x_test is None else _renumbered(dataset.x_test, parts, index),
+        x_train=_number_features(dataset.x_train, parts, index),
+        x_test=None if dataset.x_test is None else _number_features(dataset.x_test, parts, index),
         normalise=normalise,
         metadata={**metadata, "input": [name for part in parts for name in part.names]},
     )
 
 
-def _renumbered(x: np.ndarray, parts: Sequence[_Part], index: bool) -> np.ndarray:
-    """x with the features that `parts` describe on its last axis."""
+def _number_features(x: np.ndarray, parts: Sequence[_Column], index: bool) -> np.ndarray:
+    """Returns inputs with the new features of all columns on the last axis.
+
+    Args:
+      x: Inputs [..., D] with the features of the source.
+      parts: The D features by column.
+      index: See `apply_vocabulary`.
+    """
     features = []
-    for start, end, names, place in parts:
+    for start, end, names, position in parts:
         old = x[..., start:end]
-        if place is None:
+        if position is None:
             features.append(old)
         elif index:
-            features.append(place[old.astype(np.int64)].astype(x.dtype))
+            features.append(position[old.astype(np.int64)].astype(x.dtype))
         else:
-            features.append(np.eye(len(names), dtype=x.dtype)[place[old.argmax(-1)]])
+            features.append(np.eye(len(names), dtype=x.dtype)[position[old.argmax(-1)]])
     return np.concatenate(features, -1)
 
 
-def _places_of(
-    name: str, column: str, words: Sequence[str], given: Vocabulary
+def _column_positions(
+    name: str, column: str, texts: Sequence[str], vocabulary: Vocabulary
 ) -> tuple[np.ndarray, list[str]]:
-    """The place of each word of a column, and the names of all places."""
-    if isinstance(given, int):
-        place = np.array([_hashed(word, given) for word in words])
-        return place, [f"{column}#{i}" for i in range(given)]
-    place = _places(f"{name}: column {column!r}: word", words, given)
-    return place, [f"{column}={word}" for word in given]
+    """Returns the new index of each word of a column, and the names of the new features.
+
+    Args:
+      name: Name of the dataset, for errors.
+      column: Name of the column.
+      texts: Words of the column, as its source numbers them.
+      vocabulary: Words of the node's file, or the number of values to hash to.
+    """
+    if isinstance(vocabulary, int):
+        position = np.array([_hash_position(word, vocabulary) for word in texts])
+        return position, [f"{column}#{i}" for i in range(vocabulary)]
+    position = _positions(f"{name}: column {column!r}: word", texts, vocabulary)
+    return position, [f"{column}={word}" for word in vocabulary]
 
 
-def _hashed(word: str, size: int) -> int:
-    """The place of a word among `size`, the same at every node."""
+def _hash_position(word: str, size: int) -> int:
+    """Hashes a word to an integer below `size`, equal at all nodes."""
     return int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") % size

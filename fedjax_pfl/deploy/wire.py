@@ -1,10 +1,10 @@
-"""Messages between machines: plain facts, and trees of arrays by name, dtype and shape.
+"""Binary format of messages: JSON facts, and trees of arrays with name, dtype and shape.
 
-Nothing is pickled or executed. A reader states which arrays it expects and takes no others.
+Nothing is pickled or executed. A reader names the arrays that it expects; others are an error.
 
-A message is the line `fedjax_pfl 1`, a length, a JSON envelope, a length, a JSON head that lists
-the arrays, and their little-endian bytes. A repeated message may have another envelope; the rest,
-and so the digest, stays the same.
+A message consists of the line `fedjax_pfl 1`, a length, a JSON envelope, a length, a JSON head that
+lists the arrays, and their little-endian bytes. A repeated message may have another envelope. The
+digest covers the rest.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from fedjax_pfl.deploy.schema import InvalidError
 
 _MAGIC = b"fedjax_pfl 1\n"
 _LENGTH = struct.Struct("<Q")
-_MOST_HEAD = 16_000_000  # bytes of JSON: a line for each array
+_MAX_HEAD_BYTES = 16_000_000  # bytes of JSON: a line for each array
 DTYPES = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
     "float16", "bfloat16", "float32", "float64",
@@ -31,23 +31,23 @@ DTYPES = (
 
 
 class Message(NamedTuple):
-    """A decoded message; its arrays are still without a tree."""
+    """A decoded message. `read_tree` turns its arrays into trees."""
 
     envelope: dict[str, Any]
     facts: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-    digest: str  # of all but the envelope
+    arrays: dict[str, np.ndarray]  # by group and path, such as upload/params/fc1/kernel
+    digest: str  # SHA-256 of the message without the envelope
 
 
-def named(tree: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a tree by path, such as params/fc1/kernel."""
-    found: dict[str, Any] = {}
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
+    """Returns the leaves of a tree, keyed by path such as params/fc1/kernel."""
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if name in found:
-            raise ValueError(f"two leaves of a tree are called {name}")
-        found[name] = leaf
-    return found
+        if name in leaves:
+            raise ValueError(f"two leaves of a tree have the path {name}")
+        leaves[name] = leaf
+    return leaves
 
 
 def encode(
@@ -55,81 +55,95 @@ def encode(
     trees: Mapping[str, PyTree] | None = None,
     envelope: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """Encodes a message; the same arguments give the same bytes."""
-    listed, parts = [], []
-    for word, tree in (trees or {}).items():
-        for name, leaf in named(tree).items():
-            array = np.asarray(leaf)
-            if array.dtype.name not in DTYPES:
-                raise ValueError(f"{word}/{name} is {array.dtype}, which cannot travel")
-            listed.append([f"{word}/{name}", array.dtype.name, list(array.shape)])
-            parts.append(_little(array).tobytes())
-    head = _json({"facts": dict(facts), "arrays": listed})
-    around = _json(dict(envelope or {}))
-    lengths = _LENGTH.pack(len(around)), _LENGTH.pack(len(head))
-    return b"".join([_MAGIC, lengths[0], around, lengths[1], head, *parts])
-
-
-def decode(content: bytes, most: int, form: Any = None) -> Message:
-    """Reads a message of at most `most` bytes; raises InvalidError for anything else.
+    """Encodes a message; equal arguments give equal bytes.
 
     Args:
-      form: of its facts, see `schema`; None leaves them unchecked.
+      facts: JSON data.
+      trees: Trees of arrays by group name, such as `upload`.
+      envelope: JSON data that the digest does not cover.
     """
-    if len(content) > most:
-        raise InvalidError(f"it has {len(content):,} bytes, and at most {most:,} are expected")
+    listed, parts = [], []
+    for group, tree in (trees or {}).items():
+        for name, leaf in leaves_by_path(tree).items():
+            array = np.asarray(leaf)
+            if array.dtype.name not in DTYPES:
+                raise ValueError(f"{group}/{name} is {array.dtype}, which cannot be sent")
+            listed.append([f"{group}/{name}", array.dtype.name, list(array.shape)])
+            parts.append(_little_endian(array).tobytes())
+    head = _json({"facts": dict(facts), "arrays": listed})
+    header = _json(dict(envelope or {}))
+    lengths = _LENGTH.pack(len(header)), _LENGTH.pack(len(head))
+    return b"".join([_MAGIC, lengths[0], header, lengths[1], head, *parts])
+
+
+def decode(content: bytes, max_bytes: int, spec: Any = None) -> Message:
+    """Decodes a message; raises InvalidError if it is malformed.
+
+    Args:
+      content: Received bytes.
+      max_bytes: Maximum length.
+      spec: Specification of the facts, see `schema`; None leaves them unchecked.
+    """
+    if len(content) > max_bytes:
+        raise InvalidError(f"it has {len(content):,} bytes; the maximum is {max_bytes:,}")
     if not content.startswith(_MAGIC):
         raise InvalidError("it does not begin as a message does")
-    envelope, at = _object(content, len(_MAGIC))
-    begun = at
-    head, at = _object(content, at)
-    facts, listed = head.get("facts"), head.get("arrays")
-    if not isinstance(facts, dict) or not isinstance(listed, list):
+    envelope, offset = _read_object(content, len(_MAGIC))
+    head_start = offset
+    head, offset = _read_object(content, offset)
+    facts, entries = head.get("facts"), head.get("arrays")
+    if not isinstance(facts, dict) or not isinstance(entries, list):
         raise InvalidError("its head has no facts or no list of arrays")
     schema.check(schema.ENVELOPE, envelope, "envelope")
-    if form is not None:
-        schema.check(form, facts, "message")
+    if spec is not None:
+        schema.check(spec, facts, "message")
     arrays: dict[str, np.ndarray] = {}
-    for entry in listed:
-        name, dtype, shape = _described(entry)
+    for entry in entries:
+        name, dtype, shape = _check_entry(entry)
         if name in arrays:
-            raise InvalidError(f"{name} is there twice")
+            raise InvalidError(f"{name} is listed twice")
         size = np.dtype(dtype).itemsize
         for length in shape:
             size *= length
-        if size > len(content) - at:
+        if size > len(content) - offset:
             raise InvalidError(f"{name} is longer than the message")
-        piece = content[at : at + size]
+        piece = content[offset : offset + size]
         array = np.frombuffer(piece, np.dtype(dtype).newbyteorder("<"))
         if dtype == "bool" and np.any(np.frombuffer(piece, np.uint8) > 1):
             raise InvalidError(f"{name} has bytes that are neither true nor false")
         arrays[name] = array.reshape(shape).astype(dtype)
-        at += size
-    if at != len(content):
-        raise InvalidError(f"{len(content) - at} bytes stand behind its last array")
-    return Message(envelope, facts, arrays, hashlib.sha256(content[begun:]).hexdigest())
+        offset += size
+    if offset != len(content):
+        raise InvalidError(f"it has {len(content) - offset} bytes after its last array")
+    return Message(envelope, facts, arrays, hashlib.sha256(content[head_start:]).hexdigest())
 
 
-def tree(message: Message, word: str, template: PyTree) -> PyTree:
-    """Returns the arrays under a word as a tree of the template's names, shapes and dtypes."""
-    wanted = {f"{word}/{name}": leaf for name, leaf in named(template).items()}
-    got = {name for name in message.arrays if name.startswith(f"{word}/")}
-    for name in sorted(got ^ set(wanted)):
-        raise InvalidError(f"{name} is {'missing' if name in wanted else 'not expected'}")
-    for name, leaf in wanted.items():
+def read_tree(message: Message, group: str, template: PyTree) -> PyTree:
+    """Returns a group of arrays as a tree; raises InvalidError if they do not fit the template.
+
+    Args:
+      message: The decoded message.
+      group: Name of the group, such as `upload`.
+      template: Tree of arrays or shapes with the expected paths, shapes and dtypes.
+    """
+    expected = {f"{group}/{name}": leaf for name, leaf in leaves_by_path(template).items()}
+    received_names = {name for name in message.arrays if name.startswith(f"{group}/")}
+    for name in sorted(received_names ^ set(expected)):
+        raise InvalidError(f"{name} is {'missing' if name in expected else 'not expected'}")
+    for name, leaf in expected.items():
         array = message.arrays[name]
         if (array.shape, array.dtype.name) != (tuple(leaf.shape), np.dtype(leaf.dtype).name):
-            there, here = (f"{x.dtype}{list(x.shape)}" for x in (array, leaf))
-            raise InvalidError(f"{name} is {there}, and {here} is expected")
+            received, required = (f"{x.dtype}{list(x.shape)}" for x in (array, leaf))
+            raise InvalidError(f"{name} is {received}, and {required} is expected")
     return jax.tree.unflatten(
-        jax.tree.structure(template), [message.arrays[name] for name in wanted]
+        jax.tree.structure(template), [message.arrays[name] for name in expected]
     )
 
 
-def only(message: Message, *words: str) -> None:
-    """Raises InvalidError if there are arrays under other words."""
+def check_array_groups(message: Message, *groups: str) -> None:
+    """Raises InvalidError if a message has arrays outside the given groups."""
     for name in message.arrays:
-        if name.partition("/")[0] not in words:
+        if name.partition("/")[0] not in groups:
             raise InvalidError(f"{name} is not expected")
 
 
@@ -137,40 +151,43 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _little(array: np.ndarray) -> np.ndarray:
+def _little_endian(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
 
 
-def _object(content: bytes, at: int) -> tuple[dict[str, Any], int]:
-    """Reads the JSON object whose length stands at `at`; returns it and its end."""
-    behind = at + _LENGTH.size
-    if behind > len(content):
+def _read_object(content: bytes, offset: int) -> tuple[dict[str, Any], int]:
+    """Reads the JSON object whose length is at `offset`; returns it and the offset of its end."""
+    start = offset + _LENGTH.size
+    if start > len(content):
         raise InvalidError("it is cut off")
-    (length,) = _LENGTH.unpack_from(content, at)
-    if length > min(_MOST_HEAD, len(content) - behind):
+    (length,) = _LENGTH.unpack_from(content, offset)
+    if length > min(_MAX_HEAD_BYTES, len(content) - start):
         raise InvalidError("it is cut off, or its head is too long")
     try:
-        found = json.loads(content[behind : behind + length].decode(), parse_constant=_refuse)
+        text = content[start : start + length].decode()
+        parsed = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError):
-        raise InvalidError("its head is no JSON") from None
-    if not isinstance(found, dict):
-        raise InvalidError("its head is no JSON object")
-    return found, behind + length
+        raise InvalidError("its head is not JSON") from None
+    if not isinstance(parsed, dict):
+        raise InvalidError("its head is not a JSON object")
+    return parsed, start + length
 
 
-def _refuse(word: str) -> None:
+def _reject_constant(word: str) -> None:
     raise ValueError(word)
 
 
-def _described(entry: Any) -> tuple[str, str, list[int]]:
+def _check_entry(entry: Any) -> tuple[str, str, list[int]]:
+    """Returns name, dtype and shape of an array in the head; raises InvalidError otherwise."""
     try:
         name, dtype, shape = entry
     except (TypeError, ValueError):
         raise InvalidError("its head describes an array wrongly") from None
     lengths: list[Any] = shape if isinstance(shape, list) else [None]
-    whole = all(type(n) is int and 0 <= n < 2**40 for n in lengths) and len(lengths) <= 32
-    if not isinstance(name, str) or dtype not in DTYPES or not whole:
+    are_lengths = all(type(n) is int and 0 <= n < 2**40 for n in lengths) and len(lengths) <= 32
+    if not isinstance(name, str) or dtype not in DTYPES or not are_lengths:
         raise InvalidError("its head describes an array wrongly")
-    if math.prod(max(n, 1) for n in lengths) > 2**40:  # NumPy counts so, even if one length is 0
+    # NumPy applies its limit to the product without lengths of 0.
+    if math.prod(max(n, 1) for n in lengths) > 2**40:
         raise InvalidError("its head describes an array that is too large")
     return name, dtype, lengths

@@ -1,4 +1,4 @@
-"""A node's long-lived process, which keeps compiled programs between messages.
+"""Worker of a node: a long-lived process that keeps compiled programs between messages.
 
 python -m fedjax_pfl.deploy.worker FOLDER NODE.json
 """
@@ -12,26 +12,26 @@ import jax
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import node_file
 from fedjax_pfl.deploy.lines import to_stderr
-from fedjax_pfl.deploy.node import Node, answer
+from fedjax_pfl.deploy.node import Node, respond
 from fedjax_pfl.deploy.node_app import node_pipe
 
 
-def serve(one: Node) -> None:
-    """Answers requests one by one until the process ends."""
-    with node_pipe.listening(one.folder) as there:
+def serve(node: Node) -> None:
+    """Responds to requests, one at a time, until the process ends."""
+    with node_pipe.listening(node.folder) as listener:
         while True:
-            asking, _ = there.accept()
-            with asking:
+            connection, _ = listener.accept()
+            with connection:
                 try:
-                    node_pipe.send(asking, answer(one, node_pipe.receive(asking)))
+                    node_pipe.send(connection, respond(node, node_pipe.receive(connection)))
                 except OSError as error:
-                    to_stderr(f"an answer was not taken ({error})")
+                    to_stderr(f"a response could not be delivered ({error})")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves the node of a folder and a file."""
+    """Serves the node with the given folder and file."""
     if len(arguments) != 2:
-        raise UsageError("give the node's folder, and the JSON file that says what its data are")
+        raise UsageError("two arguments are required: the node's folder and its JSON file")
     folder = Path(arguments[0]).expanduser()
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder / "programs"))

@@ -135,16 +135,16 @@ def test_exact_rounding_is_allowed():
 
 def test_numbers_of_a_node_are_rounded_after_normalisation(tmp_path):
     content = {"dataset": table(tmp_path, "csv"), "labels": ["0", "1"]}
-    mine = examples.read(node_file.parsed(content, "node.json"))
+    mine = examples.read(node_file.parse(content, "node.json"))
     assert mine.facts["input_dtype"] == mine.facts["stored_dtype"] == "float32"
     mean, deviation = SECONDS[0] + 1000.0, 500.0  # over all nodes
     shared = {
         name: mine.facts[name]
-        for name in (*schema.ALIKE, *schema.ALIKE_OPTIONAL)
+        for name in (*schema.SHARED_FIELDS, *schema.SHARED_OPTIONAL_FIELDS)
         if name in mine.facts
     }
     counts = [mine.facts["counts"]]
     description = {"mean": [mean], "deviation": [deviation], "counts": counts, "alike": shared}
-    x = examples.fitted(mine, description, 0).x
+    x = examples.normalise(mine, description, 0).x
     assert x.dtype == np.float32
     np.testing.assert_allclose(np.sort(x[:, 0]), (SECONDS - mean) / deviation, rtol=1e-6)

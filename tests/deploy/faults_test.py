@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core import trees
-from fedjax_pfl.deploy import own_state, server, wire
-from fedjax_pfl.deploy.programs import AtServer, Method, single
+from fedjax_pfl.deploy import server, storage, wire
+from fedjax_pfl.deploy.programs import Method, ServerPrograms, single_client
 from fedjax_pfl.deploy.schema import InvalidError
 from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
 from tests.deploy.loopback import Loopback, answer, loopback
 
 DATA, FEDERATION = tiny.federated(clients=4)
-METHOD = Method(cases.make("fedper", FEDERATION), FEDERATION, 7, after=False)
+METHOD = Method(cases.make("fedper", FEDERATION), FEDERATION, 7, evaluate_after=False)
 _made: list[Loopback] = []
 
 
@@ -32,7 +32,7 @@ def made(tmp_path: Path) -> Loopback:
     if not _made:
         _made.append(loopback(METHOD, DATA, 4, tmp_path))
     clients = {
-        i: one._replace(disk=own_state.Disk(tmp_path / f"own-{i}"))
+        i: one._replace(disk=storage.ClientDisk(tmp_path / f"own-{i}"))
         for i, one in _made[0].clients.items()
     }
     return _made[0]._replace(clients=clients, messages=[])
@@ -72,7 +72,7 @@ def test_a_message_comes_back_as_it_was_and_nothing_else_is_read():
     content = wire.encode({"round": 3}, {"payload": sent}, {"start": 1})
     found = wire.decode(content, len(content))
     assert (found.facts, found.envelope) == ({"round": 3}, {"start": 1})
-    chex.assert_trees_all_equal(wire.tree(found, "payload", sent), sent)
+    chex.assert_trees_all_equal(wire.read_tree(found, "payload", sent), sent)
     again = wire.encode({"round": 3}, {"payload": sent}, {"start": 2})
     assert again != content
     assert wire.decode(again, len(again)).digest == found.digest
@@ -84,7 +84,7 @@ def test_a_message_comes_back_as_it_was_and_nothing_else_is_read():
         {**sent, "w": sent["w"].T},
     ):
         with pytest.raises(InvalidError):
-            wire.tree(found, "payload", wrong)
+            wire.read_tree(found, "payload", wrong)
     with pytest.raises(InvalidError, match="bytes"):
         wire.decode(content, len(content) - 1)
 
@@ -113,25 +113,25 @@ def test_no_byte_that_is_changed_cut_or_added_raises_anything_else():
 def test_a_request_that_comes_again_gets_the_same_bytes_and_is_not_trained_twice(
     made: Loopback, monkeypatch: pytest.MonkeyPatch
 ):
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     answers = made.ask(opened.requests)
     there = files(made)
     later = made.server._replace(start=1)  # a server that was killed, and asks again
-    again = server.open_round(later, standing, 0)
+    again = server.open_round(later, server_state, 0)
     assert again.digests == opened.digests
-    monkeypatch.setattr(type(made.clients[0].programs), "work", None)
+    monkeypatch.setattr(type(made.clients[0].programs), "train", None)
     assert made.ask(opened.requests) == answers == made.ask(again.requests)
     assert files(made) == there
 
 
 def test_replayed_and_reordered_requests_change_nothing(made: Loopback):
-    standing = server.begin(made.server)
+    server_state = server.initial_state(made.server)
     old: list[tuple[int, bytes]] = []
     for t in range(4):
-        opened = server.open_round(made.server, standing, t)
+        opened = server.open_round(made.server, server_state, t)
         old += opened.requests.items()
-        standing, _ = made.round(standing, t)
+        server_state, _ = made.round(server_state, t)
     there = files(made)
     draw, said = random.Random(1), set()
     for _ in range(1000):
@@ -147,10 +147,10 @@ def test_replayed_and_reordered_requests_change_nothing(made: Loopback):
 
 
 def test_requests_for_others_or_out_of_order_are_refused(made: Loopback):
-    opened = server.open_round(made.server, server.begin(made.server), 0)
+    opened = server.open_round(made.server, server.initial_state(made.server), 0)
     assert refused(answer, made.clients[0], opened.requests[1]).startswith("it is for client 1")
     other = changed(opened.requests[0], run="2e1b")
-    assert refused(answer, made.clients[0], other) == "it is of another run"
+    assert refused(answer, made.clients[0], other) == "it belongs to another run"
     late = changed(opened.requests[0], settled=0)
     found = wire.decode(opened.requests[0], len(opened.requests[0]))
     for content in (late, wire.encode(found.facts)):  # the second says no start of the server
@@ -159,8 +159,8 @@ def test_requests_for_others_or_out_of_order_are_refused(made: Loopback):
 
 
 def test_answers_that_are_not_those_asked_for_are_refused(made: Loopback):
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     answers = made.ask(opened.requests)
     good = answers[0]
     like = next(iter(wire.decode(good, len(good)).arrays))
@@ -180,16 +180,16 @@ def test_answers_that_are_not_those_asked_for_are_refused(made: Loopback):
         "an object": b"\x80\x04cos\nsystem\n",
     }
     for what, content in wrong.items():
-        assert refused(server.take, made.server, opened, 0, content), what
-    assert server.take(made.server, opened, 0, good).fine
+        assert refused(server.read_update, made.server, opened, 0, content), what
+    assert server.read_update(made.server, opened, 0, good).accepted
 
 
 @pytest.mark.parametrize("what", ["nan", "large", "says so"])
 def test_an_upload_that_is_not_fine_is_rejected_billed_and_changes_nothing(
     made: Loopback, what: str
 ):
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     answers = made.ask(opened.requests)
     found = wire.decode(answers[0], len(answers[0]))
     name = next(n for n in found.arrays if n.startswith("upload/") and "kernel" in n)
@@ -197,32 +197,38 @@ def test_an_upload_that_is_not_fine_is_rejected_billed_and_changes_nothing(
     bad = changed(answers[0], name, array=found.arrays[name] + np.float32(value))
     if what == "says so":
         bad = changed(answers[0], finite=False)
-    came = {i: server.take(made.server, opened, i, c) for i, c in {**answers, 0: bad}.items()}
-    assert not came[0].fine
+    came = {
+        i: server.read_update(made.server, opened, i, c) for i, c in {**answers, 0: bad}.items()
+    }
+    assert not came[0].accepted
     without = {i: one for i, one in came.items() if i}
-    after, (log,) = server.close_round(made.server, standing, opened, came)
-    absent, _ = server.close_round(made.server, standing, opened, without)
-    chex.assert_trees_all_equal(jax.device_get(after.state), jax.device_get(absent.state))
+    evaluate_after, (log,) = server.close_round(made.server, server_state, opened, came)
+    absent, _ = server.close_round(made.server, server_state, opened, without)
+    chex.assert_trees_all_equal(jax.device_get(evaluate_after.state), jax.device_get(absent.state))
     assert log.rejected.tolist() == [[True, False, False, False]]
     assert all(bytes_up[0, 0] > 0 for bytes_up in log.up.values())
-    assert after.settled.tolist() == [own_state.BEGUN, 0, 0, 0]
+    assert evaluate_after.settled.tolist() == [storage.BEFORE_FIRST_ROUND, 0, 0, 0]
 
 
 def test_an_upload_that_changes_too_much_is_rejected(made: Loopback):
     """A norm between the least and the largest change of the four takes some and not others."""
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     answers = made.ask(opened.requests)
-    came = {i: server.take(made.server, opened, i, content) for i, content in answers.items()}
+    came = {
+        i: server.read_update(made.server, opened, i, content) for i, content in answers.items()
+    }
     moved = {
         i: float(jnp.sqrt(trees.squared_norm(trees.change(opened.payloads[i], one.upload))))
         for i, one in came.items()
     }
     least, *_, most = sorted(moved.values())
     limit = (least + most) / 2
-    judged = AtServer(METHOD._replace(max_update_norm=limit), single(DATA, 0), 4)
+    judged = ServerPrograms(METHOD._replace(max_update_norm=limit), single_client(DATA, 0), 4)
     strict = made.server._replace(programs=judged)
-    fine = {i: server.take(strict, opened, i, content).fine for i, content in answers.items()}
+    fine = {
+        i: server.read_update(strict, opened, i, content).accepted for i, content in answers.items()
+    }
     assert fine == {i: size <= limit for i, size in moved.items()}
 
 
@@ -230,21 +236,20 @@ def test_a_model_that_is_not_finite_does_not_count_where_nothing_travels(tmp_pat
     """The server sees no upload of Local: it is the node that looks at its own model."""
     x = np.array(DATA.x)
     x[np.asarray(DATA.train.rows)[0, : tiny.TRAIN[0]]] = np.nan
-    local = Method(cases.make("local", FEDERATION), FEDERATION, 7, after=False)
+    local = Method(cases.make("local", FEDERATION), FEDERATION, 7, evaluate_after=False)
     alone = loopback(local, DATA._replace(x=x), 4, tmp_path)
-    standing, (log,) = alone.round(server.begin(alone.server), 0)
+    server_state, (log,) = alone.round(server.initial_state(alone.server), 0)
     assert log.rejected.tolist() == [[True, False, False, False]]
-    assert standing.settled.tolist() == [own_state.BEGUN, 0, 0, 0]
-    chex.assert_tree_all_finite(alone.own_state(standing, 0))
+    assert server_state.settled.tolist() == [storage.BEFORE_FIRST_ROUND, 0, 0, 0]
+    chex.assert_tree_all_finite(alone.client_state(server_state, 0))
 
 
 def test_who_did_not_count_goes_on_from_what_did(made: Loopback):
-    standing = server.begin(made.server)
-    standing, _ = made.round(standing, 0)
-    before = made.own_state(standing, 0)
-    standing, _ = made.round(standing, 1, absent=lambda i: i == 0)
-    chex.assert_trees_all_equal(made.own_state(standing, 0), before)
-    standing, _ = made.round(standing, 2)
+    server_state, _ = made.round(server.initial_state(made.server), 0)
+    before = made.client_state(server_state, 0)
+    server_state, _ = made.round(server_state, 1, absent=lambda i: i == 0)
+    chex.assert_trees_all_equal(made.client_state(server_state, 0), before)
+    server_state, _ = made.round(server_state, 2)
     assert made.clients[0].disk.rounds() == [2, 0]
     assert made.clients[1].disk.rounds() == [2, 1, 0]
 
@@ -252,8 +257,8 @@ def test_who_did_not_count_goes_on_from_what_did(made: Loopback):
 def test_a_crash_between_saving_and_answering_loses_nothing(
     made: Loopback, monkeypatch: pytest.MonkeyPatch
 ):
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     wanted = answer(made.clients[0], opened.requests[0])
     there = files(made)
     for path in made.clients[0].disk.folder.iterdir():
@@ -271,12 +276,12 @@ def test_a_crash_between_saving_and_answering_loses_nothing(
             answer(made.clients[0], opened.requests[0])
     assert made.clients[0].disk.rounds() == []
     with monkeypatch.context() as at_last:
-        at_last.setattr(own_state.Disk, "rounds", before)  # it dies when it has written
-        disk = own_state.Disk(made.clients[0].disk.folder)
-        visited = own_state.Visited(0, 0, opened.digests[0], wanted, b"")
+        at_last.setattr(storage.ClientDisk, "rounds", before)  # it dies when it has written
+        disk = storage.ClientDisk(made.clients[0].disk.folder)
+        visited = storage.RoundRecord(0, 0, opened.digests[0], wanted, b"")
         with pytest.raises(Killed):
-            disk.write(visited, own_state.BEGUN)
-    monkeypatch.setattr(type(made.clients[0].programs), "work", None)
+            disk.write(visited, storage.BEFORE_FIRST_ROUND)
+    monkeypatch.setattr(type(made.clients[0].programs), "train", None)
     assert answer(made.clients[0], opened.requests[0]) == wanted
     assert there.keys() <= files(made).keys()
 
@@ -284,10 +289,9 @@ def test_a_crash_between_saving_and_answering_loses_nothing(
 def test_a_full_disk_is_one_line_and_the_client_takes_part_again(
     made: Loopback, monkeypatch: pytest.MonkeyPatch
 ):
-    standing = server.begin(made.server)
-    standing, _ = made.round(standing, 0)
+    server_state, _ = made.round(server.initial_state(made.server), 0)
     there = files(made)
-    opened = server.open_round(made.server, standing, 1)
+    opened = server.open_round(made.server, server_state, 1)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -300,24 +304,23 @@ def test_a_full_disk_is_one_line_and_the_client_takes_part_again(
 
 
 def test_a_damaged_file_is_named_and_not_read(made: Loopback):
-    standing = server.begin(made.server)
-    standing, _ = made.round(standing, 0)
+    server_state, _ = made.round(server.initial_state(made.server), 0)
     path = made.clients[0].disk.folder / "visit-000000000"
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(bytes(content))
-    opened = server.open_round(made.server, standing, 1)
+    opened = server.open_round(made.server, server_state, 1)
     assert "visit-000000000 is damaged" in refused(answer, made.clients[0], opened.requests[0])
     header = b'{"answer_bytes": -1, "request": "", "round": 0, "start": 0}\n'
     path.write_bytes(hashlib.sha256(header).hexdigest().encode() + b"\n" + header)
     assert "visit-000000000.request must be" in refused(answer, made.clients[0], opened.requests[0])
     path.unlink()
-    assert "does not hold it" in refused(answer, made.clients[0], opened.requests[0])
+    assert "does not hold round 0" in refused(answer, made.clients[0], opened.requests[0])
 
 
 def test_a_damaged_visit_that_has_not_counted_is_trained_again(made: Loopback):
-    standing, _ = made.round(server.begin(made.server), 0)
-    opened = server.open_round(made.server, standing, 1)
+    server_state, _ = made.round(server.initial_state(made.server), 0)
+    opened = server.open_round(made.server, server_state, 1)
     wanted = answer(made.clients[0], opened.requests[0])
     (made.clients[0].disk.folder / "visit-000000001").write_bytes(b"")
     assert answer(made.clients[0], opened.requests[0]) == wanted
@@ -325,20 +328,19 @@ def test_a_damaged_visit_that_has_not_counted_is_trained_again(made: Loopback):
 
 def test_a_server_goes_on_from_its_checkpoint_with_the_same_bits(made: Loopback, tmp_path: Path):
     """Killed after a round that was not saved: the round is asked for again, and is the same."""
-    standing = server.begin(made.server)
-    standing, _ = made.round(standing, 0)
+    server_state, _ = made.round(server.initial_state(made.server), 0)
     store = checkpoints.open_store(tmp_path / "checkpoints")
-    store.save(1, {"state": standing.state, "settled": standing.settled}, {})
-    lost, _ = made.round(standing, 1)
+    store.save(1, {"state": server_state.state, "settled": server_state.settled}, {})
+    lost, _ = made.round(server_state, 1)
     found = store.restore(
-        1, {"state": made.server.programs.shapes[0].state, "settled": standing.settled}
+        1, {"state": made.server.programs.shapes[0].state, "settled": server_state.settled}
     )
     restarted = made._replace(server=made.server._replace(start=1))
-    back = server.Standing(found["state"], found["settled"])
+    back = server.ServerState(found["state"], found["settled"])
     again, _ = restarted.round(back, 1)
     chex.assert_trees_all_equal(jax.device_get(again.state), jax.device_get(lost.state))
     for i in made.clients:
-        chex.assert_trees_all_equal(restarted.own_state(again, i), made.own_state(lost, i))
+        chex.assert_trees_all_equal(restarted.client_state(again, i), made.client_state(lost, i))
     opened = server.open_round(made.server, again, 2)  # of the start before, which still runs
     for i, content in restarted.ask(server.open_round(restarted.server, again, 2).requests).items():
         assert content
@@ -349,16 +351,16 @@ def test_a_server_goes_on_from_its_checkpoint_with_the_same_bits(made: Loopback,
 
 def test_a_server_that_goes_back_takes_its_clients_along(made: Loopback):
     """Its newest checkpoint is damaged: clients still have what they had a round before."""
-    standing = server.begin(made.server)
-    each = [standing]
+    server_state = server.initial_state(made.server)
+    each = [server_state]
     for t in range(3):
-        standing, _ = made.round(standing, t)
-        each.append(standing)
+        server_state, _ = made.round(server_state, t)
+        each.append(server_state)
     restarted = made._replace(server=made.server._replace(start=1))
     back, _ = restarted.round(each[1], 1)
     chex.assert_trees_all_equal(jax.device_get(back.state), jax.device_get(each[2].state))
     for i in made.clients:
-        chex.assert_trees_all_equal(restarted.own_state(back, i), made.own_state(each[2], i))
+        chex.assert_trees_all_equal(restarted.client_state(back, i), made.client_state(each[2], i))
 
 
 def test_what_is_a_clients_own_is_in_no_message(tmp_path: Path):
@@ -368,19 +370,18 @@ def test_what_is_a_clients_own_is_in_no_message(tmp_path: Path):
     for i in range(4):
         x[np.asarray(DATA.train.rows[i])[0], 0] = marks[i]
     made = loopback(METHOD, DATA._replace(x=x), 4, tmp_path)
-    standing = server.begin(made.server)
-    standing, _ = made.round(standing, 0)
+    server_state, _ = made.round(server.initial_state(made.server), 0)
     for i in range(4):  # as if local training had found such numbers
         disk = made.clients[i].disk
         visited = disk.read(0)
-        own = own_state.unpacked(visited.state, made.clients[i].programs.shapes.client)
+        own = storage.decode_state(visited.state, made.clients[i].programs.shapes.client)
         own = jax.tree.map(lambda leaf, m=marks[i]: np.full_like(leaf, m), own)
-        disk.write(visited._replace(state=own_state.packed(own)), 0)
+        disk.write(visited._replace(state=storage.encode_state(own)), 0)
         held = b"".join(path.read_bytes() for path in disk.folder.iterdir())
         assert marks[i].tobytes() in held
-    opened = server.open_evaluation(made.server, standing, 1, range(4))
+    opened = server.open_evaluation(made.server, server_state, 1, range(4))
     made.ask(opened.requests)
-    made.round(standing, 1)
+    made.round(server_state, 1)
     assert len(made.messages) == 4 * 2 * 3
     for content in made.messages:
         for mark in marks:
@@ -389,7 +390,7 @@ def test_what_is_a_clients_own_is_in_no_message(tmp_path: Path):
 
 
 def test_names_of_the_requests_digest_is_all_but_the_envelope(made: Loopback):
-    opened = server.open_round(made.server, server.begin(made.server), 0)
+    opened = server.open_round(made.server, server.initial_state(made.server), 0)
     for i, content in opened.requests.items():
         found = wire.decode(content, len(content))
         body = content[content.index(b'{"arrays"') - 8 :]

@@ -38,12 +38,15 @@ def test_a_wrong_file_of_a_node_is_one_line_when_it_is_read(text: str, line: str
     path = tmp_path / "node.json"
     path.write_text(text, encoding="latin-1")
     config = {"dataset": "digits", "clients": 2, "partition": "iid"}
-    for read in (lambda: node_file.read(path), lambda: trial._file_of(0, config, [str(path)])):
+    for read in (
+        lambda: node_file.read(path),
+        lambda: trial._node_settings(0, config, [str(path)]),
+    ):
         with pytest.raises(UsageError, match=line) as error:
             read()
         assert str(error.value).startswith(str(path))
     with pytest.raises(UsageError, match="No such file"):
-        trial._file_of(0, config, [str(tmp_path / "absent.json")])
+        trial._node_settings(0, config, [str(tmp_path / "absent.json")])
 
 
 @pytest.mark.parametrize(
@@ -66,9 +69,9 @@ def test_a_wrong_file_of_a_run_is_one_line(changes: Any, line: str, tmp_path: Pa
     path = tmp_path / "run.json"
     path.write_text(json.dumps({**given, **changes}))
     with pytest.raises(UsageError, match=line):
-        flower.run_by(None, str(path))  # type: ignore[arg-type]
+        flower.run_from_file(None, str(path))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"absent\.json is missing"):
-        flower.run_by(None, str(tmp_path / "absent.json"))  # type: ignore[arg-type]
+        flower.run_from_file(None, str(tmp_path / "absent.json"))  # type: ignore[arg-type]
 
 
 def test_the_first_key_of_a_name_stays_that_clients(tmp_path: Path):
@@ -93,40 +96,40 @@ def test_keys_and_certificates_that_are_not_whole_are_made_anew_or_named(
     from fedjax_pfl.deploy import keys
 
     private = tmp_path / "client-0.key"
-    content = keys.node_key(private).read_bytes()
-    keys.node_key(private).unlink()
-    assert keys.node_key(private).read_bytes() == content
+    content = keys.ensure_node_key(private).read_bytes()
+    keys.ensure_node_key(private).unlink()
+    assert keys.ensure_node_key(private).read_bytes() == content
     private.write_bytes(b"")
     with pytest.raises(UsageError, match=r"client-0\.key is damaged"):
-        keys.node_key(private)
-    for path in keys.certificates(tmp_path):
+        keys.ensure_node_key(private)
+    for path in keys.ensure_certificates(tmp_path):
         path.write_bytes(b"")
-        made = keys.certificates(tmp_path)
+        made = keys.ensure_certificates(tmp_path)
         files = [one.read_bytes() for one in made]
         assert all(files)
-        keys.certificates(tmp_path)
+        keys.ensure_certificates(tmp_path)
         assert files == [one.read_bytes() for one in made]
     monkeypatch.setattr(keys, "_DAYS", 0)
     (tmp_path / "ca.crt").unlink()
-    old = keys.certificates(tmp_path)[0].read_bytes()
-    assert keys.certificates(tmp_path)[0].read_bytes() != old
+    old = keys.ensure_certificates(tmp_path)[0].read_bytes()
+    assert keys.ensure_certificates(tmp_path)[0].read_bytes() != old
 
 
 def test_a_run_whose_name_is_lost_does_not_enrol_its_nodes_anew(tmp_path: Path):
     """Nodes know the run by its name: another one would be another run, and ask for sums again."""
     nodes = Nodes(tmp_path, 3, until=3 + 2 + 3 + 1)  # in the midst of the second round
     with pytest.raises(KeyboardInterrupt):
-        run.run(TWO_ROUNDS, tmp_path / "run", nodes, tell=nodes.said.append)
-    name = (tmp_path / "run" / run.FILE).rename(tmp_path / "kept")
+        run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.said.append)
+    name = (tmp_path / "run" / run.DEPLOYED_FILE).rename(tmp_path / "kept")
     nodes = Nodes(tmp_path, 3)
-    with pytest.raises(UsageError, match=r"deployed\.json is missing or not whole"):
-        run.run(TWO_ROUNDS, tmp_path / "run", nodes, tell=nodes.said.append)
+    with pytest.raises(UsageError, match=r"deployed\.json is missing or incomplete"):
+        run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.said.append)
     assert nodes.answers == []
-    name.rename(tmp_path / "run" / run.FILE)
-    done = run.run(TWO_ROUNDS, tmp_path / "run", nodes, tell=nodes.said.append)
+    name.rename(tmp_path / "run" / run.DEPLOYED_FILE)
+    done = run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.said.append)
     assert done.resumed_at == 1
     with pytest.raises(UsageError, match="cannot be made longer, because its nodes keep"):
-        run.run({**TWO_ROUNDS, "rounds": 3}, tmp_path / "run", nodes, tell=nodes.said.append)
+        run.run({**TWO_ROUNDS, "rounds": 3}, tmp_path / "run", nodes, log=nodes.said.append)
 
 
 def test_a_full_disk_at_the_start_of_a_run_is_one_line(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import enrolment, own_state, run, schema, server, wire
+from fedjax_pfl.deploy import enrolment, run, schema, server, storage, wire
 from fedjax_pfl.deploy.schema import InvalidError
 from fedjax_pfl.simulation import forecast
 from tests.deploy.faults_test import changed, made
@@ -53,7 +53,7 @@ def enrolled(nodes: Nodes, folder: Path, tries: int = 3) -> dict[str, Any]:
         RUN,
         0,
         settings,
-        run.assembly.sent(ONE_ROUND),
+        run.assembly.node_settings(ONE_ROUND),
         lambda requests: nodes.ask(requests, None),
         tries,
         nodes.said.append,
@@ -102,17 +102,17 @@ def test_a_description_is_kept_only_when_it_was_checked(tmp_path: Path):
     waiting = run.Waiting(tries=2)
     with pytest.raises(UsageError, match="have not enrolled"):
         run.run(ONE_ROUND, tmp_path / "run", nodes, waiting, nodes.said.append)
-    first = own_state.describe(tmp_path / "run" / run.FILE, schema.DEPLOYED)
+    first = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert set(first) == {"run", "starts"}
     nodes = Nodes(tmp_path, 3)
     with pytest.raises(UsageError, match="auroc"):
         run.run(
             {**ONE_ROUND, "metrics": "auroc"}, tmp_path / "no", nodes, waiting, nodes.said.append
         )
-    assert set(json.loads((tmp_path / "no" / run.FILE).read_text())) == {"run", "starts"}
+    assert set(json.loads((tmp_path / "no" / run.DEPLOYED_FILE).read_text())) == {"run", "starts"}
     done = run.run(ONE_ROUND, tmp_path / "run", nodes, waiting, nodes.said.append)
     assert len(done.clients) == 3
-    known = own_state.describe(tmp_path / "run" / run.FILE, schema.DEPLOYED)
+    known = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert known["run"] != first["run"]
 
 
@@ -133,10 +133,14 @@ class Alone(Nodes):
 @pytest.mark.parametrize(
     ("path", "value", "line"),
     [
-        ("target", ["int32", [3, 4]], "no method can be built for what the nodes describe"),
+        (
+            "target",
+            ["int32", [3, 4]],
+            "no method can be built for the data that the nodes describe",
+        ),
         ("constants", {"label_map": ["bool", []]}, "no method can be built"),
         ("constants", {"classes": ["float32", []]}, "no method can be built"),
-        ("input_shape", [2**28], "the server needs .* for what the nodes describe"),
+        ("input_shape", [2**28], "the server needs .* for the data that the nodes describe"),
     ],
 )
 def test_a_description_that_no_server_can_use_is_one_line_and_is_not_kept(
@@ -149,7 +153,7 @@ def test_a_description_that_no_server_can_use_is_one_line_and_is_not_kept(
     nodes = Alone(tmp_path, lambda facts: put(facts, f"described.{path}", value))
     with pytest.raises(UsageError, match=line):
         run.run(config, tmp_path / "run", nodes, run.Waiting(tries=1), nodes.said.append)
-    assert "federation" not in json.loads((tmp_path / "run" / run.FILE).read_text())
+    assert "federation" not in json.loads((tmp_path / "run" / run.DEPLOYED_FILE).read_text())
 
 
 def test_a_description_is_kept_only_when_there_is_a_state_for_it(
@@ -158,11 +162,11 @@ def test_a_description_is_kept_only_when_there_is_a_state_for_it(
     def full(*_: Any) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(server, "begin", full)
+    monkeypatch.setattr(server, "initial_state", full)
     nodes = Nodes(tmp_path, 3)
-    with pytest.raises(UsageError, match=r"no state can be made .*Out of memory"):
+    with pytest.raises(UsageError, match=r"no state can be initialised .*Out of memory"):
         run.run(ONE_ROUND, tmp_path / "run", nodes, run.Waiting(tries=1), nodes.said.append)
-    assert "federation" not in json.loads((tmp_path / "run" / run.FILE).read_text())
+    assert "federation" not in json.loads((tmp_path / "run" / run.DEPLOYED_FILE).read_text())
 
 
 def test_text_of_a_node_is_one_escaped_line_of_a_runs_log(tmp_path: Path):
@@ -200,19 +204,19 @@ def test_a_description_that_does_not_fit_together(path: str, value: Any):
     def answer(described: Any) -> bytes:
         return wire.encode({**facts, "described": described})
 
-    assert enrolment.take(request, answer(DESCRIBED)) == DESCRIBED
+    assert enrolment.read_description(request, answer(DESCRIBED)) == DESCRIBED
     with pytest.raises(InvalidError):
-        enrolment.take(request, answer(put(DESCRIBED, path, value)))
+        enrolment.read_description(request, answer(put(DESCRIBED, path, value)))
 
 
 def test_most_nodes_say_what_all_must_say():
     other, third = put(DESCRIBED, "classes", ["yes", "no"]), put(DESCRIBED, "outputs", 3)
-    assert enrolment.differing({0: DESCRIBED, 1: DESCRIBED}) == {}
+    assert enrolment.find_disagreements({0: DESCRIBED, 1: DESCRIBED}) == {}
     for said in ({0: other, 1: DESCRIBED, 2: DESCRIBED}, {0: other, 3: third, 1: DESCRIBED}):
-        assert 0 in enrolment.differing(said) or 1 in enrolment.differing(said)
-    lines = enrolment.differing({0: other, 1: DESCRIBED, 2: DESCRIBED})
+        assert 0 in enrolment.find_disagreements(said) or 1 in enrolment.find_disagreements(said)
+    lines = enrolment.find_disagreements({0: other, 1: DESCRIBED, 2: DESCRIBED})
     assert lines == {0: "its classes differs from that of client 1; all nodes need the same"}
-    assert list(enrolment.differing({0: DESCRIBED, 1: other})) == [1]
+    assert list(enrolment.find_disagreements({0: DESCRIBED, 1: other})) == [1]
 
 
 def test_sums_of_two_nodes_are_those_of_both_together():
@@ -228,9 +232,9 @@ def test_sums_of_two_nodes_are_those_of_both_together():
 
 
 def test_sums_at_their_bounds_are_finite():
-    most, n = schema.LARGEST, schema.MOST_EXAMPLES * 1000
+    most, n = schema.MAX_MEAN, schema.MAX_EXAMPLES * 1000
     extreme = [
-        {"n": n, "mean": [most, 0.0], "m2": [most**2 * schema.MOST_EXAMPLES, 1e-70]},
+        {"n": n, "mean": [most, 0.0], "m2": [most**2 * schema.MAX_EXAMPLES, 1e-70]},
         {"n": 1, "mean": [-most, 0.0], "m2": [0.0, 0.0]},
     ]
     made = enrolment._moments(extreme)
@@ -240,14 +244,14 @@ def test_sums_at_their_bounds_are_finite():
 
 @pytest.fixture
 def evaluated(made: Loopback) -> tuple[Loopback, Any, dict[int, bytes]]:
-    standing = server.begin(made.server)
-    opened = server.open_evaluation(made.server, standing, 1, range(4))
+    server_state = server.initial_state(made.server)
+    opened = server.open_evaluation(made.server, server_state, 1, range(4))
     return made, opened, made.ask(opened.requests)
 
 
 def refused(made: Loopback, opened: Any, content: bytes) -> str:
     with pytest.raises(InvalidError) as error:
-        server.take_scores(made.server, opened, 0, content)
+        server.read_scores(made.server, opened, 0, content)
     return str(error.value)
 
 
@@ -266,7 +270,7 @@ def test_scores_out_of_bounds_are_refused(
     name: str, value: float, word: str, evaluated: tuple[Loopback, Any, dict[int, bytes]]
 ):
     made, opened, answers = evaluated
-    assert server.take_scores(made.server, opened, 0, answers[0]).before.examples > 0
+    assert server.read_scores(made.server, opened, 0, answers[0]).before.examples > 0
     found = wire.decode(answers[0], len(answers[0])).arrays[f"scores/{name}"]
     array = np.full_like(found, value)
     assert word in refused(made, opened, changed(answers[0], f"scores/{name}", array=array))
@@ -278,39 +282,39 @@ def test_scores_that_are_not_finite_are_left_out(
     """As those of an honest node whose model is not finite."""
     made, opened, answers = evaluated
     bad = changed(answers[0], "scores/before/loss", array=np.array(np.nan, np.float32))
-    assert np.isnan(server.take_scores(made.server, opened, 0, bad).before.loss)
+    assert np.isnan(server.read_scores(made.server, opened, 0, bad).before.loss)
 
 
 @pytest.mark.parametrize("value", [1e13, -1e13, np.nan, np.inf])
 def test_metrics_of_training_out_of_bounds_are_rejected(made: Loopback, value: float):
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     good = made.ask(opened.requests)[0]
     name = next(n for n in wire.decode(good, len(good)).arrays if n.startswith("metrics/"))
     bad = changed(good, name, array=np.array(value, np.float32))
-    assert server.take(made.server, opened, 0, good).fine
-    assert not server.take(made.server, opened, 0, bad).fine
+    assert server.read_update(made.server, opened, 0, good).accepted
+    assert not server.read_update(made.server, opened, 0, bad).accepted
 
 
 def test_a_finite_upload_without_a_finite_norm_is_rejected(made: Loopback):
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     good = made.ask(opened.requests)[0]
     found = wire.decode(good, len(good)).arrays
     name = next(n for n in found if n.startswith("upload/") and "kernel" in n)
     bad = changed(good, name, array=np.full_like(found[name], 1e37))
-    assert server.take(made.server, opened, 0, good).fine
-    assert not server.take(made.server, opened, 0, bad).fine
+    assert server.read_update(made.server, opened, 0, good).accepted
+    assert not server.read_update(made.server, opened, 0, bad).accepted
 
 
 def test_uploads_that_make_the_state_not_finite_are_rejected(
     made: Loopback, monkeypatch: pytest.MonkeyPatch
 ):
     """The round changes nothing, so that the next one goes on."""
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     came = {
-        i: server.take(made.server, opened, i, content)
+        i: server.read_update(made.server, opened, i, content)
         for i, content in made.ask(opened.requests).items()
     }
     receive = made.server.programs.receive
@@ -320,21 +324,21 @@ def test_uploads_that_make_the_state_not_finite_are_rejected(
         return jax.tree.map(lambda leaf: leaf * np.float32(np.inf), new), rows
 
     monkeypatch.setattr(made.server.programs, "receive", overflowing)
-    after, (log,) = server.close_round(made.server, standing, opened, came)
-    assert after is standing
+    after, (log,) = server.close_round(made.server, server_state, opened, came)
+    assert after is server_state
     assert log.rejected.all()
 
 
 def test_text_and_numbers_of_answers_have_a_form(made: Loopback):
-    standing = server.begin(made.server)
-    opened = server.open_round(made.server, standing, 0)
+    server_state = server.initial_state(made.server)
+    opened = server.open_round(made.server, server_state, 0)
     good = made.ask(opened.requests)[0]
     for facts in ({"finite": 1}, {"round": 10**12}, {"more": 1}, {"client": "0"}):
         with pytest.raises(InvalidError):
-            server.take(made.server, opened, 0, changed(good, **facts))
+            server.read_update(made.server, opened, 0, changed(good, **facts))
     long = wire.encode({"kind": "refused", "why": "x" * 1001})
     with pytest.raises(InvalidError, match=r"message\.why must be text"):
-        server.take(made.server, opened, 0, long)
+        server.read_update(made.server, opened, 0, long)
 
 
 def test_a_kept_description_is_checked_when_it_is_read(tmp_path: Path):
@@ -343,6 +347,6 @@ def test_a_kept_description_is_checked_when_it_is_read(tmp_path: Path):
     bad = copy.deepcopy(known)
     bad["counts"][1]["train"] = -13
     content = json.dumps({"run": RUN, "starts": 0, "federation": bad})
-    (tmp_path / "run" / run.FILE).write_text(content)
+    (tmp_path / "run" / run.DEPLOYED_FILE).write_text(content)
     with pytest.raises(UsageError, match=r"deployed\.json cannot be read"):
-        run._known(tmp_path / "run", saved=False)
+        run._read_start_record(tmp_path / "run", saved=False)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fedjax_pfl.deploy import assembly, enrolment, node, node_file, run, schema, server, wire
-from fedjax_pfl.deploy.programs import AtServer
+from fedjax_pfl.deploy.programs import ServerPrograms
 from fedjax_pfl.deploy.server import Server
 from tests.deploy.run_test import CONFIG, Nodes, made_node
 from tests.deploy.schema_test import FEDERATION
@@ -21,7 +21,7 @@ SECRET = "Quetzalcoatl"  # in a cell
 ID = 760_031_337  # in a column of ids
 COLUMNS = ("nickname", "socialno", "ageyears")
 ONE = {**CONFIG, "clients": 1, "clients_per_round": 1, "rounds": 1}
-SENT = assembly.sent(ONE)
+SENT = assembly.node_settings(ONE)
 
 
 def table(path: Path, rows: int = 40, word: str = SECRET) -> Path:
@@ -63,7 +63,7 @@ def asked(kind: str = "enrol", /, **facts: Any) -> bytes:
 
 def why(one: node.Node, content: bytes) -> str:
     """The line by which a node refuses."""
-    found = wire.decode(node.answer(one, content), 10_000, schema.ANSWER)
+    found = wire.decode(node.respond(one, content), 10_000, schema.RESPONSE)
     assert found.facts["kind"] == "refused"
     assert "\n" not in found.facts["why"]
     assert SECRET not in found.facts["why"]
@@ -73,7 +73,7 @@ def why(one: node.Node, content: bytes) -> str:
 def described(one: node.Node, **facts: Any) -> dict[str, Any]:
     """What a node says of its examples."""
     request = asked(**facts)
-    return enrolment.take(request, node.answer(one, request))
+    return enrolment.read_description(request, node.respond(one, request))
 
 
 @pytest.mark.parametrize(
@@ -102,19 +102,19 @@ def test_a_request_that_names_a_nodes_data_is_refused(settings: dict[str, Any], 
     name = next(iter(settings))
     for kind in ("enrol", "train"):
         line = why(one, asked(kind, settings={**SENT, **settings}))
-        assert line == f"it names {name}; a node's own file decides all that concerns its data"
+        assert line == f"it sets {name}; only the node's own file decides about its data"
     assert list((tmp_path / "node").iterdir()) == []
 
 
 def test_a_servers_own_requests_name_none_of_them():
-    assert not set(SENT) & node_file.OF_DATA
+    assert not set(SENT) & node_file.DATA_SETTINGS
     assert {"algorithm", "learning_rate", "clients", "seed"} <= set(SENT)
     rows = {"dataset", "data_dir", "fraction", "partition", "partition_seed", "split"}
     rows |= {"test_fraction", "validation_fraction", "validation_examples", "permute_labels"}
-    assert rows | {"csv", "parquet", "images", "iid", "classes"} <= node_file.OF_DATA
+    assert rows | {"csv", "parquet", "images", "iid", "classes"} <= node_file.DATA_SETTINGS
     # What may change when a run is started again is not sent, because nodes keep what was.
     here = {"conv": "xla", "tensorboard": True, "devices": 3}
-    assert assembly.sent({**ONE, **here}) == SENT
+    assert assembly.node_settings({**ONE, **here}) == SENT
 
 
 def test_settings_of_training_do_not_change_what_a_node_says(tmp_path: Path):
@@ -136,7 +136,7 @@ def test_a_run_keeps_the_settings_that_a_node_enrolled_with(tmp_path: Path):
 def test_a_model_that_is_too_large_is_refused(
     federation: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(node, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(node, "MAX_BYTES", 100_000)
     settings = {**SENT, "mlp": {"hidden": [100_000]}}
     one = own(tmp_path)
     described(one, settings=settings, run=OTHER)
@@ -145,7 +145,7 @@ def test_a_model_that_is_too_large_is_refused(
 
 
 def test_no_cell_and_no_path_leaves_with_an_enrolment(tmp_path: Path):
-    content = node.answer(own(tmp_path), asked())
+    content = node.respond(own(tmp_path), asked())
     for planted in (SECRET, "Person", str(ID), *COLUMNS, "own.csv", str(tmp_path)):
         assert planted.encode() not in content
     assert b'"classes":["no","yes"]' in content
@@ -224,7 +224,7 @@ def test_a_client_of_a_run_stays_that_one(tmp_path: Path):
 
 
 def test_a_node_keeps_so_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(node, "MOST_RUNS", 2)
+    monkeypatch.setattr(node, "MAX_RUNS", 2)
     one = own(tmp_path)
     for run_name in ("aaaa", "bbbb", "aaaa"):
         described(one, run=run_name)
@@ -235,7 +235,7 @@ def test_a_node_keeps_so_many_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def federation(tmp_path: Path) -> dict[str, Any]:
     """The description of the federation of `own` alone."""
     settings, _ = assembly.complete(ONE)
-    return enrolment.agreed({0: described(own(tmp_path))}, settings)
+    return enrolment.build_federation({0: described(own(tmp_path))}, settings)
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def joined(federation: dict[str, Any], tmp_path: Path) -> tuple[node.Node, Serve
     """A node that has trained for one round, and its server."""
     one = own(tmp_path, None)
     settings, words = assembly.complete(ONE)
-    built, method = assembly.built(settings, words, federation)
-    programs = AtServer(method, built.data, 1)
+    built, method = assembly.build_method(settings, words, federation)
+    programs = ServerPrograms(method, built.data, 1)
     made = Server(RUN, 0, programs, {"settings": SENT, "federation": federation})
-    content = node.answer(one, server.open_round(made, server.begin(made), 0).requests[0])
-    assert wire.decode(content, len(content), schema.ANSWER).facts["kind"] == "train"
+    content = node.respond(one, server.open_round(made, server.initial_state(made), 0).requests[0])
+    assert wire.decode(content, len(content), schema.RESPONSE).facts["kind"] == "train"
     return one, made
 
 
@@ -286,15 +286,18 @@ def test_a_run_keeps_the_federation_that_its_first_round_had(
     """A server cannot choose for each request how a node's columns are normalised."""
     one, made = joined
     if restarted:
-        node._made.clear()
-    more = {**made.more, "federation": {**made.more["federation"], name: value}}
-    other = made._replace(more=more)
-    opened = server.open_evaluation(other, server.begin(made), 1, [0])
+        node._client_cache.clear()
+    request_facts = {
+        **made.request_facts,
+        "federation": {**made.request_facts["federation"], name: value},
+    }
+    other = made._replace(request_facts=request_facts)
+    opened = server.open_evaluation(other, server.initial_state(made), 1, [0])
     line = "the federation that it describes is not that of this run"
     assert why(one, opened.requests[0]) == line
-    again = server.open_evaluation(made, server.begin(made), 1, [0])
-    content = node.answer(one, again.requests[0])
-    assert wire.decode(content, len(content), schema.ANSWER).facts["kind"] == "evaluate"
+    again = server.open_evaluation(made, server.initial_state(made), 1, [0])
+    content = node.respond(one, again.requests[0])
+    assert wire.decode(content, len(content), schema.RESPONSE).facts["kind"] == "evaluate"
 
 
 def test_a_node_whose_owner_removes_the_folder_of_a_run_has_left_it(
@@ -303,7 +306,7 @@ def test_a_node_whose_owner_removes_the_folder_of_a_run_has_left_it(
     """At once, without a restart of its worker."""
     one, made = joined
     shutil.rmtree(one.folder / f"run-{RUN}")
-    opened = server.open_round(made, server.begin(made), 0)
+    opened = server.open_round(made, server.initial_state(made), 0)
     assert why(one, opened.requests[0]) == "this node has not enrolled in this run"
     assert not (one.folder / f"run-{RUN}").exists()
 
@@ -348,7 +351,7 @@ def test_text_of_a_server_is_escaped_in_a_nodes_log(tmp_path: Path, capsys: Any)
 def test_no_code_runs_that_a_nodes_file_does_not_name(tmp_path: Path):
     for kind in ("algorithm", "model", "task", "optimizer"):
         line = why(own(tmp_path), asked(settings={**SENT, kind: "os:getcwd"}))
-        assert line.startswith(f"its {kind} is os:getcwd, which is not the library's")
+        assert line.startswith(f"its {kind} is os:getcwd, which is not built in")
     settings = {**SENT, "groups": [{"model": "os:getcwd"}]}
     assert "failed with UsageError" in why(own(tmp_path), asked(settings=settings))
 
@@ -374,12 +377,12 @@ def test_nothing_that_is_planted_is_among_the_bytes_that_leave_in_a_run(tmp_path
     """Enrolments, uploads, scores and refusals, and of the examples neither cells nor paths."""
     nodes = Recorded(tmp_path)
     config = {**CONFIG, "clients": 2, "clients_per_round": 2, "rounds": 2}
-    done = run.run(config, tmp_path / "run", nodes, tell=nodes.said.append)
+    done = run.run(config, tmp_path / "run", nodes, log=nodes.said.append)
     assert [row["train_examples"] for row in done.clients] == [30, 30]
     nodes.answers.append(nodes.answer(0, asked("train", run=OTHER)))
     nodes.answers.append(nodes.answer(0, asked(settings={**SENT, "dataset": f"csv:{tmp_path}"})))
     assert len(nodes.answers) == 2 + 2 * 2 * 2 + 2
-    kinds = [wire.decode(content, len(content), schema.ANSWER).facts["kind"]
+    kinds = [wire.decode(content, len(content), schema.RESPONSE).facts["kind"]
              for content in nodes.answers]  # fmt: skip
     assert set(kinds) == {"enrol", "train", "evaluate", "refused"}
     everything = b"\0".join(nodes.answers)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedjax_pfl.deploy import assembly, guard, own_state, run, schema, wire
+from fedjax_pfl.deploy import assembly, guard, run, schema, storage, wire
 from tests.deploy.hostile_server_test import COLUMNS, ID, RUN, SECRET, SENT, asked, forms, table
 from tests.deploy.run_test import CONFIG
 from tests.runs.common import read_metrics
@@ -30,9 +30,9 @@ def trial_of(
     settings, words = assembly.complete(config)
     told: list[str] = []
     waiting = {"seconds": 600, "least": 1}
-    plain = assembly.plain(settings, words)
+    plain = assembly.to_plain(settings, words)
     trial.run(plain, tmp_path / "run", tmp_path / "nodes", waiting, told.append, data)
-    assert guard.left(tmp_path / "nodes" / "flwr") == []
+    assert guard.running_processes(tmp_path / "nodes" / "flwr") == []
     return told
 
 
@@ -64,7 +64,7 @@ def test_a_node_that_lies_changes_nothing_for_the_other(
     metrics = read_metrics(tmp_path / "run")
     assert [line["before"]["clients"] for line in metrics] == [1, 1]
     assert [line["rejected"] for line in metrics] == [1, 2]
-    known = own_state.describe(tmp_path / "run" / run.FILE, schema.DEPLOYED)
+    known = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert len(known["federation"]["counts"]) == 2
     assert (tmp_path / "run" / "report.html").is_file()
 
@@ -106,10 +106,10 @@ def test_a_server_that_wants_more_gets_nothing(tmp_path: Path, monkeypatch: pyte
         files[-1].write_text(json.dumps(content))
     other = table(tmp_path / "other.csv", word="Popocatepetl")
     marker = tmp_path / "code-of-the-server-ran"
-    app = shutil.copytree(trial.HERE, tmp_path / "app")
+    app = shutil.copytree(trial.APP_FOLDER, tmp_path / "app")
     (app / "server_app.py").write_text(HOSTILE)
     (app / "client_app.py").write_text(f"app = open({str(marker)!r}, 'w').close()\n")
-    monkeypatch.setattr(trial, "HERE", app)
+    monkeypatch.setattr(trial, "APP_FOLDER", app)
     attacks = [
         asked(),  # which binds node 0, and is for another client at node 1
         asked(client=1),
@@ -129,7 +129,7 @@ def test_a_server_that_wants_more_gets_nothing(tmp_path: Path, monkeypatch: pyte
     trial_of(tmp_path, monkeypatch, config, [str(path) for path in files])
     answers = {path.name: path.read_bytes() for path in tmp_path.glob("answer-*")}
     assert len(answers) == 2 * len(attacks)
-    kinds = {name: wire.decode(content, 10_000, schema.ANSWER).facts["kind"]
+    kinds = {name: wire.decode(content, 10_000, schema.RESPONSE).facts["kind"]
              for name, content in answers.items()}  # fmt: skip
     enrolled = {"answer-00-0", "answer-01-1", "answer-07-1"}
     assert {name for name, kind in kinds.items() if kind == "enrol"} == enrolled

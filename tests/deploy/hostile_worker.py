@@ -14,7 +14,7 @@ asked = {"enrol": 0, "train": 0, "evaluate": 0}
 
 def lie(one: node.Node, content: bytes) -> bytes:
     """A wrong answer to the first enrolments, and to every round and evaluation but one."""
-    good = node.answer(one, content)
+    good = node.respond(one, content)
     found = wire.decode(good, len(good))
     kind = found.facts["kind"]
     if kind == "refused":
@@ -40,5 +40,5 @@ def lie(one: node.Node, content: bytes) -> bytes:
 
 
 if __name__ == "__main__":
-    worker.answer = lie
+    worker.respond = lie
     worker.serve(node.Node(Path(sys.argv[1]), node_file.read(Path(sys.argv[2]))))

@@ -11,9 +11,9 @@ import numpy as np
 from fedjax_pfl.core.randomness import DROP, stage_key
 from fedjax_pfl.deploy import client, schema, server, wire
 from fedjax_pfl.deploy.client import Client
-from fedjax_pfl.deploy.own_state import Disk
-from fedjax_pfl.deploy.programs import AtClient, AtServer, Method, single
-from fedjax_pfl.deploy.server import Server, Standing
+from fedjax_pfl.deploy.programs import ClientPrograms, Method, ServerPrograms, single_client
+from fedjax_pfl.deploy.server import Server, ServerState
+from fedjax_pfl.deploy.storage import ClientDisk
 from fedjax_pfl.simulation.records import Evaluation, Log
 
 RUN = "1f0a"
@@ -32,31 +32,31 @@ class Loopback(NamedTuple):
         return answers
 
     def round(
-        self, standing: Standing, t: int, absent: Callable[[int], bool] = lambda i: False
-    ) -> tuple[Standing, tuple[Log, ...]]:
-        opened = server.open_round(self.server, standing, t)
+        self, server_state: ServerState, t: int, absent: Callable[[int], bool] = lambda i: False
+    ) -> tuple[ServerState, tuple[Log, ...]]:
+        opened = server.open_round(self.server, server_state, t)
         came = {
-            i: server.take(self.server, opened, i, content)
+            i: server.read_update(self.server, opened, i, content)
             for i, content in self.ask(opened.requests).items()
             if not absent(i)
         }
-        return server.close_round(self.server, standing, opened, came)
+        return server.close_round(self.server, server_state, opened, came)
 
-    def evaluate(self, standing: Standing, t: int, *, last: bool = False) -> Evaluation:
-        opened = server.open_evaluation(self.server, standing, t, self.clients, last=last)
+    def evaluate(self, server_state: ServerState, t: int, *, last: bool = False) -> Evaluation:
+        opened = server.open_evaluation(self.server, server_state, t, self.clients, last=last)
         came = {
-            i: server.take_scores(self.server, opened, i, content)
+            i: server.read_scores(self.server, opened, i, content)
             for i, content in self.ask(opened.requests).items()
         }
-        return server.scores_of_all(self.server, came)
+        return server.stack_scores(self.server, came)
 
-    def own_state(self, standing: Standing, i: int) -> Any:
-        return client._settled(self.clients[i], int(standing.settled[i]))
+    def client_state(self, server_state: ServerState, i: int) -> Any:
+        return client._counted_state(self.clients[i], int(server_state.settled[i]))
 
 
 def answer(one: Client, content: bytes) -> bytes:
     """As a node gives it."""
-    return client.answer(one, wire.decode(content, len(content), schema.REQUEST))
+    return client.respond(one, wire.decode(content, len(content), schema.REQUEST))
 
 
 def described(data: Any, n: int) -> dict[str, Any]:
@@ -77,11 +77,13 @@ def described(data: Any, n: int) -> dict[str, Any]:
 
 def loopback(method: Method, data: Any, cohort: int, folder: Path, start: int = 0) -> Loopback:
     n = method.federation.clients
-    own = [single(data, i) for i in range(n)]
-    programs = AtClient(method, 0, own[0])
-    clients = {i: Client(RUN, i, programs, own[i], Disk(folder / f"client-{i}")) for i in range(n)}
+    own = [single_client(data, i) for i in range(n)]
+    programs = ClientPrograms(method, 0, own[0])
+    clients = {
+        i: Client(RUN, i, programs, own[i], ClientDisk(folder / f"client-{i}")) for i in range(n)
+    }
     more = {"settings": {}, "federation": described(data, n)}
-    return Loopback(Server(RUN, start, AtServer(method, own[0], cohort), more), clients, [])
+    return Loopback(Server(RUN, start, ServerPrograms(method, own[0], cohort), more), clients, [])
 
 
 def dropped(seed: int, dropout: float, t: int) -> Callable[[int], bool]:

@@ -34,7 +34,7 @@ PART = {
 
 def made_node(folder: Path, **content: Any) -> node.Node:
     """A node by the content of its file."""
-    return node.Node(folder, node_file.parsed(json.loads(json.dumps(content)), "node.json"))
+    return node.Node(folder, node_file.parse(json.loads(json.dumps(content)), "node.json"))
 
 
 class Nodes:
@@ -66,7 +66,7 @@ class Nodes:
 
     def answer(self, i: int, content: bytes) -> bytes:
         """The answer of a node, which tests of hostile ones replace."""
-        return node.answer(self.nodes[i], content)
+        return node.respond(self.nodes[i], content)
 
 
 def numbers(metrics: Any) -> Any:
@@ -92,10 +92,10 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
     simulated = runner.run(CONFIG, tmp_path / "simulated")
     nodes = Nodes(tmp_path, 3, until=3 + 2 * (2 + 3) + 1)  # in the midst of the third round
     with pytest.raises(KeyboardInterrupt):
-        run.run(CONFIG, tmp_path / "real", nodes, tell=nodes.said.append)
+        run.run(CONFIG, tmp_path / "real", nodes, log=nodes.said.append)
     assert len(read_metrics(tmp_path / "real")) == 2
     nodes = Nodes(tmp_path, 3)
-    done = run.run(CONFIG, tmp_path / "real", nodes, tell=nodes.said.append)
+    done = run.run(CONFIG, tmp_path / "real", nodes, log=nodes.said.append)
     assert done.resumed_at == 2
     close(done.metrics, simulated.metrics)
     close(read_metrics(tmp_path / "real"), simulated.metrics)
@@ -113,7 +113,7 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
         chex.assert_trees_all_close(variables, wanted[i], rtol=1e-6, atol=1e-6)
         assert export.describe(path)["client"] == i
         assert model.apply(variables, x).shape == (2, 3)
-    lines = (tmp_path / "real" / run.WIRE).read_text().splitlines()
+    lines = (tmp_path / "real" / run.WIRE_FILE).read_text().splitlines()
     assert len(lines) == 3
     again = run.run(CONFIG, tmp_path / "real", Nodes(tmp_path, 3, until=0))
     assert again.metrics == done.metrics
@@ -141,7 +141,7 @@ class Silent(Nodes):
 def test_a_run_whose_evaluations_nobody_answers_ends_with_a_report(since: int, tmp_path: Path):
     nodes = Silent(tmp_path, 3)
     nodes.since = since
-    done = run.run({**CONFIG, "rounds": 2}, tmp_path / "run", nodes, tell=nodes.said.append)
+    done = run.run({**CONFIG, "rounds": 2}, tmp_path / "run", nodes, log=nodes.said.append)
     assert done.metrics[-1]["before"] is None
     assert (tmp_path / "run" / "report.html").is_file()
     page.table(run_reader.read(tmp_path / "run").metrics)
@@ -161,10 +161,10 @@ def test_nodes_with_files_of_their_own(tmp_path: Path):
         data.append({"dataset": f"csv:{path}", **own})
     config = {**CONFIG, "clients": 2, "clients_per_round": 2, "rounds": 1}
     nodes = Nodes(tmp_path, 2, data=data)
-    done = run.run(config, tmp_path / "real", nodes, tell=nodes.said.append)
+    done = run.run(config, tmp_path / "real", nodes, log=nodes.said.append)
     assert [row["train_examples"] for row in done.clients] == [15, 20]
-    path = tmp_path / "real" / run.FILE
-    known = node.own_state.describe(path, schema.DEPLOYED)["federation"]
+    path = tmp_path / "real" / run.DEPLOYED_FILE
+    known = node.storage.read_json(path, schema.DEPLOYED)["federation"]
     assert known["alike"]["classes"] == labels
     assert 5 < known["mean"][0] < 7
     for i in range(2):
@@ -177,7 +177,7 @@ def test_nodes_with_files_of_their_own(tmp_path: Path):
     data[1]["csv"] = {"input": "age"}
     nodes = Nodes(tmp_path / "other", 2, data=data)
     with pytest.raises(UsageError, match="1 of 2 clients have not enrolled, the first is client 1"):
-        run.run(config, tmp_path / "differ", nodes, tell=nodes.said.append)
+        run.run(config, tmp_path / "differ", nodes, log=nodes.said.append)
     assert "client 1 cannot enrol: its input_shape differs from that of client 0" in nodes.said[-1]
 
 
@@ -199,12 +199,12 @@ def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
     config = {**CONFIG, **own, "rounds": 1, "evaluate_after": False}
     nodes = Nodes(tmp_path / "no", 3)
     with pytest.raises(UsageError, match="have not enrolled"):
-        run.run(config, tmp_path / "no", nodes, run.Waiting(tries=1), tell=nodes.said.append)
+        run.run(config, tmp_path / "no", nodes, run.Waiting(tries=1), log=nodes.said.append)
     assert all("algorithm is of_mine:scaled" in line for line in nodes.said)
     nodes = Nodes(tmp_path, 3, code=("of_mine:scaled",))
-    done = run.run(config, tmp_path / "real", nodes, tell=nodes.said.append)
-    assert not any(leaf.any() for leaf in jax.tree.leaves(done.standing.state.server))
-    assert sorted(done.standing.settled) == [-1, 0, 0]
+    done = run.run(config, tmp_path / "real", nodes, log=nodes.said.append)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(done.server_state.state.server))
+    assert sorted(done.server_state.settled) == [-1, 0, 0]
     for i in range(3):  # one of which has never been in a round
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         assert export.describe(path)["algorithm"] == "scaled"

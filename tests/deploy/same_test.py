@@ -36,13 +36,13 @@ def both(name: str, folder: Path, dropout: float) -> Any:
     simulated = jax.device_get(state), bytes_moved, scores
 
     made = loopback(Method(algorithm, FEDERATION, SEED), DATA, COHORT, folder)
-    standing, moved = server.begin(made.server), ledger.empty(CLIENTS)
+    server_state, moved = server.initial_state(made.server), ledger.empty(CLIENTS)
     for t in range(ROUNDS):
-        standing, logs = made.round(standing, t, dropped(SEED, dropout, t))
+        server_state, logs = made.round(server_state, t, dropped(SEED, dropout, t))
         moved = ledger.add(moved, logs, 1)
-    own = stacked([made.own_state(standing, i) for i in range(CLIENTS)])
-    whole = groups.unwrap_clients(algorithm, standing.state._replace(clients=(own,)))
-    return simulated, (jax.device_get(whole), moved, made.evaluate(standing, ROUNDS))
+    own = stacked([made.client_state(server_state, i) for i in range(CLIENTS)])
+    whole = groups.unwrap_clients(algorithm, server_state.state._replace(clients=(own,)))
+    return simulated, (jax.device_get(whole), moved, made.evaluate(server_state, ROUNDS))
 
 
 def asked(others: Sequence[str]) -> Any:

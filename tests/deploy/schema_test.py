@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import lines, node_file, own_state, schema, wire
+from fedjax_pfl.deploy import lines, node_file, schema, storage, wire
 from fedjax_pfl.deploy.schema import InvalidError
 from tests.deploy.loopback import RUN
 
@@ -116,9 +116,9 @@ del_ = object()
     ],
 )
 def test_a_description_out_of_bounds(path: str, value: Any):
-    schema.check(schema.DESCRIBED, DESCRIBED, "described")
+    schema.check(schema.NODE_DESCRIPTION, DESCRIBED, "described")
     with pytest.raises(InvalidError) as error:
-        schema.check(schema.DESCRIBED, put(DESCRIBED, path, value), "described")
+        schema.check(schema.NODE_DESCRIPTION, put(DESCRIBED, path, value), "described")
     line = str(error.value)
     assert "described" in line
     assert PLANTED not in line
@@ -217,7 +217,7 @@ def test_a_nodes_file_out_of_bounds(content: Any, word: str, tmp_path: Path):
 
 def test_a_nodes_file():
     content = {"client": 1, "dataset": "csv:x", "csv": {"label": "y"}, "labels": 3, "code": ["a:b"]}
-    file = node_file.parsed(content, "node.json")
+    file = node_file.parse(content, "node.json")
     assert file == node_file.NodeFile(
         {"dataset": "csv:x", "csv": {"label": "y"}}, 1, 3, {}, 20, ("a:b",)
     )
@@ -236,14 +236,14 @@ def test_a_nodes_file():
 def test_a_file_of_another_form_is_one_line(form: Any, content: Any, tmp_path: Path):
     (tmp_path / "x.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"x\.json cannot be read"):
-        own_state.describe(tmp_path / "x.json", form)
+        storage.read_json(tmp_path / "x.json", form)
     (tmp_path / "x.json").write_text("[" * 100_000)
     with pytest.raises(UsageError, match=r"x\.json cannot be read"):
-        own_state.describe(tmp_path / "x.json", form)
-    assert own_state.describe(tmp_path / "no.json", form) == {}
+        storage.read_json(tmp_path / "x.json", form)
+    assert storage.read_json(tmp_path / "no.json", form) == {}
 
 
 def test_lines_are_escaped_and_cut():
     text = "one\ntwo\x1b[2J\r\u202ethree\ud800 é²"
     assert lines.one_line(text) == "one\\ntwo\\x1b[2J\\r\\u202ethree\\ud800 é²"
-    assert len(lines.one_line("\n" * 5000)) == lines.LONGEST
+    assert len(lines.one_line("\n" * 5000)) == lines.MAX_LENGTH

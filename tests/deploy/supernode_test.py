@@ -19,7 +19,7 @@ pytest.importorskip(
 
 
 def test_only_the_nodes_own_program_stands_for_a_message(tmp_path: Path):
-    place = supernode.commands(tmp_path / "a node")
+    place = supernode.write_commands(tmp_path / "a node")
     names = {"agentapp", "clientapp", "connector", "model", "serverapp", "simulation"}
     assert {path.name for path in place.iterdir()} == {f"flwr-{name}" for name in names}
     for path in place.iterdir():
@@ -27,7 +27,7 @@ def test_only_the_nodes_own_program_stands_for_a_message(tmp_path: Path):
         if path.name != "flwr-clientapp":
             assert subprocess.run([path]).returncode == 1
     line = (place / "flwr-clientapp").read_text().splitlines()[1]
-    own = node_app.HERE / "own_client.py"
+    own = node_app.FOLDER / "local_client.py"
     assert line == f"exec {sys.executable} {own} '{tmp_path / 'a node'}' \"$@\""
 
 
@@ -48,21 +48,21 @@ def test_a_supernode_finds_these_programs_first(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def own_client(monkeypatch: pytest.MonkeyPatch) -> Any:
+def local_client(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The program, and Flower's module as it was afterwards."""
-    monkeypatch.syspath_prepend(node_app.HERE)
+    monkeypatch.syspath_prepend(node_app.FOLDER)
     flowers: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-    own: Any = importlib.import_module("own_client")
-    for name in own._FOREIGN:
+    own: Any = importlib.import_module("local_client")
+    for name in own._SERVER_CODE_FUNCTIONS:
         monkeypatch.setattr(flowers, name, getattr(flowers, name))
     return own
 
 
 def test_code_that_comes_with_a_message_is_neither_installed_nor_loaded(
-    own_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    local_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    flowers = own_client.replace_foreign_code(tmp_path)
+    flowers = local_client.replace_foreign_code(tmp_path)
     assert flowers.install_from_fab(b"PK\x03\x04", skip_prompt=True) is None
     assert flowers.install_app_dependencies(tmp_path) is None
     load = flowers.get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
@@ -70,18 +70,18 @@ def test_code_that_comes_with_a_message_is_neither_installed_nor_loaded(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.delattr(flowers, "install_from_fab")
     with pytest.raises(RuntimeError, match="has no install_from_fab"):
-        own_client.replace_foreign_code(tmp_path)
+        local_client.replace_foreign_code(tmp_path)
 
 
 def test_what_is_sent_along_would_not_run():
-    with pytest.raises(RuntimeError, match="start it by fedjax_pfl"):
+    with pytest.raises(RuntimeError, match="start it with fedjax_pfl"):
         importlib.import_module("fedjax_pfl.deploy.app.client_app")
 
 
-def test_a_worker_that_starts_later_is_waited_for(own_client: Any, tmp_path: Path):
-    pipe = own_client.node_pipe
+def test_a_worker_that_starts_later_is_waited_for(local_client: Any, tmp_path: Path):
+    pipe = local_client.node_pipe
     for folder in (tmp_path, tmp_path / "no", Path("/dev/null")):
-        with pytest.raises(RuntimeError, match="does not answer") as error:
+        with pytest.raises(RuntimeError, match="does not respond") as error:
             pipe.ask(folder, b"x", 0.0)
         assert str(folder) not in str(error.value)
 

@@ -53,14 +53,14 @@ def ended(folder: Path, number: int, after: int) -> str:
             assert started.poll() is None, started.communicate()[0]
             assert time.monotonic() < until
             time.sleep(0.1)
-        assert guard.left(folder / "nodes" / "flwr")
+        assert guard.running_processes(folder / "nodes" / "flwr")
         os.kill(started.pid, number)
         said = started.communicate(timeout=60)[0]
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
     until = time.monotonic() + 30
-    while guard.left(folder / "nodes" / "flwr"):
+    while guard.running_processes(folder / "nodes" / "flwr"):
         assert time.monotonic() < until
         time.sleep(0.1)
     assert evaluations(folder) < ROUNDS
@@ -79,13 +79,13 @@ def test_a_trial_that_was_ended_goes_on_and_ends_as_one_that_was_not(tmp_path: P
     last = command(tmp_path)
     said = last.communicate(timeout=LIMIT)[0]
     assert last.returncode == 0, said
-    assert guard.left(tmp_path / "nodes" / "flwr") == []
+    assert guard.running_processes(tmp_path / "nodes" / "flwr") == []
     close(read_metrics(tmp_path / "real"), simulated.metrics)
     lines: list[dict[str, Any]] = [
-        json.loads(line) for line in (tmp_path / "real" / run.WIRE).read_text().splitlines()
+        json.loads(line) for line in (tmp_path / "real" / run.WIRE_FILE).read_text().splitlines()
     ]
     assert len({line["round"] for line in lines}) == len(lines)
-    known = run.own_state.describe(tmp_path / "real" / run.FILE, schema.DEPLOYED)
+    known = run.storage.read_json(tmp_path / "real" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert known["starts"] == 3
     traffic = [(tmp_path / name / "traffic.json").read_text() for name in ("real", "simulated")]
     assert traffic[0] == traffic[1]

@@ -1,5 +1,5 @@
-"""What Flower sends to the nodes and runs: the folder of a Flower app."""
+"""Folder of the Flower app that the server runs and sends to the nodes."""
 
 from pathlib import Path
 
-HERE = Path(__file__).parent
+APP_FOLDER = Path(__file__).parent

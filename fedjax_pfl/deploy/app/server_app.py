@@ -1,4 +1,4 @@
-"""Flower's app of the server: a run, as the file that `settings` names says."""
+"""Server part of the Flower app: runs the configuration in the file that `settings` names."""
 
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -10,5 +10,5 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """See `flower.run_by`."""
-    flower.run_by(grid, str(context.run_config["settings"]))
+    """Calls `flower.run_from_file`."""
+    flower.run_from_file(grid, str(context.run_config["settings"]))

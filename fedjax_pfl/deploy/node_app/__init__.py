@@ -1,5 +1,5 @@
-"""What a node runs for each message in place of the code that the server sends with it."""
+"""Code that a node runs for each message, instead of the code that the server sends."""
 
 from pathlib import Path
 
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent

@@ -1,6 +1,6 @@
-"""A socket in the node's folder, over which Flower's short-lived process asks the node's worker.
+"""Socket between Flower's short-lived client process and the node's worker.
 
-Nothing but the standard library, because a process that imports more for each message waits for it.
+Uses only the standard library, because a process for each message must start fast.
 """
 
 import contextlib
@@ -16,61 +16,68 @@ _SOCKET = "worker"
 
 
 def ask(folder: Path, content: bytes, seconds: float = 120.0) -> bytes:
-    """Returns the answer of a folder's worker, which may just be starting again."""
-    until = time.monotonic() + seconds
+    """Sends a request to a folder's worker and returns the response.
+
+    Args:
+      folder: The node's folder.
+      content: The encoded request.
+      seconds: Time to wait for a worker that is restarting.
+    """
+    deadline = time.monotonic() + seconds
     while True:
         try:
-            with _socket(folder) as (there, place):
-                there.connect(place)
-                send(there, content)
-                return receive(there)
-        except OSError:  # whose text may have the folder's path, and would be sent
-            if time.monotonic() > until:
-                raise RuntimeError("the node's worker does not answer; start it") from None
+            with _socket(folder) as (connection, address):
+                connection.connect(address)
+                send(connection, content)
+                return receive(connection)
+        except OSError:  # Its text may contain the folder's path and must not be sent.
+            if time.monotonic() > deadline:
+                raise RuntimeError("the node's worker does not respond; start it") from None
             time.sleep(0.5)
 
 
 @contextlib.contextmanager
 def _socket(folder: Path) -> Iterator[tuple[socket.socket, str]]:
-    """A socket, and its place by a short path: a long one is refused."""
-    held = os.open(folder, os.O_RDONLY)
-    there = socket.socket(socket.AF_UNIX)
+    """Opens a socket; yields it and its address, short enough for the limit on Unix sockets."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    connection = socket.socket(socket.AF_UNIX)
     try:
-        yield there, f"/proc/self/fd/{held}/{_SOCKET}"
+        yield connection, f"/proc/self/fd/{descriptor}/{_SOCKET}"
     finally:
-        there.close()
-        os.close(held)
+        connection.close()
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
 def listening(folder: Path) -> Iterator[socket.socket]:
-    """The worker's side; the folder is made, and only its owner may enter it."""
+    """Opens the worker's end of the socket; only the folder's owner can connect."""
     folder.mkdir(parents=True, exist_ok=True)
     os.chmod(folder, 0o700)
-    with _socket(folder) as (there, place):
+    with _socket(folder) as (listener, address):
         (folder / _SOCKET).unlink(missing_ok=True)
-        there.bind(place)
-        there.listen()
-        yield there
+        listener.bind(address)
+        listener.listen()
+        yield listener
 
 
-def send(there: socket.socket, content: bytes) -> None:
-    """A length, and so many bytes."""
-    there.sendall(_LENGTH.pack(len(content)) + content)
+def send(connection: socket.socket, content: bytes) -> None:
+    """Sends the length of a message and the message."""
+    connection.sendall(_LENGTH.pack(len(content)) + content)
 
 
-def receive(there: socket.socket) -> bytes:
-    """The inverse."""
-    (length,) = _LENGTH.unpack(_exactly(there, _LENGTH.size))
-    return _exactly(there, length)
+def receive(connection: socket.socket) -> bytes:
+    """Receives a message that `send` sent."""
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    return _exactly(connection, length)
 
 
-def _exactly(there: socket.socket, length: int) -> bytes:
+def _exactly(connection: socket.socket, length: int) -> bytes:
+    """Receives `length` bytes."""
     parts = []
     while length:
-        part = there.recv(min(length, 1 << 20))
+        part = connection.recv(min(length, 1 << 20))
         if not part:
-            raise ConnectionResetError("the other side has ended")
+            raise ConnectionResetError("the connection was closed")
         parts.append(part)
         length -= len(part)
     return b"".join(parts)

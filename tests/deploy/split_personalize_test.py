@@ -10,7 +10,7 @@ import pytest
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import served
+from fedjax_pfl.deploy import split_personalize
 
 ROWS = jnp.arange(12.0).reshape(4, 3)
 STATE = State(jnp.float32(2.0), ROWS, ())
@@ -26,9 +26,9 @@ def both(personalize: Any, i: int = 2) -> tuple[list[Any], Any]:
     the client's own."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), CLIENT)
     data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), ctx(i).data)
-    crossed = served.serve(personalize, STATE, shapes, ctx(i)._replace(data=data))
+    crossed = split_personalize.server_part(personalize, STATE, shapes, ctx(i)._replace(data=data))
     nothing = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), STATE)
-    return crossed, served.finish(personalize, crossed, nothing, CLIENT, ctx(i))
+    return crossed, split_personalize.client_part(personalize, crossed, nothing, CLIENT, ctx(i))
 
 
 def mixed(state: State, client: Any, ctx: ClientContext) -> Any:

@@ -1,8 +1,9 @@
-"""Flower's flwr-clientapp without the code that came from the server.
+"""Replacement for flwr-clientapp that never runs the server's code.
 
-python own_client.py FOLDER and Flower's own arguments. Flower sends an app's code to the nodes, and
-its own command installs and imports it. Here a message goes to the worker of the node's folder, and
-its answer back, by the code that is installed on the node.
+    python local_client.py FOLDER [arguments of flwr-clientapp]
+
+Flower's command installs and imports the code that the server sends. This one passes each message
+to the worker of the node's folder and returns its response.
 """
 
 import importlib
@@ -15,34 +16,37 @@ from flwr.app import Array, ArrayRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supernode.cli import flwr_clientapp
 
-_FOREIGN = ("install_from_fab", "install_app_dependencies", "get_load_client_app_fn")
+_SERVER_CODE_FUNCTIONS = ("install_from_fab", "install_app_dependencies", "get_load_client_app_fn")
 
 
 def client_app(folder: Path) -> ClientApp:
-    """The app of a node: it asks the worker of the node's folder."""
+    """Builds the Flower app that passes messages to the worker of a folder."""
     app = ClientApp()
 
     @app.query()
-    def answer(message: Message, context: Any) -> Message:
+    def respond(message: Message, context: Any) -> Message:
         part: Any = message.content.array_records.get("message", {})
         content = part["message"].data if set(part) == {"message"} else b""
-        made = node_pipe.ask(folder, content)
-        array = Array(dtype="uint8", shape=(len(made),), stype="bytes", data=made)
+        response = node_pipe.ask(folder, content)
+        array = Array(dtype="uint8", shape=(len(response),), stype="bytes", data=response)
         return Message(RecordDict({"message": ArrayRecord({"message": array})}), reply_to=message)
 
     return app
 
 
 def replace_foreign_code(folder: Path) -> Any:
-    """Lets Flower's module install and load nothing but the node's own app; returns the module."""
+    """Patches Flower's module so that it installs nothing and only loads the local app.
+
+    Returns the patched module.
+    """
     module: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-    for name in _FOREIGN:
+    for name in _SERVER_CODE_FUNCTIONS:
         if not hasattr(module, name):
             raise RuntimeError(f"this version of Flower has no {name}: install flwr==1.41")
-    own = client_app(folder)
+    local_app = client_app(folder)
     module.install_from_fab = lambda *_, **__: None
     module.install_app_dependencies = lambda *_, **__: None
-    module.get_load_client_app_fn = lambda *_, **__: lambda *_: own
+    module.get_load_client_app_fn = lambda *_, **__: lambda *_: local_app
     return module
 
 

@@ -1,0 +1,213 @@
+"""Splits a method's `personalize` into a server part and a client part.
+
+`personalize` takes the server state, the client-side state and the client's examples. None of them
+may leave its machine, so both machines evaluate the traced program in part. The server computes the
+values that depend on its state only. The client computes all others. Values of the server part that
+the client part reads are sent: the model for FedAvg, the mixed layers for pFedLA, the models of the
+selected peers for FedFomo.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend.core import Literal
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import ClientContext, PyTree, State
+from fedjax_pfl.core.errors import UsageError
+
+Personal = Callable[[State, PyTree, ClientContext], PyTree]
+_EITHER, _SERVER, _CLIENT = range(3)  # the machine that can compute a value
+# Primitives that contain a program, and the parameter that holds it.
+_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
+_CALLS |= {"custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr"}
+
+
+class _Value:
+    """An intermediate value of the program.
+
+    Attributes:
+      owner: _EITHER, _SERVER or _CLIENT.
+      value: The array, or None on a machine that cannot compute it.
+      size: Size in bytes.
+      rows: Path of the server-side rows that this value is, or an empty string.
+      crossed: The value was sent to the client.
+      spread: Operation, operands and output index of a value that is larger than its operands. The
+        operands are sent instead.
+    """
+
+    def __init__(self, owner: int, value: Any, size: int, *, rows: str = "") -> None:
+        self.owner, self.value, self.size, self.rows = owner, value, size, rows
+        self.crossed = False
+        self.spread: tuple[Any, Sequence[_Value], int] | None = None
+
+
+class _Side(NamedTuple):
+    """The machine that evaluates the program."""
+
+    computes: tuple[int, ...]  # owners whose values it computes
+    cross: Callable[[_Value], Any]  # sends or receives a value; called once per sent value
+
+
+def server_part(
+    personalize: Personal, state: State, client: PyTree, ctx: ClientContext
+) -> list[Any]:
+    """Computes, on the server, the values that the client part reads, in reading order.
+
+    Args:
+      personalize: The method's function.
+      state: Server state.
+      client: Shapes of the client-side state.
+      ctx: Context with shapes of the client's examples.
+    """
+    crossed: list[Any] = []
+
+    def cross(value: _Value) -> Any:
+        crossed.append(value.value)
+        return value.value
+
+    _evaluate_side(personalize, state, client, ctx, _Side((_EITHER, _SERVER), cross))
+    return crossed
+
+
+def client_part(
+    personalize: Personal,
+    server_values: Sequence[Any],
+    state: State,
+    client: PyTree,
+    ctx: ClientContext,
+) -> PyTree:
+    """Computes, on the client, the variables of the personalised model.
+
+    Args:
+      personalize: The method's function.
+      server_values: Values that `server_part` returned.
+      state: Shapes of the server state.
+      client: Client-side state.
+      ctx: Context with the client's examples.
+    """
+    remaining = list(server_values)
+    variables = _evaluate_side(
+        personalize, state, client, ctx, _Side((_EITHER, _CLIENT), lambda value: remaining.pop(0))
+    )
+    assert not remaining, "the server sent more values than the client part reads"
+    return variables
+
+
+def _evaluate_side(
+    personalize: Personal, state: State, client: PyTree, ctx: ClientContext, side: _Side
+) -> PyTree:
+    """Traces `personalize` and evaluates the part of one machine; returns its results."""
+    arguments = (state, client, ctx)
+    shapes = jax.tree.map(_shape, arguments)
+    closed, out = jax.make_jaxpr(personalize, return_shape=True)(*shapes)
+    inputs = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        owner = _owner_of(path)
+        value = leaf if owner in side.computes else None
+        stacked = path[0].idx == 0 and path[1].name == "rows"
+        rows = jax.tree_util.keystr(path[1:], simple=True, separator="/") if stacked else ""
+        inputs.append(_Value(owner, value, _size(leaf), rows=rows))
+    constants = [_Value(_EITHER, value, 0) for value in closed.consts]
+    results = _program(closed.jaxpr, constants, inputs, side)
+    leaves = [_read(value, side) for value in results]
+    return jax.tree.unflatten(jax.tree.structure(out), leaves)
+
+
+def _owner_of(path: tuple[Any, ...]) -> int:
+    """Returns the owner of an argument, given its path in `(state, client, ctx)`."""
+    if path[0].idx < 2:
+        return (_SERVER, _CLIENT)[path[0].idx]
+    return _CLIENT if path[1].name == "data" else _EITHER
+
+
+def _shape(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+
+
+def _program(
+    jaxpr: Any, constants: Sequence[_Value], inputs: Sequence[_Value], side: _Side
+) -> list[_Value]:
+    """Evaluates a program on one machine, without the operations that no result needs.
+
+    Args:
+      jaxpr: The program.
+      constants: Values of its constants.
+      inputs: Values of its inputs.
+      side: The machine.
+    """
+    arguments = [*constants, *inputs]
+    with_constants = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    live, used = dce_jaxpr(with_constants, [True] * len(jaxpr.outvars))
+    values = dict(
+        zip(live.invars, (v for v, u in zip(arguments, used, strict=True) if u), strict=True)
+    )
+
+    def read(variable: Any) -> _Value:
+        if isinstance(variable, Literal):
+            return _Value(_EITHER, variable.val, 0)
+        return values[variable]
+
+    for equation in live.eqns:
+        operands = [read(variable) for variable in equation.invars]
+        name = equation.primitive.name
+        if name in _CALLS:
+            inner = equation.params[_CALLS[name]]
+            inner_constants = [_Value(_EITHER, c, 0) for c in getattr(inner, "consts", ())]
+            results = _program(getattr(inner, "jaxpr", inner), inner_constants, operands, side)
+        else:
+            results = _operation(equation, operands, side)
+        values |= zip(equation.outvars, results, strict=True)
+    return [read(variable) for variable in live.outvars]
+
+
+def _operation(equation: Any, operands: Sequence[_Value], side: _Side) -> list[_Value]:
+    """Evaluates one operation if the machine can; reads the operands of a client operation."""
+    sizes = [_size(variable.aval) for variable in equation.outvars]
+    owner = max((operand.owner for operand in operands), default=_EITHER)
+    if owner == _CLIENT:
+        values = [_read(operand, side) for operand in operands]
+    else:
+        values = [operand.value for operand in operands]
+    outputs = _evaluate(equation, values) if owner in side.computes else [None] * len(sizes)
+    results = [_Value(owner, output, size) for output, size in zip(outputs, sizes, strict=True)]
+    server_bytes = sum(operand.size for operand in operands if operand.owner == _SERVER)
+    reads_rows = any(operand.rows for operand in operands)
+    if owner == _SERVER and max(sizes) > server_bytes and not reads_rows:
+        for position, result in enumerate(results):
+            result.spread = equation, operands, position
+    return results
+
+
+def _evaluate(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
+    """Computes the outputs of one operation."""
+    primitive = equation.primitive
+    with equation.ctx.manager:
+        results = primitive.bind(*values, **primitive.get_bind_params(equation.params))
+    return results if primitive.multiple_results else [results]
+
+
+def _size(aval: Any) -> int:
+    """Returns the size of a value in bytes; 0 for a random key."""
+    has_size = jax.dtypes.issubdtype(aval.dtype, jax.numpy.number) or aval.dtype == bool
+    return trees.leaf_bytes(aval) if has_size else 0
+
+
+def _read(value: _Value, side: _Side) -> Any:
+    """Returns a value that the client part reads; sends or receives it if the server owns it."""
+    if value.owner == _SERVER and not value.crossed:
+        if value.rows:
+            raise UsageError(
+                f"personalize combines all clients' {value.rows} with the client's own examples or "
+                "state; rows of other clients are never sent"
+            )
+        value.crossed = True
+        if value.spread is None:
+            value.value = side.cross(value)
+        else:
+            equation, operands, position = value.spread
+            outputs = _evaluate(equation, [_read(operand, side) for operand in operands])
+            value.value = outputs[position]
+    return value.value
