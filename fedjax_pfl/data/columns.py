@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data import labels
 from fedjax_pfl.data.dataset import (
     PADDING,
@@ -48,12 +48,6 @@ Args:
 """
 
 
-def check_choice(source: str, setting: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises UsageError unless the value of a source's setting is one of the choices."""
-    if value not in choices:
-        raise UsageError(f"{source}.{setting} is {value!r}; it must be {' or '.join(choices)}")
-
-
 def table_dataset(
     source: str, tables: tuple[Table, Table | None], roles: Roles, sample_rows: SampleRows
 ) -> Dataset:
@@ -65,9 +59,9 @@ def table_dataset(
       roles: The columns to use.
       sample_rows: Chooses the rows, or owners, to keep.
     """
-    check_choice(source, "label_kind", roles.label_kind, LABEL_KINDS)
-    check_choice(source, "categories", roles.categories, CATEGORIES)
-    check_choice(source, "normalise", roles.normalise, NORMALISE)
+    require_one_of(f"{source}.label_kind", roles.label_kind, LABEL_KINDS)
+    require_one_of(f"{source}.categories", roles.categories, CATEGORIES)
+    require_one_of(f"{source}.normalise", roles.normalise, NORMALISE)
     train, test = tables
     name = train.name
     files = [table for table in tables if table]
@@ -77,8 +71,8 @@ def table_dataset(
 
     def read(column: str, setting: str, *, as_text: bool = False) -> np.ndarray:
         parts = [table.column(column, f"{source}.{setting}", as_text=as_text) for table in files]
-        named = [_class_names(t, column, part) for t, part in zip(files, parts, strict=True)]
-        return _join(name, column, named)
+        parts = [_class_names(t, column, part) for t, part in zip(files, parts, strict=True)]
+        return _join(name, column, parts)
 
     parts = [table.column(roles.label, f"{source}.label") for table in files]
     y, outputs, label_metadata = _labels(
@@ -100,10 +94,10 @@ def table_dataset(
         return array[: train.rows], array[train.rows :] if test else None
 
     (x_train, x_test), (y_train, y_test) = split(x), split(y)
-    owner_train, owner_test, owner_names = None, None, None
+    owners: tuple[np.ndarray | None, np.ndarray | None] = (None, None)
     if roles.owner:
-        owners = _owner_ids(read(roles.owner, "owner", as_text=True))
-        owner_train, owner_test, owner_names = number_owners(name, *split(owners))
+        owners = split(_owner_ids(read(roles.owner, "owner", as_text=True)))
+    owner_train, owner_test, owner_names = number_owners(name, *owners)
     dataset = Dataset(
         name=name,
         x_train=x_train,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data import checks
 from fedjax_pfl.data.numbers import as_float, row_chunks
 
@@ -24,7 +24,7 @@ PADDING = -1  # label of a position without a label
 
 
 class Normalisation(NamedTuple):
-    """Which numbers to scale to mean 0 and deviation 1 once the training examples are known."""
+    """Numbers to scale to mean 0 and deviation 1 after the partition."""
 
     # federation: over all training examples; client: over those of each client; LATER: examples
     # stay float64, because a node must first receive the moments of the other nodes
@@ -83,9 +83,9 @@ def arrays(
       x: Inputs [examples, ...], also mapped from a file. Images have channels last. uint8 is scaled
         to [0, 1] unless `scale` is given. Other integers, such as tokens, stay integers. Real
         numbers become float32.
-      y: Labels. Their type decides the task: integer classes [examples]; integer classes of each
-        position [examples, positions], such as the next token, with -1 for no label; real targets
-        [examples, targets], or [examples] for one target; booleans [examples, labels].
+      y: Labels, whose type decides the task. Integer classes have shape [examples], or [examples,
+        positions] with -1 for no label, such as next tokens. Real targets have shape [examples,
+        targets], or [examples] for one target. Booleans have shape [examples, labels].
       x_test: Inputs of a separate test set.
       y_test: Labels of that test set.
       outputs: Number of classes. Default: the largest label, or input token, plus 1.
@@ -161,9 +161,8 @@ def _to_array(name: str, argument: str, values: Any) -> np.ndarray:
     try:
         return np.asarray(values)
     except (ValueError, TypeError, OverflowError) as error:
-        line = str(error).splitlines()[0]
         raise UsageError(
-            f"{name}: {argument} is not an array: {line}; make its rows equally long"
+            f"{name}: {argument} is not an array: {first_line(error)}; make its rows equally long"
         ) from None
 
 
@@ -285,8 +284,8 @@ def _number(
         return None, None, None
     if owners_test is not None and (owners.dtype.kind == "U") != (owners_test.dtype.kind == "U"):
         raise UsageError(f"{name}: owners and owners_test must both be names, or both be integers")
-    both = owners if owners_test is None else np.concatenate([owners, owners_test])
-    names, numbers = np.unique(both, return_inverse=True)
+    all_owners = owners if owners_test is None else np.concatenate([owners, owners_test])
+    names, numbers = np.unique(all_owners, return_inverse=True)
     train, test = np.split(numbers.astype(np.int32), [len(owners)])
     is_range = names.dtype.kind != "U" and np.array_equal(names, np.arange(len(names)))
     return train, None if owners_test is None else test, None if is_range else names.astype(str)
@@ -301,25 +300,22 @@ def scale_and_shift(
 
 
 def number_owners(
-    name: str, train: np.ndarray, test: np.ndarray | None
+    name: str, train: np.ndarray | None, test: np.ndarray | None
 ) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
     """Numbers owners from 0.
 
     Args:
       name: Name of the dataset, for messages.
-      train: Name or number of the owner of each training example.
-      test: Likewise for test examples.
+      train: Name or number of the owner of each training example, or None.
+      test: Name or number of the owner of each test example, or None.
 
     Returns:
       Owner of each training example, of each test example, and the names of owners. Names are None
       if they equal the numbers.
     """
-    length = 0 if test is None else len(test)
-    checked = (
-        _check_owners(name, "owner", train, len(train)),
-        _check_owners(name, "owner", test, length),
-    )
-    return _number(name, *checked)
+    train = None if train is None else _check_owners(name, "owner", train, len(train))
+    test = None if test is None else _check_owners(name, "owner", test, len(test))
+    return _number(name, train, test)
 
 
 def subset(dataset: Dataset, sample_rows: SampleRows) -> Dataset:

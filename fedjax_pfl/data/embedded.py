@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.columns import NORMALISE, check_choice
+from fedjax_pfl.core.errors import UsageError, require_one_of
+from fedjax_pfl.data.columns import NORMALISE
 from fedjax_pfl.data.dataset import (
     DataDir,
     Dataset,
@@ -94,7 +94,7 @@ def _table(name: str, summary: str) -> Callable[..., Dataset]:
         del data_dir
         from sklearn import datasets
 
-        check_choice(name, "normalise", normalise, NORMALISE)
+        require_one_of(f"{name}.normalise", normalise, NORMALISE)
         is_regression = name == "diabetes"
         table = getattr(datasets, f"load_{name}")(**({"scaled": False} if is_regression else {}))
         x, y = table.data.astype(np.float32), table.target.astype(np.int32)

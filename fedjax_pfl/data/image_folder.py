@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.columns import check_choice
+from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, number_owners, subset
 from fedjax_pfl.data.pictures import pixels
 from fedjax_pfl.data.tables import find_path
@@ -33,7 +32,7 @@ def images(
         below FOLDER) and owner. Empty: no owners.
     """
     del data_dir
-    check_choice("images", "colour", colour, tuple(MODES))
+    require_one_of("images.colour", colour, tuple(MODES))
     if not 1 <= size <= 1024:
         raise UsageError(f"images.size is {size}; use 1 to 1024")
     root, name = find_path("images", path), f"images:{path}"
@@ -61,10 +60,9 @@ def images(
 
     x, y = read("train")
     x_test, y_test = read("test") if "test" in folders else (None, None)
-    owner_train, owner_test, owner_names = None, None, None
-    if owner:
-        test = owners("test") if "test" in folders else None
-        owner_train, owner_test, owner_names = number_owners(name, owners("train"), test)
+    train_owners = owners("train") if owner else None
+    test_owners = owners("test") if owner and "test" in folders else None
+    owner_train, owner_test, owner_names = number_owners(name, train_owners, test_owners)
     dataset = Dataset(
         name=name,
         x_train=x,

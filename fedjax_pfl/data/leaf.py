@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data.dataset import (
     PADDING,
     DataDir,
@@ -133,9 +133,8 @@ def _read(name: str, folder: Path) -> tuple[list[str], list[Any], list[Any]]:
                 xs += x
                 ys += y
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
             raise UsageError(
-                f"{name}: {folder.name}/{file.name} is not a file of LEAF: {line}"
+                f"{name}: {folder.name}/{file.name} is not a file of LEAF: {first_line(error)}"
             ) from None
     if not xs:
         raise UsageError(f"{name} has no examples in its folder {folder.name}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, arrays, subset
 from fedjax_pfl.data.tables import find_path
 
@@ -31,7 +31,7 @@ def npy(data_dir: DataDir, sample_rows: SampleRows, path: str) -> Dataset:
         try:
             return np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError, EOFError) as error:
-            line = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+            line = error.strerror if isinstance(error, OSError) else first_line(error)
             raise UsageError(f"{name}: {file.name} cannot be read ({line})") from None
 
     owners = read("owner") if Path(folder, "owner.npy").exists() else None

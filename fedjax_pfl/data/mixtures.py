@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.data import apportion
-from fedjax_pfl.data.pool import Pool, client_size, require, require_between, superclasses
+from fedjax_pfl.data.pool import Pool, client_size, require_between, superclasses
 
 _ATTEMPTS = 300
 

@@ -51,11 +51,11 @@ def moments(values: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndar
     return mean, np.where(deviation > 1e-12 * np.abs(mean), deviation, 0.0)
 
 
-def as_float(what: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.ndarray:
+def as_float(name: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.ndarray:
     """Casts numbers; raises UsageError if rounding would merge different values.
 
     Args:
-      what: Name of the array, for messages.
+      name: Name of the array, for messages.
       values: Array of shape [examples] or [examples, ..., features].
       dtype: np.float32 or np.float64.
       hint: Text appended to the message.
@@ -72,7 +72,7 @@ def as_float(what: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.nd
         if rounded < different:
             bits = 8 * result.dtype.itemsize
             raise UsageError(
-                f"{what} has {different:,} different values around {mean[i]:.10g}; {bits} bits "
+                f"{name} has {different:,} different values around {mean[i]:.10g}; {bits} bits "
                 f"distinguish only {rounded:,}: subtract an offset, use another unit{hint}"
             )
     return result

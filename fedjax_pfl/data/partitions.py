@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require
 from fedjax_pfl.data import apportion
 from fedjax_pfl.data.mixtures import clusters, dirichlet, dirichlet_classes, pachinko
 from fedjax_pfl.data.pool import (
     Pool,
     check_class_lists,
     client_size,
-    require,
     require_between,
     superclasses,
 )

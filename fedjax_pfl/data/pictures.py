@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_pfl.core.errors import first_line
+
 
 def pixels(file: Path | bytes, mode: str = "", size: int | None = None) -> np.ndarray:
     """Returns the pixels of an image, uint8 [height, width, channels].
@@ -26,7 +28,7 @@ def pixels(file: Path | bytes, mode: str = "", size: int | None = None) -> np.nd
             image = image if size is None else image.resize((size, size))
             array = np.asarray(image)
     except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from None
+        raise ValueError(first_line(error)) from None
     return array[:, :, None] if array.ndim == 2 else array
 
 

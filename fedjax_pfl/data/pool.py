@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require
 
 
 class Pool(NamedTuple):
@@ -22,12 +22,6 @@ class Pool(NamedTuple):
     @property
     def total(self) -> int:
         return int(self.available.sum())
-
-
-def require(condition: bool, message: str) -> None:
-    """Raises UsageError with the message unless the condition holds."""
-    if not condition:
-        raise UsageError(message)
 
 
 def require_between(name: str, value: int, low: int, high: int, high_means: str) -> None:

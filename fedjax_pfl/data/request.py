@@ -1,7 +1,7 @@
 """Checks of the arguments of `federate`."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fedjax_pfl.core.errors import UsageError
@@ -9,6 +9,14 @@ from fedjax_pfl.data import partitions
 from fedjax_pfl.data.dataset import Dataset
 
 SPLITS = ("pooled", "official", "shared")
+
+
+def check_name(kind: str, name: str, choices: Collection[str]) -> None:
+    """Raises UsageError, with a similar choice, if the name of a `kind` is not one of `choices`."""
+    if name not in choices:
+        similar = difflib.get_close_matches(name, choices, 1)
+        hint = f"did you mean {similar[0]}? " if similar else ""
+        raise UsageError(f"no {kind} named {name}: {hint}there are {', '.join(choices)}")
 
 
 def check(
@@ -24,14 +32,8 @@ def check(
       held_out: Number of novel clients.
       groups: Number of architecture groups.
     """
-    for argument, name, choices in (
-        ("partition", partition, tuple(partitions.PARTITIONS)),
-        ("split", split, SPLITS),
-    ):
-        if name not in choices:
-            similar = difflib.get_close_matches(name, choices, 1)
-            hint = f"did you mean {similar[0]}? " if similar else ""
-            raise UsageError(f"no {argument} named {name}: {hint}there are {', '.join(choices)}")
+    check_name("partition", partition, partitions.PARTITIONS)
+    check_name("split", split, SPLITS)
     if clients < 1:
         raise UsageError(f"clients={clients}: use at least 1")
     if not 0 <= held_out < clients:

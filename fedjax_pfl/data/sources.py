@@ -1,6 +1,5 @@
 """Registry of datasets by name: embedded ones, those prepared by tfds, and user files."""
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ from fedjax_pfl.data import (
     tfds_images,
 )
 from fedjax_pfl.data.dataset import DataDir, Dataset
+from fedjax_pfl.data.request import check_name
 
 Source = Callable[..., Dataset]
 SOURCES: dict[str, Source] = {
@@ -65,10 +65,7 @@ def load(
     """
     sources = sources or SOURCES
     source, _, path = name.partition(":")
-    if source not in sources:
-        similar = difflib.get_close_matches(source, sources, 1)
-        hint = f"did you mean {similar[0]}? " if similar else ""
-        raise UsageError(f"no dataset named {name}: {hint}there are {', '.join(sources)}")
+    check_name("dataset", source, sources)
     if not 0 < fraction <= 1:
         raise UsageError(f"fraction={fraction} must be greater than 0 and at most 1")
     defaults = source_settings(source, sources)

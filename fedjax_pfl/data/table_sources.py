@@ -4,7 +4,7 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data import tables, windows
 from fedjax_pfl.data.columns import ROLES, Roles, table_dataset
 from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows
@@ -93,8 +93,7 @@ def _download(name: str, test: str, required: bool) -> Tables:
     try:
         splits = datasets.load_dataset(*name.split("#", 1))
     except Exception as error:  # any exception of the network, the hub and its scripts
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"hf:{name} cannot be loaded: {line}") from None
+        raise UsageError(f"hf:{name} cannot be loaded: {first_line(error)}") from None
     if "train" not in splits or (required and test not in splits):
         missing = "train" if "train" not in splits else test
         similar = difflib.get_close_matches(missing, list(splits), 1)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data.prepared import decode
 
 _MISSING = ("", "-", "?", ".", "na", "n/a", "nan", "null", "none")
@@ -48,12 +48,12 @@ class Table(NamedTuple):
 def _most_similar_first(name: str, names: Iterable[str], most: int = 12) -> str:
     """Lists names for a message, the most similar ones to `name` first."""
 
-    def similarity(other: str) -> float:
-        return difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio()
+    def similarity(candidate: str) -> float:
+        return difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
 
     ordered = sorted(names, key=similarity, reverse=True)
-    rest = f" and {len(ordered) - most} more" if len(ordered) > most else ""
-    return ", ".join(ordered[:most]) + rest
+    omitted = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + omitted
 
 
 def find_path(source: str, path: str) -> Path:
@@ -161,7 +161,7 @@ def read_parquet(path: str, source: str = "parquet") -> tuple[Table, Table | Non
             splits[split].append(parquet.read_table(file, partitioning=None))
         return _from_splits(f"{source}:{path}", splits["train"], splits["test"])
     except (ArrowException, OSError) as error:
-        raise UsageError(f"{source}:{path} cannot be read: {_line(error)}") from None
+        raise UsageError(f"{source}:{path} cannot be read: {first_line(error)}") from None
 
 
 def _split_of(file: Path) -> str:
@@ -192,11 +192,7 @@ def read_saved(path: str) -> tuple[Table, Table | None]:
         train, test = (files(root / s) if s in splits else [] for s in ("train", "test"))
         return _from_splits(name, train, test)
     except (ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{name} cannot be read as a saved dataset: {_line(error)}") from None
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"{name} cannot be read as a saved dataset: {first_line(error)}") from None
 
 
 def _from_splits(name: str, train: list[Any], test: list[Any]) -> tuple[Table, Table | None]:
@@ -279,4 +275,4 @@ def _decode_images(label: str, files: list[bytes]) -> np.ndarray:
     try:
         return decode(files)
     except (OSError, ValueError) as error:
-        raise UsageError(f"{label}: its images cannot be decoded: {_line(error)}") from None
+        raise UsageError(f"{label}: its images cannot be decoded: {first_line(error)}") from None

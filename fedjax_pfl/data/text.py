@@ -6,8 +6,7 @@ from importlib import resources
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.data.columns import check_choice
+from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data.dataset import PADDING, DataDir, Dataset, SampleRows, subset
 from fedjax_pfl.data.tables import find_path
 
@@ -31,7 +30,7 @@ def text(
         may be shorter.
     """
     del data_dir
-    check_choice("text", "owner", owner, OWNERS)
+    require_one_of("text.owner", owner, OWNERS)
     root, name = find_path("text", path), f"text:{path}"
     files = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
     if not files:

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data import tables
-from fedjax_pfl.data.columns import NORMALISE, Roles, check_choice, table_dataset
+from fedjax_pfl.data.columns import NORMALISE, Roles, table_dataset
 from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, subset
 
 
@@ -49,7 +49,7 @@ def windows(
             f"windows: length={length}, stride={stride}, horizon={horizon}, "
             f"test_share={test_share}: use 1 or more, horizon from 0, a share between 0 and 1"
         )
-    check_choice("windows", "normalise", normalise, NORMALISE)
+    require_one_of("windows.normalise", normalise, NORMALISE)
     if Path(path).suffix == ".parquet":
         table, _ = tables.read_parquet(path, "windows")
     else:

@@ -290,7 +290,7 @@ def test_a_client_with_one_example_trains_on_it():
 
 
 def test_clients_with_one_example_are_not_tested():
-    """Of five clients with six examples, one has a test example."""
+    """One of five clients with six examples has a test example."""
     _, federation, portions = federate(numbered(6, classes=1), "iid", clients=5)
     np.testing.assert_array_equal(federation.counts, 1)
     assert portions.test.sum() == 1

@@ -236,9 +236,9 @@ def leaf_of(root, x, y):
     [
         (lambda root: load(f"leaf:{root}"), r"no \*.json in its folder train"),
         (lambda root: load(f"images:{root}"), "has no images CLASS/FILE"),
-        (lambda root: load(f"images:{root}", colour="red"), "colour is 'red'; it must be rgb or"),
+        (lambda root: load(f"images:{root}", colour="red"), "colour is 'red'; choose rgb or"),
         (lambda root: load(f"text:{root}"), r"no file that ends with \.txt"),
-        (lambda root: load(f"text:{root}", owner="me"), "owner is 'me'; it must be speaker or"),
+        (lambda root: load(f"text:{root}", owner="me"), "owner is 'me'; choose speaker or"),
         (lambda root: load("speeches", length=0), "length=0; use 1 or more"),
         (lambda root: load("sensors", rows=9), "at least ten times as many rows"),
         (lambda root: leaf_of(root, [[1], [1, 2]], [0, 1]), "not lists of equally many numbers"),

@@ -186,9 +186,12 @@ def test_hugging_face_names_are_downloaded(monkeypatch):
         ({"label": "price", "owner": "twon"}, "no column 'twon', which csv.owner .* are town, "),
         ({"label": "price", "input": "rooms,agee"}, "no column 'agee', which csv.input .* are age"),
         ({"label": "price", "input": "price"}, "'price' is both input and label"),
-        ({"label": "price", "label_kind": "real"}, "label_kind is 'real'; it must be auto or"),
-        ({"label": "price", "categories": "hot"}, "categories is 'hot'; it must be onehot or"),
-        ({"label": "price", "normalise": "all"}, "normalise is 'all'; it must be federation or"),
+        ({"label": "price", "label_kind": "real"}, "label_kind is 'real'; choose auto, class or"),
+        ({"label": "price", "categories": "hot"}, "categories is 'hot'; choose onehot or"),
+        (
+            {"label": "price", "normalise": "all"},
+            "normalise is 'all'; choose federation, client",
+        ),
         ({"label": "kind", "label_kind": "number"}, "'kind' is text"),
     ],
 )
