@@ -66,7 +66,7 @@ def largest_remainder(weights: np.ndarray, total: int) -> Ints:
 
 
 def round_robin(totals: Ints, clients: int) -> Ints:
-    """Deals examples, sorted by class, to the clients in turn.
+    """Assigns examples, sorted by class, to the clients in turn.
 
     Sizes of clients differ by at most one, and so do the counts of every class.
 
@@ -78,8 +78,8 @@ def round_robin(totals: Ints, clients: int) -> Ints:
       int [N, C].
     """
     ends = np.concatenate([[0], np.cumsum(totals)])
-    dealt = (ends[None, :] - np.arange(clients)[:, None] + clients - 1) // clients
-    return np.diff(dealt, axis=1)
+    cumulative = (ends[None, :] - np.arange(clients)[:, None] + clients - 1) // clients
+    return np.diff(cumulative, axis=1)
 
 
 def can_pick(capacity: Ints, clients: int, picks: int) -> bool:

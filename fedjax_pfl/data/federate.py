@@ -78,7 +78,7 @@ def federate(
     streams = np.random.SeedSequence([seed, 0xDA7A]).spawn(4)
     split_rng, partition_rng, assign_rng, permute_rng = map(np.random.default_rng, streams)
 
-    x, y, owner, is_test = _pool(dataset)
+    x, y, owner, is_test = _concatenate(dataset)
     if y.ndim == 1 and (problem := checks.find_problem(x[:1], y, dataset.outputs)):
         raise UsageError(f"{dataset.name}: {problem.message} in example {problem.example}")
     labels = y if y.ndim == 1 else np.zeros(len(y), np.int32)
@@ -86,7 +86,7 @@ def federate(
     sizes = (test_fraction, validation_fraction, validation_examples)
     use = _split_before_partition(split, is_test, sizes, split_rng)
 
-    def pool(rows: np.ndarray) -> Pool:
+    def pool_of(rows: np.ndarray) -> Pool:
         available = np.bincount(labels[rows], minlength=stored_classes)
         return Pool(available, clients, dataset.coarse, held_out)
 
@@ -100,7 +100,7 @@ def federate(
         client = client_of_owner[owner].astype(np.int32)
     else:
         try:
-            counts = partitions.PARTITIONS[partition](pool(training), partition_rng, **settings)
+            counts = partitions.PARTITIONS[partition](pool_of(training), partition_rng, **settings)
         except UsageError as error:  # name the partition, which may be the default
             prefix = "" if str(error).startswith("partition ") else f"partition {partition}: "
             raise UsageError(f"{prefix}{error}") from None
@@ -108,7 +108,7 @@ def federate(
         client[training] = apportion.assign_examples(labels[training], counts, assign_rng)
         for u in (_VALIDATION, _TEST) if split == "official" else ():
             rows = np.flatnonzero(use == u)
-            totals, new_totals = pool(training).available, pool(rows).available
+            totals, new_totals = pool_of(training).available, pool_of(rows).available
             scaled = apportion.scale_counts(counts, totals, new_totals)
             client[rows] = apportion.assign_examples(labels[rows], scaled, assign_rng)
     if split == "pooled":
@@ -118,7 +118,7 @@ def federate(
     splits = [_stack(_rows_by_client(np.where(use == u, client, -1), clients)) for u in uses]
     label_map, outputs = None, dataset.outputs
     if partition == "domains":
-        domain, rank = _domains(pool(training), settings)
+        domain, rank = _domains(pool_of(training), settings)
         client_domain = partitions.domain_of(clients, int(domain.max()) + 1)
         label_map, outputs = np.tile(rank, (clients, 1)), int(rank.max()) + 1
     active = np.arange(clients) < clients - held_out
@@ -182,7 +182,7 @@ def portions(data: FederatedData, stored_classes: int) -> Portions:
     return Portions(count(data.train), count(data.validation), count(data.test))
 
 
-def _pool(
+def _concatenate(
     dataset: Dataset,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray]:
     """Returns x, y and owners of all examples, and a mask of the source's test examples."""

@@ -75,9 +75,11 @@ def load(
             raise UsageError(f"dataset {source} has no setting {key}: it takes {choices}")
     takes_path = "path" in inspect.signature(sources[source]).parameters
     if takes_path and not path:
-        raise UsageError(f"dataset {source} reads what you name: write {source}:PATH")
+        raise UsageError(f"dataset {source} needs a path: write {source}:PATH")
     if path and not takes_path:
-        raise UsageError(f"dataset {source} reads no {path!r}: leave the colon and the path out")
+        raise UsageError(
+            f"dataset {source} takes no path, got {path!r}: leave out the colon and the path"
+        )
     rng = np.random.default_rng([fraction_seed, 0xF7AC])
 
     def sample_rows(n: int) -> np.ndarray | None:

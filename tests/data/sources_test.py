@@ -113,7 +113,7 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: load("digits", fraction=0.0), "fraction=0.0"),
         (lambda: load("digits", noise=1), "it takes none"),
         (lambda: load("csv"), "write csv:PATH"),
-        (lambda: load("digits:here"), "dataset digits reads no 'here'"),
+        (lambda: load("digits:here"), "dataset digits takes no path, got 'here'"),
         (lambda: load("cvs:here"), "did you mean csv"),
         (lambda: load("synthetic", nois=1), "it takes shape, classes"),
         (lambda: load("synthetic", examples=3), "use positive numbers"),
