@@ -14,6 +14,7 @@ rows and columns, with * for anything: pfedla, cifar10-n10, pfedla/cifar10-n10. 
 found by their settings.
 """
 
+import contextlib
 import fnmatch
 import hashlib
 import sys
@@ -127,17 +128,14 @@ def _select_cells(table: Table, options: Options) -> list[Cell]:
     ]
     for pattern in patterns:
         if not any(_fits(cell_names, pattern) for cell_names in names):
-            known_names = [known_name for cell_names in names for known_name in cell_names] + [
-                cell.row for cell in all_cells
-            ]
-            raise UsageError(
-                f"no cell is {pattern!r}{configuration.suggestion(pattern, known_names)}"
-            )
-    is_selected = [any(_fits(cell_names, pattern) for pattern in patterns) for cell_names in names]
+            known = [*(name for each in names for name in each), *(cell.row for cell in all_cells)]
+            raise UsageError(f"no cell is {pattern!r}{configuration.suggestion(pattern, known)}")
+    if not patterns:
+        return all_cells
     return [
         cell
-        for cell, selected in zip(all_cells, is_selected, strict=True)
-        if selected or not patterns
+        for cell, cell_names in zip(all_cells, names, strict=True)
+        if any(_fits(cell_names, pattern) for pattern in patterns)
     ]
 
 
@@ -170,25 +168,22 @@ def _missing(dataset: str, data_dir: str | None) -> str:
 def jobs(plan: Sequence[Plan], seeds: int) -> Iterator[tuple[Plan, ConfigDict]]:
     """Yields all runs, seed by seed, so that the whole table has one seed before any has two."""
     for seed in range(seeds):
-        for cell_plan in plan:
-            if cell_plan.config is not None:
-                config = cell_plan.config.copy_and_resolve_references()
+        for item in plan:
+            if item.config is not None:
+                config = item.config.copy_and_resolve_references()
                 config.seed = config.partition_seed = seed
-                yield cell_plan, config
+                yield item, config
 
 
 def collect(plan: Sequence[Plan], seeds: int, folder: Path) -> list[Place]:
     """Returns the existing runs of each cell."""
     index = RunIndex(folder)
-    runs: dict[int, dict[int, run_reader.Run]] = {id(cell_plan): {} for cell_plan in plan}
-    for cell_plan, config in jobs(plan, seeds):
-        path = index.find(config)[1]
-        if path is not None:
-            try:
-                runs[id(cell_plan)][config.seed] = run_reader.read(path)
-            except UsageError:
-                continue  # no evaluation yet
-    return [Place(cell_plan, runs[id(cell_plan)]) for cell_plan in plan]
+    runs: dict[int, dict[int, run_reader.Run]] = {id(item): {} for item in plan}
+    for item, config in jobs(plan, seeds):
+        if path := index.find(config)[1]:
+            with contextlib.suppress(UsageError):  # no evaluation yet
+                runs[id(item)][config.seed] = run_reader.read(path)
+    return [Place(item, runs[id(item)]) for item in plan]
 
 
 def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
@@ -196,21 +191,19 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
     index, failed = RunIndex(options.out), dict[str, str]()
     todo: dict[str, tuple[Plan, ConfigDict, Path | None]] = {}
     cells: dict[str, list[int]] = {}  # cells of each run
-    for cell_plan, config in jobs(
-        [cell_plan for cell_plan in plan if not cell_plan.message], seeds
-    ):
+    for item, config in jobs([item for item in plan if not item.message], seeds):
         key, path = index.find(config)
-        cells.setdefault(key, []).append(id(cell_plan))
+        cells.setdefault(key, []).append(id(item))
         if path is None or not (path / "report.html").is_file():
-            todo.setdefault(key, (cell_plan, config, path))
+            todo.setdefault(key, (item, config, path))
     count = len(cells)
     interrupted = sum(path is not None for _, _, path in todo.values())
-    missing = len(todo) - interrupted
-    facts = f"{count - len(todo)} exist, {interrupted} are resumed, {missing} are missing"
+    new = len(todo) - interrupted
+    facts = f"{count - len(todo)} exist, {interrupted} are resumed, {new} are missing"
     print(f"{count} run{'s' * (count != 1)}: {facts}", file=sys.stderr)
     with interrupt.on_signals() as stop:
-        for number, (key, (cell_plan, config, path)) in enumerate(todo.items(), 1):
-            directory = path or options.out / _name(options.table, cell_plan.cell, config.seed, key)
+        for number, (key, (item, config, path)) in enumerate(todo.items(), 1):
+            directory = path or options.out / _name(options.table, item.cell, config.seed, key)
             print(f"[{number}/{len(todo)}] {directory}", file=sys.stderr, flush=True)
             try:
                 runner.run(config, directory, stop)
@@ -219,10 +212,8 @@ def run(options: Options, plan: Sequence[Plan], seeds: int) -> list[Plan]:
                 print(f"  {failed[key]}", file=sys.stderr)
     messages = {cell: message for key, message in failed.items() for cell in cells[key]}
     return [
-        cell_plan._replace(remark=FAILED, message=messages[id(cell_plan)])
-        if id(cell_plan) in messages
-        else cell_plan
-        for cell_plan in plan
+        item._replace(remark=FAILED, message=messages[id(item)]) if id(item) in messages else item
+        for item in plan
     ]
 
 
@@ -240,14 +231,8 @@ def tables(table: Table, places: Sequence[Place]) -> list[text_tables.Table]:
     for column in dict.fromkeys(place.plan.cell.column for place in shown_places):
         column_places = [place for place in shown_places if place.plan.cell.column == column]
         measure, second_measure = table.measures(column)
-        heads = [
-            "published",
-            "ours",
-            "gap",
-            "seeds",
-            *([table.beside] if second_measure else []),
-            "remark",
-        ]
+        second_head = [table.beside] if second_measure else []
+        heads = ["published", "ours", "gap", "seeds", *second_head, "remark"]
         rows, variants = list[list[str]](), list[list[str]]()
         for place in column_places:
             runs = [run for run in place.runs.values() if run.finished]
@@ -274,31 +259,26 @@ def _same_data(table: Table, plan: Plan) -> bool:
 
 
 def _unfinished(place: Place) -> str:
-    unfinished = [(seed, run) for seed, run in place.runs.items() if not run.finished]
-    return ", ".join(
-        f"seed {seed} is at round {run.metrics[-1]['round']}" for seed, run in unfinished
-    )
+    rounds = {
+        seed: run.metrics[-1]["round"] for seed, run in place.runs.items() if not run.finished
+    }
+    return ", ".join(f"seed {seed} is at round {t}" for seed, t in rounds.items())
 
 
 def differences(plan: Sequence[Plan]) -> list[str]:
     """Returns the settings that differ from the published ones, with all their values."""
     values: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
-    for cell_plan in plan:
-        if cell_plan.config is None:
+    for item in plan:
+        if item.config is None:
             continue
-        old, new = (
-            dict(report.flatten(configuration.resolve(config)))
-            for config in (cell_plan.published, cell_plan.config)
-        )
+        both = (item.published, item.config)
+        old, new = (dict(report.flatten(configuration.resolve(config))) for config in both)
         for key in old.keys() & new.keys() - NOT_COMPARED:
             if old[key] != new[key]:
-                new_values, published_values = values.setdefault(key, ({}, {}))
-                new_values[_in_words(new[key])] = published_values[_in_words(old[key])] = None
+                run_values, published = values.setdefault(key, ({}, {}))
+                run_values[_in_words(new[key])] = published[_in_words(old[key])] = None
     ordered = sorted(values.items(), key=lambda item: ("." in item[0], item[0]))
-    return [
-        f"{key} {' or '.join(new_values)} instead of {' or '.join(published_values)}"
-        for key, (new_values, published_values) in ordered
-    ]
+    return [f"{key} {' or '.join(a)} instead of {' or '.join(b)}" for key, (a, b) in ordered]
 
 
 def _in_words(value: str) -> str:
@@ -308,22 +288,20 @@ def _in_words(value: str) -> str:
 def remarks(options: Options, table: Table, places: Sequence[Place]) -> Iterator[str]:
     """Yields sentences on differences from the paper and on missing runs."""
     plan = [place.plan for place in places]
-    runnable = [cell_plan for cell_plan in plan if cell_plan.config is not None]
+    runnable = [item for item in plan if item.config is not None]
     if changed := differences(runnable):
         yield f"Not the published settings: {'; '.join(changed)}."
     elif runnable:
         yield "The settings are the published ones, and our choice if the paper is silent."
-    if not all(_same_data(table, cell_plan) for cell_plan in runnable):
+    if not all(_same_data(table, item) for item in runnable):
         yield "No gap is shown for runs on other data than the column's."
-    if columns := dict.fromkeys(
-        cell_plan.cell.column for cell_plan in plan if cell_plan.remark == LEFT_OUT
-    ):
+    if columns := dict.fromkeys(item.cell.column for item in plan if item.remark == LEFT_OUT):
         yield (
             f"Left out: {', '.join(columns)}. --cells=... runs some of them, --scale=full all of "
             "them in the published settings."
         )
     blocked = [place.plan for place in places if place.plan.message and not place.runs]
-    for message in dict.fromkeys(cell_plan.message for cell_plan in blocked):
+    for message in dict.fromkeys(item.message for item in blocked):
         cells = [
             f"{other.cell.row}/{other.cell.column}" for other in blocked if other.message == message
         ]
@@ -398,9 +376,8 @@ def main(argv: Sequence[str]) -> None:
         return print("\n".join(record.record(TABLES, Path(given.out), agreement.RESULTS)))
     if given.summary:
         return print(agreement.summary(agreement.RESULTS, TABLES, given.format))
-    options: dict[str, Any] = {
-        name: given[name].value for name in {*Options._fields} - {"out", "changes"}
-    }
+    names = {*Options._fields} - {"out", "changes"}
+    options: dict[str, Any] = {name: given[name].value for name in names}
     sys.exit(reproduce(Options(**options, out=Path(given.out), changes=given.set)))
 
 
