@@ -1,4 +1,4 @@
-"""Scores of very many clients: a histogram and quantiles in the place of each client."""
+"""Tests of figures and quantiles of many clients."""
 
 import math
 import re
@@ -15,8 +15,8 @@ from tests.report.page_test import evaluation, make_run
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 
 
-def test_very_many_clients_are_a_histogram_and_quantiles(tmp_path):
-    """Scores .5 to .8, a fourth of the clients each: the median lies between .6 and .7."""
+def test_many_clients_are_a_histogram_and_quantiles(tmp_path):
+    """A quarter of the clients each has score 0.5, 0.6, 0.7 and 0.8, so the median is 0.65."""
     run = make_run(tmp_path, [evaluation(1)], clients=2000)
     path = report.write(run)
     page = path.read_text()
@@ -29,19 +29,19 @@ def test_very_many_clients_are_a_histogram_and_quantiles(tmp_path):
     served, *_ = figure.axes[0].patches
     counts = served.get_data().values
     assert counts[counts > 0].tolist() == [499, 500, 500, 500]  # client 0 does not take part
-    whole, _ = np.histogram(
+    expected, _ = np.histogram(
         [row["before_accuracy"] for row in run.clients[1:]], served.get_data().edges
     )
-    np.testing.assert_array_equal(counts, whole)
+    np.testing.assert_array_equal(counts, expected)
 
 
-def test_the_worst_of_an_error_is_the_largest():
-    found = client_figures.quantiles([1.0, 2.0, 3.0, math.nan], SQUARED_ERROR)
-    assert (found["worst"], found["median"], found["best"]) == (3.0, 2.0, 1.0)
+def test_the_worst_error_is_the_largest():
+    quantiles = client_figures.quantiles([1.0, 2.0, 3.0, math.nan], SQUARED_ERROR)
+    assert (quantiles["worst"], quantiles["median"], quantiles["best"]) == (3.0, 2.0, 1.0)
     assert math.isnan(client_figures.quantiles([math.nan], ACCURACY)["median"])
 
 
-def test_scores_that_differ_by_rounding_are_a_histogram():
+def test_histogram_of_scores_that_differ_by_rounding():
     scores = [0.3 if i % 2 else 0.1 + 0.2 for i in range(client_figures.MAX_POINTS + 1)]
     clients = [{"client": i, "before_accuracy": v} for i, v in enumerate(scores)]
     assert client_figures.draw(clients, ACCURACY)

@@ -1,4 +1,4 @@
-"""Texts from outside are no formulas in a spreadsheet; numbers stay numbers."""
+"""Tests of CSV files: text is escaped, numbers are unchanged."""
 
 import csv
 import io
@@ -11,18 +11,18 @@ from fedjax_pfl.runs import run_directory
 
 
 @pytest.mark.parametrize("text", ["=cmd|' /C calc'!A0", "+x", "-x", "@sum", "\t=1", "\r=1", "'=1"])
-def test_a_text_that_begins_as_a_formula_gets_an_apostrophe_and_loses_it_again(text):
+def test_formulas_are_escaped_and_unescaped(text):
     assert escaped(text) == f"'{text}"
     assert unescaped(escaped(text)) == text
 
 
 @pytest.mark.parametrize("value", ["Bern", "'s-Gravenhage", "-5", "+1.5e3", "", -5, 0.25, None])
-def test_numbers_and_plain_texts_stay(value):
+def test_numbers_and_other_texts_are_unchanged(value):
     assert escaped(value) == value
     assert unescaped(str(value)) == str(value)
 
 
-def test_owners_in_clients_csv_come_back_as_they_are(tmp_path):
+def test_owners_in_clients_csv_are_read_back(tmp_path):
     names = ["=1+1", "Bern", "'=1", "-x"]
     rows = [{"client": i, "owner": name, "loss": -0.5} for i, name in enumerate(names)]
     run_directory.write_clients(tmp_path, rows)
@@ -32,7 +32,7 @@ def test_owners_in_clients_csv_come_back_as_they_are(tmp_path):
     assert run_reader._clients(tmp_path / "clients.csv") == rows
 
 
-def test_a_table_has_the_names_of_all_rows():
+def test_header_has_the_columns_of_all_rows():
     file = io.StringIO()
     csv_tables.write(file, [{"a": "@x"}, {"b": -1}])
     assert file.getvalue() == "a,b\n'@x,\n,-1\n"

@@ -1,4 +1,4 @@
-"""What a method shows of itself becomes a picture by its shape."""
+"""Tests of figures of the arrays and diagnostics that methods expose."""
 
 import numpy as np
 import pytest
@@ -7,24 +7,24 @@ from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.report import method_figures, page
 
 
-def only(name, *values, layers=(), rounds=(5, 10)):
+def draw_array(name, *values, layers=(), rounds=(5, 10)):
     pictures = {**METHODS["fedem"].pictures, **METHODS["clustered_fl"].pictures}
     for method in ("pfedla", "pfedhn", "factorized_fl"):
         pictures |= METHODS[method].pictures
-    seen = {name: (list(rounds)[: len(values)], list(values))}
-    drawn = method_figures.draw_arrays(seen, layers, pictures)
-    return drawn.get(name)
+    exposed = {name: (list(rounds)[: len(values)], list(values))}
+    figures = method_figures.draw_arrays(exposed, layers, pictures)
+    return figures.get(name)
 
 
-def shown(figure):
-    """The arrays of its heat maps."""
+def heat_maps(figure):
+    """Returns the arrays of a figure's heat maps."""
     return [np.asarray(image.get_array()) for axes in figure.axes for image in axes.images]
 
 
-def test_weights_of_layers_are_a_heat_map_for_each_of_the_last_evaluation():
+def test_layer_weights_are_heat_maps_of_the_last_evaluation():
     first, last = np.random.default_rng(0).random((2, 4, 3, 4))
-    figure = only("alpha", first, last, layers=("conv1", "conv2", "fc1"))
-    maps = shown(figure)
+    figure = draw_array("alpha", first, last, layers=("conv1", "conv2", "fc1"))
+    maps = heat_maps(figure)
     assert len(maps) == 3
     for j in range(3):
         np.testing.assert_array_equal(maps[j], last[:, j])
@@ -37,50 +37,50 @@ def test_weights_of_layers_are_a_heat_map_for_each_of_the_last_evaluation():
     )
 
 
-def test_layers_without_names_are_numbered_and_many_are_cut():
-    figure = only("alpha", np.ones((2, 15, 2)), layers=("a", "b"))
+def test_unnamed_layers_are_numbered_and_limited():
+    figure = draw_array("alpha", np.ones((2, 15, 2)), layers=("a", "b"))
     titles = [axes.get_title() for axes in figure.axes if axes.get_title()]
     assert titles == [f"layer {j}" for j in range(1, 13)]
     assert "the first 12 layers, without 3 others" in figure.get_label()
 
 
-def test_a_table_is_one_heat_map_that_may_be_negative():
+def test_matrix_with_negative_values_is_a_heat_map():
     values = np.array([[1.0, -0.5], [-0.5, 1.0]])
-    (found,) = shown(only("v", values))
-    np.testing.assert_array_equal(found, values)
+    (image,) = heat_maps(draw_array("v", values))
+    np.testing.assert_array_equal(image, values)
 
 
-def test_columns_of_pi_are_named_by_the_method():
-    (axes, _) = only("pi", np.array([[0.2, 0.8], [0.5, 0.5]])).axes
+def test_axis_labels_come_from_the_method():
+    (axes, _) = draw_array("pi", np.array([[0.2, 0.8], [0.5, 0.5]])).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("component", "client")
 
 
-def test_a_number_each_is_bars():
-    figure = only("cluster", np.array([0, 2, 1]))
+def test_vector_is_a_bar_chart():
+    figure = draw_array("cluster", np.array([0, 2, 1]))
     heights = [bar.get_height() for bar in figure.axes[0].patches]
     assert heights == [0, 2, 1]
 
 
-def test_embeddings_are_a_plane_with_distances_kept():
-    """Points of a plane in three dimensions stay as far from each other as they are."""
+def test_scatter_of_embeddings_keeps_distances():
+    """Two principal components keep all distances of points in a plane."""
     rng = np.random.default_rng(1)
     plane = rng.normal(size=(6, 2))
     turned = plane @ np.linalg.qr(rng.normal(size=(3, 3)))[0][:2] + 5
-    figure = only("embeddings_group0", turned)
-    at = np.asarray(figure.axes[0].collections[0].get_offsets())
+    figure = draw_array("embeddings_group0", turned)
+    points = np.asarray(figure.axes[0].collections[0].get_offsets())
 
-    def between(x):
+    def distances(x):
         return np.linalg.norm(x[:, None] - x[None], axis=-1)
 
-    np.testing.assert_allclose(between(at), between(plane), atol=1e-9)
+    np.testing.assert_allclose(distances(points), distances(plane), atol=1e-9)
     assert [text.get_text() for text in figure.axes[0].texts] == list("012345")
 
 
-def test_what_is_unknown_has_its_own_name_and_what_cannot_be_drawn_is_left_out():
-    assert "my signal" in only("my_signal", np.ones(3)).get_label().replace("_", " ")
-    assert only("alpha", np.full((2, 1, 2), np.nan)) is None
-    assert only("alpha", np.ones((2, 2, 2, 2))) is None
-    assert only("alpha", np.ones((0, 3))) is None
+def test_unknown_arrays_keep_their_name_and_others_are_skipped():
+    assert "my signal" in draw_array("my_signal", np.ones(3)).get_label().replace("_", " ")
+    assert draw_array("alpha", np.full((2, 1, 2), np.nan)) is None
+    assert draw_array("alpha", np.ones((2, 2, 2, 2))) is None
+    assert draw_array("alpha", np.ones((0, 3))) is None
 
 
 @pytest.mark.slow("draws every figure")
@@ -91,10 +91,10 @@ def test_pictures_can_be_written():
         "embeddings": np.eye(4),
         "zeros_in_mu": np.zeros(40),
     }.items():
-        assert page.png(only(name, values)).startswith(b"\x89PNG")
+        assert page.png(draw_array(name, values)).startswith(b"\x89PNG")
 
 
-def test_diagnostics_are_a_panel_each_and_shares_are_seen_whole():
+def test_diagnostics_have_a_panel_each():
     peers = [{"conv": 4.0, "head": 3.0}, {"conv": 3.5, "head": 1.5}]
     lines = [
         {"round": 5, "observed": {"peers": peers[0], "one_hot": 0.0}},
@@ -102,8 +102,8 @@ def test_diagnostics_are_a_panel_each_and_shares_are_seen_whole():
     ]
     (figure,) = method_figures.draw_diagnostics(METHODS["pfedla"].diagnostics, lines).values()
     first, second, third = figure.axes
-    drawn = {line.get_label(): line.get_ydata().tolist() for line in first.lines}
-    assert drawn == {"conv": [4.0, 3.5], "head": [3.0, 1.5]}
+    curves = {line.get_label(): line.get_ydata().tolist() for line in first.lines}
+    assert curves == {"conv": [4.0, 3.5], "head": [3.0, 1.5]}
     assert second.lines[0].get_ydata().tolist() == [0.0, 0.1]
     assert second.get_ylim() == (-0.05, 1.05)
     assert third.lines[0].get_xdata().tolist() == [10]

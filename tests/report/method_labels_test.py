@@ -1,4 +1,4 @@
-"""Titles of methods and the settings that differ from their defaults."""
+"""Tests of the labels of methods and of their changed settings."""
 
 import pytest
 
@@ -10,12 +10,12 @@ from tests.report.page_test import evaluation, make_run, work
 DEFAULTS = run_reader.default_settings()
 
 
-def read(**given):
-    """Settings as a run directory holds them."""
-    return run_reader.as_json(configuration.resolve(configuration.complete(given)))
+def read(**changes):
+    """Returns settings as a run directory stores them."""
+    return run_reader.as_json(configuration.resolve(configuration.complete(changes)))
 
 
-def test_a_method_is_named_by_its_title_and_a_users_own_by_its_name():
+def test_label_of_built_in_and_user_defined_methods():
     assert method_labels.table_label("lg_fedavg") == "LG-FedAvg"
     assert method_labels.table_label("mine") == "mine"
     assert method_labels.label(read(algorithm="lg_fedavg")) == (
@@ -24,7 +24,7 @@ def test_a_method_is_named_by_its_title_and_a_users_own_by_its_name():
     assert method_labels.label({"algorithm": "mine"}) == "mine, a method of your own"
 
 
-def test_a_variant_says_so(monkeypatch):
+def test_label_of_a_variant(monkeypatch):
     variant = Method(
         METHODS["fedmn"].factory, "FedMN by heart", "Wang et al. 2022", METHODS["fedmn"]
     )
@@ -35,14 +35,14 @@ def test_a_variant_says_so(monkeypatch):
     )
 
 
-def test_phases_are_named_in_order_and_once():
+def test_label_of_several_phases():
     config = read(algorithm="fedmn", phases=({"algorithm": "fedavg"}, {}, {"rounds": 3}))
     assert method_labels.label(config) == (
         "FedAvg, the method of McMahan et al. 2017, then FedMN, the method of Wang et al. 2022"
     )
 
 
-def test_changes_are_those_of_the_method_and_of_training():
+def test_changes_hold_settings_of_method_and_training():
     config = read(
         algorithm="ditto",
         ditto={"penalty": 2.0},
@@ -50,8 +50,8 @@ def test_changes_are_those_of_the_method_and_of_training():
         learning_rate=0.05,
         local_epochs=5,
         keep_head=True,
-        rounds=7,  # how long it is
-        clients=12,  # whose data
+        rounds=7,
+        clients=12,
     )
     assert method_labels.changes(config, DEFAULTS) == [
         "ditto.penalty=2.0",
@@ -80,14 +80,14 @@ def test_changes_as_a_sentence():
     )
 
 
-def test_the_first_line_has_what_all_runs_change():
+def test_first_line_has_changes_of_all_runs():
     runs = [read(learning_rate=rate, momentum=0.9) for rate in (0.1, 0.2)]
     assert method_labels.first_line(runs, configuration.BUILTINS) == (
         "FedAvg, the method of McMahan et al. 2017; changed from the defaults: momentum=0.9"
     )
 
 
-def test_the_first_line_knows_the_settings_of_a_users_own_method():
+def test_first_line_of_a_user_defined_method():
     def mine(model, training, federation, *, strength: float = 1.0):
         """A method.
 
@@ -95,16 +95,16 @@ def test_the_first_line_knows_the_settings_of_a_users_own_method():
           strength: how much.
         """
 
-    words = configuration.BUILTINS
-    words = words._replace(algorithm={**words.algorithm, "mine": mine})
+    builtins = configuration.BUILTINS
+    registry = builtins._replace(algorithm={**builtins.algorithm, "mine": mine})
     config = read() | {"algorithm": "mine", "mine": {"strength": 2.0}}
-    assert method_labels.first_line([config], words) == (
+    assert method_labels.first_line([config], registry) == (
         "mine, a method of your own; changed from the defaults: mine.strength=2.0"
     )
 
 
 @pytest.mark.slow("a page of a run")
-def test_the_head_says_whose_method_it_is_and_what_was_changed(tmp_path, monkeypatch):
+def test_page_head_has_origin_and_changes(tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "ditto", METHODS["ditto"]._replace(variant_of=METHODS["fedavg"]))
     config = work("ditto", ditto={"penalty": 2.0}, momentum=0.5)
     text = page.write(make_run(tmp_path, [evaluation(1)], config)).read_text()

@@ -11,13 +11,13 @@ from fedjax_pfl.report.partition_picture import draw_partition
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 
 
-def saved(figure):
+def png_size(figure):
     file = io.BytesIO()
     figure.savefig(file, format="png", dpi=50)
     return file.getbuffer().nbytes
 
 
-def test_few_clients_are_bubbles_and_novel_ones_are_red():
+def test_few_clients_are_bubbles_and_held_out_clients_are_red():
     data, federation, portions = federate(load("digits"), "iid", clients=4, held_out=1)
     figure = draw_partition(data, federation)
     grid, side = figure.axes
@@ -29,7 +29,7 @@ def test_few_clients_are_bubbles_and_novel_ones_are_red():
     assert colours[:3] == ["black"] * 3
     assert colours[3] != "black"
     assert "held-out clients are red" in figure.get_label()
-    assert saved(figure) > 1000
+    assert png_size(figure) > 1000
 
 
 def test_many_clients_are_a_heat_map():
@@ -37,29 +37,29 @@ def test_many_clients_are_a_heat_map():
     data, federation, portions = federate(dataset, "iid", clients=200)
     figure = draw_partition(data, federation)
     assert "red" not in figure.get_label()
-    shown = figure.axes[0].images[0].get_array()
-    np.testing.assert_array_equal(shown.filled(0), portions.train)
-    assert saved(figure) > 1000
+    image = figure.axes[0].images[0].get_array()
+    np.testing.assert_array_equal(image.filled(0), portions.train)
+    assert png_size(figure) > 1000
 
 
-def test_domains_are_drawn_too():
+def test_domains_have_all_classes():
     dataset = arrays(np.zeros((40, 1)), np.arange(40) % 4)
     data, federation, _ = federate(dataset, "domains", clients=2, settings={"domains": 2})
     assert len(draw_partition(data, federation).axes[0].get_xticks()) == 4
 
 
-def test_of_a_regression_the_targets_histogram_is_drawn():
-    """Targets 0 to 19 once each, in twenty ranges: one example in each range, of one client."""
+def test_regression_has_ranges_of_the_target():
+    """Each of the targets 0 to 19 falls into a range of its own."""
     y = np.stack([np.arange(20.0), np.zeros(20)], -1)
-    data, federation, held = federate(arrays(np.zeros((20, 1)), y), "iid", clients=2)
+    data, federation, portions = federate(arrays(np.zeros((20, 1)), y), "iid", clients=2)
     figure = draw_partition(data, federation)
     (points,) = figure.axes[0].collections
-    where = {(int(x), int(client)) for x, client in np.asarray(points.get_offsets())}
-    assert len(where) == held.train.sum()
+    cells = {(int(x), int(client)) for x, client in np.asarray(points.get_offsets())}
+    assert len(cells) == portions.train.sum()
     for client in range(2):
         rows = np.asarray(data.train.rows)[client, : np.asarray(data.train.size)[client]]
-        ours = {int(value) for value in np.asarray(data.y)[rows, 0]}
-        assert {x for x, owner in where if owner == client} == ours
+        targets = {int(value) for value in np.asarray(data.y)[rows, 0]}
+        assert {x for x, owner in cells if owner == client} == targets
     ticks = figure.axes[0].get_xticklabels()
     assert (ticks[0].get_text(), ticks[-1].get_text()) == ("0", "19")
     assert figure.axes[0].get_xlabel() == "the first of 2 targets"
@@ -67,19 +67,18 @@ def test_of_a_regression_the_targets_histogram_is_drawn():
 
 
 def test_very_many_clients_are_histograms(monkeypatch):
-    """Forty clients with four classes each; their sizes are those of the partition."""
     monkeypatch.setattr(partition_picture, "_MAX_ROWS", 39)
-    data, federation, held = federate(
+    data, federation, portions = federate(
         load("digits"), "classes", clients=40, settings={"examples": 20}
     )
     figure = draw_partition(data, federation)
     sizes, classes = figure.axes
     train, test = sizes.patches
     assert train.get_data().values.sum() == test.get_data().values.sum() == 40
-    (size,) = np.unique(held.train.sum(1))
+    (size,) = np.unique(portions.train.sum(1))
     edges = train.get_data().edges
     (place,) = np.flatnonzero(train.get_data().values)
     assert edges[place] <= size < edges[place + 1]
     assert [bar.get_height() for bar in classes.patches] == [0, 0, 0, 0, 40]
     assert "Distribution over 40 clients" in figure.get_label()
-    assert saved(figure) > 1000
+    assert png_size(figure) > 1000

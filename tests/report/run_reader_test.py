@@ -1,4 +1,4 @@
-"""Files of a run directory, whole and damaged: every reader says one line."""
+"""Tests of reading run directories, intact and damaged."""
 
 import json
 
@@ -55,8 +55,10 @@ def run(tmp_path):
     return made(tmp_path / "run", [0.5, 0.6, 0.7], settings())
 
 
-@pytest.mark.parametrize(("name", "content"), [(n, c) for n, each in DAMAGE.items() for c in each])
-def test_what_no_run_writes_is_one_line(run, name, content):
+@pytest.mark.parametrize(
+    ("name", "content"), [(n, c) for n, contents in DAMAGE.items() for c in contents]
+)
+def test_damaged_file_is_refused_in_one_line(run, name, content):
     (run / name).write_text(content)
     with pytest.raises(UsageError) as error:
         comparison.read(run)
@@ -68,13 +70,13 @@ def test_what_no_run_writes_is_one_line(run, name, content):
 
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("content", [b"\x00\xff\xfe\x80", b"\x89PNG\r\n\x1a\n" + bytes(range(256))])
-def test_bytes_of_another_kind_are_one_line(run, name, content):
+def test_binary_content_is_refused(run, name, content):
     (run / name).write_bytes(content)
     with pytest.raises(UsageError, match="is damaged"):
         comparison.read(run)
 
 
-def test_a_folder_in_the_place_of_a_file_is_one_line(run):
+def test_folder_instead_of_a_file_is_refused(run):
     (run / "traffic.json").unlink(missing_ok=True)
     (run / "made.json").mkdir()
     assert comparison.read(run).provenance == {}
@@ -85,27 +87,27 @@ def test_a_folder_in_the_place_of_a_file_is_one_line(run):
 
 
 @pytest.mark.parametrize("content", DAMAGE["config.json"])
-def test_other_readers_of_a_configuration(run, content):
+def test_other_readers_of_a_damaged_configuration(run, content):
     (run / "config.json").write_text(content)
     with pytest.raises(UsageError, match="is damaged"):
         export.load_result(run)
-    assert RunIndex(run.parent).runs == {}  # passed over, as one that is being written
+    assert RunIndex(run.parent).runs == {}  # skipped, as it may be being written
 
 
-def test_numbers_come_back_as_numbers(run):
-    found = run_reader.read(run)
-    assert found.clients[2] == {
+def test_cells_are_read_as_numbers(run):
+    record = run_reader.read(run)
+    assert record.clients[2] == {
         "client": 0,
         "active": 1,
         "test_examples": 10,
         "before_accuracy": 0.5,
         "after_accuracy": 0.55,
     }
-    assert found.clients[1]["before_accuracy"] is None
-    assert (found.seed, found.finished, found.config["clients"]) == (0, True, 3)
+    assert record.clients[1]["before_accuracy"] is None
+    assert (record.seed, record.finished, record.config["clients"]) == (0, True, 3)
 
 
-def test_a_run_that_goes_on_may_be_half_way_through_a_line(tmp_path):
+def test_unfinished_run_may_have_an_incomplete_last_line(tmp_path):
     path = made(tmp_path / "a", [0.5], settings(), finished=False)
     with (path / "metrics.jsonl").open("a") as file:
         file.write('{"round": 15, "bef')
@@ -129,7 +131,7 @@ def test_markdown_escapes_html(tmp_path):
     assert json.dumps(hostile)[1:5] not in text
 
 
-def test_the_command_names_the_file(run):
+def test_command_names_the_damaged_file(run):
     (run / "metrics.jsonl").write_text("[]\n")
     with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
         run_here("compare", run)

@@ -1,4 +1,4 @@
-"""Event files, read back by a reader that shares nothing with what wrote them but the schema."""
+"""Tests of event files, read back by an independent reader."""
 
 import struct
 import sys
@@ -19,7 +19,7 @@ STAGES = ("before", "after", "validation")
 
 
 def crc32c(content):
-    """Castagnoli's, bit by bit."""
+    """Returns the CRC-32C checksum of Castagnoli, computed bit by bit."""
     crc = 0xFFFFFFFF
     for byte in content:
         crc ^= byte
@@ -33,46 +33,46 @@ def masked(content):
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-def test_the_checksum_is_castagnolis():
+def test_crc32c():
     assert crc32c(b"123456789") == 0xE3069283
 
 
 def events(directory):
-    """The events of the only file there, whose checksums hold."""
+    """Returns the events of the only file, after checking their checksums."""
     (path,) = (directory / "tensorboard").iterdir()
-    assert "tfevents" in path.name  # what TensorBoard looks for
-    rest, found = path.read_bytes(), []
-    while rest:
-        length = int.from_bytes(rest[:8], "little")
-        content = rest[12 : 12 + length]
-        sums = struct.unpack("<II", rest[8:12] + rest[12 + length : 16 + length])
-        assert sums == (masked(rest[:8]), masked(content))
-        found.append(Event.FromString(content))
-        rest = rest[16 + length :]
-    return found
+    assert "tfevents" in path.name  # TensorBoard searches for this name
+    data, records = path.read_bytes(), []
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        content = data[12 : 12 + length]
+        sums = struct.unpack("<II", data[8:12] + data[12 + length : 16 + length])
+        assert sums == (masked(data[:8]), masked(content))
+        records.append(Event.FromString(content))
+        data = data[16 + length :]
+    return records
 
 
 def assert_as_in_metrics(directory, lines):
-    first, *each = events(directory)
+    first, *evaluations = events(directory)
     assert first.file_version == "brain.Event:2"
-    assert [event.step for event in each] == [line["round"] for line in lines]
-    assert sorted(e.wall_time for e in each) == [e.wall_time for e in each]
-    for event, line in zip(each, lines, strict=True):
-        got = {value.tag: value.simple_value for value in event.summary.value}
-        assert len(got) == len(event.summary.value)
-        wanted = {f"{stage}/{k}": v for stage in STAGES for k, v in (line[stage] or {}).items()}
-        wanted |= {k: line[k] for k in ("train_loss", "bytes_down", "bytes_up")}
-        wanted |= {k: line[k] for k in ("dropped", "rejected")}
-        assert got == {tag: float(np.float32(value)) for tag, value in wanted.items()}
+    assert [event.step for event in evaluations] == [line["round"] for line in lines]
+    assert sorted(e.wall_time for e in evaluations) == [e.wall_time for e in evaluations]
+    for event, line in zip(evaluations, lines, strict=True):
+        scalars = {value.tag: value.simple_value for value in event.summary.value}
+        assert len(scalars) == len(event.summary.value)
+        expected = {f"{stage}/{k}": v for stage in STAGES for k, v in (line[stage] or {}).items()}
+        expected |= {k: line[k] for k in ("train_loss", "bytes_down", "bytes_up")}
+        expected |= {k: line[k] for k in ("dropped", "rejected")}
+        assert scalars == {tag: float(np.float32(value)) for tag, value in expected.items()}
 
 
 class Stop(BaseException):
-    """Stands for Ctrl-C, which pytest would take for its own."""
+    """Replaces Ctrl-C, which would stop pytest."""
 
 
 @pytest.mark.parametrize(("at", "torn"), [(None, False), (2, False), (3, True)])
-def test_the_file_says_what_metrics_say(at, torn, tmp_path, monkeypatch):
-    """Of a run, of one that is stopped before a line is written, and while it is."""
+def test_file_equals_metrics_after_an_interruption(at, torn, tmp_path, monkeypatch):
+    """Checks a run that is not stopped, one stopped before a record, and one stopped within it."""
     append, calls = tensorboard.append, []
 
     def stopped(directory, line):
@@ -99,7 +99,7 @@ def test_the_file_says_what_metrics_say(at, torn, tmp_path, monkeypatch):
     assert_same_run(result, undisturbed(BASE), tmp_path)
 
 
-def test_a_finished_run_gets_its_file_and_loses_nothing_without_the_setting(tmp_path):
+def test_finished_run_gets_its_file_and_keeps_it(tmp_path):
     runner.run(BASE, tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == FILES
     result = runner.run(LOGGED, tmp_path)
@@ -109,7 +109,7 @@ def test_a_finished_run_gets_its_file_and_loses_nothing_without_the_setting(tmp_
     assert_as_in_metrics(tmp_path, result.metrics)
 
 
-def test_what_is_not_finite_is_left_out():
+def test_scalars_skip_missing_values():
     line = {
         "round": 3,
         "seconds": 1.0,
@@ -123,7 +123,7 @@ def test_what_is_not_finite_is_left_out():
     assert dict(tensorboard.scalars(line)) == {"before/accuracy_mean": 0.5, "bytes_up": 7}
 
 
-def test_without_the_package_a_line_says_so_before_anything_is_written(tmp_path, monkeypatch):
+def test_missing_package_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     for name in [n for n in sys.modules if n.partition(".")[0] == "tensorboardX"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)
@@ -132,4 +132,4 @@ def test_without_the_package_a_line_says_so_before_anything_is_written(tmp_path,
     ):
         runner.run({**LOGGED, "seed": 9}, tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
-    assert runner.run(BASE).directory is None  # others do not need it
+    assert runner.run(BASE).directory is None

@@ -1,4 +1,4 @@
-"""Settings: where they come from, how they resolve, and what a directory keeps of them."""
+"""Tests of settings, phases, groups and differences between configurations."""
 
 import ast
 import dataclasses
@@ -38,8 +38,8 @@ KINDS = {
 FACTORIES = [(kind, name) for kind, table in KINDS.items() for name in table]
 
 
-def own_settings(kind, name):
-    """What a factory can be told, read off its signature."""
+def signature_settings(kind, name):
+    """Returns the settings of a factory with their defaults, from its signature."""
     factory = KINDS[kind][name]
     if dataclasses.is_dataclass(factory):
         fields = {f.name: f.default for f in dataclasses.fields(factory)}
@@ -49,15 +49,16 @@ def own_settings(kind, name):
 
 
 def checked(changes):
-    made = configuration.complete({**TINY, **changes})
-    configuration.specify(made)
-    return made
+    """Returns a valid configuration with changes."""
+    config = configuration.complete({**TINY, **changes})
+    configuration.specify(config)
+    return config
 
 
-def message(changes, made_by=checked):
-    """The one line that a configuration is refused with."""
+def message(changes, check=checked):
+    """Returns the line with which a configuration is refused."""
     with pytest.raises(UsageError) as caught:
-        made_by(changes)
+        check(changes)
     line = str(caught.value)
     assert line
     assert "\n" not in line
@@ -68,19 +69,19 @@ def built(changes):
     return build.build(configuration.complete({**TINY, **changes}))
 
 
-# Where settings come from.
+# Factories.
 
 
 @pytest.mark.parametrize(("kind", "name"), FACTORIES)
-def test_a_factorys_settings_are_in_the_sub_config_of_its_name(kind, name):
+def test_settings_of_a_factory_are_a_sub_config(kind, name):
     sub = configuration.default().get(name)
-    wanted = own_settings(kind, name)
-    assert (sub.to_dict() if sub else {}).keys() == wanted.keys()
-    for key, value in wanted.items():  # the default partition's examples suit the digits instead
+    expected = signature_settings(kind, name)
+    assert (sub.to_dict() if sub else {}).keys() == expected.keys()
+    for key, value in expected.items():  # the default of classes.examples fits the digits
         assert sub[key] == value or (name, key) == ("classes", "examples"), key
 
 
-def test_sources_and_partitions_agree_with_what_they_say_of_themselves():
+def test_settings_of_sources_and_partitions():
     default = configuration.default()
     for name in configuration.PARTITIONS:
         assert set(partition_settings(name)) == set(default.get(name, {}))
@@ -95,16 +96,20 @@ def test_names_are_unique_across_kinds_and_settings():
     assert not plain & set(names)
 
 
-def test_the_facts_of_a_row_agree_with_each_other():
-    for name, row in SETTINGS.items():
-        assert not (row.per_phase and row.resumable), name
-        assert not row.per_process or row.resumable, name
-        assert not row.sweepable or (row.tunable and not row.defines_data), name
-        assert not row.sweepable or float in (type(row.default), row.default), name
-        assert not (row.tunable and (row.budget or row.sets_participation)), name
-        assert not row.choices or row.default in row.choices, name
-        unset = isinstance(row.default, type)
-        assert unset or not isinstance(row.default, int | float) or row.violation(row.default) == ""
+def test_attributes_of_settings_are_consistent():
+    for name, setting in SETTINGS.items():
+        assert not (setting.per_phase and setting.resumable), name
+        assert not setting.per_process or setting.resumable, name
+        assert not setting.sweepable or (setting.tunable and not setting.defines_data), name
+        assert not setting.sweepable or float in (type(setting.default), setting.default), name
+        assert not (setting.tunable and (setting.budget or setting.sets_participation)), name
+        assert not setting.choices or setting.default in setting.choices, name
+        unset = isinstance(setting.default, type)
+        assert (
+            unset
+            or not isinstance(setting.default, int | float)
+            or setting.violation(setting.default) == ""
+        )
     assert SETTINGS["split"].choices == SPLITS
     for name in SETTINGS["conv"].choices:
         lowering(name)
@@ -114,7 +119,7 @@ def test_the_facts_of_a_row_agree_with_each_other():
 
 
 @pytest.mark.parametrize(
-    ("name", "values", "wanted"),
+    ("name", "values", "expected"),
     [
         ("upload_bits", (1, 2, 16, 17), ("at least 2", "", "", "at most 16")),
         ("fraction", (0.0, 0.1, 1.0, 1.5), ("above 0", "", "", "at most 1")),
@@ -122,79 +127,75 @@ def test_the_facts_of_a_row_agree_with_each_other():
         ("clip_norm", (None, 0.0, 1e9), ("", "above 0", "")),
     ],
 )
-def test_a_row_says_what_a_value_must_be(name, values, wanted):
-    assert tuple(SETTINGS[name].violation(value) for value in values) == wanted
+def test_bounds(name, values, expected):
+    assert tuple(SETTINGS[name].violation(value) for value in values) == expected
 
 
-def test_no_list_of_settings_is_written_by_hand():
-    """Except in their rows, in presets and in arguments of tests."""
+def test_settings_are_listed_only_in_general_and_presets():
     folder = Path(fedjax_pfl.__file__).parent
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             items = getattr(node, "elts", ())
             if isinstance(node, ast.Dict) and all(isinstance(v, ast.Constant) for v in node.values):
                 items = node.keys
-            words = {one.value for one in items if isinstance(one, ast.Constant)}
-            named = {word for word in words if isinstance(word, str) and word in SETTINGS}
+            words = {item.value for item in items if isinstance(item, ast.Constant)}
+            names = {word for word in words if isinstance(word, str) and word in SETTINGS}
             if path.name != "general.py" and path.parent.name not in ("presets", "testing"):
-                assert len(named) <= 2, (path, node.lineno, sorted(named))
+                assert len(names) <= 2, (path, node.lineno, sorted(names))
 
 
 def test_a_specification_is_frozen():
-    made = configuration.specify(configuration.complete({**TINY, "groups": [{}, {}]}))
-    one = made.phases[0]
+    specification = configuration.specify(configuration.complete({**TINY, "groups": [{}, {}]}))
+    phase = specification.phases[0]
     for change in (
-        lambda: setattr(made, "phases", ()),
-        lambda: setattr(made.settings, "rounds", 3),
-        lambda: setattr(one.settings.mlp, "hidden", (3,)),
-        lambda: setattr(one.groups[1], "model", "small"),
+        lambda: setattr(specification, "phases", ()),
+        lambda: setattr(specification.settings, "rounds", 3),
+        lambda: setattr(phase.settings.mlp, "hidden", (3,)),
+        lambda: setattr(phase.groups[1], "model", "small"),
     ):
         with pytest.raises((AttributeError, TypeError)):
             change()
-    assert (made.settings.rounds, len(one.groups)) == (2, 2)
+    assert (specification.settings.rounds, len(phase.groups)) == (2, 2)
 
 
 def test_a_run_is_validated_once(monkeypatch):
-    found, specify = [], configuration.specify
-    monkeypatch.setattr(configuration, "specify", lambda *a: found.append(a) or specify(*a))
+    calls, specify = [], configuration.specify
+    monkeypatch.setattr(configuration, "specify", lambda *a: calls.append(a) or specify(*a))
     monkeypatch.setattr(
         runner, "_execute", lambda experiment, sweep_runs, stop, callbacks: {"": experiment}
     )
-    made = runner.run({**TINY, "phases": [{}, {"rounds": 3}]})
-    assert len(found) == 1
-    assert [phase.config.rounds for phase in made.phases] == [2, 3]
+    experiment = runner.run({**TINY, "phases": [{}, {"rounds": 3}]})
+    assert len(calls) == 1
+    assert [phase.config.rounds for phase in experiment.phases] == [2, 3]
 
 
-def test_the_defaults_are_a_configuration():
+def test_defaults_are_valid():
     configuration.specify(configuration.default())
 
 
-def test_complete_changes_what_is_given_and_no_more():
-    made, default = (
-        configuration.complete({"rounds": 7, "mlp": {"hidden": [3]}}),
-        configuration.default(),
-    )
-    assert made.rounds == 7
-    assert made.mlp.hidden == (3,)
-    made.rounds, made.mlp.hidden = default.rounds, default.mlp.hidden
-    assert made.to_dict() == default.to_dict()
+def test_complete_changes_only_the_given_settings():
+    config = configuration.complete({"rounds": 7, "mlp": {"hidden": [3]}})
+    assert (config.rounds, config.mlp.hidden) == (7, (3,))
+    default = configuration.default()
+    config.rounds, config.mlp.hidden = default.rounds, default.mlp.hidden
+    assert config.to_dict() == default.to_dict()
 
 
-# Phases, groups, and what a directory keeps.
+# Phases, groups and differences.
 
 
-def test_phases_change_what_they_say():
-    made = checked({"phases": [{"rounds": 5}, {"algorithm": "local", "mlp": {"hidden": (2,)}}]})
-    first, second = configuration.phases(made)
+def test_phases_change_only_their_settings():
+    config = checked({"phases": [{"rounds": 5}, {"algorithm": "local", "mlp": {"hidden": (2,)}}]})
+    first, second = configuration.phases(config)
     assert (first.rounds, first.algorithm, first.mlp.hidden) == (5, "fedavg", (4,))
     assert (second.rounds, second.algorithm, second.mlp.hidden) == (2, "local", (2,))
-    assert (made.rounds, made.mlp.hidden) == (2, (4,))  # what is given stays as it is
-    assert [one.rounds for one in configuration.phases(checked({}))] == [2]
+    assert (config.rounds, config.mlp.hidden) == (2, (4,))  # unchanged
+    assert [phase.rounds for phase in configuration.phases(checked({}))] == [2]
 
 
 def test_groups_change_the_model():
-    made = checked({"groups": [{}, {"mlp": {"hidden": (9,)}}, {"model": "small"}]})
-    assert [(g.model, g.mlp.hidden) for g in configuration.groups(made)] == [
+    config = checked({"groups": [{}, {"mlp": {"hidden": (9,)}}, {"model": "small"}]})
+    assert [(g.model, g.mlp.hidden) for g in configuration.groups(config)] == [
         ("mlp", (4,)),
         ("mlp", (9,)),
         ("small", (4,)),
@@ -202,9 +203,9 @@ def test_groups_change_the_model():
     assert [g.model for g in configuration.groups(checked({}))] == ["mlp"]
 
 
-def test_resolved_holds_what_is_used_and_is_json():
-    made = checked({"groups": [{}, {"model": "small"}], "phases": [{}, {"algorithm": "local"}]})
-    plain = configuration.resolve(made)
+def test_resolve_keeps_used_sub_configs_as_json():
+    config = checked({"groups": [{}, {"model": "small"}], "phases": [{}, {"algorithm": "local"}]})
+    plain = configuration.resolve(config)
     assert json.loads(json.dumps(plain, allow_nan=False))
     sub = {key for key in plain if key in {name for _, name in FACTORIES}}
     assert sub == {"synthetic", "iid", "mlp", "small"}
@@ -214,13 +215,13 @@ def test_resolved_holds_what_is_used_and_is_json():
     assert configuration.resolve(again) == plain
 
 
-def test_differences_name_the_settings_that_a_resumption_keeps():
+def test_differences_name_settings_that_affect_results():
     old = configuration.resolve(checked({}))
     assert differences(old, old) == []
-    now = json.loads(json.dumps(old))
-    younger = {k: v for k, v in now.items() if k not in ("keep_head", "groups")}
-    assert differences(younger, now) == []  # settings that came later, at their defaults
-    assert "keep_head (False there" in differences(younger, {**now, "keep_head": True})[0]
+    current = json.loads(json.dumps(old))
+    older = {k: v for k, v in current.items() if k not in ("keep_head", "groups")}
+    assert differences(older, current) == []  # settings that came later, at their defaults
+    assert "keep_head (False there" in differences(older, {**current, "keep_head": True})[0]
     new = {**old, "seed": 3, "data_dir": "x", "chunk": 4, "devices": 1, "checkpoint_every": 2}
     (line,) = differences(old, new)
     assert re.fullmatch(r"seed \(0 there, 3 here\)", line)
@@ -233,7 +234,7 @@ def test_differences_name_the_settings_that_a_resumption_keeps():
 
 
 def test_building_compiles_nothing(caplog):
-    jax.clear_caches()  # what other tests have compiled would not show again
+    jax.clear_caches()  # or programs of other tests would be reused
     with jax.log_compiles(), caplog.at_level("WARNING"):
         built({"phases": [{}, {"algorithm": "local"}], "learning_rate_drops": (0.5,)})
     assert not [r for r in caplog.records if "XLA compilation of jit(run" in r.getMessage()]
@@ -244,12 +245,12 @@ def test_building_compiles_nothing(caplog):
     ("other", "setting"),
     [("lr", "learning_rate"), ("num_clients", "clients"), ("epochs", "local_epochs")],
 )
-def test_names_of_other_libraries_are_answered_with_the_setting(other, setting):
+def test_names_of_other_libraries_are_suggested(other, setting):
     with pytest.raises(UsageError, match=f"no setting {other}; did you mean {setting}?"):
         configuration.complete({other: 1})
 
 
-def test_a_setting_whose_name_is_no_text_is_one_line():
+def test_setting_name_that_is_no_string_is_refused():
     with pytest.raises(UsageError, match="there is no setting 77; the nearest of") as error:
         configuration.complete({77: 2})
     assert "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Examples and methods that a caller brings for one run: names, settings, digests, errors."""
+"""Tests of user-defined examples and methods: names, settings, digests and errors."""
 
 import json
 import os
@@ -29,8 +29,8 @@ SETTINGS = {
 }
 
 
-def examples(name="mine", x=X, **given):
-    return fedjax_pfl.arrays(x, Y, owners=OWNERS, name=name, **given)
+def examples(name="mine", x=X, **options):
+    return fedjax_pfl.arrays(x, Y, owners=OWNERS, name=name, **options)
 
 
 def mine(model, training, federation, *, share: float = 0.5):
@@ -38,42 +38,44 @@ def mine(model, training, federation, *, share: float = 0.5):
 
 
 @pytest.mark.slow("several runs")
-def test_the_configuration_names_both_and_holds_their_settings(tmp_path):
+def test_configuration_holds_names_and_settings_of_components(tmp_path):
     result = fedjax_pfl.run(
         {**SETTINGS, "mine": {"share": 0.25}},
         tmp_path,
         dataset=examples("examples"),
         algorithm=mine,
     )
-    there = json.loads((tmp_path / "config.json").read_text())
-    assert (there["dataset"], there["algorithm"]) == ("examples", "mine")
-    assert there["mine"].pop("digest")
-    assert there["mine"] == {"share": 0.25}
-    assert there["examples"] == {"digest": custom.dataset_digest(examples())}
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["dataset"], config["algorithm"]) == ("examples", "mine")
+    assert config["mine"].pop("digest")
+    assert config["mine"] == {"share": 0.25}
+    assert config["examples"] == {"digest": custom.dataset_digest(examples())}
     assert result.federation.clients == 4
-    # Goes on with the same, refuses others.
+    # Only the same components resume the run.
 
-    def again(**given):
+    def resume(**components):
         return fedjax_pfl.run(
             {**SETTINGS, "mine": {"share": 0.25}},
             tmp_path,
-            **{"dataset": examples("examples"), "algorithm": mine, **given},
+            **{"dataset": examples("examples"), "algorithm": mine, **components},
         )
 
-    assert again().resumed_at == 1
-    line = message(lambda: again(dataset=examples("examples", -X)))
+    assert resume().resumed_at == 1
+    line = message(lambda: resume(dataset=examples("examples", -X)))
     assert "holds a run with other settings: examples.digest (" in line
-    # What is kept can be given again, with the same examples.
-    given = {"dataset": examples("examples"), "algorithm": mine}
-    assert fedjax_pfl.run(there, tmp_path, **given).resumed_at == 1
-    line = message(lambda: fedjax_pfl.run(there, **{**given, "dataset": examples("examples", -X)}))
+    # The recorded configuration can be given again, with the same examples.
+    components = {"dataset": examples("examples"), "algorithm": mine}
+    assert fedjax_pfl.run(config, tmp_path, **components).resumed_at == 1
+    line = message(
+        lambda: fedjax_pfl.run(config, **{**components, "dataset": examples("examples", -X)})
+    )
     assert "use the examples of the configuration" in line
 
 
-def test_the_library_is_as_it_was():
+def test_register_does_not_change_the_builtins():
     before = configuration.default().to_dict()
-    words, _ = custom.register({}, dataset=examples(), algorithm=mine_too)
-    assert set(words.dataset) - set(configuration.DATASETS) == {"mine"}
+    registry, _ = custom.register({}, dataset=examples(), algorithm=mine_too)
+    assert set(registry.dataset) - set(configuration.DATASETS) == {"mine"}
     assert configuration.default().to_dict() == before
     assert "mine_too" not in configuration.ALGORITHMS
 
@@ -82,71 +84,71 @@ def mine_too(model, training, federation):
     return algorithms.local(model, training, federation)
 
 
-def test_a_method_of_ones_own_in_a_phase_and_beside_ours():
+def test_user_defined_and_built_in_methods_in_phases():
     phases = ({"rounds": 2}, {"algorithm": "mine", "mine": {"share": 0.1}, "rounds": 3})
-    words, given = custom.register(
+    registry, given = custom.register(
         {**SETTINGS, "algorithm": "fedavg", "phases": phases},
         dataset=examples("examples"),
         algorithm=mine,
     )
-    built = build(configuration.complete(given, words), registry=words)
+    built = build(configuration.complete(given, registry), registry=registry)
     assert [phase.config.algorithm for phase in built.phases] == ["fedavg", "mine"]
     assert built.phases[1].config.mine.share == 0.1
 
 
 def versions():
-    """Two factories of one name, and the first one again."""
+    """Returns two factories with one name, and the first one again."""
 
-    def one():
+    def make_local():
         def method(model, training, federation, *, share: float = 0.5):
             return algorithms.local(model, training, federation)
 
         return method
 
-    def other():
+    def make_fedavg():
         def method(model, training, federation, *, share: float = 0.5):
             return algorithms.fedavg(model, training, federation)
 
         return method
 
-    return one(), other(), one()
+    return make_local(), make_fedavg(), make_local()
 
 
-def test_a_directory_of_another_version_of_a_method_is_refused():
+def test_configuration_of_another_version_of_a_method_is_refused():
     def resolved(factory):
-        words, given = custom.register(
+        registry, given = custom.register(
             {**SETTINGS}, dataset=examples("examples"), algorithm=factory
         )
-        config = configuration.complete(given, words)
-        return configuration.resolve(config, words), words, config
+        config = configuration.complete(given, registry)
+        return configuration.resolve(config, registry), registry, config
 
-    (first, words, config), (second, *_), (again, *_) = map(resolved, versions())
+    (first, registry, config), (second, *_), (again, *_) = map(resolved, versions())
     assert first == again
     (line,) = differences(first, second)
     assert line.startswith("method.digest ('")
     config.method.digest = second["method"]["digest"]
     with pytest.raises(UsageError, match=r"method\.digest is \w+, but the function has"):
-        build(config, registry=words)
+        build(config, registry=registry)
 
 
-def test_a_function_without_source_has_a_digest_too():
-    made = set()
+def test_function_without_source_has_a_digest():
+    digests = set()
     for share in (1, 2):
         scope = {}
         exec(f"def typed(model, training, federation): return [model, {share}]", scope)
         typed = scope["typed"]
         versioned = custom._with_digest("typed", typed, custom._source_digest(typed))
-        made.add(configuration.factory_settings(versioned)["digest"])
-    assert len(made) == 2
+        digests.add(configuration.factory_settings(versioned)["digest"])
+    assert len(digests) == 2
 
 
-def test_digests_tell_examples_apart():
-    one = custom.dataset_digest(examples())
-    assert custom.dataset_digest(examples("other")) == one
+def test_dataset_digests_differ():
+    digest = custom.dataset_digest(examples())
+    assert custom.dataset_digest(examples("other")) == digest
     assert (
         len(
             {
-                one,
+                digest,
                 custom.dataset_digest(examples(x=X + 1e-6)),
                 custom.dataset_digest(examples(outputs=4)),
                 custom.dataset_digest(examples(scale=2.0)),
@@ -186,7 +188,7 @@ def too_few(model, task):
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("components", "line"),
     [
         ({"dataset": (X, Y)}, "dataset= must be a Dataset, such as fedjax_pfl.arrays(x, y)"),
         (
@@ -215,9 +217,11 @@ def too_few(model, task):
         ({"algorithm": named("mine")}, "mine must return an Algorithm, got NoneType"),
     ],
 )
-def test_what_is_wrong_with_what_is_brought(given, line):
-    plain = {key: value for key, value in SETTINGS.items() if key not in ("partition", "clients")}
-    assert message(lambda: fedjax_pfl.run(plain, **given)).startswith(line)
+def test_invalid_components_are_refused(components, line):
+    settings = {
+        key: value for key, value in SETTINGS.items() if key not in ("partition", "clients")
+    }
+    assert message(lambda: fedjax_pfl.run(settings, **components)).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -236,29 +240,28 @@ def test_what_is_wrong_with_what_is_brought(given, line):
         ({"mine_tooo": 1}, "there is no setting mine_tooo"),
     ],
 )
-def test_settings_that_do_not_go_with_it(settings, line):
-    given = {"dataset": examples(), "algorithm": mine_too}
-    assert message(lambda: fedjax_pfl.run({**SETTINGS, **settings}, **given)).startswith(line)
+def test_settings_that_contradict_components_are_refused(settings, line):
+    components = {"dataset": examples(), "algorithm": mine_too}
+    assert message(lambda: fedjax_pfl.run({**SETTINGS, **settings}, **components)).startswith(line)
 
 
-def test_a_factory_that_takes_any_setting():
-    def loose(model, training, federation, **more):
-        return mine(model, training, federation, **more)
+def test_factory_with_arbitrary_keywords():
+    def loose(model, training, federation, **settings):
+        return mine(model, training, federation, **settings)
 
-    words, _ = custom.register({}, algorithm=loose)
-    assert list(configuration.factory_settings(words.algorithm["loose"])) == ["digest"]
+    registry, _ = custom.register({}, algorithm=loose)
+    assert list(configuration.factory_settings(registry.algorithm["loose"])) == ["digest"]
 
 
 @pytest.mark.slow("several runs")
-def test_code_without_a_source_is_known_by_what_it_does():
-    """The order of a set is another one in each process, and no part of the code."""
+def test_code_without_source_has_the_same_digest_in_every_process():
     code = """
 from fedjax_pfl.settings import custom
 space = {}
 exec("def typed(*given):\\n    return given in {'a', 'b', 'c', 'd'}", space)
 print(custom._code_text(space["typed"].__code__))
 """
-    found = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", code],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -268,10 +271,10 @@ print(custom._code_text(space["typed"].__code__))
         ).stdout
         for seed in ("1", "2", "3")
     }
-    assert len(found) == 1
+    assert len(outputs) == 1
 
 
-def test_settings_that_are_no_mapping():
+def test_settings_that_are_no_mapping_are_refused():
     line = message(lambda: fedjax_pfl.run("fedavg"))
     assert line == "settings must be a mapping, such as {'algorithm': 'fedavg'}, got 'fedavg'"
     assert message(lambda: fedjax_pfl.run([])).endswith("got []")

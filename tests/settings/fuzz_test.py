@@ -1,10 +1,10 @@
-"""Any configuration at all: it works, or one line says why not."""
+"""Fuzz test: a random configuration builds, or is refused in one line."""
 
 import json
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as tried
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from fedjax_pfl.core.errors import UsageError
@@ -49,7 +49,7 @@ _LIKELY = {
     "domains": [{"domains": 2}, {"domains": 9}],
     "synthetic": [{"examples": 5}, {"classes": 1}, {"test_examples": 20}, {"examples": -1}],
 }
-_DATA = ("synthetic", "dataset", "data_dir")  # sources have tests of their own
+_DATA = ("synthetic", "dataset", "data_dir")  # sources have other tests
 _SUB = {  # every setting of every sub-config
     name: {key for key, _ in sub.items()}
     for name, sub in configuration.default().items()
@@ -71,26 +71,26 @@ _overrides = st.fixed_dictionaries(
 
 @st.composite
 def _few(draw):
-    """A handful of changes, so that many configurations get as far as building."""
-    given = draw(_overrides)
-    kept = draw(st.lists(st.sampled_from(sorted(given)), max_size=4)) if given else []
-    return {key: given[key] for key in kept}
+    """Returns at most four changes, so that many configurations are valid."""
+    changes = draw(_overrides)
+    keys = draw(st.lists(st.sampled_from(sorted(changes)), max_size=4)) if changes else []
+    return {key: changes[key] for key in keys}
 
 
 @pytest.mark.slow("a hundred drawn configurations")
-@tried(max_examples=120, deadline=None, derandomize=True, database=None)
+@hypothesis_settings(max_examples=120, deadline=None, derandomize=True, database=None)
 @given(_few())
-def test_anything_works_or_is_refused_in_one_line(changes):
-    given = {**TINY, **changes}
+def test_random_configurations_build_or_are_refused_in_one_line(changes):
+    settings = {**TINY, **changes}
     if isinstance(changes.get("synthetic"), dict):
-        given["synthetic"] = {**TINY["synthetic"], **changes["synthetic"]}
-    made, said = None, ""
+        settings["synthetic"] = {**TINY["synthetic"], **changes["synthetic"]}
+    experiment, line = None, ""
     try:
-        made = build.build(configuration.complete(given))
+        experiment = build.build(configuration.complete(settings))
     except UsageError as error:
-        said = str(error)
-    assert "\n" not in said
-    assert bool(said) != bool(made)
-    if said:
+        line = str(error)
+    assert "\n" not in line
+    assert bool(line) != bool(experiment)
+    if line:
         return
-    json.dumps(configuration.resolve(configuration.complete(given)), allow_nan=False)
+    json.dumps(configuration.resolve(configuration.complete(settings)), allow_nan=False)

@@ -1,4 +1,4 @@
-"""What is said of settings that cannot be."""
+"""Tests of the messages about invalid settings."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ from tests.settings.configuration_test import built, message
         ({"conv": "blobs"}, ["'blobs'", "did you mean blocks?"]),
     ],
 )
-def test_unknown_words_get_the_nearest_one(changes, words):
+def test_unknown_names_get_a_suggestion(changes, words):
     line = message(changes)
     assert all(word in line for word in words), line
 
@@ -64,7 +64,7 @@ def test_unknown_words_get_the_nearest_one(changes, words):
         ({"groups": 2}, ["groups is 2", "tuple"]),
     ],
 )
-def test_values_of_the_wrong_type(changes, words):
+def test_wrong_types_are_refused(changes, words):
     line = message(changes)
     assert all(word in line for word in words), line
 
@@ -138,7 +138,7 @@ def test_values_of_the_wrong_type(changes, words):
         ({"evaluate_clients": 99}, ["evaluate_clients is 99", "there are 3 clients", "1 to 3"]),
     ],
 )
-def test_values_that_cannot_be(changes, words):
+def test_invalid_values_are_refused(changes, words):
     line = message(changes)
     assert all(word in line for word in words), line
 
@@ -183,19 +183,19 @@ def test_values_that_cannot_be(changes, words):
         ),
     ],
 )
-def test_what_only_building_shows(changes, words):
+def test_building_refuses_invalid_settings(changes, words):
     line = message(changes, built)
     assert all(word in line for word in words), line
 
 
-def test_a_dataset_that_is_not_there_says_how_to_get_it(tmp_path):
+def test_missing_dataset_says_how_to_get_it(tmp_path):
     line = message({"dataset": "cifar10", "data_dir": str(tmp_path)}, built)
-    wanted = ["-m pip install tensorflow", "download_and_prepare", "162 MiB", str(tmp_path)]
-    assert all(word in line for word in wanted), line
+    expected = ["-m pip install tensorflow", "download_and_prepare", "162 MiB", str(tmp_path)]
+    assert all(word in line for word in expected), line
 
 
-def test_messages_of_the_library_name_no_flag():
-    """A caller from Python has no flags. The commands and what they show may name them."""
+def test_library_messages_name_no_flags():
+    """Only commands have flags; Python callers have none."""
     for path in Path(fedjax_pfl.__file__).parent.rglob("*.py"):
         strings = (
             n.value

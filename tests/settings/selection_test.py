@@ -1,4 +1,4 @@
-"""Settings of what is not selected: refused with the setting that would make them count."""
+"""Tests that settings without effect are refused."""
 
 import numpy as np
 import pytest
@@ -9,12 +9,12 @@ from fedjax_pfl.runs.tuning.own import tune
 from fedjax_pfl.settings import configuration, selection
 
 
-def checked(given):
-    selection.check_used(given, [configuration.complete(given)])
+def check(settings):
+    selection.check_used(settings, [configuration.complete(settings)])
 
 
 @pytest.mark.parametrize(
-    ("given", "line"),
+    ("settings", "line"),
     [
         (
             {"dirichlet": {"alpha": 0.1}},
@@ -57,15 +57,15 @@ def checked(given):
         ({"server_learning_rate": 0.5}, "and server_optimizer is mean; change server_optimizer"),
     ],
 )
-def test_what_cannot_count_is_refused(given, line):
+def test_settings_without_effect_are_refused(settings, line):
     with pytest.raises(UsageError) as error:
-        checked(given)
+        check(settings)
     assert line in str(error.value)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "settings",
     [
         {"fedprox": {}},
         {"optimizer": "adam", "weight_decay": 0.0},  # the default of a setting that counts with sgd
@@ -79,24 +79,24 @@ def test_what_cannot_count_is_refused(given, line):
         {"server_optimizer": "yogi", "server_b2": 0.5},
     ],
 )
-def test_what_some_part_reads_passes(given):
-    checked(given)
+def test_settings_with_effect_pass(settings):
+    check(settings)
 
 
-def test_a_setting_of_one_of_the_methods_that_are_tuned_passes():
-    given = {"fedprox": {"mu": 0.7}}
-    each = [configuration.complete({**given, "algorithm": a}) for a in ("local", "fedprox")]
-    selection.check_used(given, each)
+def test_setting_of_one_of_several_methods_passes():
+    settings = {"fedprox": {"mu": 0.7}}
+    configs = [configuration.complete({**settings, "algorithm": a}) for a in ("local", "fedprox")]
+    selection.check_used(settings, configs)
     with pytest.raises(UsageError, match="algorithm is local;"):
-        selection.check_used(given, each[:1])
+        selection.check_used(settings, configs[:1])
 
 
 def test_dotted_names_are_groups():
-    given = {"rounds": 3, "pfedla.rate": 0.1, "pfedla.k": 1, "phases[0].rounds": 2}
-    assert selection.nested(given) == {"rounds": 3, "pfedla": {"rate": 0.1, "k": 1}}
+    settings = {"rounds": 3, "pfedla.rate": 0.1, "pfedla.k": 1, "phases[0].rounds": 2}
+    assert selection.nested(settings) == {"rounds": 3, "pfedla": {"rate": 0.1, "k": 1}}
 
 
-def test_owners_that_nobody_asks_for():
+def test_unused_owners_are_refused():
     x, y = np.zeros((8, 2, 2, 1)), np.arange(8) % 2
     dataset = fedjax_pfl.arrays(x, y, owners=np.arange(8) // 4, name="ours")
     line = (
@@ -108,10 +108,10 @@ def test_owners_that_nobody_asks_for():
     assert str(error.value) == line
 
 
-def test_run_and_the_command_refuse_alike(tmp_path):
-    given = {"dirichlet": {"alpha": 0.1}}
+def test_run_and_tune_refuse_settings_without_effect(tmp_path):
+    settings = {"dirichlet": {"alpha": 0.1}}
     with pytest.raises(UsageError, match=r"dirichlet\.alpha counts with partition=dirichlet only"):
-        fedjax_pfl.run(given, tmp_path / "run")
+        fedjax_pfl.run(settings, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     with pytest.raises(UsageError, match=r"dirichlet\.alpha counts with"):
-        tune(given, {"learning_rate": [0.1]}, tmp_path / "tune")
+        tune(settings, {"learning_rate": [0.1]}, tmp_path / "tune")
