@@ -114,7 +114,7 @@ def played(trial: Trial, seeds: int, out: Path, *, only_show: bool = False) -> d
     if not only_show:
         trials.run([trial], 1, tuning, None)
     tried = trials.collect(trial, 1, tuning)
-    best = choice.chosen(tried)
+    best = choice.best_point(tried)
     if best is None:
         return {}
     config = trial.config.copy_and_resolve_references()

@@ -23,7 +23,7 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.shape_check import check_shapes
 from fedjax_pfl.presets import pfedla
 from fedjax_pfl.runs.tuning import grids, search, show, trials
-from fedjax_pfl.runs.tuning.choice import Tried
+from fedjax_pfl.runs.tuning.choice import PointResult
 from fedjax_pfl.settings import configuration, listing
 from fedjax_pfl.settings.general import settings_with
 from tests import cases, documents, tiny
@@ -107,7 +107,7 @@ def test_tuning_has_equal_budgets_and_names_what_can_be_tuned():
     source = f"{Path(pfedla.__file__)}:{preset}"
     each = configure_methods(source, base, changes, methods)
     made = search.plan(each, [given["grid"]], int(given["rounds"]), None, as_preset=True)
-    found = {one.method: [Tried(point, base, {}, 2) for point in one.points] for one in made}
+    found = {one.method: [PointResult(point, base, {}, 2) for point in one.points] for one in made}
     assert {len(tried) for tried in found.values()} == {4}
     (shown,) = documents.blocks("tuning.md", "text")
     head = show.head(found, int(given["seeds"]), each)

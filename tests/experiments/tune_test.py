@@ -9,7 +9,7 @@ import pytest
 
 from fedjax_pfl.report import comparison
 from fedjax_pfl.runs.tuning import choice, grids, show
-from fedjax_pfl.runs.tuning.choice import Tried
+from fedjax_pfl.runs.tuning.choice import PointResult
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import settings_with
 from tests.commands import message
@@ -54,7 +54,7 @@ def test_points_are_in_the_order_of_the_grid():
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("", 'there is nothing to tune; give a grid, such as "learning_rate=.1,.01; '),
+        ("", 'there is nothing to tune; give a grid, such as "learning_rate=0.1,0.01; '),
         ("learning_rat=.1", "there is no setting learning_rat; did you mean learning_rate?"),
         ("pfedla.rat=.1", "there is no setting pfedla.rat; did you mean pfedla.rate?"),
         ("pfedl.rate=.1", "there is no setting pfedl.rate; did you mean pfedla.rate?"),
@@ -99,7 +99,7 @@ def test_without_a_budget_grids_are_of_one_size():
     each = {"fedavg": numbered(3), "pfedla": numbered(6), "local": numbered(3)}
     line = message(grids.equal, each, None, 0)
     assert "(fedavg and local 3, pfedla 6)" in line
-    assert line.endswith("give fedavg more values, or draw as many of each with a budget of 3")
+    assert line.endswith("give fedavg more values, or sample the same number with a budget of 3")
     same = {"fedavg": numbered(3), "local": numbered(3)}
     assert grids.equal(same, None, 0) == same
 
@@ -116,11 +116,11 @@ def test_a_budget_draws_as_many_of_each_method_in_the_same_way():
 
 
 def test_a_larger_budget_keeps_what_was_drawn_and_all_are_as_likely():
-    few, many = (grids.drawn(numbered(20), n, 3) for n in (5, 12))
+    few, many = (grids.sample(numbered(20), n, 3) for n in (5, 12))
     assert all(point in many for point in few)
     count = [0] * 5
     for seed in range(1000):
-        for point in grids.drawn(numbered(5), 2, seed):
+        for point in grids.sample(numbered(5), 2, seed):
             count[int(point["learning_rate"])] += 1
     assert sum(count) == 2000
     assert max(abs(n - 400) for n in count) < 65  # four deviations of a binomial: 4 * 15.5
@@ -160,7 +160,7 @@ def made(validation, test=0.5, *, phases=None):
 
 def tried(*scores, seeds=None, test=0.5, **point):
     runs = {seed: made([value], test) for seed, value in enumerate(scores)}
-    return Tried(point, configuration.complete({}), runs, seeds or len(scores))
+    return PointResult(point, configuration.complete({}), runs, seeds or len(scores))
 
 
 def test_a_runs_score_is_that_of_its_best_round_in_the_last_phase():
@@ -181,7 +181,7 @@ def test_the_highest_mean_over_seeds_is_chosen_and_test_examples_have_no_part_in
     ]
     order = [one.point["learning_rate"] for one in choice.ranked(points)]
     assert order == [0.1, 1.0, 0.5, 9.0]
-    assert choice.chosen(points) is points[1]
+    assert choice.best_point(points) is points[1]
     assert choice.spread(points[1]) == {
         "mean": 0.75,
         "std": pytest.approx(0.1 / math.sqrt(2)),
@@ -193,15 +193,15 @@ def test_of_equal_ones_the_first_in_the_grid_is_chosen():
     """Their sums in binary are 1.2 and 1.2000000000000002."""
     assert (0.9 + 0.3) / 2 < (0.8 + 0.4) / 2
     first, second = tried(0.9, 0.3, learning_rate=1.0), tried(0.8, 0.4, learning_rate=2.0)
-    assert choice.chosen([first, second]) is first
-    assert choice.chosen([second, first]) is second
+    assert choice.best_point([first, second]) is first
+    assert choice.best_point([second, first]) is second
 
 
 def test_nothing_is_chosen_before_all_are_finished_or_where_no_score_is_finite():
     points = [tried(0.5, seeds=2, learning_rate=1.0), tried(0.4, 0.4, learning_rate=2.0)]
-    assert choice.chosen(points) is None
+    assert choice.best_point(points) is None
     assert choice.ranked(points) == points[::-1]
-    assert choice.chosen([tried(None, learning_rate=1.0)]) is None
+    assert choice.best_point([tried(None, learning_rate=1.0)]) is None
 
     def notes(found):
         return show.notes({"fedavg": found}, {"fedavg": len(found)}, None)
@@ -290,7 +290,7 @@ def test_the_head_counts_what_there_is():
 def test_a_choice_that_was_still_rising_is_named():
     def notes(*scores):
         runs = {seed: made(each) for seed, each in enumerate(scores)}
-        one = Tried({"learning_rate": 1.0}, configuration.complete({}), runs, len(runs))
+        one = PointResult({"learning_rate": 1.0}, configuration.complete({}), runs, len(runs))
         return show.notes({"local": [one]}, {"local": 1}, None)
 
     rising = "local: its best rounds are the last ones, and more may choose otherwise."
@@ -371,7 +371,7 @@ def test_the_preset_gives_what_was_chosen():
     best = {}
     for method, point in points.items():
         base.algorithm = method
-        best[method] = Tried(point, grids.apply(base, point), {}, 1)
+        best[method] = PointResult(point, grids.apply(base, point), {}, 1)
     text = choice.preset(best, dict.fromkeys(best, "It won."), 'From """this"""\n{and} that.')
     made = loaded(text)
     for method, one in best.items():

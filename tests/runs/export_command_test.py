@@ -162,7 +162,7 @@ def test_bad_input_is_one_line(finished, tmp_path):
     known = json.loads((directory / "config.json").read_text())
     (directory / "report.html").write_text("")
     (directory / "config.json").write_text(json.dumps(known | {"dataset": "hospitals"}))
-    assert "with a dataset of your own, hospitals; from Python" in no(directory, out)
+    assert "with a dataset of your own, hospitals; in Python" in no(directory, out)
     (directory / "config.json").write_text("[")
     assert "is damaged (it is not JSON)" in no(directory, out)
 
@@ -191,7 +191,7 @@ def test_methods_of_ones_own(tmp_path):
     assert line.startswith("strange predicts with a function of its own, which no file can hold")
     runner.run({**BASE, "rounds": 1}, directory, algorithm=plain)
     line = message(lambda: export.load_result(directory))
-    assert "an algorithm of your own, plain; from Python" in line
+    assert "an algorithm of your own, plain; in Python" in line
     again = export.load_result(directory, algorithm=plain)
     assert len(export.write_models(again, tmp_path / "out")) == 3
 

@@ -70,7 +70,7 @@ def test_every_point_has_its_own_best_model_and_phases(tmp_path):
 def test_all_at_once_is_as_one_after_the_other(monkeypatch):
     """As on an accelerator: points are vmapped, and so are a point's clients."""
     one = {**QUICK, "rounds": 1, "eval_every": 1, "dropout": 0.0}
-    monkeypatch.setattr(execution_plan, "at_once", lambda count: count)
+    monkeypatch.setattr(execution_plan, "default_chunk", lambda count: count)
     together = runner.run_all({**one, "seeds": 3, "sweep": "momentum=.9,.5"})
     monkeypatch.undo()
     for name, result in together.items():

@@ -156,7 +156,7 @@ def test_a_kill_goes_on(tuned, tmp_path, monkeypatch, cached, capsys):
         with pytest.raises(Stop):
             trials.run(made, 2, tmp_path, None)
     assert "0 are there, 0 go on, 4 are missing, in 1 program\n" in capsys.readouterr().err
-    assert choice.chosen(trials.collect(made[0], 2, tmp_path)) is None
+    assert choice.best_point(trials.collect(made[0], 2, tmp_path)) is None
     trials.run(made, 2, tmp_path, None)
     assert "0 are there, 4 go on, 0 are missing, in 1 program\n" in capsys.readouterr().err
     for path in (tmp_path / "fedavg").iterdir():

@@ -1,4 +1,4 @@
-"""Which point is chosen: by validation examples alone; and the preset that says so."""
+"""Selects the best point of a grid by validation examples, and writes a preset with it."""
 
 import math
 import textwrap
@@ -9,185 +9,188 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.report.numbers import metric_of, number
 from fedjax_pfl.report.run_reader import Run
-from fedjax_pfl.runs.tuning.grids import Point, word
+from fedjax_pfl.runs.tuning.grids import Point, format_value
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.metrics import mean_std
 
 
-class Tried(NamedTuple):
-    """A point of a method and its finished runs."""
+class PointResult(NamedTuple):
+    """A point of a method's grid and its finished runs."""
 
     point: Point
-    config: ConfigDict  # of its first seed
+    config: ConfigDict  # of the first seed
     runs: Mapping[int, Run]  # by seed
-    seeds: int  # that there are to be
+    seeds: int  # planned number of runs
 
     @property
     def complete(self) -> bool:
+        """Returns True if all runs are finished."""
         return len(self.runs) == self.seeds
 
 
 def score(run: Run) -> float:
-    """On validation examples, mean over clients, at the run's best round of its last phase.
+    """Returns the validation score of a run's best round in its last phase; NaN without one.
 
-    It is that of the model which a run keeps as its best. NaN where there is none.
+    The score is the mean over clients.
     """
     best = run.metrics[-1].get("best_round")
     lines = [line for line in run.metrics if line["round"] == best and line.get("validation")]
-    return (
-        number(lines[0]["validation"][f"{metric_of(run.metrics).name}_mean"]) if lines else math.nan
-    )
+    if not lines:
+        return math.nan
+    return number(lines[0]["validation"][f"{metric_of(run.metrics).name}_mean"])
 
 
-def spread(tried: Tried) -> dict[str, Any]:
-    """Mean and deviation of the score over the seeds that there are."""
-    return mean_std([score(run) for run in tried.runs.values()])
+def spread(result: PointResult) -> dict[str, Any]:
+    """Returns mean and standard deviation of the score over the finished seeds."""
+    return mean_std([score(run) for run in result.runs.values()])
 
 
-def sign(tried: Tried) -> int:
-    """1 where a higher score is better, -1 where a lower one is."""
-    runs = list(tried.runs.values())
+def sign(result: PointResult) -> int:
+    """Returns 1 if a higher score is better, else -1."""
+    runs = list(result.runs.values())
     return 1 if not runs or metric_of(runs[0].metrics).higher_is_better else -1
 
 
-def ranked(tried: Sequence[Tried]) -> list[Tried]:
-    """From the best mean score to the worst; equal ones, and at last unfinished ones, as given.
+def ranked(results: Sequence[PointResult]) -> list[PointResult]:
+    """Sorts points from the best mean score to the worst, in grid order if scores are equal.
 
-    A point with a run that has no finite score comes after all that have.
+    Points without a finite score follow, then unfinished points.
     """
 
-    def key(one: Tried) -> tuple[bool, float]:
-        if not one.complete:
+    def key(result: PointResult) -> tuple[bool, float]:
+        if not result.complete:
             return True, 0.0
-        # To twelve digits: .9 + .3 and .8 + .4 are equal, which binary fractions would deny.
-        mean = round(spread(one)["mean"], 12)
-        return False, math.inf if math.isnan(mean) else -sign(one) * mean
+        # Twelve digits, so that 0.9 + 0.3 and 0.8 + 0.4 are equal.
+        mean = round(spread(result)["mean"], 12)
+        return False, math.inf if math.isnan(mean) else -sign(result) * mean
 
-    return sorted(tried, key=key)
+    return sorted(results, key=key)
 
 
-def chosen(tried: Sequence[Tried]) -> Tried | None:
-    """The first in rank, as soon as all are finished and where it has a finite score."""
-    if not tried or not all(one.complete for one in tried):
+def best_point(results: Sequence[PointResult]) -> PointResult | None:
+    """Returns the best point, or None if runs are missing or no score is finite."""
+    if not results or not all(result.complete for result in results):
         return None
-    best = ranked(tried)[0]
+    best = ranked(results)[0]
     return None if math.isnan(spread(best)["mean"]) else best
 
 
-def close(best: Tried, tried: Sequence[Tried]) -> list[Tried]:
-    """Points over which the lead, seed by seed, is no larger in mean than its deviation."""
-    found = []
-    for one in tried:
-        leads = [score(run) - score(one.runs[seed]) for seed, run in best.runs.items()]
-        lead = mean_std([sign(best) * each for each in leads])
-        if one is not best and len(best.runs) > 1 and lead["mean"] <= lead["std"]:
-            found.append(one)
-    return found
+def close(best: PointResult, results: Sequence[PointResult]) -> list[PointResult]:
+    """Returns points whose distance to the best one is within its deviation over seeds."""
+    ties = []
+    for result in results:
+        leads = [score(run) - score(result.runs[seed]) for seed, run in best.runs.items()]
+        lead = mean_std([sign(best) * difference for difference in leads])
+        if result is not best and len(best.runs) > 1 and lead["mean"] <= lead["std"]:
+            ties.append(result)
+    return ties
 
 
-def edges(best: Point, tried: Sequence[Point]) -> list[str]:
-    """Numbers of a point that are the smallest or largest tried: beyond may be better ones.
+def edges(best: Point, points: Sequence[Point]) -> list[str]:
+    """Returns notes on numbers of the best point that are the smallest or largest of the grid.
 
-    Below 0, and below a count of 1, there are none.
+    Omits values that cannot be smaller: 0, or a count of 1.
     """
     notes = []
     for name, value in best.items():
-        values = sorted({point[name] for point in tried if numeric(point[name])})
-        if len(values) < 2 or not numeric(value):
+        values = sorted({point[name] for point in points if is_number(point[name])})
+        if len(values) < 2 or not is_number(value):
             continue
         if value == values[-1]:
-            notes.append(f"{name} {word(value)} is the largest tried")
+            notes.append(f"{name} {format_value(value)} is the largest tried")
         elif value == values[0] and value > (1 if isinstance(value, int) else 0):
-            notes.append(f"{name} {word(value)} is the smallest tried")
+            notes.append(f"{name} {format_value(value)} is the smallest tried")
     return notes
 
 
-def numeric(value: Any) -> bool:
-    """Whether it has a place on an axis."""
+def is_number(value: Any) -> bool:
+    """Returns True for an int or float that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def preset(best: Mapping[str, Tried], remarks: Mapping[str, str], header: str) -> str:
-    """A configuration file with a preset for each method: what was chosen, and what is not default.
+def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: str) -> str:
+    """Returns a configuration file with a preset for each method.
 
     Args:
-      best: by method.
-      remarks: what is to be said of each.
-      header: from what they were chosen.
+      best: Best point of each method.
+      remarks: Comment of each method.
+      header: Comment at the top.
     """
-    whole = {method: given(one.config) for method, one in best.items()}
-    tuned = {name.partition(".")[0] for one in best.values() for name in one.point} | {"algorithm"}
-    first = next(iter(whole.values()))
+    changed = {method: changed_settings(result.config) for method, result in best.items()}
+    tuned = {name.partition(".")[0] for result in best.values() for name in result.point}
+    first = next(iter(changed.values()))
     common = {
         key: value
         for key, value in first.items()
-        if key not in tuned and all(key in one and one[key] == value for one in whole.values())
+        if key not in tuned | {"algorithm"}
+        and all(key in settings and settings[key] == value for settings in changed.values())
     }
     lines = [
-        "# What all have in common, where it is not the default.",
+        "# Settings that all methods have in common and that are not the default.",
         f"COMMON = {_python(common)}",
     ]
     lines += ["", "CHOSEN = {"]
-    for method, own in whole.items():
-        rest: dict[str, Any] = {"algorithm": method}
-        rest |= {key: value for key, value in own.items() if key not in {*common, "algorithm"}}
-        put(rest, best[method].point)  # which may be the default
+    for method, settings in changed.items():
+        specific: dict[str, Any] = {"algorithm": method}
+        specific |= {k: v for k, v in settings.items() if k not in {*common, "algorithm"}}
+        set_point(specific, best[method].point)  # also values that are the default
         lines += _comment(remarks[method], "    ")
-        lines += textwrap.indent(f"{method!r}: {_python(rest)},", "    ").splitlines()
+        lines += textwrap.indent(f"{method!r}: {_python(specific)},", "    ").splitlines()
     return _FILE.format(
         header="\n".join(_comment(header)),
         settings="\n".join([*lines, "}"]),
-        first=repr(next(iter(whole))),
+        first=repr(next(iter(changed))),
     )
 
 
-def put(settings: dict[str, Any], point: Point) -> None:
-    """Write the values of a point into settings."""
+def set_point(settings: dict[str, Any], point: Point) -> None:
+    """Writes the values of a point into nested settings, in place."""
     for name, value in point.items():
         group, _, last = name.rpartition(".")
         (settings.setdefault(group, {}) if group else settings)[last] = value
 
 
-def given(
-    config: ConfigDict, words: configuration.Registry = configuration.BUILTINS
+def changed_settings(
+    config: ConfigDict, registry: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, Any]:
-    """What differs from the defaults in the settings that are used; not what suits a machine."""
-    plain = configuration.resolve(config, words)
-    usual = configuration.default(words).to_dict()
-    kept = {key: v for key, v in plain.items() if key not in settings_with("resumable")}
-    return _different(kept, usual)
+    """Returns the used settings that differ from the defaults, except those of the machine."""
+    resolved = configuration.resolve(config, registry)
+    defaults = configuration.default(registry).to_dict()
+    kept = {key: v for key, v in resolved.items() if key not in settings_with("resumable")}
+    return _differences(kept, defaults)
 
 
-def _different(plain: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for key, value in plain.items():
+def _differences(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {}
+    for key, value in settings.items():
         if isinstance(value, dict):
-            if inner := _different(value, usual[key]):
-                found[key] = inner
-        elif value != usual[key]:
-            found[key] = value
-    return found
+            if inner := _differences(value, defaults[key]):
+                changed[key] = inner
+        elif value != defaults[key]:
+            changed[key] = value
+    return changed
 
 
 def _python(settings: Mapping[str, Any]) -> str:
-    """A dict as code, a line for each of its keys."""
+    """Returns a dict as Python code with one line per key."""
     lines = [f"{key!r}: {_code(value)}," for key, value in settings.items()]
     return "\n".join(["{", *(textwrap.indent(line, "    ") for line in lines), "}"])
 
 
 def _code(value: Any) -> str:
-    whole = repr(value)
-    return _python(value) if isinstance(value, dict) and len(whole) > 60 else whole
+    code = repr(value)
+    return _python(value) if isinstance(value, dict) and len(code) > 60 else code
 
 
 def _comment(text: str, indent: str = "") -> list[str]:
+    """Returns the lines of a comment."""
     start = f"{indent}# "
     return [
         line
-        for part in text.splitlines()
+        for paragraph in text.splitlines()
         for line in textwrap.wrap(
-            part, 100, initial_indent=start, subsequent_indent=start, break_on_hyphens=False
+            paragraph, 100, initial_indent=start, subsequent_indent=start, break_on_hyphens=False
         )
     ]
 
@@ -206,7 +209,7 @@ from fedjax_pfl.core.errors import UsageError
 
 
 def get_config(preset={first}):
-    """What was chosen for a method."""
+    """Returns the settings that were chosen for a method."""
     if preset not in CHOSEN:
         hint = configuration.suggestion(preset, CHOSEN)
         raise UsageError(f"there is no preset {{preset!r}}{{hint}}")

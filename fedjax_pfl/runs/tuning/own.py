@@ -55,13 +55,13 @@ def tune(
     made = search.plan(each, texts, rounds, budget, budget_seed, words)
     seeds, out = seeds or base.seeds, Path(out)
     search.tune(made, seeds=seeds, out=out, texts=texts, budget=budget, together=together)
-    best = {trial.method: choice.chosen(trials.collect(trial, seeds, out)) for trial in made}
+    best = {trial.method: choice.best_point(trials.collect(trial, seeds, out)) for trial in made}
     found = {}
     for method, one in best.items():
         if one is not None:
-            found[method] = {"algorithm": method, **choice.given(one.config, words)}
+            found[method] = {"algorithm": method, **choice.changed_settings(one.config, words)}
             found[method].pop("seed", None)
-            choice.put(found[method], one.point)
+            choice.set_point(found[method], one.point)
     return found
 
 
@@ -69,4 +69,4 @@ def _text(key: str, values: Sequence[Any]) -> str:
     """A setting and its values as the command has them."""
     if isinstance(values, str) or not isinstance(values, Iterable) or not list(values):
         raise UsageError(f"the grid has {values!r} for {key}; give a list of values")
-    return f"{key}={','.join(map(grids.word, values))}"
+    return f"{key}={','.join(map(grids.format_value, values))}"

@@ -66,7 +66,7 @@ def text(found: Found, said: Sequence[str], form: str) -> str:
 
 def preset(found: Found, said: Sequence[str], what: str) -> str | None:
     """tuned.py, as soon as there is a choice for every method."""
-    best = {method: choice.chosen(tried) for method, tried in found.items()}
+    best = {method: choice.best_point(tried) for method, tried in found.items()}
     there = {method: one for method, one in best.items() if one is not None}
     if len(there) < len(best):
         return None

@@ -20,10 +20,10 @@ from fedjax_pfl.report.numbers import format_mean_std, metric_of, metric_title, 
 from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs.tuning import choice, grids, trials
-from fedjax_pfl.runs.tuning.choice import Tried
+from fedjax_pfl.runs.tuning.choice import PointResult
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
 
-Found = Mapping[str, Sequence[Tried]]  # by method, points in grid order
+Found = Mapping[str, Sequence[PointResult]]  # by method, points in grid order
 
 
 def metric_in(found: Found) -> Metric:
@@ -37,7 +37,7 @@ def tables(found: Found) -> list[Table]:
     """One for each method: its points by score."""
     metric, made = metric_in(found), []
     for method, tried in found.items():
-        best = choice.chosen(tried)
+        best = choice.best_point(tried)
         rows = [
             [grids.label(one.point), *_cells(one, metric), "chosen" if one is best else ""]
             for one in choice.ranked(tried)
@@ -46,7 +46,7 @@ def tables(found: Found) -> list[Table]:
     return made
 
 
-def _cells(one: Tried, metric: Metric) -> list[str]:
+def _cells(one: PointResult, metric: Metric) -> list[str]:
     if not one.runs:
         return ["not run", "", "", ""]
     spread, lasts = choice.spread(one), [run.metrics[-1] for run in one.runs.values()]
@@ -100,7 +100,7 @@ def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[s
             )
         elif whole > len(points):
             own.append(f"{len(points)} points were drawn of {whole}")
-        best = choice.chosen(tried)
+        best = choice.best_point(tried)
         if best is not None:
             own += choice.edges(best.point, points)
             if like := choice.close(best, tried):
@@ -134,7 +134,7 @@ def as_csv(found: Found) -> str:
     )
     lines = []
     for method, tried in found.items():
-        best = choice.chosen(tried)
+        best = choice.best_point(tried)
         for rank, one in enumerate(choice.ranked(tried), 1):
             spread = choice.spread(one) if one.runs else {"mean": None, "std": None}
             lines.append(
@@ -142,7 +142,7 @@ def as_csv(found: Found) -> str:
                     "method": method,
                     "rank": rank,
                     **{
-                        name: grids.word(one.point[name]) if name in one.point else None
+                        name: grids.format_value(one.point[name]) if name in one.point else None
                         for name in settings
                     },
                     "validation_mean": spread["mean"],
@@ -163,7 +163,7 @@ def draw(found: Found) -> Picture | None:
     for tried in done.values():
         for one in tried:
             for name, value in one.point.items():
-                if choice.numeric(value):
+                if choice.is_number(value):
                     values.setdefault(name, set()).add(value)
     settings = [name for name, each in values.items() if len(each) > 1]
     if not settings:
@@ -180,7 +180,7 @@ def draw(found: Found) -> Picture | None:
     lines = {}
     for (method, tried), style in zip(done.items(), styles, strict=False):
         for setting, axes in zip(settings, panels, strict=False):
-            if line := _profile(axes, setting, tried, choice.chosen(found[method]), style):
+            if line := _profile(axes, setting, tried, choice.best_point(found[method]), style):
                 lines[method] = line
     for setting, axes in itertools.zip_longest(settings, panels):
         if setting is None:
@@ -203,19 +203,23 @@ def draw(found: Found) -> Picture | None:
         "Mean over clients at a run's best round, mean over seeds. Small dots are all points of a "
         "grid; a line joins the best with each value; a ring is what was chosen."
     )
-    picked = {method: choice.chosen(tried) for method, tried in found.items()}
+    picked = {method: choice.best_point(tried) for method, tried in found.items()}
     ends = [f"{m}: {grids.label(best.point)}." for m, best in picked.items() if best]
     return Picture(figure, caption, f"{caption} {' '.join(ends)}")
 
 
 def _profile(
-    axes: Axes, setting: str, tried: Sequence[Tried], best: Tried | None, style: tuple[str, str]
+    axes: Axes,
+    setting: str,
+    tried: Sequence[PointResult],
+    best: PointResult | None,
+    style: tuple[str, str],
 ) -> Any:
     """The line of a method in a panel, or None where it has no such setting."""
     found: dict[float, list[float]] = {}
     for one in tried:
         mean = choice.spread(one)["mean"]
-        if choice.numeric(one.point.get(setting)) and not math.isnan(mean):
+        if choice.is_number(one.point.get(setting)) and not math.isnan(mean):
             found.setdefault(one.point[setting], []).append(mean)
     if not found:
         return None
@@ -233,7 +237,7 @@ def _profile(
         zorder=3,
         clip_on=False,
     )
-    if best is not None and setting in best.point and choice.numeric(best.point[setting]):
+    if best is not None and setting in best.point and choice.is_number(best.point[setting]):
         axes.plot(
             best.point[setting],
             choice.spread(best)["mean"],

@@ -14,8 +14,8 @@ from fedjax_pfl.report import comparison, run_reader
 from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import interrupt, resume, runner
 from fedjax_pfl.runs.build import build
-from fedjax_pfl.runs.tuning.choice import Tried
-from fedjax_pfl.runs.tuning.grids import Point, apply, word
+from fedjax_pfl.runs.tuning.choice import PointResult
+from fedjax_pfl.runs.tuning.grids import Point, apply, format_value
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
 from fedjax_pfl.settings.general import settings_with
@@ -168,7 +168,7 @@ def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]
         yield point, each
 
 
-def collect(trial: Trial, seeds: int, folder: Path) -> list[Tried]:
+def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
     """The finished runs that there are, of every point."""
     known, tried = RunIndex(folder), []
     for point, each in configs(trial, seeds):
@@ -178,7 +178,7 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[Tried]:
             for seed, path in paths.items()
             if path is not None and (path / "report.html").is_file()
         }
-        tried.append(Tried(point, each[0], runs, seeds))
+        tried.append(PointResult(point, each[0], runs, seeds))
     return tried
 
 
@@ -271,6 +271,8 @@ def _steps(path: Path) -> frozenset[int]:
 
 def _name(method: str, point: Point, seed: int, key: str) -> str:
     """Words to read, and a digest by which other settings have another folder."""
-    words = ",".join([*(f"{name}={word(value)}" for name, value in point.items()), f"seed={seed}"])
+    words = ",".join(
+        [*(f"{name}={format_value(value)}" for name, value in point.items()), f"seed={seed}"]
+    )
     plain = "".join(c if c.isalnum() or c in "-_.=," else "_" for c in words)[:150]
     return f"{method}/{plain}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
