@@ -1,4 +1,4 @@
-"""What goes wrong with a message, a disk or a process: nothing is lost or counted twice."""
+"""Faults of messages, disks and processes: no round is lost or counted twice."""
 
 import errno
 import hashlib
@@ -19,249 +19,249 @@ from fedjax_pfl.deploy.programs import Method, ServerPrograms, single_client
 from fedjax_pfl.deploy.schema import InvalidError
 from fedjax_pfl.runs import checkpoints
 from tests import cases, tiny
-from tests.deploy.loopback import Loopback, answer, loopback
+from tests.deploy.loopback import Loopback, loopback, respond
 
 DATA, FEDERATION = tiny.federated(clients=4)
 METHOD = Method(cases.make("fedper", FEDERATION), FEDERATION, 7, evaluate_after=False)
-_made: list[Loopback] = []
+compiled: list[Loopback] = []
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Loopback:
-    """The programs are compiled once; folders and messages are each test's own."""
-    if not _made:
-        _made.append(loopback(METHOD, DATA, 4, tmp_path))
+def loop(tmp_path: Path) -> Loopback:
+    """Compiles the programs once; each test gets its own folders and messages."""
+    if not compiled:
+        compiled.append(loopback(METHOD, DATA, 4, tmp_path))
     clients = {
-        i: one._replace(disk=storage.ClientDisk(tmp_path / f"own-{i}"))
-        for i, one in _made[0].clients.items()
+        i: client._replace(disk=storage.ClientDisk(tmp_path / f"own-{i}"))
+        for i, client in compiled[0].clients.items()
     }
-    return _made[0]._replace(clients=clients, messages=[])
+    return compiled[0]._replace(clients=clients, messages=[])
 
 
-def files(made: Loopback) -> dict[str, bytes]:
+def files(loop: Loopback) -> dict[str, bytes]:
     return {
         f"{i}/{path.name}": path.read_bytes()
-        for i, one in made.clients.items()
-        for path in sorted(one.disk.folder.glob("*"))
+        for i, client in loop.clients.items()
+        for path in sorted(client.disk.folder.glob("*"))
     }
 
 
-def refused(call: Any, *arguments: Any) -> str:
+def refusal(call: Any, *arguments: Any) -> str:
     with pytest.raises(InvalidError) as error:
         call(*arguments)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def changed(content: bytes, tree: str = "", /, **facts: Any) -> bytes:
-    """The same message with other facts, or with another array under a name."""
-    found = wire.decode(content, len(content))
+def replace_parts(content: bytes, tree: str = "", /, **facts: Any) -> bytes:
+    """Returns the message with other facts, or with another array under a name."""
+    message = wire.decode(content, len(content))
     trees: dict[str, dict[str, Any]] = {}
-    for name, array in found.arrays.items():
-        word, _, rest = name.partition("/")
-        trees.setdefault(word, {})[rest] = facts.pop("array") if name == tree else array
-    return wire.encode({**found.facts, **facts}, trees, found.envelope)
+    for name, array in message.arrays.items():
+        group, _, path = name.partition("/")
+        trees.setdefault(group, {})[path] = facts.pop("array") if name == tree else array
+    return wire.encode({**message.facts, **facts}, trees, message.envelope)
 
 
-def test_a_message_comes_back_as_it_was_and_nothing_else_is_read():
-    sent = {
+def test_a_message_decodes_to_what_was_encoded():
+    arrays = {
         "w": np.arange(6, dtype=np.int32).reshape(2, 3),
         "b": np.array(True),
         "e": np.ones((0, 2)),
     }
-    content = wire.encode({"round": 3}, {"payload": sent}, {"start": 1})
-    found = wire.decode(content, len(content))
-    assert (found.facts, found.envelope) == ({"round": 3}, {"start": 1})
-    chex.assert_trees_all_equal(wire.read_tree(found, "payload", sent), sent)
-    again = wire.encode({"round": 3}, {"payload": sent}, {"start": 2})
-    assert again != content
-    assert wire.decode(again, len(again)).digest == found.digest
-    template = {**sent, "w": sent["w"].astype(np.float32)}
-    for wrong in (
+    content = wire.encode({"round": 3}, {"payload": arrays}, {"start": 1})
+    message = wire.decode(content, len(content))
+    assert (message.facts, message.envelope) == ({"round": 3}, {"start": 1})
+    chex.assert_trees_all_equal(wire.read_tree(message, "payload", arrays), arrays)
+    repeated = wire.encode({"round": 3}, {"payload": arrays}, {"start": 2})
+    assert repeated != content
+    assert wire.decode(repeated, len(repeated)).digest == message.digest
+    template = {**arrays, "w": arrays["w"].astype(np.float32)}
+    for other in (
         template,
-        {"w": sent["w"]},
-        {**sent, "more": sent["b"]},
-        {**sent, "w": sent["w"].T},
+        {"w": arrays["w"]},
+        {**arrays, "more": arrays["b"]},
+        {**arrays, "w": arrays["w"].T},
     ):
         with pytest.raises(InvalidError):
-            wire.read_tree(found, "payload", wrong)
+            wire.read_tree(message, "payload", other)
     with pytest.raises(InvalidError, match="bytes"):
         wire.decode(content, len(content) - 1)
 
 
-def test_no_byte_that_is_changed_cut_or_added_raises_anything_else():
+def test_damaged_messages_only_raise_invalid_error():
     content = wire.encode({"round": 3}, {"upload": {"w": np.ones(3, np.float32)}}, {"start": 1})
-    draw, said = random.Random(0), set()
+    rng, messages = random.Random(0), set()
     for _ in range(2000):
         broken = bytearray(content)
-        at = draw.randrange(len(broken))
-        how = draw.randrange(3)
-        if how == 0:
-            broken[at] = draw.randrange(256)
-        elif how == 1:
-            del broken[at : at + draw.randrange(1, 9)]
+        position = rng.randrange(len(broken))
+        change = rng.randrange(3)
+        if change == 0:
+            broken[position] = rng.randrange(256)
+        elif change == 1:
+            del broken[position : position + rng.randrange(1, 9)]
         else:
-            broken[at:at] = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 9)))
+            broken[position:position] = bytes(
+                rng.randrange(256) for _ in range(rng.randrange(1, 9))
+            )
         try:
             wire.decode(bytes(broken), len(content) + 9)
         except InvalidError as error:
-            said.add(str(error))
-    assert len(said) > 10
-    assert not any("\n" in line for line in said)
+            messages.add(str(error))
+    assert len(messages) > 10
+    assert not any("\n" in line for line in messages)
 
 
-def test_a_request_that_comes_again_gets_the_same_bytes_and_is_not_trained_twice(
-    made: Loopback, monkeypatch: pytest.MonkeyPatch
+def test_a_repeated_request_gets_the_same_bytes_without_training(
+    loop: Loopback, monkeypatch: pytest.MonkeyPatch
 ):
-    server_state = server.initial_state(made.server)
-    opened = server.open_round(made.server, server_state, 0)
-    answers = made.ask(opened.requests)
-    there = files(made)
-    later = made.server._replace(start=1)  # a server that was killed, and asks again
+    server_state, pending, responses = loop.first_round()
+    files_before = files(loop)
+    later = loop.server._replace(start=1)  # a server that was killed, and asks again
     again = server.open_round(later, server_state, 0)
-    assert again.digests == opened.digests
-    monkeypatch.setattr(type(made.clients[0].programs), "train", None)
-    assert made.ask(opened.requests) == answers == made.ask(again.requests)
-    assert files(made) == there
+    assert again.digests == pending.digests
+    monkeypatch.setattr(type(loop.clients[0].programs), "train", None)
+    assert loop.ask(pending.requests) == responses == loop.ask(again.requests)
+    assert files(loop) == files_before
 
 
-def test_replayed_and_reordered_requests_change_nothing(made: Loopback):
-    server_state = server.initial_state(made.server)
+def test_replayed_and_reordered_requests_change_nothing(loop: Loopback):
+    server_state = server.initial_state(loop.server)
     old: list[tuple[int, bytes]] = []
     for t in range(4):
-        opened = server.open_round(made.server, server_state, t)
-        old += opened.requests.items()
-        server_state, _ = made.round(server_state, t)
-    there = files(made)
-    draw, said = random.Random(1), set()
+        pending = server.open_round(loop.server, server_state, t)
+        old += pending.requests.items()
+        server_state, _ = loop.round(server_state, t)
+    files_before = files(loop)
+    rng, messages = random.Random(1), set()
     for _ in range(1000):
-        i, content = draw.choice(old)
+        i, content = rng.choice(old)
         newest = content in dict(old[-4:]).values()
-        to = i if newest or draw.random() < 0.7 else (i + 1) % 4
+        to = i if newest or rng.random() < 0.7 else (i + 1) % 4
         if newest:  # the last one is answered again, by the same bytes
-            answer(made.clients[i], content)
+            respond(loop.clients[i], content)
         else:
-            said.add(refused(answer, made.clients[to], content).partition(" for this")[0])
-    assert files(made) == there
-    assert {"round 0 is over", "round 1 is over", "round 2 is over"} <= said
+            messages.add(refusal(respond, loop.clients[to], content).partition(" for this")[0])
+    assert files(loop) == files_before
+    assert {"round 0 is over", "round 1 is over", "round 2 is over"} <= messages
 
 
-def test_requests_for_others_or_out_of_order_are_refused(made: Loopback):
-    opened = server.open_round(made.server, server.initial_state(made.server), 0)
-    assert refused(answer, made.clients[0], opened.requests[1]).startswith("it is for client 1")
-    other = changed(opened.requests[0], run="2e1b")
-    assert refused(answer, made.clients[0], other) == "it belongs to another run"
-    late = changed(opened.requests[0], settled=0)
-    found = wire.decode(opened.requests[0], len(opened.requests[0]))
-    for content in (late, wire.encode(found.facts)):  # the second says no start of the server
-        assert "it names no start" in refused(answer, made.clients[0], content)
-    assert files(made) == {}
+def test_requests_for_others_or_out_of_order_are_refused(loop: Loopback):
+    pending = server.open_round(loop.server, server.initial_state(loop.server), 0)
+    assert refusal(respond, loop.clients[0], pending.requests[1]).startswith("it is for client 1")
+    other_run = replace_parts(pending.requests[0], run="2e1b")
+    assert refusal(respond, loop.clients[0], other_run) == "it belongs to another run"
+    out_of_order = replace_parts(pending.requests[0], settled=0)
+    message = wire.decode(pending.requests[0], len(pending.requests[0]))
+    for content in (
+        out_of_order,
+        wire.encode(message.facts),
+    ):  # the second says no start of the server
+        assert "it names no start" in refusal(respond, loop.clients[0], content)
+    assert files(loop) == {}
 
 
-def test_answers_that_are_not_those_asked_for_are_refused(made: Loopback):
-    server_state = server.initial_state(made.server)
-    opened = server.open_round(made.server, server_state, 0)
-    answers = made.ask(opened.requests)
-    good = answers[0]
-    like = next(iter(wire.decode(good, len(good)).arrays))
-    one = wire.decode(good, len(good)).arrays[like]
-    wrong = {
-        "of another round": changed(good, round=1),
-        "of another run": changed(good, run="other"),
-        "of another client": answers[1],
-        "in another's name": changed(answers[1], client=0),
-        "to another request": changed(good, request="0" * 64),
-        "an evaluation": changed(good, kind="evaluate"),
-        "of another shape": changed(good, like, array=np.zeros((*one.shape, 2), one.dtype)),
-        "of another type": changed(good, like, array=one.astype(np.float64)),
-        "too large": good + b"\0" * 2_000_000,
-        "cut off": good[:-1],
+def test_responses_to_other_requests_are_refused(loop: Loopback):
+    _, pending, responses = loop.first_round()
+    response = responses[0]
+    array_name = next(iter(wire.decode(response, len(response)).arrays))
+    array = wire.decode(response, len(response)).arrays[array_name]
+    wrong_responses = {
+        "of another round": replace_parts(response, round=1),
+        "of another run": replace_parts(response, run="other"),
+        "of another client": responses[1],
+        "in another's name": replace_parts(responses[1], client=0),
+        "to another request": replace_parts(response, request="0" * 64),
+        "an evaluation": replace_parts(response, kind="evaluate"),
+        "of another shape": replace_parts(
+            response, array_name, array=np.zeros((*array.shape, 2), array.dtype)
+        ),
+        "of another type": replace_parts(response, array_name, array=array.astype(np.float64)),
+        "too large": response + b"\0" * 2_000_000,
+        "cut off": response[:-1],
         "nothing": b"",
         "an object": b"\x80\x04cos\nsystem\n",
     }
-    for what, content in wrong.items():
-        assert refused(server.read_update, made.server, opened, 0, content), what
-    assert server.read_update(made.server, opened, 0, good).accepted
+    for name, content in wrong_responses.items():
+        assert refusal(server.read_update, loop.server, pending, 0, content), name
+    assert server.read_update(loop.server, pending, 0, response).accepted
 
 
-@pytest.mark.parametrize("what", ["nan", "large", "says so"])
-def test_an_upload_that_is_not_fine_is_rejected_billed_and_changes_nothing(
-    made: Loopback, what: str
-):
-    server_state = server.initial_state(made.server)
-    opened = server.open_round(made.server, server_state, 0)
-    answers = made.ask(opened.requests)
-    found = wire.decode(answers[0], len(answers[0]))
-    name = next(n for n in found.arrays if n.startswith("upload/") and "kernel" in n)
-    value = {"nan": np.nan, "large": np.inf, "says so": 0.0}[what]
-    bad = changed(answers[0], name, array=found.arrays[name] + np.float32(value))
-    if what == "says so":
-        bad = changed(answers[0], finite=False)
-    came = {
-        i: server.read_update(made.server, opened, i, c) for i, c in {**answers, 0: bad}.items()
+@pytest.mark.parametrize("fault", ["nan", "large", "says so"])
+def test_a_rejected_upload_is_counted_and_changes_nothing(loop: Loopback, fault: str):
+    server_state, pending, responses = loop.first_round()
+    message = wire.decode(responses[0], len(responses[0]))
+    name = next(n for n in message.arrays if n.startswith("upload/") and "kernel" in n)
+    value = {"nan": np.nan, "large": np.inf, "says so": 0.0}[fault]
+    bad = replace_parts(responses[0], name, array=message.arrays[name] + np.float32(value))
+    if fault == "says so":
+        bad = replace_parts(responses[0], finite=False)
+    updates = {
+        i: server.read_update(loop.server, pending, i, c) for i, c in {**responses, 0: bad}.items()
     }
-    assert not came[0].accepted
-    without = {i: one for i, one in came.items() if i}
-    evaluate_after, (log,) = server.close_round(made.server, server_state, opened, came)
-    absent, _ = server.close_round(made.server, server_state, opened, without)
-    chex.assert_trees_all_equal(jax.device_get(evaluate_after.state), jax.device_get(absent.state))
+    assert not updates[0].accepted
+    without_first = {i: update for i, update in updates.items() if i}
+    state_after, (log,) = server.close_round(loop.server, server_state, pending, updates)
+    state_without, _ = server.close_round(loop.server, server_state, pending, without_first)
+    chex.assert_trees_all_equal(
+        jax.device_get(state_after.state), jax.device_get(state_without.state)
+    )
     assert log.rejected.tolist() == [[True, False, False, False]]
     assert all(bytes_up[0, 0] > 0 for bytes_up in log.up.values())
-    assert evaluate_after.settled.tolist() == [storage.BEFORE_FIRST_ROUND, 0, 0, 0]
+    assert state_after.settled.tolist() == [storage.BEFORE_FIRST_ROUND, 0, 0, 0]
 
 
-def test_an_upload_that_changes_too_much_is_rejected(made: Loopback):
-    """A norm between the least and the largest change of the four takes some and not others."""
-    server_state = server.initial_state(made.server)
-    opened = server.open_round(made.server, server_state, 0)
-    answers = made.ask(opened.requests)
-    came = {
-        i: server.read_update(made.server, opened, i, content) for i, content in answers.items()
+def test_an_upload_over_max_update_norm_is_rejected(loop: Loopback):
+    """A limit between the smallest and the largest change accepts only some uploads."""
+    _, pending, responses = loop.first_round()
+    updates = {
+        i: server.read_update(loop.server, pending, i, content) for i, content in responses.items()
     }
-    moved = {
-        i: float(jnp.sqrt(trees.squared_norm(trees.change(opened.payloads[i], one.upload))))
-        for i, one in came.items()
+    norms = {
+        i: float(jnp.sqrt(trees.squared_norm(trees.change(pending.payloads[i], update.upload))))
+        for i, update in updates.items()
     }
-    least, *_, most = sorted(moved.values())
-    limit = (least + most) / 2
+    smallest, *_, largest = sorted(norms.values())
+    limit = (smallest + largest) / 2
     judged = ServerPrograms(METHOD._replace(max_update_norm=limit), single_client(DATA, 0), 4)
-    strict = made.server._replace(programs=judged)
-    fine = {
-        i: server.read_update(strict, opened, i, content).accepted for i, content in answers.items()
+    strict = loop.server._replace(programs=judged)
+    accepted = {
+        i: server.read_update(strict, pending, i, content).accepted
+        for i, content in responses.items()
     }
-    assert fine == {i: size <= limit for i, size in moved.items()}
+    assert accepted == {i: size <= limit for i, size in norms.items()}
 
 
-def test_a_model_that_is_not_finite_does_not_count_where_nothing_travels(tmp_path: Path):
-    """The server sees no upload of Local: it is the node that looks at its own model."""
+def test_a_client_without_upload_reports_a_model_that_is_not_finite(tmp_path: Path):
+    """Local uploads nothing, so only the node can check its model."""
     x = np.array(DATA.x)
     x[np.asarray(DATA.train.rows)[0, : tiny.TRAIN[0]]] = np.nan
     local = Method(cases.make("local", FEDERATION), FEDERATION, 7, evaluate_after=False)
-    alone = loopback(local, DATA._replace(x=x), 4, tmp_path)
-    server_state, (log,) = alone.round(server.initial_state(alone.server), 0)
+    loop = loopback(local, DATA._replace(x=x), 4, tmp_path)
+    server_state, (log,) = loop.round(server.initial_state(loop.server), 0)
     assert log.rejected.tolist() == [[True, False, False, False]]
     assert server_state.settled.tolist() == [storage.BEFORE_FIRST_ROUND, 0, 0, 0]
-    chex.assert_tree_all_finite(alone.client_state(server_state, 0))
+    chex.assert_tree_all_finite(loop.client_state(server_state, 0))
 
 
-def test_who_did_not_count_goes_on_from_what_did(made: Loopback):
-    server_state, _ = made.round(server.initial_state(made.server), 0)
-    before = made.client_state(server_state, 0)
-    server_state, _ = made.round(server_state, 1, absent=lambda i: i == 0)
-    chex.assert_trees_all_equal(made.client_state(server_state, 0), before)
-    server_state, _ = made.round(server_state, 2)
-    assert made.clients[0].disk.rounds() == [2, 0]
-    assert made.clients[1].disk.rounds() == [2, 1, 0]
+def test_an_absent_client_continues_from_its_last_counted_round(loop: Loopback):
+    server_state, _ = loop.round(server.initial_state(loop.server), 0)
+    before = loop.client_state(server_state, 0)
+    server_state, _ = loop.round(server_state, 1, absent=lambda i: i == 0)
+    chex.assert_trees_all_equal(loop.client_state(server_state, 0), before)
+    server_state, _ = loop.round(server_state, 2)
+    assert loop.clients[0].disk.rounds() == [2, 0]
+    assert loop.clients[1].disk.rounds() == [2, 1, 0]
 
 
-def test_a_crash_between_saving_and_answering_loses_nothing(
-    made: Loopback, monkeypatch: pytest.MonkeyPatch
+def test_a_crash_between_saving_and_responding_loses_nothing(
+    loop: Loopback, monkeypatch: pytest.MonkeyPatch
 ):
-    server_state = server.initial_state(made.server)
-    opened = server.open_round(made.server, server_state, 0)
-    wanted = answer(made.clients[0], opened.requests[0])
-    there = files(made)
-    for path in made.clients[0].disk.folder.iterdir():
+    server_state = server.initial_state(loop.server)
+    pending = server.open_round(loop.server, server_state, 0)
+    expected = respond(loop.clients[0], pending.requests[0])
+    files_before = files(loop)
+    for path in loop.clients[0].disk.folder.iterdir():
         path.unlink()
 
     class Killed(BaseException):
@@ -273,125 +273,127 @@ def test_a_crash_between_saving_and_answering_loses_nothing(
     with monkeypatch.context() as at_first:
         at_first.setattr(os, "replace", before)  # it dies while it writes
         with pytest.raises(Killed):
-            answer(made.clients[0], opened.requests[0])
-    assert made.clients[0].disk.rounds() == []
+            respond(loop.clients[0], pending.requests[0])
+    assert loop.clients[0].disk.rounds() == []
     with monkeypatch.context() as at_last:
         at_last.setattr(storage.ClientDisk, "rounds", before)  # it dies when it has written
-        disk = storage.ClientDisk(made.clients[0].disk.folder)
-        visited = storage.RoundRecord(0, 0, opened.digests[0], wanted, b"")
+        disk = storage.ClientDisk(loop.clients[0].disk.folder)
+        visited = storage.RoundRecord(0, 0, pending.digests[0], expected, b"")
         with pytest.raises(Killed):
             disk.write(visited, storage.BEFORE_FIRST_ROUND)
-    monkeypatch.setattr(type(made.clients[0].programs), "train", None)
-    assert answer(made.clients[0], opened.requests[0]) == wanted
-    assert there.keys() <= files(made).keys()
+    monkeypatch.setattr(type(loop.clients[0].programs), "train", None)
+    assert respond(loop.clients[0], pending.requests[0]) == expected
+    assert files_before.keys() <= files(loop).keys()
 
 
-def test_a_full_disk_is_one_line_and_the_client_takes_part_again(
-    made: Loopback, monkeypatch: pytest.MonkeyPatch
-):
-    server_state, _ = made.round(server.initial_state(made.server), 0)
-    there = files(made)
-    opened = server.open_round(made.server, server_state, 1)
+def test_a_client_recovers_from_a_full_disk(loop: Loopback, monkeypatch: pytest.MonkeyPatch):
+    server_state, _ = loop.round(server.initial_state(loop.server), 0)
+    files_before = files(loop)
+    pending = server.open_round(loop.server, server_state, 1)
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as now:
-        now.setattr(os, "fsync", full)
-        assert "No space left" in refused(answer, made.clients[0], opened.requests[0])
-    assert files(made) == there
-    assert answer(made.clients[0], opened.requests[0])
+    with monkeypatch.context() as context:
+        context.setattr(os, "fsync", full)
+        assert "No space left" in refusal(respond, loop.clients[0], pending.requests[0])
+    assert files(loop) == files_before
+    assert respond(loop.clients[0], pending.requests[0])
 
 
-def test_a_damaged_file_is_named_and_not_read(made: Loopback):
-    server_state, _ = made.round(server.initial_state(made.server), 0)
-    path = made.clients[0].disk.folder / "visit-000000000"
+def test_a_damaged_round_file_is_refused_by_name(loop: Loopback):
+    server_state, _ = loop.round(server.initial_state(loop.server), 0)
+    path = loop.clients[0].disk.folder / "visit-000000000"
     content = bytearray(path.read_bytes())
     content[-3] ^= 1
     path.write_bytes(bytes(content))
-    opened = server.open_round(made.server, server_state, 1)
-    assert "visit-000000000 is damaged" in refused(answer, made.clients[0], opened.requests[0])
+    pending = server.open_round(loop.server, server_state, 1)
+    assert "visit-000000000 is damaged" in refusal(respond, loop.clients[0], pending.requests[0])
     header = b'{"answer_bytes": -1, "request": "", "round": 0, "start": 0}\n'
     path.write_bytes(hashlib.sha256(header).hexdigest().encode() + b"\n" + header)
-    assert "visit-000000000.request must be" in refused(answer, made.clients[0], opened.requests[0])
+    assert "visit-000000000.request must be" in refusal(
+        respond, loop.clients[0], pending.requests[0]
+    )
     path.unlink()
-    assert "does not hold round 0" in refused(answer, made.clients[0], opened.requests[0])
+    assert "does not hold round 0" in refusal(respond, loop.clients[0], pending.requests[0])
 
 
-def test_a_damaged_visit_that_has_not_counted_is_trained_again(made: Loopback):
-    server_state, _ = made.round(server.initial_state(made.server), 0)
-    opened = server.open_round(made.server, server_state, 1)
-    wanted = answer(made.clients[0], opened.requests[0])
-    (made.clients[0].disk.folder / "visit-000000001").write_bytes(b"")
-    assert answer(made.clients[0], opened.requests[0]) == wanted
+def test_a_damaged_round_that_has_not_counted_is_trained_again(loop: Loopback):
+    server_state, _ = loop.round(server.initial_state(loop.server), 0)
+    pending = server.open_round(loop.server, server_state, 1)
+    expected = respond(loop.clients[0], pending.requests[0])
+    (loop.clients[0].disk.folder / "visit-000000001").write_bytes(b"")
+    assert respond(loop.clients[0], pending.requests[0]) == expected
 
 
-def test_a_server_goes_on_from_its_checkpoint_with_the_same_bits(made: Loopback, tmp_path: Path):
-    """Killed after a round that was not saved: the round is asked for again, and is the same."""
-    server_state, _ = made.round(server.initial_state(made.server), 0)
+def test_a_resumed_server_is_bit_identical(loop: Loopback, tmp_path: Path):
+    """The server is killed after a round that was not saved, and repeats the round."""
+    server_state, _ = loop.round(server.initial_state(loop.server), 0)
     store = checkpoints.open_store(tmp_path / "checkpoints")
     store.save(1, {"state": server_state.state, "settled": server_state.settled}, {})
-    lost, _ = made.round(server_state, 1)
-    found = store.restore(
-        1, {"state": made.server.programs.shapes[0].state, "settled": server_state.settled}
+    lost, _ = loop.round(server_state, 1)
+    restored = store.restore(
+        1, {"state": loop.server.programs.shapes[0].state, "settled": server_state.settled}
     )
-    restarted = made._replace(server=made.server._replace(start=1))
-    back = server.ServerState(found["state"], found["settled"])
+    restarted = loop._replace(server=loop.server._replace(start=1))
+    back = server.ServerState(restored["state"], restored["settled"])
     again, _ = restarted.round(back, 1)
     chex.assert_trees_all_equal(jax.device_get(again.state), jax.device_get(lost.state))
-    for i in made.clients:
-        chex.assert_trees_all_equal(restarted.client_state(again, i), made.client_state(lost, i))
-    opened = server.open_round(made.server, again, 2)  # of the start before, which still runs
+    for i in loop.clients:
+        chex.assert_trees_all_equal(restarted.client_state(again, i), loop.client_state(lost, i))
+    pending = server.open_round(loop.server, again, 2)  # of the start before, which still runs
     for i, content in restarted.ask(server.open_round(restarted.server, again, 2).requests).items():
         assert content
-        assert answer(made.clients[i], opened.requests[i]) == content  # the same question
-    late = server.open_round(made.server, again, 3)
-    assert "earlier start" in refused(answer, made.clients[0], late.requests[0])
+        assert respond(loop.clients[i], pending.requests[i]) == content  # the same question
+    late = server.open_round(loop.server, again, 3)
+    assert "earlier start" in refusal(respond, loop.clients[0], late.requests[0])
 
 
-def test_a_server_that_goes_back_takes_its_clients_along(made: Loopback):
-    """Its newest checkpoint is damaged: clients still have what they had a round before."""
-    server_state = server.initial_state(made.server)
-    each = [server_state]
+def test_clients_follow_a_server_that_resumes_from_an_older_round(loop: Loopback):
+    """Its newest checkpoint is damaged; clients still have the state of the round before."""
+    server_state = server.initial_state(loop.server)
+    states = [server_state]
     for t in range(3):
-        server_state, _ = made.round(server_state, t)
-        each.append(server_state)
-    restarted = made._replace(server=made.server._replace(start=1))
-    back, _ = restarted.round(each[1], 1)
-    chex.assert_trees_all_equal(jax.device_get(back.state), jax.device_get(each[2].state))
-    for i in made.clients:
-        chex.assert_trees_all_equal(restarted.client_state(back, i), made.client_state(each[2], i))
+        server_state, _ = loop.round(server_state, t)
+        states.append(server_state)
+    restarted = loop._replace(server=loop.server._replace(start=1))
+    back, _ = restarted.round(states[1], 1)
+    chex.assert_trees_all_equal(jax.device_get(back.state), jax.device_get(states[2].state))
+    for i in loop.clients:
+        chex.assert_trees_all_equal(
+            restarted.client_state(back, i), loop.client_state(states[2], i)
+        )
 
 
-def test_what_is_a_clients_own_is_in_no_message(tmp_path: Path):
-    """A planted number in the head that stays at home, and in the examples of each client."""
+def test_client_side_state_and_examples_are_in_no_message(tmp_path: Path):
+    """Each client has a planted number in its private head and in its examples."""
     marks = [np.float32(1234.5678 + i) for i in range(4)]
     x = np.array(DATA.x)
     for i in range(4):
         x[np.asarray(DATA.train.rows[i])[0], 0] = marks[i]
-    made = loopback(METHOD, DATA._replace(x=x), 4, tmp_path)
-    server_state, _ = made.round(server.initial_state(made.server), 0)
+    loop = loopback(METHOD, DATA._replace(x=x), 4, tmp_path)
+    server_state, _ = loop.round(server.initial_state(loop.server), 0)
     for i in range(4):  # as if local training had found such numbers
-        disk = made.clients[i].disk
+        disk = loop.clients[i].disk
         visited = disk.read(0)
-        own = storage.decode_state(visited.state, made.clients[i].programs.shapes.client)
-        own = jax.tree.map(lambda leaf, m=marks[i]: np.full_like(leaf, m), own)
-        disk.write(visited._replace(state=storage.encode_state(own)), 0)
-        held = b"".join(path.read_bytes() for path in disk.folder.iterdir())
-        assert marks[i].tobytes() in held
-    opened = server.open_evaluation(made.server, server_state, 1, range(4))
-    made.ask(opened.requests)
-    made.round(server_state, 1)
-    assert len(made.messages) == 4 * 2 * 3
-    for content in made.messages:
+        state = storage.decode_state(visited.state, loop.clients[i].programs.shapes.client)
+        state = jax.tree.map(lambda leaf, m=marks[i]: np.full_like(leaf, m), state)
+        disk.write(visited._replace(state=storage.encode_state(state)), 0)
+        stored = b"".join(path.read_bytes() for path in disk.folder.iterdir())
+        assert marks[i].tobytes() in stored
+    pending = server.open_evaluation(loop.server, server_state, 1, range(4))
+    loop.ask(pending.requests)
+    loop.round(server_state, 1)
+    assert len(loop.messages) == 4 * 2 * 3
+    for content in loop.messages:
         for mark in marks:
             assert mark.tobytes() not in content
             assert str(mark).encode() not in content
 
 
-def test_names_of_the_requests_digest_is_all_but_the_envelope(made: Loopback):
-    opened = server.open_round(made.server, server.initial_state(made.server), 0)
-    for i, content in opened.requests.items():
-        found = wire.decode(content, len(content))
+def test_a_requests_digest_covers_all_but_the_envelope(loop: Loopback):
+    pending = server.open_round(loop.server, server.initial_state(loop.server), 0)
+    for i, content in pending.requests.items():
+        message = wire.decode(content, len(content))
         body = content[content.index(b'{"arrays"') - 8 :]
-        assert found.digest == hashlib.sha256(body).hexdigest() == opened.digests[i]
+        assert message.digest == hashlib.sha256(body).hexdigest() == pending.digests[i]

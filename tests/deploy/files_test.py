@@ -1,4 +1,4 @@
-"""Files that people write or lose: those of a node and of a run, keys, and the name of a run."""
+"""Invalid and lost files: node files, run files, keys, and the name of a run."""
 
 import json
 from pathlib import Path
@@ -30,8 +30,8 @@ TWO_ROUNDS = {**CONFIG, "rounds": 2, "evaluate_after": False}
         ('{"dataset": "csv:x", "words": {"city": ["a", "a"]}}', "a word of city twice"),
     ],
 )
-def test_a_wrong_file_of_a_node_is_one_line_when_it_is_read(text: str, line: str, tmp_path: Path):
-    """At the node before it answers anything, and in a trial before anything is started."""
+def test_errors_in_a_nodes_file_are_found_when_it_is_read(text: str, line: str, tmp_path: Path):
+    """The node and a trial find the error before they start anything."""
     pytest.importorskip("flwr")
     from fedjax_pfl.deploy import trial
 
@@ -61,37 +61,37 @@ def test_a_wrong_file_of_a_node_is_one_line_when_it_is_read(text: str, line: str
         ({"config": []}, "config must be an object"),
     ],
 )
-def test_a_wrong_file_of_a_run_is_one_line(changes: Any, line: str, tmp_path: Path):
+def test_errors_in_a_runs_file(changes: Any, line: str, tmp_path: Path):
     pytest.importorskip("flwr")
     from fedjax_pfl.deploy import flower
 
-    given = {"config": CONFIG, "workdir": str(tmp_path / "run"), "log": str(tmp_path / "run.log")}
+    content = {"config": CONFIG, "workdir": str(tmp_path / "run"), "log": str(tmp_path / "run.log")}
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({**given, **changes}))
+    path.write_text(json.dumps({**content, **changes}))
     with pytest.raises(UsageError, match=line):
         flower.run_from_file(None, str(path))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"absent\.json is missing"):
         flower.run_from_file(None, str(tmp_path / "absent.json"))  # type: ignore[arg-type]
 
 
-def test_the_first_key_of_a_name_stays_that_clients(tmp_path: Path):
-    """A second node with the name is refused, and cannot take the place of the first later."""
+def test_a_second_key_for_a_name_is_refused(tmp_path: Path):
+    """It cannot replace the first one later either."""
     pytest.importorskip("flwr")
-    from tests.deploy.flower_test import NODES, Grid, by, there
+    from tests.deploy.flower_test import NODES, Grid, make_exchange, node_ids
 
     first, second = (7, NODES[0], b"a", "online"), (9, NODES[0], b"z", "online")
-    one, said = by(Grid(first, second), tmp_path)
-    assert there(one) == {0: 7}
-    again, _ = by(Grid(second, first), tmp_path)
-    assert there(again) == {0: 7}
-    assert there(by(Grid(second), tmp_path)[0]) == {}
-    assert said == ["client-0 has another key than before, or another client's: refused"]
+    exchange, log_lines = make_exchange(Grid(first, second), tmp_path)
+    assert node_ids(exchange) == {0: 7}
+    again, _ = make_exchange(Grid(second, first), tmp_path)
+    assert node_ids(again) == {0: 7}
+    assert node_ids(make_exchange(Grid(second), tmp_path)[0]) == {}
+    assert log_lines == ["client-0 has another key than before, or another client's: refused"]
 
 
-def test_keys_and_certificates_that_are_not_whole_are_made_anew_or_named(
+def test_damaged_keys_are_named_and_damaged_certificates_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A trial was killed while it wrote them, or is older than they are valid."""
+    """A trial was killed while it wrote them, or they have expired."""
     pytest.importorskip("flwr")
     from fedjax_pfl.deploy import keys
 
@@ -104,35 +104,35 @@ def test_keys_and_certificates_that_are_not_whole_are_made_anew_or_named(
         keys.ensure_node_key(private)
     for path in keys.ensure_certificates(tmp_path):
         path.write_bytes(b"")
-        made = keys.ensure_certificates(tmp_path)
-        files = [one.read_bytes() for one in made]
+        paths = keys.ensure_certificates(tmp_path)
+        files = [path.read_bytes() for path in paths]
         assert all(files)
         keys.ensure_certificates(tmp_path)
-        assert files == [one.read_bytes() for one in made]
+        assert files == [path.read_bytes() for path in paths]
     monkeypatch.setattr(keys, "_DAYS", 0)
     (tmp_path / "ca.crt").unlink()
     old = keys.ensure_certificates(tmp_path)[0].read_bytes()
     assert keys.ensure_certificates(tmp_path)[0].read_bytes() != old
 
 
-def test_a_run_whose_name_is_lost_does_not_enrol_its_nodes_anew(tmp_path: Path):
-    """Nodes know the run by its name: another one would be another run, and ask for sums again."""
+def test_a_run_whose_name_is_lost_does_not_enrol_its_nodes_again(tmp_path: Path):
+    """Under another name nodes would send their sums again."""
     nodes = Nodes(tmp_path, 3, until=3 + 2 + 3 + 1)  # in the midst of the second round
     with pytest.raises(KeyboardInterrupt):
-        run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.said.append)
+        run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.log_lines.append)
     name = (tmp_path / "run" / run.DEPLOYED_FILE).rename(tmp_path / "kept")
     nodes = Nodes(tmp_path, 3)
     with pytest.raises(UsageError, match=r"deployed\.json is missing or incomplete"):
-        run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.said.append)
-    assert nodes.answers == []
+        run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.log_lines.append)
+    assert nodes.responses == []
     name.rename(tmp_path / "run" / run.DEPLOYED_FILE)
-    done = run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.said.append)
+    done = run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.log_lines.append)
     assert done.resumed_at == 1
     with pytest.raises(UsageError, match="cannot be made longer, because its nodes keep"):
-        run.run({**TWO_ROUNDS, "rounds": 3}, tmp_path / "run", nodes, log=nodes.said.append)
+        run.run({**TWO_ROUNDS, "rounds": 3}, tmp_path / "run", nodes, log=nodes.log_lines.append)
 
 
-def test_a_full_disk_at_the_start_of_a_run_is_one_line(
+def test_a_full_disk_at_the_start_of_a_run_is_a_usage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def full(_: Path) -> None:

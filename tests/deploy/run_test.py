@@ -1,4 +1,4 @@
-"""A whole run over nodes in one process: its directory, its models, and going on after a crash."""
+"""Runs over nodes in one process: run directory, models, and resuming after a crash."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -26,19 +26,19 @@ CONFIG = {
 
 
 # What a node of a trial has in its file: its part of the dataset of CONFIG.
-PART = {
+NODE_DATA = {
     name: CONFIG[name]
     for name in ("dataset", "synthetic", "partition", "validation_fraction", "clients")
 }
 
 
-def made_node(folder: Path, **content: Any) -> node.Node:
-    """A node by the content of its file."""
+def make_node(folder: Path, **content: Any) -> node.Node:
+    """Builds a node from the content of its file."""
     return node.Node(folder, node_file.parse(json.loads(json.dumps(content)), "node.json"))
 
 
 class Nodes:
-    """Nodes that are asked one after the other; the server dies with the nth request."""
+    """Exchange with nodes in this process; the server dies after `until` requests."""
 
     def __init__(
         self,
@@ -48,75 +48,78 @@ class Nodes:
         data: Any = None,
         code: tuple[str, ...] = (),
     ) -> None:
-        each = data or [{**PART, "client": i, "code": code} for i in range(n)]
-        self.nodes = [made_node(folder / f"node-{i}", **each[i]) for i in range(n)]
-        self.left = until
-        self.said: list[str] = []
-        self.answers: list[bytes] = []  # every byte that has left a node
+        contents = data or [{**NODE_DATA, "client": i, "code": code} for i in range(n)]
+        self.nodes = [make_node(folder / f"node-{i}", **contents[i]) for i in range(n)]
+        self.requests_left = until
+        self.log_lines: list[str] = []
+        self.responses: list[bytes] = []  # every byte that has left a node
 
     def ask(
         self, requests: Mapping[int, bytes], seconds: float | None
     ) -> Iterator[tuple[int, bytes]]:
         for i, content in requests.items():
-            self.left -= 1
-            if self.left < 0:
+            self.requests_left -= 1
+            if self.requests_left < 0:
                 raise KeyboardInterrupt
-            self.answers.append(self.answer(i, content))
-            yield i, self.answers[-1]
+            self.responses.append(self.respond(i, content))
+            yield i, self.responses[-1]
 
-    def answer(self, i: int, content: bytes) -> bytes:
-        """The answer of a node, which tests of hostile ones replace."""
+    def respond(self, i: int, content: bytes) -> bytes:
+        """Returns a node's response; hostile nodes override it."""
         return node.respond(self.nodes[i], content)
 
 
-def numbers(metrics: Any) -> Any:
-    """Of evaluations, all that is not a time."""
+def without_times(metrics: Any) -> Any:
+    """Returns evaluations without times and remarks."""
     return [
         {k: v for k, v in line.items() if "seconds" not in k and k != "remarks"} for line in metrics
     ]
 
 
-def close(got: Any, wanted: Any) -> None:
-    """The same words, and the same numbers but for rounding."""
-    leaves = [jax.tree_util.tree_leaves_with_path(numbers(one)) for one in (got, wanted)]
-    for (path, mine), (there, theirs) in zip(*leaves, strict=True):
-        assert path == there
-        if isinstance(theirs, str):
-            assert mine == theirs, path
+def assert_close(actual: Any, expected: Any) -> None:
+    """Checks for equal text and equal numbers up to rounding."""
+    leaves = [
+        jax.tree_util.tree_leaves_with_path(without_times(metrics))
+        for metrics in (actual, expected)
+    ]
+    for (path, value), (expected_path, expected_value) in zip(*leaves, strict=True):
+        assert path == expected_path
+        if isinstance(expected_value, str):
+            assert value == expected_value, path
         else:
-            np.testing.assert_allclose(mine, theirs, 1e-6, 1e-6, err_msg=str(path))
+            np.testing.assert_allclose(value, expected_value, 1e-6, 1e-6, err_msg=str(path))
 
 
 @pytest.mark.slow("it trains two whole runs, one of them over three nodes")
-def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_path: Path):
+def test_a_killed_run_resumes_and_equals_the_simulation(tmp_path: Path):
     simulated = runner.run(CONFIG, tmp_path / "simulated")
     nodes = Nodes(tmp_path, 3, until=3 + 2 * (2 + 3) + 1)  # in the midst of the third round
     with pytest.raises(KeyboardInterrupt):
-        run.run(CONFIG, tmp_path / "real", nodes, log=nodes.said.append)
+        run.run(CONFIG, tmp_path / "real", nodes, log=nodes.log_lines.append)
     assert len(read_metrics(tmp_path / "real")) == 2
     nodes = Nodes(tmp_path, 3)
-    done = run.run(CONFIG, tmp_path / "real", nodes, log=nodes.said.append)
-    assert done.resumed_at == 2
-    close(done.metrics, simulated.metrics)
-    close(read_metrics(tmp_path / "real"), simulated.metrics)
-    chex.assert_trees_all_close(done.clients, simulated.clients, rtol=1e-6, atol=1e-6)
-    assert done.ledger == simulated.ledger
+    result = run.run(CONFIG, tmp_path / "real", nodes, log=nodes.log_lines.append)
+    assert result.resumed_at == 2
+    assert_close(result.metrics, simulated.metrics)
+    assert_close(read_metrics(tmp_path / "real"), simulated.metrics)
+    chex.assert_trees_all_close(result.clients, simulated.clients, rtol=1e-6, atol=1e-6)
+    assert result.ledger == simulated.ledger
     assert (tmp_path / "real" / "report.html").is_file()
     assert (tmp_path / "real" / "traffic.json").read_text() == (
         tmp_path / "simulated" / "traffic.json"
     ).read_text()
-    wanted = dict(export.personalize(simulated, simulated.state, 3, range(3)))
+    expected = dict(export.personalize(simulated, simulated.state, 3, range(3)))
     x = np.ones((2, 2, 2, 1), np.float32)
     for i in range(3):
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         model, variables = export.load(path)
-        chex.assert_trees_all_close(variables, wanted[i], rtol=1e-6, atol=1e-6)
+        chex.assert_trees_all_close(variables, expected[i], rtol=1e-6, atol=1e-6)
         assert export.describe(path)["client"] == i
         assert model.apply(variables, x).shape == (2, 3)
     lines = (tmp_path / "real" / run.WIRE_FILE).read_text().splitlines()
     assert len(lines) == 3
-    again = run.run(CONFIG, tmp_path / "real", Nodes(tmp_path, 3, until=0))
-    assert again.metrics == done.metrics
+    repeated = run.run(CONFIG, tmp_path / "real", Nodes(tmp_path, 3, until=0))
+    assert repeated.metrics == result.metrics
     for call in (
         lambda: runner.run(CONFIG, tmp_path / "real"),
         lambda: export.load_result(tmp_path / "real"),
@@ -126,62 +129,67 @@ def test_a_run_is_what_the_simulation_is_and_goes_on_where_it_was_killed(tmp_pat
 
 
 class Silent(Nodes):
-    """Nodes that do not answer evaluations from a round on."""
+    """Nodes that refuse evaluations from round `since` on."""
 
     since = 0
 
-    def answer(self, i: int, content: bytes) -> bytes:
+    def respond(self, i: int, content: bytes) -> bytes:
         facts = wire.decode(content, len(content)).facts
         if facts["kind"] == "evaluate" and facts["round"] >= self.since:
             return node.refusal("busy")
-        return super().answer(i, content)
+        return super().respond(i, content)
 
 
 @pytest.mark.parametrize("since", [1, 2])
-def test_a_run_whose_evaluations_nobody_answers_ends_with_a_report(since: int, tmp_path: Path):
+def test_a_run_without_evaluation_responses_writes_a_report(since: int, tmp_path: Path):
     nodes = Silent(tmp_path, 3)
     nodes.since = since
-    done = run.run({**CONFIG, "rounds": 2}, tmp_path / "run", nodes, log=nodes.said.append)
+    done = run.run({**CONFIG, "rounds": 2}, tmp_path / "run", nodes, log=nodes.log_lines.append)
     assert done.metrics[-1]["before"] is None
     assert (tmp_path / "run" / "report.html").is_file()
     page.table(run_reader.read(tmp_path / "run").metrics)
 
 
-def test_nodes_with_files_of_their_own(tmp_path: Path):
-    """Numbers are normalised by what all have, and classes are numbered as the files state."""
-    draw = np.random.default_rng(0)
+def test_a_run_with_different_files_at_the_nodes(tmp_path: Path):
+    """Inputs are normalised over all nodes, and the files number the classes."""
+    rng = np.random.default_rng(0)
     data, names = [], (("no", "yes"), ("maybe", "yes"))
     labels = ["no", "maybe", "yes"]
-    for i, (one, other) in enumerate(names):
-        x = draw.normal(3 + 5 * i, 2, (30 + 10 * i, 2))
-        rows = [f"{a},{b},{other if a > 3 + 5 * i else one}" for a, b in x]
+    for i, (low, high) in enumerate(names):
+        x = rng.normal(3 + 5 * i, 2, (30 + 10 * i, 2))
+        rows = [f"{a},{b},{high if a > 3 + 5 * i else low}" for a, b in x]
         (tmp_path / f"{i}.csv").write_text("\n".join(["age,dose,label", *rows]))
         path = tmp_path / f"{i}.csv"
-        own = {"labels": labels, "least_rows": 15, "validation_fraction": 0.2}
-        data.append({"dataset": f"csv:{path}", **own})
+        shared_content = {"labels": labels, "least_rows": 15, "validation_fraction": 0.2}
+        data.append({"dataset": f"csv:{path}", **shared_content})
     config = {**CONFIG, "clients": 2, "clients_per_round": 2, "rounds": 1}
     nodes = Nodes(tmp_path, 2, data=data)
-    done = run.run(config, tmp_path / "real", nodes, log=nodes.said.append)
-    assert [row["train_examples"] for row in done.clients] == [15, 20]
+    result = run.run(config, tmp_path / "real", nodes, log=nodes.log_lines.append)
+    assert [row["train_examples"] for row in result.clients] == [15, 20]
     path = tmp_path / "real" / run.DEPLOYED_FILE
-    known = node.storage.read_json(path, schema.DEPLOYED)["federation"]
-    assert known["alike"]["classes"] == labels
-    assert 5 < known["mean"][0] < 7
+    federation = node.storage.read_json(path, schema.DEPLOYED)["federation"]
+    assert federation["alike"]["classes"] == labels
+    assert 5 < federation["mean"][0] < 7
     for i in range(2):
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         about = export.describe(path)
         assert (about["outputs"], about["input_shape"]) == (3, [2])
         names = json.loads((path.parent / node.CLASSES).read_text())
         assert names == labels
-        np.testing.assert_allclose(np.ravel(about["scale"]), 1 / np.array(known["deviation"]), 1e-6)
+        np.testing.assert_allclose(
+            np.ravel(about["scale"]), 1 / np.array(federation["deviation"]), 1e-6
+        )
     data[1]["csv"] = {"input": "age"}
     nodes = Nodes(tmp_path / "other", 2, data=data)
     with pytest.raises(UsageError, match="1 of 2 clients have not enrolled, the first is client 1"):
-        run.run(config, tmp_path / "differ", nodes, log=nodes.said.append)
-    assert "client 1 cannot enrol: its input_shape differs from that of client 0" in nodes.said[-1]
+        run.run(config, tmp_path / "differ", nodes, log=nodes.log_lines.append)
+    assert (
+        "client 1 cannot enrol: its input_shape differs from that of client 0"
+        in nodes.log_lines[-1]
+    )
 
 
-def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
+def test_a_user_defined_method_runs_at_nodes_that_list_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "of_mine.py").write_text(
@@ -195,16 +203,16 @@ def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
         "    return base._replace(receive=receive)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    own = {"algorithm": "of_mine:scaled", "scaled": {"by": 0.0}}
-    config = {**CONFIG, **own, "rounds": 1, "evaluate_after": False}
+    method_settings = {"algorithm": "of_mine:scaled", "scaled": {"by": 0.0}}
+    config = {**CONFIG, **method_settings, "rounds": 1, "evaluate_after": False}
     nodes = Nodes(tmp_path / "no", 3)
     with pytest.raises(UsageError, match="have not enrolled"):
-        run.run(config, tmp_path / "no", nodes, run.Waiting(tries=1), log=nodes.said.append)
-    assert all("algorithm is of_mine:scaled" in line for line in nodes.said)
+        run.run(config, tmp_path / "no", nodes, run.Waiting(tries=1), log=nodes.log_lines.append)
+    assert all("algorithm is of_mine:scaled" in line for line in nodes.log_lines)
     nodes = Nodes(tmp_path, 3, code=("of_mine:scaled",))
-    done = run.run(config, tmp_path / "real", nodes, log=nodes.said.append)
-    assert not any(leaf.any() for leaf in jax.tree.leaves(done.server_state.state.server))
-    assert sorted(done.server_state.settled) == [-1, 0, 0]
+    result = run.run(config, tmp_path / "real", nodes, log=nodes.log_lines.append)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(result.server_state.state.server))
+    assert sorted(result.server_state.settled) == [-1, 0, 0]
     for i in range(3):  # one of which has never been in a round
         (path,) = (tmp_path / f"node-{i}").glob("run-*/model.safetensors")
         assert export.describe(path)["algorithm"] == "scaled"
@@ -219,9 +227,7 @@ def test_a_method_of_ones_own_runs_at_nodes_that_name_it(
         ({"algorithm": "fedav"}, "fedavg"),
     ],
 )
-def test_what_only_a_simulation_has_is_refused_before_anything_is_written(
-    changes: dict[str, Any], word: str, tmp_path: Path
-):
+def test_simulation_settings_are_refused(changes: dict[str, Any], word: str, tmp_path: Path):
     with pytest.raises(UsageError, match=word):
         run.run({**CONFIG, **changes}, tmp_path / "run", Nodes(tmp_path, 3))
     assert not (tmp_path / "run").exists()

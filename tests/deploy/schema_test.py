@@ -1,4 +1,4 @@
-"""The forms of messages: what each refuses, and that its line says where and quotes nothing."""
+"""Specifications of messages and files: invalid values are refused without quoting them."""
 
 import copy
 import json
@@ -16,7 +16,7 @@ from tests.deploy.loopback import RUN
 PLANTED = "Person0"
 DIGEST = "0" * 64
 SPLITS = {"train": 30, "validation": 0, "test": 10}
-DESCRIBED: dict[str, Any] = {
+DESCRIPTION: dict[str, Any] = {
     "counts": dict(SPLITS),
     "widths": {"train": 30, "validation": 1, "test": 10},
     "input_shape": [3],
@@ -36,10 +36,10 @@ FEDERATION: dict[str, Any] = {
     "held_out": 0,
     "groups": 1,
     "alike": {
-        k: DESCRIBED[k]
+        k: DESCRIPTION[k]
         for k in ("input_shape", "input_dtype", "outputs", "each", "target", "constants")
     },
-    "widths": DESCRIBED["widths"],
+    "widths": DESCRIPTION["widths"],
     "stored_dtype": "float32",
     "mean": [1.5, 0],
     "deviation": [2.5, 1],
@@ -55,21 +55,21 @@ TRAIN: dict[str, Any] = {
 }
 
 
-def put(content: Any, path: str, value: Any) -> Any:
-    """The content with another value at a path such as counts.train; without it for `del`."""
+def replace_at(content: Any, path: str, value: Any) -> Any:
+    """Returns the content with another value at a path such as counts.train, or without it."""
     changed = copy.deepcopy(content)
     *outer, last = path.split(".")
     place = changed
     for name in outer:
         place = place[int(name) if isinstance(place, list) else name]
-    if value is del_:
+    if value is DELETE:
         del place[last]
     else:
         place[int(last) if isinstance(place, list) else last] = value
     return changed
 
 
-del_ = object()
+DELETE = object()
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ del_ = object()
         ("counts.train", 10**9),
         ("counts.test", -1),
         ("counts.more", 1),
-        ("counts", del_),
+        ("counts", DELETE),
         ("widths.train", 2**45),
         ("widths.train", 0),
         ("outputs", 3_000_000_000),
@@ -116,9 +116,9 @@ del_ = object()
     ],
 )
 def test_a_description_out_of_bounds(path: str, value: Any):
-    schema.check(schema.NODE_DESCRIPTION, DESCRIBED, "described")
+    schema.check(schema.NODE_DESCRIPTION, DESCRIPTION, "described")
     with pytest.raises(InvalidError) as error:
-        schema.check(schema.NODE_DESCRIPTION, put(DESCRIBED, path, value), "described")
+        schema.check(schema.NODE_DESCRIPTION, replace_at(DESCRIPTION, path, value), "described")
     line = str(error.value)
     assert "described" in line
     assert PLANTED not in line
@@ -130,7 +130,7 @@ def test_a_description_out_of_bounds(path: str, value: Any):
     [
         ("kind", "shutdown"),
         ("kind", ["train"]),
-        ("kind", del_),
+        ("kind", DELETE),
         ("run", "../1f0a"),
         ("run", "1F"),
         ("client", "0"),
@@ -159,23 +159,25 @@ def test_a_description_out_of_bounds(path: str, value: Any):
 def test_a_request_out_of_bounds(path: str, value: Any):
     schema.check(schema.REQUEST, TRAIN, "message")
     with pytest.raises(InvalidError):
-        schema.check(schema.REQUEST, put(TRAIN, path, value), "message")
-    content = wire.encode(put({"facts": TRAIN}, f"facts.{path}", value)["facts"], envelope={})
+        schema.check(schema.REQUEST, replace_at(TRAIN, path, value), "message")
+    content = wire.encode(
+        replace_at({"facts": TRAIN}, f"facts.{path}", value)["facts"], envelope={}
+    )
     with pytest.raises(InvalidError):
         wire.decode(content, len(content), schema.REQUEST)
 
 
-def test_settings_nest_to_a_depth():
+def test_the_depth_of_settings_is_limited():
     deep: Any = 1
     for _ in range(9):
         deep = [deep]
     with pytest.raises(InvalidError):
-        schema.check(schema.REQUEST, put(TRAIN, "settings.learning_rate", deep), "message")
+        schema.check(schema.REQUEST, replace_at(TRAIN, "settings.learning_rate", deep), "message")
 
 
 @pytest.mark.parametrize("shape", [[0, 2**39, 2**39], [2**39, 0, 2**39], [2**40], [0] * 33, [-1]])
 def test_an_array_of_an_impossible_shape(shape: list[int]):
-    """NumPy refuses some that have no elements."""
+    """NumPy refuses some shapes without elements."""
     head = json.dumps({"facts": {}, "arrays": [["upload/w", "float32", shape]]}).encode()
     lengths = [len(part).to_bytes(8, "little") for part in (b"{}", head)]
     content = b"".join([b"fedjax_pfl 1\n", lengths[0], b"{}", lengths[1], head])
@@ -226,14 +228,17 @@ def test_a_nodes_file():
 @pytest.mark.parametrize(
     ("form", "content"),
     [
-        (schema.DEPLOYED, {"run": RUN, "federation": put(FEDERATION, "counts.0.train", "many")}),
+        (
+            schema.DEPLOYED,
+            {"run": RUN, "federation": replace_at(FEDERATION, "counts.0.train", "many")},
+        ),
         (schema.DEPLOYED, []),
         (schema.KEYS, {"00": DIGEST}),
         (schema.ENROLLED, {"client": 0, "examples": DIGEST}),
         (schema.OUTCOME, {"error": 1}),
     ],
 )
-def test_a_file_of_another_form_is_one_line(form: Any, content: Any, tmp_path: Path):
+def test_an_invalid_file_is_a_usage_error(form: Any, content: Any, tmp_path: Path):
     (tmp_path / "x.json").write_text(json.dumps(content))
     with pytest.raises(UsageError, match=r"x\.json cannot be read"):
         storage.read_json(tmp_path / "x.json", form)

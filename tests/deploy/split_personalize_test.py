@@ -1,4 +1,4 @@
-"""What crosses from the server to a client that is served: what its part of the program reads."""
+"""The split of `personalize`: results of both parts, and the values that are sent."""
 
 from typing import Any
 
@@ -21,9 +21,8 @@ def ctx(i: int) -> ClientContext:
     return ClientContext(jnp.int32(i), {"x": jnp.arange(5.0)}, jnp.int32(7), jax.random.key(3))
 
 
-def both(personalize: Any, i: int = 2) -> tuple[list[Any], Any]:
-    """What crossed, and what came of it; the state is not there at the client, nor at the server
-    the client's own."""
+def run_both(personalize: Any, i: int = 2) -> tuple[list[Any], Any]:
+    """Runs both parts, each with shapes for the other's data; returns sent values and result."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), CLIENT)
     data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), ctx(i).data)
     crossed = split_personalize.server_part(personalize, STATE, shapes, ctx(i)._replace(data=data))
@@ -32,7 +31,7 @@ def both(personalize: Any, i: int = 2) -> tuple[list[Any], Any]:
 
 
 def mixed(state: State, client: Any, ctx: ClientContext) -> Any:
-    """A row of the client's own, a scalar that is spread, a draw, and a loop over the data."""
+    """Uses the client's row, a broadcast scalar, a random number, and a loop over the data."""
     mine = jnp.tanh(state.rows @ jnp.ones((3, 3)))[ctx.i]
     noise = jax.random.normal(ctx.key, (3,))
 
@@ -43,27 +42,27 @@ def mixed(state: State, client: Any, ctx: ClientContext) -> Any:
     return {"w": total + noise, "b": jnp.full((50,), state.server) * ctx.data["x"][0]}
 
 
-def test_both_parts_make_the_whole_and_a_row_and_a_number_cross():
-    crossed, made = both(mixed)
-    wanted = mixed(STATE, CLIENT, ctx(2))
-    for name in wanted:
-        np.testing.assert_allclose(made[name], wanted[name], rtol=1e-6)
+def test_both_parts_equal_personalize_and_only_a_row_and_a_number_are_sent():
+    crossed, variables = run_both(mixed)
+    expected = mixed(STATE, CLIENT, ctx(2))
+    for name in expected:
+        np.testing.assert_allclose(variables[name], expected[name], rtol=1e-6)
     assert sum(map(trees.leaf_bytes, crossed)) <= 4 * (3 + 2)
 
 
-def test_what_is_the_clients_alone_makes_nothing_cross():
-    assert both(lambda state, client, ctx: client * ctx.data["x"][1])[0] == []
+def test_client_operations_need_no_server_values():
+    assert run_both(lambda state, client, ctx: client * ctx.data["x"][1])[0] == []
 
 
-def test_what_is_the_servers_alone_crosses_as_it_is():
-    crossed, made = both(lambda state, client, ctx: state.rows[ctx.i] * 2)
-    assert [one.shape for one in crossed] == [(3,)]
-    np.testing.assert_array_equal(made, ROWS[2] * 2)
+def test_the_result_of_a_server_operation_is_sent():
+    crossed, variables = run_both(lambda state, client, ctx: state.rows[ctx.i] * 2)
+    assert [value.shape for value in crossed] == [(3,)]
+    np.testing.assert_array_equal(variables, ROWS[2] * 2)
 
 
-def test_nobody_is_sent_the_rows_of_others():
+def test_rows_of_other_clients_are_never_sent():
     def greedy(state: State, client: Any, ctx: ClientContext) -> Any:
         return jnp.where(client[0] > 0, state.rows, 0.0).sum(0)
 
     with pytest.raises(UsageError, match="all clients' rows"):
-        both(greedy)
+        run_both(greedy)

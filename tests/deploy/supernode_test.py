@@ -1,4 +1,4 @@
-"""A node over Flower runs its own code, and none that comes with a message."""
+"""A node over Flower runs its installed code, never code from the server."""
 
 import importlib
 import os
@@ -18,47 +18,47 @@ pytest.importorskip(
 )
 
 
-def test_only_the_nodes_own_program_stands_for_a_message(tmp_path: Path):
-    place = supernode.write_commands(tmp_path / "a node")
+def test_only_the_command_for_messages_runs_code(tmp_path: Path):
+    folder = supernode.write_commands(tmp_path / "a node")
     names = {"agentapp", "clientapp", "connector", "model", "serverapp", "simulation"}
-    assert {path.name for path in place.iterdir()} == {f"flwr-{name}" for name in names}
-    for path in place.iterdir():
+    assert {path.name for path in folder.iterdir()} == {f"flwr-{name}" for name in names}
+    for path in folder.iterdir():
         assert os.access(path, os.X_OK)
         if path.name != "flwr-clientapp":
             assert subprocess.run([path]).returncode == 1
-    line = (place / "flwr-clientapp").read_text().splitlines()[1]
-    own = node_app.FOLDER / "local_client.py"
-    assert line == f"exec {sys.executable} {own} '{tmp_path / 'a node'}' \"$@\""
+    line = (folder / "flwr-clientapp").read_text().splitlines()[1]
+    program = node_app.FOLDER / "local_client.py"
+    assert line == f"exec {sys.executable} {program} '{tmp_path / 'a node'}' \"$@\""
 
 
-def test_a_supernode_finds_these_programs_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    became: list[Any] = []
-    monkeypatch.setattr(supernode.os, "execvpe", lambda *words: became.append(words))
+def test_a_supernode_finds_the_commands_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls: list[Any] = []
+    monkeypatch.setattr(supernode.os, "execvpe", lambda *arguments: calls.append(arguments))
     supernode.main([str(tmp_path), "--superlink", "x:1"])
-    ((name, words, environment),) = became
-    assert (name, words) == ("flower-supernode", ["flower-supernode", "--superlink", "x:1"])
+    ((name, arguments, environment),) = calls
+    assert (name, arguments) == ("flower-supernode", ["flower-supernode", "--superlink", "x:1"])
     first = environment["PATH"].split(os.pathsep)[0]
     assert Path(first, "flwr-clientapp").read_text().startswith("#!/bin/sh\nexec")
-    for words in ([], ["--superlink"], [str(tmp_path), "--isolation=process"],
+    for arguments in ([], ["--superlink"], [str(tmp_path), "--isolation=process"],
                   [str(tmp_path), "--isol", "process"],
                   [str(tmp_path), "--allow-runtime-dependency-installation"]):  # fmt: skip
         with pytest.raises(UsageError):
-            supernode.main(words)
-    assert len(became) == 1
+            supernode.main(arguments)
+    assert len(calls) == 1
 
 
 @pytest.fixture
 def local_client(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The program, and Flower's module as it was afterwards."""
+    """Imports the module, and restores Flower's module afterwards."""
     monkeypatch.syspath_prepend(node_app.FOLDER)
     flowers: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-    own: Any = importlib.import_module("local_client")
-    for name in own._SERVER_CODE_FUNCTIONS:
+    module: Any = importlib.import_module("local_client")
+    for name in module._SERVER_CODE_FUNCTIONS:
         monkeypatch.setattr(flowers, name, getattr(flowers, name))
-    return own
+    return module
 
 
-def test_code_that_comes_with_a_message_is_neither_installed_nor_loaded(
+def test_code_from_the_server_is_neither_installed_nor_loaded(
     local_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
@@ -73,12 +73,12 @@ def test_code_that_comes_with_a_message_is_neither_installed_nor_loaded(
         local_client.replace_foreign_code(tmp_path)
 
 
-def test_what_is_sent_along_would_not_run():
+def test_the_sent_client_app_does_not_run():
     with pytest.raises(RuntimeError, match="start it with fedjax_pfl"):
         importlib.import_module("fedjax_pfl.deploy.app.client_app")
 
 
-def test_a_worker_that_starts_later_is_waited_for(local_client: Any, tmp_path: Path):
+def test_requests_wait_for_a_worker_that_starts_later(local_client: Any, tmp_path: Path):
     pipe = local_client.node_pipe
     for folder in (tmp_path, tmp_path / "no", Path("/dev/null")):
         with pytest.raises(RuntimeError, match="does not respond") as error:
@@ -86,10 +86,10 @@ def test_a_worker_that_starts_later_is_waited_for(local_client: Any, tmp_path: P
         assert str(folder) not in str(error.value)
 
     def serve() -> None:
-        with pipe.listening(tmp_path) as there:
-            asking, _ = there.accept()
-            with asking:
-                pipe.send(asking, pipe.receive(asking)[::-1])
+        with pipe.listening(tmp_path) as listener:
+            connection, _ = listener.accept()
+            with connection:
+                pipe.send(connection, pipe.receive(connection)[::-1])
 
     later = threading.Timer(0.3, serve)
     later.start()
