@@ -1,4 +1,4 @@
-"""A search over settings: what is planned, run, printed and written, for all methods alike."""
+"""Grid search over settings: plan, runs and results of all methods."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from fedjax_pfl.settings.configuration import BUILTINS, Registry
 
 
 def plan(
-    each: dict[str, ConfigDict],
+    configs: dict[str, ConfigDict],
     texts: Sequence[str],
     rounds: int | None,
     budget: int | None,
@@ -26,91 +26,117 @@ def plan(
     words: Registry = BUILTINS,
     as_preset: bool = False,
 ) -> list[Trial]:
-    """What is tried of each method, or UsageError for what cannot be.
+    """Returns the points of each method. Raises UsageError if methods cannot be compared.
 
     Args:
-      each: configurations by method.
-      texts: of grids.
-      rounds: of the first method's runs, and of the others' in proportion; None: as configured.
-      seed: of the draw where there is a budget.
-      words: what names in the configurations mean.
-      as_preset: each has the client visits of its preset, and need not have as many as the others.
+      configs: Configuration of each method; the number of rounds is changed in place.
+      texts: Grids.
+      rounds: Rounds of the first method's runs; those of others change in proportion. Default: as
+        configured.
+      budget: Number of points to sample for each method. Default: all.
+      seed: Seed of the sample.
+      words: Components by name.
+      as_preset: True if client visits may differ between methods, as in their presets.
     """
-    found = grids.grids(texts, list(each), words)
-    whole = {method: grids.points(method, grid) for method, grid in found.items()}
-    points = grids.equal(whole, budget, seed)
-    made = [Trial(m, config, points[m], len(whole[m]), words) for m, config in each.items()]
-    trials.check(made, as_preset)
+    all_points = {
+        method: grids.points(method, grid)
+        for method, grid in grids.grids(texts, list(configs), words).items()
+    }
+    points = grids.equal(all_points, budget, seed)
+    planned = [
+        Trial(method, config, points[method], len(all_points[method]), words)
+        for method, config in configs.items()
+    ]
+    trials.check(planned, as_preset)
     if rounds is not None:
-        trials.shorten(each, rounds, words)
-    trials.evaluate_alike(each, words)
-    return made
+        trials.shorten(configs, rounds, words)
+    trials.evaluate_alike(configs, words)
+    return planned
 
 
-def text(found: Found, said: Sequence[str], form: str) -> str:
-    """What is printed, in a format."""
+def text(results: Found, lines: Sequence[str], form: str) -> str:
+    """Formats the results for printing.
+
+    Args:
+      results: Results by method.
+      lines: Heading and notes.
+      form: "text", "markdown" or "csv".
+    """
     if form == "csv":
-        return show.as_csv(found)
-    first, *rest = said
+        return show.as_csv(results)
+    head, *notes = lines
+    tables = show.tables(results)
     if form == "markdown":
-        parts = [first, text_tables.markdown(show.tables(found)), "\n".join(f"- {x}" for x in rest)]
+        parts = [head, text_tables.markdown(tables), "\n".join(f"- {note}" for note in notes)]
     else:
-        shown = text_tables.text(show.tables(found))
-        parts = [
-            text_tables.fill_paragraph(first),
-            shown,
-            "\n".join(map(text_tables.fill_paragraph, rest)),
-        ]
+        filled = "\n".join(map(text_tables.fill_paragraph, notes))
+        parts = [text_tables.fill_paragraph(head), text_tables.text(tables), filled]
     return "\n\n".join(filter(None, parts))
 
 
-def preset(found: Found, said: Sequence[str], what: str) -> str | None:
-    """tuned.py, as soon as there is a choice for every method."""
-    best = {method: choice.best_point(tried) for method, tried in found.items()}
-    there = {method: one for method, one in best.items() if one is not None}
-    if len(there) < len(best):
-        return None
-    metric = show.metric_in(found)
+def preset(results: Found, lines: Sequence[str], header: str) -> str | None:
+    """Returns the content of tuned.py, or None if a method has no best point.
+
+    Args:
+      results: Results by method.
+      lines: Heading and notes.
+      header: Description of the grid.
+    """
+    best = {}
+    for method, points in results.items():
+        if (point := choice.best_point(points)) is None:
+            return None
+        best[method] = point
+    metric = show.metric_in(results)
     unit = " %" if metric.unit == "%" else ""
     remarks = {}
-    for method, one in there.items():
-        score = f"{format_mean_std(choice.spread(one), metric)}{unit} on validation examples"
-        remarks[method] = f"{score}, the best of {len(found[method])}: {grids.label(one.point)}."
-    return choice.preset(there, remarks, "\n".join([what, *said]))
+    for method, point in best.items():
+        score = f"{format_mean_std(choice.spread(point), metric)}{unit} on validation examples"
+        count = len(results[method])
+        remarks[method] = f"{score}, the best of {count}: {grids.label(point.point)}."
+    return choice.preset(best, remarks, "\n".join([header, *lines]))
 
 
 FORMATS = {"text": "txt", "markdown": "md", "csv": "csv"}
 
 
-def write(found: Found, said: Sequence[str], what: str, out: Path, ours: bool = True) -> bool:
-    """All files; whether there is a preset of what was chosen.
+def write(
+    results: Found, lines: Sequence[str], header: str, out: Path, with_preset: bool = True
+) -> bool:
+    """Writes all files of the results. Returns True if they include tuned.py.
 
-    ours: whether commands know all that is in the configurations; there is no preset else.
+    Args:
+      results: Results by method.
+      lines: Heading and notes.
+      header: Description of the grid.
+      out: Folder of the files.
+      with_preset: False if commands cannot load the configurations.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
         for form, suffix in FORMATS.items():
-            (out / f"tune.{suffix}").write_text(text(found, said, form) + "\n", encoding="utf-8")
-        picture = show.draw(found)
-        made = preset(found, said, what) if ours else None
-        for name, content in (
+            content = text(results, lines, form) + "\n"
+            (out / f"tune.{suffix}").write_text(content, encoding="utf-8")
+        picture = show.draw(results)
+        code = preset(results, lines, header) if with_preset else None
+        for name, data in (
             ("tune.png", html_page.png(picture.figure) if picture else None),
-            ("tuned.py", None if made is None else made.encode()),
+            ("tuned.py", None if code is None else code.encode()),
         ):
-            if content is None:  # what stands there is of another grid
+            if data is None:  # removes the file of an earlier grid
                 (out / name).unlink(missing_ok=True)
             else:
-                (out / name).write_bytes(content)
-        part = out / "tune.html.part"
-        part.write_text(show.page(found, said, picture), encoding="utf-8")
-        part.replace(out / "tune.html")
+                (out / name).write_bytes(data)
+        temporary = out / "tune.html.part"
+        temporary.write_text(show.page(results, lines, picture), encoding="utf-8")
+        temporary.replace(out / "tune.html")
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror})") from None
-    return made is not None
+    return code is not None
 
 
 def tune(
-    made: Sequence[Trial],
+    planned: Sequence[Trial],
     *,
     seeds: int,
     out: Path,
@@ -120,34 +146,46 @@ def tune(
     only_show: bool = False,
     form: str = "text",
 ) -> int:
-    """Run, print, write; the exit status."""
+    """Runs a grid search, prints the results and writes them. Returns the exit status.
+
+    Args:
+      planned: Result of `plan`.
+      seeds: Number of seeds.
+      out: Folder of the runs and of the results.
+      texts: Grids, for the header of tuned.py.
+      budget: Number of points that were sampled.
+      together: Most runs in one program. Default: no limit.
+      only_show: True to print the results of finished runs only.
+      form: Format to print: "text", "markdown" or "csv".
+    """
     status = 0
     if not only_show:
         try:
-            trials.run(made, seeds, out, together)
+            trials.run(planned, seeds, out, together)
         except interrupt.Stopped as stopped:
             print(stopped, file=sys.stderr)
             status = stopped.code
-    found = {trial.method: trials.collect(trial, seeds, out) for trial in made}
-    first = made[0].config
-    configs = {trial.method: trial.config for trial in made}
-    said = [
-        show.head(found, seeds, configs, made[0].words),
-        *show.notes(found, {trial.method: trial.whole for trial in made}, budget),
+    results = {trial.method: trials.collect(trial, seeds, out) for trial in planned}
+    configs = {trial.method: trial.config for trial in planned}
+    lines = [
+        show.head(results, seeds, configs, planned[0].words),
+        *show.notes(results, {trial.method: trial.whole for trial in planned}, budget),
     ]
     grid = "; ".join(" ".join(part.split()) for part in texts)
-    last = first.seed + seeds - 1
-    what = f"Grid: {grid}. Seeds {first.seed} to {last}." if seeds > 1 else f"Grid: {grid}."
-    ours = made[0].words is BUILTINS
-    chosen = write(found, said, what, out, ours) if not only_show else False
-    print(text(found, said, form))
-    if chosen and form == "text":  # other formats are for programs to read
+    first = planned[0].config.seed
+    last = first + seeds - 1
+    header = f"Grid: {grid}. Seeds {first} to {last}." if seeds > 1 else f"Grid: {grid}."
+    has_preset = False
+    if not only_show:
+        has_preset = write(results, lines, header, out, planned[0].words is BUILTINS)
+    print(text(results, lines, form))
+    if has_preset and form == "text":  # programs read the other formats
         print(f"\nChosen: --config={out / 'tuned.py'}:METHOD\nPage: {out / 'tune.html'}")
     return status
 
 
 def known(methods: Iterable[str], words: Registry = BUILTINS) -> list[str]:
-    """Each of them once, or UsageError."""
+    """Returns the methods without repetitions. Raises UsageError for an unknown one."""
     for method in methods:
         if method not in words.algorithm:
             hint = configuration.suggestion(method, words.algorithm)
