@@ -69,7 +69,7 @@ def column(leaderboard: dict[str, Any], name: str, about: Mapping[str, Any]) -> 
 def with_commit(
     line: Mapping[str, Any], commit: str, old: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns a line with its commit, that of the old line if the results are equal.
+    """Returns a line with its commit: the old line's commit if the results are equal.
 
     Args:
       line: New results of a method.
@@ -109,7 +109,7 @@ def table(name: str, column: Mapping[str, Any]) -> Table:
 def _papers_and_variants(
     methods: Mapping[str, Mapping[str, Any]],
 ) -> list[list[tuple[str, Mapping[str, Any]]]]:
-    """Returns the ranked lines of the papers' methods, and those of this library's variants."""
+    """Returns the ranked lines of the papers' methods and of this library's variants."""
     lines = ranked(methods)
     return [
         [x for x in lines if method_labels.is_variant(x[0]) is variant] for variant in (False, True)

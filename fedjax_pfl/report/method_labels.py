@@ -92,7 +92,7 @@ def _value_text(value: Any) -> str:
 
 
 def _phases(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yields the settings of each phase: those of the run with the changes of the phase."""
+    """Yields the settings of each phase: the run's settings with the phase's changes."""
     single: tuple[Mapping[str, Any], ...] = ({},)
     for phase in config.get("phases") or single:
         yield {

@@ -247,7 +247,7 @@ def _warnings(run: Run) -> str:
 
 
 def _headline(metrics: Sequence[Record], deviation: float | None) -> str:
-    """Returns the cards at the top of the page; `deviation` is that of a regression's targets."""
+    """Returns the cards at the top of the page; `deviation` is the targets' standard deviation."""
     metric = metric_of(metrics)
     last = metrics[-1]
     best = dict(_selected_rounds(metrics)).get(f"best, round {last.get('best_round')}")

@@ -18,7 +18,7 @@ def differences(
       old: The configuration of a run directory. A setting that it lacks, because the library did
         not have it yet, has its default value.
       new: The configuration to resume with.
-      defaults: Defaults of all settings; None for those of the library.
+      defaults: Defaults of all settings; None for the library's defaults.
     """
     lines: list[str] = []
     defaults = default().to_dict() if defaults is None else defaults

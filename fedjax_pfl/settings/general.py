@@ -1,4 +1,4 @@
-"""Settings that every run has, whatever its method.
+"""Settings that every run has, with any method.
 
 Each transform defines its settings in its own file.
 """

@@ -31,7 +31,7 @@ def listing(kind: str) -> str:
 
 
 def command_help(method: str) -> str:
-    """Returns the settings for --help: those of every run and those of a command's method."""
+    """Returns the text for --help: general settings and the settings of a method."""
     table = {method: configuration.ALGORITHMS[method]}
     method_settings = "\n".join(_factories("methods", "algorithm", table))
     hint = "Other methods, datasets, partitions and models: fedjax-pfl list"

@@ -115,7 +115,7 @@ def server_optimizer(data: FederatedData, optimizer: optax.GradientTransformatio
 
 
 def _method_state(state: State) -> State:
-    """Returns the state without that of the optimiser."""
+    """Returns the method's state, without the optimiser."""
     server = state.server
     return state._replace(server=server.method if isinstance(server, Server) else server)
 
