@@ -92,13 +92,13 @@ app = ServerApp()
 def main(grid: Grid, context: Context) -> None:
     asked = json.loads(Path(str(context.run_config["settings"])).read_text())
     place = Path(asked["workdir"])
-    exchange = flower.ByFlower(grid, place, 2, print)
+    exchange = flower.FlowerExchange(grid, place, 2, print)
     exchange.wait(300)
     for number, path in enumerate(sorted(place.parent.glob("attack-*"))):
         for i, content in exchange.ask(dict.fromkeys((0, 1), path.read_bytes()), 300):
             (place.parent / f"answer-{number:02d}-{i}").write_bytes(content)
-    outcome = flower.outcome_of(Path(asked["log"]))
-    flower.whole(outcome, json.dumps({"directory": str(place)}).encode())
+    outcome = flower.outcome_path(Path(asked["log"]))
+    flower.write_atomic(outcome, json.dumps({"directory": str(place)}).encode())
 """
 
 
