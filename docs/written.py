@@ -2,8 +2,9 @@
 
 A page holds <!-- begin MARK WORD ... -->, the generated text, and <!-- end -->. The marks are
 docstring MODULE, settings METHOD ..., presets SYSTEM PRESET ..., listing KIND, options KIND,
-tables, speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary and
+tables, speed FILE, libraries FILE, accuracies FILE, leaderboard COLUMN, stress, summary,
 cells TABLE COLUMN,... ROW ....
+
 A name that does not exist in the code is an error. A test checks that pages are up to date.
 """
 
@@ -11,8 +12,9 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from experiments import agree, benchmark
 from experiments.libraries import kernels, layouts, rivals, scored, turns
@@ -48,55 +50,70 @@ TRAINING = (
 )
 
 
-def written(page: str) -> str:
-    """A page's text with what belongs between its marks."""
+def update(page: str) -> str:
+    """Returns the text of a page with its generated parts rewritten."""
 
-    def made(match: re.Match[str]) -> str:
+    def generate(match: re.Match[str]) -> str:
         begin, (mark, *words), end = match[1], match[2].split(), match[3]
         return f"{begin}\n\n{MARKS[mark](*words).strip()}\n\n{end}"
 
-    return re.sub(r"^(<!-- begin (.+?) -->)$.*?^(<!-- end -->)$", made, page, flags=re.M | re.S)
+    return re.sub(r"^(<!-- begin (.+?) -->)$.*?^(<!-- end -->)$", generate, page, flags=re.M | re.S)
+
+
+def _text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table with left-aligned cells."""
+    table = text_tables.markdown([text_tables.Table("", list(head), [list(row) for row in rows])])
+    return table.replace("---:", "---")
+
+
+def _load(name: str) -> Any:
+    return json.loads((RESULTS / name).read_text())
+
+
+def _commits(record: Mapping[str, Any]) -> str:
+    return ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in record["commits"].items())
 
 
 def docstring(name: str) -> str:
-    """The docstring of a module, as it is."""
+    """Returns the docstring of a module."""
     return f"```text\n{inspect.getdoc(importlib.import_module(name))}\n```"
 
 
+def _display(value: Any) -> str:
+    return "unset" if value is None else str(value) or '""'
+
+
 def settings(*names: str) -> str:
-    """Settings of methods, their defaults, and what they mean."""
+    """Returns the settings of methods with their defaults and meanings."""
     defaults, rows = configuration.default(), []
     for name in names:
         factory = configuration.ALGORITHMS[name]
         meanings = configuration.meanings(factory)
         for key in configuration.factory_settings(factory):
-            usual = "unset" if defaults[name][key] is None else defaults[name][key]
-            rows.append([f"`{name}.{key}`", f"`{usual}`", meanings[key]])
-    return text_tables.markdown([text_tables.Table("", ["default", "meaning"], rows)]).replace(
-        "---:", "---"
-    )
+            rows.append([f"`{name}.{key}`", f"`{_display(defaults[name][key])}`", meanings[key]])
+    return _text_table(["default", "meaning"], rows)
 
 
 def presets(system: str, *names: str) -> str:
-    """How presets train, and what they change of their method's defaults, side by side."""
-    made = importlib.import_module(f"fedjax_pfl.presets.{system}").get_config
-    defaults, shown = configuration.default(), []
-    for config in map(made, names):
+    """Returns the training settings of presets and their changes of the method's defaults."""
+    get_config = importlib.import_module(f"fedjax_pfl.presets.{system}").get_config
+    defaults, columns = configuration.default(), []
+    for config in map(get_config, names):
         rounds = sum(phase.rounds for phase in configuration.phases(config))
-        row = {key: config[key] for key in TRAINING} | {"rounds": rounds}
+        column = {key: config[key] for key in TRAINING} | {"rounds": rounds}
         if config.split == "official":
-            row["test_fraction"] = None  # the source has test examples
-        method, own = config.algorithm, config.get(config.algorithm, {})
-        row |= {f"{method}.{k}": own[k] for k in own if own[k] != defaults[method][k]}
-        shown.append({key: value for key, value in row.items() if value})
-    own_keys = sorted({key for row in shown for key in row} - set(TRAINING))
-    keys = [k for k in (*TRAINING, *own_keys) if any(k in row for row in shown)]
-    rows = [[f"`{k}`", *(f"`{row[k]}`" if k in row else "-" for row in shown)] for k in keys]
+            column["test_fraction"] = None  # the source has test examples
+        method, values = config.algorithm, config.get(config.algorithm, {})
+        column |= {f"{method}.{k}": values[k] for k in values if values[k] != defaults[method][k]}
+        columns.append({key: value for key, value in column.items() if value})
+    method_keys = sorted({key for column in columns for key in column} - set(TRAINING))
+    keys = [k for k in (*TRAINING, *method_keys) if any(k in column for column in columns)]
+    rows = [[f"`{k}`", *(f"`{c[k]}`" if k in c else "-" for c in columns)] for k in keys]
     return text_tables.markdown([text_tables.Table("", list(names), rows)])
 
 
-def kind(name: str) -> str:
-    """What there is of a kind, as the command lists it."""
+def list_kind(name: str) -> str:
+    """Returns the output of `fedjax-pfl list` for a kind."""
     return f"```text\n{listing.listing(name)}\n```"
 
 
@@ -107,78 +124,74 @@ def options(name: str) -> str:
     for owner, factory in factories.items():
         meanings = configuration.meanings(factory)
         for key in configuration.factory_settings(factory):
-            value = defaults[owner][key]
-            shown = "unset" if value is None else str(value) or '""'
-            owners.setdefault((key, shown, meanings[key]), []).append(owner)
+            shared = (key, _display(defaults[owner][key]), meanings[key])
+            owners.setdefault(shared, []).append(owner)
     rows = [
-        [f"`{key}`", ", ".join(names), f"`{shown}`", meaning]
-        for (key, shown, meaning), names in owners.items()
+        [f"`{key}`", ", ".join(names), f"`{value}`", meaning]
+        for (key, value, meaning), names in owners.items()
     ]
-    return text_tables.markdown(
-        [text_tables.Table("", ["of", "default", "meaning"], rows)]
-    ).replace("---:", "---")
+    return _text_table(["of", "default", "meaning"], rows)
 
 
 def tables() -> str:
-    """Which tables of which papers there are."""
+    """Returns the tables of the papers with their columns."""
     rows = [
         [f"`{name}`", table.about.rpartition(": ")[2], ", ".join(table.columns)]
         for name, table in TABLES.items()
     ]
-    return text_tables.markdown([text_tables.Table("", ["contents", "columns"], rows)]).replace(
-        "---:", "---"
-    )
+    return _text_table(["contents", "columns"], rows)
 
 
 def speed(name: str) -> str:
     """Returns the tables of a measurement by `experiments.benchmark`, and its conditions."""
-    whole = json.loads((RESULTS / name).read_text())
-    shown = [turns.table(whole["items"], rivals.NAMES)]
-    targets = turns.targets(whole, rivals.NAMES)
-    known = [row for row in targets.rows if row[-1] != "not measured"]
-    shown += [targets._replace(rows=known)] if known else []
-    shown += [layouts.table(part) for part in [whole.get("layouts")] if part]
-    shown += [kernels.table(part, 8) for part in [whole.get("profiles")] if part]
-    return f"{text_tables.markdown(shown)}\n\nMeasured on {benchmark.conditions(whole)}."
+    record = _load(name)
+    targets = turns.targets(record, rivals.NAMES)
+    measured = [row for row in targets.rows if row[-1] != "not measured"]
+    parts = [turns.table(record["items"], rivals.NAMES)]
+    parts += [targets._replace(rows=measured)] if measured else []
+    parts += [layouts.table(part) for part in [record.get("layouts")] if part]
+    parts += [kernels.table(part, 8) for part in [record.get("profiles")] if part]
+    return f"{text_tables.markdown(parts)}\n\nMeasured on {benchmark.conditions(record)}."
+
+
+def _with_reasons(table: text_tables.Table, note: str, reasons: Sequence[str]) -> str:
+    """Returns a table, a note on it and a list of reasons."""
+    lines = "\n".join(f"- {reason}." for reason in reasons)
+    return f"{_text_table(table.heads, table.rows)}\n\n{note}\n\n{lines}"
 
 
 def libraries(name: str) -> str:
-    """Which methods of other libraries are ours, and why others are not: `experiments.agree`."""
-    whole = json.loads((RESULTS / name).read_text())
-    commits = ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in whole["commits"].items())
-    body = text_tables.markdown([agree.table(whole["methods"])]).replace("---:", "---")
-    why = "\n".join(f"- {line}" for line in agree.reasons(whole["methods"]))
-    return f"{body}\n\nCompared with {commits}. Reasons for the differences:\n\n{why}"
+    """Returns the agreement of parameters with other libraries: `experiments.agree`."""
+    record = _load(name)
+    note = f"Compared with {_commits(record)}. Reasons for the differences:"
+    return _with_reasons(agree.table(record["methods"]), note, agree.reasons(record["methods"]))
 
 
 def accuracies(name: str) -> str:
-    """Ours and theirs after many rounds: `experiments.agree --rounds`."""
-    whole = json.loads((RESULTS / name).read_text())
-    body = text_tables.markdown([scored.table(whole)]).replace("---:", "---")
-    why = "\n".join(f"- {line}" for line in scored.reasons(whole))
-    commits = ", ".join(f"{rivals.NAMES[key]} {commit}" for key, commit in whole["commits"].items())
-    length = f"After {whole['rounds']} rounds, over {whole['seeds']} seeds"
-    said = f"{length}, with {commits}."
-    return f"{body}\n\n{said}" + (f" Reasons for the asterisks:\n\n{why}" if why else "")
+    """Returns accuracies of this and other libraries: `experiments.agree --rounds`."""
+    record = _load(name)
+    length = f"After {record['rounds']} rounds, over {record['seeds']} seeds"
+    note = f"{length}, with {_commits(record)}. Reasons for the asterisks:"
+    return _with_reasons(scored.table(record), note, scored.reasons(record))
 
 
 def leaderboard(name: str) -> str:
-    """A split of `experiments.leaderboard`: its table."""
-    column = json.loads((RESULTS / "leaderboard.json").read_text())["columns"][name]
-    body = text_tables.markdown([board.table(name, column)])
-    return f"{body}\n\nMade with commit {', '.join(board.commits({'columns': {name: column}}))}."
+    """Returns the table of a partition of `experiments.leaderboard`."""
+    column = _load("leaderboard.json")["columns"][name]
+    table = text_tables.markdown([board.table(name, column)])
+    return f"{table}\n\nMade with commit {', '.join(board.commits({'columns': {name: column}}))}."
 
 
 def stress() -> str:
     """Returns the table of faults and of the runs that survived them."""
-    whole = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
+    record = json.loads((HERE.parent / "tests" / "stress" / "measured.json").read_text())
     rows = [
         [kind, str(tried), str(survived), str(lost), part["date"], note]
-        for part in whole.values()
+        for part in record.values()
         for kind, tried, survived, lost, note in part["rows"]
     ]
-    heads = ["tried", "survived", "lost", "measured", "note"]
-    return text_tables.markdown([text_tables.Table("", heads, rows)])
+    head = ["tried", "survived", "lost", "measured", "note"]
+    return text_tables.markdown([text_tables.Table("", head, rows)])
 
 
 def summary() -> str:
@@ -195,16 +208,16 @@ def cells(name: str, columns: str, *rows: str) -> str:
       *rows: Its rows. Default: all; a line then names those that were not run.
     """
     chosen = columns.split(",")
-    body = text_tables.markdown(agreement.beside(RESULTS, TABLES, name, chosen, rows))
+    table = text_tables.markdown(agreement.beside(RESULTS, TABLES, name, chosen, rows))
     missing = [] if rows else agreement.not_run(RESULTS, TABLES, name, chosen)
-    return f"{body}\n\nNot run: {', '.join(missing)}." if missing else body
+    return f"{table}\n\nNot run: {', '.join(missing)}." if missing else table
 
 
 MARKS: dict[str, Callable[..., str]] = {
     "docstring": docstring,
     "settings": settings,
     "presets": presets,
-    "listing": kind,
+    "listing": list_kind,
     "options": options,
     "tables": tables,
     "speed": speed,
@@ -220,6 +233,6 @@ MARKS: dict[str, Callable[..., str]] = {
 if __name__ == "__main__":
     for path in [*sorted(HERE.glob("*.md")), *sorted(RESULTS.glob("*.md"))]:
         text = path.read_text()
-        if (new := written(text)) != text:
+        if (new := update(text)) != text:
             path.write_text(new)
             print(path.name)

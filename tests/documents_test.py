@@ -273,7 +273,7 @@ def test_lost_links_are_found(tmp_path):
 @pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=str)
 def test_pages_say_what_the_code_says(page, written):
     text = (ROOT / page).read_text()
-    assert written.written(text) == text, "python docs/written.py brings the pages up to date"
+    assert written.update(text) == text, "python docs/written.py brings the pages up to date"
     assert text.count("<!-- begin ") == text.count("<!-- end -->")
     assert "{{" not in text
 
@@ -295,7 +295,7 @@ def test_what_the_code_says_is_on_the_pages(written):
     assert "| `rounds` | `295` | `295` | `200` |" in text("fedmn.md")  # phases together
     assert "`test_fraction`" not in text("pfedhn.md")
     assert results.count("Not run: pfedhn, pfedla, heurpfedla.") == 2
-    assert written.written(results.replace("58.01", "58.02")) == results
+    assert written.update(results.replace("58.01", "58.02")) == results
     with pytest.raises(UsageError):
         written.cells("pfedla/table1", "cifar11-n10")
 
