@@ -1,4 +1,4 @@
-"""What was found, as tables, a picture and a page; of validation examples alone."""
+"""Results of a grid search on validation examples: tables, a picture and a page."""
 
 import html
 import io
@@ -27,14 +27,14 @@ Found = Mapping[str, Sequence[PointResult]]  # by method, points in grid order
 
 
 def metric_in(found: Found) -> Metric:
-    """What points are chosen by; an accuracy where nothing has been scored."""
+    """Returns the metric that ranks points; accuracy if there is no finished run."""
     runs = (run for tried in found.values() for one in tried for run in one.runs.values())
     first = next(runs, None)
     return metric_of(first.metrics) if first else ACCURACY
 
 
 def tables(found: Found) -> list[Table]:
-    """One for each method: its points by score."""
+    """Returns one table per method with its points by score."""
     metric, made = metric_in(found), []
     for method, tried in found.items():
         best = choice.best_point(tried)
@@ -59,7 +59,7 @@ def _cells(one: PointResult, metric: Metric) -> list[str]:
 def head(
     found: Found, seeds: int, configs: Mapping[str, ConfigDict], words: Registry = BUILTINS
 ) -> str:
-    """What the score is and what every method was given."""
+    """Returns the heading: definition of the score, and the budget of each method."""
     metric = metric_in(found)
     points = _count((len(tried) for tried in found.values()), "point")
     looks = _count((trials.evaluations(one, words) for one in configs.values()), "evaluation")
@@ -77,7 +77,7 @@ def _count(numbers: Iterable[int], noun: str) -> str:
 
 
 def work(configs: Mapping[str, ConfigDict], words: Registry = BUILTINS) -> str:
-    """The client visits of each method's runs, and what they are made of."""
+    """Returns the client visits of each method's runs, with rounds and cohort sizes."""
     alike: dict[str, list[str]] = {}
     for method, config in configs.items():
         parts = [
@@ -89,7 +89,7 @@ def work(configs: Mapping[str, ConfigDict], words: Registry = BUILTINS) -> str:
 
 
 def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[str]:
-    """What a reader should know before the choice is used."""
+    """Returns warnings about the selected points and missing runs."""
     said = []
     for method, tried in found.items():
         points, own, whole = [one.point for one in tried], [], wholes[method]
@@ -128,7 +128,7 @@ def _still_rising(run: Run) -> bool:
 
 
 def as_csv(found: Found) -> str:
-    """One line per point in order of score, numbers in full; what a method lacks is empty."""
+    """Returns CSV with one line per point by score; settings that a method lacks are empty."""
     settings = dict.fromkeys(
         name for tried in found.values() for one in tried for name in one.point
     )
@@ -157,7 +157,7 @@ def as_csv(found: Found) -> str:
 
 
 def draw(found: Found) -> Picture | None:
-    """The score against each number that was tried: the best and all others with that value."""
+    """Draws the score against each numeric setting. Returns None if no setting has two values."""
     done = {m: [one for one in tried if one.complete] for m, tried in found.items()}
     values: dict[str, set[float]] = {}
     for tried in done.values():
@@ -215,7 +215,7 @@ def _profile(
     best: PointResult | None,
     style: tuple[str, str],
 ) -> Any:
-    """The line of a method in a panel, or None where it has no such setting."""
+    """Draws the scores of a method in a panel. Returns its line, or None without the setting."""
     found: dict[float, list[float]] = {}
     for one in tried:
         mean = choice.spread(one)["mean"]
@@ -252,7 +252,7 @@ def _profile(
 
 
 def _value_axis(axes: Axes, setting: str, values: Sequence[float]) -> None:
-    """Ticks are the values; logarithmic where they are spread so."""
+    """Sets the ticks to the values; the axis is logarithmic if they span a factor of 8."""
     if values[0] > 0 and values[-1] >= 8 * values[0]:
         axes.set_xscale("log")
     axes.minorticks_off()
@@ -263,7 +263,7 @@ def _value_axis(axes: Axes, setting: str, values: Sequence[float]) -> None:
 
 
 def page(found: Found, said: Sequence[str], picture: Picture | None) -> str:
-    """All of it in one file."""
+    """Returns the page with all results."""
     blocks = "\n".join(
         "<section>\n<h2>{}</h2>\n{}\n</section>".format(
             html.escape(table.caption),

@@ -1,4 +1,4 @@
-"""All that is to be tried: each method's configurations, the runs there are, and the others."""
+"""Runs of a grid search: configurations of each method, finished runs, and missing runs."""
 
 import hashlib
 import math
@@ -26,32 +26,32 @@ LENGTH = settings_with("sets_participation")
 
 
 class Trial(NamedTuple):
-    """What is tried of a method."""
+    """Points of a method's grid to run."""
 
     method: str
-    config: ConfigDict  # without the values of a point
+    config: ConfigDict  # before the values of a point are applied
     points: Sequence[Point]
-    whole: int  # points of its grid, of which these may be some
-    words: Registry = BUILTINS  # what names in the configuration mean
+    whole: int  # number of points of the full grid
+    words: Registry = BUILTINS  # components by name
 
 
 class Job(NamedTuple):
-    """A run that is missing, or that was cut."""
+    """A run that is missing or unfinished."""
 
     method: str
     point: Point
     config: ConfigDict
-    name: str  # of its directory in the folder of all
-    steps: frozenset[int]  # the rounds of its checkpoints
+    name: str  # of its directory
+    steps: frozenset[int]  # rounds of its checkpoints
 
 
 def length(config: ConfigDict, words: Registry = BUILTINS) -> int:
-    """The rounds of a whole run."""
+    """Returns the number of rounds of a run."""
     return sum(one.rounds for one in configuration.phases(config, words))
 
 
 def cohorts(config: ConfigDict, words: Registry = BUILTINS) -> list[tuple[int, int]]:
-    """Each phase's rounds, and the clients in a round."""
+    """Returns the number of rounds, and of clients in a round, of each phase."""
     novel = {"active": config.clients - config.held_out, "held_out": config.held_out}
     return [
         (one.rounds, one.clients_per_round or novel[one.participants])
@@ -60,12 +60,12 @@ def cohorts(config: ConfigDict, words: Registry = BUILTINS) -> list[tuple[int, i
 
 
 def visits(config: ConfigDict, words: Registry = BUILTINS) -> int:
-    """How often a run has a client train."""
+    """Returns the number of client updates of a run."""
     return sum(rounds * clients for rounds, clients in cohorts(config, words))
 
 
 def evaluations(config: ConfigDict, words: Registry = BUILTINS) -> int:
-    """Of a run's last phase, of which the best counts."""
+    """Returns the number of evaluations in the last phase, from which the best is selected."""
     return -(-_last(config, words) // config.eval_every)
 
 
@@ -74,9 +74,9 @@ def _last(config: ConfigDict, words: Registry) -> int:
 
 
 def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Registry = BUILTINS) -> None:
-    """Give the first method's runs so many rounds, and those of the others in proportion.
+    """Sets the rounds of the first method, and those of the others in proportion, in place.
 
-    Methods that have as many client visits as the first keep as many, or UsageError.
+    Raises UsageError if methods with equal client visits would get different ones.
     """
     first, *_ = each.values()
     whole, wanted = length(first, words), visits(first, words)
@@ -96,7 +96,7 @@ def shorten(each: Mapping[str, ConfigDict], rounds: int, words: Registry = BUILT
 
 
 def _shorten(config: ConfigDict, rounds: int, words: Registry) -> None:
-    """Give a whole run so many rounds; phases keep their shares of it."""
+    """Sets the rounds of a run in place. Phases keep their shares."""
     each = [one.rounds for one in configuration.phases(config, words)]
     whole = sum(each)
     if whole == rounds:
@@ -115,7 +115,10 @@ def _shorten(config: ConfigDict, rounds: int, words: Registry) -> None:
 
 
 def evaluate_alike(each: Mapping[str, ConfigDict], words: Registry = BUILTINS) -> None:
-    """Let all methods have as many evaluations to be best in: the first's, or what all can have."""
+    """Gives all methods the same number of evaluations, in place, by changing `eval_every`.
+
+    The number is that of the first method, or the largest that all methods can have.
+    """
     wanted = evaluations(next(iter(each.values())), words)
     while {evaluations(config, words) for config in each.values()} != {wanted}:
         for config in each.values():
@@ -125,10 +128,11 @@ def evaluate_alike(each: Mapping[str, ConfigDict], words: Registry = BUILTINS) -
 
 
 def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
-    """Raise UsageError where methods would not be tried alike, or cannot be scored.
+    """Raises UsageError if the methods cannot be compared or scored.
 
     Args:
-      as_preset: client visits may differ, as the presets' do.
+      trials: Points of each method.
+      as_preset: True if client visits may differ between methods, as in their presets.
     """
     first, words = trials[0], trials[0].words
     config = first.config
@@ -159,7 +163,7 @@ def check(trials: Sequence[Trial], as_preset: bool = False) -> None:
 
 
 def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]]:
-    """Every point, and its configuration for each seed."""
+    """Yields every point with its configuration for each seed."""
     for point in trial.points:
         one = apply(trial.config, point)
         each = [one.copy_and_resolve_references() for _ in range(seeds)]
@@ -169,7 +173,7 @@ def configs(trial: Trial, seeds: int) -> Iterator[tuple[Point, list[ConfigDict]]
 
 
 def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
-    """The finished runs that there are, of every point."""
+    """Returns the finished runs of every point."""
     known, tried = RunIndex(folder), []
     for point, each in configs(trial, seeds):
         paths = {config.seed: known.find(config, trial.words)[1] for config in each}
@@ -183,9 +187,15 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
 
 
 def run(trials: Sequence[Trial], seeds: int, folder: Path, together: int | None) -> None:
-    """Run what is missing and go on with what was cut, as few programs as can be.
+    """Trains missing runs and resumes unfinished ones, in as few programs as possible.
 
-    All of them are built before the first is compiled, so that what cannot be is said at once.
+    Builds all programs before the first is compiled, so that errors appear at the start.
+
+    Args:
+      trials: Points of each method.
+      seeds: Number of seeds.
+      folder: Folder of the runs.
+      together: Most runs in one program. Default: no limit.
     """
     known, count, words = RunIndex(folder), 0, trials[0].words
     todo: dict[str, Job] = {}
@@ -223,7 +233,7 @@ def _is_sweepable(name: str, method: str) -> bool:
 
 
 def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
-    """Those that can share a program as far as is seen at once, and that can go on together."""
+    """Groups runs that differ in sweepable settings only and that can be resumed together."""
     groups: dict[str, list[Job]] = {}
     for job in jobs:
         apart = {
@@ -240,7 +250,7 @@ def _alike(jobs: Sequence[Job]) -> list[list[Job]]:
 
 
 def _programs(jobs: list[Job], words: Registry = BUILTINS) -> list[list[Job]]:
-    """As few programs as the method allows: some numbers shape it, or choose what it does."""
+    """Splits runs into programs by the settings that need separate programs."""
     try:
         built = build(*(job.config for job in jobs), registry=words)
     except sweep.SeparateRunsError as error:
@@ -270,7 +280,7 @@ def _steps(path: Path) -> frozenset[int]:
 
 
 def _name(method: str, point: Point, seed: int, key: str) -> str:
-    """Words to read, and a digest by which other settings have another folder."""
+    """Returns a directory name: readable settings, and a digest of all settings."""
     words = ",".join(
         [*(f"{name}={format_value(value)}" for name, value in point.items()), f"seed={seed}"]
     )
