@@ -91,6 +91,5 @@ def test_random_configurations_build_or_are_refused_in_one_line(changes):
         line = str(error)
     assert "\n" not in line
     assert bool(line) != bool(experiment)
-    if line:
-        return
-    json.dumps(configuration.resolve(configuration.complete(settings)), allow_nan=False)
+    if experiment:
+        json.dumps(configuration.resolve(configuration.complete(settings)), allow_nan=False)

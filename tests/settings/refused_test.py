@@ -11,8 +11,9 @@ from tests.settings.configuration_test import built, message
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "fragments"),
     [
+        # Unknown names get a suggestion.
         ({"learning_rte": 0.1}, ["learning_rte", "did you mean learning_rate?"]),
         ({"synthetic": {"noize": 0.1}}, ["synthetic.noize", "did you mean synthetic.noise?"]),
         ({"phases": [{"roundz": 3}]}, ["roundz", "did you mean rounds?"]),
@@ -28,54 +29,29 @@ from tests.settings.configuration_test import built, message
         ({"algorithm": "fedagv"}, ["'fedagv'", "did you mean fedavg?"]),
         ({"algorithm": "LG-FedAvg"}, ["'LG-FedAvg'", "did you mean lg_fedavg?"]),
         ({"algorithm": "zzzzz"}, ["'zzzzz'", "the nearest of"]),
-        ({"partition": "clases"}, ["did you mean classes?"]),
-        ({"model": "lenett"}, ["did you mean lenet?"]),
-        ({"dataset": "cifar"}, ["did you mean cifar10"]),
+        ({"lr": 1}, ["no setting lr; did you mean learning_rate?"]),
+        ({"num_clients": 1}, ["no setting num_clients; did you mean clients?"]),
+        ({77: 2}, ["there is no setting 77; the nearest of"]),
         ({"conv": "blobs"}, ["'blobs'", "did you mean blocks?"]),
-    ],
-)
-def test_unknown_names_get_a_suggestion(changes, words):
-    line = message(changes)
-    assert all(word in line for word in words), line
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+        # Wrong types.
         ({"rounds": "many"}, ["rounds is 'many'", "int"]),
-        ({"rounds": 2.5}, ["rounds is 2.5", "int"]),
         ({"rounds": True}, ["rounds is True", "int"]),
         ({"rounds": None}, ["rounds is None", "int"]),
         ({"learning_rate": "fast"}, ["learning_rate is 'fast'", "float"]),
-        ({"learning_rate": True}, ["learning_rate is True", "float"]),
-        ({"momentum": None}, ["momentum is None", "float"]),
         ({"keep_optimizer": "yes"}, ["keep_optimizer is 'yes'", "bool"]),
         ({"algorithm": None}, ["algorithm"]),
         ({"clients_per_round": 1.5}, ["clients_per_round is 1.5", "int"]),
         ({"synthetic": 3}, ["synthetic is a group of settings", "{'synthetic': {NAME: VALUE}}"]),
         ({"synthetic.noise": 3.0}, ["synthetic.noise; write {'synthetic': {'noise': 3.0}}"]),
         ({"synthetic": {"noise": "loud"}}, ["synthetic.noise is 'loud'", "float"]),
-        ({"synthetic": {"noise": None}}, ["synthetic.noise is None"]),
         ({"synthetic": {"noise": float("nan")}}, ["synthetic.noise is nan", "finite"]),
         ({"synthetic": {"shape": ("a",)}}, ["synthetic.shape is ('a',)"]),
         ({"phases": [{"rounds": "x"}]}, ["phases[0].rounds is 'x'"]),
-        ({"phases": [{"rounds": None}]}, ["phases[0].rounds is None"]),
         ({"groups": [{"mlp": {"hidden": None}}]}, ["groups[0].mlp.hidden is None"]),
         ({"groups": 2}, ["groups is 2", "tuple"]),
-    ],
-)
-def test_wrong_types_are_refused(changes, words):
-    line = message(changes)
-    assert all(word in line for word in words), line
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+        # Values outside their range, and settings that contradict each other.
         ({"clients_per_round": 4}, ["clients_per_round is 4", "3 clients", "1 to 3"]),
         ({"clients_per_round": 3, "held_out": 1}, ["there are 2 clients", "1 to 2"]),
-        ({"clients_per_round": 0}, ["clients_per_round is 0", "at least 1"]),
-        ({"learning_rate": -0.1}, ["learning_rate is -0.1", "above 0"]),
         ({"learning_rate": 0.0}, ["learning_rate is 0.0", "above 0"]),
         ({"learning_rate": float("inf")}, ["learning_rate is inf", "finite"]),
         ({"batch_size": 0}, ["batch_size is 0", "at least 1"]),
@@ -92,39 +68,26 @@ def test_wrong_types_are_refused(changes, words):
         ({"held_out": -1}, ["held_out is -1"]),
         ({"momentum": 1.0}, ["momentum is 1.0", "below 1"]),
         ({"momentum": -0.5}, ["momentum is -0.5", "at least 0"]),
-        ({"dropout": 1.0}, ["dropout is 1.0", "below 1"]),
-        ({"clip_norm": 0.0}, ["clip_norm is 0.0", "above 0"]),
         ({"max_update_norm": -1.0}, ["max_update_norm is -1.0"]),
         ({"seed": -1}, ["seed is -1"]),
         ({"seed": 2**31}, ["seed is 2147483648", "at most"]),
-        ({"rounds": 2**40}, ["rounds is 1099511627776", "at most 2147483647"]),
         ({"mlp": {"hidden": (2**31,)}}, ["mlp.hidden is (2147483648,)", "at most 2147483647"]),
-        ({"mlp": {"hidden": (0,)}}, ["mlp.hidden is (0,); it must be from 1 to 1,000,000"]),
-        ({"mlp": {"hidden": (4, -1)}}, ["mlp.hidden is (4, -1); it must be from 1 to"]),
         ({"mlp": {"hidden": (2**30,)}}, ["mlp.hidden is (1073741824,); it must be from 1 to"]),
-        ({"model": "cnn1d", "cnn1d": {"kernel_size": 0}}, ["cnn1d.kernel_size is 0", "from 1"]),
         ({"model": "lstm", "lstm": {"vocabulary": 0}}, ["lstm.vocabulary is 0", "from 1"]),
         ({"model": "mobilenet", "mobilenet": {"width": -1.0}}, ["mobilenet.width", "above 0"]),
-        ({"model": "mobilenet", "mobilenet": {"dropout": 1.0}}, ["mobilenet.dropout", "below 1"]),
         (
             {"model": "dropout_cnn", "dropout_cnn": {"dropout": (0.5, -0.5)}},
             ["dropout_cnn.dropout is (0.5, -0.5)", "at least 0"],
         ),
         ({"model": "cnn1d", "cnn1d": {"kernel_size": 2**20}}, ["is 1048576", "from 1 to 1,000"]),
         ({"model": "mobilenet", "mobilenet": {"width": 1e30}}, ["is 1e+30", "at most 1,000"]),
-        ({"groups": [{}, {"mlp": {"hidden": (0,)}}]}, ["groups[1].mlp.hidden is (0,)"]),
         ({"phases": [{"rounds": 2**30}] * 2}, ["2147483648 rounds", "at most 2147483647"]),
-        ({"upload_bits": 1}, ["upload_bits is 1", "at least 2"]),
-        ({"upload_bits": 17}, ["upload_bits is 17", "at most 16"]),
         ({"upload_top_k": 1.5}, ["upload_top_k is 1.5", "at most 1"]),
         ({"optimizer": "adamm"}, ["no optimizer 'adamm'", "did you mean adam?"]),
-        ({"server_optimizer": "adamm"}, ["no server_optimizer 'adamm'", "did you mean adam?"]),
         ({"server_momentum": 1.0}, ["server_momentum is 1.0", "below 1"]),
         ({"b1": 1.0}, ["b1 is 1.0", "below 1"]),
         ({"learning_rate_schedule": "cosine"}, ["'cosine'", "did you mean cosine_decay?"]),
         ({"schedule_end": 1.5}, ["schedule_end is 1.5", "at most 1"]),
-        ({"fraction": 1.5}, ["fraction is 1.5", "at most 1"]),
-        ({"fraction": 0.0}, ["fraction is 0.0", "above 0"]),
         ({"test_fraction": 0.6, "validation_fraction": 0.4}, ["nothing to train on"]),
         (
             {"validate_after": True, "evaluate_after": False},
@@ -132,19 +95,17 @@ def test_wrong_types_are_refused(changes, words):
         ),
         ({"local_epochs": 1, "local_steps": 1}, ["local_epochs and local_steps", "choose one"]),
         ({"learning_rate_drops": (1.5,)}, ["learning_rate_drops", "between 0 and 1"]),
-        ({"learning_rate_drops": ("x",)}, ["learning_rate_drops"]),
         ({"phases": [{}, {"batch_size": 0}]}, ["phases[1].batch_size is 0"]),
-        ({"phases": [{"clients_per_round": 9}]}, ["phases[0].clients_per_round is 9"]),
         ({"evaluate_clients": 99}, ["evaluate_clients is 99", "there are 3 clients", "1 to 3"]),
     ],
 )
-def test_invalid_values_are_refused(changes, words):
+def test_invalid_settings_are_refused(changes, fragments):
     line = message(changes)
-    assert all(word in line for word in words), line
+    assert all(fragment in line for fragment in fragments), line
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "fragments"),
     [
         (
             {
@@ -157,16 +118,13 @@ def test_invalid_values_are_refused(changes, words):
         ),
         ({"clients": 60}, ["60 clients", "60 examples", "at most 59 clients"]),
         ({"split": "official"}, ["synthetic", "no test set", "split=pooled"]),
-        ({"split": "poold"}, ["poold", "did you mean pooled?"]),
         ({"groups": [{}] * 4}, ["groups=4"]),
         ({"model": "lenet"}, ["lenet", "does not suit examples (2, 2, 1)"]),
         ({"devices": 1000}, ["devices is 1000"]),
         ({"algorithm": "fedmn", "fedmn": {"width": 0}}, ["fedmn.width is 0", "at least 1"]),
-        ({"algorithm": "fedmn", "fedmn": {"x_size": -1}}, ["fedmn.x_size is -1", "at least 1"]),
         ({"algorithm": "pfedla", "pfedla": {"hidden": 0}}, ["pfedla.hidden is 0", "at least 1"]),
         ({"algorithm": "pfedla", "pfedla": {"depth": -1}}, ["pfedla.depth is -1", "0 to 1000"]),
         ({"algorithm": "pfedhn", "pfedhn": {"width": -1}}, ["pfedhn.width is -1", "at least 0"]),
-        ({"algorithm": "pfedhn", "pfedhn": {"depth": 2**30}}, ["pfedhn.depth", "0 to 1000"]),
         (
             {"phases": [{"algorithm": "fedavg"}, {"mlp": {"hidden": (5,)}}]},
             ["phase", "global model of the same network"],
@@ -183,9 +141,9 @@ def test_invalid_values_are_refused(changes, words):
         ),
     ],
 )
-def test_building_refuses_invalid_settings(changes, words):
+def test_building_refuses_invalid_settings(changes, fragments):
     line = message(changes, built)
-    assert all(word in line for word in words), line
+    assert all(fragment in line for fragment in fragments), line
 
 
 def test_missing_dataset_says_how_to_get_it(tmp_path):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.tuning.own import tune
 from fedjax_pfl.settings import configuration, selection
+from tests.commands import message
 
 
 def check(settings):
@@ -21,13 +21,7 @@ def check(settings):
             "dirichlet.alpha counts with partition=dirichlet only, and partition is classes; set "
             "partition to dirichlet, or leave dirichlet.alpha out",
         ),
-        ({"fedprox": {"mu": 0.7}}, "fedprox.mu counts with algorithm=fedprox only"),
         ({"fedprox": {"mu": 0.1}}, "fedprox.mu counts with algorithm=fedprox only"),  # the default
-        (
-            {"groups": [{}, {"mlp": {"hidden": (200,)}}]},
-            "groups[1].mlp.hidden counts with model=mlp",
-        ),
-        ({"synthetic": {"noise": 9.0}}, "and dataset is digits; set dataset to synthetic"),
         ({"mlp": {"hidden": (3,)}}, "mlp.hidden counts with model=mlp only, and model is small"),
         (
             {"fedprox": {"mu": 0.7}, "phases": [{}, {"algorithm": "local"}]},
@@ -52,16 +46,11 @@ def check(settings):
             {"optimizer": "adamw", "phases": [{}, {"momentum": 0.5}]},
             "phases[1].momentum counts with optimizer=sgd or rmsprop only, and optimizer is adamw",
         ),
-        ({"schedule_end": 0.5}, "counts with learning_rate_schedule=linear or cosine_decay or"),
-        ({"server_b2": 0.5}, "counts with server_optimizer=adam or yogi only, and"),
         ({"server_learning_rate": 0.5}, "and server_optimizer is mean; change server_optimizer"),
     ],
 )
 def test_settings_without_effect_are_refused(settings, line):
-    with pytest.raises(UsageError) as error:
-        check(settings)
-    assert line in str(error.value)
-    assert "\n" not in str(error.value)
+    assert line in message(check, settings)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +63,6 @@ def test_settings_without_effect_are_refused(settings, line):
         {"phases": [{"rounds": 2}, {"algorithm": "fedprox", "fedprox": {"mu": 0.7}}]},
         {"groups": [{}, {"model": "mlp", "mlp": {"hidden": (3,)}}]},
         {"mlp": {"hidden": (3,)}, "groups": [{}, {"model": "mlp"}]},
-        {"optimizer": "adamw", "weight_decay": 0.1, "b1": 0.5},
         {"weight_decay": 0.1, "b1": 0.5, "phases": [{}, {"optimizer": "adam"}]},
         {"server_optimizer": "yogi", "server_b2": 0.5},
     ],
@@ -87,8 +75,7 @@ def test_setting_of_one_of_several_methods_passes():
     settings = {"fedprox": {"mu": 0.7}}
     configs = [configuration.complete({**settings, "algorithm": a}) for a in ("local", "fedprox")]
     selection.check_used(settings, configs)
-    with pytest.raises(UsageError, match="algorithm is local;"):
-        selection.check_used(settings, configs[:1])
+    assert "algorithm is local;" in message(selection.check_used, settings, configs[:1])
 
 
 def test_dotted_names_are_groups():
@@ -103,15 +90,13 @@ def test_unused_owners_are_refused():
         "the owners of ours count with partition=natural only, and partition is iid; set "
         "partition to natural, or leave owners out"
     )
-    with pytest.raises(UsageError) as error:
-        fedjax_pfl.run({"partition": "iid"}, dataset=dataset)
-    assert str(error.value) == line
+    assert message(lambda: fedjax_pfl.run({"partition": "iid"}, dataset=dataset)) == line
 
 
 def test_run_and_tune_refuse_settings_without_effect(tmp_path):
     settings = {"dirichlet": {"alpha": 0.1}}
-    with pytest.raises(UsageError, match=r"dirichlet\.alpha counts with partition=dirichlet only"):
-        fedjax_pfl.run(settings, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    with pytest.raises(UsageError, match=r"dirichlet\.alpha counts with"):
-        tune(settings, {"learning_rate": [0.1]}, tmp_path / "tune")
+    line = "dirichlet.alpha counts with partition=dirichlet only"
+    assert message(fedjax_pfl.run, settings, tmp_path / "run").startswith(line)
+    grid = {"learning_rate": [0.1]}
+    assert message(tune, settings, grid, tmp_path / "tune").startswith(line)
+    assert not any(tmp_path.iterdir())
