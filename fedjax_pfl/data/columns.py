@@ -10,9 +10,7 @@ from fedjax_pfl.data.dataset import (
     PADDING,
     Dataset,
     Normalisation,
-    SampleRows,
     number_owners,
-    subset,
 )
 from fedjax_pfl.data.numbers import as_float
 from fedjax_pfl.data.tables import Table
@@ -48,16 +46,13 @@ Args:
 """
 
 
-def table_dataset(
-    source: str, tables: tuple[Table, Table | None], roles: Roles, sample_rows: SampleRows
-) -> Dataset:
+def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles) -> Dataset:
     """Makes a dataset whose examples are the rows of a table.
 
     Args:
       source: Name of the source, for messages.
       tables: The table for training and, if there is one, the table for testing.
       roles: The columns to use.
-      sample_rows: Chooses the rows, or owners, to keep.
     """
     require_one_of(f"{source}.label_kind", roles.label_kind, LABEL_KINDS)
     require_one_of(f"{source}.categories", roles.categories, CATEGORIES)
@@ -98,7 +93,7 @@ def table_dataset(
     if roles.owner:
         owners = split(_owner_ids(read(roles.owner, "owner", as_text=True)))
     owner_train, owner_test, owner_names = number_owners(name, *owners)
-    dataset = Dataset(
+    return Dataset(
         name=name,
         x_train=x_train,
         y_train=y_train,
@@ -113,7 +108,6 @@ def table_dataset(
         normalise=_normalisation(roles, is_number, y),
         metadata={**label_metadata, **input_metadata},
     )
-    return subset(dataset, sample_rows)
 
 
 def _join(name: str, column: str, parts: list[np.ndarray]) -> np.ndarray:

@@ -7,36 +7,31 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data.columns import NORMALISE
-from fedjax_pfl.data.dataset import (
-    DataDir,
-    Dataset,
-    Normalisation,
-    SampleRows,
-    scale_and_shift,
-    subset,
-)
+from fedjax_pfl.data.dataset import Dataset, Normalisation, scale_and_shift
 from fedjax_pfl.data.text import speeches
 from fedjax_pfl.data.windows import cut_windows
 
 
-def digits(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
+def digits() -> Dataset:
     """1,797 handwritten digits of scikit-learn, 8x8x1, standardised; no separate test set."""
-    del data_dir
     from sklearn.datasets import load_digits
 
-    source = load_digits()
-    x, y = source.images.astype(np.uint8)[..., None], source.target.astype(np.int32)
-    rows = sample_rows(len(x))
-    if rows is not None:
-        x, y = x[rows], y[rows]
+    images = load_digits()
     # Mean and standard deviation over all pixels, which range from 0 to 16.
     scale, shift = scale_and_shift((4.8842 / 255,), (6.0168 / 255,))
-    return Dataset("digits", x, y, None, None, outputs=10, scale=scale, shift=shift)
+    return Dataset(
+        name="digits",
+        x_train=images.images.astype(np.uint8)[..., None],
+        y_train=images.target.astype(np.int32),
+        x_test=None,
+        y_test=None,
+        outputs=10,
+        scale=scale,
+        shift=shift,
+    )
 
 
 def synthetic(
-    data_dir: DataDir,
-    sample_rows: SampleRows,
     *,
     shape: tuple[int, ...] = (8, 8, 1),
     classes: int = 10,
@@ -55,7 +50,6 @@ def synthetic(
       noise: Standard deviation around the centres, which are standard normal.
       seed: Seed of the examples.
     """
-    del data_dir
     if not (
         classes >= 1 and examples >= classes and test_examples >= 0 and min(shape, default=0) >= 1
     ):
@@ -77,21 +71,19 @@ def synthetic(
     def sample(number: int) -> tuple[np.ndarray, np.ndarray]:
         y = rng.permutation(np.arange(number, dtype=np.int32) % classes)
         x = centres[y] + np.float32(noise) * rng.standard_normal((number, *shape), np.float32)
-        rows = sample_rows(number) if number else None
-        return (x, y) if rows is None else (x[rows], y[rows])
+        return x, y
 
     x, y = sample(examples)
     x_test, y_test = sample(test_examples) if test_examples else (None, None)
-    return Dataset("synthetic", x, y, x_test, y_test, outputs=classes)
+    return Dataset(
+        name="synthetic", x_train=x, y_train=y, x_test=x_test, y_test=y_test, outputs=classes
+    )
 
 
 def _table(name: str, summary: str) -> Callable[..., Dataset]:
     """Returns the source of one of scikit-learn's tables, with `summary` as first line of doc."""
 
-    def source(
-        data_dir: DataDir, sample_rows: SampleRows, *, normalise: str = "federation"
-    ) -> Dataset:
-        del data_dir
+    def source(*, normalise: str = "federation") -> Dataset:
         from sklearn import datasets
 
         require_one_of(f"{name}.normalise", normalise, NORMALISE)
@@ -107,10 +99,16 @@ def _table(name: str, summary: str) -> Callable[..., Dataset]:
         normalisation = None
         if normalise != "none":
             normalisation = Normalisation(normalise, np.ones(x.shape[1], bool), is_regression)
-        dataset = Dataset(
-            name, x, y, None, None, outputs, normalise=normalisation, metadata=metadata
+        return Dataset(
+            name=name,
+            x_train=x,
+            y_train=y,
+            x_test=None,
+            y_test=None,
+            outputs=outputs,
+            normalise=normalisation,
+            metadata=metadata,
         )
-        return subset(dataset, sample_rows)
 
     source.__doc__ = f"""{summary}
 
@@ -123,8 +121,6 @@ Args:
 
 
 def sensors(
-    data_dir: DataDir,
-    sample_rows: SampleRows,
     *,
     owners: int = 12,
     rows: int = 900,
@@ -144,7 +140,6 @@ def sensors(
       stride: Number of rows from the start of one window to the start of the next.
       seed: Seed of the examples.
     """
-    del data_dir
     if min(owners, length, stride) < 1 or rows < 10 * length or seed < 0:
         raise UsageError(
             f"sensors: owners={owners}, rows={rows}, length={length}, stride={stride}, "
@@ -176,7 +171,7 @@ def sensors(
         normalise=Normalisation("federation", np.ones(3, bool), targets=False),
         metadata={"input": ["along", "up", "across"], "classes": ["rest", "walk", "run"]},
     )
-    return cut_windows(series, length, stride, 0, 0.3, sample_rows)
+    return cut_windows(series, length, stride, horizon=0, test_share=0.3)
 
 
 SOURCES: dict[str, Callable[..., Dataset]] = {

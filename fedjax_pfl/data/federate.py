@@ -70,11 +70,14 @@ def federate(
       The arrays (without unused examples, unless they are mapped from a file), the description of
       clients, and the number of examples of each class on each client.
     """
-    request.check(dataset, partition, clients, split, held_out, groups)
+    request.check_request(dataset, partition, clients, split, held_out, groups)
     if permute_labels and dataset.y_train.ndim > 1:
         raise UsageError(f"{dataset.name} has no classes whose labels could be permuted")
     request.check_fractions(split, test_fraction, validation_fraction, validation_examples)
-    settings = request.with_defaults(partition, settings)
+    defaults = partitions.partition_settings(partition)
+    settings = dict(settings or {})
+    request.check_setting_names(f"partition {partition}", settings, defaults)
+    settings = {**defaults, **settings}
     streams = np.random.SeedSequence([seed, 0xDA7A]).spawn(4)
     split_rng, partition_rng, assign_rng, permute_rng = map(np.random.default_rng, streams)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require_one_of
-from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, number_owners, subset
+from fedjax_pfl.data.dataset import Dataset, number_owners
 from fedjax_pfl.data.pictures import pixels
 from fedjax_pfl.data.tables import find_path
 
@@ -14,15 +14,7 @@ ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 MODES = {"rgb": "RGB", "gray": "L"}
 
 
-def images(
-    data_dir: DataDir,
-    sample_rows: SampleRows,
-    path: str,
-    *,
-    size: int = 32,
-    colour: str = "rgb",
-    owner: str = "",
-) -> Dataset:
+def images(path: str, *, size: int = 32, colour: str = "rgb", owner: str = "") -> Dataset:
     """Images FOLDER/CLASS/*.png (jpg, ...), images:FOLDER; folders train and test are optional.
 
     Args:
@@ -31,7 +23,6 @@ def images(
       owner: folder, for paths FOLDER/OWNER/CLASS/*, or a CSV file with the columns file (its path
         below FOLDER) and owner. Empty: no owners.
     """
-    del data_dir
     require_one_of("images.colour", colour, tuple(MODES))
     if not 1 <= size <= 1024:
         raise UsageError(f"images.size is {size}; use 1 to 1024")
@@ -63,7 +54,7 @@ def images(
     train_owners = owners("train") if owner else None
     test_owners = owners("test") if owner and "test" in folders else None
     owner_train, owner_test, owner_names = number_owners(name, train_owners, test_owners)
-    dataset = Dataset(
+    return Dataset(
         name=name,
         x_train=x,
         y_train=y,
@@ -77,7 +68,6 @@ def images(
         owner_names=owner_names,
         metadata={"classes": classes},
     )
-    return subset(dataset, sample_rows)
 
 
 def _find_images(name: str, folder: Path, levels: int) -> list[Path]:

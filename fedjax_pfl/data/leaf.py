@@ -9,14 +9,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, first_line
-from fedjax_pfl.data.dataset import (
-    PADDING,
-    DataDir,
-    Dataset,
-    SampleRows,
-    number_owners,
-    subset,
-)
+from fedjax_pfl.data.dataset import PADDING, DataDir, Dataset, number_owners
 from fedjax_pfl.data.labels import class_numbers
 from fedjax_pfl.data.numbers import as_float
 from fedjax_pfl.data.prepared import root_folder
@@ -30,13 +23,7 @@ _PARTS = ("train", "test")
 
 
 def leaf(
-    data_dir: DataDir,
-    sample_rows: SampleRows,
-    path: str,
-    *,
-    every_position: bool = False,
-    length: int = 25,
-    words: int = 10_000,
+    path: str, *, every_position: bool = False, length: int = 25, words: int = 10_000
 ) -> Dataset:
     """LEAF's folders train and test of *.json (FEMNIST, Shakespeare, Sent140), leaf:FOLDER.
 
@@ -50,7 +37,6 @@ def leaf(
       words: For tweets, size of the vocabulary, which has the most frequent words of the training
         set. 0 is no word, 1 any other word.
     """
-    del data_dir
     root, name = find_path("leaf", path), f"leaf:{path}"
     users, xs, ys = zip(*(_read(name, root / part) for part in _PARTS), strict=True)
     first = xs[0][0]
@@ -67,7 +53,7 @@ def leaf(
     owner_train, owner_test, owner_names = number_owners(
         name, np.array(users[0]), np.array(users[1])
     )
-    dataset = Dataset(
+    return Dataset(
         name=name,
         x_train=x[0],
         y_train=y[0],
@@ -79,16 +65,15 @@ def leaf(
         owner_names=owner_names,
         metadata=metadata,
     )
-    return subset(dataset, sample_rows)
 
 
-def femnist(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
+def femnist(data_dir: DataDir) -> Dataset:
     """LEAF's FEMNIST: handwritten characters of 62 classes by writer.
 
     Reads the folders train and test of *.json that LEAF's preprocess.sh writes, in the folder
     femnist of data_dir. Standardised by the training images.
     """
-    dataset = leaf(None, lambda n: None, str(femnist_folder(data_dir)))
+    dataset = leaf(str(femnist_folder(data_dir)))
     if dataset.x_train.shape[1:] != (_SIDE, _SIDE, 1) or dataset.outputs > _CHARACTERS:
         raise UsageError(
             f"{dataset.name} has examples of shape {dataset.x_train.shape[1:]} in "
@@ -97,8 +82,7 @@ def femnist(data_dir: DataDir, sample_rows: SampleRows) -> Dataset:
     std = max(float(dataset.x_train.std()), 1e-6)
     scale = np.array([1 / std], np.float32)
     shift = np.array([-float(dataset.x_train.mean()) / std], np.float32)
-    dataset = dataset._replace(name="femnist", outputs=_CHARACTERS, scale=scale, shift=shift)
-    return subset(dataset, sample_rows)
+    return dataset._replace(name="femnist", outputs=_CHARACTERS, scale=scale, shift=shift)
 
 
 def femnist_folder(data_dir: DataDir) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, first_line
-from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, arrays, subset
+from fedjax_pfl.data.dataset import Dataset, arrays
 from fedjax_pfl.data.tables import find_path
 
 
@@ -18,12 +18,11 @@ def is_mapped(array: Any) -> bool:
     return array is not None
 
 
-def npy(data_dir: DataDir, sample_rows: SampleRows, path: str) -> Dataset:
+def npy(path: str) -> Dataset:
     """Arrays x.npy, y.npy and optionally owner.npy in npy:FOLDER, as for `arrays`.
 
     They stay in their files and may exceed memory.
     """
-    del data_dir
     folder, name = find_path("npy", path), f"npy:{path}"
 
     def read(array: str) -> np.ndarray:
@@ -35,4 +34,4 @@ def npy(data_dir: DataDir, sample_rows: SampleRows, path: str) -> Dataset:
             raise UsageError(f"{name}: {file.name} cannot be read ({line})") from None
 
     owners = read("owner") if Path(folder, "owner.npy").exists() else None
-    return subset(arrays(read("x"), read("y"), owners=owners, name=name), sample_rows)
+    return arrays(read("x"), read("y"), owners=owners, name=name)

@@ -1,8 +1,7 @@
 """Checks of the arguments of `federate`."""
 
 import difflib
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import partitions
@@ -19,7 +18,21 @@ def check_name(kind: str, name: str, choices: Collection[str]) -> None:
         raise UsageError(f"no {kind} named {name}: {hint}there are {', '.join(choices)}")
 
 
-def check(
+def check_setting_names(owner: str, names: Iterable[str], allowed: Collection[str]) -> None:
+    """Raises UsageError if one of the `names` of settings is not allowed.
+
+    Args:
+      owner: What has the settings, such as "partition classes", for the message.
+      names: Names of the given settings.
+      allowed: Names of all settings of the owner.
+    """
+    for name in names:
+        if name not in allowed:
+            choices = ", ".join(allowed) or "none"
+            raise UsageError(f"{owner} has no setting {name}: it takes {choices}")
+
+
+def check_request(
     dataset: Dataset, partition: str, clients: int, split: str, held_out: int, groups: int
 ) -> None:
     """Raises UsageError for unknown names and for requests that the dataset cannot meet.
@@ -108,14 +121,3 @@ def check_fractions(
         )
     if split != "official" and test == 0:
         raise UsageError(f"test_fraction=0 leaves nothing to test on with split={split}: use 0.1")
-
-
-def with_defaults(partition: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the settings of a partition with defaults for missing ones."""
-    defaults = partitions.partition_settings(partition)
-    for key in settings or {}:
-        if key not in defaults:
-            raise UsageError(
-                f"partition {partition} has no setting {key}: it takes {', '.join(defaults)}"
-            )
-    return {**defaults, **(settings or {})}

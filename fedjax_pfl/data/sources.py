@@ -1,4 +1,10 @@
-"""Registry of datasets by name: embedded ones, those prepared by tfds, and user files."""
+"""Registry of datasets by name: embedded ones, those prepared by tfds, and user files.
+
+A source is a function that returns a `Dataset`. Its keyword-only arguments are its settings. `load`
+passes it those of these arguments that it has: `path` after the colon of the dataset's name,
+`data_dir`, and `sample_rows`, which maps n to the rows to use out of n. `load` samples the examples
+of a source that has no argument `sample_rows`.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -17,8 +23,8 @@ from fedjax_pfl.data import (
     text,
     tfds_images,
 )
-from fedjax_pfl.data.dataset import DataDir, Dataset
-from fedjax_pfl.data.request import check_name
+from fedjax_pfl.data.dataset import DataDir, Dataset, subset
+from fedjax_pfl.data.request import check_name, check_setting_names
 
 Source = Callable[..., Dataset]
 SOURCES: dict[str, Source] = {
@@ -64,36 +70,31 @@ def load(
       **settings: Settings of the source.
     """
     sources = sources or SOURCES
-    source, _, path = name.partition(":")
-    check_name("dataset", source, sources)
+    kind, _, path = name.partition(":")
+    check_name("dataset", kind, sources)
     if not 0 < fraction <= 1:
         raise UsageError(f"fraction={fraction} must be greater than 0 and at most 1")
-    defaults = source_settings(source, sources)
-    for key in settings:
-        if key not in defaults:
-            choices = ", ".join(defaults) or "none"
-            raise UsageError(f"dataset {source} has no setting {key}: it takes {choices}")
-    takes_path = "path" in inspect.signature(sources[source]).parameters
-    if takes_path and not path:
-        raise UsageError(f"dataset {source} needs a path: write {source}:PATH")
-    if path and not takes_path:
+    check_setting_names(f"dataset {kind}", settings, source_settings(kind, sources))
+    source = sources[kind]
+    parameters = inspect.signature(source).parameters
+    if "path" in parameters and not path:
+        raise UsageError(f"dataset {kind} needs a path: write {kind}:PATH")
+    if path and "path" not in parameters:
         raise UsageError(
-            f"dataset {source} takes no path, got {path!r}: leave out the colon and the path"
+            f"dataset {kind} takes no path, got {path!r}: leave out the colon and the path"
         )
     rng = np.random.default_rng([fraction_seed, 0xF7AC])
 
     def sample_rows(n: int) -> np.ndarray | None:
         if fraction == 1:
             return None
-        return np.sort(rng.choice(n, _sample_size(fraction, n), replace=False))
+        # The small addend corrects binary rounding: 0.29 of 100 is 29.
+        return np.sort(rng.choice(n, max(1, int(fraction * n + 1e-9)), replace=False))
 
-    argument = {"path": path} if takes_path else {}
-    return sources[source](data_dir, sample_rows, **argument, **settings)
-
-
-def _sample_size(fraction: float, n: int) -> int:
-    # The small addend corrects binary rounding: 0.29 of 100 is 29.
-    return max(1, int(fraction * n + 1e-9))
+    available = {"path": path, "data_dir": data_dir, "sample_rows": sample_rows}
+    arguments = {key: value for key, value in available.items() if key in parameters}
+    dataset = source(**arguments, **settings)
+    return dataset if "sample_rows" in parameters else subset(dataset, sample_rows)
 
 
 def require_available(name: str, data_dir: DataDir = None) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.data import tables, windows
 from fedjax_pfl.data.columns import ROLES, Roles, table_dataset
-from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows
+from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.tables import Table
 
 Tables = tuple[Table, Table | None]  # for training and, if there is one, for testing
@@ -26,8 +26,6 @@ def _source(
     """
 
     def source(
-        data_dir: DataDir,
-        sample_rows: SampleRows,
         path: str,
         *,
         owner: str = "",
@@ -39,7 +37,6 @@ def _source(
         normalise_label: bool = True,
         test: str = "",
     ) -> Dataset:
-        del data_dir
         roles = Roles(
             owner=owner,
             input=input,
@@ -49,7 +46,7 @@ def _source(
             normalise=normalise,
             normalise_label=normalise_label,
         )
-        return table_dataset(name, read(path, test), roles, sample_rows)
+        return table_dataset(name, read(path, test), roles)
 
     source.__doc__ = f"{summary}\n{ROLES}  test: {test_meaning}.\n"
     return source

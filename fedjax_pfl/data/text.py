@@ -7,20 +7,13 @@ from importlib import resources
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require_one_of
-from fedjax_pfl.data.dataset import PADDING, DataDir, Dataset, SampleRows, subset
+from fedjax_pfl.data.dataset import PADDING, Dataset
 from fedjax_pfl.data.tables import find_path
 
 OWNERS = ("speaker", "file")
 
 
-def text(
-    data_dir: DataDir,
-    sample_rows: SampleRows,
-    path: str,
-    *,
-    owner: str = "speaker",
-    length: int = 64,
-) -> Dataset:
+def text(path: str, *, owner: str = "speaker", length: int = 64) -> Dataset:
     """Characters of a text file, or of a folder's *.txt; each is predicted from those before it.
 
     Args:
@@ -29,7 +22,6 @@ def text(
       length: Number of characters of an example. Examples follow each other; the last of an owner
         may be shorter.
     """
-    del data_dir
     require_one_of("text.owner", owner, OWNERS)
     root, name = find_path("text", path), f"text:{path}"
     files = sorted(root.rglob("*.txt")) if root.is_dir() else [root]
@@ -41,20 +33,19 @@ def text(
         raise UsageError(f"{name} cannot be read as text: {error}") from None
     if owner == "speaker":
         texts = split_by_speaker(name, texts.values())
-    return subset(next_characters(name, texts, length), sample_rows)
+    return next_characters(name, texts, length)
 
 
-def speeches(data_dir: DataDir, sample_rows: SampleRows, *, length: int = 64) -> Dataset:
+def speeches(*, length: int = 64) -> Dataset:
     """Next characters in speeches of 12 speakers of Shakespeare's plays, who are the owners.
 
     Args:
       length: Number of characters of an example. Examples follow each other; the last of an owner
         may be shorter.
     """
-    del data_dir
     file = resources.files("fedjax_pfl.data").joinpath("speeches.txt")
     texts = split_by_speaker("speeches", [file.read_text("utf-8")])
-    return subset(next_characters("speeches", texts, length), sample_rows)
+    return next_characters("speeches", texts, length)
 
 
 def split_by_speaker(name: str, texts: Iterable[str]) -> dict[str, str]:

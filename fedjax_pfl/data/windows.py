@@ -8,12 +8,10 @@ import numpy as np
 from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data import tables
 from fedjax_pfl.data.columns import NORMALISE, Roles, table_dataset
-from fedjax_pfl.data.dataset import DataDir, Dataset, SampleRows, subset
+from fedjax_pfl.data.dataset import Dataset
 
 
 def windows(
-    data_dir: DataDir,
-    sample_rows: SampleRows,
     path: str,
     *,
     owner: str = "",
@@ -43,7 +41,6 @@ def windows(
         clients (federation), by those of each client (client), or not at all (none).
       normalise_label: Scale the target of a regression too, always over the federation.
     """
-    del data_dir
     if min(length, stride) < 1 or horizon < 0 or not 0 < test_share < 1:
         raise UsageError(
             f"windows: length={length}, stride={stride}, horizon={horizon}, "
@@ -63,19 +60,14 @@ def windows(
         normalise=normalise,
         normalise_label=normalise_label,
     )
-    series = table_dataset("windows", (table, None), roles, lambda n: None)
+    series = table_dataset("windows", (table, None), roles)
     if series.x_train.ndim > 2 or series.x_train.dtype.kind != "f":
         raise UsageError(f"{table.name}: each input must be one number in a row")
-    return cut_windows(series, length, stride, horizon, test_share, sample_rows)
+    return cut_windows(series, length, stride, horizon, test_share)
 
 
 def cut_windows(
-    series: Dataset,
-    length: int,
-    stride: int,
-    horizon: int,
-    test_share: float,
-    sample_rows: SampleRows,
+    series: Dataset, length: int, stride: int, horizon: int, test_share: float
 ) -> Dataset:
     """Cuts rows in order of time into windows [windows, length, inputs].
 
@@ -87,7 +79,6 @@ def cut_windows(
       stride: Number of rows between the starts of two windows.
       horizon: Number of rows from the last row of a window to the row of its label.
       test_share: Fraction of each owner's rows, the last ones, for testing.
-      sample_rows: Chooses the owners, or windows, to keep.
     """
     has_owners = series.owner_train is not None
     owner = np.zeros(len(series.x_train), int) if series.owner_train is None else series.owner_train
@@ -113,7 +104,7 @@ def cut_windows(
         return series.x_train[rows], y, owner[rows[:, 0]] if has_owners else None
 
     (x, y, owner_train), (x_test, y_test, owner_test) = cut(train), cut(test)
-    dataset = series._replace(
+    return series._replace(
         x_train=x,
         y_train=y,
         x_test=x_test,
@@ -122,4 +113,3 @@ def cut_windows(
         owner_test=owner_test,
         overlapping=stride < length,
     )
-    return subset(dataset, sample_rows)

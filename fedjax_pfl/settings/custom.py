@@ -241,13 +241,13 @@ def _source(dataset: Dataset) -> Callable[..., Dataset]:
     """Returns a source of the examples with one setting, their digest."""
     content = dataset_digest(dataset)
 
-    def source(data_dir: Any, keep: Any, *, digest: str = content) -> Dataset:
+    def source(sample_rows: Any, *, digest: str = content) -> Dataset:
         if digest != content:
             raise UsageError(
                 f"{dataset.name}.digest is {digest}, but the examples have {content}; use the "
                 "examples of the configuration"
             )
-        if keep(len(dataset.x_train)) is not None:
+        if sample_rows(len(dataset.x_train)) is not None:
             raise UsageError("fraction is for datasets by name; give fewer examples instead")
         return dataset
 
