@@ -127,15 +127,15 @@ def test_folder_that_cannot_be_written_is_refused(pair, tmp_path):
 
 def test_diagnostics_are_columns(tmp_path):
     """The value is the mean over layers and seeds at the last evaluation: (3 + 1 + 4 + 2) / 4."""
-    paths = []
+    paths = [made(tmp_path / "fedavg", [0.4], settings(seed=0))]
     for seed, peers in enumerate(({"conv": 3.0, "head": 1.0}, {"conv": 4.0, "head": 2.0})):
-        path = made(tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed))
-        lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        lines[-1]["observed"] = {"peers": peers, "one_hot": 0.0}
-        (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        path = made(tmp_path / f"pfedla{seed}", [0.5], settings("pfedla", seed=seed), rounds=(5,))
+        line = json.loads((path / "metrics.jsonl").read_text())
+        line["observed"] = {"peers": peers, "one_hot": 0.0}
+        (path / "metrics.jsonl").write_text(json.dumps(line))
         paths.append(path)
-    paths.append(made(tmp_path / "fedavg", [0.4], settings(seed=0)))
-    rows = comparison.group([comparison.read(path) for path in paths])
+    fedavg, pfedla = rows_of(*paths)
+    rows = [pfedla, fedavg]
     table = comparison_page.tables(rows)[-1]
     assert table.heads == ["peers", "one hot"]
     ((label, *cells),) = table.rows

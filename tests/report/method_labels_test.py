@@ -2,7 +2,7 @@
 
 import pytest
 
-from fedjax_pfl.algorithms import METHODS, Method
+from fedjax_pfl.algorithms import METHODS
 from fedjax_pfl.report import method_labels, page, run_reader
 from fedjax_pfl.settings import configuration
 from tests.report.page_test import evaluation, make_run, work
@@ -25,9 +25,8 @@ def test_label_of_built_in_and_user_defined_methods():
 
 
 def test_label_of_a_variant(monkeypatch):
-    variant = Method(
-        METHODS["fedmn"].factory, "FedMN by heart", "Wang et al. 2022", METHODS["fedmn"]
-    )
+    fedmn = METHODS["fedmn"]
+    variant = fedmn._replace(title="FedMN by heart", variant_of=fedmn)
     monkeypatch.setitem(METHODS, "fedmn_heart", variant)
     assert method_labels.table_label("fedmn_heart") == "FedMN by heart (variant of this library)"
     assert method_labels.label({"algorithm": "fedmn_heart"}) == (
@@ -43,22 +42,11 @@ def test_label_of_several_phases():
 
 
 def test_changes_hold_settings_of_method_and_training():
-    config = read(
-        algorithm="ditto",
-        ditto={"penalty": 2.0},
-        fedprox={"mu": 3.0},  # not used
-        learning_rate=0.05,
-        local_epochs=5,
-        keep_head=True,
-        rounds=7,
-        clients=12,
-    )
-    assert method_labels.changes(config, DEFAULTS) == [
-        "ditto.penalty=2.0",
-        "local_epochs=5",
-        "learning_rate=0.05",
-        "keep_head=True",
-    ]
+    unused = {"fedprox": {"mu": 3.0}, "rounds": 7, "clients": 12}
+    training = {"local_epochs": 5, "learning_rate": 0.05, "keep_head": True}
+    config = read(algorithm="ditto", ditto={"penalty": 2.0}, **training, **unused)
+    expected = [f"{name}={value}" for name, value in training.items()]
+    assert method_labels.changes(config, DEFAULTS) == ["ditto.penalty=2.0", *expected]
     assert method_labels.changes(read(), DEFAULTS) == []
     assert method_labels.changes({"algorithm": "mine", "mine": {"a": 1}}, DEFAULTS) == []
 
@@ -66,24 +54,18 @@ def test_changes_hold_settings_of_method_and_training():
 def test_changes_of_phases():
     phases = ({"algorithm": "fedprox", "fedprox": {"mu": 1.0}}, {"momentum": 0.5})
     config = read(algorithm="fedmn", fedmn={"width": 64}, phases=phases)
-    assert method_labels.changes(config, DEFAULTS) == [
-        "fedprox.mu=1.0",
-        "fedmn.width=64",
-        "momentum=0.5",
-    ]
-
-
-def test_changes_as_a_sentence():
-    assert method_labels.sentence(["a=1", "b.c=2"]) == "changed from the defaults: a=1, b.c=2"
-    assert method_labels.sentence([]) == (
-        "all settings of the method and of training at their defaults"
-    )
+    expected = ["fedprox.mu=1.0", "fedmn.width=64", "momentum=0.5"]
+    assert method_labels.changes(config, DEFAULTS) == expected
 
 
 def test_first_line_has_changes_of_all_runs():
     runs = [read(learning_rate=rate, momentum=0.9) for rate in (0.1, 0.2)]
     assert method_labels.first_line(runs, configuration.BUILTINS) == (
         "FedAvg, the method of McMahan et al. 2017; changed from the defaults: momentum=0.9"
+    )
+    assert method_labels.first_line([read()], configuration.BUILTINS) == (
+        "FedAvg, the method of McMahan et al. 2017; "
+        "all settings of the method and of training at their defaults"
     )
 
 

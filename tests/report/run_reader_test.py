@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import comparison, comparison_page, run_reader
 from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import export
-from tests.commands import run_here
-from tests.report.comparison_test import made, settings
+from tests.commands import message, run_here
+from tests.report.comparison_test import made, rows_of, settings
 
 DEEP = "[" * 1000 + "]" * 1000
 DAMAGE = {
@@ -60,49 +59,33 @@ def run(tmp_path):
 )
 def test_damaged_file_is_refused_in_one_line(run, name, content):
     (run / name).write_text(content)
-    with pytest.raises(UsageError) as error:
-        comparison.read(run)
-    line = str(error.value)
+    line = message(comparison.read, run)
     assert line.startswith(f"{run / name} is damaged (")
-    assert "\n" not in line
     assert len(line) < len(str(run)) + 200
+    if name == "config.json":
+        assert "is damaged" in message(export.load_result, run)
+        assert RunIndex(run.parent).runs == {}  # skipped, as it may be being written
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 @pytest.mark.parametrize("content", [b"\x00\xff\xfe\x80", b"\x89PNG\r\n\x1a\n" + bytes(range(256))])
 def test_binary_content_is_refused(run, name, content):
     (run / name).write_bytes(content)
-    with pytest.raises(UsageError, match="is damaged"):
-        comparison.read(run)
+    assert "is damaged" in message(comparison.read, run)
 
 
 def test_folder_instead_of_a_file_is_refused(run):
-    (run / "traffic.json").unlink(missing_ok=True)
     (run / "made.json").mkdir()
     assert comparison.read(run).provenance == {}
     (run / "config.json").unlink()
     (run / "config.json").mkdir()
-    with pytest.raises(UsageError, match=r"lacks config\.json"):
-        comparison.read(run)
-
-
-@pytest.mark.parametrize("content", DAMAGE["config.json"])
-def test_other_readers_of_a_damaged_configuration(run, content):
-    (run / "config.json").write_text(content)
-    with pytest.raises(UsageError, match="is damaged"):
-        export.load_result(run)
-    assert RunIndex(run.parent).runs == {}  # skipped, as it may be being written
+    assert "lacks config.json" in message(comparison.read, run)
 
 
 def test_cells_are_read_as_numbers(run):
     record = run_reader.read(run)
-    assert record.clients[2] == {
-        "client": 0,
-        "active": 1,
-        "test_examples": 10,
-        "before_accuracy": 0.5,
-        "after_accuracy": 0.55,
-    }
+    cells = {"client": 0, "active": 1, "test_examples": 10}
+    assert record.clients[2] == {**cells, "before_accuracy": 0.5, "after_accuracy": 0.55}
     assert record.clients[1]["before_accuracy"] is None
     assert (record.seed, record.finished, record.config["clients"]) == (0, True, 3)
 
@@ -114,18 +97,16 @@ def test_unfinished_run_may_have_an_incomplete_last_line(tmp_path):
     assert [line["round"] for line in run_reader.read(path).metrics] == [5, 10]
     lines = (path / "metrics.jsonl").read_text().split("\n")
     (path / "metrics.jsonl").write_text("\n".join([lines[0], "{", lines[1]]))
-    with pytest.raises(UsageError, match="damaged"):
-        run_reader.read(path)
+    assert "damaged" in message(run_reader.read, path)
 
 
 def test_markdown_escapes_html(tmp_path):
     hostile = '<img src=x onerror="alert(1)">'
     paths = [
-        made(tmp_path / "a", [0.5], settings() | {"dataset": hostile}),
-        made(tmp_path / "b", [0.5], settings() | {"dataset": "digits"}),
+        made(tmp_path / str(i), [0.5], settings() | {"dataset": dataset})
+        for i, dataset in enumerate((hostile, "digits"))
     ]
-    rows = comparison.group([comparison.read(path) for path in paths])
-    text = comparison_page.markdown(rows)
+    text = comparison_page.markdown(rows_of(*paths))
     assert "<" not in text
     assert "&lt;img" in text
     assert json.dumps(hostile)[1:5] not in text
@@ -133,5 +114,4 @@ def test_markdown_escapes_html(tmp_path):
 
 def test_command_names_the_damaged_file(run):
     (run / "metrics.jsonl").write_text("[]\n")
-    with pytest.raises(UsageError, match=r"metrics\.jsonl is damaged"):
-        run_here("compare", run)
+    assert "metrics.jsonl is damaged" in message(run_here, "compare", run)
