@@ -11,43 +11,39 @@ from tests.commands import CONFIG, Forked
 
 ROOT = Path(__file__).parents[2]
 
-# All at once: a command spends its time on starting.
 _WRONG = {
     "unknown key": (["--config.clientz=3"], "did you mean clients?"),
     "unknown preset": (
         ["--config=baseline:fedagv"],
         "'fedagv' is no word of one; did you mean fedavg?",
     ),
-    "no config file": (
-        ["--config=nowhere.py"],
-        "nowhere.py'; --config takes SYSTEM:PRESET or ",
-    ),
+    "no config file": (["--config=nowhere.py"], "nowhere.py'; --config takes SYSTEM:PRESET or "),
     "bad value": (["--config.batch_size=0"], "batch_size is 0; it must be at least 1"),
     "no number": (["--config.rounds=ten"], "rounds is 'ten'; it must be a whole number"),
     "unknown flag": (["--out=x"], "there is no flag --out; there are --config, --coordinator, "),
     "stray argument": (["digits"], "'digits' is no flag"),
-    "what is not selected": (
+    "component that is not selected": (
         ["--config.dirichlet.alpha=.1"],
         "dirichlet.alpha counts with partition=dirichlet only, and partition is classes",
     ),
-    "no run beside": (["--config.beside=nowhere"], "nowhere is not a run directory"),
+    "missing run to compare with": (["--config.beside=nowhere"], "nowhere is not a run directory"),
 }
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory):
-    """Status, output and files of each command."""
+def outcomes(tmp_path_factory):
+    """Returns the status, output and files of every command."""
     commands = {name: arguments for name, (arguments, _) in _WRONG.items()} | {"help": ["--help"]}
     started = {
-        name: Forked("experiments.baseline", *given, place=tmp_path_factory.mktemp("launch"))
-        for name, given in commands.items()
+        name: Forked("experiments.baseline", *flags, place=tmp_path_factory.mktemp("launch"))
+        for name, flags in commands.items()
     }
     return {name: command.ended() for name, command in started.items()}
 
 
 @pytest.mark.parametrize("name", _WRONG)
-def test_a_wrong_command_ends_with_one_line(name, ended):
-    status, out, err, files = ended[name]
+def test_a_wrong_command_ends_with_one_line(name, outcomes):
+    status, out, err, files = outcomes[name]
     assert status == 2
     assert out == ""
     assert err.startswith("error: ")
@@ -56,10 +52,10 @@ def test_a_wrong_command_ends_with_one_line(name, ended):
     assert files == []
 
 
-def test_a_real_process_says_the_same(ended, tmp_path):
-    """One command in a process of its own; the others are forked."""
+def test_a_separate_process_gives_the_same_line(outcomes, tmp_path):
+    """Compares a forked command with a separate process."""
     arguments, _ = _WRONG["bad value"]
-    told = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-m", "experiments.baseline", *arguments],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
@@ -67,44 +63,44 @@ def test_a_real_process_says_the_same(ended, tmp_path):
         text=True,
         timeout=120,
     )
-    assert (told.returncode, told.stdout, told.stderr) == ended["bad value"][:3]
+    assert (finished.returncode, finished.stdout, finished.stderr) == outcomes["bad value"][:3]
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow("three commands, each a run")
-def test_a_report_has_the_runs_that_a_command_asks_for_and_names(tmp_path):
-    """`reference` makes those that are missing; `beside` takes those that are elsewhere."""
+def test_reports_contain_reference_runs(tmp_path):
+    """`reference` runs the missing ones; `beside` names existing ones."""
     small = {**CONFIG, "rounds": 2, "eval_every": 2}
     settings = [f"--config.{key}={value}" for key, value in small.items()]
     run, elsewhere = tmp_path / "runs" / "mine", tmp_path / "elsewhere"
 
-    def page(name, asked):
+    def page(name, flag):
         (place := tmp_path / name).mkdir()
-        told = Forked("experiments.baseline", *settings, f"--workdir={run}", asked, place=place)
-        status, out, err, files = told.ended()
+        command = Forked("experiments.baseline", *settings, f"--workdir={run}", flag, place=place)
+        status, out, err, files = command.ended()
         assert (status, files) == (0, []), err
         assert all(line.startswith("round 2 of 2: ") for line in err.splitlines()), err
         assert str(run / "report.html") in out
         return (run / "report.html").read_text()
 
-    assert ">Local</text>" in page("asked", "--config.reference=true")
+    assert ">Local</text>" in page("with", "--config.reference=true")
     (run / "reference").rename(elsewhere)
     (run / "report.html").unlink()
-    assert ">Local</text>" not in page("alone", "--config.reference=false")
+    assert ">Local</text>" not in page("without", "--config.reference=false")
     assert ">Local</text>" in page("named", f"--config.beside={elsewhere / 'local'}")
 
 
-def test_help_names_the_presets_and_the_flags(ended):
-    status, out, err, files = ended["help"]
+def test_help_lists_the_presets_and_the_flags(outcomes):
+    status, out, err, files = outcomes["help"]
     assert status == 0
     assert "Traceback" not in out + err
     assert err == ""
     assert max(map(len, out.splitlines())) <= 100
     for word in ("fedavg-digits", "classes4", "dirichlet0.5", "n10", "fedjax-pfl list settings"):
         assert word in out
-    said = " ".join(out.split())
-    assert "local_epochs unset Passes over the client's examples per round" in said
-    assert "fedavg FedAvg: one global model" in said
+    text = " ".join(out.split())
+    assert "local_epochs unset Passes over the client's examples per round" in text
+    assert "fedavg FedAvg: one global model" in text
     for flag in ("--config", "--workdir", "--data_dir", "--processes"):
         assert f"\n  {flag} " in out
     assert files == []

@@ -1,4 +1,4 @@
-"""The listing names everything, in 100 columns."""
+"""Tests that the listing describes everything, in 100 columns."""
 
 import itertools
 import re
@@ -28,45 +28,35 @@ EXPORTED = {
     "models": networks.MODELS,
     "tasks": {"auto": task.infer_task, **task.TASKS},
 }
-
-
-@pytest.mark.parametrize("kind", command.KINDS)
-def test_fits_a_terminal(kind):
-    assert max(map(len, command.text(kind).splitlines())) <= 100
+UNSET = {None: "unset", "": '""'}
 
 
 def entries(kind):
-    """Of each name its description, and its settings: name, default and meaning."""
+    """Returns the heading of every name and its settings: name, default, meaning."""
     parts = re.split(r"^  (?=\w)", command.text(kind), flags=re.MULTILINE)[1:]
-    whole = [re.split(r"^    (?=\w)", part, flags=re.MULTILINE) for part in parts]
-    return {head.split()[0]: (head, [one.split(maxsplit=2) for one in own]) for head, *own in whole}
+    split = [re.split(r"^    (?=\w)", part, flags=re.MULTILINE) for part in parts]
+    return {head.split()[0]: (head, [s.split(maxsplit=2) for s in lines]) for head, *lines in split}
 
 
 @pytest.mark.parametrize("kind", EXPORTED)
-def test_names_everything_with_a_description_and_its_settings(kind):
-    found, default = entries(kind), configuration.default()
-    assert list(found) == list(EXPORTED[kind])
-    for name, (head, own) in found.items():
+def test_every_name_has_a_description_and_its_settings(kind):
+    listed, default = entries(kind), configuration.default()
+    assert list(listed) == list(EXPORTED[kind])
+    for name, (head, settings) in listed.items():
         assert len(head.split()) > 1, name
-        usual = {
-            key: "unset" if value is None else str(value).replace(" ", "") or '""'
+        assert {key: value for key, value, _ in settings} == {
+            key: UNSET.get(value, str(value).replace(" ", ""))
             for key, value in default.get(name, {}).items()
-        }
-        assert {key: value for key, value, _ in own} == usual, name
-        told = configuration.meanings(listing.TABLES[kind][1][name])
-        assert {key: " ".join(meaning.split()) for key, _, meaning in own} == told, name
+        }, name
+        factory = listing.TABLES[kind][1][name]
+        meanings = configuration.meanings(factory)
+        assert {key: " ".join(text.split()) for key, _, text in settings} == meanings, name
+        assert set(meanings) == set(configuration.factory_settings(factory)), name
+        assert all(re.search(r"\w\w", text) for text in meanings.values()), name
 
 
-@pytest.mark.parametrize("kind", EXPORTED)
-def test_every_setting_of_everything_has_its_meaning_and_nothing_else_has(kind):
-    for name, factory in listing.TABLES[kind][1].items():
-        told = configuration.meanings(factory)
-        assert set(told) == set(configuration.factory_settings(factory)), name
-        assert all(re.search(r"\w\w", meaning) for meaning in told.values()), name
-
-
-def test_meanings_are_read_from_docstrings():
-    class One:
+def test_meanings_are_parsed_from_docstrings():
+    class Base:
         """A line.
 
         Args:
@@ -78,16 +68,16 @@ def test_meanings_are_read_from_docstrings():
           d: nothing.
         """
 
-    class More(One):
+    class Derived(Base):
         """Another line.
 
         Args:
-          b: its own.
+          b: overridden.
         """
 
-    assert configuration.meanings(More) == {
+    assert configuration.meanings(Derived) == {
         "a": "of both",
-        "b": "its own",
+        "b": "overridden",
         "c": "of one: what is wrapped: too",
     }
     assert configuration.meanings(lambda: None) == {}
@@ -105,77 +95,65 @@ def test_meanings_are_read_from_docstrings():
         ("per_fedavg", "variant", VARIANTS),
         ("pfedla", "granularity", ("layer", "model")),
         ("pfedla", "normalise", NORMALISE),
+        *((None, name, SETTINGS[name].choices) for name in settings_with("choices")),
     ],
 )
-def test_the_meaning_of_a_methods_setting_names_all_choices(method, name, choices):
-    meaning = configuration.meanings(configuration.ALGORITHMS[method])[name]
+def test_the_meaning_of_a_setting_names_all_choices(method, name, choices):
+    meanings = method and configuration.meanings(configuration.ALGORITHMS[method])
+    meaning = meanings[name] if method else SETTINGS[name].meaning
     assert set(choices) <= set(re.findall(r"\w+", meaning))
 
 
-def test_a_method_is_listed_by_its_name_in_papers_too():
-    found = dict(re.findall(r"^  (\w+) +(\S.*?):", listing.listing("methods"), re.MULTILINE))
+def test_methods_are_listed_by_their_published_names():
+    titles = dict(re.findall(r"^  (\w+) +(\S.*?):", listing.listing("methods"), re.MULTILINE))
 
-    def plain(text):
+    def letters(text):
         return re.sub(r"[^a-z]", "", text.lower().replace("+", "plus"))
 
     for name in algorithms.METHODS:
-        assert plain(name) in plain(found[name]), name
+        assert letters(name) in letters(titles[name]), name
 
 
-def test_the_docs_say_what_every_method_is_called():
+def test_the_documents_list_every_method():
     lines = (Path(__file__).parents[2] / "docs/index.md").read_text().splitlines()
-    at = lines.index("| Method | `algorithm` | What it does |")
-    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines[at + 2 :]))
-    named = re.findall(r"`(\w+)`", " ".join(row.split("|")[2] for row in rows))
-    assert sorted(named) == sorted(algorithms.METHODS)
-
-
-def test_defaults_are_those_of_a_configuration():
-    own = {name: value for name, value, _ in entries("partitions")["classes"][1]}
-    assert own == {"per_client": "4", "examples": "160"}  # which are not those of the function
-
-
-GENERAL_NAMES = [name for group in SETTING_GROUPS.values() for name in group]
+    start = lines.index("| Method | `algorithm` | What it does |") + 2
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start:])
+    names = re.findall(r"`(\w+)`", " ".join(row.split("|")[2] for row in rows))
+    assert sorted(names) == sorted(algorithms.METHODS)
 
 
 def test_every_general_setting_has_its_default_and_its_meaning():
+    names = [name for group in SETTING_GROUPS.values() for name in group]
     default = configuration.default()
-    assert len(GENERAL_NAMES) == len(set(GENERAL_NAMES))
-    owners = {name for table in configuration.BUILTINS for name in table}
-    assert set(GENERAL_NAMES) == set(default) - owners
-    found = dict(re.findall(r"^    (\w+) +(\S+ +\S.*)$", listing.listing("settings"), re.MULTILINE))
-    assert set(found) >= set(GENERAL_NAMES)
-    for name in GENERAL_NAMES:
-        usual, meaning = found[name].split(maxsplit=1)
-        assert usual == {None: "unset", "": '""'}.get(default[name], str(default[name]))
+    assert len(names) == len(set(names))
+    components = {name for table in configuration.BUILTINS for name in table}
+    assert set(names) == set(default) - components
+    text = listing.listing("settings")
+    listed = dict(re.findall(r"^    (\w+) +(\S+ +\S.*)$", text, re.MULTILINE))
+    for name in names:
+        value, meaning = listed[name].split(maxsplit=1)
+        assert value == UNSET.get(default[name], str(default[name]))
         assert meaning[0].isupper(), name
         assert SETTINGS[name].meaning.endswith("."), name
-
-
-@pytest.mark.parametrize("name", settings_with("choices"))
-def test_a_meaning_names_all_choices(name):
-    assert set(SETTINGS[name].choices) <= set(re.findall(r"\w+", SETTINGS[name].meaning))
 
 
 def test_presets_of_every_system():
     text = command.text("presets")
     for system in SYSTEMS:
         assert f"\n  {system} " in text
-        assert max(map(len, SYSTEMS[system].__doc__.splitlines())) <= 100  # as --help shows it
+        assert max(map(len, SYSTEMS[system].__doc__.splitlines())) <= 100  # shown by --help
     assert text.count("Presets are words") == text.count("\n  ") - text.count("\n   ")
 
 
-def test_kinds(capsys):
-    def print_lists(*words):
-        command.print_lists(Call(words, FlagValues(), words))
+def test_one_kind_or_everything_is_printed(capsys):
+    def print_lists(*kinds):
+        command.print_lists(Call(kinds, FlagValues(), kinds))
+        return capsys.readouterr().out
 
-    print_lists()
-    everything = capsys.readouterr().out
-    print_lists("models")
-    models_only = capsys.readouterr().out
-    assert models_only in everything
-    assert "Methods" not in models_only
-    line = message(print_lists, "method")
-    assert line == "there is no kind 'method'; did you mean methods?"
+    everything, models = print_lists(), print_lists("models")
+    assert max(map(len, everything.splitlines())) <= 100
+    assert models in everything
+    assert "Methods" not in models
+    assert message(print_lists, "method") == "there is no kind 'method'; did you mean methods?"
     assert "there are datasets, methods" in message(print_lists, "zzzz")
     assert "name one kind" in message(print_lists, "methods", "models")

@@ -10,7 +10,7 @@ import pytest
 
 import fedjax_pfl
 from fedjax_pfl import presets
-from fedjax_pfl.cli import errors, main, processes
+from fedjax_pfl.cli import main, processes
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import run_directory
 
@@ -19,9 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module")  # of configur
 
 
 def test_help_lists_every_command(capsys):
-    for words in ([], ["--help"], ["-h"], ["help"]):
+    for arguments in ([], ["--help"], ["-h"], ["help"]):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sys, "argv", ["/somewhere/bin/fedjax-pfl", *words])
+            patch.setattr(sys, "argv", ["/somewhere/bin/fedjax-pfl", *arguments])
             main.main()
         lines = capsys.readouterr().out.splitlines()
         for name, entry in main.COMMANDS.items():
@@ -47,71 +47,55 @@ def test_the_repository_has_a_script_for_every_command(name):
     assert lines[-1].strip() == f'main(["{name}", *sys.argv[1:]])'
 
 
-def test_no_script_has_a_way_of_its_own():
+def test_scripts_start_commands_only_through_main():
     for path in [*(ROOT / "experiments").rglob("*.py"), *(ROOT / "fedjax_pfl").rglob("*.py")]:
         if path != ROOT / "fedjax_pfl/cli/command.py":
             assert "app.run(" not in path.read_text(), path
         assert "runpy" not in path.read_text(), path
 
 
-def test_a_command_gets_what_follows_it(capsys):
+def ended(arguments, capsys):
+    """Returns the exit status and output of a command."""
     with pytest.raises(SystemExit) as caught:
-        main.main(["list", "partitions"])
-    assert caught.value.code is None
-    assert capsys.readouterr().out.startswith("Partitions: ")
+        main.main(arguments)
+    return caught.value.code, *capsys.readouterr()
 
 
-def test_an_unknown_command_gets_the_nearest(capsys):
-    for word, hint in (
-        ("comparee", "did you mean compare?"),
-        ("reproduce", "there are baseline, "),
-    ):
-        with pytest.raises(SystemExit) as caught:
-            main.main([word])
-        assert caught.value.code == 2
-        line = f"error: there is no command {word!r}; {hint}"
-        assert capsys.readouterr().err.startswith(line)
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["comparee"], "there is no command 'comparee'; did you mean compare?"),
+        (["reproduce"], "there is no command 'reproduce'; there are baseline, "),
+        (["list", "--rounds=3"], "there is no flag --rounds\n"),
+    ],
+)
+def test_unknown_commands_and_flags_are_refused(arguments, line, capsys):
+    status, out, err = ended(arguments, capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: {line}")
 
 
-def test_a_command_without_flags_refuses_one(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main.main(["list", "--rounds=3"])
-    assert caught.value.code == 2
-    assert capsys.readouterr().err == "error: there is no flag --rounds\n"
-
-
-def test_a_closed_pipe_is_no_error(monkeypatch):
-    """As if `head` had read enough."""
-
-    class Closed:
-        def write(self, text):
-            raise BrokenPipeError
-
-        def flush(self):
-            pass
-
-        def fileno(self):
-            return 1
-
-    monkeypatch.setattr(errors.os, "dup2", lambda *files: None)
-    monkeypatch.setattr(sys, "stdout", Closed())
-    main.main(["--help"])
+def test_commands_receive_their_arguments(capsys):
+    status, out, err = ended(["list", "partitions"], capsys)
+    assert (status, err) == (None, "")
+    assert out.startswith("Partitions: ")
 
 
 # The package.
 
 
-def test_the_version_is_written_once():
-    assert (
-        f'__version__ = "{fedjax_pfl.__version__}"' in (ROOT / "fedjax_pfl/__init__.py").read_text()
-    )
-    assert "version = attr: fedjax_pfl.__version__" in (ROOT / "setup.cfg").read_text()
-    assert f"\nversion: {fedjax_pfl.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## {fedjax_pfl.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+def test_the_version_is_consistent():
+    for file, text in (
+        ("fedjax_pfl/__init__.py", f'__version__ = "{fedjax_pfl.__version__}"'),
+        ("setup.cfg", "version = attr: fedjax_pfl.__version__"),
+        ("CITATION.cff", f"\nversion: {fedjax_pfl.__version__}\n"),
+        ("CHANGELOG.md", f"\n## {fedjax_pfl.__version__}"),
+    ):
+        assert text in (ROOT / file).read_text(), file
 
 
-def test_without_fcntl_a_run_says_that_its_directory_is_not_locked(tmp_path):
-    """As on Windows, where a directory cannot be opened either."""
+def test_a_system_without_fcntl_warns_that_directories_are_not_locked(tmp_path):
+    """Imitates Windows, where a directory cannot be opened either."""
     code = """
 import os, sys
 sys.modules["fcntl"] = None
@@ -128,30 +112,30 @@ with run_directory.claim(directory, {"seed": 0}):
     assert (directory / "config.json").is_file()
 print("done")
 """
-    ran = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "run")],
         capture_output=True,
         text=True,
         check=False,
         cwd=ROOT,
-        # A newer JAX imports what says so of its own files.
+        # A newer JAX warns about its own files.
         env=os.environ | {"PYTHONWARNINGS": "ignore:only soft file lock is available"},
     )
-    assert ran.stdout == "done\n", ran.stderr
-    assert ran.stderr == (
+    assert finished.stdout == "done\n", finished.stderr
+    assert finished.stderr == (
         f"{tmp_path / 'run'} is not locked, as this system cannot; start no other run in it\n"
     )
 
 
-def test_without_fork_several_processes_are_refused(monkeypatch):
-    """As on Windows."""
+def test_several_processes_need_fork(monkeypatch):
+    """Imitates Windows."""
     monkeypatch.delattr(processes.os, "fork")
     refused = pytest.raises(UsageError, match="need a system that can fork")
     with refused, processes.run_in_processes(processes.ProcessOptions(processes=2)):
-        raise AssertionError("it computes alone")
+        raise AssertionError
     with processes.run_in_processes(processes.ProcessOptions()):
         pass
 
 
-def test_where_there_is_fcntl_a_directory_is_locked():
+def test_directories_are_locked_if_fcntl_exists():
     assert (importlib.util.find_spec("fcntl") is None) == (run_directory.fcntl is None)
