@@ -153,7 +153,7 @@ def tune(call: Call) -> None:
     if base.sweep:
         raise UsageError("give the values to try as --grid instead of sweep")
     prepare_devices()
-    methods = search.known(options.methods or [base.algorithm])
+    methods = search.check_methods(options.methods or [base.algorithm])
     source = config_flags.get_config_filename(options["config"])
     changes = changed_settings(options)
     configs = configure_methods(source, base, changes, methods)
@@ -164,15 +164,15 @@ def tune(call: Call) -> None:
         options.rounds,
         options.budget,
         options.budget_seed,
-        as_preset=not set(trials.LENGTH) & set(changes),
+        as_preset=not set(trials.PARTICIPATION) & set(changes),
     )
-    status = search.tune(
+    status = search.run_search(
         plan,
         seeds=options.seeds or base.seeds,
         out=Path(options.out),
         texts=options.grid,
         budget=options.budget,
-        together=options.together,
+        max_runs=options.together,
         only_show=options.only_show,
         form=options.format,
     )

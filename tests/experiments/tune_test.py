@@ -206,7 +206,7 @@ def test_nothing_is_chosen_before_all_are_finished_or_where_no_score_is_finite()
     def notes(found):
         return show.notes({"fedavg": found}, {"fedavg": len(found)}, None)
 
-    assert notes(points) == ["fedavg: 1 of its runs are missing, and nothing is chosen yet."]
+    assert notes(points) == ["fedavg: 1 of its runs are missing, so none is chosen yet."]
     assert "no point has a finite score" in notes([tried(None, learning_rate=1.0)])[0]
 
 
@@ -270,7 +270,7 @@ def test_the_tables_by_hand():
         "chosen": "1",
     }
     assert show.notes(FOUND, {"fedavg": 9, "pfedla": 2}, 3) == [
-        "fedavg: 3 points were drawn of 9; learning_rate 0.01 is the smallest tried.",
+        "fedavg: 3 of 9 points were sampled; learning_rate 0.01 is the smallest tried.",
         "pfedla: it has 2 points, fewer than the budget of 3: give its grid more values, or it has "
         "been tried less than the others; pfedla.rate 1.5 is the largest tried.",
     ]
@@ -282,7 +282,7 @@ def test_the_head_counts_what_there_is():
     configs = {method: configuration.complete({"rounds": 10}) for method in FOUND}
     said = show.head(FOUND, 2, configs)
     assert "Each method has at most 3 points, 2 seeds and 2 evaluations to be best in." in said
-    assert said.endswith("Client visits of a run: fedavg, pfedla 100 (10 rounds of 10).")
+    assert said.endswith("Client updates of a run: fedavg, pfedla 100 (10 rounds of 10).")
     alone = {"pfedla": FOUND["pfedla"]}
     assert "Each method has 2 points, 1 seed and" in show.head(alone, 1, configs)
 
@@ -293,7 +293,7 @@ def test_a_choice_that_was_still_rising_is_named():
         one = PointResult({"learning_rate": 1.0}, configuration.complete({}), runs, len(runs))
         return show.notes({"local": [one]}, {"local": 1}, None)
 
-    rising = "local: its best rounds are the last ones, and more may choose otherwise."
+    rising = "local: its best rounds are the last ones; with more rounds the choice may differ."
     assert notes([0.5, 0.6], [0.1, 0.2, 0.3]) == [rising]
     assert notes([0.5, 0.6], [0.4, 0.3]) == notes([0.5]) == []
 
@@ -311,12 +311,12 @@ def test_a_lead_within_what_seeds_differ_by_is_named():
     said = show.notes({"local": [best, *others[:3]]}, {"local": 4}, None)
     over = "learning_rate=0.1 and over learning_rate=0.01"
     assert said == [
-        f"local: learning_rate 0.3 is the largest tried; its lead over {over} is within what "
-        "seeds differ by."
+        f"local: learning_rate 0.3 is the largest tried; its lead over {over} is within the "
+        "differences between seeds."
     ]
     single = [tried(0.5, learning_rate=r) for r in (0.1, 0.2)]
     assert choice.close(single[0], single) == []
-    one_seed = "One seed cannot tell close points apart: --seeds=3 says how far seeds differ."
+    one_seed = "One seed cannot rank close points: --seeds=3 shows how much seeds differ."
     assert show.notes({"local": single}, {"local": 2}, None)[-1] == one_seed
     assert show.notes({"local": single[:1]}, {"local": 1}, None) == []
 
@@ -379,7 +379,7 @@ def test_the_preset_gives_what_was_chosen():
         usual = configuration.complete({})
         assert all(made(method)[key] == usual[key] for key in settings_with("resumable"))
     assert not [key for key in settings_with("resumable") if f"'{key}'" in text]
-    assert "# It won.\n" in text
+    assert "# fedavg: It won.\n" in text
     assert "'learning_rate': 0.01" in text  # which is the default, and was chosen
     assert message(made, "pfedl") == "there is no preset 'pfedl'; did you mean pfedla?"
 

@@ -61,7 +61,7 @@ def test_phases_keep_their_shares_of_fewer_rounds(phases, wanted):
     config = configuration.complete({"phases": phases, "rounds": 100})
     trials.shorten({"fedavg": config}, 20)
     assert [one.rounds for one in configuration.phases(config)] == wanted
-    assert trials.length(config) == 20
+    assert trials.total_rounds(config) == 20
     if phases:
         assert "too few for 2 phases" in message(trials.shorten, {"fedavg": config}, 1)
 
@@ -81,15 +81,15 @@ def each_of(function, made):
 def test_presets_keep_their_ratio_of_client_visits(hypernetworks):
     """pFedHN has 500 rounds of one client, FedAvg 100 of five, on purpose."""
     made = hypernetworks
-    assert each_of(trials.visits, made) == [500, 500, 600, 40]
+    assert each_of(trials.client_updates, made) == [500, 500, 600, 40]
     search.plan(made, ["learning_rate=.1"], None, None, as_preset=True)
-    assert each_of(trials.visits, made) == [500, 500, 600, 40]
+    assert each_of(trials.client_updates, made) == [500, 500, 600, 40]
     assert each_of(trials.evaluations, made) == [4, 4, 4, 4]  # as many as Local's four rounds allow
     search.plan(made, ["learning_rate=.1"], 100, None, as_preset=True)
     assert each_of(trials.cohorts, made) == [[(100, 1)], [(20, 5)], [(20, 5), (4, 5)], [(1, 10)]]
     assert len(set(each_of(trials.evaluations, made))) == 1
     assert show.head({"pfedhn": [], "fedavg": []}, 1, made).endswith(
-        "Client visits of a run: pfedhn 100 (100 rounds of 1); fedavg 100 (20 rounds of 5); "
+        "Client updates of a run: pfedhn 100 (100 rounds of 1); fedavg 100 (20 rounds of 5); "
         "lg_fedavg 120 (20 rounds of 5 and 4 rounds of 5); local 10 (1 round of 10)."
     )
 
@@ -97,18 +97,18 @@ def test_presets_keep_their_ratio_of_client_visits(hypernetworks):
 def test_rounds_that_would_make_equal_visits_unequal_are_refused(hypernetworks):
     given = hypernetworks, ["learning_rate=.1"], 17, None
     assert message(lambda: search.plan(*given, as_preset=True)) == (
-        "17 rounds would give pfedhn 17 client visits and fedavg 15, which have as many otherwise; "
-        "give a multiple of 5"
+        "17 rounds would give pfedhn 17 client updates and fedavg 15, which have as many "
+        "otherwise; give a multiple of 5"
     )
 
 
 def test_a_length_for_all_methods_alike_does_not_make_budgets_equal(hypernetworks):
-    """What --config.rounds=100 does: 100 client visits, and 500, and 600, and 1,000."""
+    """What --config.rounds=100 does: 100 client updates, and 500, and 600, and 1,000."""
     for config in hypernetworks.values():
         config.update(rounds=100, phases=())
     line = message(search.plan, hypernetworks, ["learning_rate=.1"], None, None)
     assert line.startswith(
-        "the methods' runs have different client visits (pfedhn 100, fedavg 500, lg_fedavg 500, "
+        "the methods' runs have different client updates (pfedhn 100, fedavg 500, lg_fedavg 500, "
         "local 1000), and budgets are equal; leave config.clients_per_round and config.rounds to "
         "the presets"
     )
@@ -129,7 +129,7 @@ def test_all_methods_have_as_many_evaluations_to_be_best_in(rounds, every, wante
         str(i): configuration.complete({"rounds": n, "eval_every": e})
         for i, (n, e) in enumerate(zip(rounds, every, strict=True))
     }
-    trials.evaluate_alike(made)
+    trials.equalize_evaluations(made)
     assert each_of(trials.evaluations, made) == [wanted, wanted]
     if len(set(rounds)) == 1:
         assert [one.eval_every for one in made.values()] == list(every)  # as it was
@@ -152,7 +152,7 @@ def test_what_cannot_be_compared_is_refused():
     for rounds in (None, 2):
         line = message(search.plan, each, RATES, rounds, None)
         assert line.startswith(
-            "the methods' runs have different client visits (fedavg 6, local 21), and budgets are "
+            "the methods' runs have different client updates (fedavg 6, local 21), and budgets are "
         )
     each["local"].update(rounds=2, partition_seed=1)
     assert "the preset gives local other examples than fedavg" in message(
@@ -176,13 +176,13 @@ def test_programs_are_as_few_as_the_method_allows():
         for point, each in trials.configs(one, 1)
         for config in each
     ]
-    alike = trials._alike(jobs)
+    alike = trials._group_compatible(jobs)
     assert [len(group) for group in alike] == [4, 4]
     found = trials._programs(alike[0])
     assert [[job.point["momentum"] for job in program] for program in found] == [[0, 0], [0.9, 0.9]]
     assert [job.point["learning_rate"] for job in found[0]] == [0.1, 0.2]
-    assert [len(part) for part in trials._parts(jobs, 3)] == [3, 3, 2]
-    assert [len(part) for part in trials._parts(jobs, None)] == [8]
+    assert [len(part) for part in trials._split_evenly(jobs, 3)] == [3, 3, 2]
+    assert [len(part) for part in trials._split_evenly(jobs, None)] == [8]
 
 
 def test_a_number_that_shapes_the_program_makes_several():
@@ -192,7 +192,7 @@ def test_a_number_that_shapes_the_program_makes_several():
         for point, each in trials.configs(one, 1)
         for config in each
     ]
-    (alike,) = trials._alike(jobs)
+    (alike,) = trials._group_compatible(jobs)
     found = [[tuple(job.point.values()) for job in program] for program in trials._programs(alike)]
     assert found == [[(0.1, 0.1), (0.2, 0.1)], [(0.1, 0.9), (0.2, 0.9)]]
 
@@ -201,5 +201,5 @@ def test_what_stands_at_other_rounds_goes_on_in_a_program_of_its_own():
     saved = {"a": (1, 2), "b": (), "c": (2, 3), "d": (5,), "e": (), "f": (3,)}
     point = {"learning_rate": 0.1}
     jobs = [Job("fedavg", point, None, name, frozenset(at)) for name, at in saved.items()]
-    found = [[job.name for job in group] for group in trials._alike(jobs)]
+    found = [[job.name for job in group] for group in trials._group_compatible(jobs)]
     assert found == [["a", "c"], ["b", "e"], ["d"], ["f"]]

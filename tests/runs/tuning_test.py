@@ -14,7 +14,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.report import comparison
 from fedjax_pfl.report.run_index import RunIndex
 from fedjax_pfl.runs import checkpoints, runner
-from fedjax_pfl.runs.tuning import choice, grids, own, search, trials
+from fedjax_pfl.runs.tuning import choice, grids, search, trials
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.settings.custom import register
 from tests.commands import message
@@ -31,7 +31,7 @@ def tuned(tmp_path_factory):
     """Rates of which one is clearly right, for two methods and two seeds."""
     out = tmp_path_factory.mktemp("tune") / "out"
     made = planned(methods=["fedavg", "local"])
-    assert search.tune(made, seeds=2, out=out, texts=RATES) == 0
+    assert search.run_search(made, seeds=2, out=out, texts=RATES) == 0
     return made, out
 
 
@@ -94,9 +94,9 @@ def test_what_is_finished_is_only_read(tuned, monkeypatch, capsys):
     made, out = tuned
     before = contents(out)
     monkeypatch.setattr(runner, "run_configs", forbidden)
-    search.tune(made, seeds=2, out=out, texts=RATES)
+    search.run_search(made, seeds=2, out=out, texts=RATES)
     shown = capsys.readouterr()
-    assert "8 runs: 8 are there, 0 go on, 0 are missing\n" in shown.err
+    assert "8 runs: 8 finished, 0 to resume, 0 to start\n" in shown.err
     assert f"Chosen: --config={out / 'tuned.py'}:METHOD" in shown.out
     assert contents(out) == before
 
@@ -105,10 +105,10 @@ def test_only_show_neither_runs_nor_writes(tuned, monkeypatch, capsys, tmp_path)
     made, out = tuned
     monkeypatch.setattr(runner, "run_configs", forbidden)
     before = contents(out)
-    search.tune(made, seeds=3, out=out, only_show=True)
+    search.run_search(made, seeds=3, out=out, only_show=True)
     assert "2 of its runs are missing" in capsys.readouterr().out
     assert contents(out) == before
-    search.tune(made, seeds=1, out=tmp_path / "none", only_show=True)
+    search.run_search(made, seeds=1, out=tmp_path / "none", only_show=True)
     assert capsys.readouterr().out.count("not run") == 4
     assert not (tmp_path / "none").exists()
 
@@ -129,7 +129,7 @@ def test_nothing_of_another_grid_is_left(tuned, tmp_path, monkeypatch, cached, c
     shutil.copytree(out, tmp_path / "out")
     monkeypatch.setattr(trials, "run", lambda *_: None)  # cut before the first of them
     made = planned(["learning_rate=.05"])
-    search.tune(made, seeds=2, out=tmp_path / "out")
+    search.run_search(made, seeds=2, out=tmp_path / "out")
     left = {p.name for p in (tmp_path / "out").iterdir()}
     assert left & {"tune.txt", "tune.html", "tune.png", "tuned.py"} == {"tune.txt", "tune.html"}
     assert "Chosen:" not in capsys.readouterr().out
@@ -155,10 +155,10 @@ def test_a_kill_goes_on(tuned, tmp_path, monkeypatch, cached, capsys):
         patch.setattr(checkpoints.Store, "save", counted)
         with pytest.raises(Stop):
             trials.run(made, 2, tmp_path, None)
-    assert "0 are there, 0 go on, 4 are missing, in 1 program\n" in capsys.readouterr().err
+    assert "0 finished, 0 to resume, 4 to start, in 1 program\n" in capsys.readouterr().err
     assert choice.best_point(trials.collect(made[0], 2, tmp_path)) is None
     trials.run(made, 2, tmp_path, None)
-    assert "0 are there, 4 go on, 0 are missing, in 1 program\n" in capsys.readouterr().err
+    assert "0 finished, 4 to resume, 0 to start, in 1 program\n" in capsys.readouterr().err
     for path in (tmp_path / "fedavg").iterdir():
         assert untimed(read_metrics(path)) == untimed(read_metrics(out / "fedavg" / path.name))
 
@@ -171,7 +171,7 @@ def slowed(model, training, federation, *, share: float = 0.5):
 
 def tune_slowed(out, grid, **given):
     config = {**SMALL, "learning_rate": 0.2, "seed": 5, "evaluate_after": False}
-    return own.tune(config, grid, out, methods=["slowed", "fedavg"], algorithm=slowed, **given)
+    return search.tune(config, grid, out, methods=["slowed", "fedavg"], algorithm=slowed, **given)
 
 
 def test_a_method_of_ones_own_is_tuned_beside_ours(tmp_path, monkeypatch, capsys):
@@ -207,10 +207,10 @@ def test_what_one_may_say_of_a_method_of_ones_own(tmp_path):
     listed = "the grid has 0.5 for slowed.share; give a list of values"
     assert asked({"slowed.share": 0.5}) == listed
     assert asked({"slowed.share": []}).startswith("the grid has [] for slowed.share; ")
-    line = message(lambda: own.tune(SMALL, {"learning_rate": [1]}, methods="fedavg"))
+    line = message(lambda: search.tune(SMALL, {"learning_rate": [1]}, methods="fedavg"))
     assert line == "methods is 'fedavg'; give a list of names"
     assert not (tmp_path / "none").exists()
-    line = message(lambda: own.tune(SMALL, {"learning_rate": [1]}, methods=["slowed"]))
+    line = message(lambda: search.tune(SMALL, {"learning_rate": [1]}, methods=["slowed"]))
     assert line.startswith("there is no method 'slowed'; ")
 
 

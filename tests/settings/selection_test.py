@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import fedjax_pfl
-from fedjax_pfl.runs.tuning.own import tune
+from fedjax_pfl.runs.tuning.search import tune
 from fedjax_pfl.settings import configuration, selection
 from tests.commands import message
 

@@ -1,6 +1,8 @@
 """Selects the best point of a grid by validation examples, and writes a preset with it."""
 
+import functools
 import math
+import pprint
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -104,42 +106,45 @@ def edges(best: Point, points: Sequence[Point]) -> list[str]:
     return notes
 
 
+def is_still_rising(run: Run) -> bool:
+    """Returns True if the last of several evaluations is the best."""
+    last = run.metrics[-1]
+    return len(run.metrics) > 1 and last.get("best_round") == last["round"]
+
+
 def is_number(value: Any) -> bool:
     """Returns True for an int or float that is not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: str) -> str:
-    """Returns a configuration file with a preset for each method.
+    """Returns the code of a configuration file with a preset for each method.
 
     Args:
       best: Best point of each method.
-      remarks: Comment of each method.
+      remarks: Comment on each method.
       header: Comment at the top.
     """
     changed = {method: changed_settings(result.config) for method, result in best.items()}
     tuned = {name.partition(".")[0] for result in best.values() for name in result.point}
-    first = next(iter(changed.values()))
+    first, *other_methods = changed.values()
     common = {
         key: value
         for key, value in first.items()
         if key not in tuned | {"algorithm"}
-        and all(key in settings and settings[key] == value for settings in changed.values())
+        and all(key in settings and settings[key] == value for settings in other_methods)
     }
-    lines = [
-        "# Settings that all methods have in common and that are not the default.",
-        f"COMMON = {_python(common)}",
-    ]
-    lines += ["", "CHOSEN = {"]
+    by_method = {}
     for method, settings in changed.items():
-        specific: dict[str, Any] = {"algorithm": method}
-        specific |= {k: v for k, v in settings.items() if k not in {*common, "algorithm"}}
-        set_point(specific, best[method].point)  # also values that are the default
-        lines += _comment(remarks[method], "    ")
-        lines += textwrap.indent(f"{method!r}: {_python(specific)},", "    ").splitlines()
+        by_method[method] = {"algorithm": method}
+        by_method[method] |= {k: v for k, v in settings.items() if k not in {*common, "algorithm"}}
+        set_point(by_method[method], best[method].point)  # also values that are the default
+    comments = [*header.splitlines(), *(f"{method}: {remarks[method]}" for method in best)]
+    wrap = functools.partial(textwrap.fill, width=100, initial_indent="# ", subsequent_indent="# ")
     return _FILE.format(
-        header="\n".join(_comment(header)),
-        settings="\n".join([*lines, "}"]),
+        header="\n".join(map(wrap, comments)),
+        common=pprint.pformat(common, width=88, sort_dicts=False),
+        chosen=pprint.pformat(by_method, width=88, sort_dicts=False),
         first=repr(next(iter(changed))),
     )
 
@@ -157,11 +162,12 @@ def changed_settings(
     """Returns the used settings that differ from the defaults, except those of the machine."""
     resolved = configuration.resolve(config, registry)
     defaults = configuration.default(registry).to_dict()
-    kept = {key: v for key, v in resolved.items() if key not in settings_with("resumable")}
-    return _differences(kept, defaults)
+    machine = settings_with("resumable")
+    return _differences({k: v for k, v in resolved.items() if k not in machine}, defaults)
 
 
 def _differences(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that differ from their defaults, nested like the settings."""
     changed = {}
     for key, value in settings.items():
         if isinstance(value, dict):
@@ -170,29 +176,6 @@ def _differences(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> di
         elif value != defaults[key]:
             changed[key] = value
     return changed
-
-
-def _python(settings: Mapping[str, Any]) -> str:
-    """Returns a dict as Python code with one line per key."""
-    lines = [f"{key!r}: {_code(value)}," for key, value in settings.items()]
-    return "\n".join(["{", *(textwrap.indent(line, "    ") for line in lines), "}"])
-
-
-def _code(value: Any) -> str:
-    code = repr(value)
-    return _python(value) if isinstance(value, dict) and len(code) > 60 else code
-
-
-def _comment(text: str, indent: str = "") -> list[str]:
-    """Returns the lines of a comment."""
-    start = f"{indent}# "
-    return [
-        line
-        for paragraph in text.splitlines()
-        for line in textwrap.wrap(
-            paragraph, 100, initial_indent=start, subsequent_indent=start, break_on_hyphens=False
-        )
-    ]
 
 
 _FILE = '''"""Settings chosen on validation examples: a preset for each method.
@@ -205,7 +188,10 @@ fedjax-pfl baseline --config=THIS_FILE.py:METHOD
 from fedjax_pfl.settings import configuration
 from fedjax_pfl.core.errors import UsageError
 
-{settings}
+# Settings that all methods have in common and that are not the default.
+COMMON = {common}
+
+CHOSEN = {chosen}
 
 
 def get_config(preset={first}):

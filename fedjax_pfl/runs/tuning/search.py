@@ -1,20 +1,102 @@
 """Grid search over settings: plan, runs and results of all methods."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Unpack
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, require_at_least
 from fedjax_pfl.report import html_page, text_tables
 from fedjax_pfl.report.numbers import format_mean_std
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.runs.tuning import choice, grids, show, trials
-from fedjax_pfl.runs.tuning.show import Found
+from fedjax_pfl.runs.tuning.show import Results
 from fedjax_pfl.runs.tuning.trials import Trial
-from fedjax_pfl.settings import configuration
+from fedjax_pfl.settings import configuration, custom, selection
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
+
+FORMATS = {"text": "txt", "markdown": "md", "csv": "csv"}  # suffix of each format's file
+
+
+def tune(
+    config: Mapping[str, Any],
+    grid: Mapping[str, Sequence[Any]],
+    out: str | Path = "runs/tune",
+    *,
+    methods: Sequence[str] = (),
+    seeds: int | None = None,
+    rounds: int | None = None,
+    budget: int | None = None,
+    budget_seed: int = 0,
+    together: int | None = None,
+    **components: Unpack[custom.UserComponents],
+) -> dict[str, dict[str, Any]]:
+    """Runs a grid search, like the command `tune`.
+
+    With user-defined components no tuned.py is written, because commands cannot load them.
+
+    Args:
+      config: Settings of all methods, as for `fedjax_pfl.run`.
+      grid: Values by setting, such as {"learning_rate": [0.1, 0.01], "fedavgm.beta": [0.5, 0.9]}.
+      out: Folder of the runs and of the report.
+      methods: Methods to tune. Default: the method of the configuration.
+      seeds: Number of seeds. Default: the setting `seeds`.
+      rounds: Rounds of the first method's runs; those of others change in proportion.
+      budget: Number of points to sample for each method. Default: all.
+      budget_seed: Seed of the sample.
+      together: Largest number of runs in one program. Default: no limit.
+      **components: User-defined components, as for `fedjax_pfl.run`.
+
+    Returns:
+      The selected settings by method. Pass them to `fedjax_pfl.run` with another seed.
+    """
+    counts = {"seeds": seeds, "rounds": rounds, "budget": budget, "together": together}
+    for name, count in counts.items():
+        require_at_least(name, count, 1)
+    require_at_least("budget_seed", budget_seed, 0)
+    if isinstance(methods, str):
+        raise UsageError(f"methods is {methods!r}; give a list of names")
+    registry, settings = custom.register(config, **components)
+    base = configuration.complete(settings, registry)
+    if base.sweep:
+        raise UsageError("the setting sweep cannot be combined with a grid; leave sweep out")
+    configs = {}
+    for method in check_methods(methods or [base.algorithm], registry):
+        configs[method] = base.copy_and_resolve_references()
+        configs[method].algorithm = method
+    selection.check_used(settings, list(configs.values()), registry)
+    selection.check_owners(components.get("dataset"), configs.values())
+    texts = [_grid_text(key, values) for key, values in grid.items()]
+    trials_to_run = plan(configs, texts, rounds, budget, budget_seed, registry)
+    seeds, out = seeds or base.seeds, Path(out)
+    run_search(trials_to_run, seeds=seeds, out=out, texts=texts, budget=budget, max_runs=together)
+    selected = {}
+    for trial in trials_to_run:
+        best = choice.best_point(trials.collect(trial, seeds, out))
+        if best is not None:
+            changed = choice.changed_settings(best.config, registry)
+            selected[trial.method] = {"algorithm": trial.method, **changed}
+            selected[trial.method].pop("seed", None)
+            choice.set_point(selected[trial.method], best.point)
+    return selected
+
+
+def _grid_text(key: str, values: Sequence[Any]) -> str:
+    """Returns a setting and its values in the format of the command."""
+    if isinstance(values, str) or not isinstance(values, Iterable) or not list(values):
+        raise UsageError(f"the grid has {values!r} for {key}; give a list of values")
+    return f"{key}={','.join(map(grids.format_value, values))}"
+
+
+def check_methods(methods: Iterable[str], registry: Registry = BUILTINS) -> list[str]:
+    """Returns the methods without repetitions. Raises UsageError for an unknown one."""
+    for method in methods:
+        if method not in registry.algorithm:
+            hint = configuration.suggestion(method, registry.algorithm)
+            raise UsageError(f"there is no method {method!r}{hint}")
+    return list(dict.fromkeys(methods))
 
 
 def plan(
@@ -23,38 +105,96 @@ def plan(
     rounds: int | None,
     budget: int | None,
     seed: int = 0,
-    words: Registry = BUILTINS,
+    registry: Registry = BUILTINS,
     as_preset: bool = False,
 ) -> list[Trial]:
     """Returns the points of each method. Raises UsageError if methods cannot be compared.
 
     Args:
       configs: Configuration of each method; the number of rounds is changed in place.
-      texts: Grids.
-      rounds: Rounds of the first method's runs; those of others change in proportion. Default: as
+      texts: Grids in the format of the command.
+      rounds: Rounds of the first method's runs; those of others change in proportion. None: as
         configured.
-      budget: Number of points to sample for each method. Default: all.
+      budget: Number of points to sample for each method. None: all.
       seed: Seed of the sample.
-      words: Components by name.
-      as_preset: True if client visits may differ between methods, as in their presets.
+      registry: Components by name.
+      as_preset: True if client updates may differ between methods, as in their presets.
     """
     all_points = {
         method: grids.points(method, grid)
-        for method, grid in grids.grids(texts, list(configs), words).items()
+        for method, grid in grids.grids(texts, list(configs), registry).items()
     }
     points = grids.equal(all_points, budget, seed)
     planned = [
-        Trial(method, config, points[method], len(all_points[method]), words)
+        Trial(
+            method=method,
+            config=config,
+            points=points[method],
+            grid_size=len(all_points[method]),
+            registry=registry,
+        )
         for method, config in configs.items()
     ]
-    trials.check(planned, as_preset)
+    trials.check_trials(planned, as_preset)
     if rounds is not None:
-        trials.shorten(configs, rounds, words)
-    trials.evaluate_alike(configs, words)
+        trials.shorten(configs, rounds, registry)
+    trials.equalize_evaluations(configs, registry)
     return planned
 
 
-def text(results: Found, lines: Sequence[str], form: str) -> str:
+def run_search(
+    planned: Sequence[Trial],
+    *,
+    seeds: int,
+    out: Path,
+    texts: Sequence[str] = (),
+    budget: int | None = None,
+    max_runs: int | None = None,
+    only_show: bool = False,
+    form: str = "text",
+) -> int:
+    """Runs a grid search, prints the results and writes them. Returns the exit status.
+
+    Args:
+      planned: Result of `plan`.
+      seeds: Number of seeds.
+      out: Folder of the runs and of the results.
+      texts: Grids, for the header of tuned.py.
+      budget: Number of points that were sampled.
+      max_runs: Largest number of runs in one program. None: no limit.
+      only_show: True to print the results of finished runs only.
+      form: Format to print: "text", "markdown" or "csv".
+    """
+    status = 0
+    if not only_show:
+        try:
+            trials.run(planned, seeds, out, max_runs)
+        except interrupt.Stopped as stopped:
+            print(stopped, file=sys.stderr)
+            status = stopped.code
+    registry, first_seed = planned[0].registry, planned[0].config.seed
+    results = {trial.method: trials.collect(trial, seeds, out) for trial in planned}
+    configs = {trial.method: trial.config for trial in planned}
+    lines = [
+        show.head(results, seeds, configs, registry),
+        *show.notes(results, {trial.method: trial.grid_size for trial in planned}, budget),
+    ]
+    header = f"Grid: {'; '.join(' '.join(part.split()) for part in texts)}."
+    if seeds > 1:
+        header += f" Seeds {first_seed} to {first_seed + seeds - 1}."
+    has_preset = False
+    if not only_show:
+        # Commands cannot load user-defined components.
+        code = _preset(results, lines, header) if registry is BUILTINS else None
+        has_preset = code is not None
+        _write(results, lines, code, out)
+    print(format_results(results, lines, form))
+    if has_preset and form == "text":  # programs read the other formats
+        print(f"\nChosen: --config={out / 'tuned.py'}:METHOD\nPage: {out / 'tune.html'}")
+    return status
+
+
+def format_results(results: Results, lines: Sequence[str], form: str) -> str:
     """Formats the results for printing.
 
     Args:
@@ -74,7 +214,7 @@ def text(results: Found, lines: Sequence[str], form: str) -> str:
     return "\n\n".join(filter(None, parts))
 
 
-def preset(results: Found, lines: Sequence[str], header: str) -> str | None:
+def _preset(results: Results, lines: Sequence[str], header: str) -> str | None:
     """Returns the content of tuned.py, or None if a method has no best point.
 
     Args:
@@ -82,112 +222,45 @@ def preset(results: Found, lines: Sequence[str], header: str) -> str | None:
       lines: Heading and notes.
       header: Description of the grid.
     """
-    best = {}
-    for method, points in results.items():
-        if (point := choice.best_point(points)) is None:
-            return None
-        best[method] = point
     metric = show.metric_in(results)
     unit = " %" if metric.unit == "%" else ""
-    remarks = {}
-    for method, point in best.items():
-        score = f"{format_mean_std(choice.spread(point), metric)}{unit} on validation examples"
-        count = len(results[method])
-        remarks[method] = f"{score}, the best of {count}: {grids.label(point.point)}."
-    return choice.preset(best, remarks, "\n".join([header, *lines]))
+    best_points, remarks = {}, {}
+    for method, points in results.items():
+        if (best := choice.best_point(points)) is None:
+            return None
+        best_points[method] = best
+        remarks[method] = (
+            f"{format_mean_std(choice.spread(best), metric)}{unit} on validation examples, the "
+            f"best of {len(points)}: {grids.label(best.point)}."
+        )
+    return choice.preset(best_points, remarks, "\n".join([header, *lines]))
 
 
-FORMATS = {"text": "txt", "markdown": "md", "csv": "csv"}
-
-
-def write(
-    results: Found, lines: Sequence[str], header: str, out: Path, with_preset: bool = True
-) -> bool:
-    """Writes all files of the results. Returns True if they include tuned.py.
+def _write(results: Results, lines: Sequence[str], code: str | None, out: Path) -> None:
+    """Writes all files of the results, and removes those that only an earlier grid had.
 
     Args:
       results: Results by method.
       lines: Heading and notes.
-      header: Description of the grid.
+      code: Content of tuned.py, or None.
       out: Folder of the files.
-      with_preset: False if commands cannot load the configurations.
     """
+    picture = show.draw(results)
+    texts = {form: format_results(results, lines, form) + "\n" for form in FORMATS}
+    files = {
+        **{f"tune.{FORMATS[form]}": text for form, text in texts.items()},
+        "tune.png": html_page.png(picture.figure) if picture else None,
+        "tuned.py": code,
+        "tune.html": show.page(results, lines, picture),
+    }
     try:
         out.mkdir(parents=True, exist_ok=True)
-        for form, suffix in FORMATS.items():
-            content = text(results, lines, form) + "\n"
-            (out / f"tune.{suffix}").write_text(content, encoding="utf-8")
-        picture = show.draw(results)
-        code = preset(results, lines, header) if with_preset else None
-        for name, data in (
-            ("tune.png", html_page.png(picture.figure) if picture else None),
-            ("tuned.py", None if code is None else code.encode()),
-        ):
-            if data is None:  # removes the file of an earlier grid
+        for name, content in files.items():
+            if content is None:
                 (out / name).unlink(missing_ok=True)
             else:
-                (out / name).write_bytes(data)
-        temporary = out / "tune.html.part"
-        temporary.write_text(show.page(results, lines, picture), encoding="utf-8")
-        temporary.replace(out / "tune.html")
+                data = content.encode() if isinstance(content, str) else content
+                (out / f"{name}.part").write_bytes(data)
+                (out / f"{name}.part").replace(out / name)
     except OSError as error:
         raise UsageError(f"{out} cannot be written ({error.strerror})") from None
-    return code is not None
-
-
-def tune(
-    planned: Sequence[Trial],
-    *,
-    seeds: int,
-    out: Path,
-    texts: Sequence[str] = (),
-    budget: int | None = None,
-    together: int | None = None,
-    only_show: bool = False,
-    form: str = "text",
-) -> int:
-    """Runs a grid search, prints the results and writes them. Returns the exit status.
-
-    Args:
-      planned: Result of `plan`.
-      seeds: Number of seeds.
-      out: Folder of the runs and of the results.
-      texts: Grids, for the header of tuned.py.
-      budget: Number of points that were sampled.
-      together: Most runs in one program. Default: no limit.
-      only_show: True to print the results of finished runs only.
-      form: Format to print: "text", "markdown" or "csv".
-    """
-    status = 0
-    if not only_show:
-        try:
-            trials.run(planned, seeds, out, together)
-        except interrupt.Stopped as stopped:
-            print(stopped, file=sys.stderr)
-            status = stopped.code
-    results = {trial.method: trials.collect(trial, seeds, out) for trial in planned}
-    configs = {trial.method: trial.config for trial in planned}
-    lines = [
-        show.head(results, seeds, configs, planned[0].words),
-        *show.notes(results, {trial.method: trial.whole for trial in planned}, budget),
-    ]
-    grid = "; ".join(" ".join(part.split()) for part in texts)
-    first = planned[0].config.seed
-    last = first + seeds - 1
-    header = f"Grid: {grid}. Seeds {first} to {last}." if seeds > 1 else f"Grid: {grid}."
-    has_preset = False
-    if not only_show:
-        has_preset = write(results, lines, header, out, planned[0].words is BUILTINS)
-    print(text(results, lines, form))
-    if has_preset and form == "text":  # programs read the other formats
-        print(f"\nChosen: --config={out / 'tuned.py'}:METHOD\nPage: {out / 'tune.html'}")
-    return status
-
-
-def known(methods: Iterable[str], words: Registry = BUILTINS) -> list[str]:
-    """Returns the methods without repetitions. Raises UsageError for an unknown one."""
-    for method in methods:
-        if method not in words.algorithm:
-            hint = configuration.suggestion(method, words.algorithm)
-            raise UsageError(f"there is no method {method!r}{hint}")
-    return list(dict.fromkeys(methods))

@@ -17,176 +17,196 @@ from fedjax_pfl.report import csv_tables, drawing
 from fedjax_pfl.report import html_page as report
 from fedjax_pfl.report.drawing import Picture
 from fedjax_pfl.report.numbers import format_mean_std, metric_of, metric_title, unit_suffix
-from fedjax_pfl.report.run_reader import Run
 from fedjax_pfl.report.text_tables import Table
 from fedjax_pfl.runs.tuning import choice, grids, trials
 from fedjax_pfl.runs.tuning.choice import PointResult
 from fedjax_pfl.settings.configuration import BUILTINS, Registry
 
-Found = Mapping[str, Sequence[PointResult]]  # by method, points in grid order
+Results = Mapping[str, Sequence[PointResult]]  # by method, points in grid order
 
 
-def metric_in(found: Found) -> Metric:
+def metric_in(results: Results) -> Metric:
     """Returns the metric that ranks points; accuracy if there is no finished run."""
-    runs = (run for tried in found.values() for one in tried for run in one.runs.values())
-    first = next(runs, None)
-    return metric_of(first.metrics) if first else ACCURACY
+    for result in itertools.chain.from_iterable(results.values()):
+        for run in result.runs.values():
+            return metric_of(run.metrics)
+    return ACCURACY
 
 
-def tables(found: Found) -> list[Table]:
+def tables(results: Results) -> list[Table]:
     """Returns one table per method with its points by score."""
-    metric, made = metric_in(found), []
-    for method, tried in found.items():
-        best = choice.best_point(tried)
-        rows = [
-            [grids.label(one.point), *_cells(one, metric), "chosen" if one is best else ""]
-            for one in choice.ranked(tried)
-        ]
-        made.append(Table(method, ["validation", "best round", "seeds", "rounds", ""], rows))
-    return made
+    metric = metric_in(results)
+    return [
+        Table(
+            caption=method,
+            heads=["validation", "best round", "seeds", "rounds", ""],
+            rows=[
+                [
+                    grids.label(result.point),
+                    *_cells(result, metric),
+                    "chosen" if result is choice.best_point(points) else "",
+                ]
+                for result in choice.ranked(points)
+            ],
+        )
+        for method, points in results.items()
+    ]
 
 
-def _cells(one: PointResult, metric: Metric) -> list[str]:
-    if not one.runs:
+def _cells(result: PointResult, metric: Metric) -> list[str]:
+    """Returns score, best rounds, seeds and rounds of a point as text."""
+    if not result.runs:
         return ["not run", "", "", ""]
-    spread, lasts = choice.spread(one), [run.metrics[-1] for run in one.runs.values()]
-    best = ", ".join(f"{last.get('best_round') or '–'}" for last in lasts)
-    rounds = ", ".join(f"{n}" for n in sorted({last["round"] for last in lasts}))
-    seeds = f"{len(lasts)}" if one.complete else f"{len(lasts)} of {one.seeds}"
-    return [format_mean_std(spread, metric), best, seeds, rounds]
+    last_lines = [run.metrics[-1] for run in result.runs.values()]
+    best_rounds = ", ".join(f"{line.get('best_round') or '–'}" for line in last_lines)
+    rounds = ", ".join(map(str, sorted({line["round"] for line in last_lines})))
+    seeds = f"{len(last_lines)}" + ("" if result.complete else f" of {result.seeds}")
+    return [format_mean_std(choice.spread(result), metric), best_rounds, seeds, rounds]
 
 
 def head(
-    found: Found, seeds: int, configs: Mapping[str, ConfigDict], words: Registry = BUILTINS
+    results: Results, seeds: int, configs: Mapping[str, ConfigDict], registry: Registry = BUILTINS
 ) -> str:
-    """Returns the heading: definition of the score, and the budget of each method."""
-    metric = metric_in(found)
-    points = _count((len(tried) for tried in found.values()), "point")
-    looks = _count((trials.evaluations(one, words) for one in configs.values()), "evaluation")
+    """Returns the heading: definition of the score, and the budget of each method.
+
+    Args:
+      results: Results by method.
+      seeds: Number of seeds.
+      configs: Configuration of each method.
+      registry: Components by name.
+    """
+    metric = metric_in(results)
+    counts = [
+        _count(map(len, results.values()), "point"),
+        _count([seeds], "seed"),
+        _count((trials.evaluations(c, registry) for c in configs.values()), "evaluation"),
+    ]
+    methods: dict[str, list[str]] = {}  # by their client updates
+    for method, config in configs.items():
+        cohorts = trials.cohorts(config, registry)
+        phases = " and ".join(f"{_count([n], 'round')} of {clients}" for n, clients in cohorts)
+        work = f"{trials.client_updates(config, registry)} ({phases})"
+        methods.setdefault(work, []).append(method)
+    work_text = "; ".join(f"{', '.join(names)} {work}" for work, names in methods.items())
     return (
         f"{metric_title(metric)}{unit_suffix(metric)} on validation examples: mean over clients at "
         "a run's best evaluation, then mean ± sample standard deviation over seeds. Each method "
-        f"has {points}, {_count([seeds], 'seed')} and {looks} to be best in. Client visits of a "
-        f"run: {work(configs, words)}."
+        f"has {counts[0]}, {counts[1]} and {counts[2]} to be best in. Client updates of a run: "
+        f"{work_text}."
     )
 
 
 def _count(numbers: Iterable[int], noun: str) -> str:
-    least, *_, most = sorted([*numbers] * 2)
-    return f"{'at most ' * (least < most)}{most} {noun}{'s' * (most > 1)}"
+    """Formats a count that may differ between methods, such as "at most 3 points"."""
+    smallest, *_, largest = sorted([*numbers] * 2)
+    return f"{'at most ' * (smallest < largest)}{largest} {noun}{'s' * (largest > 1)}"
 
 
-def work(configs: Mapping[str, ConfigDict], words: Registry = BUILTINS) -> str:
-    """Returns the client visits of each method's runs, with rounds and cohort sizes."""
-    alike: dict[str, list[str]] = {}
-    for method, config in configs.items():
-        parts = [
-            f"{_count([n], 'round')} of {clients}" for n, clients in trials.cohorts(config, words)
-        ]
-        said = f"{trials.visits(config, words)} ({' and '.join(parts)})"
-        alike.setdefault(said, []).append(method)
-    return "; ".join(f"{', '.join(methods)} {said}" for said, methods in alike.items())
+def notes(results: Results, grid_sizes: Mapping[str, int], budget: int | None) -> list[str]:
+    """Returns warnings about the selected points and missing runs.
+
+    Args:
+      results: Results by method.
+      grid_sizes: Number of points of each method's full grid.
+      budget: Number of points to sample for each method, or None.
+    """
+    lines = []
+    for method, points in results.items():
+        if warnings := _warnings(points, grid_sizes[method], budget):
+            lines.append(f"{method}: {'; '.join(warnings)}.")
+    if any(result.seeds == 1 < len(points) for points in results.values() for result in points):
+        lines.append("One seed cannot rank close points: --seeds=3 shows how much seeds differ.")
+    for name in results:
+        if name in METHODS and METHODS[name].tuning_note:
+            lines.append(f"{name}: {METHODS[name].tuning_note}.")
+    return lines
 
 
-def notes(found: Found, wholes: Mapping[str, int], budget: int | None) -> list[str]:
-    """Returns warnings about the selected points and missing runs."""
-    said = []
-    for method, tried in found.items():
-        points, own, whole = [one.point for one in tried], [], wholes[method]
-        if budget and whole < budget:
-            own.append(
-                f"it has {whole} points, fewer than the budget of {budget}: give its grid "
-                "more values, or it has been tried less than the others"
+def _warnings(points: Sequence[PointResult], grid_size: int, budget: int | None) -> list[str]:
+    """Returns warnings about a method's results."""
+    warnings = []
+    if budget and grid_size < budget:
+        warnings.append(
+            f"it has {grid_size} points, fewer than the budget of {budget}: give its grid more "
+            "values, or it has been tried less than the others"
+        )
+    elif grid_size > len(points):
+        warnings.append(f"{len(points)} of {grid_size} points were sampled")
+    best = choice.best_point(points)
+    if best is not None:
+        warnings += choice.edges(best.point, [result.point for result in points])
+        if ties := choice.close(best, points):
+            labels = " and over ".join(grids.label(result.point) for result in ties)
+            warnings.append(f"its lead over {labels} is within the differences between seeds")
+        if all(choice.is_still_rising(run) for run in best.runs.values()):
+            warnings.append(
+                "its best rounds are the last ones; with more rounds the choice may differ"
             )
-        elif whole > len(points):
-            own.append(f"{len(points)} points were drawn of {whole}")
-        best = choice.best_point(tried)
-        if best is not None:
-            own += choice.edges(best.point, points)
-            if like := choice.close(best, tried):
-                others = " and over ".join(grids.label(one.point) for one in like)
-                own.append(f"its lead over {others} is within what seeds differ by")
-            if all(_still_rising(run) for run in best.runs.values()):
-                own.append("its best rounds are the last ones, and more may choose otherwise")
-        elif all(one.complete for one in tried):
-            own.append("no point has a finite score, and none is chosen")
-        else:
-            left = sum(one.seeds - len(one.runs) for one in tried)
-            own.append(f"{left} of its runs are missing, and nothing is chosen yet")
-        if own:
-            said.append(f"{method}: {'; '.join(own)}.")
-    if any(one.seeds == 1 < len(tried) for tried in found.values() for one in tried):
-        said.append("One seed cannot tell close points apart: --seeds=3 says how far seeds differ.")
-    notes = [(name, METHODS[name].tuning_note) for name in found if name in METHODS]
-    said += [f"{name}: {note}." for name, note in notes if note]
-    return said
+    elif all(result.complete for result in points):
+        warnings.append("no point has a finite score, so none is chosen")
+    else:
+        missing = sum(result.seeds - len(result.runs) for result in points)
+        warnings.append(f"{missing} of its runs are missing, so none is chosen yet")
+    return warnings
 
 
-def _still_rising(run: Run) -> bool:
-    last = run.metrics[-1]
-    return len(run.metrics) > 1 and last.get("best_round") == last["round"]
-
-
-def as_csv(found: Found) -> str:
+def as_csv(results: Results) -> str:
     """Returns CSV with one line per point by score; settings that a method lacks are empty."""
     settings = dict.fromkeys(
-        name for tried in found.values() for one in tried for name in one.point
+        name for points in results.values() for result in points for name in result.point
     )
-    lines = []
-    for method, tried in found.items():
-        best = choice.best_point(tried)
-        for rank, one in enumerate(choice.ranked(tried), 1):
-            spread = choice.spread(one) if one.runs else {"mean": None, "std": None}
-            lines.append(
+    rows = []
+    for method, points in results.items():
+        best = choice.best_point(points)
+        for rank, result in enumerate(choice.ranked(points), 1):
+            point = {name: grids.format_value(value) for name, value in result.point.items()}
+            spread = choice.spread(result) if result.runs else {"mean": None, "std": None}
+            rows.append(
                 {
                     "method": method,
                     "rank": rank,
-                    **{
-                        name: grids.format_value(one.point[name]) if name in one.point else None
-                        for name in settings
-                    },
+                    **dict.fromkeys(settings),
+                    **point,
                     "validation_mean": spread["mean"],
                     "validation_std": spread["std"],
-                    "seeds": len(one.runs),
-                    "chosen": int(one is best),
+                    "seeds": len(result.runs),
+                    "chosen": int(result is best),
                 }
             )
     buffer = io.StringIO()
-    csv_tables.write(buffer, lines)
+    csv_tables.write(buffer, rows)
     return buffer.getvalue().rstrip("\n")
 
 
-def draw(found: Found) -> Picture | None:
+def draw(results: Results) -> Picture | None:
     """Draws the score against each numeric setting. Returns None if no setting has two values."""
-    done = {m: [one for one in tried if one.complete] for m, tried in found.items()}
     values: dict[str, set[float]] = {}
-    for tried in done.values():
-        for one in tried:
-            for name, value in one.point.items():
-                if choice.is_number(value):
-                    values.setdefault(name, set()).add(value)
-    settings = [name for name, each in values.items() if len(each) > 1]
+    for result in itertools.chain.from_iterable(results.values()):
+        for name, value in result.point.items() if result.complete else ():
+            if choice.is_number(value):
+                values.setdefault(name, set()).add(value)
+    settings = [name for name in values if len(values[name]) > 1]
     if not settings:
         return None
-    metric, across = metric_in(found), min(3, len(settings))
-    down = math.ceil(len(settings) / across)
+    metric, columns = metric_in(results), min(3, len(settings))
+    rows = math.ceil(len(settings) / columns)
     figure = drawing.new_figure(
         f"{metric_title(metric)} on validation examples",
-        (4.8, 7.2, 10.2)[across - 1],
-        0.9 + 3.1 * down,
+        (4.8, 7.2, 10.2)[columns - 1],
+        0.9 + 3.1 * rows,
     )
-    panels = figure.subplots(down, across, sharey=True, squeeze=False).flatten()
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flatten()
     styles = itertools.cycle(zip(drawing.COLOURS, itertools.cycle(drawing.MARKERS)))
     lines = {}
-    for (method, tried), style in zip(done.items(), styles, strict=False):
+    for (method, points), style in zip(results.items(), styles, strict=False):
         for setting, axes in zip(settings, panels, strict=False):
-            if line := _profile(axes, setting, tried, choice.best_point(found[method]), style):
+            if line := _draw_method(axes, setting, points, style):
                 lines[method] = line
     for setting, axes in itertools.zip_longest(settings, panels):
         if setting is None:
             axes.set_visible(False)
-            continue
-        _value_axis(drawing.style_axes(axes), setting, sorted(values[setting]))
+        else:
+            _value_axis(drawing.style_axes(axes), setting, sorted(values[setting]))
     drawing.score_axis(panels[0], metric)
     for axes in panels[: len(settings)]:
         axes.set_ylabel(panels[0].get_ylabel() if axes.get_subplotspec().is_first_col() else "")
@@ -200,36 +220,43 @@ def draw(found: Found) -> Picture | None:
         labelcolor=drawing.INK,
     )
     caption = (
-        "Mean over clients at a run's best round, mean over seeds. Small dots are all points of a "
-        "grid; a line joins the best with each value; a ring is what was chosen."
+        "Mean over clients at a run's best round, mean over seeds. A small dot is a point of the "
+        "grid; a line joins the best points of each value; a ring marks the chosen point."
     )
-    picked = {method: choice.best_point(tried) for method, tried in found.items()}
-    ends = [f"{m}: {grids.label(best.point)}." for m, best in picked.items() if best]
-    return Picture(figure, caption, f"{caption} {' '.join(ends)}")
+    best_points = {method: choice.best_point(points) for method, points in results.items()}
+    choices = [f"{m}: {grids.label(best.point)}." for m, best in best_points.items() if best]
+    return Picture(figure, caption, f"{caption} {' '.join(choices)}")
 
 
-def _profile(
-    axes: Axes,
-    setting: str,
-    tried: Sequence[PointResult],
-    best: PointResult | None,
-    style: tuple[str, str],
+def _draw_method(
+    axes: Axes, setting: str, points: Sequence[PointResult], style: tuple[str, str]
 ) -> Any:
-    """Draws the scores of a method in a panel. Returns its line, or None without the setting."""
-    found: dict[float, list[float]] = {}
-    for one in tried:
-        mean = choice.spread(one)["mean"]
-        if choice.is_number(one.point.get(setting)) and not math.isnan(mean):
-            found.setdefault(one.point[setting], []).append(mean)
-    if not found:
+    """Draws the scores of a method in the panel of a setting.
+
+    Args:
+      axes: The panel.
+      setting: Name of the setting.
+      points: Results of the method.
+      style: Colour and marker.
+
+    Returns:
+      The line of the legend, or None if the method has no finished point with this setting.
+    """
+    scores: dict[float, list[float]] = {}  # by value of the setting
+    finished = [result for result in points if result.complete]
+    for result in finished:
+        value, mean = result.point.get(setting), choice.spread(result)["mean"]
+        if value is not None and choice.is_number(value) and not math.isnan(mean):
+            scores.setdefault(value, []).append(mean)
+    if not scores:
         return None
-    at, (colour, marker) = sorted(found), style
-    best_of = max if choice.sign(tried[0]) > 0 else min
-    every = [(value, mean) for value in at for mean in found[value]]
-    axes.plot(*zip(*every, strict=True), ".", color=colour, markersize=5, alpha=0.4, clip_on=False)
+    colour, marker = style
+    pairs = [(value, mean) for value in sorted(scores) for mean in scores[value]]
+    axes.plot(*zip(*pairs, strict=True), ".", color=colour, markersize=5, alpha=0.4, clip_on=False)
+    best_of = max if choice.sign(finished[0]) > 0 else min
     (line,) = axes.plot(
-        at,
-        [best_of(found[value]) for value in at],
+        sorted(scores),
+        [best_of(scores[value]) for value in sorted(scores)],
         color=colour,
         marker=marker,
         markersize=5,
@@ -237,7 +264,8 @@ def _profile(
         zorder=3,
         clip_on=False,
     )
-    if best is not None and setting in best.point and choice.is_number(best.point[setting]):
+    best = choice.best_point(points)
+    if best is not None and choice.is_number(best.point.get(setting)):
         axes.plot(
             best.point[setting],
             choice.spread(best)["mean"],
@@ -256,34 +284,34 @@ def _value_axis(axes: Axes, setting: str, values: Sequence[float]) -> None:
     if values[0] > 0 and values[-1] >= 8 * values[0]:
         axes.set_xscale("log")
     axes.minorticks_off()
-    few = values if len(values) < 8 else values[:: math.ceil(len(values) / 7)]
-    axes.set_xticks(few, [f"{value:g}" for value in few], rotation=30 if len(few) > 4 else 0)
+    ticks = values if len(values) < 8 else values[:: math.ceil(len(values) / 7)]
+    labels = [f"{value:g}" for value in ticks]
+    axes.set_xticks(ticks, labels, rotation=30 if len(ticks) > 4 else 0)
     axes.margins(x=0.12)
     axes.set_xlabel(setting)
 
 
-def page(found: Found, said: Sequence[str], picture: Picture | None) -> str:
-    """Returns the page with all results."""
-    blocks = "\n".join(
-        "<section>\n<h2>{}</h2>\n{}\n</section>".format(
-            html.escape(table.caption),
-            report.table_block(
-                "Points by their score.",
-                table.heads,
-                [[_breakable(label), *cells] for label, *cells in table.rows],
-            ),
-        )
-        for table in tables(found)
-    )
-    text = "\n".join(f"<p>{html.escape(line)}</p>" for line in said)
-    image = ""
+def page(results: Results, lines: Sequence[str], picture: Picture | None) -> str:
+    """Returns the HTML page with all results.
+
+    Args:
+      results: Results by method.
+      lines: Heading and notes.
+      picture: Result of `draw`.
+    """
+    blocks = [f"<p>{html.escape(line)}</p>" for line in lines]
+    for table in tables(results):
+        rows = [[_breakable(label), *cells] for label, *cells in table.rows]
+        block = report.table_block("Points by their score.", table.heads, rows)
+        blocks.append(_section(html.escape(table.caption), block))
     if picture:
-        block = report.figure_block(picture, "settings")
-        image = f"<section>\n<h2>Score by setting</h2>\n{block}\n</section>"
-    facts = [f"{len(found)} methods", f"{sum(len(tried) for tried in found.values())} points"]
-    return report.page(
-        "Settings chosen on validation examples", facts, f"{text}\n{blocks}\n{image}"
-    )
+        blocks.append(_section("Score by setting", report.figure_block(picture, "settings")))
+    facts = [f"{len(results)} methods", f"{sum(map(len, results.values()))} points"]
+    return report.page("Settings chosen on validation examples", facts, "\n".join(blocks))
+
+
+def _section(title: str, block: str) -> str:
+    return f"<section>\n<h2>{title}</h2>\n{block}\n</section>"
 
 
 def _breakable(label: str) -> str:
