@@ -1,5 +1,6 @@
 """Clustered-FL: linkage against SciPy, and splits computed by hand."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +9,8 @@ from scipy.cluster.hierarchy import fcluster, linkage
 from scipy.spatial.distance import squareform
 
 from fedjax_pfl import algorithms
-from fedjax_pfl.algorithms.clustered_fl import Clusters, bipartition, inner_products
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.algorithms.clustered_fl import Clusters, bipartition
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import ClientContext, Federation, State
 from tests import tiny
 from tests.algorithms import linear
@@ -32,11 +33,6 @@ def test_bipartition_equals_scipy():
         np.testing.assert_array_equal(run(distance, members), expected)
 
 
-def test_inner_products():
-    deltas = {"a": jnp.arange(6.0).reshape(2, 3), "b": jnp.array([[[1.0]], [[-2.0]]])}
-    np.testing.assert_allclose(inner_products(deltas), [[6, 12], [12, 54]])
-
-
 COUNTS = np.array([1, 1, 1, 1, 3, 1])
 
 
@@ -52,12 +48,9 @@ def at(models, used, rows):
     return Clusters(stacked, jnp.int32(used)), jnp.asarray(rows, jnp.int32)
 
 
-def receive(algorithm, server, rows, updates, ids=range(6), arrived=None):
+def receive(algorithm, server, rows, updates, arrived=None):
     """Returns the server state after uploads that differ from the downloads by `updates`."""
-    ids, arrived = (
-        np.array(ids),
-        np.ones(len(updates), bool) if arrived is None else np.array(arrived),
-    )
+    ids, arrived = np.arange(6), np.array([True] * 6 if arrived is None else arrived)
     sent = jax.vmap(
         lambda i: algorithm.send(State(server, rows, ()), ClientContext(i, None, T, KEY))
     )(jnp.asarray(ids))
@@ -76,11 +69,11 @@ def test_a_second_split_keeps_cluster_ids():
     server, rows = receive(algorithm, *at([[1, 1], [0, 0], [0, 0]], 1, [0] * 6), OPPOSITE)
     np.testing.assert_array_equal(rows, [0, 1, 0, 1, rows[4], rows[5]])
     assert int(server.used) == 2
-    mean = np.average(np.array(OPPOSITE), 0, COUNTS) + 1  # of all, before they part
+    mean = np.average(np.array(OPPOSITE), 0, COUNTS) + 1  # over all clients, before the split
     models = weights(server.models)
     np.testing.assert_allclose(models[:2], [mean, mean], rtol=1e-5)
     server, rows = at([[1, 1], [5, 5], [0, 0]], 2, [0, 1, 0, 1, 1, 1])
-    # Now cluster 1 splits; cluster 0 agrees with itself and moves on.
+    # Now cluster 1 splits. The updates of cluster 0 agree.
     updates = [[1, 0], [0, 2], [1, 0], [0, -2], [0, 0.1], [0, -0.4]]
     server, rows = receive(algorithm, server, rows, updates)
     np.testing.assert_array_equal(rows, [0, 1, 0, 2, 1, 2])
@@ -89,7 +82,7 @@ def test_a_second_split_keeps_cluster_ids():
     np.testing.assert_allclose(models[0], [2, 1], rtol=1e-6)
     share = np.array([2 * 1 - 2 * 1 + 0.1 * 3 - 0.4 * 1]) / 6
     np.testing.assert_allclose(models[1:], [[5, 5 + share[0]]] * 2, rtol=1e-5)
-    again, same_rows = receive(algorithm, server, rows, updates)  # no place is left
+    again, same_rows = receive(algorithm, server, rows, updates)  # there is no free cluster
     np.testing.assert_array_equal(same_rows, rows)
     assert int(again.used) == 3
 
@@ -99,9 +92,8 @@ def test_a_second_split_keeps_cluster_ids():
     [
         ({"longest_above": 2.5}, OPPOSITE, [True] * 6),
         ({"mean_below": 1e-3}, OPPOSITE, [True] * 6),
-        ({}, OPPOSITE, [True, True, False, False, False, False]),  # two members answered
+        ({}, OPPOSITE, [True] * 2 + [False] * 4),  # two members arrived
         ({"max_clusters": 1}, OPPOSITE, [True] * 6),
-        ({}, [[2, 0]] * 6, [True] * 6),  # all agree, and the mean is long
     ],
 )
 def test_no_split(changes, updates, arrived):
@@ -115,25 +107,18 @@ def test_no_split(changes, updates, arrived):
     np.testing.assert_allclose(weights(server.models)[0], expected, rtol=1e-5)
 
 
-def test_empty_clusters_and_absent_members_are_unchanged():
+def test_empty_clusters_absent_members_and_phases():
     algorithm = make()
     state = at([[1, 1], [7, 7], [0, 0]], 2, [0, 0, 0, 0, 1, 0])
-    arrived = [True, True, True, True, False, False]
+    arrived = [True] * 4 + [False] * 2
     server, rows = receive(algorithm, *state, OPPOSITE, arrived=arrived)
     np.testing.assert_array_equal(weights(server.models)[1], [7, 7])
     np.testing.assert_array_equal(rows, [0, 2, 0, 2, 1, 0])
-
-
-def test_a_phase_starts_from_a_global_model_or_from_clusters():
-    algorithm = make()
-    fedavg_state = State(variables([3.0, 4.0]), (), ())
-    state0 = algorithm.init(KEY, fedavg_state)
-    np.testing.assert_array_equal(weights(state0.server.models)[0], [3, 4])
-    earlier = state0._replace(
-        rows=jnp.arange(6) % 2, server=state0.server._replace(used=jnp.int32(2))
-    )
-    again = algorithm.init(KEY, earlier)
-    np.testing.assert_array_equal(again.rows, earlier.rows)
-    assert int(again.server.used) == 2
-    served = algorithm.personalize(earlier, (), ClientContext(1, None, T, KEY))
-    np.testing.assert_array_equal(weights(served), weights(trees.row(earlier.server.models, 1)))
+    # A phase continues the clusters or starts from a global model.
+    earlier = State(server, rows, ())
+    continued = algorithm.init(KEY, earlier)
+    chex.assert_trees_all_equal(continued, earlier)
+    served = algorithm.personalize(continued, (), ClientContext(4, None, T, KEY))
+    np.testing.assert_array_equal(weights(served), [7, 7])
+    start = State(variables([3.0, 4.0]), (), ())
+    np.testing.assert_array_equal(weights(algorithm.init(KEY, start).server.models)[0], [3, 4])

@@ -8,20 +8,19 @@ import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.local import Client
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import ClientContext, State
 from tests.algorithms import linear
 from tests.algorithms.linear import KEY, T, train_client, variables, weights
 
 MODELS = np.array([[1.0, 0.0], [0.6, 0.8], [0.0, -2.0], [5.0, 5.0]])
-ACTIVE = np.array([True, True, True, False])
 
 
-def make(name="fedamp", active=ACTIVE, **settings):
+def make(**settings):
     data, federation = linear.federated([[[1.0, 0.0]]] * 4, [[3.0]] * 4)
     training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
-    federation = federation._replace(active=active)
-    return getattr(algorithms, name)(linear.Linear(), training, federation, **settings), data
+    federation = federation._replace(active=np.array([True, True, True, False]))
+    return algorithms.fedamp(linear.Linear(), training, federation, **settings), data
 
 
 def rows():
@@ -76,14 +75,3 @@ def test_two_steps_by_hand_and_the_server():
     )
     np.testing.assert_allclose(weights(new_state.rows)[0], theta, rtol=1e-6)
     np.testing.assert_array_equal(weights(new_state.rows)[1:], np.float32(MODELS[1:]))
-
-
-def test_penalty_0_equals_local():
-    """Exact equality."""
-    (algorithm, data), (local, _) = make(penalty=0.0), make("local")
-    client = trees.row(local.init(KEY).clients, 0)
-    fedamp_result, local_result = (
-        train_client(algorithm, variables([2.0, 0.0]), client, data),
-        train_client(local, (), client, data),
-    )
-    chex.assert_trees_all_equal(fedamp_result.client, local_result.client)

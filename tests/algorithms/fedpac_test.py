@@ -10,26 +10,22 @@ from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
 from tests.algorithms.fedproto_test import HAS_PROTOTYPE, PAYLOAD, PENALTY, PROTOTYPES, RATE, STEPS
-from tests.algorithms.fedrod_test import CLASSES, HEAD, A, X, Y, softmax
-from tests.algorithms.linear import KEY, deep, kernels, receive, train_client
+from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 from tests.core.simplex_test import by_supports
 
 NONE = Momentum((), ())
 
 
-def make(task=CLASSES, name="fedpac", **settings):
-    data, federation = linear.federated([X], [Y])
-    data = data._replace(y=Y.astype(np.int32))
+def make(**settings):
+    _, data = linear.make_classifier()
+    _, federation = linear.federated([X] * 3, [Y] * 3)
     training = local_training.sgd(learning_rate=RATE, batch_size=4, epochs=STEPS)
-    net = linear.Deep(outputs=3, width=2)
-    federation = federation._replace(
-        outputs=3, task=task, counts=np.full(3, 4), active=np.ones(3, bool), groups=np.zeros(3, int)
-    )
-    return getattr(algorithms, name)(net, training, federation, **settings), data
+    federation = federation._replace(outputs=3, task=linear.CLASSES)
+    return algorithms.fedpac(linear.Deep(3, 2), training, federation, **settings), data
 
 
 def by_logit(z, head):
-    return (softmax(z @ head) - np.eye(3)[Y]) / 4
+    return (linear.softmax(z @ head) - np.eye(3)[Y]) / 4
 
 
 def test_local_training_by_hand():
@@ -75,7 +71,7 @@ def test_the_server_by_hand():
     heads = trees.repeat(trees.split(deep(A, HEAD), {"head"})[0], 3)
     start = State({**trees.split(deep(A, HEAD), {"body"})[0], **PAYLOAD}, heads, ())
     uploads = [upload(*products) for products in zip(scales, h, variances, counts, strict=True)]
-    state = receive(algorithm, start, [5, 1, 27], uploads, arrived)
+    state = linear.receive(algorithm, start, [5, 1, 27], uploads, arrived)
     flat = h.reshape(3, -1)
     for i in (0, 1):
         gaps = flat[i] - flat
@@ -83,7 +79,10 @@ def test_the_server_by_hand():
         assert 0.01 < a[0] < 0.99
         got = np.asarray(state.rows["params"]["head"]["kernel"])[i]
         np.testing.assert_allclose(got, (a[0] + 3 * a[1]) * HEAD, rtol=1e-4)
-    chex.assert_trees_all_equal(trees.row(state.rows, 2), trees.row(heads, 2))
+        served = algorithm.personalize(state, None, linear.ClientContext(i, None, 0, linear.KEY))
+        np.testing.assert_array_equal(kernels(served)[1], got)
+        assert set(served) == {"params"}
+    np.testing.assert_array_equal(state.rows["params"]["head"]["kernel"][2], np.float32(HEAD))
     body = state.server["params"]["body"]["kernel"]
     np.testing.assert_allclose(body, (5 * A + 1 * 3 * A) / 6, rtol=1e-5)
     expected = PROTOTYPES * np.array([[(3 * 1 + 1 * 3) / 4], [1], [1]])
@@ -99,26 +98,3 @@ def test_mixtures_of_equal_and_of_distant_clients():
     np.testing.assert_allclose(equal_weights, np.tile(np.array([4, 2, 1]) / 7, (3, 1)), atol=1e-6)
     separate_weights = mixtures(100.0 * jnp.eye(3).reshape(3, 1, 3), variances, arrived)
     np.testing.assert_allclose(separate_weights, np.eye(3), atol=1e-3)
-
-
-def test_penalty_0_equals_fedrep():
-    """Exact equality."""
-    (algorithm, data), (fedrep, _) = make(penalty=0.0), make(name="fedrep", head_epochs=1)
-    head, body = trees.split(deep(A, HEAD), {"head"})
-    fedpac_result = train_client(algorithm, {**deep(A, HEAD), **PAYLOAD}, NONE, data)
-    start = fedrep.init(KEY).clients
-    fedrep_result = train_client(fedrep, body, trees.row(start, 0)._replace(personal=head), data)
-    chex.assert_trees_all_equal(fedpac_result.variables, fedrep_result.variables)
-
-
-def test_the_served_model_and_phases():
-    algorithm, _ = make()
-    state = algorithm.init(KEY, State(deep(A, HEAD), (), ()))
-    rows = trees.put(state.rows, jnp.array([1]), trees.repeat(trees.row(state.rows, 0), 1))
-    later = state._replace(
-        rows={"params": {"head": {"kernel": rows["params"]["head"]["kernel"] + 1}}}
-    )
-    served = algorithm.personalize(later, None, linear.ClientContext(1, None, 0, KEY))
-    np.testing.assert_allclose(kernels(served)[1], HEAD + 1, rtol=1e-6)
-    assert set(served) == {"params"}
-    chex.assert_trees_all_equal(algorithm.init(KEY, later)[:2], later[:2])

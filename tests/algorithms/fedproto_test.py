@@ -1,18 +1,16 @@
 """FedProto against NumPy, on the network (x A) B with features x A."""
 
-import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.local import Client
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
 from tests.algorithms import linear
-from tests.algorithms.fedrod_test import CLASSES, HEAD, A, X, Y, softmax
-from tests.algorithms.linear import KEY, deep, kernels, train_client
+from tests.algorithms.linear import HEAD, A, X, Y, deep, kernels, train_client
 
 RATE, STEPS, PENALTY = 0.2, 3, 0.7
 PROTOTYPES, HAS_PROTOTYPE = (
@@ -22,22 +20,14 @@ PROTOTYPES, HAS_PROTOTYPE = (
 PAYLOAD = {"prototypes": jnp.float32(PROTOTYPES), "seen": jnp.asarray(HAS_PROTOTYPE)}
 
 
-def make(task=CLASSES, name="fedproto", **settings):
-    data, federation = linear.federated([X], [Y])
-    data = data._replace(y=Y.astype(np.int32))
-    training = local_training.sgd(learning_rate=RATE, batch_size=4, epochs=STEPS)
-    net, federation = linear.Deep(outputs=3, width=2), federation._replace(outputs=3, task=task)
-    return getattr(algorithms, name)(net, training, federation, **settings), data
-
-
 def test_local_training_by_hand():
     """Class 2 has no prototype, so its example has no penalty."""
-    algorithm, data = make(penalty=PENALTY)
+    algorithm, data = linear.make_classifier("fedproto", penalty=PENALTY)
     result = train_client(algorithm, PAYLOAD, Client(deep(A, HEAD), ()), data)
     a, head = A, HEAD
     for _ in range(STEPS):
         z = X @ a
-        by_logit = (softmax(z @ head) - np.eye(3)[Y]) / 4
+        by_logit = (linear.softmax(z @ head) - np.eye(3)[Y]) / 4
         distance_grad = np.where(HAS_PROTOTYPE[Y][:, None], z - PROTOTYPES[Y], 0.0) * 2 / 2 / 4
         a, head = (
             a - RATE * X.T @ (by_logit @ head.T + PENALTY * distance_grad),
@@ -52,21 +42,9 @@ def test_local_training_by_hand():
     np.testing.assert_array_equal(result.upload["counts"], [3, 0, 1])
 
 
-def test_penalty_0_equals_local():
-    """Exact equality."""
-    (algorithm, data), (local, _) = make(penalty=0.0), make(name="local")
-    start = local.init(KEY)
-    client = trees.row(start.clients, 0)
-    fedproto_result, local_result = (
-        train_client(algorithm, PAYLOAD, client, data),
-        train_client(local, (), client, data),
-    )
-    chex.assert_trees_all_equal(fedproto_result.client, local_result.client)
-
-
 def test_the_server_by_hand():
     """Class 0 has three examples and one, class 1 none, class 2 is new."""
-    algorithm, _ = make()
+    algorithm, _ = linear.make_classifier("fedproto")
     uploads = [
         {"prototypes": jnp.float32(p), "counts": jnp.float32(c)}
         for p, c in (
@@ -83,14 +61,14 @@ def test_the_server_by_hand():
 
 
 def test_prediction_by_the_nearest_prototype():
-    algorithm, _ = make()
+    algorithm, _ = linear.make_classifier("fedproto")
     served = algorithm.personalize(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
     x = X.astype(np.float32)
     logits, z = algorithm.predict(served, x), X @ A
     for c in (0, 1):
         np.testing.assert_allclose(logits[:, c], -np.square(z - PROTOTYPES[c]).sum(1), rtol=1e-5)
     no_prototypes = {**served, "seen": jnp.zeros(3, bool)}
-    by_head = make(decides="head")[0]
+    by_head = linear.make_classifier("fedproto", decides="head")[0]
     served_by_head = by_head.personalize(State(PAYLOAD, (), ()), Client(deep(A, HEAD), ()), None)
     assert set(served_by_head) == {"params"}
     np.testing.assert_array_equal(
@@ -100,18 +78,18 @@ def test_prediction_by_the_nearest_prototype():
 
 def test_a_class_without_a_prototype_has_a_finite_loss():
     """The distances to the prototypes are 1 and 9, so 10 for class 2."""
-    algorithm, _ = make()
+    algorithm, _ = linear.make_classifier("fedproto")
     unit = {"prototypes": jnp.float32([[0, 0], [2, 0], [7, 7]]), "seen": jnp.asarray(HAS_PROTOTYPE)}
     served = algorithm.personalize(State(unit, (), ()), Client(deep(np.eye(2), HEAD), ()), None)
     logits = algorithm.predict(served, jnp.float32([[-1.0, 0.0]]))
     np.testing.assert_array_equal(logits, [[-1.0, -9.0, -10.0]])
-    loss = CLASSES.loss(logits, jnp.int32([2]), jnp.ones(3, bool))
+    loss = linear.CLASSES.loss(logits, jnp.int32([2]), jnp.ones(3, bool))
     np.testing.assert_allclose(loss, 10 + np.log(np.exp([-1.0, -9.0, -10.0]).sum()), rtol=1e-5)
 
 
 def test_a_network_without_features_is_refused():
     _, federation = linear.federated([X], [Y])
-    federation = federation._replace(task=CLASSES)
+    federation = federation._replace(task=linear.CLASSES)
     net = linear.Deep(outputs=3, width=2)
     object.__setattr__(net, "head", "nothing")
     training = local_training.sgd(steps=1)

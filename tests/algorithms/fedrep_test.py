@@ -12,7 +12,7 @@ from fedjax_pfl import algorithms
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import Algorithm
 from tests import cases, tiny
-from tests.algorithms.served import KEY, after_rounds, paths, served, trained
+from tests.algorithms.served import KEY, served, trained
 
 RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 
@@ -20,46 +20,6 @@ RATE, MOMENTUM, DECAY = 0.1, 0.9, 0.01
 def make(training: Any = None, **settings: Any) -> Algorithm:
     federation = tiny.federated()[1]
     return algorithms.fedrep(tiny.Net(), training or cases.training(), federation, **settings)
-
-
-def test_personal_leaves():
-    state = jax.eval_shape(make().init, KEY)
-    assert paths(state.clients.personal) == ["params/fc2/bias", "params/fc2/kernel"]
-    assert paths(state.server) == [
-        "batch_stats/norm1/mean",
-        "batch_stats/norm1/var",
-        "params/fc1/kernel",
-        "params/norm1/bias",
-        "params/norm1/scale",
-    ]
-    names = [trees.layers(part).keys() for part in state.clients.momentum]
-    assert ["fc2" in str(n) for n in names] == [True, False]
-    assert ["fc1" in str(n) for n in names] == [False, True]
-
-
-def test_training_the_head_does_not_change_the_body():
-    """Without a step for the body the upload equals the download, statistics included."""
-    algorithm = make(cases.training(epochs=None, steps=0), head_epochs=3)
-    first = algorithm.init(KEY)
-    upload, _, client, _ = trained(algorithm, first, 0)
-    chex.assert_trees_all_equal(upload, first.server)
-    start = trees.row(first.clients.personal, 0)
-    moved = jax.tree.map(lambda a, b: bool((a != b).all()), client.personal, start)
-    assert all(jax.tree.leaves(moved))
-
-
-def test_training_the_body_does_not_change_the_head():
-    """The head and its momentum do not depend on the epochs of the body."""
-    short, long = (make(cases.training(epochs=e), head_epochs=2) for e in (1, 3))
-    first = short.init(KEY)
-    (body, _, short_client, _), (further, _, long_client, _) = (
-        trained(m, first, 0) for m in (short, long)
-    )
-    chex.assert_trees_all_equal(short_client.personal, long_client.personal)
-    chex.assert_trees_all_equal(short_client.momentum.head, long_client.momentum.head)
-    for a, b, c in zip(*map(jax.tree.leaves, (body, further, first.server)), strict=True):
-        assert (a != b).any()
-        assert (b != c).any()
 
 
 def test_two_rounds_by_hand():
@@ -109,9 +69,17 @@ def test_two_rounds_by_hand():
         state = state._replace(server=upload, clients=stacked)
 
 
-def test_heads_are_not_sent_and_steps_can_replace_epochs():
-    algorithm = make(cases.training(epochs=None, steps=2), head_steps=3)
-    state, log = after_rounds(algorithm, 2)
-    assert set(log.down) == set(log.up) == {"fc1", "norm1"}
-    heads = state.clients.personal["params"]["fc2"]
-    assert all((leaf[0] != leaf[1]).any() for leaf in heads.values())
+def test_steps_can_replace_epochs():
+    """Without a step for the body the upload equals the download, statistics included."""
+    training = cases.training(epochs=None, steps=0)
+    algorithms_by_steps = [make(training, head_steps=n) for n in (1, 3)]
+    state = algorithms_by_steps[0].init(KEY)
+    first, second = (trained(algorithm, state, 0) for algorithm in algorithms_by_steps)
+    chex.assert_trees_all_equal(first.upload, state.server)
+    chex.assert_trees_all_equal(second.upload, state.server)
+    start = trees.row(state.clients.personal, 0)
+    for a, b, c in zip(
+        *map(jax.tree.leaves, (start, first.client.personal, second.client.personal)), strict=True
+    ):
+        assert (a != b).all()
+        assert (b != c).all()

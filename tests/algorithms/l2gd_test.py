@@ -1,24 +1,21 @@
-"""L2GD on quadratics, and its limits Local and FedAvg."""
+"""L2GD on quadratics."""
 
 import chex
 import numpy as np
-import pytest
 
-from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms.l2gd import Client
 from fedjax_pfl.core import local_training, trees
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, run_rounds, train_client, variables, weights
+from tests.algorithms.linear import run_rounds, train_client, variables, weights
 
 XS = [[[1.0, 0.0]], [[0.0, 2.0]], [[1.0, 1.0]], [[-1.0, 0.5]]]
 YS = [[3.0], [1.0], [-1.0], [0.5]]
 
 
-def make(name="l2gd", **settings):
-    data, federation = linear.federated(XS, YS)
-    training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
-    return getattr(algorithms, name)(linear.Linear(), training, federation, **settings), data
+def make(rate=0.1, steps=2, **settings):
+    training = local_training.sgd(learning_rate=rate, batch_size=1, steps=steps)
+    return linear.make("l2gd", XS, YS, training, **settings)
 
 
 def test_two_steps_by_hand():
@@ -43,25 +40,10 @@ def test_the_mean_is_unweighted_and_without_absent_clients():
     np.testing.assert_allclose(weights(new_state.server), [2.0, 2.0], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("pull", "name"), [(0.0, "local"), (1.0, "fedavg")])
-def test_limits(pull, name):
-    """Exact equality after three rounds of clients with the same number of examples."""
-    (algorithm, data), (baseline, _) = make(pull=pull), make(name)
-    l2gd_state, baseline_state = (
-        run_rounds(method, method.init(KEY), data, [1] * 4, 3) for method in (algorithm, baseline)
-    )
-    if name == "local":
-        chex.assert_trees_all_equal(l2gd_state.clients.variables, baseline_state.clients.variables)
-    else:
-        chex.assert_trees_all_equal(l2gd_state.server, baseline_state.server)
-
-
 def test_it_converges_to_the_minimum_of_the_papers_objective():
     """mean_i f_i + λ/2 mean_i ‖x_i − x̄‖² with ρ = ηλS: many rounds of one small step."""
-    data, federation = linear.federated(XS, YS)
     rate, penalty = 0.02, 3.0
-    training = local_training.sgd(learning_rate=rate, batch_size=1, steps=1)
-    algorithm = algorithms.l2gd(linear.Linear(), training, federation, pull=rate * penalty)
+    algorithm, data = make(rate, 1, pull=rate * penalty)
     x, y = np.array(XS)[:, 0], np.array(YS)[:, 0]
     # The optimum solves one linear system in all x_i: ∇f_i + λ (x_i − x̄) = 0.
     system = np.kron(penalty * (np.eye(4) - 0.25), np.eye(2))
@@ -69,6 +51,6 @@ def test_it_converges_to_the_minimum_of_the_papers_objective():
         system[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] += np.outer(x[i], x[i])
     best = np.linalg.solve(system, (x * y[:, None]).ravel()).reshape(4, 2)
     state = State(variables(best.mean(0)), (), Client(trees.repeat(variables([0.0, 0.0]), 4), ()))
-    state = run_rounds(algorithm, state, data, [1] * 4, 1500)
+    state, _ = run_rounds(algorithm, state, data, [1] * 4, 1500)
     np.testing.assert_allclose(weights(state.clients.variables), best, atol=0.05)
     assert np.abs(best - best.mean(0)).max() > 0.3

@@ -7,14 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedjax_pfl import algorithms
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, Federation, State
 from fedjax_pfl.core.examples import FederatedData, Split, client_data
+from fedjax_pfl.core.task import classification
 from tests.tiny import HALF_SQUARES
 from tests.tiny import cohort as tiny_cohort
 
 TASK = HALF_SQUARES
 KEY = jax.random.key(3)
 T = jnp.int32(0)
+
+# A client with three examples of class 0, none of class 1 and one of class 2; parameters of `Deep`.
+X = np.array([[1.0, 0.5], [0.2, -1.0], [0.3, 2.0], [-1.0, 0.4]])
+Y = np.array([0, 0, 2, 0])
+A = np.array([[0.5, -0.3], [0.2, 0.7]])
+HEAD = np.array([[0.1, 0.3, -0.2], [0.4, -0.5, 0.6]])
+CLASSES = classification(3)
 
 
 class Linear(nn.Module):
@@ -83,8 +93,8 @@ def receive(
 
 def run_rounds(
     algorithm: Algorithm, state: State, data: FederatedData, counts: Any, n: int
-) -> State:
-    """Returns the state after n rounds with all clients."""
+) -> tuple[State, Any]:
+    """Returns the state after n rounds with all clients, and the models of the last training."""
     ids = jnp.arange(len(counts))
 
     def train(state: State, client: Any, i: jax.Array) -> Any:
@@ -94,16 +104,17 @@ def run_rounds(
         )
 
     @jax.jit
-    def run_round(state: State) -> State:
+    def run_round(state: State) -> tuple[State, Any]:
         without_clients = state._replace(clients=())
         payloads, results = jax.vmap(train, (None, 0, 0))(without_clients, state.clients, ids)
         present = jnp.ones(len(counts), bool)
         cohort = tiny_cohort(counts, ids, present, payloads, results.upload, T)
-        return State(*algorithm.receive(without_clients, cohort), results.client)
+        new_state = State(*algorithm.receive(without_clients, cohort), results.client)
+        return new_state, results.variables
 
     for _ in range(n):
-        state = run_round(state)
-    return state
+        state, models = run_round(state)
+    return state, models
 
 
 def variables(w: Any) -> dict[str, Any]:
@@ -152,3 +163,30 @@ def federated(
         task=TASK,
     )
     return jax.tree.map(jnp.asarray, data), federation
+
+
+def make(name: str, xs: Any, ys: Any, training: Any, **settings: Any) -> tuple[Algorithm, Any]:
+    """Returns a method on `Linear`, and its data."""
+    data, federation = federated(xs, ys)
+    return getattr(algorithms, name)(Linear(), training, federation, **settings), data
+
+
+def make_classifier(
+    name: str = "fedavg",
+    xs: Any = (X,),
+    ys: Any = (Y,),
+    training: Any = None,
+    **settings: Any,
+) -> tuple[Algorithm, Any]:
+    """Returns a method on `Deep` with three classes, and its data."""
+    data, federation = federated(xs, ys)
+    data = data._replace(y=jnp.asarray(np.concatenate(ys), jnp.int32))
+    training = training or local_training.sgd(learning_rate=0.2, batch_size=4, epochs=3)
+    federation = federation._replace(outputs=3, task=CLASSES)
+    return getattr(algorithms, name)(Deep(3, 2), training, federation, **settings), data
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Returns the probabilities of classes."""
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    return powers / powers.sum(1, keepdims=True)

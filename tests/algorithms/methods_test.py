@@ -8,8 +8,6 @@ import pytest
 from fedjax_pfl import algorithms
 from fedjax_pfl.algorithms import METHODS, Method
 
-PAPERS = [name for name, method in METHODS.items() if method.variant_of is None]
-
 
 def test_the_table_has_every_exported_factory():
     exported = {
@@ -20,7 +18,7 @@ def test_the_table_has_every_exported_factory():
     assert {name: method.factory for name, method in METHODS.items()} == exported
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", [n for n, m in METHODS.items() if m.variant_of is None])
 def test_title_and_paper_are_in_the_docstring(name):
     method = METHODS[name]
     title, paper = method.title, method.paper
@@ -35,11 +33,8 @@ def test_title_and_paper_are_in_the_docstring(name):
     assert first[1] == year
 
 
-def test_titles_differ():
+def test_titles_and_variants():
     assert len({method.title for method in METHODS.values()}) == len(METHODS)
-
-
-def test_a_variant_names_the_papers_method():
     for method in METHODS.values():
         if method.variant_of is not None:
             assert method.variant_of.variant_of is None

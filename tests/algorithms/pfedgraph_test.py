@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedjax_pfl import algorithms
-from fedjax_pfl.core import local_training, trees
+from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
 from tests.algorithms import linear
-from tests.algorithms.linear import KEY, run_rounds, train_client, variables, weights
+from tests.algorithms.linear import train_client, variables, weights
 from tests.core.simplex_test import by_supports
 
 FIRST = np.array([0.5, -0.5])
@@ -20,10 +19,9 @@ XS = [[[1.0, 0.0]], [[0.0, 2.0]], [[1.0, 1.0]], [[-1.0, 0.5]]]
 YS = [[3.0], [1.0], [-1.0], [0.5]]
 
 
-def make(name="pfedgraph", **settings):
-    data, federation = linear.federated(XS, YS)
+def make(**settings):
     training = local_training.sgd(learning_rate=0.1, batch_size=1, steps=2)
-    return getattr(algorithms, name)(linear.Linear(), training, federation, **settings), data
+    return linear.make("pfedgraph", XS, YS, training, **settings)
 
 
 @pytest.mark.parametrize("alpha", [0.1, 8.0])
@@ -60,32 +58,3 @@ def test_two_steps_by_hand():
     np.testing.assert_allclose(weights(result.variables), theta, rtol=1e-6)
     assert theta[1] != 1.0
     chex.assert_trees_all_equal(result.upload, result.variables)
-
-
-def test_small_alpha_equals_local():
-    """Exact equality after three rounds."""
-    (algorithm, data), (local, _) = make(alpha=1e-9, penalty=0.0), make("local")
-    pfedgraph_state, baseline_state = (
-        run_rounds(method, method.init(KEY), data, [1] * 4, 3) for method in (algorithm, local)
-    )
-    chex.assert_trees_all_equal(pfedgraph_state.rows, baseline_state.clients.variables)
-
-
-def test_large_alpha_equals_fedavg():
-    (algorithm, data), (fedavg, _) = make(alpha=1e9, penalty=0.0), make("fedavg")
-    pfedgraph_state, baseline_state = (
-        run_rounds(method, method.init(KEY), data, [1] * 4, 3) for method in (algorithm, fedavg)
-    )
-    repeated = trees.repeat(baseline_state.server, 4)
-    chex.assert_trees_all_close(pfedgraph_state.rows, repeated, rtol=1e-5, atol=1e-6)
-
-
-def test_a_phase_continues_or_starts_from_fedavg():
-    algorithm, data = make()
-    state = run_rounds(algorithm, algorithm.init(KEY), data, [1] * 4, 1)
-    again = algorithm.init(KEY, state)
-    chex.assert_trees_all_equal(again[:2], state[:2])
-    fedavg = State(variables([1.0, 2.0]), (), ())
-    later = algorithm.init(KEY, fedavg)
-    chex.assert_trees_all_equal(later.server["first"], fedavg.server["params"])
-    np.testing.assert_array_equal(weights(later.rows)[3], [1.0, 2.0])

@@ -130,3 +130,32 @@ def test_change_is_relative_to_the_download():
     assert {name: leaf.tolist() for name, leaf in changes.items()} == expected
     assert all(changes[name].dtype == leaf.dtype for name, leaf in upload.items())
     assert trees.change(payload, ()) == ()
+
+
+def test_split_and_join():
+    nested = {
+        "params": {"a": {"w": 1, "b": 2}, "block": {"a": {"w": 3}, "c": {"w": 4}}},
+        "batch_stats": {"block": {"c": {"mean": 5}}},
+    }
+    selected, remaining = trees.split(nested, {"a", "block/c"})
+    assert selected == {
+        "params": {"a": {"w": 1, "b": 2}, "block": {"c": {"w": 4}}},
+        "batch_stats": {"block": {"c": {"mean": 5}}},
+    }
+    assert remaining == {"params": {"block": {"a": {"w": 3}}}}
+    assert trees.join(selected, remaining) == trees.join(remaining, selected) == nested
+    assert trees.split(nested, ()) == ({}, nested)
+
+
+def test_overlapping_parts_cannot_be_joined():
+    with pytest.raises(ValueError, match="both"):
+        trees.join({"params": {"a": {"w": np.ones(2)}}}, {"params": {"a": {"w": np.ones(2)}}})
+
+
+def test_same_shapes():
+    tree, shape = {"w": np.ones((2, 3), np.float32)}, jax.ShapeDtypeStruct((2, 3), np.float32)
+    assert trees.same_shapes(tree, {"w": shape})
+    assert not trees.same_shapes(tree, {"v": shape})
+    assert not trees.same_shapes(tree, {"w": None})
+    assert not trees.same_shapes(tree, {"w": jax.ShapeDtypeStruct((2, 4), np.float32)})
+    assert not trees.same_shapes(tree, {"w": jax.ShapeDtypeStruct((2, 3), np.int32)})

@@ -1,0 +1,69 @@
+"""A phase starts from a global model or continues a state of the same method."""
+
+import chex
+import jax
+import pytest
+
+from fedjax_pfl.core import trees
+from fedjax_pfl.core.algorithm import ClientContext
+from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.examples import client_data
+from tests import cases, tiny
+from tests.algorithms.limits_test import XS, YS, after_rounds
+from tests.algorithms.linear import KEY, make_classifier
+
+
+def served(name, state, i):
+    """Returns the parameters that client i is served."""
+    algorithm, data = make_classifier(name, XS, YS)
+    ctx = ClientContext(i, client_data(data, i), 0, KEY)
+    shared = state._replace(clients=())
+    return algorithm.personalize(shared, trees.row(state.clients, i), ctx)["params"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("apfl", "ditto", "fedala", "fedas", "feddyn", "fedpac", "fedper", "fedrep", "l2gd"),
+        *("lg_fedavg", "pfedgraph", "scaffold"),
+    ],
+)
+def test_starts_of_phases(name):
+    """After FedAvg all clients are served its model. After the method its state is unchanged."""
+    algorithm, _ = make_classifier(name, XS, YS)
+    start, _ = after_rounds("fedavg")
+    state = algorithm.init(KEY, start)
+    for i in (0, 3):
+        chex.assert_trees_all_close(
+            served(name, state, i), start.server["params"], rtol=1e-6, atol=1e-7
+        )
+    earlier, _ = after_rounds(name)
+    continued = algorithm.init(jax.random.key(9), earlier)
+    chex.assert_trees_all_close(continued[:2], earlier[:2], rtol=1e-6, atol=1e-7)
+    for i in (0, 3):
+        chex.assert_trees_all_equal(served(name, continued, i), served(name, earlier, i))
+
+
+def test_fedrep_continues_fedper_without_its_momentum():
+    algorithm, _ = make_classifier("fedrep", XS, YS)
+    earlier, _ = after_rounds("fedper")
+    state = algorithm.init(KEY, earlier)
+    chex.assert_trees_all_equal(state.server, earlier.server)
+    chex.assert_trees_all_equal(state.clients.personal, earlier.clients.personal)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(state.clients.momentum))
+
+
+@pytest.mark.parametrize(
+    ("name", "start", "message"),
+    [
+        ("fedbn", "fedper", "global model of the same network"),
+        ("fedem", "fedavg", "copies"),
+        ("factorized_fl", "fedavg", "same settings"),
+        ("pfedhn", "fedavg", "can only start from one of the same"),
+    ],
+)
+def test_a_phase_cannot_start_from_other_states(name, start, message):
+    federation = tiny.federated()[1]
+    state = jax.eval_shape(cases.make(start, federation).init, KEY)
+    with pytest.raises(UsageError, match=message):
+        cases.make(name, federation).init(KEY, state)
