@@ -1,4 +1,4 @@
-"""Means over clients and over examples, worked out by hand."""
+"""Tests of metrics over clients against numbers worked out by hand."""
 
 from types import SimpleNamespace
 
@@ -14,26 +14,27 @@ from fedjax_pfl.simulation import ledger, metrics
 from fedjax_pfl.simulation.records import Evaluation, Log
 
 TASK = Task(None, (ACCURACY._replace(name="a"),), has_classes=True)
+NAMES = ["a_mean", "a_weighted", "a_std", "a_variance", "a_worst10", "loss"]
 
 
 def scores(score, loss, examples, name="a") -> Scores:
     return Scores({name: np.float32(score)}, np.float32(loss), np.int32(examples))
 
 
-def everyone(n: int) -> np.ndarray:
-    return np.ones(n, bool)
+def squared_errors(errors) -> Scores:
+    """Returns scores of a regression with one example per client."""
+    result = scores(errors, errors, [1] * len(errors), "squared_error")
+    return result._replace(metrics=result.metrics | {"rmse": result.metrics["squared_error"]})
 
 
-def test_by_client_and_by_example():
-    """Accuracies 1.0 on 10 examples and 0 on 90: half of the clients, a tenth of the examples."""
-    got = metrics.summary(scores([10, 0], [5, 180], [10, 90]), everyone(2), TASK)
-    assert got == {
-        "a_mean": 0.5,
-        "a_weighted": 0.1,
-        "a_std": 0.5,
-        "a_variance": 0.25,
-        "a_worst10": 0.0,
-        "loss": 1.25,  # (0.5 + 2) / 2, by client
+def summary(client_scores: Scores, task=TASK):
+    return metrics.summary(client_scores, np.ones(len(client_scores.loss), bool), task)
+
+
+def test_means_over_clients_and_over_examples():
+    """Accuracies are 1.0 on 10 examples and 0 on 90; the mean loss is (0.5 + 2) / 2."""
+    expected = dict(zip(NAMES, (0.5, 0.1, 0.5, 0.25, 0.0, 1.25), strict=True))
+    assert summary(scores([10, 0], [5, 180], [10, 90])) == expected | {
         "clients": 2,
         "not_finite": 0,
     }
@@ -41,154 +42,139 @@ def test_by_client_and_by_example():
 
 @pytest.mark.parametrize(("clients", "worst"), [(9, 0.0), (10, 0.0), (11, 0.05), (25, 0.1)])
 def test_worst_tenth(clients: int, worst: float):
-    """Accuracies 0, .1, .2, ... in a shuffled order; ceil(n/10) of them: 1, 1, 2 and 3."""
+    """Accuracies are 0, 0.1, 0.2, ... in a random order; the worst tenth are 1, 1, 2, 3 clients."""
     order = np.random.default_rng(0).permutation(clients)
-    got = metrics.summary(scores(order, order, [10] * clients), everyone(clients), TASK)
-    assert got["a_worst10"] == pytest.approx(worst)
-    assert got["a_mean"] == pytest.approx((clients - 1) / 20)
-    assert got["a_std"] == pytest.approx(np.sqrt((clients**2 - 1) / 12) / 10)
+    result = summary(scores(order, order, [10] * clients))
+    assert result["a_worst10"] == pytest.approx(worst)
+    assert result["a_mean"] == pytest.approx((clients - 1) / 20)
+    assert result["a_std"] == pytest.approx(np.sqrt((clients**2 - 1) / 12) / 10)
 
 
-def test_inactive_clients_and_those_without_examples_are_left_out():
-    """Clients 1 (inactive) and 2 (no examples) would change every number."""
+def test_inactive_clients_and_clients_without_examples_do_not_count():
+    """Client 1 is inactive and client 2 has no examples; either would change every number."""
     active = np.array([True, False, True, True])
-    got = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, TASK)
-    wanted = {
-        "a_mean": 0.375,
-        "a_weighted": 2 / 6,
-        "a_std": 0.125,
-        "a_variance": 1 / 64,
-        "a_worst10": 0.25,
-        "loss": 1.5,
-        "clients": 2,
-        "not_finite": 0,
-    }
-    assert got == pytest.approx(wanted)
+    result = metrics.summary(scores([1, 9, 0, 1], [2, 9, 0, 8], [2, 9, 0, 4]), active, TASK)
+    expected = dict(zip(NAMES, (0.375, 2 / 6, 0.125, 1 / 64, 0.25, 1.5), strict=True))
+    assert result == pytest.approx(expected | {"clients": 2, "not_finite": 0})
     assert metrics.summary(scores([0, 5], [0, 5], [0, 5]), np.array([True, False]), TASK) is None
 
 
-def test_a_client_whose_evaluation_is_not_finite_is_counted_and_left_out():
-    """A model of NaN is class 0 to an arg max: client 0 has .5 of its examples right by that."""
+def test_a_client_with_a_loss_that_is_not_finite_is_counted_and_left_out():
+    """A model of NaN predicts class 0, so client 0 has half of its examples right."""
     lost = scores([1, 2, 3], [np.nan, 1, 2], [2, 2, 4])
-    got = metrics.summary(lost, everyone(3), TASK)
-    assert (got["a_mean"], got["a_weighted"], got["loss"]) == (0.875, 5 / 6, 0.5)
-    assert (got["clients"], got["not_finite"]) == (2, 1)
-    assert metrics.not_finite(lost, everyone(3), TASK) == [0]
+    result = summary(lost)
+    assert (result["a_mean"], result["a_weighted"], result["loss"]) == (0.875, 5 / 6, 0.5)
+    assert (result["clients"], result["not_finite"]) == (2, 1)
+    assert metrics.not_finite(lost, np.ones(3, bool), TASK) == [0]
     assert metrics.not_finite(lost, np.array([False, True, True]), TASK) == []
     rows = metrics.client_scores(Evaluation(lost, lost, None), TASK)
     assert (rows[0]["before_a"], rows[0]["before_loss"], rows[1]["before_a"]) == (None, None, 1.0)
-    none = metrics.summary(scores([1], [np.inf], [2]), everyone(1), TASK)
-    names = ["a_mean", "a_weighted", "a_std", "a_variance", "a_worst10", "loss"]
-    assert none == {**dict.fromkeys(names), "clients": 0, "not_finite": 1}
+    all_lost = summary(scores([1], [np.inf], [2]))
+    assert all_lost == {**dict.fromkeys(NAMES), "clients": 0, "not_finite": 1}
 
 
-def test_where_less_is_better_the_worst_are_the_largest():
-    """Errors 1, 2, ..., 11 of a client each: the two worst are 10 and 11."""
-    error = scores(np.arange(1, 12), np.arange(1, 12), [1] * 11, "squared_error")
-    found = error._replace(metrics=error.metrics | {"rmse": error.metrics["squared_error"]})
-    got = metrics.summary(found, everyone(11), regression())
-    assert (got["squared_error_mean"], got["squared_error_worst10"]) == (6.0, 10.5)
-    assert got["rmse_mean"] == pytest.approx(np.sqrt(np.arange(1, 12)).mean())
-    assert next(iter(got)) == "squared_error_mean"  # by which readers know the first metric
+def test_the_worst_errors_are_the_largest():
+    """Errors are 1, 2, ..., 11; the two worst are 10 and 11."""
+    result = summary(squared_errors(np.arange(1, 12)), regression())
+    assert (result["squared_error_mean"], result["squared_error_worst10"]) == (6.0, 10.5)
+    assert result["rmse_mean"] == pytest.approx(np.sqrt(np.arange(1, 12)).mean())
+    assert next(iter(result)) == "squared_error_mean"  # readers take the first metric
 
 
 def test_client_scores():
-    before = scores([3, 0], [6, 0], [4, 0])
-    rows = metrics.client_scores(Evaluation(before, before, scores([2, 0], [1, 0], [4, 0])), TASK)
-    nothing = {"before_a": None, "before_loss": None, "after_a": None, "after_loss": None}
+    before, after = scores([3, 0], [6, 0], [4, 0]), scores([2, 0], [1, 0], [4, 0])
+    columns = ("test_examples", "before_a", "before_loss", "after_a", "after_loss")
+    rows = metrics.client_scores(Evaluation(before, before, after), TASK)
     assert rows == (
-        {
-            "test_examples": 4,
-            "before_a": 0.75,
-            "before_loss": 1.5,
-            "after_a": 0.5,
-            "after_loss": 0.25,
-        },
-        {"test_examples": 0, **nothing},
+        dict(zip(columns, (4, 0.75, 1.5, 0.5, 0.25), strict=True)),
+        {**dict.fromkeys(columns), "test_examples": 0},
     )
     rows = metrics.client_scores(Evaluation(before, before, None), TASK)
     assert (rows[0]["before_a"], rows[0]["after_a"], rows[0]["after_loss"]) == (0.75, None, None)
 
 
-def test_scores_of_the_best_evaluation_stay_until_there_is_a_better_one():
+def test_best_scores_are_replaced_by_better_ones_only():
     def rows(before, after):
         return [{"before_a": before, "before_loss": 1.0, "after_a": after}]
 
-    def best(found):
-        return [(row["best_before_a"], row["best_after_a"]) for row in found]
+    def best(clients):
+        return [(row["best_before_a"], row["best_after_a"]) for row in clients]
 
-    none = metrics.add_best(rows(0.5, None), (), False, TASK)  # there are no validation examples
-    assert best(none) == [(None, None)]
-    first = metrics.add_best(rows(0.5, 0.6), none, True, TASK)
+    unvalidated = metrics.add_best(rows(0.5, None), (), False, TASK)
+    assert best(unvalidated) == [(None, None)]
+    first = metrics.add_best(rows(0.5, 0.6), unvalidated, True, TASK)
     second = metrics.add_best(rows(0.9, 0.8), first, False, TASK)
     assert best(first) == best(second) == [(0.5, 0.6)]
     assert (second[0]["before_a"], second[0]["before_loss"]) == (0.9, 1.0)
     assert best(metrics.add_best(rows(0.7, 0.8), second, True, TASK)) == [(0.7, 0.8)]
-    saved_earlier = [{"before_a": 0.5}]  # by a version that did not know of them
-    assert best(metrics.add_best(rows(0.7, 0.8), saved_earlier, False, TASK)) == [(None, None)]
+    without_best = [{"before_a": 0.5}]  # saved by an older version
+    assert best(metrics.add_best(rows(0.7, 0.8), without_best, False, TASK)) == [(None, None)]
 
 
-NOTHING = State((), (), ())
+class Recorder:
+    """Records evaluations of a run without rounds."""
+
+    def __init__(self, clients: int = 1, task=TASK):
+        phase = SimpleNamespace(
+            federation=SimpleNamespace(active=np.ones(clients, bool)),
+            config=SimpleNamespace(algorithm="fedavg"),
+            inputs=SimpleNamespace(evaluated=None),
+        )
+        federation = SimpleNamespace(task=task)
+        self.experiment = SimpleNamespace(phases=[phase, phase], federation=federation)
+        at = run_state.Position(ledger=ledger.empty(clients))
+        self.run = run_state.SweepRun("", None, {}, at=at)
+
+    def evaluate(self, t: int, client_scores: Scores):
+        self.run.at = self.run.at._replace(round=t)
+        evaluation = Evaluation(client_scores, client_scores, None)
+        state = State((), (), ())
+        return run_state.record_evaluation(self.experiment, self.run, evaluation, state, {})
 
 
-def member_and_program(task=TASK):
-    phase = SimpleNamespace(
-        federation=SimpleNamespace(active=everyone(1)),
-        config=SimpleNamespace(algorithm="fedavg"),
-        inputs=SimpleNamespace(evaluated=None),
-    )
-    built = SimpleNamespace(phases=[phase, phase], federation=SimpleNamespace(task=task))
-    return built, run_state.SweepRun("", None, {}, at=run_state.Position(ledger=ledger.empty(1)))
+def test_a_phase_does_not_inherit_the_best_of_the_previous_phase():
+    """Evaluates a score that is not finite first, so the second phase has no best round."""
+    recorder = Recorder()
+    recorder.evaluate(1, scores([3], [1.0], [4]))
+    assert recorder.run.at.clients[0]["best_before_a"] == 0.75
+    recorder.run.at = recorder.run.at._replace(phase=1, best_round=None, best_score=None)
+    recorder.evaluate(2, scores([np.nan], [1.0], [4]))
+    assert (recorder.run.at.best_round, recorder.run.at.clients[0]["best_before_a"]) == (None, None)
 
 
-def test_a_phase_does_not_take_over_the_best_of_the_one_before():
-    """Its first score is not a number, so that it has no best round yet."""
-    built, one = member_and_program()
-    good, unknown = (scores([value], [1.0], [4]) for value in (3, np.nan))
-    run_state.record_evaluation(built, one, Evaluation(good, good, None), NOTHING, {})
-    assert one.at.clients[0]["best_before_a"] == 0.75
-    one.at = one.at._replace(phase=1, best_round=None, best_score=None)
-    run_state.record_evaluation(built, one, Evaluation(unknown, unknown, None), NOTHING, {})
-    assert (one.at.best_round, one.at.clients[0]["best_before_a"]) == (None, None)
-
-
-def best_round(task, values, losses, name):
-    built, one = member_and_program(task)
+@pytest.mark.parametrize(
+    ("values", "losses", "best"),
+    [
+        ([0.5, 0.9, 0.7], [1, 1, 1], 2),
+        ([0.5, 0.9, 0.7], [1, np.nan, 1], 3),  # a model of NaN predicts class 0
+        ([0.5], [np.inf], None),
+    ],
+)
+def test_the_best_round_has_the_best_finite_score(values, losses, best):
+    recorder = Recorder()
     for t, (value, loss) in enumerate(zip(values, losses, strict=True), 1):
-        one.at = one.at._replace(round=t)
-        part = scores([value], [loss], [1], name)
-        if task is not TASK:
-            part = part._replace(metrics=part.metrics | {"rmse": part.metrics[name]})
-        run_state.record_evaluation(built, one, Evaluation(part, part, None), NOTHING, {})
-    return one.at.best_round
+        recorder.evaluate(t, scores([value], [loss], [1]))
+    assert recorder.run.at.best_round == best
 
 
-def test_the_best_round_is_the_best_and_finite():
-    assert best_round(TASK, [0.5, 0.9, 0.7], [1, 1, 1], "a") == 2
-    assert best_round(TASK, [0.5, 0.9, 0.7], [1, np.nan, 1], "a") == 3  # class 0, by chance
-    assert best_round(TASK, [0.5], [np.inf], "a") is None
-    assert best_round(regression(), [5, 2, 3], [5, 2, 3], "squared_error") == 2
+def test_the_best_round_has_the_smallest_error():
+    recorder = Recorder(task=regression())
+    for t, error in enumerate([5, 2, 3], 1):
+        recorder.evaluate(t, squared_errors([error]))
+    assert recorder.run.at.best_round == 2
 
 
-def test_a_round_in_which_one_client_is_not_finite_is_never_the_best():
-    """The mean over the others would be higher than before."""
-    phase = SimpleNamespace(
-        federation=SimpleNamespace(active=everyone(2)),
-        config=SimpleNamespace(algorithm="fedavg"),
-        inputs=SimpleNamespace(evaluated=None),
-    )
-    built = SimpleNamespace(phases=[phase], federation=SimpleNamespace(task=TASK))
-    one = run_state.SweepRun("", None, {}, at=run_state.Position(ledger=ledger.empty(2)))
-    whole, part = scores([2, 4], [1, 1], [4, 4]), scores([0, 4], [np.nan, 1], [4, 4])
-    for t, found in enumerate([whole, part], 1):
-        one.at = one.at._replace(round=t)
-        line = run_state.record_evaluation(built, one, Evaluation(found, found, None), NOTHING, {})
-    assert line["validation"]["a_mean"] == 1.0
-    assert one.at.best_round == 1
-    said = list(progress.not_finite(built, one, Evaluation(part, part, None)))
-    (line,) = said
+def test_a_round_with_one_lost_client_is_never_the_best():
+    """The mean over the remaining clients is higher than in the round before."""
+    recorder = Recorder(clients=2)
+    recorder.evaluate(1, scores([2, 4], [1, 1], [4, 4]))
+    lost = scores([0, 4], [np.nan, 1], [4, 4])
+    assert recorder.evaluate(2, lost)["validation"]["a_mean"] == 1.0
+    assert recorder.run.at.best_round == 1
+    arguments = recorder.experiment, recorder.run, Evaluation(lost, lost, None)
+    (line,) = progress.not_finite(*arguments)
     assert line.startswith("round 2: the evaluation of client 0 is not finite")
-    assert not list(progress.not_finite(built, one, Evaluation(part, part, None)))  # once
+    assert not list(progress.not_finite(*arguments))  # reported once
 
 
 def test_client_table():
@@ -208,8 +194,8 @@ def test_client_table():
         "rejected": 9,
     }
     assert list(second.values()) == [1, 0, 1, 8, 2, 2, 4, 6, 8, 10]
-    named = federation._replace(owners=("Aix", "Bern"))
-    assert [row["owner"] for row in metrics.client_table(named, [{}, {}], book)] == ["Aix", "Bern"]
+    with_owners = metrics.client_table(federation._replace(owners=("Aix", "B")), [{}, {}], book)
+    assert [row["owner"] for row in with_owners] == ["Aix", "B"]
 
 
 def log(present, dropped, rejected, loss) -> Log:
@@ -219,7 +205,7 @@ def log(present, dropped, rejected, loss) -> Log:
 
 
 LOGS = [
-    # one slot dropped, one rejected, one empty; the last round of the call did not run
+    # One slot is dropped, one rejected, one empty; the last round of the call did not run.
     log(
         [[1, 1], [1, 0], [1, 1]],
         [[0, 1], [0, 0], [0, 0]],
@@ -230,42 +216,42 @@ LOGS = [
 ]
 
 
-def test_training_metrics_of_those_that_arrived():
+def test_training_metrics_of_the_clients_that_arrived():
     pending = metrics.gather(({}, 0), LOGS, 2)
     assert pending == ({"loss": 9.0}, 3)
     assert metrics.means(pending) == {"train_loss": 3.0}
-    again = metrics.gather(pending, LOGS[1:], 1)
-    assert again == ({"loss": 11.0}, 4)
+    assert metrics.gather(pending, LOGS[1:], 1) == ({"loss": 11.0}, 4)
     assert pending == ({"loss": 9.0}, 3)
     assert metrics.means(({"loss": 0.0}, 0)) == {"train_loss": None}
     assert metrics.means(({"loss": np.nan}, 2)) == {"train_loss": None}
 
 
-def test_a_line_for_each_rejected_upload():
-    """Rounds are counted from 1; those that did not run say nothing."""
+def test_rejected_uploads_are_reported_by_round():
     (line,) = metrics.rejections(LOGS, 10, 2)
     assert line.startswith("round 12: the update of client 0 was rejected")
     assert len(list(metrics.rejections(LOGS, 0, 3))) == 2
     assert list(metrics.rejections(LOGS, 0, 1)) == []
 
 
-def test_a_metric_that_a_client_does_not_define_is_left_out_alone():
-    """Client 1 has one class only: no AUROC, and an accuracy that counts."""
+def test_a_client_without_a_defined_metric_counts_in_the_other_metrics():
+    """Client 1 has a single class, so its AUROC is undefined and its accuracy counts."""
     task = select_metrics(classification(2), "classification", ["accuracy", "auroc"])
     histogram = np.zeros((3, 2, 4))
-    histogram[0] = [[2, 0, 0, 0], [0, 2, 0, 0]]  # all in order: 1
+    histogram[0] = [[2, 0, 0, 0], [0, 2, 0, 0]]  # every pair in order: AUROC 1
     histogram[1, 1] = 4
-    histogram[2] = [[0, 2, 0, 0], [2, 0, 0, 0]]  # none: 0
-    found = Scores(
-        {"accuracy": np.array([4, 2, 0.0]), "auroc": histogram}, np.ones(3), np.array([4, 4, 4])
-    )
-    got = metrics.summary(found, everyone(3), task)
-    assert (got["accuracy_mean"], got["auroc_mean"], got["auroc_weighted"]) == (0.5, 0.5, 0.5)
-    assert (got["auroc_worst10"], got["clients"], got["not_finite"]) == (0, 3, 0)
-    rows = metrics.client_scores(Evaluation(found, found, None), task)
+    histogram[2] = [[0, 2, 0, 0], [2, 0, 0, 0]]  # no pair in order: AUROC 0
+    accuracy, examples = np.array([4, 2, 0.0]), np.array([4, 4, 4])
+    result = Scores({"accuracy": accuracy, "auroc": histogram}, np.ones(3), examples)
+    means = summary(result, task)
+    assert (means["accuracy_mean"], means["auroc_mean"], means["auroc_weighted"]) == (0.5, 0.5, 0.5)
+    assert (means["auroc_worst10"], means["clients"], means["not_finite"]) == (0, 3, 0)
+    rows = metrics.client_scores(Evaluation(result, result, None), task)
     assert [row["before_auroc"] for row in rows] == [1, None, 0]
+
+
+def test_user_metrics_are_recorded_with_their_unit():
+    task = classification(2)
     assert metrics.user_metrics(task) == {}
-    mine = task._replace(metrics=(ACCURACY._replace(name="mine", higher_is_better=False),))
-    assert metrics.user_metrics(mine) == {
-        "own_metrics": {"mine": {"unit": "%", "higher_is_better": False}}
-    }
+    task = task._replace(metrics=(ACCURACY._replace(name="mine", higher_is_better=False),))
+    expected = {"own_metrics": {"mine": {"unit": "%", "higher_is_better": False}}}
+    assert metrics.user_metrics(task) == expected
