@@ -130,7 +130,7 @@ def build_federation(
             else {}
         ),
     }
-    schema.check(schema.FEDERATION, federation, "federation")
+    schema.FEDERATION(federation, "federation")
     return federation
 
 

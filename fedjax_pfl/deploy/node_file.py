@@ -71,10 +71,9 @@ def json_object(path: Path) -> dict[str, Any]:
 def parse(content: Any, path: str) -> NodeFile:
     """Checks the content of a node's file, whose path appears in errors."""
     file_fields = schema.OWNER_FIELDS
-    settings = dict.fromkeys((*DATA_SETTINGS, *SHARED_SETTINGS), schema.Settings())
-    spec = schema.Fields({"dataset": schema.Settings()}, {**settings, **file_fields})
+    settings = dict.fromkeys((*DATA_SETTINGS, *SHARED_SETTINGS), schema.settings)
     try:
-        schema.check(spec, content, path)
+        schema.fields({"dataset": schema.settings}, {**settings, **file_fields})(content, path)
     except schema.InvalidError as error:
         raise UsageError(str(error)) from None
     data_settings = {name: value for name, value in content.items() if name not in file_fields}

@@ -1,196 +1,163 @@
-"""Specifications of all data that comes from another machine or process.
+"""Checks of all data that comes from another machine or process.
 
-`check` compares a value with a specification and raises `InvalidError`, whose message never quotes
-the value. A specification is one of the tuples below. Conditions between values, such as equal
-lengths of two lists, are checked where the message is used.
+A check is a function of a value and of the value's name. It raises `InvalidError`, whose message
+never quotes the value. Conditions between values, such as equal lengths of two lists, are checked
+where a message is used.
 """
 
-import math
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Check = Callable[[Any, str], None]  # takes decoded JSON and its name for the error
 
 
 class InvalidError(Exception):
-    """A value does not match its specification. The message names the place, not the value."""
+    """A value fails its check. The message names the place, not the value."""
 
 
-class Integer(NamedTuple):
-    """An integer in a range."""
-
-    minimum: int
-    maximum: int
-
-
-class Real(NamedTuple):
-    """A finite number in a range."""
-
-    minimum: float
-    maximum: float
+def _need(condition: Any, path: str, requirement: str) -> None:
+    """Raises InvalidError unless the condition holds for the value named `path`."""
+    if not condition:
+        raise InvalidError(f"{path} must be {requirement}")
 
 
-class Flag(NamedTuple):
-    """True or false."""
+def _condition(requirement: str, is_valid: Callable[[Any], Any]) -> Check:
+    """Returns the check that `is_valid` is true for a value; `requirement` is for the error."""
+    return lambda value, path: _need(is_valid(value), path, requirement)
 
 
-class Text(NamedTuple):
-    """Text that fully matches a regular expression."""
-
-    pattern: str
-
-
-class Choice(NamedTuple):
-    """One of several strings."""
-
-    options: tuple[str, ...]
+def integer(minimum: int, maximum: int) -> Check:
+    """Returns the check of an integer in a range."""
+    return _condition(
+        f"a whole number from {minimum} to {maximum}",
+        lambda value: type(value) is int and minimum <= value <= maximum,
+    )
 
 
-class Items(NamedTuple):
-    """A list whose items match one specification."""
-
-    item: Any
-    maximum: int
-    minimum: int = 0
-
-
-class Pair(NamedTuple):
-    """A list of two values."""
-
-    first: Any
-    second: Any
+def real(minimum: float, maximum: float) -> Check:
+    """Returns the check of a number in a range with finite ends."""
+    return _condition(
+        f"a number from {minimum} to {maximum}",
+        lambda value: type(value) in (int, float) and minimum <= value <= maximum,
+    )
 
 
-class Table(NamedTuple):
-    """An object with names that match a pattern and values that match one specification."""
-
-    names: Text
-    item: Any
-    maximum: int
-
-
-class Fields(NamedTuple):
-    """An object with the given fields and no others."""
-
-    required: Mapping[str, Any]
-    optional: Mapping[str, Any] = {}
+def text(pattern: str) -> Check:
+    """Returns the check of text that fully matches a regular expression."""
+    return _condition(
+        f"text of the form {pattern}",
+        lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII),
+    )
 
 
-class Either(NamedTuple):
-    """A value that matches `first` if it has its JSON type, and `second` otherwise."""
-
-    first: Any
-    second: Any
-
-
-class ByKind(NamedTuple):
-    """An object whose specification depends on its field `kind`."""
-
-    kinds: Mapping[str, Any]
+def choice(*options: str) -> Check:
+    """Returns the check of one of several strings."""
+    return _condition(
+        " or ".join(options), lambda value: isinstance(value, str) and value in options
+    )
 
 
-class Settings(NamedTuple):
-    """Settings, bounded in depth and length; their configuration checks the values."""
+def items(item: Check, maximum: int, minimum: int = 0) -> Check:
+    """Returns the check of a list of `minimum` to `maximum` values that each pass `item`."""
 
-    depth: int = 8
+    def check(value: Any, path: str) -> None:
+        is_valid = isinstance(value, list) and minimum <= len(value) <= maximum
+        _need(is_valid, path, f"a list of {minimum} to {maximum} values")
+        for i, element in enumerate(value):
+            item(element, f"{path}[{i}]")
+
+    return check
+
+
+def pair(first: Check, second: Check) -> Check:
+    """Returns the check of a list of two values."""
+
+    def check(value: Any, path: str) -> None:
+        _need(isinstance(value, list) and len(value) == 2, path, "a list of two values")
+        first(value[0], f"{path}[0]")
+        second(value[1], f"{path}[1]")
+
+    return check
+
+
+def table(name: Check, item: Check, maximum: int) -> Check:
+    """Returns the check of an object of at most `maximum` fields with any valid names."""
+
+    def check(value: Any, path: str) -> None:
+        is_valid = isinstance(value, dict) and len(value) <= maximum
+        _need(is_valid, path, f"an object of at most {maximum} values")
+        for number, key in enumerate(value):
+            name(key, f"name {number} in {path}")
+            item(value[key], f"{path}.{key}")
+
+    return check
+
+
+def fields(required: Mapping[str, Check], optional: Mapping[str, Check] | None = None) -> Check:
+    """Returns the check of an object with the given fields and no others."""
+    checks = {**required, **(optional or {})}
+
+    def check(value: Any, path: str) -> None:
+        _need(isinstance(value, dict), path, "an object")
+        for name in required:
+            _need(name in value, path, f"an object with the field {name}")
+        names = ", ".join(checks)
+        _need(set(value) <= set(checks), path, f"an object without fields but {names}")
+        for name, field in checks.items():
+            if name in value:
+                field(value[name], f"{path}.{name}")
+
+    return check
+
+
+def integer_or(integers: Check, others: Check) -> Check:
+    """Returns the check that passes an integer to `integers` and any other value to `others`."""
+    return lambda value, path: (integers if type(value) is int else others)(value, path)
+
+
+def by_kind(fields_of: Mapping[str, Mapping[str, Check]]) -> Check:
+    """Returns the check of an object whose field `kind` decides which other fields it has."""
+    known_kind = choice(*fields_of)
+    checks = {kind: fields({"kind": known_kind, **others}) for kind, others in fields_of.items()}
+
+    def check(value: Any, path: str) -> None:
+        kind: Any = value.get("kind") if isinstance(value, dict) else None
+        known_kind(kind, f"{path}.kind")
+        checks[kind](value, path)
+
+    return check
 
 
 _MAX_SETTINGS = 1000  # values in one group or list of settings
 
 
-def check(spec: Any, value: Any, path: str) -> None:
-    """Raises InvalidError unless a value matches a specification.
+def settings(value: Any, path: str, depth: int = 8) -> None:
+    """Checks the depth and the lengths of settings; their configuration checks the values.
 
     Args:
-      spec: The specification.
-      value: Decoded JSON.
-      path: Name of the value in the error.
+      value: Decoded JSON: a setting, or a group or list of settings.
+      path: Name of the value for the error.
+      depth: Largest number of groups and lists inside each other.
     """
-    match spec:
-        case Integer(minimum, maximum):
-            _need(type(value) is int and minimum <= value <= maximum, path,
-                  f"a whole number from {minimum} to {maximum}")  # fmt: skip
-        case Real(minimum, maximum):
-            is_finite = type(value) in (int, float) and -math.inf < value < math.inf
-            _need(
-                is_finite and minimum <= value <= maximum,
-                path,
-                f"a number from {minimum} to {maximum}",
-            )
-        case Flag():
-            _need(type(value) is bool, path, "true or false")
-        case Text(pattern):
-            matches = isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII)
-            _need(matches, path, f"text of the form {pattern}")
-        case Choice(options):
-            is_option = isinstance(value, str) and value in options
-            _need(is_option, path, " or ".join(options))
-        case Items(item, maximum, minimum):
-            _need(isinstance(value, list) and minimum <= len(value) <= maximum, path,
-                  f"a list of {minimum} to {maximum} values")  # fmt: skip
-            for i, element in enumerate(value):
-                check(item, element, f"{path}[{i}]")
-        case Pair(first, second):
-            _need(isinstance(value, list) and len(value) == 2, path, "a list of two values")
-            check(first, value[0], f"{path}[0]")
-            check(second, value[1], f"{path}[1]")
-        case Table(names, item, maximum):
-            _need(isinstance(value, dict) and len(value) <= maximum, path,
-                  f"an object of at most {maximum} values")  # fmt: skip
-            for number, name in enumerate(value):
-                check(names, name, f"name {number} in {path}")
-                check(item, value[name], f"{path}.{name}")
-        case Fields(required, optional):
-            _check_fields(required, optional, value, path)
-        case Either(first, second):
-            simple = type(value) is int if isinstance(first, Integer) else isinstance(value, list)
-            check(first if simple else second, value, path)
-        case ByKind(kinds):
-            kind: Any = value.get("kind") if isinstance(value, dict) else None
-            check(Choice(tuple(kinds)), kind, f"{path}.kind")
-            check(kinds[kind], value, path)
-        case Settings(depth):
-            _check_settings(value, depth, path)
-        case _:
-            raise TypeError(f"{spec} is not a specification")
-
-
-def _need(condition: Any, path: str, requirement: str) -> None:
-    if not condition:
-        raise InvalidError(f"{path} must be {requirement}")
-
-
-def _check_fields(
-    required: Mapping[str, Any], optional: Mapping[str, Any], value: Any, path: str
-) -> None:
-    _need(isinstance(value, dict), path, "an object")
-    for name in required:
-        _need(name in value, path, f"an object with the field {name}")
-    fields = {**required, **optional}
-    _need(set(value) <= set(fields), path, f"an object without fields but {', '.join(fields)}")
-    for name, spec in fields.items():
-        if name in value:
-            check(spec, value[name], f"{path}.{name}")
-
-
-def _check_settings(value: Any, depth: int, path: str) -> None:
     requirement = f"settings: numbers, text and groups of them, at most {_MAX_SETTINGS} together"
     _need(depth >= 0, path, requirement)
+    if isinstance(value, dict | list):
+        _need(len(value) <= _MAX_SETTINGS, path, requirement)
     if isinstance(value, dict):
-        _need(len(value) <= _MAX_SETTINGS, path, requirement)
         for number, name in enumerate(value):
-            check(NAME, name, f"name {number} in {path}")
-            _check_settings(value[name], depth - 1, f"{path}.{name}")
+            NAME(name, f"name {number} in {path}")
+            settings(value[name], f"{path}.{name}", depth - 1)
     elif isinstance(value, list):
-        _need(len(value) <= _MAX_SETTINGS, path, requirement)
         for i, item in enumerate(value):
-            _check_settings(item, depth - 1, f"{path}[{i}]")
+            settings(item, f"{path}[{i}]", depth - 1)
     elif isinstance(value, str):
         _need(len(value) <= 1000, path, requirement)
     elif value is not None and type(value) is not bool:
-        check(Either(Integer(-(2**53), 2**53), Real(-1e300, 1e300)), value, path)
+        integer_or(integer(-(2**53), 2**53), real(-1e300, 1e300))(value, path)
 
 
-# Specifications of messages.
+# Checks of messages.
 
 MAX_CLIENTS = 1_000_000
 MAX_ROUNDS = 999_999_999
@@ -202,130 +169,121 @@ MIN_ROWS = 20  # default of `least_rows` in a node's file
 MAX_MEAN = 1e30  # squares are still finite in float64
 ENROL, TRAIN, EVALUATE = "enrol", "train", "evaluate"
 
-NAME = Text(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+FLAG = _condition("true or false", lambda value: type(value) is bool)
+NAME = text(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 # Names without control characters, surrogates, and marks that change the writing direction.
-PRINTABLE_NAME = Text(
+PRINTABLE_NAME = text(
     r"[^\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]{1,200}"
 )
-RUN = Text(r"[0-9a-f]{4,64}")
-DIGEST = Text(r"[0-9a-f]{64}")
-CLIENT = Integer(0, MAX_CLIENTS - 1)
-ROUND = Integer(0, MAX_ROUNDS)
-SETTLED = Integer(-1, MAX_ROUNDS)
-_COUNT = Integer(0, MAX_EXAMPLES)
-_SHAPE = Items(Integer(0, MAX_ELEMENTS), 8)
-_NUMBERS = Choice(("bool", "uint8", "int32", "float32"))
-_SPLITS = {"train": Integer(1, MAX_EXAMPLES), "validation": _COUNT, "test": _COUNT}
-_WIDTHS = dict.fromkeys(_SPLITS, Integer(1, MAX_EXAMPLES))
-_CONSTANT = Pair(_NUMBERS, _SHAPE)
+RUN = text(r"[0-9a-f]{4,64}")
+DIGEST = text(r"[0-9a-f]{64}")
+CLIENT = integer(0, MAX_CLIENTS - 1)
+ROUND = integer(0, MAX_ROUNDS)
+_COUNT = integer(0, MAX_EXAMPLES)
+_SHAPE = items(integer(0, MAX_ELEMENTS), 8)
+_NUMBERS = choice("bool", "uint8", "int32", "float32")
+_SPLITS = {"train": integer(1, MAX_EXAMPLES), "validation": _COUNT, "test": _COUNT}
+_WIDTHS = dict.fromkeys(_SPLITS, integer(1, MAX_EXAMPLES))
+_CONSTANT = pair(_NUMBERS, _SHAPE)
 
 # Fields that must be equal at all nodes.
 SHARED_FIELDS = {
-    "input_shape": Items(Integer(1, MAX_ELEMENTS), 8, 1),
+    "input_shape": items(integer(1, MAX_ELEMENTS), 8, 1),
     "input_dtype": _NUMBERS,
     "each": _SHAPE,
-    "target": Pair(_NUMBERS, _SHAPE),
-    "outputs": Integer(1, MAX_OUTPUTS),
-    "constants": Fields({}, dict.fromkeys(("scale", "shift", "label_map", "classes"), _CONSTANT)),
+    "target": pair(_NUMBERS, _SHAPE),
+    "outputs": integer(1, MAX_OUTPUTS),
+    "constants": fields({}, dict.fromkeys(("scale", "shift", "label_map", "classes"), _CONSTANT)),
 }
 SHARED_OPTIONAL_FIELDS = {
-    "classes": Items(PRINTABLE_NAME, MAX_NAMES, 1),
+    "classes": items(PRINTABLE_NAME, MAX_NAMES, 1),
     "input": DIGEST,
-    "normalise": Fields({"features": Items(Flag(), MAX_NAMES), "targets": Flag()}),
+    "normalise": fields({"features": items(FLAG, MAX_NAMES), "targets": FLAG}),
 }
-SUMS = Fields(
+_SUMS = fields(
     {
-        "n": Integer(1, MAX_EXAMPLES * 1000),
-        "mean": Items(Real(-MAX_MEAN, MAX_MEAN), MAX_NAMES, 1),
-        "m2": Items(Real(0, MAX_MEAN**2 * MAX_EXAMPLES), MAX_NAMES, 1),
+        "n": integer(1, MAX_EXAMPLES * 1000),
+        "mean": items(real(-MAX_MEAN, MAX_MEAN), MAX_NAMES, 1),
+        "m2": items(real(0, MAX_MEAN**2 * MAX_EXAMPLES), MAX_NAMES, 1),
     }
 )
-NODE_DESCRIPTION = Fields(
+NODE_DESCRIPTION = fields(
     {
         **SHARED_FIELDS,
-        "counts": Fields(_SPLITS),
-        "widths": Fields(_WIDTHS),
+        "counts": fields(_SPLITS),
+        "widths": fields(_WIDTHS),
         "stored_dtype": _NUMBERS,
     },
-    {**SHARED_OPTIONAL_FIELDS, "sums": SUMS},
+    {**SHARED_OPTIONAL_FIELDS, "sums": _SUMS},
 )
-FEDERATION = Fields(
+FEDERATION = fields(
     {
-        "counts": Items(Fields(_SPLITS), MAX_CLIENTS, 1),
-        "held_out": Integer(0, MAX_CLIENTS),
-        "groups": Integer(1, 1000),
-        "alike": Fields(SHARED_FIELDS, SHARED_OPTIONAL_FIELDS),
-        "widths": Fields(_WIDTHS),
+        "counts": items(fields(_SPLITS), MAX_CLIENTS, 1),
+        "held_out": integer(0, MAX_CLIENTS),
+        "groups": integer(1, 1000),
+        "alike": fields(SHARED_FIELDS, SHARED_OPTIONAL_FIELDS),
+        "widths": fields(_WIDTHS),
         "stored_dtype": _NUMBERS,
     },
     {
-        "mean": Items(Real(-MAX_MEAN, MAX_MEAN), MAX_NAMES, 1),
-        "deviation": Items(Real(1 / MAX_MEAN, MAX_MEAN**1.5), MAX_NAMES, 1),
+        "mean": items(real(-MAX_MEAN, MAX_MEAN), MAX_NAMES, 1),
+        "deviation": items(real(1 / MAX_MEAN, MAX_MEAN**1.5), MAX_NAMES, 1),
     },
 )
 
-ENVELOPE = Fields({}, {"start": Integer(0, 2**53)})
-_TO_CLIENT = {"run": RUN, "client": CLIENT, "settings": Table(NAME, Settings(), 1000)}
-_IN_ROUND = {**_TO_CLIENT, "federation": FEDERATION, "round": ROUND, "settled": SETTLED}
-REQUEST = ByKind(
-    {
-        ENROL: Fields({"kind": Choice((ENROL,)), **_TO_CLIENT}),
-        TRAIN: Fields({"kind": Choice((TRAIN,)), **_IN_ROUND}),
-        EVALUATE: Fields({"kind": Choice((EVALUATE,)), **_IN_ROUND, "last": Flag()}),
-    }
-)
+_START = integer(0, 2**53)
+ENVELOPE = fields({}, {"start": _START})
+_TO_CLIENT = {"run": RUN, "client": CLIENT, "settings": table(NAME, settings, 1000)}
+_IN_ROUND = {
+    **_TO_CLIENT,
+    "federation": FEDERATION,
+    "round": ROUND,
+    "settled": integer(-1, MAX_ROUNDS),
+}
+REQUEST = by_kind({ENROL: _TO_CLIENT, TRAIN: _IN_ROUND, EVALUATE: {**_IN_ROUND, "last": FLAG}})
 _FROM_CLIENT = {"run": RUN, "client": CLIENT, "request": DIGEST}
-_REFUSED = "refused"
-REFUSAL = Fields({"kind": Choice((_REFUSED,)), "why": Text(r"(?s:.){0,1000}")})
-RESPONSE = ByKind(
+RESPONSE = by_kind(
     {
-        ENROL: Fields({"kind": Choice((ENROL,)), **_FROM_CLIENT, "described": NODE_DESCRIPTION}),
-        TRAIN: Fields({"kind": Choice((TRAIN,)), **_FROM_CLIENT, "round": ROUND, "finite": Flag()}),
-        EVALUATE: Fields({"kind": Choice((EVALUATE,)), **_FROM_CLIENT, "round": ROUND}),
-        _REFUSED: REFUSAL,
+        ENROL: {**_FROM_CLIENT, "described": NODE_DESCRIPTION},
+        TRAIN: {**_FROM_CLIENT, "round": ROUND, "finite": FLAG},
+        EVALUATE: {**_FROM_CLIENT, "round": ROUND},
+        "refused": {"why": text(r"(?s:.){0,1000}")},
     }
 )
 
-# Specifications of files.
+# Checks of files.
 
-ROUND_RECORD = Fields(
-    {
-        "round": ROUND,
-        "start": Integer(0, 2**53),
-        "request": DIGEST,
-        "answer_bytes": Integer(0, 2**40),
-    }
+ROUND_RECORD = fields(
+    {"round": ROUND, "start": _START, "request": DIGEST, "answer_bytes": integer(0, 2**40)}
 )
-CLIENT_FILE = Fields({"client": CLIENT})  # client.json in a node's folder
+CLIENT_FILE = fields({"client": CLIENT})  # client.json in a node's folder
 # enrolled.json in a run's folder: digests of the settings, of the node's examples, and of the
 # federation in the first training or evaluation request.
-ENROLLED = Fields(
+ENROLLED = fields(
     {"client": CLIENT, "settings": DIGEST, "examples": DIGEST}, {"federation": DIGEST}
 )
-DEPLOYED = Fields(
-    {}, {"run": RUN, "starts": Integer(0, 2**53), "federation": FEDERATION}
-)  # deployed.json of a run directory
-_PATH = Text(r"(?s:[^\x00]){1,4096}")
-RUN_FILE = Fields(
-    {"config": Table(NAME, Settings(), 1000), "workdir": _PATH, "log": _PATH},
+# deployed.json of a run directory.
+DEPLOYED = fields({}, {"run": RUN, "starts": _START, "federation": FEDERATION})
+_PATH = text(r"(?s:[^\x00]){1,4096}")
+_WAITING = fields(
+    {},
     {
-        "waiting": Fields(
-            {},
-            {
-                "seconds": Real(1, 1e9),
-                "least": Integer(0, MAX_CLIENTS),
-                "tries": Integer(1, MAX_ROUNDS),
-            },
-        )
+        "seconds": real(1, 1e9),
+        "least": integer(0, MAX_CLIENTS),
+        "tries": integer(1, MAX_ROUNDS),
     },
-)  # the file of a run that the server's app is given
-KEYS = Table(Text("0|[1-9][0-9]{0,6}"), DIGEST, MAX_CLIENTS)
-OUTCOME = Fields({}, {"directory": Text(r"(?s:.){1,4096}"), "error": Text(r"(?s:.){0,2000}")})
-_VOCABULARY = Either(Integer(1, MAX_OUTPUTS), Items(PRINTABLE_NAME, MAX_NAMES, 1))
+)
+# The file of a run that the server's app is given.
+RUN_FILE = fields(
+    {"config": table(NAME, settings, 1000), "workdir": _PATH, "log": _PATH}, {"waiting": _WAITING}
+)
+KEYS = table(text("0|[1-9][0-9]{0,6}"), DIGEST, MAX_CLIENTS)
+OUTCOME = fields({}, {"directory": text(r"(?s:.){1,4096}"), "error": text(r"(?s:.){0,2000}")})
+_VOCABULARY = integer_or(integer(1, MAX_OUTPUTS), items(PRINTABLE_NAME, MAX_NAMES, 1))
 OWNER_FIELDS = {
     "client": CLIENT,
     "labels": _VOCABULARY,
-    "words": Table(PRINTABLE_NAME, _VOCABULARY, 1000),
-    "least_rows": Integer(1, MAX_EXAMPLES),
-    "code": Items(Text(r"[\w.]{1,200}:\w{1,200}"), 100),
+    "words": table(PRINTABLE_NAME, _VOCABULARY, 1000),
+    "least_rows": integer(1, MAX_EXAMPLES),
+    "code": items(text(r"[\w.]{1,200}:\w{1,200}"), 100),
 }

@@ -60,7 +60,7 @@ class ClientDisk(NamedTuple):
             )
         line, _, body = content.partition(b"\n")
         facts = json.loads(line)
-        schema.check(schema.ROUND_RECORD, facts, path.name)
+        schema.ROUND_RECORD(facts, path.name)
         cut = facts.pop("answer_bytes")
         return RoundRecord(**facts, response=body[:cut], state=body[cut:])
 
@@ -120,14 +120,11 @@ def decode_state(content: bytes, template: PyTree) -> PyTree:
     return wire.read_tree(wire.decode(content, len(content)), "client", template)
 
 
-def read_json(path: Path, spec: Any) -> dict[str, Any]:
-    """Reads a JSON object and checks it against a specification of `schema`.
-
-    Returns an empty dict if there is no such file.
-    """
+def read_json(path: Path, check: schema.Check) -> dict[str, Any]:
+    """Reads a JSON object that passes a check. Returns an empty dict if there is no such file."""
     try:
         content = json.loads(path.read_bytes())
-        schema.check(spec, content, path.name)
+        check(content, path.name)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError, schema.InvalidError) as error:

@@ -76,13 +76,13 @@ def encode(
     return b"".join([_MAGIC, lengths[0], header, lengths[1], head, *parts])
 
 
-def decode(content: bytes, max_bytes: int, spec: Any = None) -> Message:
+def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) -> Message:
     """Decodes a message; raises InvalidError if it is malformed.
 
     Args:
       content: Received bytes.
       max_bytes: Maximum length.
-      spec: Specification of the facts, see `schema`; None leaves them unchecked.
+      check: Check of the facts, such as `schema.REQUEST`; None leaves them unchecked.
     """
     if len(content) > max_bytes:
         raise InvalidError(f"it has {len(content):,} bytes; the maximum is {max_bytes:,}")
@@ -94,9 +94,9 @@ def decode(content: bytes, max_bytes: int, spec: Any = None) -> Message:
     facts, entries = head.get("facts"), head.get("arrays")
     if not isinstance(facts, dict) or not isinstance(entries, list):
         raise InvalidError("its head has no facts or no list of arrays")
-    schema.check(schema.ENVELOPE, envelope, "envelope")
-    if spec is not None:
-        schema.check(spec, facts, "message")
+    schema.ENVELOPE(envelope, "envelope")
+    if check is not None:
+        check(facts, "message")
     arrays: dict[str, np.ndarray] = {}
     for entry in entries:
         name, dtype, shape = _check_entry(entry)

@@ -116,9 +116,9 @@ DELETE = object()
     ],
 )
 def test_a_description_out_of_bounds(path: str, value: Any):
-    schema.check(schema.NODE_DESCRIPTION, DESCRIPTION, "described")
+    schema.NODE_DESCRIPTION(DESCRIPTION, "described")
     with pytest.raises(InvalidError) as error:
-        schema.check(schema.NODE_DESCRIPTION, replace_at(DESCRIPTION, path, value), "described")
+        schema.NODE_DESCRIPTION(replace_at(DESCRIPTION, path, value), "described")
     line = str(error.value)
     assert "described" in line
     assert PLANTED not in line
@@ -157,9 +157,9 @@ def test_a_description_out_of_bounds(path: str, value: Any):
     ],
 )
 def test_a_request_out_of_bounds(path: str, value: Any):
-    schema.check(schema.REQUEST, TRAIN, "message")
+    schema.REQUEST(TRAIN, "message")
     with pytest.raises(InvalidError):
-        schema.check(schema.REQUEST, replace_at(TRAIN, path, value), "message")
+        schema.REQUEST(replace_at(TRAIN, path, value), "message")
     content = wire.encode(
         replace_at({"facts": TRAIN}, f"facts.{path}", value)["facts"], envelope={}
     )
@@ -172,7 +172,7 @@ def test_the_depth_of_settings_is_limited():
     for _ in range(9):
         deep = [deep]
     with pytest.raises(InvalidError):
-        schema.check(schema.REQUEST, replace_at(TRAIN, "settings.learning_rate", deep), "message")
+        schema.REQUEST(replace_at(TRAIN, "settings.learning_rate", deep), "message")
 
 
 @pytest.mark.parametrize("shape", [[0, 2**39, 2**39], [2**39, 0, 2**39], [2**40], [0] * 33, [-1]])
