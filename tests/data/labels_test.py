@@ -1,14 +1,15 @@
 """Tests that labels of files keep their values or raise an error."""
 
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import load
+from tests.commands import message
 
 
 def csv(folder, labels, test=None, **settings):
@@ -44,7 +45,7 @@ def lists(folder, labels, names=None):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "line"),
     [
         (lambda at: leaf(at, [0, 2**32 + 1]), "leaf:.* label 4294967297 in example 1"),
         (lambda at: leaf(at, [0.9, 1.9]), r"leaf:.* label 0\.9 in example 0"),
@@ -67,10 +68,8 @@ def lists(folder, labels, names=None):
         (lambda at: csv(at, ["0", str(2**64)]), r"train\.csv.* 18446744073709551616.* 64 bits"),
     ],
 )
-def test_ambiguous_and_invalid_labels_are_refused(tmp_path, call, message):
-    with pytest.raises(UsageError, match=message) as error:
-        call(tmp_path)
-    assert "\n" not in str(error.value)
+def test_ambiguous_and_invalid_labels_are_refused(tmp_path, call, line):
+    assert re.search(line, message(call, tmp_path))
 
 
 def test_unambiguous_labels_keep_their_values(tmp_path):

@@ -1,3 +1,4 @@
+import re
 import time
 
 import numpy as np
@@ -5,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import partitions
 from fedjax_pfl.data.partitions import PARTITIONS
 from fedjax_pfl.data.pool import Pool
+from tests.commands import message
 
 CIFAR10 = np.full(10, 6000)
 DIGITS = np.array([178, 182, 177, 183, 181, 182, 181, 179, 174, 180])
@@ -27,6 +28,10 @@ BY_LABEL = [name for name in PARTITIONS if name != "natural"]
 
 def rng(seed=0):
     return np.random.default_rng(seed)
+
+
+def refusal(name, pool, **options):
+    return message(lambda: PARTITIONS[name](pool, rng(), **options))
 
 
 @settings(max_examples=60, deadline=None)
@@ -49,13 +54,13 @@ def test_partitions_depend_on_the_seed(name):
     assert not np.array_equal(first, second)
 
 
-@pytest.mark.parametrize("name", BY_LABEL)
-def test_five_hundred_clients_take_less_than_five_seconds(name):
+def test_five_hundred_clients_take_less_than_five_seconds():
     small = {"classes": 120, "dominant": 120, "listed": 2}
-    small = {"examples": small[name]} if name in small else {}
-    begin = time.perf_counter()
-    PARTITIONS[name](CIFAR100._replace(clients=500), rng(), **small)
-    assert time.perf_counter() - begin < 5
+    for name in BY_LABEL:
+        begin = time.perf_counter()
+        options = {"examples": small[name]} if name in small else {}
+        PARTITIONS[name](CIFAR100._replace(clients=500), rng(), **options)
+        assert time.perf_counter() - begin < 5, name
 
 
 def test_listed_by_hand():
@@ -74,16 +79,14 @@ def test_iid_gives_equal_counts_of_each_class():
     np.testing.assert_array_equal(counts, np.full((20, 10), 10))
 
 
-def test_classes_for_cifar10_as_in_pfedla():
-    counts = partitions.classes(Pool(CIFAR10, 10), rng())
+def test_classes_by_hand():
+    counts = partitions.classes(Pool(CIFAR10, 10), rng())  # as in pFedLA's paper
     np.testing.assert_array_equal(np.sort(counts, 1), [[0] * 6 + [150] * 4] * 10)
-
-
-def test_classes_if_some_class_is_used_up():
+    counts = partitions.classes(Pool(CIFAR10, 3), rng(), per_client=4, examples=10)
+    np.testing.assert_array_equal(np.sort(counts, 1)[:, -4:], [[2, 2, 3, 3]] * 3)
     # 8 slots of 5 examples; the classes have exactly 3 + 2 + 2 + 1 slots.
-    counts = partitions.classes(
-        Pool(np.array([15, 14, 10, 9]), 4), rng(), per_client=2, examples=10
-    )
+    small = Pool(np.array([15, 14, 10, 9]), 4)
+    counts = partitions.classes(small, rng(), per_client=2, examples=10)
     np.testing.assert_array_equal(counts.sum(0), [15, 10, 10, 5])
 
 
@@ -91,27 +94,23 @@ def test_classes_says_what_fits():
     counts = partitions.classes(Pool(DIGITS, 10), rng(), examples=160)
     np.testing.assert_array_equal(np.sort(counts, 1)[:, -4:], 40)
     # 43 examples fit four times into each class of 172 or more: ten classes hold the 40 slots.
-    with pytest.raises(UsageError, match=r"the largest `examples` that fits is 172$"):
-        partitions.classes(Pool(DIGITS, 10), rng())
+    line = refusal("classes", Pool(DIGITS, 10))
+    assert line.endswith("the largest `examples` that fits is 172")
     partitions.classes(Pool(DIGITS, 10), rng(), examples=172)
     # 1,797 examples, four each: 449 clients.
-    with pytest.raises(UsageError, match=r"600 examples .* 1,797 .* at most 449 clients$"):
-        partitions.classes(Pool(DIGITS, 500), rng())
+    line = refusal("classes", Pool(DIGITS, 500))
+    assert re.search(r"600 examples .* 1,797 .* at most 449 clients$", line)
     partitions.classes(Pool(DIGITS, 449), rng(), examples=4)
-
-
-def test_classes_distributes_a_remainder():
-    counts = partitions.classes(Pool(CIFAR10, 3), rng(), per_client=4, examples=10)
-    np.testing.assert_array_equal(np.sort(counts, 1)[:, -4:], [[2, 2, 3, 3]] * 3)
 
 
 def test_dominant_counts_by_hand():
     # 8 rare classes and 2 of weight 10: low = floor(600/28) = 21, high = (600 - 168)/2 = 216.
     counts = partitions.dominant(Pool(CIFAR10, 10), rng())
     np.testing.assert_array_equal(np.sort(counts, 1), [[21] * 8 + [216] * 2] * 10)
-    with pytest.raises(UsageError, match="the largest `examples` that fits is") as error:
-        partitions.dominant(Pool(DIGITS, 10), rng())
-    size = int(str(error.value).split()[-1])
+    _, _, size = refusal("dominant", Pool(DIGITS, 10)).partition(
+        "the largest `examples` that fits is "
+    )
+    size = int(size)
     partitions.dominant(Pool(DIGITS, 10), rng(), examples=size)
     assert size >= 150
 
@@ -128,12 +127,10 @@ def test_shares_of_a_class_sum_to_one():
 
 def test_shares_with_a_spare_slot_lose_its_share():
     counts = partitions.shares(Pool(CIFAR10, 10), rng(), spare_slot=True)
-    used = counts[counts > 0] / 6000
-    assert used.min() >= 0.4 / 1.6 - 1e-3  # one of three slots: 0.4 / (0.4 + 0.6 + 0.6)
-    assert used.max() <= 0.6 / 1.4 + 1e-3
-    left = 1 - counts.sum(0) / 6000
-    assert left.min() >= 0.4 / 1.6 - 1e-3
-    assert left.max() <= 0.6 / 1.4 + 1e-3
+    used, left = counts[counts > 0] / 6000, 1 - counts.sum(0) / 6000
+    for share in (used, left):  # one of three slots: from 0.4 / (0.4 + 0.6 + 0.6)
+        assert share.min() >= 0.4 / 1.6 - 1e-3
+        assert share.max() <= 0.6 / 1.4 + 1e-3
 
 
 def test_dirichlet_uses_all_examples_and_meets_the_minimum():
@@ -142,10 +139,8 @@ def test_dirichlet_uses_all_examples_and_meets_the_minimum():
     assert counts.sum(1).min() >= 10
     even = partitions.dirichlet(Pool(CIFAR10, 10), rng(), alpha=1e6)
     np.testing.assert_allclose(even, 600, atol=10)
-    with pytest.raises(UsageError, match="no sample gave each"):
-        partitions.dirichlet(Pool(DIGITS, 100), rng(), alpha=0.01)
-    with pytest.raises(UsageError, match="the largest `minimum` is 3"):
-        partitions.dirichlet(Pool(DIGITS, 500), rng())
+    assert "no sample gave each" in refusal("dirichlet", Pool(DIGITS, 100), alpha=0.01)
+    assert "the largest `minimum` is 3" in refusal("dirichlet", Pool(DIGITS, 500))
 
 
 def test_dirichlet_classes_of_unequal_sizes():
@@ -157,8 +152,8 @@ def test_dirichlet_classes_of_unequal_sizes():
     p = np.stack([generator.dirichlet(np.full(10, 0.1 if i < 90 else 1e6)) for i in range(100)])
     np.testing.assert_allclose(counts, p / p.sum(0) * CIFAR10, atol=1)
     assert np.ptp(counts[90:], 0).max() <= 1
-    with pytest.raises(UsageError, match="uses all examples"):
-        partitions.dirichlet_classes(pool, rng(), examples=5, equal=False)
+    line = refusal("dirichlet_classes", pool, examples=5, equal=False)
+    assert "uses all examples" in line
 
 
 def test_dirichlet_classes_of_equal_sizes_with_novel_clients():
@@ -167,8 +162,7 @@ def test_dirichlet_classes_of_equal_sizes_with_novel_clients():
     np.testing.assert_array_equal(counts.sum(1), 100)
     assert counts[:90].max(1).mean() > 50
     assert (counts[90:].max(1) < 30).all()
-    with pytest.raises(UsageError, match="the largest `examples` is 600"):
-        partitions.dirichlet_classes(pool, rng(), examples=601)
+    assert "the largest `examples` is 600" in refusal("dirichlet_classes", pool, examples=601)
 
 
 def test_shards_by_hand():
@@ -226,14 +220,13 @@ def test_natural_leaves_out_small_owners():
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "line"),
     [
         ("classes", {"per_client": 11}, "per_client=11 must lie between 1 and 10"),
         ("classes", {"examples": 3}, "use at least 4"),
         ("dominant", {"ratio": 0.5}, "use 1 or more"),
         ("dominant", {"dominant": 0}, "dominant=0"),
         ("shares", {"low": 0.0}, "0 < low"),
-        ("dirichlet", {"alpha": 0.0}, "must be positive"),
         ("dirichlet", {"alpha": np.inf}, "alpha=inf must be positive and finite"),
         ("dirichlet_classes", {"alpha": -1.0}, "must be positive"),
         ("dirichlet_classes", {"alpha": 1e-300, "equal": False}, "some class to no client"),
@@ -250,27 +243,22 @@ def test_natural_leaves_out_small_owners():
         ("clusters", {"minimum": -1}, "must be at least 0"),
         ("iid", {"examples": 6001}, "the largest `examples` is 6000"),
         ("listed", {"classes": ((0, 0),)}, "each item must list distinct classes from 0 to 9"),
-        ("listed", {"classes": ((10,),)}, "distinct classes from 0 to 9"),
         ("listed", {"classes": ((),)}, "each item must"),
-        ("listed", {"classes": (("a",),)}, "has .'a',.; each item must"),
         ("listed", {"classes": ((True,),)}, "each item must"),
+        ("listed", {"classes": (("a",),)}, "has .'a',.; each item must"),
         ("listed", {"classes": ((0, 1, 2),), "examples": 2}, "use at least 3"),
         ("listed", {"classes": ((1,),), "examples": 5000}, "class 1 has 6,000"),
     ],
 )
-def test_invalid_settings_raise_one_line(name, options, message):
-    with pytest.raises(UsageError, match=message) as error:
-        PARTITIONS[name](Pool(CIFAR10, 10), rng(), **options)
-    assert "\n" not in str(error.value)
+def test_invalid_settings_raise_one_line(name, options, line):
+    assert re.search(line, refusal(name, Pool(CIFAR10, 10), **options))
 
 
 def test_advice_is_possible():
-    with pytest.raises(UsageError, match=r"use at most 1797 clients$"):
-        partitions.shards(Pool(DIGITS, 3000), rng())
-    with pytest.raises(UsageError, match="only 2 classes have examples; use at most that for per"):
-        partitions.classes(Pool(np.array([9, 0, 9]), 2), rng(), per_client=3, examples=3)
-    with pytest.raises(UsageError, match=r"use fewer clients$"):
-        partitions.listed(Pool(DIGITS, 5000), rng(), examples=2)
+    assert refusal("shards", Pool(DIGITS, 3000)).endswith("use at most 1797 clients")
+    line = refusal("classes", Pool(np.array([9, 0, 9]), 2), per_client=3, examples=3)
+    assert "only 2 classes have examples; use at most that for per" in line
+    assert refusal("listed", Pool(DIGITS, 5000), examples=2).endswith("use fewer clients")
 
 
 def test_natural_counts_eligible_owners_in_errors():
@@ -281,9 +269,10 @@ def test_natural_counts_eligible_owners_in_errors():
         (1, 9, "9 or more examples, and there are none: use minimum=2 or less"),
         (3, 9, "9 or more examples, and there are none: use a smaller minimum"),
     ):
-        with pytest.raises(UsageError) as error:
-            partitions.natural(owners, clients, rng(), minimum=minimum)
-        assert str(error.value) == f"{clients} clients need as many owners with {line}"
+        error = message(
+            lambda c, m: partitions.natural(owners, c, rng(), minimum=m), clients, minimum
+        )
+        assert error == f"{clients} clients need as many owners with {line}"
 
 
 def test_partition_settings_are_read_from_signatures():

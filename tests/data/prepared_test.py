@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import load, prepared, require_available
 from fedjax_pfl.data.tfds_images import shrink
+from tests.commands import message
 from tests.data.folders import png, write
 
 REAL = os.environ.get("TFDS_DATA_DIR") or os.path.expanduser("~/tensorflow_datasets")
@@ -56,20 +56,20 @@ def test_fraction_reads_a_random_sample(tmp_path):
     part = load("mnist", tmp_path, fraction=0.29)
     assert len(part.x_train) == 8  # of 30
     assert len(part.x_test) == 2  # of 10
-    same, different = (load("mnist", tmp_path, fraction=0.29, fraction_seed=s) for s in (0, 1))
-    np.testing.assert_array_equal(part.x_train, same.x_train)
+    repeated, different = (load("mnist", tmp_path, fraction=0.29, fraction_seed=s) for s in (0, 1))
+    np.testing.assert_array_equal(part.x_train, repeated.x_train)
     assert not np.array_equal(part.x_train, different.x_train)
+    train = splits["train"]
     for image, label in zip(part.x_train, part.y_train, strict=True):
-        at = np.flatnonzero((splits["train"]["image"] == image).all((1, 2, 3)))
-        assert splits["train"]["label"][at] == label
+        assert train["label"][(train["image"] == image).all((1, 2, 3))] == label
 
 
-@pytest.mark.parametrize("shape", [(7, 4, 1), (5, 9, 3)])
-def test_joined_decoding_equals_pillow(shape):
-    images = np.concatenate([pictures(5, shape), np.full((2, *shape), 255, np.uint8)])
-    # With a smooth image every filter of PNG occurs.
-    images[0] = np.add.outer(np.arange(shape[0]), np.arange(shape[1]))[..., None]
-    np.testing.assert_array_equal(prepared.decode([png(i) for i in images]), images)
+def test_joined_decoding_equals_pillow():
+    for shape in ((7, 4, 1), (5, 9, 3)):
+        images = np.concatenate([pictures(5, shape), np.full((2, *shape), 255, np.uint8)])
+        # With a smooth image every filter of PNG occurs.
+        images[0] = np.add.outer(np.arange(shape[0]), np.arange(shape[1]))[..., None]
+        np.testing.assert_array_equal(prepared.decode([png(i) for i in images]), images)
 
 
 def test_images_with_other_headers_are_decoded_separately():
@@ -113,10 +113,9 @@ def test_emnist_digits_are_read_from_byclass_if_only_that_is_prepared(tmp_path):
     third = tmp_path / "other"
     letters = {"image": images, "label": labels + 10}
     write(third, "emnist/byclass", {"train": letters, "test": letters})
-    with pytest.raises(UsageError, match="no example of its first 10 classes in split train"):
-        load("emnist_digits", third)
-    with pytest.raises(UsageError, match="pip install tensorflow"):
-        load("emnist_digits", tmp_path / "nowhere")
+    line = message(load, "emnist_digits", third)
+    assert "no example of its first 10 classes in split train" in line
+    assert "pip install tensorflow" in message(load, "emnist_digits", tmp_path / "nowhere")
 
 
 def test_superclasses_of_cifar100_are_read_from_the_data(tmp_path):
@@ -125,8 +124,8 @@ def test_superclasses_of_cifar100_are_read_from_the_data(tmp_path):
     columns = {"image": images, "label": classes, "coarse_label": classes // 5}
     write(tmp_path, "cifar100", {"train": columns, "test": columns})
     np.testing.assert_array_equal(load("cifar100", tmp_path).coarse, classes // 5)
-    with pytest.raises(UsageError, match="50 classes have no training example"):
-        load("cifar100", tmp_path, fraction=0.5)
+    line = message(lambda: load("cifar100", tmp_path, fraction=0.5))
+    assert "50 classes have no training example" in line
 
 
 def test_omniglot_numbers_characters_within_alphabets(tmp_path):
@@ -154,12 +153,9 @@ def test_shrink_by_hand():
 
 
 def test_a_missing_dataset_raises_instructions(tmp_path):
-    with pytest.raises(UsageError) as error:
-        load("cifar10", tmp_path)
-    message = str(error.value)
+    line = message(load, "cifar10", tmp_path)
     for part in ("-m pip install tensorflow", "download_and_prepare", "162 MiB", "TFDS_DATA"):
-        assert part in message
-    assert "\n" not in message
+        assert part in line
 
 
 def record(folder, split="train"):
@@ -192,41 +188,40 @@ def overwrite(folder):
 def test_a_damaged_folder_raises_one_line(tmp_path, damage):
     folder, _ = mnist(tmp_path)
     damage(folder)
-    with pytest.raises(UsageError, match="damaged or half written: delete it") as error:
-        load("mnist", tmp_path)
-    assert "\n" not in str(error.value)
-    assert str(folder) in str(error.value)
+    line = message(load, "mnist", tmp_path)
+    assert "damaged or half written: delete it" in line
+    assert str(folder) in line
+
+
+TWO, TEN = pictures(2), np.arange(10)
+
+
+@pytest.mark.parametrize(
+    ("train", "test", "line"),
+    [
+        ({"image": TWO}, {"image": TWO}, "a record has no feature label"),
+        ({"image": TWO, "label": [0, 1]}, None, "no examples of split test"),
+        ({"image": TWO, "label": [0, 10]}, {"image": TWO, "label": [0, 1]}, "run from 0 to 10"),
+        (
+            {"image": pictures(10), "label": TEN},
+            {"image": pictures(10, (5, 5, 1)), "label": TEN},
+            "with 1 channels: the folder holds another dataset",
+        ),
+        (
+            {"image": pictures(10, (6, 5, 3)), "label": TEN},
+            {"image": pictures(10, (6, 5, 3)), "label": TEN},
+            "with 1 channels: the folder holds another dataset",
+        ),
+    ],
+)
+def test_records_of_another_dataset_are_refused(tmp_path, train, test, line):
+    write(tmp_path, "mnist", {"train": train} | ({"test": test} if test else {}))
+    assert line in message(load, "mnist", tmp_path)
 
 
 def test_missing_records_raise(tmp_path):
     mnist(tmp_path, declared={"train": 31})
-    with pytest.raises(UsageError, match="damaged or half written"):
-        load("mnist", tmp_path)
-
-
-def test_a_missing_feature_is_named(tmp_path):
-    write(tmp_path, "mnist", {"train": {"image": pictures(2)}, "test": {"image": pictures(2)}})
-    with pytest.raises(UsageError, match="a record has no feature label"):
-        load("mnist", tmp_path)
-
-
-def test_a_missing_split_and_invalid_labels_are_named(tmp_path):
-    write(tmp_path, "mnist", {"train": {"image": pictures(2), "label": [0, 1]}})
-    with pytest.raises(UsageError, match="no examples of split test"):
-        load("mnist", tmp_path)
-    columns = {"image": pictures(2), "label": [0, 10]}
-    write(tmp_path, "fashion_mnist", {"train": columns, "test": columns})
-    with pytest.raises(UsageError, match="labels run from 0 to 10"):
-        load("fashion_mnist", tmp_path)
-
-
-@pytest.mark.parametrize("shapes", [((6, 5, 1), (5, 5, 1)), ((6, 5, 3), (6, 5, 3))])
-def test_images_of_different_shapes_are_named(tmp_path, shapes):
-    train, test = ({"image": pictures(10, shape), "label": np.arange(10)} for shape in shapes)
-    write(tmp_path, "mnist", {"train": train, "test": test})
-    with pytest.raises(UsageError, match="with 1 channels: the folder holds another dataset") as e:
-        load("mnist", tmp_path)
-    assert "\n" not in str(e.value)
+    assert "damaged or half written" in message(load, "mnist", tmp_path)
 
 
 @real("cifar100")

@@ -1,8 +1,10 @@
+import re
+
 import numpy as np
 import pytest
 
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data import arrays, load, source_settings
+from tests.commands import message
 
 
 def test_digits_are_standardised():
@@ -70,7 +72,7 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("call", "line"),
     [
         (lambda: arrays(X, Y[:3]), "x has 4 examples and y 3"),
         (lambda: arrays(X[:0], Y[:0]), "x has 0 examples"),
@@ -84,7 +86,6 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: arrays(X, CODES), "2 different labels is 2,000,000,000, .* number the labels"),
         (lambda: arrays(X, CODES % 10**6 + 10**6), "labels is 1,000,001, .* outputs=1000002 if"),
         (lambda: arrays(X, X[:, 0], X, Y), "equal shapes in train and test"),
-        (lambda: arrays(X, Y[:, None]), "use integer classes"),
         (lambda: arrays(X, Y - 1), "2 labels are not classes from 0 to 0, the first is -1"),
         (lambda: arrays(X, Y, outputs=1), "2 labels are not classes from 0 to 0"),
         (lambda: arrays(HOLES, Y), "1 values that are not finite, the first in example 2"),
@@ -99,10 +100,7 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: arrays(X, Y, owners=np.array([0, 0, 1, 0.5])), "names, or integers from 0"),
         (lambda: arrays(X, Y, owners=["a", "a", " ", "b"]), "the name ''; use 1 to 80"),
         (lambda: arrays(X, Y, owners=["a", "a", "b\nc", "b"]), "printable characters"),
-        (
-            lambda: arrays(X, Y, owners=list("aabb"), x_test=X, y_test=Y, owners_test=Y),
-            "owners and owners_test must both be names",
-        ),
+        (lambda: arrays(X, Y, X, Y, owners=list("aabb"), owners_test=Y), "must both be names"),
         (lambda: arrays(X, Y, x_test=X, y_test=Y, owners_test=Y), "without owners; give both"),
         (lambda: arrays(X, Y, owners=Y, owner_classes=np.ones((3, 2))), "owner_classes must be"),
         (lambda: arrays([[1.0], [1.0, 2.0]], [0, 1]), "arrays: x is not an array: .* equally long"),
@@ -123,10 +121,8 @@ HOLES = np.where(np.arange(12).reshape(4, 3) == 7, np.nan, 0)
         (lambda: load("synthetic", shape=(10**4,) * 3), "use fewer examples or a smaller shape"),
     ],
 )
-def test_invalid_arguments_raise_one_line(call, message):
-    with pytest.raises(UsageError, match=message) as error:
-        call()
-    assert "\n" not in str(error.value)
+def test_invalid_arguments_raise_one_line(call, line):
+    assert re.search(line, message(call))
 
 
 def test_source_settings_are_read_from_signatures():
