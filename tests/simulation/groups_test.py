@@ -1,4 +1,4 @@
-"""Groups of architectures in a simulation, which model is validated, and how phases begin."""
+"""Tests of groups of architectures, validation after training, and the start of a phase."""
 
 from typing import Any
 
@@ -28,16 +28,16 @@ def narrow_and_wide(federation: Federation, name: str = "fedavg") -> tuple[Algor
     return tuple(factory(MLP(tiny.CLASSES, (width,)), training, federation) for width in (2, 3))
 
 
-def wander(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
-    """In place of training, which takes long to compile: a step at random."""
+def random_step(payload: Any, client: Any, ctx: ClientContext) -> ClientResult:
+    """Replaces training, which is slow to compile, by a random step."""
     length = jax.random.uniform(ctx.key)
     new = jax.tree.map(lambda leaf: leaf + length * jnp.cos(9 * leaf), payload)
-    kept = jax.tree.map(lambda leaf: leaf + length, client)
-    return ClientResult(new, new, kept, {"loss": length})
+    client = jax.tree.map(lambda leaf: leaf + length, client)
+    return ClientResult(new, new, client, {"loss": length})
 
 
 def correct(server: Any, data: Any, i: int) -> int:
-    """How many test examples of a client NumPy gets right."""
+    """Returns the number of test examples of a client that NumPy predicts correctly."""
     first, second = server["params"]["fc1"], server["params"]["fc2"]
     rows = np.asarray(data.test.rows)[i, : tiny.TEST[i]]
     hidden = np.maximum(np.asarray(data.x)[rows] @ first["kernel"] + first["bias"], 0)
@@ -46,28 +46,28 @@ def correct(server: Any, data: Any, i: int) -> int:
 
 
 @pytest.mark.slow("programs of two groups")
-def test_groups_run_side_by_side():
-    """As two runs in which the other group is not active; each client is scored by its own."""
+def test_groups_equal_two_runs():
+    """Compares with two runs where the other group is inactive, and scores with NumPy."""
     data, federation = tiny.federated()
     federation = federation._replace(groups=GROUPS)
-    pair = tuple(a._replace(train=wander) for a in narrow_and_wide(federation))
+    pair = tuple(a._replace(train=random_step) for a in narrow_and_wide(federation))
 
     def compiled(algorithm: Algorithm, active: np.ndarray, groups: np.ndarray) -> CompiledRounds:
-        among = federation._replace(active=active, groups=groups)
+        subset = federation._replace(active=active, groups=groups)
         cohort = int(active.sum())
-        return make_rounds(algorithm, among, cohort=cohort, max_rounds=2, evaluate_after=False)
+        return make_rounds(algorithm, subset, cohort=cohort, max_rounds=2, evaluate_after=False)
 
-    def ran(rounds: CompiledRounds, start: State) -> Any:
+    def run(rounds: CompiledRounds, start: State) -> Any:
         return jax.device_get(rounds.run(KEY, start, data, scalar(0), scalar(2)))
 
     rounds = compiled(by_group(pair), federation.active, GROUPS)
     first = jax.device_get(rounds.init(KEY))
-    state, logs = ran(rounds, first)
+    state, logs = run(rounds, first)
     for g, algorithm in enumerate(pair):
         start = State(*(part[g] for part in first))
-        alone, (log,) = ran(compiled(algorithm, g == GROUPS, 0 * GROUPS), start)
-        got = State(*(part[g] for part in state))
-        chex.assert_trees_all_close(got, alone, rtol=1e-6, atol=1e-6)
+        expected, (log,) = run(compiled(algorithm, g == GROUPS, 0 * GROUPS), start)
+        group_state = State(*(part[g] for part in state))
+        chex.assert_trees_all_close(group_state, expected, rtol=1e-6, atol=1e-6)
         chex.assert_trees_all_close(logs[g], log, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(log.ids, [np.flatnonzero(g == GROUPS)] * 2)
     width = [trees.size(server["params"]) for server in state.server]
@@ -75,14 +75,13 @@ def test_groups_run_side_by_side():
     scores = jax.device_get(rounds.evaluate(KEY, state, data, scalar(2)))
     np.testing.assert_array_equal(scores.before.examples, tiny.TEST)
     np.testing.assert_array_equal(scores.validation.examples, tiny.VALIDATION)
-    wanted = [correct(state.server[g], data, i) for i, g in enumerate(GROUPS)]
-    np.testing.assert_array_equal(scores.before.metrics["accuracy"], wanted)
+    expected = [correct(state.server[g], data, i) for i, g in enumerate(GROUPS)]
+    np.testing.assert_array_equal(scores.before.metrics["accuracy"], expected)
 
 
-def test_the_model_that_is_validated():
-    """As served; or trained once more, where that is to choose."""
+def test_validation_before_or_after_local_training():
     data, federation = tiny.federated()
-    data = data._replace(validation=data.test)  # so that both scores are of the same examples
+    data = data._replace(validation=data.test)
     algorithm, _ = narrow_and_wide(federation)
 
     def scored(validate_after: bool) -> Any:
@@ -96,32 +95,28 @@ def test_the_model_that_is_validated():
     chex.assert_trees_all_equal((trained.before, trained.after), (served.before, served.after))
 
 
-# Phases
-
-
 def test_a_phase_starts_from_the_global_model():
     _, federation = tiny.federated()
     fedavg, wide = narrow_and_wide(federation)
-    own, wide_own = narrow_and_wide(federation, "local")
+    local, wide_local = narrow_and_wide(federation, "local")
     first = jax.jit(fedavg.init)(jax.random.key(0))
-    other = jax.random.key(1)
+    key = jax.random.key(1)
 
-    again = fedavg.init(other, first)
-    chex.assert_trees_all_equal(again.server, first.server)
-    more = first._replace(server={**first.server, "moments": first.server["params"]})
-    chex.assert_trees_all_equal(fedavg.init(other, more).server, first.server)
+    chex.assert_trees_all_equal(fedavg.init(key, first).server, first.server)
+    with_moments = first._replace(server={**first.server, "moments": first.server["params"]})
+    chex.assert_trees_all_equal(fedavg.init(key, with_moments).server, first.server)
 
-    copies = own.init(other, first)
+    copies = local.init(key, first)
     assert (copies.server, copies.rows) == ((), ())
     chex.assert_trees_all_equal(copies.clients.variables, trees.repeat(first.server, 6))
     assert not any(leaf.any() for leaf in jax.tree.leaves(copies.clients.momentum))
 
-    for start in (copies, jax.eval_shape(wide.init, other), first._replace(server=())):
+    for start in (copies, jax.eval_shape(wide.init, key), first._replace(server=())):
         with pytest.raises(UsageError, match="global model of the same network"):
-            fedavg.init(other, start)
+            fedavg.init(key, start)
 
-    both = State(*((part, part) for part in first))
+    groups = State(*((part, part) for part in first))
     with pytest.raises(UsageError, match="global model of the same network"):
-        by_group((own, wide_own)).init(other, both)
-    begun = by_group((own, own)).init(other, both)
-    chex.assert_trees_all_equal(begun.clients, (copies.clients, copies.clients))
+        by_group((local, wide_local)).init(key, groups)
+    state = by_group((local, local)).init(key, groups)
+    chex.assert_trees_all_equal(state.clients, (copies.clients, copies.clients))
