@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from absl import flags
@@ -25,19 +26,12 @@ machines of several people.
 
 def define_flags(options: flags.FlagValues) -> None:
     """Defines the flags, except --config."""
-    flags.DEFINE_string(
-        "workdir", None, "Run directory. Default: runs/ and the preset.", flag_values=options
-    )
+    string = partial(flags.DEFINE_string, flag_values=options)
+    integer = partial(flags.DEFINE_integer, flag_values=options)
+    string("workdir", None, "Run directory. Default: runs/ and the preset.")
     define_data_dir(options)
-    flags.DEFINE_integer(
-        "nodes", 4, "Clients, each in a node of its own.", lower_bound=1, flag_values=options
-    )
-    flags.DEFINE_string(
-        "folder",
-        None,
-        "Folder for keys, logs and nodes. Default: --workdir and -nodes.",
-        flag_values=options,
-    )
+    integer("nodes", 4, "Clients, each in a node of its own.", lower_bound=1)
+    string("folder", None, "Folder for keys, logs and nodes. Default: --workdir and -nodes.")
     flags.DEFINE_list(
         "data",
         [],
@@ -51,9 +45,7 @@ def define_flags(options: flags.FlagValues) -> None:
         lower_bound=1,
         flag_values=options,
     )
-    flags.DEFINE_integer(
-        "least", 1, "Answers that a round needs.", lower_bound=0, flag_values=options
-    )
+    integer("least", 1, "Answers that a round needs.", lower_bound=0)
 
 
 def deploy(call: Call) -> None:
@@ -68,7 +60,7 @@ def deploy(call: Call) -> None:
     config.clients = options.nodes
     if config.clients_per_round is not None:
         config.clients_per_round = min(config.clients_per_round, options.nodes)
-    settings, words = assembly.complete(config.to_dict())
+    settings, registry = assembly.complete(config.to_dict())
     if len(options.data) not in (0, options.nodes):
         raise UsageError(
             f"--data has {len(options.data)} files, and there are {options.nodes} nodes"
@@ -76,13 +68,11 @@ def deploy(call: Call) -> None:
     workdir = Path(options.workdir or default_workdir("deploy", call.arguments)).absolute()
     folder = Path(options.folder or f"{workdir}-nodes").absolute()
     waiting = {"seconds": options.seconds, "least": options.least}
-    requested = {**assembly.to_plain(settings, words), **assembly.user_code(config.to_dict())}
+    requested = {**assembly.to_plain(settings, registry), **assembly.user_code(config.to_dict())}
     files = [str(Path(path).absolute()) for path in options.data]
     try:
         with trial.sigterm_as_interrupt():
-            trial.run(
-                requested, workdir, folder, waiting, lambda line: print(line, flush=True), files
-            )
+            trial.run(requested, workdir, folder, waiting, partial(print, flush=True), files)
     except KeyboardInterrupt:
         print("Stopped, with all nodes; give the same command again to resume.", file=sys.stderr)
         sys.exit(130)

@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 
 import jax
 
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line
 from fedjax_pfl.runs import interrupt
 from fedjax_pfl.simulation import multiprocess
 from fedjax_pfl.simulation.devices import cores
@@ -104,7 +104,7 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
             code, line = stopped.code, str(stopped)
             jax.distributed.shutdown()  # waits for process 0, which saves
         except jax.errors.JaxRuntimeError as error:
-            code, line = GONE, str(error).splitlines()[0][:200]
+            code, line = GONE, first_line(error)[:200]
             traceback.print_exc(file=os.fdopen(2, "w"))
         except BaseException:
             traceback.print_exc()
@@ -189,7 +189,7 @@ def _join(options: ProcessOptions, number: int | None, address: str, local: int)
             jax.distributed.initialize(**limits)
         except (ValueError, KeyError) as error:
             raise UsageError(
-                f"no cluster is found ({_first_line(error)}); give --coordinator=HOST:PORT, "
+                f"no cluster is found ({first_line(error)}); give --coordinator=HOST:PORT, "
                 "--processes and --process"
             ) from error
         return
@@ -230,7 +230,7 @@ def _check_free(port: int) -> None:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host.strip("[]"), port))
     except (OSError, OverflowError) as error:
-        raise UsageError(f"port {port} cannot be listened on ({_first_line(error)})") from error
+        raise UsageError(f"port {port} cannot be listened on ({first_line(error)})") from error
 
 
 def _reach(address: str, seconds: float) -> None:
@@ -245,13 +245,9 @@ def _reach(address: str, seconds: float) -> None:
             if time.monotonic() > end:
                 raise UsageError(
                     f"process 0 cannot be reached at {address} for {seconds:.0f} s "
-                    f"({_first_line(error)}); start it, or give its address"
+                    f"({first_line(error)}); start it, or give its address"
                 ) from error
         time.sleep(0.2)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
 # In the process that started the workers.

@@ -1,6 +1,6 @@
 """The commands that train: fedjax-pfl pfedla, pfedhn, fedmn, factorized_fl and baseline."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -8,12 +8,7 @@ from absl import flags
 
 from fedjax_pfl import presets
 from fedjax_pfl.cli.command import Call, Command, check_no_positional
-from fedjax_pfl.cli.configs import (
-    changed_settings,
-    default_workdir,
-    define_data_dir,
-    read_settings,
-)
+from fedjax_pfl.cli.configs import changed_settings, default_workdir, define_data_dir, read_settings
 from fedjax_pfl.cli.processes import ProcessOptions, run_in_processes
 from fedjax_pfl.runs import interrupt, runner
 from fedjax_pfl.settings import configuration, custom, listing, selection
@@ -23,36 +18,25 @@ from fedjax_pfl.simulation.devices import prepare_devices
 
 def define_flags(options: flags.FlagValues) -> None:
     """Defines the flags, except --config."""
-    flags.DEFINE_string(
+    string = partial(flags.DEFINE_string, flag_values=options)
+    integer = partial(flags.DEFINE_integer, flag_values=options)
+    string(
         "workdir",
         None,
         "Run directory. Give the same command again to resume. Default: runs/ and the preset.",
-        flag_values=options,
     )
     define_data_dir(options)
-    flags.DEFINE_integer(
+    integer(
         "processes",
         1,
         "Number of processes that compute this run; on one machine this starts them all.",
         lower_bound=1,
-        flag_values=options,
     )
-    flags.DEFINE_integer(
-        "process",
-        None,
-        "Number of this process, if every machine starts its own.",
-        lower_bound=0,
-        flag_values=options,
+    integer(
+        "process", None, "Number of this process, if every machine starts its own.", lower_bound=0
     )
-    flags.DEFINE_string(
-        "coordinator",
-        None,
-        "HOST:PORT of process 0, or auto on SLURM and TPU pods.",
-        flag_values=options,
-    )
-    flags.DEFINE_integer(
-        "wait", 300, "Seconds to wait for all processes.", lower_bound=1, flag_values=options
-    )
+    string("coordinator", None, "HOST:PORT of process 0, or auto on SLURM and TPU pods.")
+    integer("wait", 300, "Seconds to wait for all processes.", lower_bound=1)
 
 
 def train(name: str, call: Call) -> None:
@@ -60,12 +44,15 @@ def train(name: str, call: Call) -> None:
     check_no_positional(call)
     options = call.options
     settings = read_settings(options, call.arguments)
-    words, values = custom.register(settings.to_dict())
-    complete = configuration.complete(values, words)
-    selection.check_used(selection.nested(changed_settings(options)), [complete], words)
+    registry, values = custom.register(settings.to_dict())
+    complete = configuration.complete(values, registry)
+    selection.check_used(selection.nested(changed_settings(options)), [complete], registry)
     workdir = Path(options.workdir or default_workdir(name, call.arguments))
     processes = ProcessOptions(
-        options.processes, options.process, options.coordinator, options.wait
+        processes=options.processes,
+        process=options.process,
+        coordinator=options.coordinator,
+        wait=options.wait,
     )
     prepare_devices()
     with run_in_processes(processes), interrupt.on_signals() as stop:
@@ -81,23 +68,16 @@ def show(workdir: Path, results: Mapping[str, runner.Result]) -> None:
             finished = result.resumed_at == result.metrics[-1]["round"]
             word = "was finished" if finished else "resumed"
             print(f"This run {word} at round {result.resumed_at}; it is in {result.directory}.")
-    if "" in results:
-        from fedjax_pfl.report.page import table  # imports matplotlib
+    from fedjax_pfl.report import comparison, comparison_page, page  # imports matplotlib
 
-        print(table(results[""].metrics))
+    if "" in results:
+        print(page.table(results[""].metrics))
         print(f"\nReport: {workdir / 'report.html'}")
     else:
-        show_sweep(workdir, list(results))
-
-
-def show_sweep(workdir: Path, names: Sequence[str]) -> None:
-    """Compares the runs of a sweep and prints the tables."""
-    from fedjax_pfl.report import comparison, comparison_page  # imports matplotlib
-
-    rows = comparison.group([comparison.read(workdir / name) for name in names])
-    page = comparison_page.write(rows, workdir / "compare")
-    print(f"{comparison_page.text(rows)}\n\nPage: {page}")
-    print(f"Reports: {workdir}/*/report.html")
+        rows = comparison.group([comparison.read(workdir / name) for name in results])
+        path = comparison_page.write(rows, workdir / "compare")
+        print(f"{comparison_page.text(rows)}\n\nPage: {path}")
+        print(f"Reports: {workdir}/*/report.html")
 
 
 def help_text(name: str) -> str:
@@ -107,11 +87,6 @@ def help_text(name: str) -> str:
 
 
 COMMANDS = {
-    name: Command(
-        help=partial(help_text, name),
-        define_flags=define_flags,
-        run=partial(train, name),
-        system=name,
-    )
+    name: Command(partial(help_text, name), define_flags, partial(train, name), system=name)
     for name in presets.SYSTEMS
 }

@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,7 @@ from ml_collections import ConfigDict
 from ml_collections.config_flags import config_flags, config_path
 
 from fedjax_pfl.cli.command import Call, Command, check_no_positional
-from fedjax_pfl.cli.configs import (
-    changed_settings,
-    define_data_dir,
-    read_settings,
-    replace_length,
-)
+from fedjax_pfl.cli.configs import changed_settings, define_data_dir, read_settings, replace_length
 from fedjax_pfl.cli.errors import in_one_line
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs.tuning import search, trials
@@ -47,47 +43,29 @@ finished runs are only read, also with another grid.
 
 def define_flags(options: flags.FlagValues) -> None:
     """Defines the flags, except --config."""
+    count = partial(flags.DEFINE_integer, lower_bound=1, flag_values=options)
     define_data_dir(options)
     flags.DEFINE_list(
-        "methods",
-        [],
-        "Methods to tune. Default: the method of the configuration.",
-        flag_values=options,
+        "methods", [], "Methods to tune. Default: that of the configuration.", flag_values=options
     )
     flags.DEFINE_multi_string(
         "grid", [], "KEY=VALUE,VALUE; METHOD.KEY=VALUE,VALUE", flag_values=options
     )
-    flags.DEFINE_integer(
+    count(
         "budget",
         None,
         "Points to sample from the grid of each method. Default: all, equally many for each.",
-        lower_bound=1,
-        flag_values=options,
     )
     flags.DEFINE_integer(
         "budget_seed", 0, "Seed of that sampling.", lower_bound=0, flag_values=options
     )
-    flags.DEFINE_integer(
-        "seeds",
-        None,
-        "Number of seeds, from config.seed on. Default: config.seeds.",
-        lower_bound=1,
-        flag_values=options,
-    )
-    flags.DEFINE_integer(
+    count("seeds", None, "Number of seeds, from config.seed on. Default: config.seeds.")
+    count(
         "rounds",
         None,
         "Rounds of the first method's runs, with all phases; others are shortened in proportion.",
-        lower_bound=1,
-        flag_values=options,
     )
-    flags.DEFINE_integer(
-        "together",
-        None,
-        "Largest number of runs in one program. Default: all.",
-        lower_bound=1,
-        flag_values=options,
-    )
+    count("together", None, "Largest number of runs in one program. Default: all.")
     flags.DEFINE_string(
         "out", "runs/tune", "Folder of the runs, tables and tuned.py.", flag_values=options
     )
@@ -102,9 +80,9 @@ def define_flags(options: flags.FlagValues) -> None:
 def configure_methods(
     source: str, base: ConfigDict, changes: Mapping[str, Any], methods: Sequence[str]
 ) -> dict[str, ConfigDict]:
-    """Returns the configuration of each method.
+    """Returns the configuration of each method, by name.
 
-    If the presets of the file take a method as a word, as the library's do, a method gets the
+    If the presets of the file accept a method as a word, as the library's do, a method gets the
     settings of that word. Otherwise only `algorithm` changes.
 
     Args:
@@ -115,10 +93,9 @@ def configure_methods(
     """
     configs = {}
     for method in methods:
-        config = None if method == base.algorithm else _method_preset(source, method)
-        if config is None:
-            config = base.copy_and_resolve_references()
-        else:
+        preset = None if method == base.algorithm else _method_preset(source, method)
+        config = base.copy_and_resolve_references() if preset is None else preset
+        if preset is not None:
             with in_one_line():
                 for path, value in changes.items():
                     config_path.set_value(path, config, value)
@@ -130,7 +107,7 @@ def configure_methods(
 
 
 def _method_preset(source: str, method: str) -> ConfigDict | None:
-    """Returns the preset with the method as one more word, or None if the file has no such word."""
+    """Returns the preset with a method as another word, or None if the file has no such word."""
     path, _, preset = source.partition(":")
     try:
         spec = importlib.util.spec_from_file_location("presets_to_tune", path)

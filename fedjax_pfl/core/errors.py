@@ -17,7 +17,7 @@ class UsageError(ValueError):
 
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, or its type if there is no message."""
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def removed_directory(directory: Any) -> UsageError:

@@ -20,18 +20,13 @@ def expand(
 ) -> dict[str, ConfigDict]:
     """Returns the configuration of each run of `seeds` and `sweep`.
 
-    Args:
-      config: Settings.
-      registry: Components by name.
-
-    Returns:
-      Configurations by name, such as "learning_rate=0.1,seed=3"; a single run has the name "".
+    They are by name, such as "learning_rate=0.1,seed=3"; a single run has the name "".
     """
     if config.seeds == 1 and config.sweep == "":
         return {"": config}
     configuration.specify(config, registry)
     grid = _parse(config.sweep)
-    if config.seeds == 1 and not grid:
+    if config.seeds == 1 and not grid:  # such as sweep=";"
         return {"": config}
     for name in grid:
         _check_name(config, name)
@@ -41,14 +36,11 @@ def expand(
     configs = {}
     for values in itertools.product(*grid.values()):
         for seed in range(config.seed, config.seed + config.seeds):
-            run_config = config.copy_and_resolve_references()
-            run_config.update(seeds=1, sweep="", seed=seed)
-            for name, value in zip(grid, values, strict=True):
-                group, _, last = name.rpartition(".")
-                changes = {group: {last: value}} if group else {last: value}
-                configuration.override(run_config, changes)
-            pairs = [*zip(grid, values, strict=True), ("seed", seed)]
-            configs[",".join(f"{name}={value}" for name, value in pairs)] = run_config
+            point = {**dict(zip(grid, values, strict=True)), "seed": seed}
+            run_name = ",".join(f"{name}={value}" for name, value in point.items())
+            configs[run_name] = configuration.with_values(
+                config, {**point, "seeds": 1, "sweep": ""}
+            )
     return configs
 
 
@@ -59,7 +51,7 @@ def _check_name(config: ConfigDict, name: str) -> None:
         raise UsageError(
             f"sweep: there is no setting {name}{configuration.suggestion(name, sweepable)}"
         )
-    if (kind := _type(config, name)) is not float:
+    if (kind := configuration.setting_type(config, name)) is not float:
         raise UsageError(
             f"sweep: {name} is of type {kind.__name__}, and only real-valued settings can "
             f"differ in one program ({_sweepable(config.algorithm)}); run its values one by one"
@@ -76,13 +68,8 @@ def _real_settings(config: ConfigDict) -> Iterator[str]:
 
 
 def _sweepable(algorithm: str) -> str:
+    """Returns the names of the settings that can differ in one program, for messages."""
     return f"seed, {', '.join(settings_with('sweepable'))} and real-valued settings of {algorithm}"
-
-
-def _type(config: ConfigDict, name: str) -> type:
-    group, _, last = name.rpartition(".")
-    level = config[group] if group else config
-    return ConfigDict if isinstance(level.get(last), ConfigDict) else level.get_type(last)
 
 
 def _parse(text: str) -> dict[str, list[float]]:
@@ -104,10 +91,9 @@ def _parse(text: str) -> dict[str, list[float]]:
 
 def differing_settings(configs: Sequence[ConfigDict]) -> set[str]:
     """Returns the names of all settings in which configurations differ, except the seed."""
-    first, *others = (dict(_leaves(config)) for config in configs)
-    return {name for name in first if any(other[name] != first[name] for other in others)} - {
-        "seed"
-    }
+    leaves = [dict(_leaves(config)) for config in configs]
+    differ = {name for name in leaves[0] if any(run[name] != leaves[0][name] for run in leaves)}
+    return differ - {"seed"}
 
 
 def swept_settings(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str]:
@@ -149,7 +135,8 @@ def setting_values(
     return {name: tuple(run_leaves[name] for run_leaves in leaves) for name in names}
 
 
-def _leaves(config: ConfigDict, prefix: str = "") -> Any:
+def _leaves(config: ConfigDict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields all settings by name; a setting of a group has a name such as "pfedla.rate"."""
     for name, value in config.items():
         if isinstance(value, ConfigDict):
             yield from _leaves(value, f"{prefix}{name}.")

@@ -71,15 +71,18 @@ def factory_settings(factory: Callable[..., Any]) -> dict[str, Any]:
         defaults = {f.name: f.default for f in dataclasses.fields(factory) if f.name not in _PASSED}
     else:
         defaults = {
-            name: p.default
-            for name, p in inspect.signature(factory).parameters.items()
-            if p.kind is p.KEYWORD_ONLY and p.default is not p.empty and name not in _PASSED
+            name: parameter.default
+            for name, parameter in inspect.signature(factory).parameters.items()
+            if parameter.kind is parameter.KEYWORD_ONLY
+            and parameter.default is not parameter.empty
+            and name not in _PASSED
         }
     hints = typing.get_type_hints(factory)
-    return {
-        name: config_dict.placeholder(_optional_type(hints[name])) if value is None else value
-        for name, value in defaults.items()
-    }
+    for name, value in defaults.items():
+        if value is None:
+            kind = next(t for t in typing.get_args(hints[name]) if t is not type(None))
+            defaults[name] = config_dict.placeholder(kind)
+    return defaults
 
 
 def meanings(factory: Callable[..., Any]) -> dict[str, str]:
@@ -95,10 +98,6 @@ def meanings(factory: Callable[..., Any]) -> dict[str, str]:
             meaning = " ".join(text.split()).removesuffix(".")
             by_name |= dict.fromkeys(names.split(", "), meaning)
     return by_name
-
-
-def _optional_type(hint: Any) -> type:
-    return next(t for t in typing.get_args(hint) if t is not type(None))
 
 
 def component_name(config: Mapping[str, Any], kind: str) -> str:
@@ -189,6 +188,28 @@ def override(config: ConfigDict, changes: Mapping[str, Any], prefix: str = "") -
             ) from None
 
 
+def set_by_name(settings: dict[str, Any], name: str, value: Any) -> None:
+    """Writes the value of a setting such as "pfedla.rate" into nested settings, in place."""
+    group, _, last = name.rpartition(".")
+    (settings.setdefault(group, {}) if group else settings)[last] = value
+
+
+def with_values(config: ConfigDict, values: Mapping[str, Any]) -> ConfigDict:
+    """Returns a copy of a configuration with new values of settings such as "pfedla.rate"."""
+    changed, changes = config.copy_and_resolve_references(), dict[str, Any]()
+    for name, value in values.items():
+        set_by_name(changes, name, value)
+    override(changed, changes)
+    return changed
+
+
+def setting_type(config: ConfigDict, name: str) -> type:
+    """Returns the type of a setting such as "pfedla.rate"; ConfigDict for a group."""
+    group, _, last = name.rpartition(".")
+    level = config[group] if group else config
+    return ConfigDict if isinstance(level.get(last), ConfigDict) else level.get_type(last)
+
+
 def phases(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict]:
     """Returns the configuration of each phase, at least one, in order."""
     configs = []
@@ -233,21 +254,18 @@ def resolve(config: ConfigDict, registry: Registry = BUILTINS) -> dict[str, Any]
     return {key: value for key, value in plain.items() if key not in unused}
 
 
-@dataclasses.dataclass(frozen=True)
-class PhaseSpecification:
+class PhaseSpecification(NamedTuple):
     """Validated settings of one phase."""
 
     settings: ConfigDict
     groups: tuple[ConfigDict, ...]  # one per architecture, at least one
 
 
-@dataclasses.dataclass(frozen=True)
-class Specification:
+class Specification(NamedTuple):
     """Validated settings of a run and of its phases."""
 
     settings: ConfigDict
     phases: tuple[PhaseSpecification, ...]
-    registry: Registry
 
 
 def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
@@ -273,7 +291,7 @@ def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
         specified.append(PhaseSpecification(_frozen(phase), tuple(map(_frozen, configs))))
     if (total := sum(phase.settings.rounds for phase in specified)) > _MAX_INT:
         raise UsageError(f"all phases have {total} rounds; together at most {_MAX_INT} can be")
-    return Specification(_frozen(config), tuple(specified), registry)
+    return Specification(_frozen(config), tuple(specified))
 
 
 def _frozen(config: ConfigDict) -> ConfigDict:

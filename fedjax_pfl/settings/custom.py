@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from fedjax_pfl.core import optimizers
-from fedjax_pfl.core.errors import UsageError
+from fedjax_pfl.core.errors import UsageError, first_line, require
 from fedjax_pfl.data.dataset import Dataset
 from fedjax_pfl.data.numbers import row_chunks
 from fedjax_pfl.settings import configuration
@@ -49,18 +49,9 @@ def register(
     optimizer: optax.GradientTransformation | None = None,
     server_optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Registry, dict[str, Any]]:
-    """Adds user-defined components to the built-in ones.
+    """Adds user-defined components, see `fedjax_pfl.run`, to the built-in ones.
 
-    The settings may name a method, network or task as MODULE:NAME instead.
-
-    Args:
-      settings: The user's settings, nested as in Python.
-      dataset: Examples.
-      algorithm: Factory of a method: (model, training, federation, *, settings) -> Algorithm.
-      model: A network, see user_networks.py.
-      task: Factory of a task: (outputs, *, settings) -> Task.
-      optimizer: Optimiser of the clients.
-      server_optimizer: Optimiser of the server.
+    The settings, nested as in Python, may name a method, network or task as MODULE:NAME instead.
 
     Returns:
       The registry with these components, and the settings with their names.
@@ -111,7 +102,7 @@ def _register_factory(
       registry: The components so far.
       settings: The user's settings; changed in place.
       kind: "algorithm", "model" or "task".
-      component: The argument of `register`; None unless the settings name it as MODULE:NAME.
+      component: Argument of `register`; None if it has none or the settings name it MODULE:NAME.
     """
     path = settings.get(kind)
     if isinstance(path, str) and ":" in path:
@@ -129,10 +120,10 @@ def _register_factory(
     name = _check_name(kind, object_name(component), "another name of the function or class")
     digest = _source_digest(component)
     if kind == "model":
-        factory = user_network(name, component, digest)
+        component = user_network(name, component, digest)
     else:
         _check_factory(name, component, _ARGUMENTS[kind])
-        factory = _with_digest(name, component, digest)
+    factory = _with_digest(name, component, digest)
     settings.setdefault(kind, name)
     # A comparison passes one method and selects it or a built-in one in turn. A network or a task
     # that no phase uses is a mistake.
@@ -157,8 +148,8 @@ def _imported(kind: str, path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, ValueError, AttributeError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"{kind} is {path!r}, MODULE:NAME, and cannot be loaded: {line}") from None
+        problem = f"{kind} is {path!r}, MODULE:NAME, and cannot be loaded: {first_line(error)}"
+        raise UsageError(problem) from None
 
 
 def _optimizer(kind: str, optimizer: Any) -> tuple[str, Callable[..., Any]]:
@@ -206,12 +197,12 @@ def _cell_contents(cell: Any) -> Any:
 
 
 def _check_name(kind: str, name: str, advice: str) -> str:
-    """Returns the name; raises UsageError if a configuration cannot use it.
+    """Returns the name of a component; raises UsageError if a configuration cannot use it.
 
     Args:
       kind: The setting that selects the component.
       name: Name of the component.
-      advice: How to choose another name.
+      advice: How to choose another name, for the message.
     """
     if not str(name).isidentifier():
         raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {advice}")
@@ -242,11 +233,11 @@ def _source(dataset: Dataset) -> Callable[..., Dataset]:
     content = dataset_digest(dataset)
 
     def source(sample_rows: Any, *, digest: str = content) -> Dataset:
-        if digest != content:
-            raise UsageError(
-                f"{dataset.name}.digest is {digest}, but the examples have {content}; use the "
-                "examples of the configuration"
-            )
+        require(
+            digest == content,
+            f"{dataset.name}.digest is {digest}, but the examples have {content}; use the "
+            "examples of the configuration",
+        )
         if sample_rows(len(dataset.x_train)) is not None:
             raise UsageError("fraction is for datasets by name; give fewer examples instead")
         return dataset
@@ -278,19 +269,24 @@ def _source_digest(component: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _with_digest(name: str, factory: Factory, content: str) -> Factory:
-    """Returns the factory with one more setting, `digest`, which identifies its code."""
+def _with_digest(name: str, factory: Callable[..., Any], content: str) -> Factory:
+    """Returns a factory with one more setting, `digest`, which identifies its code.
+
+    The new factory raises UsageError if the setting differs from `content`, the digest of the code.
+    """
+    signature = inspect.signature(factory)
+    if "digest" in signature.parameters:
+        raise UsageError(f"{name} has a setting digest, a reserved name; rename it")
 
     @functools.wraps(factory)
     def wrapper(*arguments: Any, digest: str = content, **settings: Any) -> Any:
-        if digest != content:
-            raise UsageError(
-                f"{name}.digest is {digest}, but the function has {content}; use the code of the "
-                "configuration"
-            )
+        require(
+            digest == content,
+            f"{name}.digest is {digest}, but the code has {content}; use the code of the "
+            "configuration",
+        )
         return factory(*arguments, **settings)
 
-    signature = inspect.signature(factory)
     parameter = inspect.Parameter("digest", inspect.Parameter.KEYWORD_ONLY, default=content)
     ordered = sorted([*signature.parameters.values(), parameter], key=lambda p: p.kind)
     wrapper.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
@@ -313,10 +309,7 @@ def _constant_text(value: Any) -> str:
 def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> None:
     """Raises UsageError for a factory with wrong arguments or with settings of unusable types.
 
-    Args:
-      name: Name of the factory in the configuration.
-      factory: The user's function or class.
-      arguments: Names of the positional arguments that the library passes.
+    `arguments` are the names of the positional arguments that the library passes.
     """
     parameters = inspect.signature(factory).parameters
     try:
@@ -326,8 +319,6 @@ def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> N
             f"{name} must take ({', '.join(arguments)}), and its settings by keyword, each with a "
             "default"
         ) from None
-    if "digest" in parameters:
-        raise UsageError(f"{name} has a setting digest, a reserved name; rename it")
     hints = typing.get_type_hints(factory)
     settings = [p for p in parameters.values() if p.kind is p.KEYWORD_ONLY]
     if untyped := [p.name for p in settings if p.name not in hints]:
@@ -345,7 +336,7 @@ def _check_factory(name: str, factory: Factory, arguments: tuple[str, ...]) -> N
 
 
 def _is_storable(value: Any, hint: Any) -> bool:
-    """Returns True if a configuration can store a default; None needs a type in its annotation."""
+    """Returns True if a configuration can store a default; None needs a type in `hint`."""
     if value is None:
         kinds = (kind for kind in typing.get_args(hint) if kind is not type(None))
         return any(isinstance(kind, type) for kind in kinds)

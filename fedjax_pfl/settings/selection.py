@@ -10,7 +10,14 @@ from ml_collections import ConfigDict
 
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.data.dataset import Dataset
-from fedjax_pfl.settings.configuration import BUILTINS, Registry, component_name, groups, phases
+from fedjax_pfl.settings.configuration import (
+    BUILTINS,
+    Registry,
+    component_name,
+    groups,
+    phases,
+    set_by_name,
+)
 from fedjax_pfl.settings.general import SETTINGS
 
 
@@ -100,7 +107,6 @@ def nested(paths: Mapping[str, Any]) -> dict[str, Any]:
     """Returns settings by dotted name as nested groups, without items of lists (phases[0].x)."""
     settings: dict[str, Any] = {}
     for path, value in paths.items():
-        group, _, last = path.rpartition(".")
         if "[" not in path:
-            (settings.setdefault(group, {}) if group else settings)[last] = value
+            set_by_name(settings, path, value)
     return settings

@@ -26,12 +26,12 @@ def object_name(component: Any) -> str:
 
 
 def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetwork]:
-    """Returns a factory (*, outputs, digest, settings) -> UserNetwork.
+    """Returns a factory (*, outputs, settings) -> UserNetwork.
 
     Args:
       name: Name of the network in the configuration.
       network: A linen module or class, an NNX class, or a function that creates one.
-      digest: Digest of its code. It is a setting, so a configuration records the code it used.
+      digest: Digest of its code, which the network records as a setting.
     """
     if _is_nnx(network):
         raise UsageError(
@@ -49,14 +49,8 @@ def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetw
             f"{network!r}; select a built-in network in the settings: {{'model': 'mlp'}}"
         )
     accepted, defaults = _signature(name, network)
-    config_digest = digest
 
-    def factory(*, outputs: int, digest: str = config_digest, **settings: Any) -> UserNetwork:
-        if digest != config_digest:
-            raise UsageError(
-                f"{name}.digest is {digest}, but the network has {config_digest}; use the code of "
-                "the configuration"
-            )
+    def factory(*, outputs: int, **settings: Any) -> UserNetwork:
         facts = {**settings, "digest": digest}
         arguments = settings | ({"outputs": outputs} if "outputs" in accepted else {})
         if isinstance(network, nn.Module):
@@ -65,15 +59,14 @@ def user_network(name: str, network: Any, digest: str) -> Callable[..., UserNetw
             return _nnx_network(name, facts, network, arguments, "rngs" in accepted)
         return LinenNetwork(name, facts, _check_module(name, network(**arguments), nn.Module))
 
-    all_defaults = {**defaults, "digest": digest}
-    types = {**{key: type(value) for key, value in defaults.items()}, "digest": str}
-    factory.__annotations__ = types
+    factory.__annotations__ = {key: type(value) for key, value in defaults.items()}
     factory.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
-            inspect.Parameter(
-                key, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[key]
-            )
-            for key, value in all_defaults.items()
+            inspect.Parameter("outputs", inspect.Parameter.KEYWORD_ONLY),
+            *(
+                inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=value)
+                for key, value in defaults.items()
+            ),
         ]
     )
     return factory
@@ -153,8 +146,6 @@ def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
             raise UsageError(
                 f"{name} needs {key}; give it a default, or pass a function that creates the module"
             )
-    if "digest" in defaults:
-        raise UsageError(f"{name} has a setting digest, a reserved name; rename it")
     settings = {
         key: value
         for key, value in defaults.items()

@@ -52,7 +52,7 @@ def test_seeds_and_rates_are_runs_of_their_own(tmp_path, capsys):
             alone = undisturbed({**BASE, "learning_rate": rate, "seed": seed})
             assert results[name].config == alone.config
             assert_same_run(results[name], alone, tmp_path / name)
-    train.show_sweep(tmp_path, list(results))
+    train.show(tmp_path, results)
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.splitlines() if line.startswith("learning_rate=")]
     assert [row[0] for row in rows[:2]] == ["learning_rate=0.02", "learning_rate=0.1"][::-1]

@@ -102,7 +102,7 @@ def test_configuration_of_another_version_of_a_method_is_refused():
     config.method.digest = second["method"]["digest"]
     line = message(lambda: build(config, registry=registry))
     assert line.startswith("method.digest is ")
-    assert ", but the function has" in line
+    assert ", but the code has" in line
 
 
 def test_functions_without_source_differ_in_their_digests():

@@ -138,7 +138,8 @@ def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: 
     for method, settings in changed.items():
         by_method[method] = {"algorithm": method}
         by_method[method] |= {k: v for k, v in settings.items() if k not in {*common, "algorithm"}}
-        set_point(by_method[method], best[method].point)  # also values that are the default
+        for name, value in best[method].point.items():  # also values that are the default
+            configuration.set_by_name(by_method[method], name, value)
     comments = [*header.splitlines(), *(f"{method}: {remarks[method]}" for method in best)]
     wrap = functools.partial(textwrap.fill, width=100, initial_indent="# ", subsequent_indent="# ")
     return _FILE.format(
@@ -147,13 +148,6 @@ def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: 
         chosen=pprint.pformat(by_method, width=88, sort_dicts=False),
         first=repr(next(iter(changed))),
     )
-
-
-def set_point(settings: dict[str, Any], point: Point) -> None:
-    """Writes the values of a point into nested settings, in place."""
-    for name, value in point.items():
-        group, _, last = name.rpartition(".")
-        (settings.setdefault(group, {}) if group else settings)[last] = value
 
 
 def changed_settings(

@@ -21,7 +21,6 @@ Point = dict[str, Any]  # one value of each setting
 TRAINING = settings_with("tunable")
 _EXAMPLE = '"learning_rate=0.1,0.01; pfedla.rate=0.05,0.5"'
 _MAX_POINTS = 1000  # of a method
-_BOOLS = {"true": True, "false": False}
 
 
 def grids(
@@ -119,20 +118,15 @@ def _unknown_key(
 
 def _value(defaults: ConfigDict, name: str, text: str) -> Any:
     """Parses a value of a setting; the type is that of its default."""
+    kind = configuration.setting_type(defaults, name)
+    if kind not in (bool, int, float, str):
+        raise UsageError(f"{name} is a {kind.__name__}, which cannot be tuned; set it instead")
     group, _, last = name.rpartition(".")
-    level = defaults[group] if group else defaults
-    kind = level.get_type(last)
+    if text == "unset" and (defaults[group] if group else defaults)[last] is None:
+        return None
     try:
-        if text == "unset" and level[last] is None:
-            return None
-        if kind is bool:
-            return _BOOLS[text]
-        if kind not in (int, float, str):
-            raise UsageError(f"{name} is a {kind.__name__}, which cannot be tuned; set it instead")
-        value = kind(text)
-    except (KeyError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
+        value = {"true": True, "false": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
         expected = "true or false" if kind is bool else f"of type {kind.__name__}"
         raise UsageError(f"the grid has {name}={text}; it must be {expected}") from None
     if isinstance(value, float) and not math.isfinite(value):
@@ -195,10 +189,7 @@ def _digest(point: Point, seed: int) -> str:
 
 def apply(config: ConfigDict, point: Point) -> ConfigDict:
     """Returns a configuration with the values of a point. Steps replace epochs and vice versa."""
-    changed = config.copy_and_resolve_references()
-    for name, value in point.items():
-        group, _, last = name.rpartition(".")
-        configuration.override(changed, {group: {last: value}} if group else {last: value})
+    changed = configuration.with_values(config, point)
     for name, replaced in (("local_steps", "local_epochs"), ("local_epochs", "local_steps")):
         if point.get(name) is not None and replaced not in point:
             changed[replaced] = None

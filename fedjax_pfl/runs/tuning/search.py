@@ -79,7 +79,8 @@ def tune(
             changed = choice.changed_settings(best.config, registry)
             selected[trial.method] = {"algorithm": trial.method, **changed}
             selected[trial.method].pop("seed", None)
-            choice.set_point(selected[trial.method], best.point)
+            for name, value in best.point.items():
+                configuration.set_by_name(selected[trial.method], name, value)
     return selected
 
 
