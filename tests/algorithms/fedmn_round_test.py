@@ -13,8 +13,9 @@ from fedjax_pfl.core.algorithm import ClientContext, State
 from fedjax_pfl.core.examples import client_data
 from fedjax_pfl.networks import MLP
 from tests import tiny
+from tests.algorithms import linear
 
-LAYOUT, RATE, TAU, STEP = (2, 2, 2), 0.5, 10**-0.5, 1e-6
+LAYOUT, RATE, TAU = (2, 2, 2), 0.5, 10**-0.5
 SIZES = {"layout": LAYOUT, "width": 4, "hidden": 5, "x_size": 3, "y_size": 2, "dropout": 0.0}
 BLOCKS = ("block2_1", "block2_2", "block3_1", "block3_2")
 CLIENTS = np.array([0, 3, 5])
@@ -67,23 +68,6 @@ def loss(params: Any, gates: np.ndarray, active: np.ndarray, x: np.ndarray, y: n
     return float(np.mean(normaliser - out[np.arange(len(y)), y]))
 
 
-def slopes(f: Any, tree: Any) -> Any:
-    """Computes central differences of f in every entry of a tree of float64 arrays."""
-
-    def of(array: np.ndarray) -> np.ndarray:
-        gradient = np.zeros_like(array)
-        for place in np.ndindex(array.shape):
-            before = array[place]
-            array[place] = before + STEP
-            above = f()
-            array[place] = before - STEP
-            gradient[place] = (above - f()) / (2 * STEP)
-            array[place] = before
-        return gradient
-
-    return jax.tree.map(of, tree)
-
-
 def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, hard: bool) -> Any:
     """Computes a full-batch step. Returns the new parameters, a_m, and π before the step."""
     params = jax.tree.map(lambda p: np.array(p, np.float64), server)
@@ -95,10 +79,10 @@ def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, ha
     gates = opened.astype(float) if hard else soft.copy()
     psi = {name: layer for name, layer in params.items() if name.startswith("router")}
     theta = {name: layer for name, layer in params.items() if name not in psi}
-    d_theta = slopes(lambda: loss(params, gates, active, x, y), theta)
-    d_gates = slopes(lambda: loss(params, gates, active, x, y), gates)
+    d_theta = linear.central_differences(lambda: loss(params, gates, active, x, y), theta)
+    d_gates = linear.central_differences(lambda: loss(params, gates, active, x, y), gates)
     pulled = d_gates * soft * (1 - soft) / TAU  # (5), in both readings
-    d_psi = slopes(lambda: float(logits(params, x, y) @ pulled), psi)
+    d_psi = linear.central_differences(lambda: float(logits(params, x, y) @ pulled), psi)
     stepped = jax.tree.map(lambda p, g: p - RATE * g, params, {**d_theta, **d_psi})
     return stepped, active, sigmoid(z)
 

@@ -30,9 +30,11 @@ CLASSES = classification(3)
 class Linear(nn.Module):
     """The network x·w."""
 
+    outputs: int = 1
+
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
-        return nn.Dense(1, use_bias=False, name="fc")(x)
+        return nn.Dense(self.outputs, use_bias=False, name="fc")(x)
 
 
 class Deep(nn.Module):
@@ -47,6 +49,45 @@ class Deep(nn.Module):
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         z = nn.Dense(self.width, use_bias=False, name="body")(x)
         return nn.Dense(self.outputs, use_bias=False, name="head")(z)
+
+
+class TwoLayers(nn.Module):
+    """Two linear layers with biases; the second is the head."""
+
+    head = "fc2"
+    layers = ("fc1", "fc2")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
+        return nn.Dense(1, name="fc2")(nn.Dense(2, name="fc1")(x))
+
+
+def two_layer_gradient(model: Any, x: np.ndarray, y: np.ndarray) -> Any:
+    """Returns the gradient of mean ½ (f(x) − y)² for `TwoLayers`, in NumPy."""
+    hidden = x @ model["fc1"]["kernel"] + model["fc1"]["bias"]
+    error = (hidden @ model["fc2"]["kernel"] + model["fc2"]["bias"] - y) / len(x)
+    back = error @ model["fc2"]["kernel"].T
+    return {
+        "fc1": {"kernel": x.T @ back, "bias": back.sum(0)},
+        "fc2": {"kernel": hidden.T @ error, "bias": error.sum(0)},
+    }
+
+
+def central_differences(f: Any, tree: Any, step: float = 1e-6) -> Any:
+    """Returns the slopes of f() in every number of a tree of float64 arrays that f reads."""
+
+    def differences(array: np.ndarray) -> np.ndarray:
+        slopes = np.zeros_like(array)
+        for index in np.ndindex(array.shape):
+            value = array[index]
+            array[index] = value + step
+            above = f()
+            array[index] = value - step
+            slopes[index] = (above - f()) / (2 * step)
+            array[index] = value
+        return slopes
+
+    return jax.tree.map(differences, tree)
 
 
 def deep(a: Any, b: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from tests import cases, tiny
 FEDERATION = tiny.federated()[1]  # six clients, three classes
 NETWORK = tiny.Net()
 
-# (method, settings, words of the message besides the name of the setting)
+# (method, settings, part of the message after the name of the setting)
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("apfl", {"alpha": -0.1}, "0 to 1"),
     ("apfl", {"alpha": 1.1}, "0 to 1"),
@@ -113,9 +113,9 @@ def make(
     return getattr(algorithms, name)(network, cases.training(), federation, **settings)
 
 
-@pytest.mark.parametrize(("name", "settings", "words"), SETTINGS)
-def test_invalid_settings(name: str, settings: dict[str, Any], words: str):
-    with pytest.raises(UsageError, match=rf"^{name}\.{next(iter(settings))} .*{words}"):
+@pytest.mark.parametrize(("name", "settings", "message"), SETTINGS)
+def test_invalid_settings(name: str, settings: dict[str, Any], message: str):
+    with pytest.raises(UsageError, match=rf"^{name}\.{next(iter(settings))} .*{message}"):
         make(name, **settings)
 
 
@@ -126,7 +126,7 @@ def test_methods_for_classification(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "settings", "words"),
+    ("name", "changes", "settings", "message"),
     [
         ("fedamp", {"active": np.arange(6) < 1}, {}, "at least 2 active clients"),
         ("fedfomo", {"active": np.arange(6) < 1}, {"peers": 1}, "at least one other"),
@@ -136,13 +136,13 @@ def test_methods_for_classification(name: str):
         ("pfedla", {"groups": np.arange(6) % 2}, {}, "without groups"),
     ],
 )
-def test_invalid_federations(name: str, changes: Any, settings: Any, words: str):
-    with pytest.raises(UsageError, match=f"^{name}.*{words}"):
+def test_invalid_federations(name: str, changes: Any, settings: Any, message: str):
+    with pytest.raises(UsageError, match=f"^{name}.*{message}"):
         make(name, federation=FEDERATION._replace(**changes), **settings)
 
 
 @pytest.mark.parametrize(
-    ("name", "network", "words"),
+    ("name", "network", "message"),
     [
         ("fedbn", MLP(), "^fedbn needs a network with BatchNorm"),
         ("fedper", MLP(hidden=()), "this one has only fc1"),
@@ -150,6 +150,6 @@ def test_invalid_federations(name: str, changes: Any, settings: Any, words: str)
         ("factorized_fl", ZeroHead(NETWORK), "^factorized_fl .* set zero_head=False"),
     ],
 )
-def test_invalid_networks(name: str, network: Any, words: str):
-    with pytest.raises(UsageError, match=words):
+def test_invalid_networks(name: str, network: Any, message: str):
+    with pytest.raises(UsageError, match=message):
         make(name, network)
