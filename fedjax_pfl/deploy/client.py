@@ -5,15 +5,16 @@ before it is sent: a repeated request gets the same bytes and is not trained twi
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fedjax_pfl.core.algorithm import PyTree
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.deploy import storage, wire
-from fedjax_pfl.deploy.programs import ClientPrograms, RoundInputs, round_inputs
-from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
+from fedjax_pfl.deploy.programs import ClientPrograms, RoundInputs
+from fedjax_pfl.deploy.schema import TRAIN, InvalidError
 from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND, ClientDisk, RoundRecord
 
 
@@ -29,8 +30,8 @@ class Client(NamedTuple):
     save_model: Callable[[PyTree, int], None] | None = None
 
     def round_inputs(self, t: int) -> RoundInputs:
-        """Returns the client's inputs in round `t`."""
-        return round_inputs(self.i, t, self.data)
+        """Returns the inputs of the client's programs in round `t`."""
+        return RoundInputs(np.int32(self.i), np.int32(t), self.data)
 
 
 def respond(client: Client, request: wire.Message) -> bytes:
@@ -39,10 +40,9 @@ def respond(client: Client, request: wire.Message) -> bytes:
     Raises InvalidError if the request is refused.
     """
     try:
-        kind, t, settled, start = _check_request(client, request)
-        if kind == TRAIN:
-            return _train(client, request, t, settled, start)
-        return _evaluate(client, request, t, settled)
+        _check_request(client, request)
+        respond_to = _train if request.facts["kind"] == TRAIN else _evaluate
+        return respond_to(client, request)
     except UsageError as error:
         raise InvalidError(str(error)) from None
     except OSError as error:
@@ -52,24 +52,21 @@ def respond(client: Client, request: wire.Message) -> bytes:
         ) from None
 
 
-def _check_request(client: Client, request: wire.Message) -> tuple[str, int, int, int]:
-    """Returns the kind, round, `settled` round and server start of a request.
-
-    Raises InvalidError if the request is for another client or run.
-    """
-    facts, start = request.facts, request.envelope.get("start", -1)
-    kind, t, settled = facts["kind"], facts["round"], facts["settled"]
+def _check_request(client: Client, request: wire.Message) -> None:
+    """Raises InvalidError if a request is for another client or run, or has no possible round."""
+    facts = request.facts
+    t, settled = facts["round"], facts["settled"]
     if facts["run"] != client.run:
         raise InvalidError("it belongs to another run")
     if facts["client"] != client.i:
         raise InvalidError(f"it is for client {facts['client']}, and this is client {client.i}")
-    if start < 0 or settled >= t:
+    if "start" not in request.envelope or settled >= t:
         raise InvalidError(f"it names no start, or a round {t} that cannot be after {settled}")
-    return kind, t, settled, start
 
 
-def _train(client: Client, request: wire.Message, t: int, settled: int, start: int) -> bytes:
-    """Trains for round `t`, or returns the stored response if the request is a repetition."""
+def _train(client: Client, request: wire.Message) -> bytes:
+    """Trains for one round, or returns the stored response if the request is a repetition."""
+    t, settled, start = request.facts["round"], request.facts["settled"], request.envelope["start"]
     try:
         latest = client.disk.newest()
     except UsageError:
@@ -89,17 +86,13 @@ def _train(client: Client, request: wire.Message, t: int, settled: int, start: i
     payload = wire.read_tree(request, "payload", client.programs.shapes.payload)
     wire.check_array_groups(request, "payload")
     result = client.programs.train(payload, client_state, client.round_inputs(t))
-    facts = {
-        "kind": TRAIN,
-        "run": client.run,
-        "client": client.i,
-        "round": t,
-        "request": request.digest,
-        "finite": bool(result.finite),
-    }
+    facts = {**wire.response_facts(request), "finite": bool(result.finite)}
     response = wire.encode(facts, {"upload": result.upload, "metrics": result.metrics})
     state = storage.encode_state(result.client)
-    client.disk.write(RoundRecord(t, start, request.digest, response, state), settled)
+    record = RoundRecord(
+        round=t, start=start, request=request.digest, response=response, state=state
+    )
+    client.disk.write(record, settled)
     return response
 
 
@@ -115,30 +108,18 @@ def _counted_state(client: Client, settled: int) -> PyTree:
     return storage.decode_state(client.disk.read(settled).state, client.programs.shapes.client)
 
 
-def _evaluate(client: Client, request: wire.Message, t: int, settled: int) -> bytes:
+def _evaluate(client: Client, request: wire.Message) -> bytes:
     """Evaluates the client's model, and saves the model if the request says it is the last."""
-    client_state = _counted_state(client, settled)
+    inputs = client.round_inputs(request.facts["round"])
+    client_state = _counted_state(client, request.facts["settled"])
     shapes, method = client.programs.shapes, client.programs.method
     served_values = wire.read_tree(request, "served", shapes.served)
     payload: Any = None
     if method.evaluate_after:
         payload = wire.read_tree(request, "payload", shapes.payload)
     wire.check_array_groups(request, "served", "payload")
-    scores = client.programs.score(served_values, payload, client_state, client.round_inputs(t))
+    scores = client.programs.score(served_values, payload, client_state, inputs)
     if request.facts["last"] and client.save_model is not None:
-        client.save_model(
-            client.programs.personalize(served_values, client_state, client.round_inputs(t)), t
-        )
-    facts = {
-        "kind": EVALUATE,
-        "run": client.run,
-        "client": client.i,
-        "round": t,
-        "request": request.digest,
-    }
-    return wire.encode(facts, {"scores": scores})
-
-
-def folder(root: str | Path, run: str) -> Path:
-    """Returns the folder of a run inside a node's folder; `run` must match `schema.RUN`."""
-    return Path(root).expanduser() / f"run-{run}"
+        variables = client.programs.personalize(served_values, client_state, inputs)
+        client.save_model(variables, request.facts["round"])
+    return wire.encode(wire.response_facts(request), {"scores": scores})

@@ -18,7 +18,6 @@ from fedjax_pfl.deploy import schema, wire
 from fedjax_pfl.deploy.schema import ENROL, InvalidError
 
 _MAX_RESPONSE_BYTES = 16_000_000
-_SHARED_NAMES = (*schema.SHARED_FIELDS, *schema.SHARED_OPTIONAL_FIELDS)
 
 
 def request(run: str, i: int, settings: Mapping[str, Any], start: int) -> bytes:
@@ -35,25 +34,15 @@ def request(run: str, i: int, settings: Mapping[str, Any], start: int) -> bytes:
 
 
 def read_description(request: bytes, content: bytes) -> dict[str, Any]:
-    """Decodes a node's description of its examples.
+    """Decodes a node's description of its examples from its response to a request to enrol.
 
     Raises InvalidError if the response refuses, does not answer the request or is inconsistent.
-
-    Args:
-      request: The encoded request.
-      content: The encoded response.
     """
-    decoded_request = wire.decode(request, len(request))
-    response = wire.decode(content, _MAX_RESPONSE_BYTES, schema.RESPONSE)
-    if "why" in response.facts:
-        raise InvalidError(f"it has refused: {response.facts['why']}")
-    expected = {field: decoded_request.facts[field] for field in ("kind", "run", "client")}
-    expected["request"] = decoded_request.digest
-    if any(response.facts[field] != value for field, value in expected.items()) or response.arrays:
-        raise InvalidError("it responds to another request")
-    described = response.facts["described"]
-    _check_consistency(described)
-    return described
+    expected = wire.response_facts(wire.decode(request, len(request)))
+    response = wire.read_response(content, _MAX_RESPONSE_BYTES, expected)
+    wire.check_array_groups(response)
+    _check_consistency(response.facts["described"])
+    return response.facts["described"]
 
 
 def _check_consistency(described: Mapping[str, Any]) -> None:
@@ -88,27 +77,22 @@ def _need(condition: bool, line: str) -> None:
         raise InvalidError(line)
 
 
-def shared_fields(described: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that must be the same at all nodes."""
-    return {name: described[name] for name in _SHARED_NAMES if name in described}
-
-
 def find_disagreements(described: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """Returns an error line for each client whose shared fields differ from the most frequent ones.
 
     With a tie, the fields of the client with the lowest id count.
     """
-    texts = {i: json.dumps(shared_fields(described[i]), sort_keys=True) for i in sorted(described)}
+    fields = {i: schema.shared_fields(described[i]) for i in sorted(described)}
+    texts = {i: json.dumps(fields[i], sort_keys=True) for i in fields}
     ((usual_text, _),) = Counter(texts.values()).most_common(1)
-    usual_fields, first = json.loads(usual_text), next(i for i in texts if texts[i] == usual_text)
+    first = next(i for i in texts if texts[i] == usual_text)
     lines = {}
     for i, text in texts.items():
         if text != usual_text:
-            fields = json.loads(text)
-            name = next(
-                name for name in _SHARED_NAMES if fields.get(name) != usual_fields.get(name)
+            names = [n for n in schema.SHARED_NAMES if fields[i].get(n) != fields[first].get(n)]
+            lines[i] = (
+                f"its {names[0]} differs from that of client {first}; all nodes need the same"
             )
-            lines[i] = f"its {name} differs from that of client {first}; all nodes need the same"
     return lines
 
 
@@ -121,24 +105,20 @@ def build_federation(
         "counts": [description["counts"] for description in descriptions],
         "held_out": settings.held_out,
         "groups": max(1, len(settings.groups)),
-        "alike": shared_fields(descriptions[0]),
+        "alike": schema.shared_fields(descriptions[0]),
         "widths": descriptions[0]["widths"],
         "stored_dtype": descriptions[0]["stored_dtype"],
-        **(
-            _moments([description["sums"] for description in descriptions])
-            if "sums" in descriptions[0]
-            else {}
-        ),
     }
+    if "sums" in descriptions[0]:
+        federation |= _moments([description["sums"] for description in descriptions])
     schema.FEDERATION(federation, "federation")
     return federation
 
 
 def _moments(sums: list[Any]) -> dict[str, Any]:
-    """Computes mean and deviation over the training examples of all nodes.
+    """Computes mean and deviation of each column over the training examples of all nodes.
 
-    Args:
-      sums: For each node the count `n`, and `mean` and sum of squared deviations `m2` per column.
+    `sums` has each node's count `n`, and mean and sum of squared deviations `m2` of each column.
     """
     n = np.array([node_sums["n"] for node_sums in sums], np.float64)[:, None]
     means, m2 = (np.array([node_sums[k] for node_sums in sums], np.float64) for k in ("mean", "m2"))

@@ -198,12 +198,7 @@ def normalise(examples: NodeExamples, description: Mapping[str, Any], i: int) ->
     Raises InvalidError if the federation's description does not fit these examples.
     """
     arrays, facts = examples
-    counts = description["counts"]
-    shared = {
-        name: facts[name]
-        for name in (*schema.SHARED_FIELDS, *schema.SHARED_OPTIONAL_FIELDS)
-        if name in facts
-    }
+    counts, shared = description["counts"], schema.shared_fields(facts)
     if i >= len(counts) or counts[i] != facts["counts"] or description["alike"] != shared:
         raise InvalidError("the federation that it describes does not have this node's examples")
     normalised = facts.get("normalise", {"features": [], "targets": False})

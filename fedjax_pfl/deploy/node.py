@@ -62,14 +62,12 @@ def respond(node: Node, content: bytes) -> bytes:
             return client.respond(_client(node, request, settings, registry), request)
     except InvalidError as error:
         return refusal(str(error))
-    except OSError as error:
-        to_stderr(f"{type(error).__name__}: {error}")
-        return refusal(
-            f"its disk cannot be written or read ({error.strerror}); its own log says more"
-        )
     except Exception as error:  # Its text may quote the node's files and must not be sent.
         to_stderr(f"{type(error).__name__}: {error}")
-        return refusal(f"it failed with {type(error).__name__}; its own log says more")
+        reason = f"it failed with {type(error).__name__}"
+        if isinstance(error, OSError):
+            reason = f"its disk cannot be written or read ({error.strerror})"
+        return refusal(f"{reason}; its own log says more")
 
 
 def refusal(why: str) -> bytes:
@@ -122,7 +120,7 @@ def _enrol(node: Node, request: wire.Message) -> bytes:
     """Enrols the node in a run; returns the response with the description of its examples."""
     run, i, settings = (request.facts[name] for name in ("run", "client", "settings"))
     node_examples = examples.read(node.file)
-    folder = client.folder(node.folder, run)
+    folder = node.folder / f"run-{run}"
     enrolment = {"client": i, "settings": _digest(settings), "examples": node_examples.digest()}
     if not _is_enrolled(folder, enrolment):
         if len(list(node.folder.glob("run-*"))) >= MAX_RUNS:
@@ -131,18 +129,14 @@ def _enrol(node: Node, request: wire.Message) -> bytes:
             storage.write_atomic(node.folder / CLIENT, json.dumps({"client": i}).encode() + b"\n")
         folder.mkdir(exist_ok=True)
         storage.write_atomic(folder / ENROLLED, json.dumps(enrolment).encode() + b"\n")
-    facts = {"kind": ENROL, "run": run, "client": i, "request": request.digest}
-    return wire.encode({**facts, "described": node_examples.facts})
+    return wire.encode({**wire.response_facts(request), "described": node_examples.facts})
 
 
 def _is_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> bool:
-    """Returns True if the node has enrolled in a run.
+    """Returns True if the node has enrolled in the run with this folder.
 
-    Raises InvalidError if client, settings, examples or federation have changed since.
-
-    Args:
-      folder: Folder of the run.
-      enrolment: Client id, and digests of `settings`, `examples` and perhaps `federation`.
+    Raises InvalidError if the node has enrolled with another client id, or if a digest of
+    `settings`, `examples` or `federation` in `enrolment` has changed since.
     """
     stored = storage.read_json(folder / ENROLLED, schema.ENROLLED)
     if not stored:
@@ -157,64 +151,54 @@ def _is_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> bool:
             "its examples are not those that it enrolled with; its owner can remove the folder of "
             "this run to enrol in a new run"
         )
-    if (
-        "federation" in enrolment
-        and stored.get("federation", enrolment["federation"]) != enrolment["federation"]
-    ):
+    federation = enrolment.get("federation")
+    if federation is not None and stored.get("federation", federation) != federation:
         raise InvalidError("the federation that it describes is not that of this run")
     return True
 
 
 def _check_enrolled(folder: Path, enrolment: Mapping[str, Any]) -> None:
-    """Raises InvalidError if the node has not enrolled in a run, or if something has changed."""
+    """Raises InvalidError like `_is_enrolled`, and also if the node has not enrolled."""
     if not _is_enrolled(folder, enrolment):
         raise InvalidError("this node has not enrolled in this run")
 
 
 def _digest(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 digest of JSON data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-class _CachedClient(NamedTuple):
-    """A client with its compiled programs, and the digests with which it enrolled."""
-
-    client: Client
-    enrolment: dict[str, Any]
-
-
-# Clients by node, settings, federation, run and id: a process compiles once for many requests.
-_client_cache: dict[str, _CachedClient] = {}
+# Clients and the digests with which they enrolled, by node, settings, federation, run and id. A
+# process compiles once for many requests.
+_client_cache: dict[str, tuple[Client, dict[str, Any]]] = {}
 _MAX_CACHED = 16
 
 
 def _client(
     node: Node, request: wire.Message, settings: ConfigDict, registry: configuration.Registry
 ) -> Client:
-    """Builds the client that a request is for, or returns it from the cache.
+    """Builds the client that a training or evaluation request is for, or returns a cached one.
 
-    Args:
-      node: The node.
-      request: A training or evaluation request.
-      settings: Completed settings of the request.
-      registry: Built-in and user-defined components.
+    `settings` are the completed settings of the request, and `registry` has their components.
     """
     parts = [request.facts[name] for name in ("settings", "federation", "run", "client")]
     requested, description, run, i = parts
     cache_key = json.dumps([repr(node), *parts], sort_keys=True)
-    folder = client.folder(node.folder, run)
+    folder = node.folder / f"run-{run}"
     if cache_key in _client_cache:
-        _check_enrolled(folder, _client_cache[cache_key].enrolment)
-        return _client_cache[cache_key].client
+        cached_client, enrolment = _client_cache[cache_key]
+        _check_enrolled(folder, enrolment)
+        return cached_client
     node_examples = examples.read(node.file)
     enrolment = {"client": i, "settings": _digest(requested), "examples": node_examples.digest()}
     enrolment["federation"] = _digest(description)
     _check_enrolled(folder, enrolment)
     data = examples.normalise(node_examples, description, i)
     _, method = assembly.build_method(settings, registry, description, data)
-    disk = ClientDisk(folder / f"client-{i}")
     group = method.group(i)
 
     def save_model(variables: PyTree, t: int) -> None:
+        """Writes the client's model after `t` rounds, and the names of its classes."""
         result = export.RunFacts(
             algorithm=settings.algorithm,
             dataset=str(node.file.data["dataset"]),
@@ -241,7 +225,13 @@ def _client(
         storage.write_atomic(folder / ENROLLED, json.dumps(enrolment).encode() + b"\n")
     while len(_client_cache) >= _MAX_CACHED:
         del _client_cache[next(iter(_client_cache))]
-    _client_cache[cache_key] = _CachedClient(
-        Client(run, i, programs, data, disk, save_model), enrolment
+    new_client = Client(
+        run=run,
+        i=i,
+        programs=programs,
+        data=data,
+        disk=ClientDisk(folder / f"client-{i}"),
+        save_model=save_model,
     )
-    return _client_cache[cache_key].client
+    _client_cache[cache_key] = new_client, enrolment
+    return new_client

@@ -102,11 +102,6 @@ class RoundInputs(NamedTuple):
     data: FederatedData  # of this client alone
 
 
-def round_inputs(i: int, t: int, data: FederatedData) -> RoundInputs:
-    """Returns the inputs of client `i` in round `t`, in the types that compiled programs take."""
-    return RoundInputs(np.int32(i), np.int32(t), data)
-
-
 class ClientPrograms:
     """Compiled programs that the clients of group `g` run.
 

@@ -187,7 +187,7 @@ _WIDTHS = dict.fromkeys(_SPLITS, integer(1, MAX_EXAMPLES))
 _CONSTANT = pair(_NUMBERS, _SHAPE)
 
 # Fields that must be equal at all nodes.
-SHARED_FIELDS = {
+_SHARED_FIELDS = {
     "input_shape": items(integer(1, MAX_ELEMENTS), 8, 1),
     "input_dtype": _NUMBERS,
     "each": _SHAPE,
@@ -195,11 +195,19 @@ SHARED_FIELDS = {
     "outputs": integer(1, MAX_OUTPUTS),
     "constants": fields({}, dict.fromkeys(("scale", "shift", "label_map", "classes"), _CONSTANT)),
 }
-SHARED_OPTIONAL_FIELDS = {
+_SHARED_OPTIONAL_FIELDS = {
     "classes": items(PRINTABLE_NAME, MAX_NAMES, 1),
     "input": DIGEST,
     "normalise": fields({"features": items(FLAG, MAX_NAMES), "targets": FLAG}),
 }
+SHARED_NAMES = (*_SHARED_FIELDS, *_SHARED_OPTIONAL_FIELDS)
+
+
+def shared_fields(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a node's description that must be equal at all nodes."""
+    return {name: description[name] for name in SHARED_NAMES if name in description}
+
+
 _SUMS = fields(
     {
         "n": integer(1, MAX_EXAMPLES * 1000),
@@ -209,19 +217,19 @@ _SUMS = fields(
 )
 NODE_DESCRIPTION = fields(
     {
-        **SHARED_FIELDS,
+        **_SHARED_FIELDS,
         "counts": fields(_SPLITS),
         "widths": fields(_WIDTHS),
         "stored_dtype": _NUMBERS,
     },
-    {**SHARED_OPTIONAL_FIELDS, "sums": _SUMS},
+    {**_SHARED_OPTIONAL_FIELDS, "sums": _SUMS},
 )
 FEDERATION = fields(
     {
         "counts": items(fields(_SPLITS), MAX_CLIENTS, 1),
         "held_out": integer(0, MAX_CLIENTS),
         "groups": integer(1, 1000),
-        "alike": fields(SHARED_FIELDS, SHARED_OPTIONAL_FIELDS),
+        "alike": fields(_SHARED_FIELDS, _SHARED_OPTIONAL_FIELDS),
         "widths": fields(_WIDTHS),
         "stored_dtype": _NUMBERS,
     },

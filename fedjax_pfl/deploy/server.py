@@ -14,7 +14,7 @@ from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.local_training import Scores
 from fedjax_pfl.core.task import Task
-from fedjax_pfl.deploy import schema, wire
+from fedjax_pfl.deploy import wire
 from fedjax_pfl.deploy.programs import ServerPrograms
 from fedjax_pfl.deploy.schema import EVALUATE, TRAIN, InvalidError
 from fedjax_pfl.deploy.storage import BEFORE_FIRST_ROUND
@@ -118,21 +118,13 @@ def _encode_requests(
 ) -> PendingRequests:
     """Encodes a request for each client.
 
-    Args:
-      server: The running server.
-      server_state: Supplies each client's last round that counted.
-      facts: Facts that all requests share.
-      parts_by_client: Trees of arrays by group name, for each client id.
+    Each request has the `facts` and, from `parts_by_client`, the client's trees by group name.
     """
     requests, envelope = {}, {"start": server.start}
     for i, parts in parts_by_client.items():
-        client_facts = {
-            **server.request_facts,
-            **facts,
-            "client": i,
-            "settled": int(server_state.settled[i]),
-        }
-        requests[i] = wire.encode(client_facts, parts, envelope)
+        client_facts = {"client": i, "settled": int(server_state.settled[i])}
+        all_facts = {**server.request_facts, **facts, **client_facts}
+        requests[i] = wire.encode(all_facts, parts, envelope)
     digests = {i: wire.decode(content, len(content)).digest for i, content in requests.items()}
     payloads = {i: parts.get("payload") for i, parts in parts_by_client.items()}
     return PendingRequests(
@@ -149,17 +141,9 @@ def _read_response(
 ) -> wire.Message:
     """Decodes a response; raises InvalidError if it does not answer client `i`'s request.
 
-    Args:
-      server: The running server.
-      pending: The requests.
-      i: Client id.
-      content: Received bytes.
-      template: Arrays that the response must hold, which bound its size.
+    The `template` has the arrays that a response must hold, which bound its size.
     """
     max_bytes = sum(map(trees.leaf_bytes, jax.tree.leaves(template))) + _SLACK
-    message = wire.decode(content, max_bytes, schema.RESPONSE)
-    if "why" in message.facts:
-        raise InvalidError(f"it has refused: {message.facts['why']}")
     expected = {
         "kind": pending.kind,
         "run": server.run,
@@ -167,23 +151,14 @@ def _read_response(
         "round": pending.round,
         "request": pending.digests.get(i, ""),
     }
-    for field, value in expected.items():
-        if message.facts.get(field) != value:
-            raise InvalidError(f"its {field} is not {value!r}")
-    return message
+    return wire.read_response(content, max_bytes, expected)
 
 
 def read_update(server: Server, pending: PendingRequests, i: int, content: bytes) -> ClientUpdate:
-    """Decodes client `i`'s response to a training request.
+    """Decodes the response `content` of client `i` to a training request.
 
     An upload that is not finite or too large is decoded and its bytes are counted, but it is not
     `accepted`. Raises InvalidError if the response cannot be decoded.
-
-    Args:
-      server: The running server.
-      pending: The requests of the round.
-      i: Client id.
-      content: Received bytes.
     """
     g = server.programs.method.group(i)
     shapes = server.programs.shapes[g].result
@@ -191,28 +166,25 @@ def read_update(server: Server, pending: PendingRequests, i: int, content: bytes
     upload = wire.read_tree(message, "upload", shapes.upload)
     metrics = wire.read_tree(message, "metrics", shapes.metrics)
     wire.check_array_groups(message, "upload", "metrics")
-    accepted, down, up = jax.device_get(
-        server.programs.check_upload[g](pending.payloads[i], upload)
-    )
-    accepted = bool(accepted) and message.facts["finite"] and _are_bounded(metrics)
-    return ClientUpdate(
-        upload=upload,
-        metrics=metrics,
-        accepted=accepted,
-        down=_to_ints(down),
-        up=_to_ints(up),
-    )
+    accepted, down, up = _check_upload(server.programs, g, pending.payloads[i], upload)
+    are_bounded = all(np.all(np.abs(leaf) <= _MAX_METRIC) for leaf in jax.tree.leaves(metrics))
+    accepted = accepted and message.facts["finite"] and are_bounded
+    return ClientUpdate(upload=upload, metrics=metrics, accepted=accepted, down=down, up=up)
 
 
-def _are_bounded(metrics: PyTree) -> bool:
-    return all(np.all(np.abs(leaf) <= _MAX_METRIC) for leaf in jax.tree.leaves(metrics))
+def _check_upload(
+    programs: ServerPrograms, g: int, payload: PyTree, upload: PyTree
+) -> tuple[bool, dict[str, int], dict[str, int]]:
+    """Returns whether group `g` accepts an upload, and the bytes down and up by layer."""
+    accepted, down, up = jax.device_get(programs.check_upload[g](payload, upload))
+    down, up = ({name: int(size) for name, size in sizes.items()} for sizes in (down, up))
+    return bool(accepted), down, up
 
 
 def read_scores(server: Server, pending: PendingRequests, i: int, content: bytes) -> Evaluation:
-    """Decodes client `i`'s response to an evaluation request.
+    """Decodes the response `content` of client `i` to an evaluation request.
 
-    Raises InvalidError if it cannot be decoded or holds impossible scores. For arguments see
-    `read_update`.
+    Raises InvalidError if it cannot be decoded or holds impossible scores.
     """
     template = server.programs.shapes[server.programs.method.group(i)].scores
     message = _read_response(server, pending, i, content, template)
@@ -232,10 +204,10 @@ def _check_scores(task: Task, scores: Scores, examples: int, part: str) -> None:
     Numbers that are not finite pass, because reports leave them out.
 
     Args:
-      task: Supplies the metrics.
+      task: Has the metrics and their units.
       scores: Sums over a client's examples.
       examples: Number of examples with which the client enrolled.
-      part: Name of the part of the evaluation, for the error.
+      part: Name of the field of `Evaluation`, for the error.
     """
     if scores.examples != examples:
         raise InvalidError(f"its {part} is not over the {examples} examples that it enrolled with")
@@ -254,15 +226,9 @@ def close_round(
     pending: PendingRequests,
     updates: Mapping[int, ClientUpdate],
 ) -> tuple[ServerState, tuple[Log, ...]]:
-    """Computes the server state after a round.
+    """Computes the server state after a round from the decoded responses by client id.
 
     Returns the new state, or the old one if no update was accepted, and a log for each group.
-
-    Args:
-      server: The running server.
-      server_state: State before the round.
-      pending: The requests of the round.
-      updates: Decoded responses by client id; absent clients are missing.
     """
     method, ids = server.programs.method, list(pending.requests)
     cohorts, logs = [], []
@@ -291,20 +257,15 @@ def _cohort(
     group_ids: list[int],
     updates: Mapping[int, ClientUpdate],
 ) -> tuple[Any, Log]:
-    """Builds one group's cohort, padded to the same number of slots in every round, and its log.
+    """Builds the cohort and the log of group `g`, which sampled the clients `group_ids`.
 
-    Args:
-      server: The running server.
-      pending: The requests of the round.
-      g: Index of the group.
-      group_ids: Ids of the sampled clients of this group.
-      updates: Decoded responses by client id.
+    The cohort is padded to the same number of slots in every round. Returns the `Cohort` and the
+    log.
     """
     programs, shapes = server.programs, server.programs.shapes[g]
     slots: list[int | None] = [*group_ids, *[None] * (programs.cohort - len(group_ids))]
-    accepted_ids = [
-        i if i is not None and i in updates and updates[i].accepted else None for i in slots
-    ]
+    responded = [i for i in group_ids if i in updates]
+    accepted_ids = [i if i in responded and updates[i].accepted else None for i in slots]
 
     def zeros(template: PyTree) -> PyTree:
         return jax.tree.map(lambda s: np.zeros(s.shape, s.dtype), template)
@@ -316,54 +277,32 @@ def _cohort(
     payloads = stacked(empty[0] if i is None else pending.payloads[i] for i in slots)
     uploads = stacked(empty[1] if i is None else updates[i].upload for i in accepted_ids)
     metrics = stacked(empty[2] if i is None else updates[i].metrics for i in accepted_ids)
-    bills = [_bill(programs, pending, g, i, updates, empty) for i in slots]
-    responded = [i for i in group_ids if i in updates]
+    downloads: list[dict[str, int]] = []  # bytes by layer, of each slot
+    uploads_bytes: list[dict[str, int]] = []
+    for i in slots:
+        if i in responded:
+            down, up = updates[i].down, updates[i].up
+        else:  # An absent client has only downloaded.
+            payload = empty[0] if i is None else pending.payloads[i]
+            _, down, up = _check_upload(programs, g, payload, empty[1])
+            up = dict.fromkeys(up, 0)
+        downloads.append(dict.fromkeys(down, 0) if i is None else down)
+        uploads_bytes.append(up)
+
+    def by_layer(slot_bytes: list[dict[str, int]]) -> dict[str, Any]:
+        names = slot_bytes[0]
+        return {n: np.array([[sizes.get(n, 0) for sizes in slot_bytes]], np.int64) for n in names}
+
     log: dict[str, Any] = {
         "ids": np.array([[0 if i is None else i for i in slots]], np.int32),
         "present": np.array([[i is not None for i in slots]]),
         "dropped": np.array([[i is not None and i not in responded for i in slots]]),
         "rejected": np.array([[i in responded and i not in accepted_ids for i in slots]]),
         "metrics": jax.tree.map(lambda leaf: leaf[None], metrics),
-        "down": {name: _row(down.get(name, 0) for down, _ in bills) for name in bills[0][0]},
-        "up": {name: _row(up.get(name, 0) for _, up in bills) for name in bills[0][1]},
+        "down": by_layer(downloads),
+        "up": by_layer(uploads_bytes),
     }
     return programs.build_cohort(g, accepted_ids, payloads, uploads, pending.round), Log(**log)
-
-
-def _bill(
-    programs: ServerPrograms,
-    pending: PendingRequests,
-    g: int,
-    i: int | None,
-    updates: Mapping[int, ClientUpdate],
-    empty: tuple[PyTree, PyTree, PyTree],
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns the bytes that a slot downloaded and uploaded, by layer.
-
-    An absent client only counts its download, and an empty slot counts nothing.
-
-    Args:
-      programs: Programs of the server.
-      pending: The requests of the round.
-      g: Index of the group.
-      i: Client id of the slot, or None if the slot is empty.
-      updates: Decoded responses by client id.
-      empty: Zero payload, upload and metrics of the group.
-    """
-    if i is not None and i in updates:
-        return updates[i].down, updates[i].up
-    payload = empty[0] if i is None else pending.payloads[i]
-    _, down, up = jax.device_get(programs.check_upload[g](payload, empty[1]))
-    counts = 0 if i is None else 1
-    return {n: counts * b for n, b in _to_ints(down).items()}, dict.fromkeys(up, 0)
-
-
-def _row(amounts: Iterable[int]) -> np.ndarray:
-    return np.array([list(amounts)], np.int64)
-
-
-def _to_ints(bill: Mapping[str, Any]) -> dict[str, int]:
-    return {name: int(amount) for name, amount in bill.items()}
 
 
 def stack_scores(server: Server, scores: Mapping[int, Evaluation]) -> Evaluation:

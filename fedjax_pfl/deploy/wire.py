@@ -69,7 +69,7 @@ def encode(
             if array.dtype.name not in DTYPES:
                 raise ValueError(f"{group}/{name} is {array.dtype}, which cannot be sent")
             listed.append([f"{group}/{name}", array.dtype.name, list(array.shape)])
-            parts.append(_little_endian(array).tobytes())
+            parts.append(array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes())
     head = _json({"facts": dict(facts), "arrays": listed})
     header = _json(dict(envelope or {}))
     lengths = _LENGTH.pack(len(header)), _LENGTH.pack(len(head))
@@ -88,9 +88,8 @@ def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) ->
         raise InvalidError(f"it has {len(content):,} bytes; the maximum is {max_bytes:,}")
     if not content.startswith(_MAGIC):
         raise InvalidError("it does not begin as a message does")
-    envelope, offset = _read_object(content, len(_MAGIC))
-    head_start = offset
-    head, offset = _read_object(content, offset)
+    envelope, head_start = _read_object(content, len(_MAGIC))
+    head, offset = _read_object(content, head_start)
     facts, entries = head.get("facts"), head.get("arrays")
     if not isinstance(facts, dict) or not isinstance(entries, list):
         raise InvalidError("its head has no facts or no list of arrays")
@@ -102,9 +101,7 @@ def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) ->
         name, dtype, shape = _check_entry(entry)
         if name in arrays:
             raise InvalidError(f"{name} is listed twice")
-        size = np.dtype(dtype).itemsize
-        for length in shape:
-            size *= length
+        size = np.dtype(dtype).itemsize * math.prod(shape)
         if size > len(content) - offset:
             raise InvalidError(f"{name} is longer than the message")
         piece = content[offset : offset + size]
@@ -116,6 +113,29 @@ def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) ->
     if offset != len(content):
         raise InvalidError(f"it has {len(content) - offset} bytes after its last array")
     return Message(envelope, facts, arrays, hashlib.sha256(content[head_start:]).hexdigest())
+
+
+def response_facts(request: Message) -> dict[str, Any]:
+    """Returns the facts that a response repeats, so that it belongs to one request only."""
+    names = [name for name in ("kind", "run", "client", "round") if name in request.facts]
+    return {**{name: request.facts[name] for name in names}, "request": request.digest}
+
+
+def read_response(content: bytes, max_bytes: int, expected: Mapping[str, Any]) -> Message:
+    """Decodes a response; raises InvalidError if it refuses or belongs to another request.
+
+    Args:
+      content: Received bytes.
+      max_bytes: Maximum length.
+      expected: The facts that the response must repeat, see `response_facts`.
+    """
+    response = decode(content, max_bytes, schema.RESPONSE)
+    if "why" in response.facts:
+        raise InvalidError(f"it has refused: {response.facts['why']}")
+    for field, value in expected.items():
+        if response.facts.get(field) != value:
+            raise InvalidError(f"its {field} is not {value!r}")
+    return response
 
 
 def read_tree(message: Message, group: str, template: PyTree) -> PyTree:
@@ -148,11 +168,8 @@ def check_array_groups(message: Message, *groups: str) -> None:
 
 
 def _json(content: Any) -> bytes:
+    """Encodes JSON data; equal data gives equal bytes."""
     return json.dumps(content, sort_keys=True, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _little_endian(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
 
 
 def _read_object(content: bytes, offset: int) -> tuple[dict[str, Any], int]:
@@ -174,6 +191,7 @@ def _read_object(content: bytes, offset: int) -> tuple[dict[str, Any], int]:
 
 
 def _reject_constant(word: str) -> None:
+    """Raises ValueError for NaN and Infinity, which Python would read."""
     raise ValueError(word)
 
 

@@ -120,11 +120,7 @@ def test_numbers_are_normalised_before_they_are_rounded(tmp_path: Path):
     mine = examples.read(node_file.parse(json.loads(json.dumps(content)), "x"))
     assert mine.facts["stored_dtype"] == mine.facts["input_dtype"] == "float32"
     mean, deviation = [start + 10.0, 0.0], [2.0, 1.0]
-    shared = {
-        k: mine.facts[k]
-        for k in (*schema.SHARED_FIELDS, *schema.SHARED_OPTIONAL_FIELDS)
-        if k in mine.facts
-    }
+    shared = schema.shared_fields(mine.facts)
     description = {"counts": [mine.facts["counts"]], "alike": shared}
     description |= {"mean": mean, "deviation": deviation}
     x = examples.normalise(mine, description, 0).x
