@@ -1,4 +1,4 @@
-"""Two processes with two devices each, started as users start them, against one process."""
+"""Tests of two processes with two devices each against one process."""
 
 import json
 import signal
@@ -24,8 +24,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of an undisturbed run of two processes."""
+def two_processes(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the directory of an uninterrupted run of two processes."""
     directory = tmp_path_factory.mktemp("runs") / "two"
     code, out, error = Command(cache, "--processes=2", f"--workdir={directory}").ended()
     assert (code, error) == (0, "")
@@ -34,112 +34,95 @@ def two(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def assert_close(a: object, b: object):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
+
+
 @pytest.mark.slow("two more processes")
-def test_two_processes_compute_what_one_does(
-    two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_processes_compute_the_results_of_one(
+    two_processes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(page, "write", lambda *_: None)  # drawing takes seconds
-    one = runner.run(json.loads((two / "config.json").read_text()), tmp_path / "one")
-    template = jax.eval_shape(lambda: one.state)
-
-    def close(a, b):
-        return np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-    jax.tree.map(close, restored(two, template), restored(tmp_path / "one", template))
+    config = json.loads((two_processes / "config.json").read_text())
+    state = runner.run(config, tmp_path / "run").state
+    template = jax.eval_shape(lambda: state)
+    assert_close(restored(two_processes, template), restored(tmp_path / "run", template))
     for name in ("traffic.json", "config.json"):
-        assert (two / name).read_text() == (tmp_path / "one" / name).read_text()
-    for here, there in zip(metrics(two), metrics(tmp_path / "one"), strict=True):
-        assert jax.tree.structure(here) == jax.tree.structure(there)
-        jax.tree.map(close, here, there)
-    assert len(metrics(two)) == 3
+        assert (two_processes / name).read_text() == (tmp_path / "run" / name).read_text()
+    assert_close(metrics(two_processes), metrics(tmp_path / "run"))
+    assert len(metrics(two_processes)) == 3
 
 
 @pytest.mark.slow("four real processes")
-def test_two_processes_share_out_the_state(cache: Path, tmp_path: Path):
-    """Three clients on four devices, and rows that all are compared by: saved, stopped, resumed."""
+def test_two_processes_with_sharded_state(cache: Path, tmp_path: Path):
+    """Compares all rows of three clients on four devices; saves, stops and resumes."""
 
-    def command(store: str, directory: Path) -> Command:
+    def command(store: str) -> Command:
         changes = {"algorithm": "fedamp", "keep_head": False, "store": store, "rounds": 12}
-        return Command(cache, "--processes=2", f"--workdir={directory}", **changes)
+        return Command(cache, "--processes=2", f"--workdir={tmp_path / store}", **changes)
 
-    code, out, error = command("device", tmp_path / "device").ended()
+    code, out, error = command("device").ended()
     assert (code, error) == (0, "")
     saved = tmp_path / "sharded" / "checkpoints" / "5" / checkpoints.SUMS
-    code, out, error, _ = command("sharded", tmp_path / "sharded").disturbed(
-        1, signal.SIGTERM, saved
-    )
+    code, out, error, _ = command("sharded").disturbed(1, signal.SIGTERM, saved)
     assert "store=sharded" in out
-    if code:  # else it had ended before the signal came
+    if code:  # otherwise it ended before the signal
         assert code == 143, error
-        code, out, error = command("sharded", tmp_path / "sharded").ended()
+        code, out, error = command("sharded").ended()
         assert (code, error) == (0, "")
         assert "resumed at round" in out
-    for here, there in zip(
-        metrics(tmp_path / "sharded"), metrics(tmp_path / "device"), strict=True
-    ):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), here, there
-        )
+    assert_close(metrics(tmp_path / "sharded"), metrics(tmp_path / "device"))
     config = json.loads((tmp_path / "device" / "config.json").read_text())
-    one = runner.run(config)
-    template = jax.eval_shape(lambda: one.state)
+    state = runner.run(config).state
+    template = jax.eval_shape(lambda: state)
     states = [restored(tmp_path / name, template) for name in ("sharded", "device")]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), *states)
 
 
-@pytest.mark.slow("six real processes; what is said of each end is tested below")
-def test_a_run_that_is_stopped_and_killed_ends_as_if_it_were_not(
-    two: Path, cache: Path, tmp_path: Path
-):
-    """One process is asked to stop, then one is killed; all end, and the last command goes on."""
+@pytest.mark.slow("six real processes")
+def test_a_stopped_and_killed_run_resumes(two_processes: Path, cache: Path, tmp_path: Path):
+    """Stops one process, then kills one; all processes end, and the next command resumes."""
     directory = tmp_path / "run"
 
-    def again():
+    def command():
         return Command(cache, "--processes=2", f"--workdir={directory}")
 
     def saved(number):
         return directory / "checkpoints" / str(number) / checkpoints.SUMS
 
-    code, out, error, _ = again().disturbed(1, signal.SIGTERM, saved(5))
+    code, out, error, _ = command().disturbed(1, signal.SIGTERM, saved(5))
     assert (code, out.count("\n")) == (143, 3), error  # method, plan and memory
     (line,) = error.splitlines()
     stopped = int(line.split()[3].rstrip(";"))
     assert line.startswith("stopped at round ")
     assert saved(stopped).exists()
-    code, out, error, took = again().disturbed(1, signal.SIGKILL, saved(stopped + 5))
+    code, out, error, took = command().disturbed(1, signal.SIGKILL, saved(stopped + 5))
     assert (code, out.count("\n")) == (GONE, 3), error
     assert error == (
         "process 1 of 2 was killed (SIGKILL), so this run ends; give the same command again to "
         "resume\n"
     )
     assert took < 15
-    code, out, error = again().ended()
+    code, out, error = command().ended()
     assert (code, error) == (0, "")
     assert "resumed at round" in out
-    assert metrics(directory) == metrics(two)
+    assert metrics(directory) == metrics(two_processes)
     for name in ("clients.csv", "traffic.json"):
-        assert (directory / name).read_text() == (two / name).read_text()
-    assert digests(directory) == digests(two)
+        assert (directory / name).read_text() == (two_processes / name).read_text()
+    assert digests(directory) == digests(two_processes)
 
 
-# Starting.
+def member(cache: Path, port: int, number: int, *flags: str, **changes: object) -> Command:
+    """Starts one of two processes, as on two machines, in a directory that cannot be written."""
+    coordinator = f"--coordinator=127.0.0.1:{port}"
+    options = ("--processes=2", f"--process={number}", "--workdir=/dev/null/none")
+    return Command(cache, coordinator, *options, *flags, **changes)
 
 
-def test_other_settings_in_another_process(cache: Path):
-    """Each is started by itself, as on two machines; nothing is compiled or written."""
-
-    def own(i, **changes):
-        return Command(
-            cache,
-            f"--coordinator=127.0.0.1:{free}",
-            "--processes=2",
-            f"--process={i}",
-            "--workdir=/dev/null/none",
-            **changes,
-        )
-
-    free = free_port()
-    commands = [own(0), own(1, seed=1, chunk=2)]
+def test_different_settings_in_two_processes_are_refused(cache: Path):
+    port = free_port()
+    commands = [member(cache, port, 0), member(cache, port, 1, seed=1, chunk=2)]
     for i, (code, out, error) in enumerate([c.ended() for c in commands]):
         assert (code, out) == (2, "")
         assert error == (
@@ -148,41 +131,36 @@ def test_other_settings_in_another_process(cache: Path):
         )
 
 
-def test_process_0_that_cannot_be_reached_or_listen():
+def test_process_0_must_be_reachable_and_able_to_listen():
     address = f"127.0.0.1:{free_port()}"
     with pytest.raises(UsageError, match=f"process 0 cannot be reached at {address} for 0 s \\("):
         processes._reach(address, 0)
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
         with pytest.raises(UsageError, match="cannot be listened on"):
-            processes._check_free(other.getsockname()[1])
+            processes._check_free(listener.getsockname()[1])
 
 
-@pytest.mark.slow("a real process that waits; two processes are started above")
-def test_processes_that_do_not_come(cache: Path):
-    address = f"127.0.0.1:{free_port()}"
-    common = (f"--coordinator={address}", "--processes=2", "--wait=1", "--workdir=/dev/null/none")
-    code, out, error = Command(cache, *common, "--process=0").ended()
-    assert (code, out) == (2, "")
-    assert error == (
-        f"error: not all of the 2 processes have joined at {address} in 1 s; start the others, or "
-        "wait for them longer with --wait\n"
-    )
-
-
-@pytest.mark.slow("a real process that waits; two processes are started above")
-def test_ctrl_c_while_waiting_for_the_others(cache: Path):
+@pytest.mark.slow("real processes that wait")
+def test_waiting_for_other_processes(cache: Path):
+    """Waits for one second, and until Ctrl-C."""
     port = free_port()
-    common = (f"--coordinator=127.0.0.1:{port}", "--processes=2", "--workdir=/dev/null/none")
-    first = Command(cache, *common, "--process=0")
-    processes._reach(f"127.0.0.1:{port}", 60)  # it waits now
-    first.process.send_signal(signal.SIGINT)
-    assert first.ended(10) == (130, "", "stopped before the first round\n")
+    assert member(cache, port, 0, "--wait=1").ended() == (
+        2,
+        "",
+        f"error: not all of the 2 processes have joined at 127.0.0.1:{port} in 1 s; start the "
+        "others, or wait for them longer with --wait\n",
+    )
+    port = free_port()
+    command = member(cache, port, 0)
+    processes._reach(f"127.0.0.1:{port}", 60)  # the process waits
+    command.process.send_signal(signal.SIGINT)
+    assert command.ended(10) == (130, "", "stopped before the first round\n")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("options", "line"),
     [
         (ProcessOptions(2, 2, "a:1"), "choose 0 to 1"),
         (ProcessOptions(2, 1), "go together"),
@@ -192,12 +170,12 @@ def test_ctrl_c_while_waiting_for_the_others(cache: Path):
         (ProcessOptions(2, None, "auto"), "the cluster's"),
     ],
 )
-def test_flags_that_do_not_go_together(given: ProcessOptions, said: str):
-    with pytest.raises(UsageError, match=said):
-        local_numbers(given)
+def test_contradicting_flags_are_refused(options: ProcessOptions, line: str):
+    with pytest.raises(UsageError, match=line):
+        local_numbers(options)
 
 
-def test_which_processes_are_started():
+def test_numbers_of_local_processes():
     assert list(local_numbers(ProcessOptions())) == []
     assert list(local_numbers(ProcessOptions(3))) == [0, 1, 2]
     assert list(local_numbers(ProcessOptions(3, 2, "node1:9876"))) == [2]
@@ -227,18 +205,18 @@ DEAD = f"unhealthy (stopped sending heartbeats):\n1\n3\nThe tasks have crashed.\
         ([End(0, GONE, "Gloo failed", "")], "another process is gone (Gloo failed), ", 75),
     ],
 )
-def test_what_is_said_about_their_ends(ends: list[End], line: str, status: int):
-    said, code = verdict(ends, ProcessOptions(4), "a:1")
-    assert said.startswith(line)
-    assert bool(said) == bool(line)
+def test_message_and_status_of_ended_processes(ends: list[End], line: str, status: int):
+    text, code = verdict(ends, ProcessOptions(4), "a:1")
+    assert text.startswith(line)
+    assert bool(text) == bool(line)
     assert code == status
 
 
-def test_one_process_asks_nobody():
+def test_a_single_process_needs_no_agreement():
     assert multiprocess.lead()
     assert multiprocess.agree(3, max) == 3
     tree = {"a": np.array([-0.0])}
     assert multiprocess.broadcast(tree) is tree
     multiprocess.check_settings({"seed": 1})
-    multiprocess.check_settings({"learning_rate": float("nan")})  # which is no other than itself
+    multiprocess.check_settings({"learning_rate": float("nan")})  # NaN differs from itself
     multiprocess.check_examples(tree)

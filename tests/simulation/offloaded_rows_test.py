@@ -1,4 +1,4 @@
-"""Rows that a round writes to offloaded parts, leaf by leaf."""
+"""Tests of the rows that a round writes to offloaded parts."""
 
 import jax
 import jax.numpy as jnp

@@ -8,23 +8,21 @@ from fedjax_pfl.simulation import devices
 
 @pytest.fixture
 def cache_setting(monkeypatch, tmp_path):
-    given = jax.config.jax_compilation_cache_dir
+    folder = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield
-    jax.config.update("jax_compilation_cache_dir", given)
+    jax.config.update("jax_compilation_cache_dir", folder)
 
 
-def test_compiled_programs_are_kept_and_a_folder_that_is_set_stays(
-    cache_setting, monkeypatch, tmp_path
-):
+def test_the_compilation_cache_is_set_only_once(cache_setting, monkeypatch, tmp_path):
     for home in (tmp_path, "/elsewhere"):
         monkeypatch.setenv("XDG_CACHE_HOME", str(home))
         devices.prepare_devices()
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "fedjax_pfl")
 
 
-def test_a_call_after_jax_has_started_warns_only_if_cores_are_left_out(monkeypatch):
+def test_a_late_call_warns_only_if_cores_are_unused(monkeypatch):
     count = jax.local_device_count()
     monkeypatch.setattr(devices, "cores", lambda: count)
     devices.prepare_devices()  # warnings are errors
@@ -36,7 +34,7 @@ def test_a_call_after_jax_has_started_warns_only_if_cores_are_left_out(monkeypat
     devices.prepare_devices()
 
 
-def test_cores_are_those_that_this_process_may_use(monkeypatch):
+def test_cores_are_limited_by_the_affinity_of_the_process(monkeypatch):
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda pid: {0, 3, 5}, raising=False)
     assert devices.cores() == 3
     monkeypatch.delattr(devices.os, "sched_getaffinity")

@@ -1,4 +1,4 @@
-"""The training loop against whole runs of the same settings, and its own numbers."""
+"""Tests of the training loop against runs with the same settings, and of its logs."""
 
 import math
 
@@ -8,8 +8,11 @@ import pytest
 
 import fedjax_pfl as pfl
 from fedjax_pfl.algorithms import METHODS
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.simulation.simulation import Simulation
+from tests.commands import message
+
+X = np.zeros((2, 2))
+TORCH = type("Net", (), {"__module__": "torch.nn.modules"})
 
 SETTINGS = {
     "algorithm": "fedper",
@@ -47,12 +50,17 @@ def simulation(method, data, **settings):
 
 
 @pytest.fixture(scope="module")
-def whole_run():
+def run():
     return pfl.run(SETTINGS)
 
 
+def assert_equal(a, b):
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("store", ["device", "host"])
-def test_the_loop_gives_what_a_run_of_the_same_settings_gives(store, method, data, whole_run):
+def test_the_loop_equals_a_run(store, method, data, run):
     loop = simulation(method, data, store=store)
     state, bytes_up, arrived = loop.init(), 0, 0
     for t in range(4):
@@ -60,42 +68,39 @@ def test_the_loop_gives_what_a_run_of_the_same_settings_gives(store, method, dat
         bytes_up += log.bytes_up
         arrived += int(log.arrived.sum())
     scores = loop.evaluate(state, 4)
-    last = whole_run.metrics[-1]
+    last = run.metrics[-1]
     assert float(scores.before.accuracy.mean()) == last["before"]["accuracy_mean"]
     assert float(scores.after.accuracy.mean()) == last["after"]["accuracy_mean"]
     assert float(scores.before.loss.mean()) == last["before"]["loss"]
-    assert bytes_up == whole_run.ledger.total_up
-    assert arrived == sum(whole_run.ledger.visits)
+    assert bytes_up == run.ledger.total_up
+    assert arrived == sum(run.ledger.visits)
     if store == "device":
-        for ours, theirs in zip(*map(jax.tree.leaves, (state, whole_run.state)), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        assert_equal(state, run.state)
 
 
-def test_many_rounds_in_one_call_give_what_single_rounds_give(method, data):
+def test_a_call_of_several_rounds_equals_single_rounds(method, data):
     loop = simulation(method, data)
-    together, logs = loop.run_rounds(loop.init(), 0, 3)
+    final, logs = loop.run_rounds(loop.init(), 0, 3)
     state = loop.init()
     for t in range(3):
         state, log = loop.run_round(state, t)
         np.testing.assert_array_equal(log.ids, logs[t].ids)
         np.testing.assert_array_equal(log.metrics["loss"], logs[t].metrics["loss"])
         assert log.bytes_down_by_layer == logs[t].bytes_down_by_layer
-    for one, other in zip(*map(jax.tree.leaves, (state, together)), strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_equal(state, final)
 
 
 def test_the_log_of_a_round_counts_its_bytes_and_clients(method, data):
     loop = Simulation(method, data, clients_per_round=3, devices=1)
     _, log = loop.run_round(loop.init(), 0)
+    assert log.ids.shape == (3,)
     assert list(log.ids) == sorted(set(log.ids))
-    assert len(log.ids) == 3
     assert log.arrived.all()
-    body = 4 * (64 * 8 + 8)  # FedPer keeps the last layer at the client
+    body = 4 * (64 * 8 + 8)  # FedPer does not upload the last layer
     assert (log.bytes_up, log.bytes_down) == (3 * body, 3 * body)
     assert log.bytes_up_by_layer == {"fc1": 3 * body}
     assert log.loss == pytest.approx(float(log.metrics["loss"].mean()))
-    missing = log._replace(arrived=np.zeros(3, bool))
-    assert math.isnan(missing.loss)
+    assert math.isnan(log._replace(arrived=np.zeros(3, bool)).loss)
 
 
 def test_a_state_may_be_changed_between_rounds(method, data):
@@ -110,12 +115,12 @@ def test_a_state_may_be_changed_between_rounds(method, data):
     assert not np.any(state.server["params"]["fc1"]["bias"] == np.float32(0.01))
 
 
-def test_what_a_method_shows_of_its_state(data):
+def test_diagnostics_of_a_state(data):
     training = pfl.local_sgd(learning_rate=0.05)
     network = pfl.networks.MLP(outputs=10, hidden=())
     loop = Simulation(pfl.pfedla(network, training, data.federation), data, devices=1)
-    shown = loop.observe(loop.init())
-    np.testing.assert_allclose(shown["alpha"], np.full((4, 1, 4), 0.25), rtol=1e-6)
+    diagnostics = loop.observe(loop.init())
+    np.testing.assert_allclose(diagnostics["alpha"], np.full((4, 1, 4), 0.25), rtol=1e-6)
 
 
 def test_clients_without_examples_have_no_score(method, data):
@@ -129,42 +134,51 @@ def test_clients_without_examples_have_no_score(method, data):
     assert scores.after is None
 
 
-def test_mistakes_are_reported_in_one_line_before_anything_is_compiled(method, data):
-    for settings, line in (
-        ({"store": "cloud"}, "store is 'cloud'; choose device, sharded, host, disk"),
-        ({"clients_per_round": 5}, "clients_per_round is 5, and there are 4 active clients"),
-    ):
-        with pytest.raises(UsageError, match=line):
-            Simulation(method, data, **settings)
-    with pytest.raises(UsageError, match="takes an Algorithm, got function"):
-        Simulation(pfl.fedavg, data)
-    loop = Simulation(method, data, devices=1)
-    with pytest.raises(UsageError, match="n must be at least 1, got 0"):
-        loop.run_rounds(None, 0, 0)
-    with pytest.raises(UsageError, match="client is 4; choose 0 to 3"):
-        loop.personal_model(loop.init(), 4)
-    with pytest.raises(UsageError, match="partition takes a Dataset, got tuple"):
-        pfl.partition((np.zeros((3, 2)), np.zeros(3)), "iid", clients=2)
-    with pytest.raises(UsageError, match="y holds text; number the classes first"):
-        pfl.arrays(np.zeros((2, 2)), np.array(["cat", "dog"]))
-    torch_module = type("Net", (), {"__module__": "torch.nn.modules"})
-    with pytest.raises(UsageError, match="model=Net is a PyTorch module, and clients train in"):
-        pfl.run({"dataset": "digits"}, model=torch_module)
-    sharded = Simulation(method, data, store="sharded", devices=2)
-    with pytest.raises(UsageError, match="needs store='device', and store is 'sharded'"):
-        sharded.personal_model(None, 0)
-    with pytest.raises(UsageError, match="epochs or steps, not both"):
-        pfl.local_sgd(epochs=1, steps=1)
-    for settings in ({"epochs": 0}, {"steps": 0}):
-        with pytest.raises(UsageError, match="0; it must be at least 1"):
-            pfl.local_sgd(**settings)
+@pytest.mark.parametrize(
+    ("function", "arguments", "settings", "line"),
+    [
+        (Simulation, (), {"store": "cloud"}, "store is 'cloud'; choose device, sharded, host, dis"),
+        (Simulation, (), {"clients_per_round": 5}, "clients_per_round is 5, and there are 4 activ"),
+        (Simulation.run_rounds, (None, 0, 0), {}, "n must be at least 1, got 0"),
+        (Simulation.personal_model, (None, 4), {}, "client is 4; choose 0 to 3"),
+        (
+            Simulation.personal_model,
+            (None, 0),
+            {"store": "sharded", "devices": 2},
+            "personal_model needs store='device', and store is 'sharded'",
+        ),
+    ],
+)
+def test_invalid_arguments_of_a_simulation(function, arguments, settings, line, method, data):
+    def call():
+        simulation = Simulation(method, data, **{"devices": 1, **settings})
+        if function is not Simulation:
+            function(simulation, *arguments)
+
+    assert line in message(call)
 
 
-def test_reprs_are_one_short_line(method, data, whole_run):
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (lambda: Simulation(pfl.fedavg, None), "takes an Algorithm, got function"),
+        (lambda: pfl.partition((X, X), "iid", clients=2), "partition takes a Dataset, got tuple"),
+        (lambda: pfl.arrays(X, np.array(["a", "b"])), "y holds text; number the classes first"),
+        (lambda: pfl.run({}, model=TORCH), "model=Net is a PyTorch module, and clients train in"),
+        (lambda: pfl.local_sgd(epochs=1, steps=1), "epochs or steps, not both"),
+        (lambda: pfl.local_sgd(epochs=0), "0; it must be at least 1"),
+        (lambda: pfl.local_sgd(steps=0), "0; it must be at least 1"),
+    ],
+)
+def test_invalid_arguments_of_other_functions(function, line):
+    assert line in message(function)
+
+
+def test_reprs_are_one_short_line(method, data, run):
     assert repr(data) == "PartitionedData(4 clients, 112 training examples, 48 test examples)"
     assert repr(pfl.datasets.digits()) == "Dataset('digits': 1,797 examples of shape [8, 8, 1])"
-    assert repr(whole_run).startswith("Result(fedper, 4 rounds, accuracy 0.")
-    assert repr(whole_run).endswith(" after local training)")
+    assert repr(run).startswith("Result(fedper, 4 rounds, accuracy 0.")
+    assert repr(run).endswith(" after local training)")
     assert repr(Simulation(method, data)) == "Simulation(4 clients, 4 per round, store='device')"
 
 

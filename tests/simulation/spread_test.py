@@ -1,4 +1,4 @@
-"""Rows and clients spread over devices: every run is that of a state which each of them has."""
+"""Tests that runs with state spread over devices equal runs with replicated state."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -28,14 +28,14 @@ from fedjax_pfl.testing import rules as contract
 from tests import cases, programs, rules, tiny
 
 ROUNDS = 3
-# Models agree to 6e-7 after three rounds too, but in the momentum of a head that trains on a few
-# examples behind BatchNorm the last digit of what was sent becomes 1e-5.
+# After three rounds the momentum of FedPAC's head, which trains on few examples behind BatchNorm,
+# differs by 1e-5; models differ by 6e-7.
 ROUNDS_OF = {"fedpac": 1}
-SLOW = pytest.mark.slow("two programs for each; a method that reads all rows is asked each time")
+SLOW = pytest.mark.slow("two programs for each")
 
 
 def mixing(n: int, size: int) -> Algorithm:
-    """Rows that are compared and mixed, all of them, and numbers that stay with each client."""
+    """Returns a method that mixes all rows and has client-side state."""
 
     def init(key: jax.Array, start: State | None = None) -> State:
         return State(jnp.zeros(size), jax.random.normal(key, (n, size)), jnp.ones((n, size)))
@@ -65,50 +65,50 @@ def mixing(n: int, size: int) -> Algorithm:
 
 
 def toy(n: int, size: int) -> rules.Subject:
-    """Each client has an example, which is there three times."""
-    one = Split(np.arange(n, dtype=np.int32)[:, None], np.ones(n, np.int32))
+    """Returns a federation with one example per client, in all three splits."""
+    split = Split(np.arange(n, dtype=np.int32)[:, None], np.ones(n, np.int32))
     x = np.linspace(0.5, 1.5, n, dtype=np.float32)[:, None]
-    data = FederatedData(x, 2 * x, one, one, one)
+    data = FederatedData(x, 2 * x, split, split, split)
     federation = Federation(
         np.ones(n, int), (1,), 1, np.ones(n, bool), np.zeros(n, int), task=tiny.HALF_SQUARES
     )
-    case, made = cases.Case({}, bool, lambda model: (0, 0)), mixing(n, size)
+    case, algorithm = cases.Case({}, bool, lambda model: (0, 0)), mixing(n, size)
     world = contract.World(data, federation, data, data)
-    return rules.make_subject("toy", case, lambda _: made, world)
+    return rules.make_subject("toy", case, lambda _: algorithm, world)
 
 
 @cache
 def subject(name: str) -> rules.Subject:
-    """The toy, or a method with short steps: after long ones BatchNorm blows up rounding."""
+    """Returns a method with a small learning rate, as BatchNorm magnifies rounding."""
     if name == "toy":
         return toy(20, 5)
 
-    def make(federation: Federation, own: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
-        return cases.make(name, federation, own, learning_rate=0.02)
+    def make(federation: Federation, settings: Mapping[str, Any] = cases.NOTHING) -> Algorithm:
+        return cases.make(name, federation, settings, learning_rate=0.02)
 
     return rules.make_subject(name, cases.CASES[name], make)
 
 
 @cache
 def program(name: str, devices: int, *, by_client: bool) -> DeviceProgram:
-    one, axis = subject(name), (jax.sharding.AxisType.Auto,)
+    case, axis = subject(name), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis, devices=jax.devices()[:devices])
-    how = {**contract.OPTIONS, "mesh": mesh, "by_client": by_client}
-    made = make_rounds(one.algorithm, one.world.federation, **how)
-    return DeviceProgram(made, contract.make_key(), one.world.data)
+    options = {**contract.OPTIONS, "mesh": mesh, "by_client": by_client}
+    rounds = make_rounds(case.algorithm, case.world.federation, **options)
+    return DeviceProgram(rounds, contract.make_key(), case.world.data)
 
 
-def alike(one: Any, other: Any) -> None:
-    chex.assert_trees_all_close(jax.device_get(one), jax.device_get(other), rtol=1e-5, atol=1e-5)
+def assert_close(a: Any, b: Any) -> None:
+    chex.assert_trees_all_close(jax.device_get(a), jax.device_get(b), rtol=1e-5, atol=1e-5)
 
 
-def has_its_share(state: State, n: int, devices: int) -> None:
-    """Each device holds ⌈N / devices⌉ clients, and all of what is the server's."""
+def assert_spread(state: State, n: int, devices: int) -> None:
+    """Checks that a device holds ⌈N / devices⌉ clients, and the whole server state."""
     for part in (state.rows, state.clients):
         assert isinstance(part, Spread)
         for leaf in jax.tree.leaves(part):
-            own = {shard.data.shape for shard in leaf.addressable_shards}
-            assert own == {(-(-n // devices), *leaf.shape[1:])}
+            shapes = {shard.data.shape for shard in leaf.addressable_shards}
+            assert shapes == {(-(-n // devices), *leaf.shape[1:])}
             assert len(leaf.addressable_shards) == devices
     for leaf in jax.tree.leaves(state.server):
         assert leaf.sharding.is_fully_replicated
@@ -122,62 +122,64 @@ def has_its_share(state: State, n: int, devices: int) -> None:
         *(pytest.param(name, 2, marks=SLOW) for name in cases.STRUCTURES),
     ],
 )
-def test_is_the_run_of_a_state_that_each_device_has(name: str, devices: int):
-    """Twenty clients or six; on eight devices, of which one or two then have padding alone."""
-    one, rounds = subject(name), ROUNDS_OF.get(name, ROUNDS)
-    n = one.world.federation.clients
-    whole, spread = (program(name, devices, by_client=some) for some in (False, True))
-    state, wanted = spread.init(), whole.init()
-    has_its_share(state, n, devices)
-    alike(to_arrays(state), wanted)
-    logs, wanted_logs, after_one = [], [], None
+def test_spread_state_equals_replicated_state(name: str, devices: int):
+    """Runs twenty or six clients; some of eight devices have padding only."""
+    case, rounds = subject(name), ROUNDS_OF.get(name, ROUNDS)
+    n = case.world.federation.clients
+    replicated, spread = (program(name, devices, by_client=flag) for flag in (False, True))
+    state, expected = spread.init(), replicated.init()
+    assert_spread(state, n, devices)
+    assert_close(to_arrays(state), expected)
+    logs, expected_logs, after_one = [], [], None
     for t in range(rounds):
-        before = to_arrays(state)
+        previous = to_arrays(state)
         state, (log,) = spread.run(state, t, 1)
-        wanted, (wanted_log,) = whole.run(wanted, t, 1)
-        after_one = after_one or copy_state(wanted)
+        expected, (expected_log,) = replicated.run(expected, t, 1)
+        after_one = after_one or copy_state(expected)
         logs.append(jax.tree.map(lambda leaf: leaf[0], log))
-        wanted_logs.append(jax.tree.map(lambda leaf: leaf[0], wanted_log))
-        here = np.isin(np.arange(n), logs[-1].ids[logs[-1].arrived])
-        first = 2 if one.case.rows_of_absent_move else 1
-        parts = (jax.tree.leaves(now[first:]) for now in (before, to_arrays(state)))
+        expected_logs.append(jax.tree.map(lambda leaf: leaf[0], expected_log))
+        absent = ~np.isin(np.arange(n), logs[-1].ids[logs[-1].arrived])
+        first = 2 if case.case.rows_of_absent_move else 1
+        parts = (jax.tree.leaves(arrays[first:]) for arrays in (previous, to_arrays(state)))
         for old, new in zip(*parts, strict=True):
-            np.testing.assert_array_equal(old[~here], new[~here])
-    has_its_share(state, n, devices)
-    alike(copy_state(state), wanted)
-    each = [jax.tree.map(lambda *x: np.stack(x), *some) for some in (logs, wanted_logs)]
-    alike(*each)
-    books = [ledger.add(ledger.empty(n), (log,), rounds) for log in each]
+            np.testing.assert_array_equal(old[absent], new[absent])
+    assert_spread(state, n, devices)
+    assert_close(copy_state(state), expected)
+    stacked = [jax.tree.map(lambda *x: np.stack(x), *pair) for pair in (logs, expected_logs)]
+    assert_close(*stacked)
+    books = [ledger.add(ledger.empty(n), (log,), rounds) for log in stacked]
     assert books[0] == books[1]
 
-    scores = [p.evaluate(now, rounds) for p, now in ((spread, state), (whole, wanted))]
+    pairs = ((spread, state), (replicated, expected))
+    scores = [program.evaluate(final, rounds) for program, final in pairs]
     chex.assert_trees_all_close(*scores, rtol=1e-4, atol=1e-4)
-    shown = [p.observe(one.algorithm, now) for p, now in ((spread, state), (whole, wanted))]
-    alike(*shown)
+    assert_close(*(program.observe(case.algorithm, final) for program, final in pairs))
 
     # Saved with one store, resumed with another.
     assert after_one is not None
-    begun = spread.enter(after_one)
-    has_its_share(begun, n, devices)
-    alike(to_arrays(spread.run(begun, 1, rounds - 1)[0]), wanted)
-    alike(whole.run(whole.enter(to_arrays(spread.init())), 0, rounds)[0], wanted)
+    entered = spread.enter(after_one)
+    assert_spread(entered, n, devices)
+    assert_close(to_arrays(spread.run(entered, 1, rounds - 1)[0]), expected)
+    entered = replicated.enter(to_arrays(spread.init()))
+    assert_close(replicated.run(entered, 0, rounds)[0], expected)
 
 
-def test_a_round_moves_its_cohort_and_not_the_state():
-    """Of 1,200 clients with 1,000 numbers each, twice, a device is sent those of eight seats."""
+def test_a_round_transfers_its_cohort_only():
+    """Trains 1,200 clients with 2 x 1,000 numbers; a device receives at most eight of them."""
     n, size, cohort, devices = 1200, 1000, 5, 8
-    one, axis = toy(n, size), (jax.sharding.AxisType.Auto,)
+    case, axis = toy(n, size), (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((devices,), ("clients",), axis)
-    how = {**contract.OPTIONS, "cohort": cohort, "max_rounds": 1, "mesh": mesh, "by_client": True}
-    made = make_rounds(one.algorithm, one.world.federation, **how)
-    key, data, t = made.place((contract.make_key(), one.world.data, np.int32(0)))
+    options = {"cohort": cohort, "max_rounds": 1, "mesh": mesh, "by_client": True}
+    rounds = make_rounds(case.algorithm, case.world.federation, **{**contract.OPTIONS, **options})
+    key, data, t = rounds.place((contract.make_key(), case.world.data, np.int32(0)))
     zeros = np.zeros((n, size), np.float32)
-    run = made.run.lower(key, made.enter(State(zeros[0], zeros, zeros)), data, t, t).compile()
+    state = rounds.enter(State(zeros[0], zeros, zeros))
+    run = rounds.run.lower(key, state, data, t, t).compile()
     text, share = run.as_text(), 2 * zeros.nbytes / devices
     assert programs.collectives(text) <= {"all-reduce", "all-gather"}
-    # A client's row and numbers, its mixture, and what it has made of them.
+    # A client's row and state, its mixture, and their new values.
     assert 0 < programs.moved(text) < 8 * 8 * 4 * size < share
     memory = run.memory_analysis()
     assert share < memory.argument_size_in_bytes < 1.1 * share
-    assert memory.alias_size_in_bytes > 0.99 * share  # which is written in place
+    assert memory.alias_size_in_bytes > 0.99 * share  # written in place
     assert memory.temp_size_in_bytes < 1.1 * share

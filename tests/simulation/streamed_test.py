@@ -84,5 +84,5 @@ def test_every_store_gives_the_results_of_the_device(name: str, monkeypatch):
     # Saved with one store, resumed with another.
     from_device, _ = program.run(enter(program, "disk", on_device.run(1)[0]), 1, ROUNDS - 1)
     assert_close(to_arrays(from_device), expected)
-    first, _ = program.run(enter(program, "host"), 0, 1)
-    assert_close(on_device.run(ROUNDS - 1, 1, to_arrays(first))[0], expected)
+    from_host, _ = program.run(enter(program, "host"), 0, 1)
+    assert_close(on_device.run(ROUNDS - 1, 1, to_arrays(from_host))[0], expected)
