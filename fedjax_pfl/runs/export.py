@@ -19,11 +19,12 @@ from fedjax_pfl.core.groups import group_algorithms, wrap_clients
 from fedjax_pfl.core.randomness import PERSONAL, stage_key
 from fedjax_pfl.data import ClientData, client_data
 from fedjax_pfl.report import run_reader
-from fedjax_pfl.runs import checkpoints, run_directory, runner
+from fedjax_pfl.runs import checkpoints, run_directory
 from fedjax_pfl.runs.build import build, example_facts
 from fedjax_pfl.runs.network_json import from_json, lists_to_tuples, to_json
+from fedjax_pfl.runs.result import Result, make_result
 from fedjax_pfl.runs.resume import restore, state_templates
-from fedjax_pfl.runs.run_state import client_table
+from fedjax_pfl.runs.run_state import SweepRun
 from fedjax_pfl.settings import configuration, custom
 from fedjax_pfl.settings.general import settings_with
 from fedjax_pfl.simulation.offloaded_rows import OffloadedRows
@@ -38,7 +39,7 @@ def load_result(
     *,
     data_dir: str | None = None,
     **components: Unpack[custom.UserComponents],
-) -> runner.Result:
+) -> Result:
     """Loads the result of a finished run from its last checkpoint. Trains and writes nothing.
 
     Args:
@@ -64,20 +65,17 @@ def load_result(
             f"{directory}: the checkpoint of round {last} is damaged: {error}; run the command of "
             "this run again to write it again"
         ) from None
-    return runner.Result(
+    sweep_run = SweepRun(
+        name="",
+        settings=settings,
         config=resolved,
-        metrics=list(at.metrics),
-        clients=client_table(experiment, at),
-        ledger=at.ledger,
-        state=state,
-        best=best,
-        phases=experiment.phases,
-        data=experiment.data,
-        federation=experiment.federation,
         directory=directory,
+        at=at,
+        best=best,
         observations=run_directory.read_observations(directory, last, read_only=True),
         resumed_at=last,
     )
+    return make_result(experiment, sweep_run, state)
 
 
 def _finished_config(directory: Path, components: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -127,7 +125,7 @@ def _check_components(
 
 
 def write_models(
-    result: runner.Result,
+    result: Result,
     folder: str | Path,
     clients: Sequence[int] | None = None,
     *,
@@ -225,7 +223,7 @@ def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any
 
 
 def personalize(
-    result: runner.Result, state: Any, t: int, ids: Sequence[int]
+    result: Result, state: Any, t: int, ids: Sequence[int]
 ) -> Iterator[tuple[int, PyTree]]:
     """Yields client ids and the variables that they are served, as NumPy arrays.
 
@@ -330,7 +328,7 @@ def _safetensors() -> Any:
     return safetensors.numpy
 
 
-def _client_ids(result: runner.Result, clients: Sequence[int] | None) -> list[int]:
+def _client_ids(result: Result, clients: Sequence[int] | None) -> list[int]:
     n = result.federation.clients
     ids = sorted(set(range(n) if clients is None else clients))
     if invalid := [i for i in ids if not 0 <= i < n]:
@@ -338,7 +336,7 @@ def _client_ids(result: runner.Result, clients: Sequence[int] | None) -> list[in
     return ids
 
 
-def _select_state(result: runner.Result, best: bool) -> tuple[int, Any]:
+def _select_state(result: Result, best: bool) -> tuple[int, Any]:
     """Returns the number of rounds and the state, of the last or the best round."""
     last = result.metrics[-1]
     if not best:

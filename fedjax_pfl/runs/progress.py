@@ -9,7 +9,8 @@ from fedjax_pfl.core.scores import Metric
 from fedjax_pfl.report.numbers import format_bytes, format_score, metric_name, number
 from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.run_state import SweepRun
-from fedjax_pfl.simulation import metrics
+from fedjax_pfl.simulation import forecast, metrics
+from fedjax_pfl.simulation.forecast import Requirement
 from fedjax_pfl.simulation.records import Evaluation
 
 _MAX_CLIENTS = 8  # client ids in a line
@@ -20,13 +21,25 @@ def with_run_name(sweep_run: SweepRun, line: str) -> str:
     return f"{sweep_run.name}: {line}" if sweep_run.name else line
 
 
+def memory_line(needed: Requirement, store: str) -> str:
+    """Returns a line with the least memory of a run and the place of its client state."""
+    device, host, disk = map(forecast.format_bytes, needed)
+    text = {
+        "device": f"{device} (client state on the device)",
+        "sharded": f"{device} on each device (client state spread over the devices)",
+        "host": f"{device} on the device and {host} on the host (client state on the host)",
+        "disk": f"{device} on the device, {host} on the host, {disk} on disk (client state there)",
+    }
+    return f"memory needed: at least {text[store]}"
+
+
 def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
     """Formats the mean of a metric over the runs of a program; "" if no run has a finite score.
 
     Args:
       metric: The metric.
-      lines: Line of metrics.jsonl of each run.
-      stage: "before" or "after".
+      lines: The last line of metrics.jsonl of each run.
+      stage: "before" or "after" local training.
     """
     values = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]
     finite = [value for value in values if np.isfinite(value)]
@@ -38,7 +51,7 @@ def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int
 
     Args:
       metric: The metric.
-      lines: Line of metrics.jsonl of each run of the program.
+      lines: The last line of metrics.jsonl of each run of the program.
       end: The last round.
     """
     scores = [(stage, score(metric, lines, stage)) for stage in ("before", "after")]
@@ -72,8 +85,8 @@ def not_finite(experiment: Experiment, sweep_run: SweepRun, scores: Evaluation) 
     sweep_run.reported |= ids
     if new:
         names = ", ".join(map(str, new[:_MAX_CLIENTS]))
-        others = f" and {len(new) - _MAX_CLIENTS} others" if len(new) > _MAX_CLIENTS else ""
+        more = f" and {len(new) - _MAX_CLIENTS} others" if len(new) > _MAX_CLIENTS else ""
         yield (
             f"round {sweep_run.at.round}: the evaluation of client{'s' * (len(new) > 1)} "
-            f"{names}{others} is not finite; it is null, and means leave it out"
+            f"{names}{more} is not finite; it is null, and means leave it out"
         )

@@ -8,7 +8,9 @@ from fedjax_pfl.core.algorithm import Federation, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import run_reader
 from fedjax_pfl.runs import reference_runs, run_directory
+from fedjax_pfl.runs.build import Experiment
 from fedjax_pfl.runs.phase import Phase
+from fedjax_pfl.runs.run_state import SweepRun, client_table
 from fedjax_pfl.simulation.ledger import Ledger
 
 
@@ -42,17 +44,35 @@ class Result(NamedTuple):
         return f"Result({', '.join(parts)})"
 
 
+def make_result(experiment: Experiment, sweep_run: SweepRun, state: State) -> Result:
+    """Returns the result of a run of `experiment`, whose phases are those of this run alone."""
+    return Result(
+        config=sweep_run.config,
+        metrics=list(sweep_run.at.metrics),
+        clients=client_table(experiment, sweep_run.at),
+        ledger=sweep_run.at.ledger,
+        state=state,
+        best=sweep_run.best,
+        phases=experiment.phases,
+        data=experiment.data,
+        federation=experiment.federation,
+        directory=sweep_run.directory,
+        observations=sweep_run.observations,
+        resumed_at=sweep_run.resumed_at,
+    )
+
+
 def run_record(result: Result) -> run_reader.Run:
     """Returns the record of a run from which its report and comparisons are made."""
     if result.directory is None:
         raise UsageError("the run has no workdir, so it has no record; pass workdir to run")
     return run_reader.Run(
-        result.directory,
-        result.config,
-        result.metrics,
-        result.clients,
-        run_directory.traffic(result.ledger),
-        run_reader.read_provenance(result.directory),
+        directory=result.directory,
+        config=result.config,
+        metrics=result.metrics,
+        clients=result.clients,
+        traffic=run_directory.traffic(result.ledger),
+        provenance=run_reader.read_provenance(result.directory),
         examples=run_reader.examples_of(result.directory, result.config),
     )
 

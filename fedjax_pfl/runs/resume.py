@@ -14,9 +14,8 @@ from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import changed_rows, checkpoints
 from fedjax_pfl.runs.build import Experiment, fixed_length_reason
-from fedjax_pfl.runs.phase import Phase
 from fedjax_pfl.runs.run_state import Position, SweepRun
-from fedjax_pfl.settings.differences import differences, only_adds_rounds
+from fedjax_pfl.settings.differences import obstacle
 from fedjax_pfl.simulation import ledger, multiprocess, spread, stores, sweep
 from fedjax_pfl.simulation.offloaded_rows import part_names, split_state
 
@@ -52,9 +51,7 @@ def _write_checkpoint(sweep_run: SweepRun, store: checkpoints.Store, state: Stat
     store.save(step, trees, facts | {"rows": saved_rows._asdict()})
     changed_rows.mark_saved(clients, best, saved_rows)
     files = sweep_run.files | {step: [*saved_rows.files]}
-    sweep_run.files = {
-        kept: files[kept] if kept in files else _row_files(store, kept) for kept in store.steps()
-    }
+    sweep_run.files = {n: files[n] if n in files else _row_files(store, n) for n in store.steps()}
     changed_rows.remove_unused(store.rows, sweep_run.files.values())
 
 
@@ -68,8 +65,8 @@ def _row_files(store: checkpoints.Store, step: int) -> list[str]:
 
 def can_save_checkpoint(sweep_runs: Sequence[SweepRun]) -> bool:
     """Returns True if checkpoints, with one more of each run, take at most 5 % of the time."""
-    saving = sum(run.at.checkpoint_seconds + run.last_checkpoint_seconds for run in sweep_runs)
-    return saving <= sum(run.at.seconds for run in sweep_runs) / 20
+    seconds = sum(run.at.checkpoint_seconds + run.last_checkpoint_seconds for run in sweep_runs)
+    return seconds <= sum(run.at.seconds for run in sweep_runs) / 20
 
 
 def to_facts(at: Position) -> dict[str, Any]:
@@ -129,55 +126,37 @@ def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State
 
 
 def _restore_all(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
-    """Does the work of `resume` in process 0."""
-    templates = state_templates(experiment)
-    common = set.intersection(
-        *(set(run.store.steps()) if run.store else set() for run in sweep_runs)
-    )
-    damaged: list[tuple[int, SweepRun, str]] = []
-    for step in sorted(common, reverse=True):
+    """Does the work of `resume` in process 0, and reports damaged checkpoints."""
+    stores = [sweep_run.store for sweep_run in sweep_runs if sweep_run.store]
+    if len(stores) < len(sweep_runs):
+        return None
+    templates, damaged = state_templates(experiment), list[tuple[str, str]]()
+    for step in sorted(set.intersection(*(set(store.steps()) for store in stores)), reverse=True):
         restored = []
-        for sweep_run in sweep_runs:
+        for sweep_run, store in zip(sweep_runs, stores, strict=True):
             try:
-                assert sweep_run.store is not None
-                restored.append(
-                    restore(experiment, sweep_run.store, templates, step, sweep_run.config)
-                )
+                restored.append(restore(experiment, store, templates, step, sweep_run.config))
             except checkpoints.DamagedError as error:
-                damaged.append((step, sweep_run, str(error)))
+                name = f" of {sweep_run.name}" if sweep_run.name else ""
+                damaged.append((f"round {step}{name}", str(error)))
                 break
-        else:
-            return _apply(sweep_runs, restored, step, damaged)
-    for step, sweep_run, reason in damaged[:1]:
-        folder = sweep_run.store and sweep_run.store.folder
+        if len(restored) < len(sweep_runs):
+            continue
+        for later, reason in damaged:
+            line = f"The checkpoint of {later} is damaged: {reason}. Resuming from round {step}."
+            print(line, file=sys.stderr)
+        for sweep_run, store, (at, _, best) in zip(sweep_runs, stores, restored, strict=True):
+            for number in store.steps():
+                if number > step:
+                    store.drop(number)
+            sweep_run.at, sweep_run.best, sweep_run.resumed_at = at, best, at.round
+        return [state for _, state, _ in restored]
+    if damaged:
         raise UsageError(
-            f"all checkpoints in {folder} are damaged (round {step}: {reason}); restore one from a "
-            "copy, or delete that folder to start again"
+            f"all checkpoints in {stores[0].folder} are damaged ({': '.join(damaged[0])}); restore "
+            "one from a copy, or delete that folder to start again"
         )
     return None
-
-
-def _apply(
-    sweep_runs: Sequence[SweepRun],
-    restored: Sequence[Restored],
-    step: int,
-    damaged: Sequence[tuple[int, SweepRun, str]],
-) -> list[State]:
-    """Sets all runs to the restored round, reports damage and drops later checkpoints."""
-    for later, sweep_run, reason in damaged:
-        name = f" of {sweep_run.name}" if sweep_run.name else ""
-        print(
-            f"The checkpoint of round {later}{name} is damaged: {reason}. Resuming from round "
-            f"{step}.",
-            file=sys.stderr,
-        )
-    for sweep_run in sweep_runs:
-        for later in sweep_run.store.steps() if sweep_run.store else []:
-            if later > step:
-                sweep_run.store.drop(later)  # type: ignore[union-attr]
-    for sweep_run, (at, _, best) in zip(sweep_runs, restored, strict=True):
-        sweep_run.at, sweep_run.best, sweep_run.resumed_at = at, best, at.round
-    return [state for _, state, _ in restored]
 
 
 def state_templates(experiment: Experiment) -> list[PyTree]:
@@ -197,7 +176,7 @@ def restore(
     step: int,
     config: Mapping[str, Any],
 ) -> Restored:
-    """Restores a checkpoint.
+    """Restores the checkpoint of round `step`.
 
     Raises DamagedError if it is damaged, and UsageError if it belongs to a run whose settings give
     other results.
@@ -212,56 +191,43 @@ def restore(
     store.check(step)
     facts = store.facts(step)
     saved_config = facts.pop("config")
-    changes = differences(saved_config, config)
-    is_longer = only_adds_rounds(saved_config, config)
-    reason = fixed_length_reason(experiment) if changes and is_longer else ""
-    if changes and (reason or not is_longer):
+    if problem := obstacle(saved_config, config, lambda: fixed_length_reason(experiment)):
         raise UsageError(
-            f"{store.folder} holds a checkpoint of a run with other settings: "
-            f"{'; '.join(changes)}{reason and f'; it cannot be resumed, because {reason}'}; "
-            "restore this run's checkpoints from a copy, or delete that folder to start again"
+            f"{store.folder} holds a checkpoint of a run with other settings: {problem}; restore "
+            "this run's checkpoints from a copy, or delete that folder to start again"
         )
     rows = facts.pop("rows", None)
     at = _position(facts)
-    wanted = {"state": templates[at.phase]}
-    if at.best_round is not None:
-        wanted["best"] = templates[at.phase]
+    template = templates[at.phase]
+    names = ["state"] if at.best_round is None else ["state", "best"]
     if rows is None:
-        trees = store.restore(step, wanted)
+        trees = store.restore(step, dict.fromkeys(names, template))
         return at, trees["state"], trees.get("best")
     saved_rows = changed_rows.from_json(rows)
     changed_rows.check(store.rows, saved_rows)
     phase = experiment.phases[at.phase]
-    rest, client_templates = split_state(phase.algorithm, templates[at.phase])
-    wanted |= dict.fromkeys(wanted if saved_rows.best is not None else ("state",), rest)
-    trees = store.restore(step, wanted)
-    clients, best_clients = _read_clients(phase, saved_rows, client_templates, store)
-    state, best = trees["state"]._replace(clients=clients), trees.get("best")
-    if best_clients is not None and best is not None:
-        best = best._replace(clients=best_clients)
-    if phase.store in ("device", "sharded"):
-        return at, stores.to_arrays(state), best and stores.to_arrays(best)
-    return at, state, best
-
-
-def _read_clients(
-    phase: Phase,
-    saved_rows: changed_rows.SavedRows,
-    templates: Sequence[PyTree],
-    store: checkpoints.Store,
-) -> tuple[stores.ClientStore, stores.Snapshot | None]:
-    """Reads the clients of a checkpoint, and those of the best round."""
+    shared_template, client_templates = split_state(phase.algorithm, template)
+    best_template = template if saved_rows.best is None else shared_template
+    trees = store.restore(
+        step, {name: shared_template if name == "state" else best_template for name in names}
+    )
     make = functools.partial(
         stores.RowStore,
         clients=phase.federation.clients,
         store="disk" if phase.store == "disk" else "host",
         folder=store.folder.parent,
     )
-    return changed_rows.read(
+    clients, best_clients = changed_rows.read(
         store.rows,
         saved_rows,
-        templates,
+        client_templates,
         groups.has_groups(phase.algorithm),
         make,
         part_names(phase.algorithm),
     )
+    state, best = trees["state"]._replace(clients=clients), trees.get("best")
+    if best_clients is not None and best is not None:
+        best = best._replace(clients=best_clients)
+    if phase.store in ("device", "sharded"):
+        return at, stores.to_arrays(state), best and stores.to_arrays(best)
+    return at, state, best

@@ -5,6 +5,7 @@ import datetime
 import errno
 import json
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_pfl.core.errors import UsageError, removed_directory
+from fedjax_pfl.core.errors import UsageError, first_line, removed_directory
 from fedjax_pfl.report import csv_tables, run_reader
-from fedjax_pfl.settings.differences import differences, only_adds_rounds
+from fedjax_pfl.settings.differences import obstacle, only_adds_rounds
 from fedjax_pfl.settings.general import SETTINGS
 from fedjax_pfl.simulation.execution_plan import Plan, machine
 from fedjax_pfl.simulation.ledger import Ledger
@@ -43,21 +44,19 @@ def claim(
       config: Resolved configuration of the run.
       fixed_length_reason: Returns why more rounds would change a run that has started, or "".
     """
+    if "\0" in str(directory):
+        raise UsageError(f"{str(directory)!r} cannot name a directory; choose another")
     try:
         if directory.is_file():
             raise UsageError(f"{directory} is not empty and holds no run; choose another workdir")
         directory.mkdir(parents=True, exist_ok=True)
         descriptor = None if fcntl is None else os.open(directory, os.O_RDONLY)
-    except UsageError:
-        raise
-    except ValueError:  # a zero byte
-        raise UsageError(f"{str(directory)!r} cannot name a directory; choose another") from None
     except OSError as error:
         raise _unusable(directory, error) from None
     try:
         _lock(directory, descriptor)
         try:
-            _claim(directory, directory / "config.json", config, fixed_length_reason)
+            _write_or_check_config(directory, config, fixed_length_reason)
         except OSError as error:
             raise _unusable(directory, error) from None
         yield directory
@@ -71,14 +70,12 @@ def _unusable(directory: Path, error: OSError) -> UsageError:
     return UsageError(f"{problem}; {_advice(error)}, or choose another workdir")
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-
-
 def _advice(error: OSError) -> str:
-    if error.errno in _FULL:
+    """Returns what a user can do about an error of the file system."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free space on its disk"
-    return "make it writable" if error.errno in _READ_ONLY else "correct that"
+    is_read_only = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+    return "make it writable" if is_read_only else "correct that"
 
 
 @contextlib.contextmanager
@@ -91,14 +88,17 @@ def writing(
       directory: The run directory. With None, exceptions pass unchanged.
       checkpoint_rounds: Returns the rounds of the checkpoints, newest first.
     """
-    config = directory and directory / "config.json"
+    if directory is None:
+        yield
+        return
+    config = directory / "config.json"
     try:
-        if config and not config.is_file():
+        if not config.is_file():
             raise FileNotFoundError(errno.ENOENT, "config.json is missing")
         yield
+    except UsageError:
+        raise
     except Exception as error:  # orbax raises any exception of its layers
-        if config is None or isinstance(error, UsageError):
-            raise
         if not config.is_file():
             raise removed_directory(directory) from error
         if not isinstance(error, OSError):
@@ -130,27 +130,20 @@ def _lock(directory: Path, descriptor: int | None) -> None:
         print(line, file=sys.stderr)
 
 
-def _claim(
-    directory: Path,
-    config_file: Path,
-    config: Mapping[str, Any],
-    fixed_length_reason: Callable[[], str],
+def _write_or_check_config(
+    directory: Path, config: Mapping[str, Any], fixed_length_reason: Callable[[], str]
 ) -> None:
     """Writes config.json, or checks that the existing one belongs to this run."""
+    config_file = directory / "config.json"
     if config_file.exists():
         saved = run_reader.read_config(directory)
-        is_longer = only_adds_rounds(saved, config)
-        reason = fixed_length_reason() if is_longer else ""
-        changes = differences(saved, config)
-        if changes and (reason or not is_longer):
+        if problem := obstacle(saved, config, fixed_length_reason):
             raise UsageError(
-                f"{directory} holds a run with other settings: {'; '.join(changes)}"
-                f"{reason and f'; it cannot be made longer, because {reason}'}; choose another "
-                "workdir"
+                f"{directory} holds a run with other settings: {problem}; choose another workdir"
             )
         if not os.access(directory, os.W_OK):
             raise UsageError(f"{directory} cannot be written; choose another workdir")
-        if is_longer:  # the run is no longer finished
+        if only_adds_rounds(saved, config):  # the run is no longer finished
             (directory / "report.html").unlink(missing_ok=True)
             write_json(config_file, config)
         return
@@ -219,15 +212,11 @@ def read_observations(directory: Path, until: int, *, read_only: bool = False) -
                 pairs = zip(file["rounds"], file["values"], strict=True)
                 entries = [(int(r), array) for r, array in pairs if r <= until]
         except Exception as error:  # zipfile, zlib and NumPy raise many types
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            line = f"{path} is damaged ({reason}); it is left out"
+            action = "it is left out"
             if not read_only:
-                renamed = path.with_name(path.name + ".damaged")
-                os.replace(path, renamed)
-                line = (
-                    f"{path} is damaged ({reason}); renamed to {renamed.name}, a new one is begun"
-                )
-            print(line, file=sys.stderr)
+                os.replace(path, path.with_name(f"{path.name}.damaged"))
+                action = f"renamed to {path.name}.damaged, a new one is begun"
+            print(f"{path} is damaged ({first_line(error)}); {action}", file=sys.stderr)
             continue
         if entries:
             observations[path.stem] = ([r for r, _ in entries], [array for _, array in entries])
@@ -236,13 +225,11 @@ def read_observations(directory: Path, until: int, *, read_only: bool = False) -
 
 def write_provenance(directory: Path) -> None:
     """Writes made.json: start time, command, and the versions of every start or resume."""
-    packages = ("fedjax_pfl", "jax", "flax", "optax", "numpy")
     versions = []
-    for package in packages:
+    for package in ("fedjax_pfl", "jax", "flax", "optax", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions.append(f"{package} {metadata.version(package)}")
-    python = ".".join(map(str, sys.version_info[:3]))
-    current = {"versions": ", ".join(versions), "python": python} | _commit()
+    current = {"versions": ", ".join(versions), "python": platform.python_version()} | _commit()
     path = directory / run_reader.PROVENANCE
     if not path.exists():
         began = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -251,23 +238,24 @@ def write_provenance(directory: Path) -> None:
         history = {key: saved.get(key, "unknown") for key in current}
         for key, value in current.items():
             if not history[key].endswith(value):
-                history[key] = f"{history[key]}; then {value}"
+                history[key] += f"; then {value}"
         write_json(path, saved | history)
 
 
 def _commit() -> dict[str, str]:
     """Returns the commit of this library if it runs from its own checkout."""
     file = Path(__file__)
-    git = ["git", "-C", str(file.parent)]
-    try:
-        subprocess.run(
-            [*git, "ls-files", "--error-unmatch", file.name], capture_output=True, check=True
-        )
-        command = [*git, "describe", "--always", "--dirty"]
-        described = subprocess.run(command, capture_output=True, check=True, text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return {}
-    return {"commit": described.stdout.strip()}
+    lines = []
+    for arguments in (
+        ["ls-files", "--error-unmatch", file.name],
+        ["describe", "--always", "--dirty"],
+    ):
+        command = ["git", "-C", str(file.parent), *arguments]
+        try:
+            lines.append(subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True))
+        except (OSError, subprocess.CalledProcessError):
+            return {}
+    return {"commit": lines[-1].strip()}
 
 
 def _command() -> str:
@@ -287,11 +275,10 @@ def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
       directory: The run directory.
       facts: Result of `example_facts`.
     """
-    if not facts:
-        return
-    if (directory / run_reader.EXAMPLES).exists() or any(directory.glob("checkpoints/[0-9]*")):
-        check_examples(directory, facts)
-    write_json(directory / run_reader.EXAMPLES, facts)
+    if facts:
+        if (directory / run_reader.EXAMPLES).exists() or any(directory.glob("checkpoints/[0-9]*")):
+            check_examples(directory, facts)
+        write_json(directory / run_reader.EXAMPLES, facts)
 
 
 def check_examples(directory: Path, facts: Mapping[str, Any]) -> None:
@@ -325,11 +312,11 @@ def read_plans(directory: Path) -> list[Plan] | None:
         plans = [Plan(**plan) for plan in content["phases"]]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
-    return plans if all(map(_is_valid, plans)) else None
-
-
-def _is_valid(plan: Plan) -> bool:
-    return plan.conv in SETTINGS["conv"].choices and type(plan.chunk) is int and plan.chunk >= 1
+    is_valid = all(
+        plan.conv in SETTINGS["conv"].choices and type(plan.chunk) is int and plan.chunk >= 1
+        for plan in plans
+    )
+    return plans if is_valid else None
 
 
 def traffic(ledger: Ledger) -> dict[str, Any]:
@@ -343,5 +330,5 @@ def traffic(ledger: Ledger) -> dict[str, Any]:
 
 
 def write_traffic(directory: Path, ledger: Ledger) -> None:
-    """Writes traffic.json."""
+    """Writes traffic.json: bytes by layer and direction."""
     write_json(directory / "traffic.json", traffic(ledger))

@@ -13,12 +13,12 @@ from ml_collections import ConfigDict
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.report import method_labels, tensorboard
-from fedjax_pfl.runs import checkpoints, reference_runs, run_directory, sweep_settings
+from fedjax_pfl.runs import checkpoints, progress, reference_runs, run_directory, sweep_settings
 from fedjax_pfl.runs.build import Experiment, build, example_facts, fixed_length_reason
 from fedjax_pfl.runs.interrupt import Stop, on_keyboard
-from fedjax_pfl.runs.result import Result, run_record, write_report
+from fedjax_pfl.runs.result import Result, make_result, run_record, write_report
 from fedjax_pfl.runs.resume import group_by_checkpoint, resume
-from fedjax_pfl.runs.run_state import SweepRun, client_table, reset, sync_files
+from fedjax_pfl.runs.run_state import SweepRun, reset, sync_files
 from fedjax_pfl.runs.training_loop import NO_CALLBACKS, Callbacks, train
 from fedjax_pfl.settings import configuration, custom, general, selection
 from fedjax_pfl.simulation import execution_plan, multiprocess
@@ -173,7 +173,7 @@ def run_configs(
     multiprocess.check_examples(experiment.data)
     for phase in experiment.phases:
         tell(execution_plan.describe(phase.plan, phase.inputs.cohort, phase.inputs.devices))
-    tell(f"memory needed: at least {experiment.memory}; store={experiment.phases[0].store}")
+    tell(progress.memory_line(experiment.memory, experiment.phases[0].store))
     reason = functools.cache(functools.partial(fixed_length_reason, experiment))
     facts = example_facts(experiment)
     reference_runs.check_examples([sweep_run.config for sweep_run in sweep_runs], facts)
@@ -241,20 +241,8 @@ def _execute(
         states |= zip((sweep_run.name for sweep_run in group_runs), trained, strict=True)
     results = {}
     for i, sweep_run in enumerate(sweep_runs):
-        result = results[sweep_run.name] = Result(
-            config=sweep_run.config,
-            metrics=list(sweep_run.at.metrics),
-            clients=client_table(experiment, sweep_run.at),
-            ledger=sweep_run.at.ledger,
-            state=states[sweep_run.name],
-            best=sweep_run.best,
-            phases=experiment.select([i]).phases,
-            data=experiment.data,
-            federation=experiment.federation,
-            directory=sweep_run.directory,
-            observations=sweep_run.observations,
-            resumed_at=sweep_run.resumed_at,
-        )
+        result = make_result(experiment.select([i]), sweep_run, states[sweep_run.name])
+        results[sweep_run.name] = result
         if not sweep_run.directory:
             continue
         with sweep_run.writing():

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from fedjax_pfl.core import trees
@@ -89,11 +88,10 @@ def train(
     """
     for sweep_run in sweep_runs:
         sync_files(sweep_run)
-    progress_now = sweep_runs[0].at
     state = None if states is None else _stack(states)
     bar = tqdm(
         total=experiment.phases[-1].end,
-        initial=progress_now.round,
+        initial=sweep_runs[0].at.round,
         unit="round",
         disable=not (multiprocess.lead() and sys.stderr.isatty()),
         dynamic_ncols=True,
@@ -101,12 +99,14 @@ def train(
     with bar:
         for line in experiment.remarks if multiprocess.lead() else ():
             bar.write(line, file=sys.stderr)
-        for number in range(progress_now.phase, len(experiment.phases)):
+        for number in range(sweep_runs[0].at.phase, len(experiment.phases)):
             phase = experiment.phases[number]
             program = phase.program(sweep_runs[0].directory)
             if sweep_runs[0].at.phase < number or state is None:
                 state = program.init(state)
-                _enter_phase(sweep_runs, number)
+                for sweep_run in sweep_runs:
+                    at = sweep_run.at._replace(phase=number, best_round=None, best_score=None)
+                    sweep_run.at, sweep_run.best = at, None
             if sweep_runs[0].at.round < phase.end:
                 loop = Loop(
                     experiment=experiment,
@@ -122,12 +122,6 @@ def train(
                     break
     gathered = state and spread.gathered(state)
     return [_state_of(gathered, i, sweep_runs) for i in range(len(sweep_runs))]
-
-
-def _enter_phase(sweep_runs: Sequence[SweepRun], number: int) -> None:
-    for sweep_run in sweep_runs:
-        sweep_run.at = sweep_run.at._replace(phase=number, best_round=None, best_score=None)
-        sweep_run.best = None
 
 
 def _train_phase(loop: Loop, state: State) -> tuple[State, bool]:
@@ -152,8 +146,11 @@ def _train_phase(loop: Loop, state: State) -> tuple[State, bool]:
 
 def _compile(loop: Loop, state: State) -> None:
     """Compiles training and evaluation, and adds the seconds to the runs' compile time."""
-    if multiprocess.lead() and loop.sweep_runs[0].at.round == loop.phase.begin:
-        loop.bar.set_postfix_str("compiling")
+    if multiprocess.lead():
+        if sys.stderr.isatty():
+            loop.bar.set_postfix_str("compiling")
+        else:
+            print("compiling", file=sys.stderr, flush=True)
     start = time.perf_counter()
     loop.program.compile(state, loop.sweep_runs[0].at.round)
     multiprocess.agree("compiled")
@@ -211,16 +208,16 @@ def _record(loop: Loop, sweep_run: SweepRun, i: int, state: State, call: Call) -
 
 def _call_back(loop: Loop, sweep_run: SweepRun, i: int, call: Call) -> bool:
     """Calls the user's functions. Returns True if one of them ended the run."""
-    answers = []
+    results = []
     if loop.callbacks.on_round:
         logs = _part(call.logs, i, loop.sweep_runs)
-        answers = [
+        results = [
             loop.callbacks.on_round(sweep_run.name, t, round_log(logs, t - call.begin))
             for t in range(call.begin, call.end)
         ]
     if loop.callbacks.on_evaluation and call.scores is not None:
-        answers.append(loop.callbacks.on_evaluation(sweep_run.name, sweep_run.at.metrics[-1]))
-    return any(answer is False for answer in answers)
+        results.append(loop.callbacks.on_evaluation(sweep_run.name, sweep_run.at.metrics[-1]))
+    return any(result is False for result in results)
 
 
 def _report_progress(loop: Loop, call: Call) -> None:
@@ -241,28 +238,28 @@ def _save_if_due(loop: Loop, state: State, call: Call, is_ended: bool) -> tuple[
 
     Returns the exit status of a requested stop, 0 if there is none, and whether the run is ended.
     """
-    phase, exit_status = loop.phase, 0
-    is_due = call.end == phase.end or _is_due(phase.config, call.end - phase.begin, loop.sweep_runs)
+    config, rounds, exit_status = loop.phase.config, call.end - loop.phase.begin, 0
+    if config.checkpoint_every:
+        is_due = rounds % config.checkpoint_every == 0
+    else:
+        is_due = rounds % config.eval_every == 0 and can_save_checkpoint(loop.sweep_runs)
+    is_due |= call.end == loop.phase.end
     if call.end < loop.experiment.phases[-1].end:
-        answers = [loop.stop.exit_status, is_ended, is_due]
-        exit_status, is_ended, is_due = multiprocess.agree(answers, _decide)
+        requests = [loop.stop.exit_status, is_ended, is_due]
+        exit_status, is_ended, is_due = multiprocess.agree(requests, _decide)
     if is_due or is_ended or exit_status:
         for i, sweep_run in enumerate(loop.sweep_runs):
             save_checkpoint(sweep_run, _state_of(state, i, loop.sweep_runs))
     return exit_status, is_ended
 
 
-def _is_due(config: ConfigDict, rounds: int, sweep_runs: Sequence[SweepRun]) -> bool:
-    """Returns True if a checkpoint is due after `rounds` rounds of a phase."""
-    if config.checkpoint_every:
-        return rounds % config.checkpoint_every == 0
-    return rounds % config.eval_every == 0 and can_save_checkpoint(sweep_runs)
+def _decide(requests: Sequence[tuple[int, bool, bool]]) -> tuple[int, bool, bool]:
+    """Combines the exit status, is_ended and is_due of all processes.
 
-
-def _decide(answers: Sequence[tuple[int, bool, bool]]) -> tuple[int, bool, bool]:
-    """Any process can request a stop or end the run; process 0 has the clock for checkpoints."""
-    exit_status = max(status for status, _, _ in answers)
-    return exit_status, any(is_ended for _, is_ended, _ in answers), answers[0][2]
+    Any process can request a stop or end the run; process 0 has the clock for checkpoints.
+    """
+    exit_status = max(status for status, _, _ in requests)
+    return exit_status, any(is_ended for _, is_ended, _ in requests), requests[0][2]
 
 
 def _stack(states: Sequence[State]) -> State:

@@ -1,6 +1,6 @@
 """Differences between the configuration of a run directory and the one to resume it with."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fedjax_pfl.settings.configuration import default
@@ -41,6 +41,27 @@ def _changed_rounds(old: Sequence[Any], new: Sequence[Any]) -> list[str]:
         return []
     pairs = enumerate((a.get("rounds"), b.get("rounds")) for a, b in zip(old, new, strict=True))
     return [f"phases[{i}].rounds ({a} there, {b} here)" for i, (a, b) in pairs if a != b]
+
+
+def obstacle(
+    old: Mapping[str, Any], new: Mapping[str, Any], fixed_length_reason: Callable[[], str]
+) -> str:
+    """Returns why a run cannot be resumed with another configuration, or "" if it can.
+
+    Args:
+      old: Resolved configuration that the run started with.
+      new: Resolved configuration to resume it with.
+      fixed_length_reason: Returns why more rounds would change the rounds so far, or "".
+    """
+    changes = differences(old, new)
+    reason = ""
+    if changes and only_adds_rounds(old, new):
+        reason = fixed_length_reason()
+        if not reason:
+            return ""
+    return "; ".join(
+        [*changes, *([f"it cannot be made longer, because {reason}"] if reason else [])]
+    )
 
 
 def only_adds_rounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -44,9 +44,6 @@ class Requirement(NamedTuple):
     host: int
     disk: int
 
-    def __str__(self) -> str:
-        return ", ".join(f"{name} {format_bytes(value)}" for name, value in self._asdict().items())
-
 
 class Capacity(NamedTuple):
     """Bytes that a machine has; infinite if unknown."""

@@ -14,8 +14,10 @@ from fedjax_pfl.runs import runner
 
 
 def but_evaluations(stderr):
-    """What was said besides a line for each evaluation."""
-    return [line for line in stderr.splitlines() if not re.match(r"round \d+ of \d+", line)]
+    """Returns the lines of stderr except those of evaluations and of compiling."""
+    return [
+        line for line in stderr.splitlines() if not re.match(r"round \d+ of \d+|compiling$", line)
+    ]
 
 
 BASE = {

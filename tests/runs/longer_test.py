@@ -69,7 +69,7 @@ def test_a_copied_checkpoint_of_a_shorter_run_whose_rate_drops_is_refused(tmp_pa
         shutil.copytree(short / "checkpoints", long / "checkpoints")
         if own:
             line = refused({**BASE, **own}, long)
-            assert "rounds (4 there, 6 here); it cannot be resumed, because learn" in line
+            assert "rounds (4 there, 6 here); it cannot be made longer, because learn" in line
         else:
             assert_same_bits(runner.run(BASE, long).state, undisturbed(BASE).state)
 
