@@ -77,7 +77,7 @@ def node_settings(user_settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def federation_from(description: Mapping[str, Any]) -> Federation:
-    """Builds the Federation record from a description that matches `schema.FEDERATION`."""
+    """Builds the Federation record from a description that passes `schema.FEDERATION`."""
     shared, counts = description["alike"], description["counts"]
     n = len(counts)
     return Federation(
@@ -113,15 +113,16 @@ def zero_data(description: Mapping[str, Any]) -> FederatedData:
         # A view without memory of its own: nodes may describe huge shapes.
         return np.broadcast_to(np.zeros((), dtype), shape)
 
-    x = zeros((1, *shared["input_shape"]), description["stored_dtype"])
-    y = zeros((1, *inner), dtype)
-
-    def split(name: str) -> Split:
-        return Split(zeros((1, description["widths"][name]), "int32"), zeros((1,), "int32"))
-
-    train, validation, test = map(split, ("train", "validation", "test"))
-    constants = {name: zeros(shape, kind) for name, (kind, shape) in shared["constants"].items()}
-    return FederatedData(x, y, train, validation, test, **constants)
+    widths = description["widths"]
+    return FederatedData(
+        x=zeros((1, *shared["input_shape"]), description["stored_dtype"]),
+        y=zeros((1, *inner), dtype),
+        **{
+            name: Split(zeros((1, width), "int32"), zeros((1,), "int32"))
+            for name, width in widths.items()
+        },
+        **{name: zeros(shape, kind) for name, (kind, shape) in shared["constants"].items()},
+    )
 
 
 def build_method(
@@ -135,37 +136,43 @@ def build_method(
     Args:
       settings: Completed settings.
       registry: Built-in and user-defined components.
-      description: Description of the federation that matches `schema.FEDERATION`.
+      description: Description of the federation that passes `schema.FEDERATION`.
       arrays: Examples of the client that builds the method; None on the server.
     """
     federation = federation_from(description)
     data = zero_data(description) if arrays is None else arrays
     specified = configuration.specify(settings, registry)
-    phase_spec = specified.phases[0]
+    phase_settings, groups = specified.phases[0].settings, specified.phases[0].groups
     task = make_task(specified.settings, registry, np.asarray(data.y), federation)
     federation = federation._replace(task=task)
     inputs = PhaseInputs(
-        [phase_spec.settings], phase_spec.groups, [], registry, data, federation, 0, None
+        configs=[phase_settings],
+        group_configs=groups,
+        swept=[],
+        registry=registry,
+        arrays=data,
+        federation=federation,
+        begin=0,
+        mesh=None,
     )
-    plan = Plan(phase_spec.settings.conv, 1)
+    plan = Plan(phase_settings.conv, 1)
     phase = Phase(inputs, plan, inputs.rounds(plan))
     method = Method(
         algorithm=phase.algorithm,
         federation=federation,
-        seed=phase_spec.settings.seed,
-        max_update_norm=phase_spec.settings.max_update_norm,
-        evaluate_after=phase_spec.settings.evaluate_after,
-        validate_after=phase_spec.settings.validate_after,
+        seed=phase_settings.seed,
+        max_update_norm=phase_settings.max_update_norm,
+        evaluate_after=phase_settings.evaluate_after,
+        validate_after=phase_settings.validate_after,
     )
-    return Experiment((phase,), data, federation, ()), method
+    experiment = Experiment(phases=(phase,), data=data, federation=federation, remarks=())
+    return experiment, method
 
 
 def observe_server_state(method: Method, state: State) -> dict[str, np.ndarray]:
-    """Returns the method's diagnostics that depend on the server state only.
+    """Returns the method's diagnostics that depend on the server state only, by name.
 
-    Args:
-      method: Method of the federation.
-      state: Server state with `clients` empty.
+    `state` is the server state with `clients` empty.
     """
     grouped = method.grouped
     clients = jax.eval_shape(grouped.init, jax.eval_shape(jax.random.key, 0)).clients
@@ -174,11 +181,13 @@ def observe_server_state(method: Method, state: State) -> dict[str, np.ndarray]:
         return grouped.observe(state._replace(clients=clients))
 
     program, shapes = jax.make_jaxpr(observe, return_shape=True)(state, clients)
-    names, of_server = sorted(shapes), len(jax.tree.leaves(state))
-    kept_names = []
-    for name in names:
+    names, server_leaves = sorted(shapes), len(jax.tree.leaves(state))
+
+    def reads_clients(name: str) -> bool:
         _, used = dce_jaxpr(program.jaxpr, [name == candidate for candidate in names])
-        kept_names += [] if any(used[of_server:]) else [name]
+        return any(used[server_leaves:])
+
+    kept_names = [name for name in names if not reads_clients(name)]
 
     def observe_kept(state: State) -> dict[str, jax.Array]:
         no_clients = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), clients)

@@ -35,7 +35,7 @@ class Client(NamedTuple):
 
 
 def respond(client: Client, request: wire.Message) -> bytes:
-    """Returns the response to a training or evaluation request that matches `schema.REQUEST`.
+    """Returns the response to a training or evaluation request that passes `schema.REQUEST`.
 
     Raises InvalidError if the request is refused.
     """

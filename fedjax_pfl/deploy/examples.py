@@ -29,7 +29,7 @@ class NodeExamples(NamedTuple):
     """A node's examples and their description."""
 
     data: FederatedData  # of one client
-    facts: dict[str, Any]  # description; matches `schema.NODE_DESCRIPTION`
+    facts: dict[str, Any]  # description; passes `schema.NODE_DESCRIPTION`
 
     def digest(self) -> str:
         """Computes a digest of the examples, which never leaves the node."""
@@ -69,9 +69,9 @@ def read(file: NodeFile) -> NodeExamples:
     if "clients" in file.data:
         return _read_shared(dataset, settings, file.client, split)
     normalisation = dataset.normalise
-    if normalisation is not None and normalisation.scope != "federation":
+    if normalisation is None or normalisation.scope != "federation":
         normalisation = None
-    if normalisation is not None:
+    else:
         # Kept as read: the sums of all nodes are needed first, and float32 would round the numbers.
         dataset = dataset._replace(normalise=normalisation._replace(scope=LATER))
     arrays, federation, _ = data.federate(dataset, "iid", clients=1, **split)
@@ -103,11 +103,7 @@ def _read_shared(
 ) -> NodeExamples:
     """Returns the part of client `i` in a dataset that is partitioned as in a simulation.
 
-    Args:
-      dataset: The shared dataset.
-      settings: Completed settings with the partition.
-      i: Client id.
-      split: Settings of the train, validation and test split.
+    `settings` have the partition, and `split` has the settings of the split of the examples.
     """
     if i is None or i >= settings.clients:
         raise UsageError(f"client must be from 0 to {settings.clients - 1}, got {i}")
@@ -125,12 +121,9 @@ def _read_shared(
 
 
 def _facts(arrays: FederatedData, federation: Federation, **optional_facts: Any) -> dict[str, Any]:
-    """Describes a node's examples; the result matches `schema.NODE_DESCRIPTION`.
+    """Describes a node's examples; the result passes `schema.NODE_DESCRIPTION`.
 
-    Args:
-      arrays: The examples.
-      federation: Their Federation record.
-      **optional_facts: Class names, digest of the input names, and sums.
+    `optional_facts` are class names, digest of the input names, and sums.
     """
     splits = ("train", "validation", "test")
     constants = {name: getattr(arrays, name) for name in ("scale", "shift", "label_map", "classes")}

@@ -53,7 +53,7 @@ def outcome_path(log: Path) -> Path:
 
 
 def run_from_file(grid: Grid, path: str) -> None:
-    """Runs, over a SuperLink, the configuration in a JSON file that matches `schema.RUN_FILE`."""
+    """Runs, over a SuperLink, the configuration in a JSON file that passes `schema.RUN_FILE`."""
     spec = read_json(Path(path), schema.RUN_FILE)
     if not spec:
         raise UsageError(f"{path} is missing; it must hold the run's config, workdir and log")

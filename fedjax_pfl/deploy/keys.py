@@ -24,7 +24,7 @@ def ensure_node_key(path: Path) -> Path:
     public = path.with_name(f"{path.name}.pub")
     if not path.exists():
         new_key = ec.generate_private_key(ec.SECP384R1())
-        _write_private(path, _pem(new_key, serialization.PrivateFormat.OpenSSH))
+        _write_private(path, new_key, serialization.PrivateFormat.OpenSSH)
     try:
         key = serialization.load_ssh_private_key(path.read_bytes(), None)
     except ValueError:
@@ -52,11 +52,9 @@ def ensure_certificates(
     addresses = [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
     names = x509.SubjectAlternativeName([*addresses, x509.DNSName("localhost")])
     server_certificate = _certificate(_name("localhost"), name, key, authority, [(names, False)])
-    for path, certificate in zip(
-        paths[:2], (authority_certificate, server_certificate), strict=True
-    ):
-        write_atomic(path, certificate.public_bytes(serialization.Encoding.PEM))
-    _write_private(paths[2], _pem(key, serialization.PrivateFormat.PKCS8))
+    write_atomic(paths[0], authority_certificate.public_bytes(serialization.Encoding.PEM))
+    write_atomic(paths[1], server_certificate.public_bytes(serialization.Encoding.PEM))
+    _write_private(paths[2], key, serialization.PrivateFormat.PKCS8)
     return paths
 
 
@@ -75,6 +73,7 @@ def _are_valid(authority: Path, certificate: Path, key: Path) -> bool:
 
 
 def _name(word: str) -> x509.Name:
+    """Returns the name of the owner of a certificate."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, word)])
 
 
@@ -93,7 +92,7 @@ def _certificate(
     signer: Any,
     extensions: Sequence[tuple[x509.ExtensionType, bool]],
 ) -> x509.Certificate:
-    """Creates a certificate for `key`, signed by `signer`.
+    """Creates a certificate.
 
     Args:
       subject: Name of the owner.
@@ -119,14 +118,10 @@ def _certificate(
     return builder.sign(signer, hashes.SHA384())
 
 
-def _pem(key: Any, private_format: serialization.PrivateFormat) -> bytes:
-    return key.private_bytes(
-        serialization.Encoding.PEM, private_format, serialization.NoEncryption()
-    )
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    """Writes a file that only its owner can read."""
+def _write_private(path: Path, key: Any, key_format: serialization.PrivateFormat) -> None:
+    """Writes a private key to a file that only its owner can read."""
+    encoding, encryption = serialization.Encoding.PEM, serialization.NoEncryption()
+    content = key.private_bytes(encoding, key_format, encryption)
     part = path.with_name(f".{path.name}.part")
     with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
         file.write(content)

@@ -63,12 +63,9 @@ class Shapes(NamedTuple):
 
 
 def group_shapes(method: Method, g: int, data: FederatedData) -> Shapes:
-    """Computes the shapes that a group's functions take and return.
+    """Computes the shapes that the functions of architecture group `g` take and return.
 
-    Args:
-      method: Method of the federation.
-      g: Index of the architecture group.
-      data: Examples of one client, or their shapes.
+    `data` has the examples of one client, or their shapes.
     """
     key = jax.eval_shape(jax.random.key, 0)
     state = jax.eval_shape(method.grouped.init, key)
@@ -109,24 +106,23 @@ class ClientPrograms:
     """
 
     def __init__(self, method: Method, g: int, data: FederatedData) -> None:
-        self.method, self.g = method, g
+        def initial_state(i: jax.Array) -> PyTree:
+            state = method.grouped.init(stage_key(_key(method), INIT))
+            return trees.row(state.clients[g], i)
+
+        self.method = method
         self.shapes = group_shapes(method, g, data)
-        self._initial_state = jax.jit(self._init_client)
+        self._initial_state = jax.jit(initial_state)
         self._train = jax.jit(partial(_train, method, g))
         self._score = jax.jit(partial(_score, method, g, self.shapes.state))
         self._client_part = jax.jit(partial(_client_part, method, g, self.shapes.state))
-
-    def _init_client(self, i: jax.Array) -> PyTree:
-        """Initialises the client-side state of client `i`."""
-        state = self.method.grouped.init(stage_key(_key(self.method), INIT))
-        return trees.row(state.clients[self.g], i)
 
     def initial_state(self, i: int) -> PyTree:
         """Returns the client-side state of client `i` before its first round."""
         return jax.device_get(self._initial_state(np.int32(i)))
 
     def train(self, payload: PyTree, client: PyTree, inputs: RoundInputs) -> TrainResult:
-        """Trains a client locally for one round."""
+        """Trains a client locally for one round, from its payload and client-side state."""
         return jax.device_get(self._train(payload, client, inputs))
 
     def score(
@@ -159,23 +155,22 @@ class ServerPrograms:
     def __init__(self, method: Method, data: FederatedData, cohort: int) -> None:
         self.method, self.cohort = method, cohort
         data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), data)
-        group_count = len(groups.group_algorithms(method.algorithm))
-        self.shapes = tuple(group_shapes(method, g, data) for g in range(group_count))
-        self.init = jax.jit(self._init)
+        group_indices = range(len(groups.group_algorithms(method.algorithm)))
+        self.shapes = tuple(group_shapes(method, g, data) for g in group_indices)
+
+        def init() -> State:  # clients initialise their own part
+            return method.grouped.init(stage_key(_key(method), INIT))._replace(clients=())
+
+        self.init = jax.jit(init)
         self.receive = jax.jit(method.grouped.receive)
         round_programs = round_functions(method.algorithm, method.federation, cohort=cohort)
         self.sample_slots = jax.jit(partial(round_programs.sample_slots, _key(method)))
-        group_indices = range(group_count)
         self.send = tuple(jax.jit(partial(_send, method, g)) for g in group_indices)
         self.check_upload = tuple(jax.jit(partial(_check_upload, method, g)) for g in group_indices)
         self.server_part = tuple(
             jax.jit(partial(_server_part, method, g, self.shapes[g].client, data))
             for g in group_indices
         )
-
-    def _init(self) -> State:
-        """Initialises the server state; clients initialise their own part."""
-        return self.method.grouped.init(stage_key(_key(self.method), INIT))._replace(clients=())
 
     def build_cohort(self, g: int, ids: Any, payloads: PyTree, uploads: PyTree, t: int) -> Cohort:
         """Builds a group's cohort as the simulation does.
@@ -193,16 +188,21 @@ class ServerPrograms:
         padded_ids = np.array([n if i is None else i for i in ids], np.int32)
         counts = np.append(self.method.federation.counts, 0).astype(np.float32)
         # NumPy arrays where the type asks for JAX arrays: compiled programs take both.
-        slots: Any = padded_ids, has_upload, counts[padded_ids]
-        slot_ids, present, weights = slots
-        return Cohort(slot_ids, present, weights, payloads, uploads, np.int32(t))
+        slots: dict[str, Any] = {
+            "ids": padded_ids,
+            "arrived": has_upload,
+            "weights": counts[padded_ids],
+        }
+        return Cohort(**slots, payloads=payloads, uploads=uploads, t=np.int32(t))
 
 
 def _key(method: Method) -> jax.Array:
+    """Returns the random key of the run's seed."""
     return jax.random.key(method.seed)
 
 
 def _send(method: Method, g: int, state: State, i: jax.Array, t: jax.Array) -> PyTree:
+    """Returns the payload of client `i` in round `t`."""
     return method.group_algorithm(g).send(
         state, ClientContext(i, None, t, stage_key(_key(method), SEND, t, i))
     )
@@ -217,6 +217,7 @@ def _train_context(method: Method, inputs: RoundInputs) -> ClientContext:
 def _train(
     method: Method, g: int, payload: PyTree, client: PyTree, inputs: RoundInputs
 ) -> TrainResult:
+    """Trains one client for a round. For arguments see `ClientPrograms.train`."""
     ctx = _train_context(method, inputs)
     upload, variables, new, metrics = method.group_algorithm(g).train(payload, client, ctx)
     return TrainResult(
@@ -247,18 +248,15 @@ def _check_upload(
 def _server_part(
     method: Method, g: int, client: PyTree, data: Any, state: State, i: jax.Array, t: jax.Array
 ) -> list[Any]:
+    """Computes the values that client `i` is sent; `client` and `data` may hold shapes only."""
     ctx = _evaluation_context(method, data, i, t)
     return split_personalize.server_part(method.group_algorithm(g).personalize, state, client, ctx)
 
 
 def _client_part(
-    method: Method,
-    g: int,
-    state: State,
-    served_values: Any,
-    client: PyTree,
-    inputs: RoundInputs,
+    method: Method, g: int, state: State, served_values: Any, client: PyTree, inputs: RoundInputs
 ) -> PyTree:
+    """Returns the variables of a client's personalised model; `state` holds shapes only."""
     ctx = _evaluation_context(method, inputs.data, inputs.i, inputs.t)
     return split_personalize.client_part(
         method.group_algorithm(g).personalize, served_values, state, client, ctx
@@ -308,11 +306,11 @@ def single_client(data: FederatedData, i: int) -> FederatedData:
 
     Results of all clients have the same shapes: clients on one machine share compiled programs.
     """
-    splits = (data.train, data.validation, data.test)
+    splits = {name: getattr(data, name) for name in ("train", "validation", "test")}
 
     def used_rows(j: int) -> np.ndarray:
         """Returns the sorted indices of all examples of client `j`."""
-        rows = [np.asarray(split.rows[j])[: int(split.size[j])] for split in splits]
+        rows = [np.asarray(split.rows[j])[: int(split.size[j])] for split in splits.values()]
         return np.unique(np.concatenate(rows))
 
     rows_of_client = used_rows(i)
@@ -336,9 +334,7 @@ def single_client(data: FederatedData, i: int) -> FederatedData:
     return data._replace(
         x=examples(data.x),
         y=examples(data.y),
-        train=table(data.train),
-        validation=table(data.validation),
-        test=table(data.test),
         label_map=row(data.label_map),
         classes=row(data.classes),
+        **{name: table(split) for name, split in splits.items()},
     )

@@ -64,15 +64,12 @@ class RunResult(NamedTuple):
     resumed_at: int | None
 
 
-LogFunction = Callable[[str], None]
-
-
 def run(
     user_settings: Mapping[str, Any],
     workdir: str | Path,
     exchange: Exchange,
     waiting: Waiting = Waiting(),  # noqa: B008 a tuple of numbers
-    log: LogFunction = to_stderr,
+    log: Callable[[str], None] = to_stderr,
 ) -> RunResult:
     """Trains and evaluates a configuration with the clients that an exchange reaches.
 
@@ -110,11 +107,23 @@ def run(
             log_line,
         )
         experiment, method, programs = _build_server(settings, registry, federation)
-        request_facts = {"settings": node_settings, "federation": federation}
-        run_server = Server(start_record["run"], start_record["starts"], programs, request_facts)
-        sweep_run = SweepRun("", settings, config, directory)
-        sweep_run.store = store
-        running = _Run(experiment, method, run_server, sweep_run, exchange, waiting, log_line)
+        run_server = Server(
+            run=start_record["run"],
+            start=start_record["starts"],
+            programs=programs,
+            request_facts={"settings": node_settings, "federation": federation},
+        )
+        running = _Run(
+            experiment=experiment,
+            method=method,
+            server=run_server,
+            sweep_run=SweepRun("", settings, config, directory=directory, store=store),
+            directory=directory,
+            store=store,
+            exchange=exchange,
+            waiting=waiting,
+            log=log_line,
+        )
         try:
             server_state = jax.block_until_ready(running.restore())
         except jax.errors.JaxRuntimeError as error:
@@ -161,11 +170,8 @@ def _read_start_record(directory: Path, *, saved: bool) -> dict[str, Any]:
     """Reads and updates the run's `deployed.json`: `run`, `starts` and perhaps `federation`.
 
     A run gets a new name at each start until all nodes have enrolled, because nodes refuse a
-    changed enrolment under the same name.
-
-    Args:
-      directory: Run directory.
-      saved: The run has checkpoints, so all nodes must have enrolled.
+    changed enrolment under the same name. With `saved` the run has checkpoints, so all nodes must
+    have enrolled.
     """
     start_record = storage.read_json(directory / DEPLOYED_FILE, schema.DEPLOYED)
     if saved and "federation" not in start_record:
@@ -181,6 +187,7 @@ def _read_start_record(directory: Path, *, saved: bool) -> dict[str, Any]:
 
 
 def _write_start_record(directory: Path, start_record: Mapping[str, Any]) -> None:
+    """Writes the run's `deployed.json`."""
     with run_directory.writing(directory):
         storage.write_atomic(
             directory / DEPLOYED_FILE, json.dumps(start_record, indent=2).encode() + b"\n"
@@ -194,9 +201,11 @@ class _Run(NamedTuple):
     method: Method
     server: Server
     sweep_run: SweepRun
+    directory: Path
+    store: checkpoints.Store
     exchange: Exchange
     waiting: Waiting
-    log: LogFunction
+    log: Callable[[str], None]
 
     def run_to_end(self, server_state: ServerState) -> RunResult:
         """Runs all rounds that are left, and writes the results."""
@@ -214,15 +223,14 @@ class _Run(NamedTuple):
                     f"responses {failed_attempts} times; check the nodes and run the same command "
                     "again"
                 )
-        assert sweep_run.directory is not None
         rows = run_state.client_table(self.experiment, sweep_run.at)
         with sweep_run.writing():
-            run_directory.write_clients(sweep_run.directory, rows)
-            run_directory.write_traffic(sweep_run.directory, sweep_run.at.ledger)
-            if not (sweep_run.directory / "report.html").exists():
-                self.write_report(sweep_run.directory, rows)
+            run_directory.write_clients(self.directory, rows)
+            run_directory.write_traffic(self.directory, sweep_run.at.ledger)
+            if not (self.directory / "report.html").exists():
+                self.write_report(rows)
         return RunResult(
-            directory=sweep_run.directory,
+            directory=self.directory,
             metrics=list(sweep_run.at.metrics),
             clients=rows,
             ledger=sweep_run.at.ledger,
@@ -232,8 +240,7 @@ class _Run(NamedTuple):
 
     def restore(self) -> ServerState:
         """Restores the newest intact checkpoint, or initialises the state if there is none."""
-        store, sweep_run = self.sweep_run.store, self.sweep_run
-        assert store is not None
+        store, sweep_run = self.store, self.sweep_run
         run_state.reset(self.experiment, sweep_run)
         server_state = server.initial_state(self.server)
         template = self.server.programs.shapes[0].state
@@ -246,8 +253,8 @@ class _Run(NamedTuple):
             except checkpoints.DamagedError as error:
                 self.log(f"The checkpoint of round {step} is damaged: {error}.")
                 continue
-            for later in [other for other in store.steps() if other > step]:
-                store.drop(later)
+            for later_step in [saved for saved in store.steps() if saved > step]:
+                store.drop(later_step)
             sweep_run.at, sweep_run.best, sweep_run.resumed_at = at, best, at.round
             return ServerState(restored, settled)
         if store.steps():
@@ -311,7 +318,7 @@ class _Run(NamedTuple):
     def collect(
         self, pending: PendingRequests, read_response: Callable[..., Any]
     ) -> tuple[dict[int, Any], tuple[int, int]]:
-        """Sends requests and decodes the responses with `read_response`, a function of `server`.
+        """Sends requests and decodes the responses with `read_update` or `read_scores` of `server`.
 
         Returns the decoded responses by client id, and the bytes of all requests and responses.
         """
@@ -354,44 +361,40 @@ class _Run(NamedTuple):
     def save(self, server_state: ServerState) -> None:
         """Saves a checkpoint: clients discard older states once a request says a round counted."""
         sweep_run, started = self.sweep_run, time.perf_counter()
-        assert sweep_run.store is not None
         arrays = {"state": server_state.state, "settled": server_state.settled}
         if sweep_run.best is not None:
             arrays["best"] = sweep_run.best
         with sweep_run.writing():
             facts = resume.to_facts(sweep_run.at) | {"config": sweep_run.config}
-            sweep_run.store.save(sweep_run.at.round, arrays, facts)
-        seconds = time.perf_counter() - started
-        total = sweep_run.at.checkpoint_seconds + seconds
+            self.store.save(sweep_run.at.round, arrays, facts)
+        total = sweep_run.at.checkpoint_seconds + time.perf_counter() - started
         sweep_run.at = sweep_run.at._replace(checkpoint_seconds=total)
 
     def append_wire_line(self, **line: Any) -> None:
         """Appends the line of a round to `wire.jsonl`."""
-        assert self.sweep_run.directory is not None
-        with self.sweep_run.writing(), open(self.sweep_run.directory / WIRE_FILE, "a") as file:
+        with self.sweep_run.writing(), open(self.directory / WIRE_FILE, "a") as file:
             file.write(json.dumps(line) + "\n")
 
     def truncate_wire_file(self, t: int) -> None:
         """Removes the lines of rounds after `t`, which will run again."""
-        assert self.sweep_run.directory is not None
-        path = self.sweep_run.directory / WIRE_FILE
+        path = self.directory / WIRE_FILE
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         with self.sweep_run.writing():
             storage.write_atomic(path, b"".join(lines[:t]))
 
-    def write_report(self, directory: Path, rows: list[dict[str, Any]]) -> None:
-        """Writes the report. Imports the drawing code only here, because that is slow."""
+    def write_report(self, rows: list[dict[str, Any]]) -> None:
+        """Writes the report; `rows` has a row per client. The import is slow, so it is here."""
         from fedjax_pfl.report import method_figures, page
 
-        sweep_run = self.sweep_run
+        at, config = self.sweep_run.at, self.sweep_run.config
         run_record = run_reader.Run(
-            directory,
-            sweep_run.config,
-            list(sweep_run.at.metrics),
-            rows,
-            run_directory.traffic(sweep_run.at.ledger),
-            run_reader.read_provenance(directory),
+            directory=self.directory,
+            config=config,
+            metrics=list(at.metrics),
+            clients=rows,
+            traffic=run_directory.traffic(at.ledger),
+            provenance=run_reader.read_provenance(self.directory),
         )
-        layers, lines = list(sweep_run.at.ledger.down), sweep_run.at.metrics
-        figures = method_figures.draw(sweep_run.config, sweep_run.observations, layers, lines)
+        observations, layers = self.sweep_run.observations, list(at.ledger.down)
+        figures = method_figures.draw(config, observations, layers, at.metrics)
         page.write(run_record, figures)

@@ -101,7 +101,7 @@ def _evaluate_side(
 ) -> PyTree:
     """Traces `personalize` and evaluates the part of one machine; returns its results."""
     arguments = (state, client, ctx)
-    shapes = jax.tree.map(_shape, arguments)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments)
     closed, out = jax.make_jaxpr(personalize, return_shape=True)(*shapes)
     inputs = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
@@ -111,8 +111,7 @@ def _evaluate_side(
         rows = jax.tree_util.keystr(path[1:], simple=True, separator="/") if stacked else ""
         inputs.append(_Value(owner, value, _size(leaf), rows=rows))
     constants = [_Value(_EITHER, value, 0) for value in closed.consts]
-    results = _program(closed.jaxpr, constants, inputs, side)
-    leaves = [_read(value, side) for value in results]
+    leaves = [_read(value, side) for value in _program(closed.jaxpr, constants, inputs, side)]
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
 
@@ -123,20 +122,12 @@ def _owner_of(path: tuple[Any, ...]) -> int:
     return _CLIENT if path[1].name == "data" else _EITHER
 
 
-def _shape(leaf: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-
-
 def _program(
     jaxpr: Any, constants: Sequence[_Value], inputs: Sequence[_Value], side: _Side
 ) -> list[_Value]:
     """Evaluates a program on one machine, without the operations that no result needs.
 
-    Args:
-      jaxpr: The program.
-      constants: Values of its constants.
-      inputs: Values of its inputs.
-      side: The machine.
+    Returns its results.
     """
     arguments = [*constants, *inputs]
     with_constants = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])

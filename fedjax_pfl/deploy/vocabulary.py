@@ -79,7 +79,7 @@ def _number_labels(dataset: Dataset, labels: Vocabulary | None) -> Dataset:
 
 
 def _parse_numbers(name: str, texts: Sequence[str]) -> np.ndarray:
-    """Parses non-negative integers; raises UsageError for other text."""
+    """Parses the labels of dataset `name` as integers from 0; raises UsageError for other text."""
     if not all(word.isdecimal() and word.isascii() and len(word) < 9 for word in texts):
         raise UsageError(f"{name} has labels that are not integers from 0; list their names")
     return np.array([int(word) for word in texts])
@@ -88,10 +88,7 @@ def _parse_numbers(name: str, texts: Sequence[str]) -> np.ndarray:
 def _positions(description: str, texts: Sequence[str], vocabulary: Sequence[str]) -> np.ndarray:
     """Returns the index of each text in the vocabulary, int64 [len(texts)].
 
-    Args:
-      description: Name of a text, for the error.
-      texts: Words of the data source.
-      vocabulary: Words of the node's file.
+    Raises UsageError for a missing text, which it calls by the `description`, such as "class".
     """
     position = {word: i for i, word in enumerate(vocabulary)}
     if missing := [word for word in texts if word not in position]:
@@ -151,12 +148,9 @@ def _number_categories(
 
 
 def _number_features(x: np.ndarray, parts: Sequence[_Column], index: bool) -> np.ndarray:
-    """Returns inputs with the new features of all columns on the last axis.
+    """Returns inputs `x` [..., D] with the new features of all columns on the last axis.
 
-    Args:
-      x: Inputs [..., D] with the features of the source.
-      parts: The D features by column.
-      index: See `apply_vocabulary`.
+    `parts` are the columns of the D features. For `index` see `apply_vocabulary`.
     """
     features = []
     for start, end, names, position in parts:
@@ -173,21 +167,18 @@ def _number_features(x: np.ndarray, parts: Sequence[_Column], index: bool) -> np
 def _column_positions(
     name: str, column: str, texts: Sequence[str], vocabulary: Vocabulary
 ) -> tuple[np.ndarray, list[str]]:
-    """Returns the new index of each word of a column, and the names of the new features.
+    """Returns the new index of each of a column's words, and the names of the new features.
 
     Args:
       name: Name of the dataset, for errors.
       column: Name of the column.
       texts: Words of the column, as its source numbers them.
-      vocabulary: Words of the node's file, or the number of values to hash to.
+      vocabulary: Words of the node's file, or the number of values to hash words to.
     """
     if isinstance(vocabulary, int):
-        position = np.array([_hash_position(word, vocabulary) for word in texts])
+        # Hashes are equal at all nodes.
+        digests = [hashlib.sha256(word.encode()).digest()[:8] for word in texts]
+        position = np.array([int.from_bytes(digest, "big") % vocabulary for digest in digests])
         return position, [f"{column}#{i}" for i in range(vocabulary)]
     position = _positions(f"{name}: column {column!r}: word", texts, vocabulary)
     return position, [f"{column}={word}" for word in vocabulary]
-
-
-def _hash_position(word: str, size: int) -> int:
-    """Hashes a word to an integer below `size`, equal at all nodes."""
-    return int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "big") % size

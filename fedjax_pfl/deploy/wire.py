@@ -112,7 +112,8 @@ def decode(content: bytes, max_bytes: int, check: schema.Check | None = None) ->
         offset += size
     if offset != len(content):
         raise InvalidError(f"it has {len(content) - offset} bytes after its last array")
-    return Message(envelope, facts, arrays, hashlib.sha256(content[head_start:]).hexdigest())
+    digest = hashlib.sha256(content[head_start:]).hexdigest()
+    return Message(envelope=envelope, facts=facts, arrays=arrays, digest=digest)
 
 
 def response_facts(request: Message) -> dict[str, Any]:
