@@ -1,9 +1,9 @@
-"""The rivals' side of the benchmark: a process that does its work once each time it is told to.
+"""Protocol of an adapter: a process that does its work once each time it is told to.
 
-It is started with the work as JSON, prepares it, warms up, and says one line of JSON on stdout:
-{"ready": {...}}, or {"lacks": "..."} and ends. For every line "go" it does the work and answers
-{"seconds": ...}; at the end of its input it ends. Only the standard library is needed, so that any
-Python can run it; whatever the rival prints goes to stderr.
+The process gets the work as JSON on its command line, prepares it and runs it once to warm up. It
+prints one line of JSON, {"ready": {...}}, or {"lacks": REASON} and ends. It answers every line "go"
+on its input with {"seconds": ...}, and ends with its input. The module needs only the standard
+library, so any Python can run it. All other output of the library goes to stderr.
 """
 
 import contextlib
@@ -17,66 +17,77 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 from typing import Any
 
-Spec = dict[str, Any]
+Spec = dict[str, Any]  # description of the work
 
 
 class Lacks(Exception):
-    """What keeps a rival from doing this work, in one line."""
+    """Reason why a library cannot do the work, in one line."""
 
 
 def serve(prepare: Callable[[Spec], tuple[dict[str, Any], Callable[[], float | None]]]) -> None:
-    """Speak the protocol.
+    """Runs the protocol until the input ends.
 
     Args:
-      prepare: from the work to what is known of it and a function that does it once; what that
-        returns are its seconds, or None where all of it counts.
+      prepare: Takes the work and returns facts about the library and a function that does the work
+        once. That function returns its seconds, or None if its whole duration counts.
     """
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         out.write(json.dumps(message) + "\n")
         out.flush()
 
     try:
-        about, work = prepare(json.loads(sys.argv[1]))
+        facts, work = prepare(json.loads(sys.argv[1]))
     except Lacks as error:
-        say({"lacks": str(error)})
+        send({"lacks": str(error)})
         return
     except ImportError as error:
-        say({"lacks": f"it cannot be imported by {sys.executable}: {error}"})
+        send({"lacks": f"it cannot be imported by {sys.executable}: {error}"})
         return
-    say({"ready": about})
+    send({"ready": facts})
     for line in sys.stdin:
         if line.strip() != "go":
             break
-        began = time.perf_counter()
-        counted = work()
-        taken = time.perf_counter() - began
-        say({"seconds": taken if counted is None else counted})
+        start = time.perf_counter()
+        measured = work()
+        duration = time.perf_counter() - start
+        send({"seconds": duration if measured is None else measured})
 
 
 def checkout(spec: Spec, *modules: str) -> None:
-    """Look for modules in the checkout first; name all that are not installed at once."""
+    """Makes modules importable from the checkout; raises Lacks with all that are not installed."""
     sys.path.insert(0, spec["checkout"])
-    lacking = []
+    missing = []
     for name in modules:
         try:
             importlib.import_module(name)
         except ImportError:
-            lacking.append(name)
-    if lacking:
-        raise Lacks(f"it needs {', '.join(lacking)}, which {sys.executable} has not")
+            missing.append(name)
+    if missing:
+        raise Lacks(f"it needs {', '.join(missing)}, which {sys.executable} has not")
+
+
+def check_methods(spec: Spec, methods: Any) -> None:
+    """Raises Lacks for a method that an adapter does not have."""
+    for run in spec["runs"]:
+        if run["algorithm"] not in methods:
+            raise Lacks(f"its adapter does not run {run['algorithm']}")
 
 
 def versions(*names: str) -> dict[str, str]:
-    """Of installed packages."""
+    """Returns the versions of installed packages by name."""
     return {name: metadata.version(name) for name in names}
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[tuple[Counter[int], Counter[int]]]:
-    """PyTorch's steps by the numbers that the optimiser has, and training batches by their size."""
+    """Counts what PyTorch does in the block.
+
+    Yields two counters: steps by the number of parameters of the optimiser, and training batches by
+    their size.
+    """
     import torch
     from torch.nn.modules.module import register_module_forward_pre_hook
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -84,15 +95,18 @@ def counting() -> Iterator[tuple[Counter[int], Counter[int]]]:
     steps: Counter[int] = Counter()
     batches: Counter[int] = Counter()
 
-    def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         groups = optimizer.param_groups
         steps[sum(p.numel() for group in groups for p in group["params"])] += 1
 
-    def called(module: Any, args: Any) -> None:
+    def count_batch(module: Any, args: Any) -> None:
         if isinstance(module, torch.nn.CrossEntropyLoss) and torch.is_grad_enabled():
             batches[len(args[1])] += 1
 
-    hooks = [register_optimizer_step_post_hook(stepped), register_module_forward_pre_hook(called)]
+    hooks = [
+        register_optimizer_step_post_hook(count_step),
+        register_module_forward_pre_hook(count_batch),
+    ]
     try:
         yield steps, batches
     finally:
@@ -100,12 +114,21 @@ def counting() -> Iterator[tuple[Counter[int], Counter[int]]]:
             hook.remove()
 
 
-def same(spec: Spec, steps: Counter[int], batches: Counter[int]) -> dict[str, Any]:
-    """What the warm-up did, if it is the work that was asked for."""
-    size, wanted = spec["parameters"], spec["client_steps"]
-    if steps[size] != wanted or dict(batches) != {spec["batch"]: wanted}:
+def check_work(spec: Spec, steps: Counter[int], batches: Counter[int]) -> dict[str, Any]:
+    """Checks the work of the warm-up against the description.
+
+    Args:
+      spec: Description of the work.
+      steps: Steps by number of parameters, from `counting`.
+      batches: Training batches by size, from `counting`.
+
+    Returns:
+      The number of parameters, client steps and the batch size. Raises Lacks for different work.
+    """
+    size, expected = spec["parameters"], spec["client_steps"]
+    if steps[size] != expected or dict(batches) != {spec["batch"]: expected}:
         raise Lacks(
             f"its work is another: steps by parameters {dict(steps)} and batches by size "
-            f"{dict(batches)}, where {wanted} steps of {spec['batch']} on {size} are asked for"
+            f"{dict(batches)}, where {expected} steps of {spec['batch']} on {size} are asked for"
         )
-    return {"parameters": size, "client_steps": wanted, "batch": spec["batch"]}
+    return {"parameters": size, "client_steps": expected, "batch": spec["batch"]}

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def lenet() -> nn.Sequential:
-    """Of `fedjax_pfl.networks.LeNet`."""
+    """Returns the network of `fedjax_pfl.networks.LeNet`."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 5),
         nn.MaxPool2d(2),
@@ -26,13 +26,13 @@ def lenet() -> nn.Sequential:
 
 
 def mlp() -> nn.Sequential:
-    """Of `fedjax_pfl.networks.MLP`."""
+    """Returns the network of `fedjax_pfl.networks.MLP`."""
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, 200), nn.ReLU(), nn.Linear(200, 10))
 
 
 def dropout_cnn() -> nn.Sequential:
-    """Of `fedjax_pfl.networks.DropoutCNN`."""
-    made = nn.Sequential(
+    """Returns the network of `fedjax_pfl.networks.DropoutCNN`."""
+    network = nn.Sequential(
         nn.Conv2d(3, 32, 3),
         nn.ReLU(),
         nn.Conv2d(32, 64, 3),
@@ -45,14 +45,14 @@ def dropout_cnn() -> nn.Sequential:
         nn.Dropout(0.5),
         nn.Linear(128, 10),
     )
-    for layer in made:
+    for layer in network:
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             nn.init.xavier_uniform_(layer.weight)
-    return made
+    return network
 
 
 class _Add(nn.Module):
-    """x + f(x)."""
+    """Layers with a residual connection: x + f(x)."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -63,11 +63,11 @@ class _Add(nn.Module):
 
 
 def resnet9() -> nn.Sequential:
-    """Of `fedjax_pfl.networks.ResNet9`."""
+    """Returns the network of `fedjax_pfl.networks.ResNet9`."""
 
-    def block(inputs: int, outputs: int, size: int = 3, **how: int) -> nn.Sequential:
+    def block(inputs: int, outputs: int, size: int = 3, **options: int) -> nn.Sequential:
         return nn.Sequential(
-            nn.Conv2d(inputs, outputs, size, bias=False, **how),
+            nn.Conv2d(inputs, outputs, size, bias=False, **options),
             nn.BatchNorm2d(outputs),
             nn.ReLU(inplace=True),
         )

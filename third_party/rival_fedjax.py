@@ -1,8 +1,8 @@
-"""FedJAX's FedAvg (google/fedjax) on the benchmark's work, from a checkout that the user has.
+"""Runs FedJAX's FedAvg (google/fedjax) on the benchmark's work, from the user's checkout.
 
-Its `federated_averaging` and its data sets in memory are run as they are; the network is written
-here with JAX's own functions. Needs jax, dm-haiku, optax, msgpack, absl-py and requests, in
-versions that it can be imported with: `--fedjax_python` names a Python that has them.
+`federated_averaging` and the in-memory datasets run unchanged; the network is written here with
+JAX's own functions. Needs jax, dm-haiku, optax, msgpack, absl-py and requests in versions that can
+import FedJAX; `--fedjax_python` names a Python that has them.
 """
 
 import math
@@ -19,7 +19,7 @@ _SHAPES = {
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Their algorithm on data of theirs."""
+    """Returns facts about the library, and a function that runs one round."""
     child.checkout(spec, *_NEEDS)
     if spec["algorithm"] != "fedavg" or spec["network"] not in _SHAPES:
         raise child.Lacks(f"its adapter runs FedAvg with {' and '.join(_SHAPES)}")
@@ -29,13 +29,12 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     import numpy as np
     from fedjax.algorithms import fed_avg
 
-    rng, traced = np.random.default_rng(0), set()
+    rng, batch_sizes = np.random.default_rng(0), set()
 
-    def fresh(shape: tuple[int, ...]) -> Any:
+    def initial_layer(shape: tuple[int, ...]) -> Any:
         bound = 1 / math.sqrt(math.prod(shape[:-1]))
-        drawn = (rng.uniform(-bound, bound, size) for size in (shape, shape[-1:]))
-        w, b = (jnp.asarray(one, jnp.float32) for one in drawn)
-        return {"w": w, "b": b}
+        w, b = (rng.uniform(-bound, bound, size) for size in (shape, shape[-1:]))
+        return {"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray(b, jnp.float32)}
 
     def outputs(params: Any, x: Any) -> Any:
         for n, layer in enumerate(params, 1):
@@ -54,41 +53,41 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
 
     def loss(params: Any, batch: Any, key: Any) -> Any:
         del key
-        traced.add(batch["x"].shape[0])
-        chosen = jax.nn.log_softmax(outputs(params, batch["x"]))
-        return -jnp.mean(jnp.take_along_axis(chosen, batch["y"][:, None], 1))
+        batch_sizes.add(batch["x"].shape[0])
+        log_probabilities = jax.nn.log_softmax(outputs(params, batch["x"]))
+        return -jnp.mean(jnp.take_along_axis(log_probabilities, batch["y"][:, None], 1))
 
-    params = [fresh(shape) for shape in _SHAPES[spec["network"]]]
-    people = []
+    params = [initial_layer(shape) for shape in _SHAPES[spec["network"]]]
+    clients = []
     for i in range(spec["clients"]):
         x = rng.standard_normal((spec["examples"], 32, 32, 3), np.float32)
-        own = fedjax.ClientDataset({"x": x, "y": rng.integers(10, size=spec["examples"])})
-        people.append((str(i), own))
-    how = fedjax.ShuffleRepeatBatchHParams(batch_size=spec["batch"], num_epochs=spec["epochs"])
+        dataset = fedjax.ClientDataset({"x": x, "y": rng.integers(10, size=spec["examples"])})
+        clients.append((str(i), dataset))
+    batching = fedjax.ShuffleRepeatBatchHParams(batch_size=spec["batch"], num_epochs=spec["epochs"])
     algorithm = fed_avg.federated_averaging(
-        jax.grad(loss), fedjax.optimizers.sgd(spec["rate"]), fedjax.optimizers.sgd(1.0), how
+        jax.grad(loss), fedjax.optimizers.sgd(spec["rate"]), fedjax.optimizers.sgd(1.0), batching
     )
     state = algorithm.init(params)
 
-    def one_round() -> None:
+    def run_round() -> None:
         nonlocal state
-        chosen = rng.permutation(len(people))[: spec["cohort"]]
-        keys = jax.random.split(jax.random.PRNGKey(0), len(chosen))
-        state, told = algorithm.apply(
-            state, [(*people[i], key) for i, key in zip(chosen, keys, strict=True)]
+        cohort = rng.permutation(len(clients))[: spec["cohort"]]
+        keys = jax.random.split(jax.random.PRNGKey(0), len(cohort))
+        state, diagnostics = algorithm.apply(
+            state, [(*clients[i], key) for i, key in zip(cohort, keys, strict=True)]
         )
-        jax.block_until_ready((state.params, told))
+        jax.block_until_ready((state.params, diagnostics))
 
-    one_round()
+    run_round()
     size = sum(leaf.size for leaf in jax.tree_util.tree_leaves(params))
-    steps = spec["cohort"] * sum(1 for _ in people[0][1].shuffle_repeat_batch(how))
-    asked = (spec["parameters"], spec["client_steps"], {spec["batch"]})
-    if (size, steps, traced) != asked:
+    steps = spec["cohort"] * sum(1 for _ in clients[0][1].shuffle_repeat_batch(batching))
+    expected = (spec["parameters"], spec["client_steps"], {spec["batch"]})
+    if (size, steps, batch_sizes) != expected:
         raise child.Lacks(
-            f"its work is another: {(size, steps, traced)} where {asked} is asked for"
+            f"its work is another: {(size, steps, batch_sizes)} where {expected} is asked for"
         )
-    about = {"parameters": size, "client_steps": steps, "batch": spec["batch"]}
-    return {**about, "versions": child.versions("jax", "jaxlib")}, one_round
+    facts = {"parameters": size, "client_steps": steps, "batch": spec["batch"]}
+    return {**facts, "versions": child.versions("jax", "jaxlib")}, run_round
 
 
 if __name__ == "__main__":

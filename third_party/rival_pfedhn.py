@@ -1,9 +1,9 @@
-"""The authors' pFedHN (AvivSham/pFedHN) on the benchmark's work, from a checkout that the user has.
+"""Runs the authors' pFedHN (AvivSham/pFedHN) on the benchmark's work, from the user's checkout.
 
-Their training function is run as it is, timed from its first step to its last. What is replaced
-outside of it: CIFAR10 by tensors of the same sizes, which spares them the decoding of every image,
-and the evaluation of all clients by nothing. In each step they look at a test batch: it holds one
-image here, beside the 3,200 that the step trains on. Needs torch and tqdm.
+Their training function runs unchanged and is timed from its first step to its last. The adapter
+replaces CIFAR-10 by tensors of the same size, which saves the decoding of images, and the
+evaluation of all clients by nothing. Each step also reads a test batch, here of one image, besides
+the 3,200 images it trains on. Needs torch and tqdm.
 """
 
 import sys
@@ -17,7 +17,7 @@ import child
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], float]]:
-    """Their trainer with our nodes."""
+    """Returns facts about the code, and a function that trains and returns its seconds."""
     child.checkout(spec, "numpy", "torch", "tqdm")
     if spec["algorithm"] != "pfedhn":
         raise child.Lacks(f"it is pFedHN, not {spec['algorithm']}")
@@ -26,7 +26,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], float]]:
 
     try:
         import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):  # it would only load CIFAR10
+    except (ImportError, RuntimeError):  # only needed to load CIFAR-10
         for name in ("torchvision", "torchvision.transforms", "torchvision.datasets"):
             sys.modules[name] = types.ModuleType(name)
         for name in ("CIFAR10", "CIFAR100"):
@@ -40,15 +40,15 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], float]]:
     def images(examples: int) -> tuple[Any, Any]:
         return torch.randn(examples, 3, 32, 32), torch.randint(10, (examples,))
 
-    everyone, examples = range(spec["clients"]), spec["examples"]
-    own = [TensorDataset(*images(examples)) for _ in everyone]
-    train = [DataLoader(one, spec["batch"], shuffle=True) for one in own]
-    test = [[images(1)] for _ in everyone]
+    clients = range(spec["clients"])
+    datasets = [TensorDataset(*images(spec["examples"])) for _ in clients]
+    train = [DataLoader(dataset, spec["batch"], shuffle=True) for dataset in datasets]
+    test = [[images(1)] for _ in clients]
     nodes = types.SimpleNamespace(train_loaders=train, val_loaders=test, test_loaders=test)
     span = [0.0, 0.0]
 
     class Clock:
-        """In place of their progress bar."""
+        """Progress bar that only measures the time from the first step to the last."""
 
         def __init__(self, steps: int) -> None:
             self.steps = steps
@@ -68,7 +68,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], float]]:
     trainer.eval_model = lambda *args, **kwargs: ({}, 0.0, 0.0, [0.0])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-    def steps(number: int) -> float:
+    def run_steps(number: int) -> float:
         # The defaults of their command line.
         trainer.train(
             data_name="cifar10",
@@ -95,12 +95,12 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], float]]:
         )
         return span[1] - span[0]
 
-    few = min(2, spec["rounds"])  # to be warm; the other steps are the same
-    with child.counting() as counted:
-        steps(few)
+    few = min(2, spec["rounds"])  # warm-up; the other steps are the same
+    with child.counting() as counts:
+        run_steps(few)
     short = {**spec, "client_steps": few * spec["local_steps"]}
-    about = {**child.same(short, *counted), "client_steps": spec["client_steps"]}
-    return {**about, "versions": child.versions("torch")}, lambda: steps(spec["rounds"])
+    facts = {**child.check_work(short, *counts), "client_steps": spec["client_steps"]}
+    return {**facts, "versions": child.versions("torch")}, lambda: run_steps(spec["rounds"])
 
 
 if __name__ == "__main__":

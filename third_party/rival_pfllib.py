@@ -1,7 +1,7 @@
-"""PFLlib's FedAvg (TsingZ0/PFLlib) on the benchmark's work, from a checkout that the user has.
+"""Runs FedAvg of PFLlib (TsingZ0/PFLlib) on the benchmark's work, from the user's checkout.
 
-What it does in a round is run as it is: examples are read from a file for each client, and become a
-list of tensors. Evaluation and results are left out. Needs torch, torchvision, h5py, scikit-learn.
+A round runs unchanged: it reads each client's examples from a file and makes a list of tensors of
+them. Evaluation and results are left out. Needs torch, torchvision, h5py, scikit-learn.
 """
 
 import contextlib
@@ -13,27 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import child
-
-_OFF = dict.fromkeys(
-    (
-        "random_join_ratio",
-        "few_shot",
-        "time_select",
-        "auto_break",
-        "dlg_eval",
-        "learning_rate_decay",
-        "train_slow_rate",
-        "send_slow_rate",
-        "client_drop_rate",
-        "num_new_clients",
-        "fine_tuning_epoch_new",
-    ),
-    0,
-)
+import pfllib
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
-    """A server of theirs with clients of theirs; the network is ours."""
+    """Returns facts about the library, and a function that runs one round."""
     spec["checkout"] = str(Path(spec["checkout"]) / "system")
     child.checkout(spec, "numpy", "torch", "h5py", "sklearn", "matplotlib")
     if spec["algorithm"] != "fedavg":
@@ -43,7 +27,7 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
     from flcore.servers.serveravg import FedAvg
     from networks import NETWORKS
 
-    # It reads ../dataset/NAME/{train,test}/CLIENT.npz. Clients who share a pool share files.
+    # PFLlib reads ../dataset/NAME/{train,test}/CLIENT.npz. Clients who share a pool share files.
     os.makedirs("system")
     rng = np.random.default_rng(0)
     files = spec.get("pool", spec["clients"] * spec["examples"]) // spec["examples"]
@@ -59,35 +43,26 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
             np.savez(path, data=np.array(data, dtype=object))
     os.chdir("system")
     random.seed(0)
-    server = FedAvg(
-        Namespace(
-            **_OFF,
-            dataset="Cifar10",
-            num_classes=10,
-            global_rounds=1,
-            algorithm="FedAvg",
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            local_epochs=spec["epochs"],
-            batch_size=spec["batch"],
-            local_learning_rate=spec["rate"],
-            goal="",
-            eval_gap=1,
-            model=NETWORKS[spec["network"]]().to("cuda" if torch.cuda.is_available() else "cpu"),
-            num_clients=spec["clients"],
-            # Half a client more, as it takes the floor of the product.
-            join_ratio=min(1.0, (spec["cohort"] + 0.5) / spec["clients"]),
-            top_cnt=1,
-            save_folder_name="items",
-            time_threthold=1e9,
-            batch_num_per_client=1,
-            dlg_gap=1,
-            learning_rate_decay_gamma=1.0,
-        ),
-        0,
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options = Namespace(
+        **pfllib.OPTIONS,
+        dataset="Cifar10",
+        num_classes=10,
+        global_rounds=1,
+        algorithm="FedAvg",
+        device=device,
+        local_epochs=spec["epochs"],
+        batch_size=spec["batch"],
+        local_learning_rate=spec["rate"],
+        model=NETWORKS[spec["network"]]().to(device),
+        num_clients=spec["clients"],
+        # Half a client more, because it takes the floor of the product.
+        join_ratio=min(1.0, (spec["cohort"] + 0.5) / spec["clients"]),
     )
+    server = FedAvg(options, 0)
 
-    def one_round() -> None:
-        """What its `train` does between two evaluations."""
+    def run_round() -> None:
+        """Repeats the part of the server's `train` that lies between two evaluations."""
         server.selected_clients = server.select_clients()
         server.send_models()
         for client in server.selected_clients:
@@ -97,9 +72,9 @@ def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
-    with child.counting() as counted, contextlib.redirect_stdout(None):
-        one_round()
-    return {**child.same(spec, *counted), "versions": child.versions("torch")}, one_round
+    with child.counting() as counts, contextlib.redirect_stdout(None):
+        run_round()
+    return {**child.check_work(spec, *counts), "versions": child.versions("torch")}, run_round
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""The small network that implementations are compared on, and the parameters of theirs by name.
+"""The small network that libraries are compared on, and results in files.
 
-Needs torch. Names are fc1.weight, fc1.bias, bn1.weight, ..., fc2.bias, with PyTorch's shapes.
+Needs torch. Parameters are named fc1.weight, fc1.bias, bn1.weight, ..., fc2.bias and have PyTorch's
+shapes. The work is an .npz file, see `experiments.libraries.ours.work`.
 """
 
 from collections import OrderedDict
@@ -14,8 +15,17 @@ from torch import nn
 HEAD = "fc2"
 
 
+def read_work(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arrays of a work file by name, and the initial parameters by name."""
+    with np.load(path, allow_pickle=False) as stored:
+        work = dict(stored)
+    prefix = "start/"
+    start = {name.removeprefix(prefix): v for name, v in work.items() if name.startswith(prefix)}
+    return work, start
+
+
 def network(start: Mapping[str, Any]) -> tuple[nn.Sequential, nn.Linear]:
-    """A body and a head with these parameters; with BatchNorm where there are some of it."""
+    """Returns body and head with the given parameters; with BatchNorm if they contain some."""
     hidden, features = start["fc1.weight"].shape
     layers = [("fc1", nn.Linear(features, hidden))]
     if "bn1.weight" in start:
@@ -25,64 +35,72 @@ def network(start: Mapping[str, Any]) -> tuple[nn.Sequential, nn.Linear]:
     with torch.no_grad():
         for module in (base, head):
             for name, parameter in module.named_parameters():
-                whole = name if "." in name else f"{HEAD}.{name}"
-                parameter.copy_(torch.from_numpy(np.asarray(start[whole])))
+                full_name = name if "." in name else f"{HEAD}.{name}"
+                parameter.copy_(torch.from_numpy(np.asarray(start[full_name])))
     return base, head
 
 
-def named(parameters: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """By our names: without those of the parts that they lie in; a head alone has none."""
-    found = {}
+def rename(parameters: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Returns weights and biases by the names of this module.
+
+    Args:
+      parameters: Tensors by their names in a library. A name without a layer is one of the head.
+    """
+    arrays = {}
     for name, value in parameters.items():
         layer, _, leaf = name.rpartition(".")
         layer = layer.rpartition(".")[2] or HEAD
         layer = HEAD if layer in ("head", "classifier") else layer
         if leaf in ("weight", "bias"):
-            found[f"{layer}.{leaf}"] = value.detach().cpu().numpy().copy()
-    return found
+            arrays[f"{layer}.{leaf}"] = value.detach().cpu().numpy().copy()
+    return arrays
 
 
-def of(*modules: nn.Module) -> dict[str, np.ndarray]:
-    """Of modules together."""
-    return {n: v for module in modules for n, v in named(dict(module.named_parameters())).items()}
+def parameters_of(*modules: nn.Module) -> dict[str, np.ndarray]:
+    """Returns the parameters of several modules by name."""
+    dicts = (dict(module.named_parameters()) for module in modules)
+    return {name: value for parameters in dicts for name, value in rename(parameters).items()}
 
 
-def in_order(start: Mapping[str, Any], values: Any) -> dict[str, np.ndarray]:
-    """A list as their code keeps it, in the order of the network's parameters."""
-    base, head = network(start)
-    names = [*of(base), *of(head)]
-    return {n: v.detach().cpu().numpy().copy() for n, v in zip(names, values, strict=True)}
+def control_variates(start: Mapping[str, Any], values: Any) -> dict[str, np.ndarray]:
+    """Returns SCAFFOLD's control variates as control.NAME.
+
+    Args:
+      start: Initial parameters.
+      values: Tensors in the order of the network's parameters.
+    """
+    names = parameters_of(*network(start))
+    return {
+        f"control.{name}": value.detach().cpu().numpy().copy()
+        for name, value in zip(names, values, strict=True)
+    }
 
 
 class Scores:
-    """Each client's share of test examples that it gets right."""
+    """Each client's accuracy on test examples, before and after its training; saved as .npz."""
 
     def __init__(self, path: str, clients: int) -> None:
-        """path: of the .npz file."""
         self._path = path
         self.before, self.after = np.full(clients, np.nan), np.full(clients, np.nan)
 
     def write(self) -> None:
-        """Both of them."""
+        """Writes the file."""
         np.savez(self._path, before=self.before, after=self.after)
 
 
 class Record:
-    """What is written down round by round."""
+    """Parameters of server and clients after each round; saved as .npz."""
 
     def __init__(self, path: str) -> None:
-        """path: of the .npz file."""
         self._path, self._arrays = path, dict[str, np.ndarray]()
-        self.rounds = 0
+        self._round = 0
 
-    def add(self, shared: Mapping[str, Any], clients: Mapping[int, Mapping[str, Any]]) -> None:
-        """The state after one more round; the first call is of the start."""
-        t = self.rounds
-        self._arrays |= {f"{t}/server/{n}": v for n, v in shared.items()}
-        for i, each in clients.items():
-            self._arrays |= {f"{t}/{i}/{n}": v for n, v in each.items()}
-        self.rounds += 1
+    def add(self, server: Mapping[str, Any], clients: Mapping[int, Mapping[str, Any]]) -> None:
+        """Adds the parameters after a round; the first call adds the initial ones."""
+        for owner, parameters in {"server": server, **clients}.items():
+            self._arrays |= {f"{self._round}/{owner}/{n}": v for n, v in parameters.items()}
+        self._round += 1
 
     def write(self) -> None:
-        """All of it."""
+        """Writes the file."""
         np.savez(self._path, **self._arrays)  # type: ignore[arg-type]

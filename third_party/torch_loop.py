@@ -1,6 +1,6 @@
-"""FedAvg in plain, good PyTorch: one client after the other. On CUDA where torch has it.
+"""FedAvg as a plain PyTorch loop, one client after the other; on CUDA if torch has it.
 
-Written here for comparison; it contains no code of others. Needs the extra `[bench]`.
+Written here for comparison, without code of others. Needs the extra `[bench]`.
 """
 
 from collections.abc import Callable
@@ -10,19 +10,19 @@ import child
 
 
 def fedavg(spec: child.Spec) -> Callable[[], None]:
-    """A function that runs one round: the cohort's steps from the global model, then the mean."""
+    """Returns a function that trains a cohort from the global model and averages its models."""
     import torch
     from networks import NETWORKS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     clients, cohort, examples = spec["clients"], spec["cohort"], spec["examples"]
-    # Values do not matter to the time, sizes do.
+    # Inputs are random: timing depends only on shapes.
     images = torch.randn(clients, examples, 3, 32, 32, device=device)
     labels = torch.randint(10, (clients, examples), device=device)
     server, worker = (NETWORKS[spec["network"]]().to(device).train() for _ in range(2))
     loss = torch.nn.CrossEntropyLoss()
 
-    def one_round() -> None:
+    def run_round() -> None:
         start = server.state_dict()
         total = {name: torch.zeros_like(value) for name, value in start.items()}
         for i in torch.randperm(clients)[:cohort].tolist():
@@ -40,21 +40,21 @@ def fedavg(spec: child.Spec) -> Callable[[], None]:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    return one_round
+    return run_round
 
 
 def prepare(spec: child.Spec) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Warm, and with the work that it did."""
+    """Returns facts about PyTorch, and a function that runs one round."""
     if spec["algorithm"] != "fedavg":
         raise child.Lacks(f"the loop is FedAvg's, not {spec['algorithm']}'s")
     import torch
 
-    work = fedavg(spec)
-    with child.counting() as counted:
-        work()
-    about = child.same(spec, *counted)
+    run_round = fedavg(spec)
+    with child.counting() as counts:
+        run_round()
+    facts = child.check_work(spec, *counts)
     threads = torch.get_num_threads()
-    return {**about, "versions": child.versions("torch"), "threads": threads}, work
+    return {**facts, "versions": child.versions("torch"), "threads": threads}, run_round
 
 
 if __name__ == "__main__":
