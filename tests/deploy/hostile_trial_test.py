@@ -3,21 +3,11 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from fedjax_pfl.deploy import assembly, guard, run, schema, storage, wire
-from tests.deploy.hostile_server_test import (
-    COLUMNS,
-    PLANTED_ID,
-    RUN,
-    SECRET,
-    SETTINGS,
-    encodings,
-    request,
-    write_table,
-)
+from tests.deploy.hostile_server_test import RUN, SETTINGS, planted_values, request, write_table
 from tests.deploy.run_test import CONFIG
 from tests.runs.common import read_metrics
 
@@ -29,15 +19,13 @@ ROOT = Path(__file__).parents[2]
 TWO_CLIENTS = {**CONFIG, "clients": 2, "clients_per_round": 2, "rounds": 2, "evaluate_after": False}
 
 
-def run_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], data: Any = ()
-) -> list[str]:
+def run_trial(tmp_path, monkeypatch, config, data=()):
     """Runs a trial in `tmp_path`; returns its log lines."""
     from fedjax_pfl.deploy import trial
 
     monkeypatch.chdir(ROOT)
     settings, registry = assembly.complete(config)
-    log_lines: list[str] = []
+    log_lines = []
     waiting = {"seconds": 600, "least": 1}
     config = assembly.to_plain(settings, registry)
     trial.run(config, tmp_path / "run", tmp_path / "nodes", waiting, log_lines.append, data)
@@ -46,13 +34,13 @@ def run_trial(
 
 
 @pytest.mark.slow("a SuperLink and two nodes take minutes")
-def test_a_hostile_node_does_not_affect_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_hostile_node_does_not_affect_the_other(tmp_path, monkeypatch):
     """Client 1 lies at each step; only client 0's uploads and scores count."""
     from fedjax_pfl.deploy import trial
 
     start = trial._Processes.start
 
-    def instead(self: Any, name: str, *arguments: Any) -> None:
+    def instead(self, name, *arguments):
         if name == "worker-1":
             arguments = tuple(
                 "tests.deploy.hostile_worker" if "worker" in str(w) else w for w in arguments
@@ -103,7 +91,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 @pytest.mark.slow("a SuperLink and two nodes take minutes")
-def test_a_hostile_server_gets_no_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_hostile_server_gets_no_data(tmp_path, monkeypatch):
     """It requests other files, columns, rows and clients, and sends code."""
     from fedjax_pfl.deploy import trial
 
@@ -144,8 +132,7 @@ def test_a_hostile_server_gets_no_data(tmp_path: Path, monkeypatch: pytest.Monke
     assert {name for name, kind in kinds.items() if kind == "enrol"} == enrolled
     assert {name for name, kind in kinds.items() if kind == "refused"} == set(kinds) - enrolled
     everything = b"\0".join(responses.values())
-    planted_words = [SECRET, "Person", "Popocatepetl", "own-", str(tmp_path), *COLUMNS]
-    for planted in [word.encode() for word in planted_words] + encodings(PLANTED_ID):
+    for planted in planted_values("Popocatepetl", "own-", str(tmp_path)):
         assert planted not in everything
     assert not marker.exists()
     folders = {path.name for path in (tmp_path / "nodes").glob("node-?/run-*")}

@@ -1,9 +1,6 @@
 """Runs over nodes in one process: run directory, models, and resuming after a crash."""
 
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
 
 import chex
 import jax
@@ -32,7 +29,7 @@ NODE_DATA = {
 }
 
 
-def make_node(folder: Path, **content: Any) -> node.Node:
+def make_node(folder, **content):
     """Builds a node from the content of its file."""
     return node.Node(folder, node_file.parse(json.loads(json.dumps(content)), "node.json"))
 
@@ -40,23 +37,14 @@ def make_node(folder: Path, **content: Any) -> node.Node:
 class Nodes:
     """Exchange with nodes in this process; the server dies after `until` requests."""
 
-    def __init__(
-        self,
-        folder: Path,
-        n: int,
-        until: int = 10**6,
-        data: Any = None,
-        code: tuple[str, ...] = (),
-    ) -> None:
+    def __init__(self, folder, n, until=10**6, data=None, code=()):
         contents = data or [{**NODE_DATA, "client": i, "code": code} for i in range(n)]
         self.nodes = [make_node(folder / f"node-{i}", **contents[i]) for i in range(n)]
         self.requests_left = until
-        self.log_lines: list[str] = []
-        self.responses: list[bytes] = []  # every byte that has left a node
+        self.log_lines = []
+        self.responses = []  # every byte that has left a node
 
-    def ask(
-        self, requests: Mapping[int, bytes], seconds: float | None
-    ) -> Iterator[tuple[int, bytes]]:
+    def ask(self, requests, seconds):
         for i, content in requests.items():
             self.requests_left -= 1
             if self.requests_left < 0:
@@ -64,19 +52,19 @@ class Nodes:
             self.responses.append(self.respond(i, content))
             yield i, self.responses[-1]
 
-    def respond(self, i: int, content: bytes) -> bytes:
+    def respond(self, i, content):
         """Returns a node's response; hostile nodes override it."""
         return node.respond(self.nodes[i], content)
 
 
-def without_times(metrics: Any) -> Any:
+def without_times(metrics):
     """Returns evaluations without times and remarks."""
     return [
         {k: v for k, v in line.items() if "seconds" not in k and k != "remarks"} for line in metrics
     ]
 
 
-def assert_close(actual: Any, expected: Any) -> None:
+def assert_close(actual, expected):
     """Checks for equal text and equal numbers up to rounding."""
     leaves = [
         jax.tree_util.tree_leaves_with_path(without_times(metrics))
@@ -91,7 +79,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 @pytest.mark.slow("it trains two whole runs, one of them over three nodes")
-def test_a_killed_run_resumes_and_equals_the_simulation(tmp_path: Path):
+def test_a_killed_run_resumes_and_equals_the_simulation(tmp_path):
     simulated = runner.run(CONFIG, tmp_path / "simulated")
     nodes = Nodes(tmp_path, 3, until=3 + 2 * (2 + 3) + 1)  # in the midst of the third round
     with pytest.raises(KeyboardInterrupt):
@@ -133,7 +121,7 @@ class Silent(Nodes):
 
     since = 0
 
-    def respond(self, i: int, content: bytes) -> bytes:
+    def respond(self, i, content):
         facts = wire.decode(content, len(content)).facts
         if facts["kind"] == "evaluate" and facts["round"] >= self.since:
             return node.refusal("busy")
@@ -141,7 +129,7 @@ class Silent(Nodes):
 
 
 @pytest.mark.parametrize("since", [1, 2])
-def test_a_run_without_evaluation_responses_writes_a_report(since: int, tmp_path: Path):
+def test_a_run_without_evaluation_responses_writes_a_report(since, tmp_path):
     nodes = Silent(tmp_path, 3)
     nodes.since = since
     done = run.run({**CONFIG, "rounds": 2}, tmp_path / "run", nodes, log=nodes.log_lines.append)
@@ -150,7 +138,7 @@ def test_a_run_without_evaluation_responses_writes_a_report(since: int, tmp_path
     page.table(run_reader.read(tmp_path / "run").metrics)
 
 
-def test_a_run_with_different_files_at_the_nodes(tmp_path: Path):
+def test_a_run_with_different_files_at_the_nodes(tmp_path):
     """Inputs are normalised over all nodes, and the files number the classes."""
     rng = np.random.default_rng(0)
     data, names = [], (("no", "yes"), ("maybe", "yes"))
@@ -189,9 +177,7 @@ def test_a_run_with_different_files_at_the_nodes(tmp_path: Path):
     )
 
 
-def test_a_user_defined_method_runs_at_nodes_that_list_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_user_defined_method_runs_at_nodes_that_list_it(tmp_path, monkeypatch):
     (tmp_path / "of_mine.py").write_text(
         "from fedjax_pfl.algorithms import fedavg\n\n\n"
         "import jax\n"
@@ -227,7 +213,7 @@ def test_a_user_defined_method_runs_at_nodes_that_list_it(
         ({"algorithm": "fedav"}, "fedavg"),
     ],
 )
-def test_simulation_settings_are_refused(changes: dict[str, Any], word: str, tmp_path: Path):
+def test_simulation_settings_are_refused(changes, word, tmp_path):
     with pytest.raises(UsageError, match=word):
         run.run({**CONFIG, **changes}, tmp_path / "run", Nodes(tmp_path, 3))
     assert not (tmp_path / "run").exists()

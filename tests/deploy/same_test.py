@@ -1,9 +1,5 @@
 """Deployed rounds give the states, metrics and ledger of the simulation."""
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import chex
 import jax
 import numpy as np
@@ -24,7 +20,7 @@ CLOSE = {"rtol": 1e-6, "atol": 1e-6}
 QUICK = ("fedper",)
 
 
-def run_both(name: str, folder: Path, dropout: float) -> Any:
+def run_both(name, folder, dropout):
     """Returns (state, ledger, scores) of the simulation and of the deployed rounds."""
     algorithm = cases.make(name, FEDERATION)
     settings = {"cohort": COHORT, "max_rounds": ROUNDS, "dropout": dropout}
@@ -51,14 +47,14 @@ def run_both(name: str, folder: Path, dropout: float) -> Any:
     )
 
 
-def over_methods(names: Sequence[str]) -> Any:
+def over_methods(names):
     slow = pytest.mark.slow("one method is asked quickly")
     slow_cases = [pytest.param(name, marks=slow) for name in names if name not in QUICK]
     return pytest.mark.parametrize("name", [*QUICK, *slow_cases])
 
 
 @over_methods(cases.NAMES)
-def test_deployed_rounds_equal_the_simulation(name: str, tmp_path: Path):
+def test_deployed_rounds_equal_the_simulation(name, tmp_path):
     simulated, real = run_both(name, tmp_path, 0.0)
     chex.assert_trees_all_close(real[0], simulated[0], **CLOSE)
     chex.assert_trees_all_close(real[2], simulated[2], **CLOSE)
@@ -66,7 +62,7 @@ def test_deployed_rounds_equal_the_simulation(name: str, tmp_path: Path):
 
 
 @over_methods(cases.STRUCTURES)
-def test_absent_nodes_equal_dropout_in_the_simulation(name: str, tmp_path: Path):
+def test_absent_nodes_equal_dropout_in_the_simulation(name, tmp_path):
     simulated, real = run_both(name, tmp_path, DROPOUT)
     assert sum(simulated[1].dropped) > 1
     chex.assert_trees_all_close(real[0], simulated[0], **CLOSE)

@@ -1,7 +1,5 @@
 """The split of `personalize`: results of both parts, and the values that are sent."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,11 +15,11 @@ STATE = State(jnp.float32(2.0), ROWS, ())
 CLIENT = jnp.ones(3)
 
 
-def ctx(i: int) -> ClientContext:
+def ctx(i):
     return ClientContext(jnp.int32(i), {"x": jnp.arange(5.0)}, jnp.int32(7), jax.random.key(3))
 
 
-def run_both(personalize: Any, i: int = 2) -> tuple[list[Any], Any]:
+def run_both(personalize, i=2):
     """Runs both parts, each with shapes for the other's data; returns sent values and result."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), CLIENT)
     data = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), ctx(i).data)
@@ -30,12 +28,12 @@ def run_both(personalize: Any, i: int = 2) -> tuple[list[Any], Any]:
     return crossed, split_personalize.client_part(personalize, crossed, nothing, CLIENT, ctx(i))
 
 
-def mixed(state: State, client: Any, ctx: ClientContext) -> Any:
+def mixed(state, client, ctx):
     """Uses the client's row, a broadcast scalar, a random number, and a loop over the data."""
     mine = jnp.tanh(state.rows @ jnp.ones((3, 3)))[ctx.i]
     noise = jax.random.normal(ctx.key, (3,))
 
-    def step(n: Any, so_far: Any) -> Any:
+    def step(n, so_far):
         return so_far + mine * ctx.data["x"][n]
 
     total = jax.lax.fori_loop(0, 5, step, client)
@@ -61,7 +59,7 @@ def test_the_result_of_a_server_operation_is_sent():
 
 
 def test_rows_of_other_clients_are_never_sent():
-    def greedy(state: State, client: Any, ctx: ClientContext) -> Any:
+    def greedy(state, client, ctx):
         return jnp.where(client[0] > 0, state.rows, 0.0).sum(0)
 
     with pytest.raises(UsageError, match="all clients' rows"):

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ pytest.importorskip(
 )
 
 
-def test_only_the_command_for_messages_runs_code(tmp_path: Path):
+def test_only_the_command_for_messages_runs_code(tmp_path):
     folder = supernode.write_commands(tmp_path / "a node")
     names = {"agentapp", "clientapp", "connector", "model", "serverapp", "simulation"}
     assert {path.name for path in folder.iterdir()} == {f"flwr-{name}" for name in names}
@@ -31,8 +30,8 @@ def test_only_the_command_for_messages_runs_code(tmp_path: Path):
     assert line == f"exec {sys.executable} {program} '{tmp_path / 'a node'}' \"$@\""
 
 
-def test_a_supernode_finds_the_commands_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls: list[Any] = []
+def test_a_supernode_finds_the_commands_first(tmp_path, monkeypatch):
+    calls = []
     monkeypatch.setattr(supernode.os, "execvpe", lambda *arguments: calls.append(arguments))
     supernode.main([str(tmp_path), "--superlink", "x:1"])
     ((name, arguments, environment),) = calls
@@ -48,19 +47,17 @@ def test_a_supernode_finds_the_commands_first(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.fixture
-def local_client(monkeypatch: pytest.MonkeyPatch) -> Any:
+def local_client(monkeypatch):
     """Imports the module, and restores Flower's module afterwards."""
     monkeypatch.syspath_prepend(node_app.FOLDER)
-    flowers: Any = importlib.import_module("flwr.supernode.runtime.run_clientapp")
-    module: Any = importlib.import_module("local_client")
+    flowers = importlib.import_module("flwr.supernode.runtime.run_clientapp")
+    module = importlib.import_module("local_client")
     for name in module._SERVER_CODE_FUNCTIONS:
         monkeypatch.setattr(flowers, name, getattr(flowers, name))
     return module
 
 
-def test_code_from_the_server_is_neither_installed_nor_loaded(
-    local_client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_code_from_the_server_is_neither_installed_nor_loaded(local_client, tmp_path, monkeypatch):
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     flowers = local_client.replace_foreign_code(tmp_path)
     assert flowers.install_from_fab(b"PK\x03\x04", skip_prompt=True) is None
@@ -78,14 +75,14 @@ def test_the_sent_client_app_does_not_run():
         importlib.import_module("fedjax_pfl.deploy.app.client_app")
 
 
-def test_requests_wait_for_a_worker_that_starts_later(local_client: Any, tmp_path: Path):
+def test_requests_wait_for_a_worker_that_starts_later(local_client, tmp_path):
     pipe = local_client.node_pipe
     for folder in (tmp_path, tmp_path / "no", Path("/dev/null")):
         with pytest.raises(RuntimeError, match="does not respond") as error:
             pipe.ask(folder, b"x", 0.0)
         assert str(folder) not in str(error.value)
 
-    def serve() -> None:
+    def serve():
         with pipe.listening(tmp_path) as listener:
             connection, _ = listener.accept()
             with connection:

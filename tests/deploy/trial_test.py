@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ ARGUMENTS = ("--config=pfedla:digits", f"--nodes={NODES}")
 CHANGES = {"rounds": ROUNDS, "eval_every": 1, "model": "mlp", "clients": NODES}
 
 
-def command(folder: Path) -> "subprocess.Popen[str]":
+def command(folder):
     settings = [f"--config.{name}={value}" for name, value in CHANGES.items()]
     places = [f"--workdir={folder / 'real'}", f"--folder={folder / 'nodes'}"]
     return subprocess.Popen(
@@ -40,12 +39,12 @@ def command(folder: Path) -> "subprocess.Popen[str]":
     )
 
 
-def evaluations(folder: Path) -> int:
+def evaluations(folder):
     path = folder / "real" / "metrics.jsonl"
     return path.read_text().count("\n") if path.exists() else 0
 
 
-def interrupt_trial(folder: Path, number: int, after: int) -> str:
+def interrupt_trial(folder, number, after):
     """Interrupts a trial after some evaluations; returns its output."""
     process, until = command(folder), time.monotonic() + LIMIT
     try:
@@ -68,7 +67,7 @@ def interrupt_trial(folder: Path, number: int, after: int) -> str:
 
 
 @pytest.mark.slow("it starts Flower four times, which takes minutes")
-def test_an_interrupted_trial_resumes_and_equals_the_simulation(tmp_path: Path):
+def test_an_interrupted_trial_resumes_and_equals_the_simulation(tmp_path):
     config = pfedla.get_config("digits")
     config.update(CHANGES)
     simulated = runner.run(config, tmp_path / "simulated")
@@ -81,7 +80,7 @@ def test_an_interrupted_trial_resumes_and_equals_the_simulation(tmp_path: Path):
     assert last.returncode == 0, output
     assert guard.running_processes(tmp_path / "nodes" / "flwr") == []
     assert_close(read_metrics(tmp_path / "real"), simulated.metrics)
-    lines: list[dict[str, Any]] = [
+    lines = [
         json.loads(line) for line in (tmp_path / "real" / run.WIRE_FILE).read_text().splitlines()
     ]
     assert len({line["round"] for line in lines}) == len(lines)

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +14,12 @@ ROWS = "city,age,kind,label\nBern,1,a,yes\nRome,2,b,no\nBern,3,b,yes\nOslo,4,a,n
 CITIES, KINDS = ["Paris", "Oslo", "Rome", "Bern"], ["b", "a"]
 
 
-def load(tmp_path: Path, rows: str = ROWS, **settings: Any) -> Any:
+def load(tmp_path, rows=ROWS, **settings):
     (tmp_path / "t.csv").write_text(rows)
     return data.load(f"csv:{tmp_path / 't.csv'}", **settings)
 
 
-def test_classes_and_words_are_numbered_by_the_lists(tmp_path: Path):
+def test_classes_and_words_are_numbered_by_the_lists(tmp_path):
     vocabularies = {"city": CITIES, "kind": KINDS}
     dataset = vocabulary.apply_vocabulary(
         load(tmp_path), ["no", "yes", "maybe"], vocabularies, False
@@ -40,7 +38,7 @@ def test_classes_and_words_are_numbered_by_the_lists(tmp_path: Path):
     assert dataset.metadata == {"label": "label", "input": names, "classes": ["no", "yes", "maybe"]}
 
 
-def test_an_index_is_the_position_in_the_list(tmp_path: Path):
+def test_an_index_is_the_position_in_the_list(tmp_path):
     vocabularies = {"city": CITIES, "kind": KINDS}
     dataset = vocabulary.apply_vocabulary(
         load(tmp_path, categories="index"), ["no", "yes"], vocabularies, True
@@ -50,7 +48,7 @@ def test_an_index_is_the_position_in_the_list(tmp_path: Path):
     assert dataset.metadata["input"] == ["city", "age", "kind"]
 
 
-def test_hashed_words(tmp_path: Path):
+def test_hashed_words(tmp_path):
     """The index is the first 8 bytes of SHA-256 modulo 5."""
     dataset = vocabulary.apply_vocabulary(
         load(tmp_path), ["no", "yes"], {"city": 5, "kind": KINDS}, False
@@ -61,7 +59,7 @@ def test_hashed_words(tmp_path: Path):
     assert dataset.metadata["input"][:6] == [*(f"city#{i}" for i in range(5)), "age"]
 
 
-def test_labels_that_are_whole_numbers_keep_their_values(tmp_path: Path):
+def test_labels_that_are_whole_numbers_keep_their_values(tmp_path):
     rows = "age,label\n1,7\n2,3\n3,7\n"
     dataset = vocabulary.apply_vocabulary(load(tmp_path, rows), 9, {}, False)
     assert (dataset.y_train.tolist(), dataset.outputs, "classes" in dataset.metadata) == (
@@ -84,19 +82,19 @@ def test_labels_that_are_whole_numbers_keep_their_values(tmp_path: Path):
         (["no", "yes"], {"age": 4}, "no column of text 'age'"),
     ],
 )
-def test_unlisted_words_are_an_error(labels: Any, vocabularies: Any, line: str, tmp_path: Path):
+def test_unlisted_words_are_an_error(labels, vocabularies, line, tmp_path):
     with pytest.raises(UsageError, match=line):
         vocabulary.apply_vocabulary(load(tmp_path), labels, vocabularies, False)
 
 
-def test_a_file_of_text_is_refused(tmp_path: Path):
+def test_a_file_of_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("abcabcabc" * 20)
     dataset = data.load(f"text:{tmp_path / 'a.txt'}", owner="file")
     with pytest.raises(UsageError, match="number its characters or words differently"):
         vocabulary.apply_vocabulary(dataset, 30, {}, False)
 
 
-def test_only_normalised_columns_are_summed(tmp_path: Path):
+def test_only_normalised_columns_are_summed(tmp_path):
     """Sums of a column of categories would count its words."""
     (tmp_path / "t.csv").write_text("city,age,label\n" + "Bern,2,0\nRome,4,1\n" * 20)
     content = {
@@ -111,7 +109,7 @@ def test_only_normalised_columns_are_summed(tmp_path: Path):
     assert 2 < facts["sums"]["mean"][0] < 4
 
 
-def test_numbers_are_normalised_before_they_are_rounded(tmp_path: Path):
+def test_numbers_are_normalised_before_they_are_rounded(tmp_path):
     """For seconds of 2023, float32 has a resolution of 128 seconds."""
     start = 1_700_000_000
     rows = "".join(f"{start + i},{i},{i % 2}\n" for i in range(40))
