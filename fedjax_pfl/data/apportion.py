@@ -4,20 +4,19 @@ from collections.abc import Callable
 
 import numpy as np
 
-Ints = np.ndarray
+Ints = np.ndarray  # an array of integers
 _TINY = 1e-12  # keeps a class selectable if its Dirichlet weight has underflowed to zero
 
 
 def assign_examples(labels: Ints, counts: Ints, rng: np.random.Generator) -> Ints:
     """Assigns labelled examples to clients at random, without replacement.
 
+    Returns the client that holds each example, int32 [examples], -1 for an unused example.
+
     Args:
       labels: int [examples].
       counts: int [N, C]; column sums are at most the number of examples of that class.
       rng: Chooses the examples.
-
-    Returns:
-      int32 [examples]: the client that holds each example, -1 for an unused example.
     """
     client = np.full(len(labels), -1, np.int32)
     ids = np.arange(len(counts), dtype=np.int32)
@@ -28,29 +27,20 @@ def assign_examples(labels: Ints, counts: Ints, rng: np.random.Generator) -> Int
 
 
 def round_shares(shares: np.ndarray, totals: Ints) -> Ints:
-    """Converts shares to counts by rounding cumulative sums; no example is lost.
+    """Converts shares [N, C] of `totals` [C] to counts by rounding cumulative sums.
 
-    Args:
-      shares: float [N, C]; each column sums to at most 1.
-      totals: int [C].
-
-    Returns:
-      int [N, C]; a column whose shares sum to 1 adds up to exactly its total.
+    Each column of shares sums to at most 1. Returns int [N, C]; a column whose shares sum to 1 adds
+    up to exactly its total.
     """
     bounds = np.rint(np.minimum(np.cumsum(shares, 0), 1.0) * totals).astype(np.int64)
     return np.diff(bounds, axis=0, prepend=0)
 
 
 def scale_counts(counts: Ints, totals: Ints, new_totals: Ints) -> Ints:
-    """Scales counts from one total to another in exact integer arithmetic.
+    """Scales counts [N, C] from `totals` [C] to `new_totals` [C] in exact integer arithmetic.
 
-    Args:
-      counts: int [N, C]; column sums are at most `totals`.
-      totals: int [C].
-      new_totals: int [C].
-
-    Returns:
-      int [N, C]; a column of `counts` that adds up to `totals` adds up to `new_totals`.
+    Column sums of `counts` are at most `totals`. Returns int [N, C]; a column that adds up to its
+    total then adds up to its new total.
     """
     bounds = np.cumsum(counts, 0, dtype=np.int64) * new_totals // np.maximum(totals, 1)
     return np.diff(bounds, axis=0, prepend=0)
@@ -66,16 +56,10 @@ def largest_remainder(weights: np.ndarray, total: int) -> Ints:
 
 
 def round_robin(totals: Ints, clients: int) -> Ints:
-    """Assigns examples, sorted by class, to the clients in turn.
+    """Deals the `totals` [C] of examples, sorted by class, to the clients in turn.
 
-    Sizes of clients differ by at most one, and so do the counts of every class.
-
-    Args:
-      totals: int [C], examples of each class.
-      clients: Number of clients N.
-
-    Returns:
-      int [N, C].
+    Returns counts, int [N, C]. Sizes of clients differ by at most one, and so do the counts of
+    every class.
     """
     ends = np.concatenate([[0], np.cumsum(totals)])
     cumulative = (ends[None, :] - np.arange(clients)[:, None] + clients - 1) // clients
@@ -92,16 +76,13 @@ def pick_classes(capacity: Ints, clients: int, picks: int, rng: np.random.Genera
 
     Succeeds if `can_pick` is True. Picks are uniform until a class must be taken or spared. While r
     clients remain, a class with capacity r or more is never scarce. Of the scarce classes a client
-    takes only those that leave enough for the others.
+    takes only those that leave enough for the others. Returns int [N, picks].
 
     Args:
       capacity: int [C], how often each class may be picked.
       clients: Number of clients N.
       picks: Number of classes of each client.
       rng: Chooses the classes.
-
-    Returns:
-      int [N, picks].
     """
     left = np.array(capacity)
     classes = np.zeros((clients, picks), np.int64)
@@ -117,16 +98,10 @@ def pick_classes(capacity: Ints, clients: int, picks: int, rng: np.random.Genera
 
 
 def pick_least_used(classes: int, clients: int, picks: int, rng: np.random.Generator) -> np.ndarray:
-    """Picks distinct classes for each client, always among those picked least so far.
+    """Picks `picks` of the classes for each client, always among those picked least so far.
 
-    Args:
-      classes: Number of classes C.
-      clients: Number of clients N.
-      picks: Number of classes of each client.
-      rng: Breaks ties.
-
-    Returns:
-      int [N, picks]; numbers of uses of two classes differ by at most one.
+    Returns int [N, picks] with distinct classes in each row. Numbers of uses of two classes differ
+    by at most one; `rng` breaks ties.
     """
     used = np.zeros(classes, np.int64)
     result = np.zeros((clients, picks), np.int64)
@@ -144,14 +119,14 @@ def sample_counts(
 ) -> Ints:
     """Samples one client's examples by class weights, without replacement.
 
+    Returns counts, int [C], that add up to `size`. Samples beyond the last example of a class are
+    repeated.
+
     Args:
       available: int [C], examples left of each class; at least `size` in total.
       size: Number of examples of the client.
       weights: Maps bool [C], True for classes with examples left, to class weights, float [C].
       rng: Samples the classes.
-
-    Returns:
-      int [C] that adds up to `size`. Samples beyond the last example of a class are repeated.
     """
     counts = np.zeros_like(available)
     while (missing := size - int(counts.sum())) > 0:

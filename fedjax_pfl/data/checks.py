@@ -6,7 +6,7 @@ import numpy as np
 
 from fedjax_pfl.core.algorithm import Federation
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.core.examples import FederatedData, Split
+from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.data.numbers import rows_per_chunk
 
 _X_TYPES, _Y_TYPES = ("uint8", "int32", "float32"), ("int32", "float32", "bool")
@@ -24,17 +24,15 @@ class Problem(NamedTuple):
 def find_problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
     """Returns the first NaN or infinite value or invalid label, or None if all values are valid.
 
-    Args:
-      x: Inputs [examples, ...].
-      y: Labels. Classes [examples] must be 0 to outputs - 1; classes of positions may also be -1,
-        which means no label.
-      outputs: Number of classes.
+    Classes `y` [examples] must be 0 to outputs - 1. Classes of positions may also be -1, which
+    means no label.
     """
     for field, values in (("x", x), ("y", y)):
         number, index = _find_nonfinite(values)
         if number:
             message = f"{field} has {number} values that are not finite, the first"
-            return Problem(index[0], message, _place(index), "; remove or replace them")
+            hint = "; remove or replace them"
+            return Problem(example=index[0], message=message, place=_place(index), hint=hint)
     if y.dtype.kind not in "iu":
         return None
     lowest = 0 if y.ndim == 1 else -1
@@ -44,9 +42,10 @@ def find_problem(x: np.ndarray, y: np.ndarray, outputs: int) -> Problem | None:
     index = _first_true(invalid)
     missing = " or -1 (no label)" if y.ndim > 1 else ""
     message = (
-        f"{invalid.sum()} labels are not classes from 0 to {outputs - 1}{missing}, the first is"
+        f"{invalid.sum()} labels are not classes from 0 to {outputs - 1}{missing}, the first is "
+        f"{y[index]}"
     )
-    return Problem(index[0], f"{message} {y[index]}", _place(index), "")
+    return Problem(example=index[0], message=message, place=_place(index), hint="")
 
 
 def _find_nonfinite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
@@ -63,6 +62,7 @@ def _find_nonfinite(values: np.ndarray) -> tuple[int, tuple[int, ...]]:
 
 
 def _first_true(mask: np.ndarray) -> tuple[int, ...]:
+    """Returns the index of the first True."""
     return tuple(int(i) for i in np.unravel_index(int(np.argmax(mask)), mask.shape))
 
 
@@ -79,11 +79,7 @@ def check_federated(
 ) -> None:
     """Raises UsageError, naming client and field, for examples that cannot be used for training.
 
-    Args:
-      name: Name of the dataset, for messages.
-      data: The arrays.
-      federation: The description.
-      rounded: If False, real numbers may still be float64.
+    The message begins with the dataset's `name`. If not `rounded`, numbers may still be float64.
     """
     x, y = np.asarray(data.x), np.asarray(data.y)
     for field, values, dtypes in (("x", x, _X_TYPES), ("y", y, _Y_TYPES)):
@@ -106,11 +102,7 @@ def check_federated(
 
 def describe_holder(data: FederatedData, federation: Federation, row: int) -> str:
     """Returns a phrase that names the client and split of an example, for messages."""
-    splits: dict[str, Split] = {
-        "training": data.train,
-        "validation": data.validation,
-        "test": data.test,
-    }
+    splits = {"training": data.train, "validation": data.validation, "test": data.test}
     for name, split in splits.items():
         rows, size = np.asarray(split.rows), np.asarray(split.size)
         matches = (rows == row) & (np.arange(rows.shape[1]) < size[:, None])

@@ -49,10 +49,8 @@ Args:
 def table_dataset(source: str, tables: tuple[Table, Table | None], roles: Roles) -> Dataset:
     """Makes a dataset whose examples are the rows of a table.
 
-    Args:
-      source: Name of the source, for messages.
-      tables: The table for training and, if there is one, the table for testing.
-      roles: The columns to use.
+    `tables` are the table for training and, if there is one, the table for testing. Messages name
+    settings of the `source`.
     """
     require_one_of(f"{source}.label_kind", roles.label_kind, LABEL_KINDS)
     require_one_of(f"{source}.categories", roles.categories, CATEGORIES)
@@ -155,6 +153,7 @@ def _owner_ids(owner: np.ndarray) -> np.ndarray:
 
 
 def _normalisation(roles: Roles, is_number: np.ndarray, y: np.ndarray) -> Normalisation | None:
+    """Returns the normalisation that the settings request, or None if no number is normalised."""
     targets = y.dtype.kind == "f" and roles.normalise_label
     features = is_number if roles.normalise != "none" else np.zeros_like(is_number)
     if not features.any() and not targets:
@@ -168,15 +167,14 @@ def _labels(
 ) -> tuple[np.ndarray, int, dict[str, Any]]:
     """Converts the label column.
 
+    Returns y as for `Dataset`, the number of outputs, and the metadata of labels.
+
     Args:
       source: Name of the source, for messages.
       roles: The settings.
       files: The tables.
       parts: Label column of each table.
       y: The parts, joined.
-
-    Returns:
-      y as for `Dataset`, the number of outputs, and the metadata of labels.
     """
     name, label, kind = files[0].name, roles.label, roles.label_kind
     setting = f"{source}.label_kind"
@@ -213,16 +211,10 @@ def _labels(
 def _inputs(
     name: str, source: str, roles: Roles, columns: list[tuple[str, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Joins the input columns.
+    """Joins the input columns of dataset `name`, given by name and values.
 
-    Args:
-      name: Name of the dataset, for messages.
-      source: Name of the source, for messages.
-      roles: The settings.
-      columns: Name and values of each column.
-
-    Returns:
-      x [rows, features], a mask of features that are numbers, and the metadata of inputs.
+    Returns x [rows, features], a mask of features that are numbers, and the metadata of inputs.
+    Messages name settings of the `source`.
     """
     # float64 until normalisation, which needs the precision
     dtype = np.float32 if roles.normalise == "none" else np.float64

@@ -1,6 +1,5 @@
 """Divides a dataset among clients: assigns examples, and splits them for training and testing."""
 
-import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from fedjax_pfl.data import apportion, checks, partitions, request
 from fedjax_pfl.data.dataset import LATER, Dataset
 from fedjax_pfl.data.mapped import is_mapped
 from fedjax_pfl.data.normalise import NormalisedData, normalise_examples
+from fedjax_pfl.data.numbers import rows_by_id
 from fedjax_pfl.data.pool import Pool
 
 _TRAIN, _VALIDATION, _TEST = 0, 1, 2  # use of an example
@@ -118,7 +118,7 @@ def federate(
         use = _split_clients(client, clients, test_fraction, validation_fraction, assign_rng)
 
     uses = (_TRAIN, _VALIDATION, _TEST)
-    splits = [_stack(_rows_by_client(np.where(use == u, client, -1), clients)) for u in uses]
+    splits = [_stack(rows_by_id(np.where(use == u, client, -1), clients)) for u in uses]
     label_map, outputs = None, dataset.outputs
     if partition == "domains":
         domain, rank = _domains(pool_of(training), settings)
@@ -210,14 +210,13 @@ def _split_before_partition(
 ) -> np.ndarray:
     """Separates test and validation sets of all clients; with `pooled` all examples are training.
 
+    Returns the use of each example, int [examples].
+
     Args:
       split: pooled, official or shared.
       is_test: bool [examples], True for the source's test set.
       sizes: `test_fraction`, `validation_fraction` and `validation_examples` of `federate`.
       rng: Chooses the examples.
-
-    Returns:
-      int [examples]: use of each example.
     """
     use = np.full(len(is_test), _TRAIN)
     if split == "pooled":
@@ -244,7 +243,7 @@ def _split_clients(
 ) -> np.ndarray:
     """Splits each client's examples at random. Returns the use of each example."""
     use = np.full(len(client), _TRAIN)
-    for rows in _rows_by_client(client, clients):
+    for rows in rows_by_id(client, clients):
         if not len(rows):
             continue
         n_test = min(max(1, round(test * len(rows))), len(rows) - 1)  # 0 if there is one example
@@ -253,13 +252,6 @@ def _split_clients(
         use[order[:n_test]] = _TEST
         use[order[n_test : n_test + n_validation]] = _VALIDATION
     return use
-
-
-def _rows_by_client(client: np.ndarray, clients: int) -> list[np.ndarray]:
-    """Returns the rows of each client, in ascending order."""
-    order = np.argsort(client, kind="stable")
-    ends = np.searchsorted(client[order], np.arange(clients + 1))
-    return [order[a:b] for a, b in itertools.pairwise(ends)]
 
 
 def _stack(rows: list[np.ndarray]) -> Split:
@@ -303,15 +295,14 @@ def _permute(
 ) -> np.ndarray:
     """Permutes each client's labels among the outputs that it uses.
 
+    Returns the permuted label map, int32 [N, stored classes].
+
     Args:
       label_map: int32 [N, stored classes] to permute; None for the identity.
       classes: bool [N, outputs], the outputs of each client; None for all.
       clients: Number of clients N.
       outputs: Number of outputs.
       rng: Samples the permutations.
-
-    Returns:
-      int32 [N, stored classes].
     """
     permutation = np.tile(np.arange(outputs, dtype=np.int32), (clients, 1))
     for i, row in enumerate(permutation):

@@ -18,11 +18,7 @@ _INTEGER = re.compile(r"[+-]?\d+")
 def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLASSES) -> np.ndarray:
     """Returns labels as int32; raises UsageError if one is not an integer from least to end - 1.
 
-    Args:
-      name: Name of the file, for messages.
-      labels: Array of numbers or text.
-      least: Smallest class.
-      end: Largest class plus 1.
+    `labels` is an array of numbers or text; `name` names their file in messages.
     """
     values = np.asarray(labels)
     if values.dtype.kind in "biuf":
@@ -46,17 +42,16 @@ def class_numbers(name: str, labels: Any, *, least: int = 0, end: int = MOST_CLA
 def number_classes(
     name: str, label: str, setting: str, kind: str, y: np.ndarray
 ) -> tuple[np.ndarray, list[str]]:
-    """Numbers classes from 0.
+    """Numbers the classes of labels `y` [rows] from 0.
+
+    Returns class numbers, int32 [rows], and the names of the classes.
 
     Args:
       name: Name of the file, for messages.
       label: Name of the column.
       setting: Name of the setting for the kind of labels, for messages.
       kind: Its value; auto raises UsageError if integers are probably measurements.
-      y: Labels [rows].
-
-    Returns:
-      Class numbers, int32 [rows], and the names of the classes.
+      y: Labels.
     """
     classes, numbers = np.unique(y, return_inverse=True)
     is_large = len(classes) > max(_DISTINCT_LIMIT, len(y) // 100)
@@ -107,17 +102,15 @@ def are_measurements(
                     f"{name}: column {label!r} has {cell!r} and integers such as "
                     f"{integers[0]!r}: set {setting}=number to predict measurements, or class"
                 )
+    largest = max(integers, key=lambda cell: abs(int(cell)))
     raise UsageError(
-        f"{cells[0][0]}: column {label!r} has the integer {max(integers, key=_size)}, which takes "
+        f"{cells[0][0]}: column {label!r} has the integer {largest}, which takes "
         f"more than 64 bits: write classes as text, or set {setting}=number to predict measurements"
     )
 
 
-def _size(cell: str) -> int:
-    return abs(int(cell))
-
-
 def _number(cell: str) -> Decimal | None:
+    """Returns the exact number that a cell holds, or None if it holds no finite number."""
     try:
         number = Decimal(cell)
     except InvalidOperation:

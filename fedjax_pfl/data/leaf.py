@@ -162,16 +162,10 @@ def _label_last(x: np.ndarray, labels: np.ndarray) -> np.ndarray:
 def _characters(
     name: str, xs: Any, ys: Any, every_position: bool
 ) -> tuple[list[np.ndarray], list[np.ndarray], list[str]]:
-    """Encodes sequences of characters.
+    """Encodes the texts `xs` of each part and the character after each text, `ys`.
 
-    Args:
-      name: Name of the dataset, for messages.
-      xs: Texts of each part.
-      ys: The character after each text, for each part.
-      every_position: Label every position.
-
-    Returns:
-      x and y of each part, int32 [n, T], and the tokens. Token 0 is no character.
+    Returns x and y of each part, int32 [n, T], and the tokens. Token 0 is no character. Labels are
+    at the last position of a text, or at every position.
     """
     if not all(isinstance(y, str) and len(y) == 1 for part in ys for y in part):
         raise UsageError(f"{name}: examples are text, but labels are not one character each")

@@ -1,16 +1,15 @@
 """Standardisation by the training examples of all clients, or of each client."""
 
-import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fedjax_pfl.data.dataset import LATER, Dataset
-from fedjax_pfl.data.numbers import moments, rows_per_chunk
+from fedjax_pfl.data.numbers import moments, rows_by_id, rows_per_chunk
 
 
 class NormalisedData(NamedTuple):
-    """NormalisedData examples, and the constants used."""
+    """Normalised inputs and labels of all examples."""
 
     x: np.ndarray
     y: np.ndarray
@@ -32,7 +31,7 @@ def normalise_examples(
     constants of each client are left out. A constant feature has deviation 1.
 
     Args:
-      dataset: Its field `normalise` decides.
+      dataset: The dataset of the examples.
       x: Inputs [examples, ..., features].
       y: Labels [examples, ...].
       client: int [examples]: the client of each example; -1 if unused or shared by all clients.
@@ -54,9 +53,7 @@ def normalise_examples(
         x, mean, deviation = _standardise(x, settings.features, federation)
         metadata |= {"input_mean": mean.tolist(), "input_deviation": deviation.tolist()}
     else:
-        order = np.argsort(client, kind="stable")
-        ends = np.searchsorted(client[order], np.arange(len(active) + 1))
-        client_rows = [order[a:b] for a, b in itertools.pairwise(ends)]
+        client_rows = rows_by_id(client, len(active))
         groups = [(rows, train) for rows in client_rows if len(train := rows[trained_on[rows]])]
         x, _, _ = _standardise(x, settings.features, groups)
     return NormalisedData(x, y, metadata)

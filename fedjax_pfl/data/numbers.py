@@ -1,5 +1,6 @@
 """Moments in double precision, and casts that keep different values different."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,8 +17,7 @@ def row_chunks(array: np.ndarray) -> Iterator[np.ndarray]:
         yield array
         return
     step = rows_per_chunk(array)
-    for start in range(0, len(array), step):
-        yield array[start : start + step]
+    yield from (array[start : start + step] for start in range(0, len(array), step))
 
 
 def rows_per_chunk(array: np.ndarray) -> int:
@@ -25,14 +25,18 @@ def rows_per_chunk(array: np.ndarray) -> int:
     return max(1, CHUNK_BYTES * len(array) // max(1, array.nbytes))
 
 
+def rows_by_id(ids: np.ndarray, n: int) -> list[np.ndarray]:
+    """Returns the positions of each id from 0 to n - 1 in `ids`, in ascending order."""
+    order = np.argsort(ids, kind="stable")
+    ends = np.searchsorted(ids[order], np.arange(n + 1))
+    return [order[start:end] for start, end in itertools.pairwise(ends)]
+
+
 def moments(values: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Returns mean and standard deviation over all axes except the last, both float64 [features].
 
-    A deviation that is only rounding error is set to 0.
-
-    Args:
-      values: Array of shape [examples, ..., features].
-      rows: The examples to use; None for all.
+    `rows` are the examples of `values` [examples, ..., features] to use; None: all. A deviation
+    that is only rounding error is set to 0.
     """
     step = rows_per_chunk(values)
 
@@ -52,13 +56,10 @@ def moments(values: np.ndarray, rows: np.ndarray | None = None) -> tuple[np.ndar
 
 
 def as_float(name: str, values: np.ndarray, dtype: Any, hint: str = "") -> np.ndarray:
-    """Casts numbers; raises UsageError if rounding would merge different values.
+    """Casts numbers to a float `dtype`; raises UsageError if rounding would merge different values.
 
-    Args:
-      name: Name of the array, for messages.
-      values: Array of shape [examples] or [examples, ..., features].
-      dtype: np.float32 or np.float64.
-      hint: Text appended to the message.
+    The message names the array by `name` and ends with `hint`. `values` has shape [examples] or
+    [examples, ..., features].
     """
     result = values.astype(dtype, copy=False)
     if values.dtype.itemsize < result.dtype.itemsize or values.dtype == result.dtype:

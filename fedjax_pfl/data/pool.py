@@ -17,10 +17,12 @@ class Pool(NamedTuple):
 
     @property
     def classes(self) -> int:
+        """Returns the number of classes C."""
         return len(self.available)
 
     @property
     def total(self) -> int:
+        """Returns the number of examples of all classes."""
         return int(self.available.sum())
 
 
@@ -30,12 +32,9 @@ def require_between(name: str, value: int, low: int, high: int, high_means: str)
 
 
 def check_class_lists(name: str, lists: object, classes: int) -> list[tuple[int, ...]]:
-    """Checks a setting that lists classes, and returns each list as a tuple.
+    """Returns the lists of distinct classes that are the value of setting `name`, as tuples.
 
-    Args:
-      name: Name of the setting, for messages.
-      lists: Its value; each list must hold distinct classes.
-      classes: Number of classes.
+    Raises UsageError for any other value and for a class that is not from 0 to classes - 1.
     """
     example = f"{name}=((0, 1), (2, 3))"
     if not isinstance(lists, list | tuple) or not lists:

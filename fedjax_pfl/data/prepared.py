@@ -33,9 +33,7 @@ _DOWNLOADS = {  # sizes in the catalogue of tfds
 def find(dataset: str, data_dir: str | os.PathLike[str] | None = None) -> Path:
     """Returns the folder of the newest prepared version of a dataset, or raises UsageError.
 
-    Args:
-      dataset: NAME or NAME/CONFIG.
-      data_dir: Folder to look in. Default: TFDS_DATA_DIR, or the default of tfds.
+    `dataset` is NAME or NAME/CONFIG. The default of `data_dir` is that of `root_folder`.
     """
     root = root_folder(data_dir)
     if versions := _versions(root, dataset):
@@ -56,11 +54,12 @@ def is_prepared(dataset: str, data_dir: str | os.PathLike[str] | None = None) ->
 
 
 def root_folder(data_dir: str | os.PathLike[str] | None) -> str | os.PathLike[str]:
-    """Returns the folder that holds named datasets."""
+    """Returns the folder that holds named datasets: `data_dir`, TFDS_DATA_DIR or tfds's default."""
     return data_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
 
 
 def _versions(root: str | os.PathLike[str], dataset: str) -> list[Path]:
+    """Returns the folders of all prepared versions of a dataset."""
     folder = Path(root).expanduser() / dataset
     paths = folder.iterdir() if folder.is_dir() else ()
     return [p for p in paths if re.fullmatch(r"\d+\.\d+\.\d+", p.name) and p.is_dir()]
@@ -77,18 +76,13 @@ def class_names(folder: Path, feature: str) -> list[str] | None:
     return None if names is None else list(map(str, names))
 
 
-def unchanged(images: np.ndarray) -> np.ndarray:
-    """Returns its argument."""
-    return images
-
-
 def read(
     folder: Path,
     split: str,
     features: tuple[str, ...],
     *,
     rows: np.ndarray | None = None,
-    convert: Callable[[np.ndarray], np.ndarray] = unchanged,
+    convert: Callable[[np.ndarray], np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Reads features of a split. Returns one array for each; `image` is decoded.
 
@@ -101,7 +95,20 @@ def read(
     """
     builder = _builder(folder)
     try:
-        return _read(builder, split, features, rows, convert)
+        from tensorflow_datasets.core.decode import DeserializeMethod
+        from tensorflow_datasets.proto import tf_example_pb2
+
+        source = builder.as_data_source(split=split, deserialize_method=DeserializeMethod.RAW_BYTES)
+        rows = np.arange(len(source)) if rows is None else rows
+        chunks: dict[str, list[np.ndarray]] = {name: [] for name in features}
+        for start in range(0, len(rows), _CHUNK):
+            records = source.__getitems__(rows[start : start + _CHUNK].tolist())
+            examples = [tf_example_pb2.Example.FromString(r).features.feature for r in records]
+            for name in features:
+                values = [_value(example, name) for example in examples]
+                chunk = decode(values) if name == "image" else np.array(values)
+                chunks[name].append(convert(chunk) if convert and name == "image" else chunk)
+        return {name: np.concatenate(arrays) for name, arrays in chunks.items()}
     except Exception as error:  # any exception of the C++ reader, protobuf, zlib, Pillow
         raise _damaged(folder, f"split {split} cannot be read", error) from error
 
@@ -135,29 +142,6 @@ def _builder(folder: Path) -> Any:
             "prepare it again with download_and_prepare(file_format='array_record')"
         )
     return builder
-
-
-def _read(
-    builder: Any,
-    split: str,
-    features: tuple[str, ...],
-    rows: np.ndarray | None,
-    convert: Callable[[np.ndarray], np.ndarray],
-) -> dict[str, np.ndarray]:
-    from tensorflow_datasets.core.decode import DeserializeMethod
-    from tensorflow_datasets.proto import tf_example_pb2
-
-    source = builder.as_data_source(split=split, deserialize_method=DeserializeMethod.RAW_BYTES)
-    rows = np.arange(len(source)) if rows is None else rows
-    chunks: dict[str, list[np.ndarray]] = {name: [] for name in features}
-    for start in range(0, len(rows), _CHUNK):
-        records = source.__getitems__(rows[start : start + _CHUNK].tolist())
-        examples = [tf_example_pb2.Example.FromString(r).features.feature for r in records]
-        for name in features:
-            values = [_value(example, name) for example in examples]
-            chunk = convert(decode(values)) if name == "image" else np.array(values)
-            chunks[name].append(chunk)
-    return {name: np.concatenate(arrays) for name, arrays in chunks.items()}
 
 
 def _value(example: Any, name: str) -> Any:

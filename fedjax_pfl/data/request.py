@@ -19,12 +19,9 @@ def check_name(kind: str, name: str, choices: Collection[str]) -> None:
 
 
 def check_setting_names(owner: str, names: Iterable[str], allowed: Collection[str]) -> None:
-    """Raises UsageError if one of the `names` of settings is not allowed.
+    """Raises UsageError if one of the `names` is not among the allowed names of settings.
 
-    Args:
-      owner: What has the settings, such as "partition classes", for the message.
-      names: Names of the given settings.
-      allowed: Names of all settings of the owner.
+    The message calls what has these settings by `owner`, such as "partition classes".
     """
     for name in names:
         if name not in allowed:
@@ -37,13 +34,7 @@ def check_request(
 ) -> None:
     """Raises UsageError for unknown names and for requests that the dataset cannot meet.
 
-    Args:
-      dataset: The dataset.
-      partition: Name of the partition.
-      clients: Number of clients.
-      split: Name of the split.
-      held_out: Number of novel clients.
-      groups: Number of architecture groups.
+    For arguments see `federate`.
     """
     check_name("partition", partition, partitions.PARTITIONS)
     check_name("split", split, SPLITS)
@@ -81,12 +72,8 @@ def check_request(
 def check_enough(name: str, partition: str, clients: int, split: str, examples: int) -> None:
     """Raises UsageError if there are more clients than examples, before arrays are allocated.
 
-    Args:
-      name: Name of the dataset, for messages.
-      partition: Name of the partition; `natural` counts owners instead.
-      clients: Number of clients.
-      split: Name of the split; with `pooled` one example is left for testing.
-      examples: Number of examples to divide.
+    The partition `natural` counts owners instead. With the split `pooled` one of the `examples` is
+    left for testing. The message begins with the dataset's `name`.
     """
     most = examples - (split == "pooled")
     if partition == "natural" or clients <= most:
@@ -105,11 +92,8 @@ def check_fractions(
 ) -> None:
     """Raises UsageError if fractions leave no training or no test example.
 
-    Args:
-      split: Name of the split; `official` ignores `test`.
-      test: The test fraction.
-      validation: The validation fraction.
-      validation_examples: Number of validation examples, or None.
+    `test` and `validation` are fractions of the examples; the split `official` ignores `test`.
+    `validation_examples` is a number instead of a fraction, or None.
     """
     if split == "pooled" and validation_examples is not None:
         raise UsageError("validation_examples is for split=official or shared: use the fraction")

@@ -67,14 +67,8 @@ def split_by_speaker(name: str, texts: Iterable[str]) -> dict[str, str]:
 def next_characters(name: str, texts: Mapping[str, str], length: int) -> Dataset:
     """Returns examples of `length` characters, with the character after each as its label.
 
-    Args:
-      name: Name of the dataset.
-      texts: The text of each owner.
-      length: Number of characters of an example.
-
-    Returns:
-      A dataset with x and y int32 [examples, length]. 0 stands for no character; the others are
-      numbered from 1 in the order of their code points.
+    `texts` has the text of each owner. The dataset `name` has x and y int32 [examples, length]. 0
+    stands for no character; the others are numbered from 1 in the order of their code points.
     """
     if length < 1:
         raise UsageError(f"{name}: length={length}; use 1 or more")

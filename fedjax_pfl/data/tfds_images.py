@@ -41,10 +41,10 @@ def source_of(name: str, data_dir: DataDir) -> str:
 def _images(
     name: str,
     outputs: int,
-    convert: Callable[[np.ndarray], np.ndarray] = prepared.unchanged,
+    convert: Callable[[np.ndarray], np.ndarray] | None = None,
     first: int = 0,
 ) -> Callable[[DataDir, SampleRows], Dataset]:
-    """Returns a source that reads images and labels of the splits train and test.
+    """Returns the source `name`, which reads images and labels of the splits train and test.
 
     Args:
       name: Name of the source.
@@ -68,8 +68,9 @@ def _images(
 
         train, test = read("train"), read("test")
         labels = [part["label"].astype(np.int32) - first for part in (train, test)]
-        _check_labels(path, outputs, *labels)
-        _check_shapes(path, len(_MOMENTS[name][0]), train["image"], test["image"])
+        _check_content(
+            path, len(_MOMENTS[name][0]), outputs, labels, [train["image"], test["image"]]
+        )
         scale, shift = scale_and_shift(*_MOMENTS[name])
         return Dataset(
             name=name,
@@ -110,17 +111,20 @@ def _sizes(path: Path, *splits: str) -> dict[str, int]:
     return sizes
 
 
-def _check_labels(path: Path, outputs: int, *labels: np.ndarray) -> None:
+def _check_content(
+    path: Path, channels: int, outputs: int, labels: list[np.ndarray], images: list[np.ndarray]
+) -> None:
+    """Raises UsageError if labels are not classes, or images differ in shape or channels.
+
+    `labels` and `images` are those of the training and of the test set.
+    """
     for part in labels:
         if part.min() < 0 or part.max() >= outputs:
             raise UsageError(
                 f"{path}: labels run from {part.min()} to {part.max()}, not from 0 to "
                 f"{outputs - 1}: the folder holds another dataset"
             )
-
-
-def _check_shapes(path: Path, channels: int, train: np.ndarray, test: np.ndarray) -> None:
-    shapes = [part.shape[1:] for part in (train, test)]
+    shapes = [part.shape[1:] for part in images]
     if shapes[0] != shapes[1] or shapes[0][-1] != channels:
         raise UsageError(
             f"{path}: images are {shapes[0]} in train and {shapes[1]} in test, not of one "
@@ -148,12 +152,8 @@ def _upright(images: np.ndarray) -> np.ndarray:
 def shrink(images: np.ndarray, side: int = 28) -> np.ndarray:
     """Shrinks square images; each new pixel is the mean of the area that it covers.
 
-    Args:
-      images: uint8 [n, size, size, channels]; only the first channel is used.
-      side: Height and width of the result.
-
-    Returns:
-      uint8 [n, side, side, 1].
+    Reads only the first channel of images, uint8 [n, size, size, channels]. Returns uint8 [n, side,
+    side, 1].
     """
     size = images.shape[1]
     edges = np.arange(side + 1) * size / side

@@ -1,6 +1,5 @@
 """Time series: windows over the rows of a table, which are in order of time."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +8,7 @@ from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data import tables
 from fedjax_pfl.data.columns import NORMALISE, Roles, table_dataset
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.numbers import rows_by_id
 
 
 def windows(
@@ -69,47 +69,38 @@ def windows(
 def cut_windows(
     series: Dataset, length: int, stride: int, horizon: int, test_share: float
 ) -> Dataset:
-    """Cuts rows in order of time into windows [windows, length, inputs].
+    """Cuts a dataset whose examples are rows in order of time into windows of `length` rows.
 
-    Training and test part of an owner are separate; a window and its label are in one of them.
-
-    Args:
-      series: A dataset whose examples are rows.
-      length: Number of rows of a window.
-      stride: Number of rows between the starts of two windows.
-      horizon: Number of rows from the last row of a window to the row of its label.
-      test_share: Fraction of each owner's rows, the last ones, for testing.
+    Training and test part of an owner are separate; a window and its label are in one of them. For
+    other arguments see `windows`.
     """
     has_owners = series.owner_train is not None
     owner = np.zeros(len(series.x_train), int) if series.owner_train is None else series.owner_train
-    order = np.argsort(owner, kind="stable")
-    begins = np.searchsorted(owner[order], np.arange(int(owner.max()) + 2))
-    starts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-    for a, b in itertools.pairwise(begins):
-        middle = b - round(test_share * (b - a))
-        for part, (first, end) in zip(starts, ((a, middle), (middle, b)), strict=True):
-            part.append(np.arange(first, end - length - horizon + 1, stride))
-    train, test = map(np.concatenate, starts)
+    rows_by_owner = rows_by_id(owner, int(owner.max()) + 1)
+    # Rows of each window, and the row of its label: for training, and for testing.
+    window_parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    label_parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for rows in rows_by_owner:
+        middle = len(rows) - round(test_share * len(rows))
+        for i, part in enumerate((rows[:middle], rows[middle:])):
+            first = np.arange(0, len(part) - length - horizon + 1, stride)
+            window_parts[i].append(part[first[:, None] + np.arange(length)])
+            label_parts[i].append(part[first + length - 1 + horizon])
+    (train, test), (train_labels, test_labels) = (
+        map(np.concatenate, parts) for parts in (window_parts, label_parts)
+    )
     if not len(train) or not len(test):
-        longest = int(np.diff(begins).max())
+        longest = max(map(len, rows_by_owner))
         raise UsageError(
             f"{series.name}: no owner has rows for a window of {length} and a horizon of {horizon} "
             f"in both parts of its {longest} rows, for training and testing; use a smaller length"
         )
-
-    def cut(first: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Returns x, y and owners of the windows that start at the given places."""
-        rows = order[first[:, None] + np.arange(length)]
-        y = series.y_train[order[first + length - 1 + horizon]]
-        return series.x_train[rows], y, owner[rows[:, 0]] if has_owners else None
-
-    (x, y, owner_train), (x_test, y_test, owner_test) = cut(train), cut(test)
     return series._replace(
-        x_train=x,
-        y_train=y,
-        x_test=x_test,
-        y_test=y_test,
-        owner_train=owner_train,
-        owner_test=owner_test,
+        x_train=series.x_train[train],
+        y_train=series.y_train[train_labels],
+        x_test=series.x_train[test],
+        y_test=series.y_train[test_labels],
+        owner_train=owner[train[:, 0]] if has_owners else None,
+        owner_test=owner[test[:, 0]] if has_owners else None,
         overlapping=stride < length,
     )
