@@ -106,32 +106,29 @@ def test_all_clients_as_candidates_equal_the_papers_method():
     """Two server updates with random uploads; equal up to rounding."""
     federation_all, ids = tiny.federated()[1], jnp.arange(tiny.CLIENTS)
     arrived = jnp.array([True, True, False, True, True, False])
-    safe = jnp.where(arrived, ids, tiny.CLIENTS)
+    arrived_ids = jnp.where(arrived, ids, tiny.CLIENTS)
     outcomes = []
     for settings in ({}, {"candidates": tiny.CLIENTS}):
         algorithm = cases.make("pfedla", federation_all, {"k": 1, **settings})
 
         @jax.jit
-        def server(rows: Any, t: jax.Array, algorithm: Any = algorithm) -> tuple[Any, Any]:
+        def update(rows: Any, t: jax.Array, algorithm: Any = algorithm) -> tuple[Any, Any]:
             state = State((), rows, ())
-            payloads = jax.vmap(lambda i: algorithm.send(state, ClientContext(i, None, t, KEY)))(
-                ids
+            send = jax.vmap(lambda i: algorithm.send(state, ClientContext(i, None, t, KEY)))
+            payloads = send(ids)
+            key = jax.random.fold_in(KEY, t)
+            uploads = jax.tree.map(
+                lambda x: x + jax.random.normal(key, x.shape), payloads["params"]
             )
-            keys = iter(jax.random.split(jax.random.fold_in(KEY, t), 20))
-
-            def with_noise(leaf: jax.Array) -> jax.Array:
-                return leaf + jax.random.normal(next(keys), leaf.shape)
-
-            uploads = {"params": jax.tree.map(with_noise, payloads["params"])}
-            cohort = tiny.cohort(tiny.TRAIN, safe, arrived, payloads, uploads, t)
+            uploads = {"params": uploads}
+            cohort = tiny.cohort(tiny.TRAIN, arrived_ids, arrived, payloads, uploads, t)
             return algorithm.receive(state, cohort)[1], payloads
 
-        rows = algorithm.init(KEY).rows
-        rows, initial_candidates = server(rows, jnp.int32(0))
-        outcomes.append((rows, initial_candidates, server(rows, jnp.int32(1))))
-    parts = [(outcome[0][:2], outcome[1], outcome[2][0][:2], outcome[2][1]) for outcome in outcomes]
+        first = update(algorithm.init(KEY).rows, jnp.int32(0))
+        outcomes.append((first, update(first[0], jnp.int32(1))))
+    parts = [[(rows[:2], sent) for rows, sent in updates] for updates in outcomes]
     chex.assert_trees_all_close(*parts, rtol=1e-5, atol=1e-5)
-    table = outcomes[1][2][0].candidates
+    table = outcomes[1][1][0].candidates
     np.testing.assert_array_equal(table.client_ids, np.tile(np.arange(6), (6, 1)))
-    arrived_ids = np.flatnonzero(arrived)
-    assert (np.asarray(table.similarity)[np.ix_(arrived_ids, arrived_ids)] > -2).all()
+    present = np.flatnonzero(arrived)
+    assert (np.asarray(table.similarity)[np.ix_(present, present)] > -2).all()

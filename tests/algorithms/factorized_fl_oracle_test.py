@@ -13,6 +13,7 @@ from fedjax_pfl.core import local_training
 from fedjax_pfl.core.algorithm import State
 from fedjax_pfl.simulation import rounds
 from tests import tiny
+from tests.algorithms.factorized_fl_test import mixing_weights
 
 KEY = jax.random.key(3)
 N, OUT = tiny.CLIENTS, tiny.CLASSES
@@ -24,14 +25,14 @@ class TwoLayers(nn.Module):
 
     window: int = 0
     head = "fc2"
-    layers = ("one", "fc2")
+    layers = ("first", "fc2")
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool = False, mask: Any = None) -> jax.Array:
         if self.window:
-            x = nn.Conv(4, (self.window, self.window), padding="VALID", name="one")(x)
+            x = nn.Conv(4, (self.window, self.window), padding="VALID", name="first")(x)
             return nn.Dense(OUT, name="fc2")(nn.relu(x).mean((1, 2)))
-        return nn.Dense(OUT, name="fc2")(nn.relu(nn.Dense(4, name="one")(x)))
+        return nn.Dense(OUT, name="fc2")(nn.relu(nn.Dense(4, name="first")(x)))
 
 
 def windows(x: np.ndarray, f: int) -> np.ndarray:
@@ -42,34 +43,20 @@ def windows(x: np.ndarray, f: int) -> np.ndarray:
     return np.moveaxis(patches, 3, -1)
 
 
-def similar_clients(v: np.ndarray) -> np.ndarray:
-    """Computes ω [N, N] with loops, from (4) and (5)."""
-    omega = np.zeros((N, N))
-    for k in range(N):
-        sigma = {i: v[k] @ v[i] / np.linalg.norm(v[k]) / np.linalg.norm(v[i]) for i in range(N)}
-        sigma[k] = 1.0
-        closest = sorted(sigma, key=lambda i: -sigma[i])
-        selected = {i for i in sigma if sigma[i] >= TAU} | set(closest[:MINIMUM])
-        total = sum(np.exp(SCALE * sigma[i]) for i in selected)
-        for i in selected:
-            omega[k, i] = np.exp(SCALE * sigma[i]) / total
-    return omega
-
-
 def step(params: Any, x: np.ndarray, y: np.ndarray, f: int, penalty: float) -> Any:
     """Returns the parameters after a gradient step on cross-entropy + penalty ‖μ‖₁."""
     patches = windows(x, f)
-    first, head = params["one"], params["fc2"]
-    w1 = (first["u"] @ first["v"].T + first["mu"]).reshape(*patches.shape[3:], -1)
+    layer, head = params["first"], params["fc2"]
+    w1 = (layer["u"] @ layer["v"].T + layer["mu"]).reshape(*patches.shape[3:], -1)
     w2 = head["u"] @ head["v"].T + head["mu"]
-    a = np.einsum("nyxfgi,fgio->nyxo", patches, w1) + first["bias"]
+    a = np.einsum("nyxfgi,fgio->nyxo", patches, w1) + layer["bias"]
     z = np.maximum(a, 0).mean((1, 2))
     logits = z @ w2 + head["bias"]
     p = np.exp(logits - logits.max(1, keepdims=True))
     delta = (p / p.sum(1, keepdims=True) - np.eye(OUT)[y]) / len(y)
     back = (delta @ w2.T)[:, None, None, :] * (a > 0) / (a.shape[1] * a.shape[2])
     slopes = {
-        "one": (np.einsum("nyxfgi,nyxo->fgio", patches, back), back.sum((0, 1, 2))),
+        "first": (np.einsum("nyxfgi,nyxo->fgio", patches, back), back.sum((0, 1, 2))),
         "fc2": (z.T @ delta, delta.sum(0)),
     }
     new = {}
@@ -127,9 +114,10 @@ def setting(f: int, share: str, penalty: bool) -> tuple[Any, Any, State]:
     return rounds_functions, data, jax.tree.map(scatter, state)
 
 
-@pytest.mark.parametrize("penalty", [True, False])
-@pytest.mark.parametrize("share", ["u", "all"])
-@pytest.mark.parametrize("f", [0, 3], ids=["dense", "conv"])
+@pytest.mark.parametrize(
+    ("f", "share", "penalty"),
+    [(0, "u", False), (0, "all", True), (3, "u", True), (3, "all", False)],
+)
 def test_a_round_equals_numpy(f, share, penalty):
     rounds_functions, data, before = setting(f, share, penalty)
     models = [stored(before, k) for k in range(N)]
@@ -138,21 +126,22 @@ def test_a_round_equals_numpy(f, share, penalty):
         KEY, jax.tree.map(jnp.copy, before), data, jnp.int32(0), jnp.int32(1)
     )
     after = jax.device_get(after)
-    omega = similar_clients(np.stack([model["one"]["v"].ravel() for model in models]))
+    v = np.stack([model["first"]["v"].ravel() for model in models])
+    omega = mixing_weights(v, TAU, SCALE, MINIMUM)
     assert ((omega > 0).sum(1) < N).any()
     assert ((omega > 0).sum(1) > MINIMUM).any()
     for k in range(N):
         mixed = {name: dict(leaves) for name, leaves in models[k].items()}
         for leaf in ("u",) if share == "u" else ("u", "v", "mu", "bias"):
-            mixed["one"][leaf] = sum(omega[k, i] * models[i]["one"][leaf] for i in range(N))
+            mixed["first"][leaf] = sum(omega[k, i] * models[i]["first"][leaf] for i in range(N))
         rows = np.asarray(data.train.rows[k])[: int(data.train.size[k])]
         x, y = (np.asarray(part)[rows] for part in (data.x, data.y))
         expected = step(mixed, x.astype(np.float64), y, f, LAMBDA if penalty else 0.0)
         got = stored(after, k)
-        assert set(got) == {"one", "fc2"}
+        assert set(got) == {"first", "fc2"}
         for layer, leaves in expected.items():
             for leaf, value in leaves.items():
                 np.testing.assert_allclose(got[layer][leaf], value, atol=1e-5)
     # Alpha uploads u and v of the layer before the classifier, beta all of that layer.
     names = {"u", "v"} if share == "u" else {"u", "v", "mu", "bias"}
-    assert {layer: set(part) for layer, part in after.rows["params"].items()} == {"one": names}
+    assert {layer: set(part) for layer, part in after.rows["params"].items()} == {"first": names}

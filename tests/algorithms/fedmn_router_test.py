@@ -168,24 +168,6 @@ def test_logits_depend_on_neither_batch_size_nor_padding(routed):
     np.testing.assert_allclose(again, z, rtol=1e-5, atol=1e-6)
 
 
-def test_logits_by_hand(routed):
-    """One example, in NumPy; the concatenation is normalised to length 1."""
-    network, variables, _ = routed
-    p, model_stats = jax.device_get((variables["params"], variables["batch_stats"]))
-    x, y = np.arange(5.0) / 5, np.array([0.0, 1.0, 0.0])
-    inner, stats = p["router_encoder"], model_stats["router_encoder"]["norm1"]
-    h = (x @ inner["fc1"]["kernel"] - stats["mean"]) / np.sqrt(stats["var"] + 1e-5)
-    h = np.maximum(h * inner["norm1"]["scale"] + inner["norm1"]["bias"], 0)
-
-    def apply(layer, v):
-        return v @ layer["kernel"] + layer["bias"]
-
-    joint = np.concatenate([apply(inner["fc2"], h), apply(p["router_labels"], y)])
-    expected = apply(p["router_gates"], joint / np.linalg.norm(joint))
-    got = network.apply(variables, jnp.asarray(x, jnp.float32)[None], jnp.asarray(y)[None])[0]
-    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
-
-
 def test_the_gradient_uses_every_example(routed):
     """Compared with the gradient of the mean over all examples at once."""
     network, variables, data = routed

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.flatten_util import ravel_pytree
 
 from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import ClientContext
@@ -36,20 +37,9 @@ SMALL = {
 @pytest.mark.parametrize(
     ("clients", "settings", "length", "message"),
     [
-        (399, {}, 100, ""),  # 1 + 99, as many as the first layer has units
-        (
-            400,
-            {},
-            101,
-            "embeddings of 400 clients have 101 numbers each, 0.3 MB with their momentum; "
-            "pfedhn.embedding=100 needs 0.3 MB",
-        ),
-        (
-            2000,
-            {"width": 0},
-            501,
-            "embeddings of 2,000 clients have 501 numbers each, 8.0 MB with their momentum",
-        ),
+        (399, {}, 100, ""),  # 1 + 99, the width of the first layer
+        (400, {}, 101, "0.3 MB with their momentum; pfedhn.embedding=100 needs 0.3 MB"),
+        (2000, {"width": 0}, 501, "8.0 MB with their momentum"),
         (400, {"embedding": 3}, 3, ""),
         (400, {"fixed": True}, 3, ""),  # shares of three classes
     ],
@@ -62,7 +52,8 @@ def test_length_of_embeddings_and_the_remark_on_their_memory(clients, settings, 
     built = build.build(config)
     state = jax.eval_shape(built.phases[0].rounds.init, KEY)
     assert state.rows.v.shape == (clients, length)
-    assert built.remarks == ((message,) if message else ())
+    start = f"embeddings of {clients:,} clients have {length} numbers each, "
+    assert built.remarks == ((start + message,) if message else ())
 
 
 @pytest.mark.slow("a run of two phases")
@@ -86,17 +77,17 @@ def test_held_out_clients_are_fitted_with_a_frozen_hypernetwork(tmp_path: Path):
     visits = np.array(run.ledger.visits)
     assert visits[:4].sum() == visits[4:].sum() == SMALL["rounds"]
     np.testing.assert_array_equal((before.rows.v != after.rows.v).any(1)[4:], [True] * 2)
-    # How far the bodies that are sent are from their mean.
-    send = run.phases[1].algorithm.send
+    # The spread is the distance of the sent bodies from their mean, relative to its length.
     server_state = run.state._replace(clients=())
-    sent = [send(server_state, ClientContext(jnp.int32(i), None, T, KEY)) for i in range(6)]
-    flat = np.stack(
-        [np.concatenate([np.ravel(x) for x in jax.tree.leaves(model)]) for model in sent]
-    )
+    sent = [
+        run.phases[1].algorithm.send(server_state, ClientContext(jnp.int32(i), None, T, KEY))
+        for i in range(6)
+    ]
+    flat = np.stack([ravel_pytree(model)[0] for model in sent])
     lengths = np.linalg.norm(flat - flat.mean(0), axis=1) / np.linalg.norm(flat.mean(0))
     np.testing.assert_allclose(run.observations["spread"][1][-1], lengths, rtol=1e-5)
     assert lengths.min() > 0
-    # What a phase reports is of those that take part in it.
+    # The metrics of a phase are those of its participants.
     rows = [client["before_accuracy"] for client in run.clients]
     assert run.metrics[-1]["before"]["accuracy_mean"] == pytest.approx(np.mean(rows[4:]))
 
@@ -111,11 +102,7 @@ def test_one_hypernetwork_for_three_sizes():
     sizes = [4 * w + w + w * 3 + 3 for w in (2, 3, 4)]
     algorithm, state = run.phases[0].algorithm, run.state
     for g, size in enumerate(sizes):
-
-        def send(s, g=g):
-            return algorithm.send[g](s, ClientContext(g, None, T, KEY))
-
-        payload = jax.eval_shape(send, state)
+        payload = algorithm.send[g](state, ClientContext(g, None, T, KEY))
         assert trees.size(payload) == size
         assert payload["params"]["fc1"]["kernel"].shape == (4, g + 2)
     assert trees.size(state.server.phi) == (3 + 1) * 4 + 5 * 4 + 5 * sum(sizes)

@@ -12,21 +12,15 @@ EVEN = np.full((4, 2, 4), 0.25)
 PFEDLA = METHODS["pfedla"].diagnostics
 
 
-def test_effective_number():
+def test_fractions_and_effective_numbers():
     rows = np.array([[1, 0, 0, 0], [0.5, 0.5, 0, 0], [0.5, 0.25, 0.25, 0], [0.25] * 4])
-    # The third: entropy ½ log 2 + 2 · ¼ log 4 = 1.5 log 2.
+    # The entropy of the third row is ½ log 2 + 2 · ¼ log 4 = 1.5 log 2.
     np.testing.assert_allclose(diagnostics.effective_number(rows), [1, 2, 2**1.5, 4], rtol=1e-12)
-
-
-def test_moving_fraction():
     after = EVEN.copy()
     after[0, 1] += [0.0011, -0.0011, 0, 0]  # half of the changes: 0.0011
     after[1, 0] += [0.0009, -0.0009, 0, 0]
     assert diagnostics.moving_fraction(after, EVEN) == 0.25
     assert diagnostics.moving_fraction(EVEN, EVEN) == 0.0
-
-
-def test_one_hot_fraction():
     rows = np.array([[0.995, 0.005], [0.985, 0.015], [0.5, 0.5], [0.0, 1.0]])
     assert diagnostics.one_hot_fraction(rows) == 0.5
 
@@ -48,19 +42,14 @@ def test_pfedla():
     assert "share conv most, and keep head most to themselves" in explanation
 
 
-def test_unknown_layers_are_numbered():
-    assert list(
-        diagnostics.read(PFEDLA, observed(EVEN, layers=()), [], 1, 4).observed["peers"]
-    ) == [
-        "layer 1",
-        "layer 2",
-    ]
+def test_layers_without_names_first_evaluation_and_no_arrays():
+    values = diagnostics.read(PFEDLA, observed(EVEN, layers=()), [], 1, 4).observed
+    assert list(values["peers"]) == ["layer 1", "layer 2"]
+    assert "moving" not in values
     values = diagnostics.read(PFEDLA, observed(EVEN[:, :1]), [], 1, 4).observed["peers"]
     assert values == pytest.approx({"model": 4.0})
-
-
-def test_first_evaluation_has_no_moving_fraction():
-    assert "moving" not in diagnostics.read(PFEDLA, observed(EVEN), [], 10, 40).observed
+    assert diagnostics.read(PFEDLA, Observed({}, {}, ()), [], 1, 4) == ({}, [], [])
+    assert diagnostics.explanations({}, {"peers": 1.0}) == []
 
 
 def lines(*dead, every=10):
@@ -111,17 +100,13 @@ def of(method, arrays, before=None, first=None, earlier=(), at=20):
 @pytest.mark.parametrize("method", ["pfedhn", "pfedhn_pc"])
 def test_pfedhn(method):
     v = np.array([[3.0, 0.0], [0.0, 4.0]])  # of length 5
-    arrays = {"spread": [0.1, 0.3], "embeddings": 1.1 * v}  # moved by 0.5
-    read = of(method, arrays, first={"embeddings": v})
+    arrays, first = {"spread": [0.1, 0.3], "embeddings": 1.1 * v}, {"embeddings": v}
+    read = of(method, arrays, first=first)
     assert read.observed == pytest.approx({"spread": 0.2, "moved": 0.1})
     assert read.dead == []
     assert "moved" not in of(method, arrays).observed
-    inactive = of(
-        method,
-        {"spread": [0.01, 0.02], "embeddings": v},
-        first={"embeddings": v},
-        earlier=lines(("spread", "moved")),
-    )
+    arrays = {"spread": [0.01, 0.02], "embeddings": v}
+    inactive = of(method, arrays, first=first, earlier=lines(("spread", "moved")))
     assert inactive.dead == ["spread", "moved"]
     assert "is 0.0150 of their length" in inactive.remarks[0]
     assert f"see {method}.rate" in inactive.remarks[1]
@@ -171,12 +156,6 @@ def test_clustered_fl_and_fedem():
     read = of("fedem", {"pi": [[0.5, 0.5], [1.0, 0.0]]})
     assert read.observed == pytest.approx({"share_bits": 0.5, "deviation": 0.25})
     assert of("fedem", {"pi": [[0.5, 0.5]] * 2}).dead == ["deviation"]
-
-
-def test_no_arrays_no_diagnostics():
-    read = diagnostics.read(PFEDLA, Observed({}, {}, ()), [], 1, 4)
-    assert read == ({}, [], [])
-    assert diagnostics.explanations({}, {"peers": 1.0}) == []
 
 
 def test_diagnostics_have_meanings_and_warnings():

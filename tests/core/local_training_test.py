@@ -4,7 +4,6 @@ from functools import cache
 from typing import Any
 
 import chex
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -144,10 +143,9 @@ def fit_all(data: FederatedData, **settings: Any) -> Any:
 
 EPOCHS = {"epochs": 3, "batch_size": BATCH}
 STEPS = {"steps": 5, "batch_size": BATCH}
-ALL = {"steps": 2, "batch_size": 13}  # more than any client has
 
 
-@pytest.mark.parametrize("client", range(len(SIZES)))
+@pytest.mark.parametrize("client", [0, 2, 5])
 def test_epoch_has_every_example_once(client: int):
     _, non_params, _, metrics = fit_all(federated(), **EPOCHS)
     size = SIZES[client]
@@ -182,7 +180,7 @@ def test_drop_last():
     assert len(set(non_params["batches"][5, :6].ravel().tolist())) > 8
 
 
-@pytest.mark.parametrize("client", range(len(SIZES)))
+@pytest.mark.parametrize("client", [0, 2, 5])
 def test_steps_sample_without_replacement(client: int):
     _, non_params, _, _ = fit_all(federated(), **STEPS)
     size, batches = SIZES[client], non_params["batches"][client]
@@ -205,16 +203,6 @@ def test_sample_batch_is_the_start_of_a_random_order(count: int):
     batch = jax.jit(batches.sample_batch, static_argnums=2)(data, split, size, key)
     assert int(batch.mask.sum()) == min(count, size)
     np.testing.assert_array_equal(batch.y[batch.mask], order[: min(count, size)])
-
-
-def test_batch_larger_than_the_data_has_all_of_it():
-    _, non_params, _, metrics = fit_all(federated(), **ALL)
-    for client in range(1, len(SIZES)):
-        for batch in non_params["batches"][client, :2]:
-            np.testing.assert_array_equal(np.sort(batch[batch >= 0]), examples_of(client))
-            assert (batch[SIZES[client] :] == -1).all()
-        expected = np.mean(examples_of(client) ** 2.0)
-        np.testing.assert_allclose(metrics["loss"][client], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [EPOCHS, STEPS], ids=["epochs", "steps"])
@@ -257,13 +245,14 @@ POWERS = Task(
 
 def scored(data: FederatedData, batch_size: int) -> local_training.Scores:
     def evaluate(data: FederatedData, i: jax.Array) -> local_training.Scores:
-        own_data: ClientData = client_data(data, i)
-        first = jnp.min(jnp.where(jnp.arange(11) < own_data.train.size, own_data.train.rows, 99))
+        client = client_data(data, i)
+        train = client.train
+        first = jnp.min(jnp.where(jnp.arange(11) < train.size, train.rows, 99))
 
         def predict(variables, x):
             return (x - variables).astype(jnp.float32)
 
-        return local_training.evaluate(predict, first, own_data, own_data.train, POWERS, batch_size)
+        return local_training.evaluate(predict, first, client, train, POWERS, batch_size)
 
     return jax.device_get(jax.jit(jax.vmap(evaluate, (None, 0)))(data, jnp.arange(len(SIZES))))
 
@@ -292,29 +281,20 @@ def test_evaluate_without_rows():
 @pytest.mark.parametrize("settings", [{"epochs": 2}, {"steps": 3}])
 def test_huge_batch_size_is_reduced(settings):
     """A batch size of 1e9 is padded to 1,024 rows and trains like 1,024."""
-    data = federated()
-    network = nn.Dense(2)
-    x = jnp.zeros((1, 1))
+
+    def gradient(params, non_params, batch, key):
+        total = jnp.sum(jnp.where(batch.mask, batch.x, 0)).astype(jnp.float32)
+        return (total, non_params), {"w": total + params["w"]}
 
     def trained(batch_size):
         training = local_training.sgd(learning_rate=0.1, batch_size=batch_size, **settings)
-        variables = network.init(KEY, x)
-
-        def gradient(params, non_params, batch, key):
-            def loss(params):
-                outputs = network.apply({"params": params}, batch.x[:, None].astype(jnp.float32))
-                return jnp.sum(jnp.square(outputs[:, 0]) * batch.mask.astype(jnp.float32))
-
-            value, slope = jax.value_and_grad(loss)(params)
-            return (value, non_params), slope
 
         def fit(data):
             ctx = ClientContext(5, client_data(data, 5), 0, KEY)
-            return local_training.fit(training, gradient, variables["params"], {}, (), ctx)[0]
+            return local_training.fit(training, gradient, {"w": jnp.float32(2)}, {}, (), ctx)[0]
 
-        shapes = jax.make_jaxpr(fit)(data)
-        return fit(data), shapes
+        return fit(federated()), str(jax.make_jaxpr(fit)(federated()))
 
-    large, shapes = trained(10**9)
+    large, program = trained(10**9)
     chex.assert_trees_all_equal(large, trained(1024)[0])
-    assert "1000000000" not in str(shapes)
+    assert "1000000000" not in program

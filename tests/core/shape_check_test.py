@@ -16,15 +16,17 @@ TRAINING = cases.training(keep_optimizer=True)
 BASE = algorithms.fedavg(tiny.Net(), TRAINING, FEDERATION)
 
 
-def line(**changes):
+def line(method=BASE, **changes):
+    """Returns the message about a method with these changes."""
     with pytest.raises(UsageError) as caught:
-        check_shapes("mine", BASE._replace(**changes), FEDERATION, DATA)
+        check_shapes("mine", method._replace(**changes), FEDERATION, DATA)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
-def train(change):
-    return lambda payload, client, ctx: change(BASE.train(payload, client, ctx))
+def train(**changes):
+    """Returns local training whose result has other fields."""
+    return lambda payload, client, ctx: BASE.train(payload, client, ctx)._replace(**changes)
 
 
 def test_correct_methods_pass():
@@ -38,23 +40,20 @@ AMP = cases.make("fedamp", FEDERATION)
 
 
 def test_offloaded_rows_are_read_only_by_offload_functions():
-    def line(**changes):
-        with pytest.raises(UsageError) as caught:
-            check_shapes("mine", AMP._replace(**changes), FEDERATION, DATA)
-        return str(caught.value)
-
     def send_with_sum(state, ctx):
         """Adds a sum over all rows, which `jax.tree` does not see if they are offloaded."""
         total = sum(jnp.sum(leaf).astype(jnp.float32) for leaf in jax.tree.leaves(state.rows))
         return jax.tree.map(lambda leaf: leaf + total, AMP.send(state, ctx))
 
     wrong = "reads offloaded rows; use trees.row, offload.weighted_sum or offload.map_clients"
-    assert line(send=send_with_sum) == f"mine: send {wrong}"
-    assert line(observe=lambda state: {"rows": state.rows["params"]}) == f"mine: observe {wrong}"
+    assert line(AMP, send=send_with_sum) == f"mine: send {wrong}"
+    assert (
+        line(AMP, observe=lambda state: {"rows": state.rows["params"]}) == f"mine: observe {wrong}"
+    )
     replaced = "mine: receive replaces offloaded rows; write them with cohort.put"
     initial_rows = AMP.init(jax.random.key(0)).rows
-    assert line(receive=lambda state, cohort: (state.server, initial_rows)) == replaced
-    assert line(offload=("models",)) == "mine: offload names models, and rows have params"
+    assert line(AMP, receive=lambda state, cohort: (state.server, initial_rows)) == replaced
+    assert line(AMP, offload=("models",)) == "mine: offload names models, and rows have params"
     check_shapes("mine", AMP._replace(send=send_with_sum, offload=()), FEDERATION, DATA)
 
 
@@ -62,34 +61,18 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
     ("changes", "message"),
     [
         (
-            {"train": train(lambda result: tuple(result)[:3])},
+            {"train": lambda payload, client, ctx: tuple(BASE.train(payload, client, ctx))[:3]},
             "mine: train returns a tuple of 3; it must return "
             "ClientResult(upload, variables, client, metrics)",
         ),
+        ({"train": train(client=())}, "mine: train returns nothing for client/"),
+        ({"train": train(client=jnp.zeros(5))}, "shapes and dtypes must not change"),
         (
-            {"train": train(lambda result: result._replace(client=()))},
-            "mine: train returns nothing for client/",
-        ),
-        (
-            {
-                "train": train(
-                    lambda result: result._replace(
-                        client=jax.tree.map(lambda leaf: leaf[:1], result.client)
-                    )
-                )
-            },
-            "shapes and dtypes must not change",
-        ),
-        (
-            {
-                "train": train(
-                    lambda result: result._replace(metrics={"cost": result.metrics["loss"]})
-                )
-            },
+            {"train": train(metrics={"cost": jnp.zeros(())})},
             "mine: train returns the metrics {cost}; they must be a dict of scalars with loss",
         ),
         (
-            {"train": train(lambda result: result._replace(metrics={"loss": jnp.zeros(3)}))},
+            {"train": train(metrics={"loss": jnp.zeros(3)})},
             "float32[3] for the metric loss; it must be a scalar",
         ),
         (
@@ -99,15 +82,6 @@ def test_offloaded_rows_are_read_only_by_offload_functions():
         (
             {"receive": lambda state, cohort: (cohort.uploads, state.rows)},
             "mine: receive returns float32[2, 8] for server/",
-        ),
-        (
-            {
-                "receive": lambda state, cohort: (
-                    jax.tree.map(lambda leaf: leaf > 0, state.server),
-                    state.rows,
-                )
-            },
-            "mine: receive returns bool[8] for server/",
         ),
         (
             {"receive": lambda state, cohort: (state.server, (jnp.zeros(6),))},

@@ -32,14 +32,8 @@ def test_cross_entropy():
     np.testing.assert_array_equal(score, [0, 1, 1])
     assert (loss.dtype, score.dtype, metric.name) == (jnp.float32, jnp.float32, "accuracy")
     assert (metric.unit, metric.higher_is_better, task.has_classes) == ("%", True, True)
-    np.testing.assert_array_equal(
-        metric.finish(np.array([3.0, 1.0]), np.array([4, 8])), [0.75, 0.125]
-    )
-
-
-def test_large_outputs_and_half_precision():
     outputs = numbers([1e4, -1e4]).astype(jnp.bfloat16)
-    loss = classification().loss(outputs, labels(1), None)
+    loss = task.loss(outputs, labels(1), None)
     assert loss.dtype == jnp.float32
     np.testing.assert_allclose(loss, [2 * float(outputs[0, 0])], rtol=1e-6)
 
@@ -68,20 +62,15 @@ def test_gradients_with_unused_classes(classes):
 
 
 def test_regression():
-    """Losses are (1² + 2²)/2 and (3² + 4²)/2; RMSE is the root of their mean, 7.5."""
+    """Losses are (1² + 2²)/2 and (3² + 4²)/2."""
     task = regression()
     outputs, y = numbers([1, 2], [0, 0]), numbers([0, 0], [3, -4])
     np.testing.assert_array_equal(task.loss(outputs, y, None), [2.5, 12.5])
     gradient = jax.grad(lambda z: jnp.sum(task.loss(z, y, None)))(outputs)
     np.testing.assert_array_equal(gradient, outputs - y)
     error, root = task.metrics
-    assert [m.name for m in task.metrics] == ["squared_error", "rmse"]
-    assert not error.higher_is_better
-    assert not root.higher_is_better
-    assert not task.has_classes
-    for metric, expected in ((error, 7.5), (root, 7.5**0.5)):
-        total = np.sum(np.asarray(metric.update(outputs, y, None), np.float64))
-        assert metric.finish(total, np.float64(2)) == expected
+    assert (error.name, root.name) == ("squared_error", "rmse")
+    assert (error.higher_is_better, root.higher_is_better, task.has_classes) == (False,) * 3
     one_target = (numbers([1], [3]), numbers([0], [0]))
     np.testing.assert_array_equal(task.loss(*one_target, None), [1, 9])
 
