@@ -1,7 +1,6 @@
 """Eight CPU devices for every test, strict types, full precision in products, one compile cache."""
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -66,11 +65,13 @@ ALONE = ("notebooks_test",)  # whose tests have nothing in common
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Begin the cache anew where it has become large."""
+    """Empties the cache if it is large. The folder stays: another session may be using it."""
     if "PYTEST_XDIST_WORKER" in os.environ or not CACHE.is_dir():
         return
-    if sum(path.stat().st_size for path in CACHE.iterdir()) > LARGEST:
-        shutil.rmtree(CACHE)
+    entries = list(CACHE.iterdir())
+    if sum(path.stat().st_size for path in entries) > LARGEST:
+        for path in entries:
+            path.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -34,8 +34,6 @@ class Training(NamedTuple):
     steps: int | None
     drop_last: bool  # drop the last batch of an epoch if it is short
     keep_optimizer: bool  # keep the optimiser's state on the client between rounds
-    first_round: int  # first round of the phase
-    rounds: int  # rounds of the phase, for schedules of algorithms
     step_schedule: Callable[[Any, Any], Any] | None = None  # (step, steps) -> factor of the rate
 
 
@@ -143,8 +141,6 @@ def make_training(
     steps: int | None = None,
     drop_last: bool = False,
     keep_optimizer: bool = False,
-    first_round: int = 0,
-    rounds: int = 1,
 ) -> Training:
     """Returns training by an optimiser without learning rate, as in `core.optimizers`.
 
@@ -158,8 +154,6 @@ def make_training(
       steps: Number of batches instead of epochs, each sampled independently without replacement.
       drop_last: Drop the last batch of an epoch if it is short, unless it is the only one.
       keep_optimizer: Keep the optimiser's state on the client between rounds.
-      first_round: First round of the phase, for schedules of algorithms.
-      rounds: Number of rounds of the phase, for schedules of algorithms.
     """
     if (epochs is None) == (steps is None):
         raise ValueError("set either epochs or steps")
@@ -173,8 +167,6 @@ def make_training(
         steps=steps,
         drop_last=drop_last,
         keep_optimizer=keep_optimizer,
-        first_round=first_round,
-        rounds=rounds,
         step_schedule=step_schedule,
     )
 

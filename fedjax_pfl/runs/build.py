@@ -1,6 +1,7 @@
 """Builds a run from a configuration: data, algorithms and compiled rounds of each phase."""
 
 import dataclasses
+import inspect
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -371,15 +372,13 @@ def _trace(inputs: PhaseInputs, rounds: CompiledRounds, state: Any) -> None:
 
 def fixed_length_reason(experiment: Experiment) -> str:
     """Returns why the last phase cannot be made longer, or "" if it can."""
-    last, state = experiment.phases[-1], None
+    last = experiment.phases[-1]
     if last.config.learning_rate_drops:
         return "learning_rate_drops are fractions of all rounds"
     if last.config.learning_rate_schedule != "constant" and last.config.schedule_over == "rounds":
         return "learning_rate_schedule is over all rounds"
-    for phase in experiment.phases:
-        state = jax.eval_shape(phase.rounds.init, jax.eval_shape(phase.inputs.key), state)
-    _trace(last.inputs, last.rounds, state)
-    if last.inputs.round_count_readers:
+    factory = last.inputs.registry.algorithm[last.config.algorithm]
+    if "rounds" in inspect.signature(factory).parameters:
         return f"{last.config.algorithm} has a schedule over all rounds"
     return ""
 

@@ -48,8 +48,6 @@ class PhaseInputs:
     federation: Federation
     begin: int  # first round
     mesh: Mesh | None
-    # Methods that read the number of rounds, for a schedule over all rounds.
-    round_count_readers: set[str] = dataclasses.field(default_factory=set)
 
     @property
     def cohort(self) -> int:
@@ -224,6 +222,9 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
         name: settings.get(f"{config.algorithm}.{name}", setting)
         for name, setting in config.get(config.algorithm, ConfigDict()).to_dict().items()
     }
+    parameters = inspect.signature(factory).parameters
+    schedule = {"rounds": config.rounds, "first_round": inputs.begin}
+    method_settings |= {name: schedule[name] for name in schedule if name in parameters}
     training = _training(inputs, value_of)
     models = tuple(_model(inputs, group_config, conv) for group_config in inputs.group_configs)
 
@@ -233,7 +234,7 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
 
     if len(models) == 1:
         algorithm = factory(models[0], training, federation, **method_settings)
-    elif "models" in inspect.signature(factory).parameters:  # shares something between groups
+    elif "models" in parameters:  # shares something between groups
         algorithm = factory(models, training, federation, **method_settings)
     else:
         members = (
@@ -261,10 +262,10 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
 
 
 def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_training.Training:
-    """Returns the local training of a phase. Reads of its number of rounds are recorded."""
+    """Returns the local training of a phase."""
     config = inputs.configs[0]
     rate, step_schedule = _rate(inputs, config, value_of)
-    training = local_training.make_training(
+    return local_training.make_training(
         inputs.registry.optimizer[config.optimizer](value_of),
         learning_rate=rate,
         step_schedule=step_schedule,
@@ -274,18 +275,7 @@ def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_trai
         steps=config.local_steps,
         drop_last=config.drop_last,
         keep_optimizer=config.keep_optimizer,
-        first_round=inputs.begin,
-        rounds=config.rounds,
     )
-    note = functools.partial(inputs.round_count_readers.add, config.algorithm)
-
-    class RecordedTraining(type(training)):  # type: ignore[misc]
-        @property
-        def rounds(self) -> int:
-            note()
-            return training.rounds
-
-    return RecordedTraining(*training)
 
 
 def _rate(

@@ -45,7 +45,8 @@ class Registry(NamedTuple):
 
 BUILTINS = Registry()  # custom.py adds the components of a user for one run
 # Arguments of factories that are no settings: the library passes them.
-_PASSED = {"outputs", "conv", "parent", "name", "data_dir"}
+SCHEDULE_ARGUMENTS = {"rounds", "first_round"}  # a method that has them depends on its phase
+_PASSED = {"outputs", "conv", "parent", "name", "data_dir"} | SCHEDULE_ARGUMENTS
 _MAX_LISTED = 25  # names in an error message
 _MAX_UNITS = 1_000_000  # per layer of a built-in network
 _MAX_INT = 2**31 - 1  # rounds, clients and seeds are 32 bits in compiled code

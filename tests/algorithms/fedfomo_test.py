@@ -26,8 +26,9 @@ def setting(clients=4, validation=5, peers=3, active=None, begin=0, **settings):
     data, federation = linear.federated([X] * clients, [Y] * clients, validation_sets)
     if active is not None:
         federation = federation._replace(active=np.asarray(active))
-    training = local_training.sgd(learning_rate=0.1, batch_size=8, steps=1, first_round=begin)
-    algorithm = algorithms.fedfomo(linear.Linear(), training, federation, peers=peers, **settings)
+    training = local_training.sgd(learning_rate=0.1, batch_size=8, steps=1)
+    settings |= {"peers": peers, "first_round": begin}
+    algorithm = algorithms.fedfomo(linear.Linear(), training, federation, **settings)
     return algorithm, data
 
 

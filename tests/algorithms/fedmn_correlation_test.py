@@ -21,12 +21,12 @@ SIZES = {"layout": LAYOUT, "width": 4, "hidden": 5, "size": 3, "dropout": 0.0}
 
 def make(training: local_training.Training) -> Algorithm:
     federation = tiny.federated()[1]
-    return algorithms.fedmn_correlation(tiny.Net(), training, federation, **SIZES)
+    return algorithms.fedmn_correlation(tiny.Net(), training, federation, **SIZES, rounds=5)
 
 
 def test_only_the_gate_map_learns_and_embeddings_are_sent_once():
     """φx and φy do not change, and are counted in a client's first round."""
-    training = local_training.sgd(learning_rate=0.5, batch_size=16, steps=2, rounds=5)
+    training = local_training.sgd(learning_rate=0.5, batch_size=16, steps=2)
     data = tiny.federated()[0]
     algorithm = make(training)
     state = jax.jit(algorithm.init)(KEY)

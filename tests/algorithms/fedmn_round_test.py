@@ -90,10 +90,9 @@ def local_round(server: Any, x: np.ndarray, y: np.ndarray, noise: np.ndarray, ha
 @pytest.mark.parametrize("gates", ["soft", "hard"])
 def test_a_round_equals_numpy(gates):
     data, federation = tiny.federated()
-    training = local_training.sgd(
-        learning_rate=RATE, batch_size=16, epochs=1, first_round=20, rounds=5
-    )
-    algorithm = algorithms.fedmn(MLP(hidden=()), training, federation, **SIZES, gates=gates)
+    training = local_training.sgd(learning_rate=RATE, batch_size=16, epochs=1)
+    settings = {**SIZES, "gates": gates, "rounds": 5, "first_round": 20}
+    algorithm = algorithms.fedmn(MLP(hidden=()), training, federation, **settings)
     state = jax.jit(algorithm.init)(jax.random.key(1))
     server, keys = state.server, jax.random.split(jax.random.key(40), len(CLIENTS))
 

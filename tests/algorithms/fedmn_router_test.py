@@ -137,7 +137,8 @@ def test_soft_gates_keep_a_path():
 
 
 def test_temperature_falls_exponentially():
-    tau = np.array([router.temperature(t, 11, 1.0, 0.1) for t in range(13)])
+    temperature = router.schedule((1.0, 0.1), rounds=11, first_round=5)
+    tau = np.array([temperature(jnp.int32(t)) for t in range(5, 18)])
     np.testing.assert_allclose(tau[:11], 10 ** (-np.arange(11) / 10), rtol=1e-5)
     np.testing.assert_allclose(tau[11:], 0.1, rtol=1e-5)
 

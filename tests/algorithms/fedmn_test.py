@@ -26,9 +26,7 @@ NAMES = blocks(LAYOUT)
 RATE, CLIENT = 0.5, 3
 # Full batches, so that order does not matter: one step with soft gates, two with hard ones.
 TRAINING = {
-    "soft": local_training.sgd(
-        learning_rate=RATE, batch_size=16, epochs=1, first_round=20, rounds=5
-    ),
+    "soft": local_training.sgd(learning_rate=RATE, batch_size=16, epochs=1),
     "hard": local_training.sgd(learning_rate=RATE, batch_size=16, steps=2),
 }
 
@@ -47,7 +45,8 @@ def logit(p: Any) -> np.ndarray:
 @cache
 def compiled(gates: str) -> tuple[Algorithm, Any, Any]:
     """Returns FedMN without momentum, its initial state, and client 3's compiled `train`."""
-    algorithm = make(TRAINING[gates], gates=gates)
+    schedule = {"rounds": 5, "first_round": 20} if gates == "soft" else {"rounds": 1}
+    algorithm = make(TRAINING[gates], gates=gates, **schedule)
     state, data = jax.jit(algorithm.init)(KEY), client_data(tiny.federated()[0], CLIENT)
     client = trees.row(state.clients, CLIENT)
     train = jax.jit(

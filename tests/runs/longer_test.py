@@ -74,16 +74,16 @@ def test_a_copied_checkpoint_of_a_shorter_run_whose_rate_drops_is_refused(tmp_pa
             assert_same_bits(runner.run(BASE, long).state, undisturbed(BASE).state)
 
 
-def falling(model, training, federation):
-    """FedAvg with a schedule of its own."""
-    assert training._replace(begin=3).rounds > 0
+def scheduled(model, training, federation, *, rounds: int = 1):
+    """FedAvg as a method that asks for the number of rounds."""
+    assert rounds in (SHORT["rounds"], BASE["rounds"])
     return fedavg(model, training, federation)
 
 
-def test_a_schedule_of_ones_own_is_seen_where_it_is_read(tmp_path):
-    runner.run(SHORT, tmp_path, algorithm=falling)
-    line = refused(BASE, tmp_path, algorithm=falling)
-    assert "because falling has a schedule over all rounds" in line
+def test_a_user_method_with_a_schedule_cannot_be_extended(tmp_path):
+    runner.run(SHORT, tmp_path, algorithm=scheduled)
+    line = refused(BASE, tmp_path, algorithm=scheduled)
+    assert "because scheduled has a schedule over all rounds" in line
 
 
 @pytest.mark.parametrize(("method", "fixed"), [("fedmn", True), ("fedavg", False)])

@@ -44,7 +44,8 @@ def signature_settings(kind, name):
         fields = {f.name: f.default for f in dataclasses.fields(factory)}
         return {k: v for k, v in fields.items() if k not in ("outputs", "conv", "parent", "name")}
     parameters = inspect.signature(factory).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return {k: v for k, v in settings.items() if k not in ("rounds", "first_round")}
 
 
 def checked(changes):

@@ -91,6 +91,7 @@ def fedfomo(
     epsilon: float = 0.3,
     epsilon_decay: float = 0.05,
     reference: str = "start",
+    first_round: int = 0,
 ) -> Algorithm:
     """Creates FedFomo. The server stores `Rows`, clients store `Client`.
 
@@ -99,6 +100,7 @@ def fedfomo(
       epsilon: Probability that a peer is sampled at random, in the first round.
       epsilon_decay: Decrease of this probability in each round.
       reference: θ_prev, the model before (start) or after (last) the last local training.
+      first_round: First round of the phase; `run` passes it.
     """
     task = federation.task
     require_one_of("fedfomo.reference", reference, REFERENCES)
@@ -145,7 +147,7 @@ def fedfomo(
         return State((), rows, Client(start_rows, momentum))
 
     def send(state: State, ctx: ClientContext) -> PyTree:
-        rounds = jnp.float32(ctx.t - training.first_round)
+        rounds = jnp.float32(ctx.t - first_round)
         exploring = jnp.maximum(epsilon - epsilon_decay * rounds, 0.0)
         peer_models, ids = fetch(state.rows, ctx.i, exploring, ctx.key)
         return {**trees.row(state.rows.models, ctx.i), "peers": peer_models, "ids": ids}

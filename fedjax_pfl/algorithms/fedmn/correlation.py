@@ -129,21 +129,21 @@ def signature(sums: jax.Array, count: Any) -> Signature:
     return Signature(r, jnp.where(varies, jnp.square(1 - r * r), 0.0) / (count - 1))
 
 
-def correlated(network: Correlation, outputs: int, training: local_training.Training) -> Routing:
+def correlated(network: Correlation, outputs: int, batch_size: int, first_round: int) -> Routing:
     """Returns the routing by correlations; each client moves the running averages by a tenth.
 
-    In the first round of the phase they are replaced by the client's values.
+    In `first_round`, the first of the phase, they are replaced by the client's values.
     """
 
     def signature_of(psi: PyTree, data: ClientData) -> Signature:
-        return client_signature(network, psi, data, outputs, training.batch_size)
+        return client_signature(network, psi, data, outputs, batch_size)
 
     def logits_of(psi: PyTree, data: ClientData) -> jax.Array:
         return logits(network, psi, signature_of(psi, data))
 
     def route(psi: PyTree, ctx: ClientContext) -> tuple[PyTree, jax.Array, router.Pullback]:
         client = signature_of(psi, ctx.data)
-        psi = averaged(psi, client, jnp.where(ctx.t == training.first_round, 1.0, 0.1))
+        psi = averaged(psi, client, jnp.where(ctx.t == first_round, 1.0, 0.1))
         return psi, logits(network, psi, client), partial(pull, network, psi, client)
 
     return Routing(init=network.init, logits=logits_of, route=route, frozen=router.EMBEDDINGS)

@@ -13,6 +13,7 @@ differences from `fedmn`:
 
 from typing import Any
 
+from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedmn.correlation import Correlation, correlated
 from fedjax_pfl.algorithms.fedmn.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.fedmn.method import FEDMN
@@ -34,6 +35,8 @@ def fedmn_correlation(
     dropout: float = 0.5,
     size: int = 128,
     temperatures: tuple[float, float] = (1.0, 0.1),
+    rounds: int = 100,
+    first_round: int = 0,
 ) -> Algorithm:
     """Each client trains the blocks on its paths, which follow from its correlations.
 
@@ -45,19 +48,21 @@ def fedmn_correlation(
       dropout: Probability that one of those outputs is dropped in training.
       size: Outputs of φx and of φy.
       temperatures: Temperature τ in the first and in the last round of the phase.
+      rounds: Number of rounds of the phase; `run` passes it.
+      first_round: First round of the phase; `run` passes it.
     """
     sizes = {"width": width, "hidden": hidden, "size": size}
     check("fedmn_correlation", model, federation, layout, temperatures, dropout, **sizes)
     n = federation.outputs
-    router = Correlation(model, layout, federation.clients, size)
+    correlations = Correlation(model, layout, federation.clients, size)
     return assemble(
         model,
         training,
         federation,
         network=Modular(model, n, layout, width, hidden, dropout, trimmed=True),
-        routing=correlated(router, n, training),
+        routing=correlated(correlations, n, training.batch_size, first_round),
         hard=True,
-        temperatures=temperatures,
+        temperature=router.schedule(temperatures, rounds, first_round),
     )
 
 

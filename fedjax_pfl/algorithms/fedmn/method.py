@@ -26,6 +26,7 @@ batches; its clipping, decay and momentum are separate.
 
 from typing import Any
 
+from fedjax_pfl.algorithms.fedmn import router
 from fedjax_pfl.algorithms.fedmn.diagnostics import PICTURES, diagnostics
 from fedjax_pfl.algorithms.fedmn.modular import Modular
 from fedjax_pfl.algorithms.fedmn.routed_training import assemble, check
@@ -49,6 +50,8 @@ def fedmn(
     y_size: int = 64,
     gates: str = "soft",
     temperatures: tuple[float, float] = (1.0, 0.1),
+    rounds: int = 100,
+    first_round: int = 0,
 ) -> Algorithm:
     """Each client trains the blocks that its gates open, and the router that opens them.
 
@@ -62,20 +65,22 @@ def fedmn(
       y_size: Outputs of φy, which embeds the label.
       gates: soft (the forward pass of training uses the values V) or hard (it uses 0 or 1).
       temperatures: Temperature τ in the first and in the last round of the phase.
+      rounds: Number of rounds of the phase; `run` passes it.
+      first_round: First round of the phase; `run` passes it.
     """
     sizes = {"width": width, "hidden": hidden, "x_size": x_size, "y_size": y_size}
     check("fedmn", model, federation, layout, temperatures, dropout, **sizes)
     require_one_of("fedmn.gates", gates, ("soft", "hard"))
     network = Modular(model, federation.outputs, layout, width, hidden, dropout)
-    router = Router(model, paths(layout), x_size, y_size)
+    network_of_router = Router(model, paths(layout), x_size, y_size)
     return assemble(
         model,
         training,
         federation,
         network=network,
-        routing=concatenated(router, federation.outputs, training.batch_size),
+        routing=concatenated(network_of_router, federation.outputs, training.batch_size),
         hard=gates == "hard",
-        temperatures=temperatures,
+        temperature=router.schedule(temperatures, rounds, first_round),
     )
 
 

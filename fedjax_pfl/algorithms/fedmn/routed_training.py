@@ -1,5 +1,6 @@
 """Training of a modular network with a router, for `fedmn` and its variant."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -79,7 +80,7 @@ def assemble(
     network: Modular,
     routing: router.Routing,
     hard: bool,
-    temperatures: tuple[float, float],
+    temperature: Callable[[jax.Array], jax.Array],
 ) -> Algorithm:
     """Returns the algorithm: clients sample gates, train active blocks, and step the router.
 
@@ -94,7 +95,7 @@ def assemble(
       network: The modular network.
       routing: The router.
       hard: Use gates that are 0 or 1 in training.
-      temperatures: τ in the first and in the last round.
+      temperature: Function from the round to τ.
     """
     layout, names = network.layout, blocks(network.layout, network.trimmed)
     paths = router.paths(layout)
@@ -157,7 +158,7 @@ def assemble(
         theta, psi = divide(payload)
         trace, psi_trace = client.momentum
         noise_key, fit_key = jax.random.split(ctx.key)
-        tau = router.temperature(ctx.t - training.first_round, training.rounds, *temperatures)
+        tau = temperature(ctx.t)
         noise = jax.random.logistic(noise_key, (paths,))
         sample = partial(router.sample, noise=noise, tau=tau, layout=layout, hard=hard)
         psi, z, pullback = routing.route(psi, ctx)

@@ -135,10 +135,23 @@ def cut(vector: jax.Array, layout: Layout) -> list[jax.Array]:
     return matrices
 
 
-def temperature(t: Any, rounds: int, first: float, last: float) -> jax.Array:
-    """Returns τ, which falls exponentially from `first` in round 0 to `last` in the last round."""
-    progress = jnp.asarray(t, jnp.float32) / max(rounds - 1, 1)
-    return first * (last / first) ** jnp.clip(progress, 0.0, 1.0)
+def schedule(
+    temperatures: tuple[float, float], rounds: int, first_round: int
+) -> Callable[[jax.Array], jax.Array]:
+    """Returns τ as a function of the round; it falls exponentially between two temperatures.
+
+    Args:
+      temperatures: τ in the first and in the last round of the phase.
+      rounds: Number of rounds of the phase.
+      first_round: First round of the phase.
+    """
+    first, last = temperatures
+
+    def temperature(t: jax.Array) -> jax.Array:
+        progress = jnp.asarray(t - first_round, jnp.float32) / max(rounds - 1, 1)
+        return first * (last / first) ** jnp.clip(progress, 0.0, 1.0)
+
+    return temperature
 
 
 def sample(logits: jax.Array, noise: jax.Array, tau: Any, layout: Layout, hard: bool) -> jax.Array:
