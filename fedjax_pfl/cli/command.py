@@ -65,9 +65,7 @@ def define(command: Command, arguments: Sequence[str]) -> tuple[flags.FlagValues
 def run_script(main: Callable[[Sequence[str]], None], help_text: str | None) -> None:
     """Runs a script whose flags are in `flags.FLAGS`, and exits.
 
-    Args:
-      main: Gets the script's name and the arguments that are no flags.
-      help_text: Text above the list of flags, as a rule the script's docstring.
+    `main` gets the script's name and the arguments that are no flags.
     """
     with ending():
         _run(main, flags.FLAGS, sys.argv[1:], lambda: help_text or "")

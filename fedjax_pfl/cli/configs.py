@@ -16,10 +16,7 @@ from fedjax_pfl.settings import configuration
 def define_config(options: flags.FlagValues, arguments: Sequence[str], system: str) -> None:
     """Defines --config; by default it is the file of a system's presets.
 
-    Args:
-      options: The flags to add it to.
-      arguments: The command line with resolved presets; it has the settings to change.
-      system: The system.
+    The arguments have resolved presets, and settings to change.
     """
     with in_one_line():
         config_flags.DEFINE_config_file(
@@ -60,9 +57,7 @@ def changed_settings(options: flags.FlagValues) -> dict[str, object]:
 def resolve_config(arguments: Sequence[str], default: str) -> list[str]:
     """Replaces SYSTEM of --config=SYSTEM:PRESET by the path of its file.
 
-    Args:
-      arguments: The command line without the command.
-      default: The command's own system, which a hint names for a preset without one.
+    `default` is the command's own system, which a hint names for a preset without one.
     """
     resolved = list(arguments)
     for i, argument in enumerate(arguments):

@@ -30,7 +30,7 @@ def define_flags(options: flags.FlagValues) -> None:
     integer = partial(flags.DEFINE_integer, flag_values=options)
     string("workdir", None, "Run directory. Default: runs/ and the preset.")
     define_data_dir(options)
-    integer("nodes", 4, "Clients, each in a node of its own.", lower_bound=1)
+    integer("nodes", 4, "Number of nodes, one for each client.", lower_bound=1)
     string("folder", None, "Folder for keys, logs and nodes. Default: --workdir and -nodes.")
     flags.DEFINE_list(
         "data",

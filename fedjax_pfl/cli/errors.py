@@ -18,7 +18,7 @@ _EXPECTED = {  # by a part of absl's message
 
 
 def own_flags(options: flags.FlagValues) -> list[flags.Flag]:
-    """Returns the flags that commands define, without those of libraries and settings."""
+    """Returns the flags that commands define, without flags of libraries and settings."""
     modules = (sys.argv[0], "fedjax_pfl.", "experiments.")
     by_name = {
         flag.name: flag
@@ -58,8 +58,7 @@ def fail(error: Exception) -> None:
 def in_one_line(options: flags.FlagValues | None = None) -> Iterator[None]:
     """Turns every error of reading flags or a configuration file into a UsageError.
 
-    Args:
-      options: The flags that the message about an unknown flag names.
+    The message about an unknown flag names the flags of `options`.
     """
     try:
         yield

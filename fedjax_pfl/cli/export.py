@@ -15,7 +15,7 @@ fedjax-pfl export RUN --out=FOLDER                    client-0.safetensors and s
 fedjax-pfl export RUN --out=FOLDER --clients=0,3-5    some clients
 fedjax-pfl export RUN --out=FOLDER --best             the best round by validation
 
-RUN is a run directory, of which only the checkpoint is read. In Python, fedjax_pfl.runs.export.load
+RUN is a run directory; only its checkpoint is read. In Python, fedjax_pfl.runs.export.load
 reads the network and the variables of a file.
 """
 

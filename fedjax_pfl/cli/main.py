@@ -19,7 +19,7 @@ Commands:"""
 
 
 class Entry(NamedTuple):
-    """A command: the module in this package that has it, and what it does."""
+    """A command: its module in this package and its description."""
 
     module: str
     description: str
@@ -54,7 +54,7 @@ def help_text() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command that the first argument names; by default those of the process."""
+    """Runs the command that the first argument names; by default the arguments of the process."""
     name, *own_arguments = arguments or sys.argv[1:] or ["--help"]
     with ending():
         if name.lstrip("-") in ("h", "help"):

@@ -1,8 +1,8 @@
 """Several processes that compute one run, and one line about how they ended.
 
 The process that starts them computes nothing. It forwards signals, waits, and reads the last line
-and the output of each worker. It has to: if one process is gone, JAX ends the others at once with a
-page of text.
+and the output of each worker. Otherwise, if one process is gone, JAX ends the others with a page
+of text.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from fedjax_pfl.simulation.devices import cores
 
 GONE = 75  # exit status: another process is gone
 _HEARTBEAT = 10  # seconds without a heartbeat after which JAX treats a process as dead
-_GRACE = 12.0  # seconds in which the other processes notice that one has ended
+_GRACE = 12.0  # seconds for the other processes to notice that one has ended
 _JOINING = "joining"
 
 
@@ -72,7 +72,7 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
     if not hasattr(os, "fork"):
         raise UsageError("several processes need a system that can fork")
     address = options.coordinator or f"127.0.0.1:{_free_port()}"
-    alive = os.pipe()  # nobody writes to it; reading ends when this process does
+    alive = os.pipe()  # nothing is written to it; reading ends when this process does
     workers = []
     sys.stdout.flush()
     for number in numbers:
@@ -108,7 +108,7 @@ def run_in_processes(options: ProcessOptions) -> Iterator[None]:
             traceback.print_exc(file=os.fdopen(2, "w"))
         except BaseException:
             traceback.print_exc()
-        finally:  # and at once: a proper end would wait for the others
+        finally:  # without waiting for the others, as a proper end would
             _write_line(last_line, line)
             os._exit(code)
     line, code = verdict(_wait_for(workers), options, address)
@@ -149,7 +149,7 @@ def _free_port() -> int:
 
 
 def _end_with(pipe: int) -> None:
-    """Ends this process when the one that started it ends."""
+    """Ends this process when its parent process ends."""
     os.read(pipe, 1)
     os._exit(GONE)
 
@@ -169,7 +169,7 @@ def _write_line(file: IO[bytes], line: str) -> None:
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Lets signals end the process at once: Python runs no handler while JAX waits for others."""
+    """Lets signals end the process: Python runs no handler while JAX waits for others."""
     numbers = [n for n in interrupt.SIGNALS if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     yield
@@ -180,10 +180,7 @@ def _ended_by_signals() -> Iterator[None]:
 def _join(options: ProcessOptions, number: int | None, address: str, local: int) -> None:
     """Joins the processes of the run; JAX must not have looked for devices yet."""
     jax.config.update("jax_enable_preemption_service", False)  # it would handle SIGTERM
-    limits: Any = {
-        "initialization_timeout": options.wait,
-        "heartbeat_timeout_seconds": _HEARTBEAT,
-    }
+    limits: Any = {"initialization_timeout": options.wait, "heartbeat_timeout_seconds": _HEARTBEAT}
     if number is None:
         try:
             jax.distributed.initialize(**limits)

@@ -27,9 +27,9 @@ fedjax-pfl tune --config=pfedla:digits --config.validation_fraction=.2 \\
     --budget=3 --out=runs/tune/digits
 
 A key of a grid is a training setting, for all methods, or METHOD.SETTING, for one method: a setting
-of its own, or a training setting with other values for this method. All combinations are tried, or
---budget of them for each method. Real-valued settings and seeds share a compiled program; integers,
-words and booleans (true, false) need programs of their own.
+of the method, or a training setting with other values for it. All combinations are tried, or
+--budget of them for each method. Real-valued settings and seeds share a compiled program; every
+integer, word and boolean (true, false) needs another program.
 
 The point with the highest validation accuracy is chosen: the mean over clients at a run's best
 evaluation, averaged over seeds. Among equals the first in the grid is chosen. Test examples are not

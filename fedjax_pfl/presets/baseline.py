@@ -9,7 +9,7 @@ and a number of clients (n10).
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.words import apply_words
+from fedjax_pfl.presets.vocabulary import apply_words
 from fedjax_pfl.settings import configuration
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.words import apply_words
+from fedjax_pfl.presets.vocabulary import apply_words
 from fedjax_pfl.settings import configuration
 
 # τ, ε and the least number of candidates among 20 clients, as in the authors' code.
@@ -54,14 +54,14 @@ def get_config(preset: str = "permuted-noniid") -> ConfigDict:
     """Returns the settings of a cell of the paper's table; without words, beta on digits."""
     config = configuration.default()
     config.update(algorithm="factorized_fl", partition="iid", clients=20, model="resnet9")
-    words = {
+    own_words = {
         "noniid": _noniid,
         "permuted": _permuted,
         "domains": _domains,
         "alpha|beta": _shared,
         r"w(?P<w>\d+)": _width,
     }
-    config = apply_words(config, preset, words)
+    config = apply_words(config, preset, own_words)
     small = config.dataset == "digits"
     config.update(split="shared", test_fraction=0.1, validation_fraction=0.1)
     config.update(local_epochs=5, batch_size=256, learning_rate=1e-3, momentum=0.9)

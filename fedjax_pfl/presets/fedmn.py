@@ -15,7 +15,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.words import apply_words
+from fedjax_pfl.presets.vocabulary import apply_words
 from fedjax_pfl.settings import configuration
 
 TESTBED = ("cifar10", "cifar100", "emnist_byclass", "femnist")
@@ -47,7 +47,7 @@ DATASETS: dict[str, dict[str, Any]] = {
 }
 
 
-def _plain(config: ConfigDict, match: Any) -> None:
+def _without_pretraining(config: ConfigDict, match: Any) -> None:
     config.phases = ()
 
 
@@ -58,13 +58,11 @@ def get_config(preset: str = "") -> ConfigDict:
     config.evaluate_after = False  # FedAvg+ is FedAvg after local training
     config.phases = ({"algorithm": "fedavg", "rounds": 50}, {})
     config.rounds = 150
-    words = preset.split("-")
-    datasets = [word for word in words if word in DATASETS]
-    dataset = datasets[-1] if datasets else "digits"
+    dataset = ["digits", *(word for word in preset.split("-") if word in DATASETS)][-1]
     config.update(DATASETS[dataset])
     if dataset in TESTBED:  # before the words, of which `plain` removes the phases
         config.phases = ({"algorithm": "fedavg", "rounds": 145, "learning_rate": 0.07}, {})
-    config = apply_words(config, preset, {"plain": _plain})
+    config = apply_words(config, preset, {"plain": _without_pretraining})
     config.update({"model": DATASETS.get(config.dataset, {}).get("model", config.model)})
     if config.dataset in TESTBED:
         config.update(batch_size=128, momentum=0.9, weight_decay=5e-4, learning_rate=0.02)

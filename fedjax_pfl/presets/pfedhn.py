@@ -22,7 +22,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.words import apply_words
+from fedjax_pfl.presets.vocabulary import apply_words
 from fedjax_pfl.settings import configuration
 
 HYPERNETWORKS = ("pfedhn", "pfedhn_pc")
@@ -88,12 +88,8 @@ def get_config(preset: str = "") -> ConfigDict:
     """Returns the settings of a cell of the paper's tables; by default pFedHN on digits."""
     config = configuration.default()
     config.update(algorithm="pfedhn", partition="shares", evaluate_after=False, rounds=0)
-    words = {
-        r"k(?P<k>\d+)": _cohort,
-        r"steps(?P<s>\d+)": _steps,
-        "sizes": _sizes,
-    }
-    config = apply_words(config, preset, words)
+    own_words = {r"k(?P<k>\d+)": _cohort, r"steps(?P<s>\d+)": _steps, "sizes": _sizes}
+    config = apply_words(config, preset, own_words)
     small = config.dataset == "digits"
     steps, cohort = config.rounds or (500 if small else 5000), config.clients_per_round
     if not re.search(r"(^|-)n\d+(-|$)", preset):

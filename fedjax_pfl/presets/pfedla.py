@@ -12,7 +12,7 @@ import re
 
 from ml_collections import ConfigDict
 
-from fedjax_pfl.presets.words import apply_words
+from fedjax_pfl.presets.vocabulary import apply_words
 from fedjax_pfl.settings import configuration
 
 # The paper gives no eta. It was chosen by validation accuracy on digits and MNIST, and

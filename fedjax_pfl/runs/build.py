@@ -121,13 +121,7 @@ def build(
 def _load(
     config: ConfigDict, registry: configuration.Registry, groups: int
 ) -> tuple[data.Dataset, data.FederatedData, Federation]:
-    """Loads a dataset and partitions it.
-
-    Args:
-      config: Settings.
-      registry: Components by name.
-      groups: Number of architecture groups.
-    """
+    """Loads a dataset, and partitions it for a number of architecture groups."""
 
     def settings_of(name: str) -> dict[str, Any]:
         return config.get(name, ConfigDict()).to_dict()
@@ -207,13 +201,9 @@ def _target_deviation(examples: data.FederatedData) -> float:
 def make_task(
     config: ConfigDict, registry: configuration.Registry, y: Any, federation: Federation
 ) -> Task:
-    """Returns the task with the metrics of the settings. Checks a user-defined task by shapes.
+    """Returns the task of examples with labels `y`, with the metrics of the settings.
 
-    Args:
-      config: Settings.
-      registry: Components by name.
-      y: Labels of all examples.
-      federation: The clients.
+    Checks a user-defined task by shapes.
     """
     outputs = federation.outputs
     name = infer_task(y) if config.task == "auto" else config.task
@@ -302,10 +292,7 @@ def _participants(config: ConfigDict, federation: Federation) -> Federation:
 def _fit_memory(inputs: PhaseInputs, recorded: Plan | None, start: Any) -> tuple[Phase, Any]:
     """Returns a phase with the largest chunk that fits `memory_gb`, and the shapes of its state.
 
-    Args:
-      inputs: Inputs of the phase.
-      recorded: Plan of the run that is resumed.
-      start: Shapes of the state at the end of the previous phase.
+    A resumed run has a recorded plan. `start` has the shapes of the state after the previous phase.
     """
     config, clients = inputs.configs[0], inputs.federation.clients
     plan = Plan(config.conv, config.chunk or execution_plan.default_chunk(clients))

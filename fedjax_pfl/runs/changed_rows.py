@@ -65,13 +65,18 @@ class _Writer:
         self.digest, self.position = hashlib.sha256(), 0
 
     def write(self, array: np.ndarray) -> None:
-        """Appends the bytes of an array."""
+        """Writes the rows that have changed since the checkpoint of the last `mark_saved`.
+
+        The file NAME.rows has rows of the clients, and of the best round if there is one.
+        """
         content = np.ascontiguousarray(array).data
         self.file.write(content)
         self.digest.update(content)
         self.position += array.nbytes
 
-    def put(self, g: int, blocks: Iterable[np.ndarray], ids: np.ndarray, records: Any) -> Part:
+    def append_rows(
+        self, g: int, blocks: Iterable[np.ndarray], ids: np.ndarray, records: Any
+    ) -> Part:
         """Appends the rows of some clients, read block by block.
 
         Args:
@@ -98,18 +103,14 @@ class _Writer:
 def write(folder: Path, name: str, clients: ClientStore, best: Snapshot | None) -> SavedRows:
     """Writes the rows that have changed since the checkpoint of the last `mark_saved`.
 
-    Args:
-      folder: Folder of the files.
-      name: Name of the new file.
-      clients: The clients.
-      best: Clients of the best round.
+    The file NAME.rows has rows of the clients, and of the best round if there is one.
     """
     folder.mkdir(exist_ok=True)
     previous: SavedRows | None = clients.saved
     writer = _Writer(folder / f"{name}.rows")
     try:
         first = [
-            writer.put(g, [np.zeros(0)], np.zeros(1), lambda _, rows=rows: rows.first)
+            writer.append_rows(g, [np.zeros(0)], np.zeros(1), lambda _, rows=rows: rows.first)
             for g, rows in enumerate(clients.groups)
         ]
         state = _write_changed(writer, clients.groups, previous.state if previous else [])
@@ -144,7 +145,7 @@ def _write_changed(
         if sum(part.number for part in group_parts) + len(ids) > 2 * max(1, rows.count):
             group_parts, ids = [], rows.written()
         if len(ids) and rows.layout.size:
-            group_parts.append(writer.put(g, rows.blocks(ids), ids, rows.records))
+            group_parts.append(writer.append_rows(g, rows.blocks(ids), ids, rows.records))
         parts += group_parts
     return parts
 
@@ -159,12 +160,7 @@ def mark_saved(clients: ClientStore, best: Snapshot | None, saved: SavedRows) ->
 
 
 def remove_unused(folder: Path, needed: Iterable[Iterable[str]]) -> None:
-    """Removes files that no checkpoint needs.
-
-    Args:
-      folder: Folder of the files.
-      needed: File names of each checkpoint.
-    """
+    """Removes files of a folder that no checkpoint needs; `needed` has the names for each one."""
     names = {file for files in needed for file in files}
     for path in folder.glob("*.rows*"):
         if path.name not in names:
@@ -172,7 +168,7 @@ def remove_unused(folder: Path, needed: Iterable[Iterable[str]]) -> None:
 
 
 def check(folder: Path, saved: SavedRows) -> None:
-    """Raises DamagedError if a file differs from what was written."""
+    """Raises DamagedError if a file has changed since it was written."""
     for name, digest in saved.files.items():
         try:
             with open(folder / name, "rb") as file:
@@ -191,7 +187,7 @@ def read(
     make: Callable[[PyTree], RowStore],
     offload: Sequence[str] = (),
 ) -> tuple[ClientStore, Snapshot | None]:
-    """Reads the clients of a checkpoint, and those of its best round. Call `check` first.
+    """Reads the clients of a checkpoint and of its best round. Call `check` first.
 
     Args:
       folder: Folder of the files.

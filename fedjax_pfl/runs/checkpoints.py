@@ -34,7 +34,7 @@ SUMS = "SHA256SUMS"  # file in the checkpoint's folder; `sha256sum -c` reads it 
 
 
 class DamagedError(Exception):
-    """A checkpoint differs from what was saved. The message names the damaged part."""
+    """A checkpoint has changed since it was saved. The message names the damaged part."""
 
 
 class Store(NamedTuple):
@@ -106,7 +106,7 @@ class Store(NamedTuple):
         return sorted(self.manager.all_steps(), reverse=True)
 
     def check(self, step: int) -> None:
-        """Raises DamagedError if a file differs from what was written.
+        """Raises DamagedError if a file has changed since it was written.
 
         A process that was killed during a save may leave no list of files. Then only the digests
         of the leaves are checked, by `restore`.
@@ -183,13 +183,7 @@ class Store(NamedTuple):
 
 
 def open_store(directory: Path, keep: int = MAX_CHECKPOINTS, *, read_only: bool = False) -> Store:
-    """Opens the checkpoints in a directory.
-
-    Args:
-      directory: Folder of the checkpoints; created unless `read_only`.
-      keep: Number of checkpoints to keep.
-      read_only: True to write nothing.
-    """
+    """Opens the checkpoints in a directory, which is created unless `read_only`."""
     import orbax.checkpoint as ocp
 
     logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs each step of each save

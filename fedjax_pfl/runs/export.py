@@ -81,9 +81,7 @@ def load_result(
 def _finished_config(directory: Path, components: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Returns the configuration and last round of a run. Raises UsageError if it cannot be loaded.
 
-    Args:
-      directory: The run directory.
-      components: User-defined components by kind.
+    User-defined components are by kind, as for `run`.
     """
     if not (directory / "config.json").is_file():
         inner = sorted(directory.glob("*/config.json"))
@@ -225,14 +223,7 @@ def _input_scale(metadata: Mapping[str, Any], data: ClientData) -> dict[str, Any
 def personalize(
     result: Result, state: Any, t: int, ids: Sequence[int]
 ) -> Iterator[tuple[int, PyTree]]:
-    """Yields client ids and the variables that they are served, as NumPy arrays.
-
-    Args:
-      result: Result of a run.
-      state: State after `t` rounds.
-      t: Number of rounds.
-      ids: Client ids.
-    """
+    """Yields client ids and the variables of their models after `t` rounds, as NumPy arrays."""
     algorithm = result.phases[-1].algorithm
     # Copies everything to one device once, for all clients.
     store = state.clients if isinstance(state.clients, ClientStore) else None
@@ -283,11 +274,8 @@ def describe(path: str | Path) -> dict[str, Any]:
 def load(path: str | Path, model: Any = None) -> tuple[Any, PyTree]:
     """Loads a client's network and variables; model.apply(variables, x) are its predictions.
 
-    x has shape [B, ...] and the scale of `describe`. Outputs of classes are logits.
-
-    Args:
-      path: File of the model.
-      model: User-defined network that was passed to `run`.
+    x has shape [B, ...] and the scale of `describe`. Outputs of classes are logits. A user-defined
+    network is passed again as `model`.
     """
     facts = describe(path)
     variables: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first saves the rounds being computed, the second ends at once.
+"""Ctrl-C and SIGTERM: the first saves the rounds being computed, the second ends the process.
 
 Commands handle both signals. A call from Python or a notebook handles Ctrl-C and raises
 `Stopped`, a KeyboardInterrupt with the round at which it stopped.
@@ -17,7 +17,7 @@ from types import FrameType
 from fedjax_pfl.simulation import multiprocess
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ECHO = 1.0  # seconds in which several processes count a second signal as the first
+ECHO = 1.0  # several processes ignore a repeated signal for these seconds
 
 
 class Stopped(KeyboardInterrupt):
@@ -53,13 +53,17 @@ class Stop:
         while number := read.recv(1):
             if number[0] not in SIGNALS:
                 continue
-            code, now = 128 + number[0], time.monotonic()
-            if self.exit_status and multiprocess.count() > 1 and now < self._requested_at + ECHO:
+            code, time_now = 128 + number[0], time.monotonic()
+            if (
+                self.exit_status
+                and multiprocess.count() > 1
+                and time_now < self._requested_at + ECHO
+            ):
                 continue  # the same signal, forwarded by another process
             if self.exit_status or self._busy.acquire(blocking=False):
                 _print("stopped; run the same command again to resume")
                 os._exit(code)
-            self.exit_status, self._requested_at = code, now
+            self.exit_status, self._requested_at = code, time_now
             _print("stopping when this call is saved; once more ends at once")
 
 
@@ -94,11 +98,8 @@ def on_signals() -> Iterator[Stop]:
 def on_keyboard(saves: bool) -> Iterator[Stop]:
     """Handles Ctrl-C in a call from Python: the first saves the rounds being computed.
 
-    Changes nothing outside the main thread, or if Python does not turn Ctrl-C into a
-    KeyboardInterrupt.
-
-    Args:
-      saves: True if the run has a directory. Without one, Ctrl-C ends the run at once.
+    Changes nothing if the run saves nothing, outside the main thread, or if Python does not turn
+    Ctrl-C into a KeyboardInterrupt.
     """
     stop = Stop("call")
     is_main = threading.current_thread() is threading.main_thread()

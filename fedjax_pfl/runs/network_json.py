@@ -42,10 +42,7 @@ def to_json(net: Any) -> dict[str, Any]:
 def from_json(content: dict[str, Any], facts: dict[str, Any], model: Any) -> Any:
     """Returns the network that `to_json` described.
 
-    Args:
-      content: The network as plain data.
-      facts: Result of `export.describe`.
-      model: User-defined network, or None.
+    `facts` is the result of `export.describe`, `model` a user-defined network or None.
     """
     if content["kind"] != "own":
         fields = {

@@ -89,7 +89,7 @@ class PhaseInputs:
         config, active = self.configs[0], np.flatnonzero(self.federation.active)
         count = config.evaluate_clients
         if count is None and len(active) > _MAX_EVALUATED:
-            # Half as many as train between two evaluations.
+            # Half the number of client updates between two evaluations.
             count = max(1, self.cohort * config.eval_every // 2)
         if count is None or count >= len(active):
             return None
@@ -101,9 +101,8 @@ class PhaseInputs:
     ) -> Callable[[Algorithm], RoundFunctions]:
         """Returns a function from an algorithm to its rounds, which are not compiled yet.
 
-        Args:
-          chunk: Clients that are vmapped together.
-          by_client: Whether to spread rows and client-side state over the mesh.
+        `chunk` clients are vmapped together. With `by_client`, rows and client-side state are
+        spread over the mesh.
         """
         config = self.configs[0]
         return functools.partial(
@@ -146,8 +145,7 @@ class Phase(NamedTuple):
     def program(self, folder: Path | None) -> DeviceProgram | StreamedProgram:
         """Returns the compiled rounds with the examples, as a run calls them.
 
-        Args:
-          folder: Folder for data that does not fit into memory.
+        `folder` is for data that does not fit into memory.
         """
         if self.store == "device":  # also for sweeps
             return DeviceProgram(self.rounds, self.key, self.inputs.arrays)
@@ -207,10 +205,7 @@ class Phase(NamedTuple):
 def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> Algorithm:
     """Returns the algorithm of a phase; with groups, one that combines theirs.
 
-    Args:
-      inputs: Inputs of the phase.
-      conv: Lowering of convolutions.
-      settings: Values that replace those of the configuration, by name.
+    `conv` is the lowering of convolutions. `settings` replace those of the configuration, by name.
     """
     config, federation = inputs.configs[0], inputs.federation
     factory = inputs.registry.algorithm[config.algorithm]
@@ -229,7 +224,7 @@ def _algorithm(inputs: PhaseInputs, conv: str, settings: Mapping[str, Any]) -> A
     models = tuple(_model(inputs, group_config, conv) for group_config in inputs.group_configs)
 
     def group_federation(g: int) -> Federation:
-        """Makes the clients of other groups inactive, so that nothing is stored for them."""
+        """Makes the clients of other groups inactive: nothing is stored for them."""
         return federation._replace(active=federation.active & (federation.groups == g))
 
     if len(models) == 1:
@@ -281,13 +276,7 @@ def _training(inputs: PhaseInputs, value_of: Callable[[str], Any]) -> local_trai
 def _rate(
     inputs: PhaseInputs, config: ConfigDict, value_of: Callable[[str], Any]
 ) -> tuple[Callable[[jax.Array], Any], Any]:
-    """Returns the learning rate of a round, and the schedule within a round or None.
-
-    Args:
-      inputs: Inputs of the phase.
-      config: Settings of the phase.
-      value_of: Returns the value of a setting.
-    """
+    """Returns the learning rate by round (a function), and the schedule within a round or None."""
     if config.optimizer not in optimizers.OPTIMIZERS:  # a user-defined one has its own rate
         return local_training.constant_rate(1.0), None
     ends = [inputs.begin + round(share * config.rounds) for share in config.learning_rate_drops]
@@ -309,14 +298,11 @@ def _rate(
 def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
     """Returns the network of a phase or group. Raises UsageError if it does not fit the task.
 
-    Args:
-      inputs: Inputs of the phase.
-      config: Settings of the phase or group.
-      conv: Lowering of convolutions.
+    `conv` is the lowering of convolutions.
     """
     factory, federation = inputs.registry.model[config.model], inputs.federation
     settings = config.get(config.model, ConfigDict()).to_dict()
-    shown = {name: value for name, value in settings.items() if name != "digest"}
+    options = {name: value for name, value in settings.items() if name != "digest"}
     if hasattr(factory, "conv"):
         settings["conv"] = conv
     shape, dtype = federation.input_shape, federation.input_dtype
@@ -329,7 +315,7 @@ def _model(inputs: PhaseInputs, config: ConfigDict, conv: str) -> Any:
         if isinstance(error, UsageError) and config.model not in configuration.MODELS:
             raise
         line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        label = f"{config.model} {shown}" if shown else config.model
+        label = f"{config.model} {options}" if options else config.model
         if config.model not in configuration.MODELS:
             hint = "; an NNX module has Dropout(..., rngs=rngs)" if "rngs" in line else ""
             raise UsageError(f"{label} fails for examples {shape}: {line}{hint}") from error
@@ -371,12 +357,9 @@ def _fitting_networks(federation: Federation) -> tuple[str, ...]:
 
 
 def next_boundary(config: ConfigDict, begin: int, t: int) -> int:
-    """Returns the next round at which an evaluation or checkpoint is due.
+    """Returns the next round after `t` at which an evaluation or checkpoint is due.
 
-    Args:
-      config: Settings of the phase.
-      begin: First round of the phase.
-      t: Current round.
+    The phase of the configuration starts at round `begin`.
     """
     intervals = [config.eval_every]
     if config.checkpoint_every:

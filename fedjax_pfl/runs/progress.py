@@ -34,12 +34,9 @@ def memory_line(needed: Requirement, store: str) -> str:
 
 
 def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str:
-    """Formats the mean of a metric over the runs of a program; "" if no run has a finite score.
+    """Formats the mean of a metric over runs before or after local training; "" if none is finite.
 
-    Args:
-      metric: The metric.
-      lines: The last line of metrics.jsonl of each run.
-      stage: "before" or "after" local training.
+    `lines` has the last line of metrics.jsonl of each run of a program.
     """
     values = [number((line[stage] or {}).get(f"{metric.name}_mean")) for line in lines]
     finite = [value for value in values if np.isfinite(value)]
@@ -49,10 +46,7 @@ def score(metric: Metric, lines: Sequence[Mapping[str, Any]], stage: str) -> str
 def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int) -> str:
     """Returns a line with the round, scores, loss, traffic and time of an evaluation.
 
-    Args:
-      metric: The metric.
-      lines: The last line of metrics.jsonl of each run of the program.
-      end: The last round.
+    `lines` has the last line of metrics.jsonl of each run of a program; `end` is the last round.
     """
     scores = [(stage, score(metric, lines, stage)) for stage in ("before", "after")]
     score_text = ", ".join(f"{value} {stage}" for stage, value in scores if value)
@@ -71,10 +65,7 @@ def evaluation_line(metric: Metric, lines: Sequence[Mapping[str, Any]], end: int
 def not_finite(experiment: Experiment, sweep_run: SweepRun, scores: Evaluation) -> Iterator[str]:
     """Yields a message about clients whose evaluation is not finite for the first time.
 
-    Args:
-      experiment: Phases of the run.
-      sweep_run: The run; the clients are added to its set `reported`.
-      scores: Result of the evaluation.
+    The clients are added to the set `reported` of the run.
     """
     active = experiment.phases[sweep_run.at.phase].federation.active
     parts = [part for part in (scores.before, scores.validation, scores.after) if part is not None]

@@ -1,4 +1,4 @@
-"""Reference runs that a report compares a run with: named by `beside`, or made by `reference`."""
+"""Reference runs of a report: named by the setting `beside`, or trained by `reference`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,11 +23,7 @@ def check_settings(
 ) -> None:
     """Raises UsageError if the settings `reference` or `beside` cannot be satisfied.
 
-    Args:
-      settings: The settings.
-      configs: Configuration of each run.
-      workdir: Folder of the run directories.
-      registry: Components by name.
+    `configs` has the configuration of each run of the settings.
     """
     name = "beside" if settings.beside else "reference"
     if not (settings.reference or settings.beside):
@@ -48,9 +44,7 @@ def check_settings(
 def check_examples(configs: Iterable[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
     """Raises UsageError if a run that `beside` names has other examples.
 
-    Args:
-      configs: Configuration of each run.
-      facts: Content of data.json.
+    `facts` is the content of data.json.
     """
     for directories in {str(config["beside"]) for config in configs if config.get("beside")}:
         from fedjax_pfl.report import references
@@ -77,13 +71,7 @@ def missing_runs(
 ) -> dict[Path, ConfigDict]:
     """Returns the runs of Local and FedAvg that `reference` requires and that do not exist.
 
-    Args:
-      run: The run.
-      settings: Its settings.
-      registry: Components by name.
-
-    Returns:
-      Configurations by run directory.
+    Configurations are by run directory.
     """
     from fedjax_pfl.report import references
 

@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 
 def make_result(experiment: Experiment, sweep_run: SweepRun, state: State) -> Result:
-    """Returns the result of a run of `experiment`, whose phases are those of this run alone."""
+    """Returns the result of a run; `experiment` has the phases of this run only."""
     return Result(
         config=sweep_run.config,
         metrics=list(sweep_run.at.metrics),

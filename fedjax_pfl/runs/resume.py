@@ -81,11 +81,7 @@ def _position(facts: Mapping[str, Any]) -> Position:
 def group_by_checkpoint(steps: Sequence[Set[int]]) -> list[list[int]]:
     """Groups runs that can be resumed from the same round or started together.
 
-    Args:
-      steps: Rounds of the checkpoints of each run.
-
-    Returns:
-      Groups of indices into `steps`.
+    `steps` has the rounds of the checkpoints of each run. Returns groups of indices into `steps`.
     """
     merged: list[tuple[Set[int], list[int]]] = []
     for i, run_steps in enumerate(steps):
@@ -99,7 +95,7 @@ def group_by_checkpoint(steps: Sequence[Set[int]]) -> list[list[int]]:
 
 
 def resume(experiment: Experiment, sweep_runs: Sequence[SweepRun]) -> list[State] | None:
-    """Resumes the runs of a program at the newest round of which all have an intact checkpoint.
+    """Resumes the runs of a program at the newest round that all have an intact checkpoint of.
 
     Sets the position and the best state of each run.
 

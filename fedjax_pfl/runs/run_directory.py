@@ -71,7 +71,7 @@ def _unusable(directory: Path, error: OSError) -> UsageError:
 
 
 def _advice(error: OSError) -> str:
-    """Returns what a user can do about an error of the file system."""
+    """Returns advice on an error of the file system."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return "free space on its disk"
     is_read_only = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -84,9 +84,8 @@ def writing(
 ) -> Iterator[None]:
     """Turns a failure to write inside the context into a UsageError that says what to do.
 
-    Args:
-      directory: The run directory. With None, exceptions pass unchanged.
-      checkpoint_rounds: Returns the rounds of the checkpoints, newest first.
+    Without a directory, exceptions pass unchanged. `checkpoint_rounds` returns the rounds of the
+    checkpoints, newest first.
     """
     if directory is None:
         yield
@@ -198,12 +197,8 @@ def write_observations(directory: Path, observations: Observations) -> None:
 
 
 def read_observations(directory: Path, until: int, *, read_only: bool = False) -> Observations:
-    """Reads the observations up to a round. Leaves out damaged files.
-
-    Args:
-      directory: The run directory.
-      until: The last round.
-      read_only: False to rename damaged files, so that new ones can be written.
+    """Reads the observations up to a round. Leaves out damaged files, and renames them to *.damaged
+    unless `read_only`.
     """
     observations: Observations = {}
     for path in sorted(directory.glob("*.npz")):
@@ -269,12 +264,7 @@ def _command() -> str:
 
 
 def write_examples(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Writes data.json. Raises UsageError if the run started with other examples.
-
-    Args:
-      directory: The run directory.
-      facts: Result of `example_facts`.
-    """
+    """Writes data.json (`facts`). Raises UsageError if the run started with other examples."""
     if facts:
         if (directory / run_reader.EXAMPLES).exists() or any(directory.glob("checkpoints/[0-9]*")):
             check_examples(directory, facts)

@@ -80,10 +80,7 @@ def append_evaluation(
 ) -> None:
     """Appends an evaluation to the run's observations and files.
 
-    Args:
-      sweep_run: The run.
-      observed: Arrays that the method exposes of its state.
-      line: Line of metrics.jsonl.
+    `observed` has the arrays that the method exposes of its state; `line` is for metrics.jsonl.
     """
     for name, array in observed.items():
         rounds, arrays = sweep_run.observations.setdefault(name, ([], []))
@@ -145,7 +142,7 @@ def record_evaluation(
         **_diagnostics(experiment, sweep_run, observed),
     }
     rows = metrics.client_scores(scores, task, experiment.phases[at.phase].inputs.evaluated)
-    previous = at.clients if at.best_round is not None else ()  # not those of an earlier phase
+    previous = at.clients if at.best_round is not None else ()  # none of an earlier phase
     rows = metrics.add_best(rows, previous, is_best, task)
     sweep_run.at = at._replace(metrics=(*at.metrics, line), clients=rows, pending=({}, 0))
     return line
@@ -178,7 +175,7 @@ def _diagnostics(
 
 
 def new_warnings(sweep_run: SweepRun) -> list[str]:
-    """Returns the remarks of the last evaluation that the one before it did not have."""
+    """Returns the remarks of the last evaluation that are new."""
     *previous, last = [line.get("remarks", []) for line in sweep_run.at.metrics[-2:]]
     return [remark for remark in last if not previous or remark not in previous[0]]
 

@@ -98,7 +98,7 @@ def run_all(
       tell: Gets a line on the method and on each phase's plan before anything is compiled.
       on_round: Called as on_round(name, t, log). If it returns False for one run, all runs of its
         program end.
-      on_evaluation: Called as on_evaluation(name, line), likewise.
+      on_evaluation: Called as on_evaluation(name, line); False ends the runs too.
       **components: As for `run`.
 
     Returns:
@@ -202,21 +202,11 @@ def run_configs(
 
 
 def _execute(
-    experiment: Experiment,
-    sweep_runs: Sequence[SweepRun],
-    stop: Stop,
-    callbacks: Callbacks,
+    experiment: Experiment, sweep_runs: Sequence[SweepRun], stop: Stop, callbacks: Callbacks
 ) -> dict[str, Result]:
     """Resumes or starts every run, trains unfinished runs, and writes all records.
 
-    Args:
-      experiment: Phases and examples.
-      sweep_runs: All runs.
-      stop: Request to stop.
-      callbacks: User functions.
-
-    Returns:
-      Results by name of the run.
+    Returns the results by name of the run.
     """
     end, states = experiment.phases[-1].end, dict[str, State]()
     for i, sweep_run in enumerate(sweep_runs):

@@ -1,4 +1,4 @@
-"""Runs of the settings `seeds` and `sweep`, and the settings in which they differ."""
+"""Runs of the settings `seeds` and `sweep`, and the settings that differ between them."""
 
 import itertools
 import math
@@ -78,7 +78,7 @@ def _parse(text: str) -> dict[str, list[float]]:
     for part in filter(None, (part.strip() for part in text.split(";"))):
         name, _, values = (piece.strip() for piece in part.partition("="))
         if name in grid:
-            raise UsageError(f"sweep has {name} twice; give all its values at once")
+            raise UsageError(f"sweep has {name} twice; give all its values together")
         try:
             grid[name] = list(dict.fromkeys(float(value) for value in values.split(",")))
         except ValueError:
@@ -90,20 +90,17 @@ def _parse(text: str) -> dict[str, list[float]]:
 
 
 def differing_settings(configs: Sequence[ConfigDict]) -> set[str]:
-    """Returns the names of all settings in which configurations differ, except the seed."""
+    """Returns the names of all settings that differ between configurations, except the seed."""
     leaves = [dict(_leaves(config)) for config in configs]
     differ = {name for name in leaves[0] if any(run[name] != leaves[0][name] for run in leaves)}
     return differ - {"seed"}
 
 
 def swept_settings(configs: Sequence[ConfigDict], algorithms: Container[str]) -> list[str]:
-    """Returns the settings in which the runs of a phase differ and that its rounds read.
+    """Returns the settings that differ between the runs of a phase and that its rounds read.
 
-    Raises SeparateRunsError for a setting whose values need different programs.
-
-    Args:
-      configs: Configuration of the phase in each run.
-      algorithms: Names of methods, under which a configuration holds their settings.
+    Raises SeparateRunsError for a setting whose values need different programs. `algorithms` has
+    the names of methods, under which a configuration holds their settings.
     """
     algorithm, swept = configs[0].algorithm, []
     for name in sorted(differing_settings(configs)):

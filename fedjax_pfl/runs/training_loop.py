@@ -1,6 +1,6 @@
 """The training loop of a run: train, evaluate, record, report progress and save, phase by phase.
 
-A program computes one run or, in a sweep, several runs at once; these have the same round.
+A program computes one run or, in a sweep, several runs, which have the same round.
 """
 
 import sys

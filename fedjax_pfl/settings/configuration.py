@@ -248,11 +248,11 @@ def groups(config: ConfigDict, registry: Registry = BUILTINS) -> list[ConfigDict
 
 def resolve(config: ConfigDict, registry: Registry = BUILTINS) -> dict[str, Any]:
     """Returns a configuration as plain data, with only the sub-configs that it uses."""
-    plain = config.copy_and_resolve_references().to_dict()
+    all_settings = config.copy_and_resolve_references().to_dict()
     configs = [group for phase in phases(config, registry) for group in groups(phase, registry)]
     used = {component_name(group, kind) for group in configs for kind in registry._fields}
     unused = {name for table in registry for name in table} - used
-    return {key: value for key, value in plain.items() if key not in unused}
+    return {key: value for key, value in all_settings.items() if key not in unused}
 
 
 class PhaseSpecification(NamedTuple):
@@ -297,9 +297,9 @@ def specify(config: ConfigDict, registry: Registry = BUILTINS) -> Specification:
 
 def _frozen(config: ConfigDict) -> ConfigDict:
     """Returns an immutable copy without phases and groups, which a specification holds itself."""
-    plain = config.copy_and_resolve_references()
-    plain.update(phases=(), groups=())
-    return FrozenConfigDict(plain)
+    copy = config.copy_and_resolve_references()
+    copy.update(phases=(), groups=())
+    return FrozenConfigDict(copy)
 
 
 def _check_values(config: ConfigDict, prefix: str) -> None:

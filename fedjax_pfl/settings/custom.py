@@ -98,11 +98,7 @@ def _register_factory(
 ) -> Registry:
     """Returns the registry with a method, network or task, and adds its name to the settings.
 
-    Args:
-      registry: The components so far.
-      settings: The user's settings; changed in place.
-      kind: "algorithm", "model" or "task".
-      component: Argument of `register`; None if it has none or the settings name it MODULE:NAME.
+    `component` is the argument of `register`; None if the settings may name it as MODULE:NAME.
     """
     path = settings.get(kind)
     if isinstance(path, str) and ":" in path:
@@ -199,16 +195,13 @@ def _cell_contents(cell: Any) -> Any:
 def _check_name(kind: str, name: str, advice: str) -> str:
     """Returns the name of a component; raises UsageError if a configuration cannot use it.
 
-    Args:
-      kind: The setting that selects the component.
-      name: Name of the component.
-      advice: How to choose another name, for the message.
+    The advice in the message tells how to choose another name.
     """
     if not str(name).isidentifier():
         raise UsageError(f"{name!r} cannot name the {kind} in a configuration; use {advice}")
-    taken = next((k for k, table in BUILTINS._asdict().items() if name in table), None)
-    if taken or name in configuration.default():
-        owner = f"a built-in {taken}" if taken else "a setting"
+    owner_kind = next((k for k, table in BUILTINS._asdict().items() if name in table), None)
+    if owner_kind or name in configuration.default():
+        owner = f"a built-in {owner_kind}" if owner_kind else "a setting"
         raise UsageError(f"{name!r} is the name of {owner} already; use {advice}")
     return name
 
@@ -251,20 +244,26 @@ def _source_digest(component: Any) -> str:
     It covers the source text alone: functions that it calls, values that it closes over and the
     library may change without changing the digest.
     """
-    named = component if hasattr(component, "__name__") else type(component)
-    code = getattr(inspect.unwrap(named) if callable(named) else named, "__code__", None)
+    code_object = component if hasattr(component, "__name__") else type(component)
+    code = getattr(
+        inspect.unwrap(code_object) if callable(code_object) else code_object, "__code__", None
+    )
     try:
         # From Python 3.13 on, inspect returns the whole argument of `python -c` for these.
         if code is not None and code.co_filename == "<string>":
             raise OSError
-        text = inspect.getsource(named)
+        text = inspect.getsource(code_object)
     except (OSError, TypeError):  # defined interactively, or no function
-        parts = [named, *vars(named).values()] if inspect.isclass(named) else [named]
+        parts = (
+            [code_object, *vars(code_object).values()]
+            if inspect.isclass(code_object)
+            else [code_object]
+        )
         codes = [
             getattr(inspect.unwrap(part), "__code__", None) for part in parts if callable(part)
         ]
         text = "".join(_code_text(code) for code in codes if code is not None)
-    if named is not component:  # the fields of a module, without addresses of functions
+    if code_object is not component:  # the fields of a module, without addresses of functions
         text += re.sub(" at 0x[0-9a-f]+", "", repr(component))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -67,11 +67,11 @@ def obstacle(
 def only_adds_rounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Returns True if a configuration differs from the old one only by more rounds at the end."""
 
-    def same_rounds(plain: Mapping[str, Any]) -> dict[str, Any]:
+    def same_rounds(settings: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            **plain,
+            **settings,
             "rounds": 1,
-            "phases": list(map(_without_rounds, plain.get("phases") or ())),
+            "phases": list(map(_without_rounds, settings.get("phases") or ())),
         }
 
     before, after = _rounds(old), _rounds(new)
@@ -83,9 +83,9 @@ def only_adds_rounds(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     )
 
 
-def _rounds(plain: Mapping[str, Any]) -> list[int]:
+def _rounds(settings: Mapping[str, Any]) -> list[int]:
     """Returns the rounds of each phase of a resolved configuration."""
-    return [phase.get("rounds", plain["rounds"]) for phase in plain.get("phases") or [{}]]
+    return [phase.get("rounds", settings["rounds"]) for phase in settings.get("phases") or [{}]]
 
 
 def _without_rounds(phase: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,10 +69,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             defines_data=True,
         ),
         "partition_seed": Setting(
-            0,
-            "Seed of the partition, independent of seed.",
-            low=0,
-            defines_data=True,
+            0, "Seed of the partition, independent of seed.", low=0, defines_data=True
         ),
         "split": Setting(
             "pooled",
@@ -140,10 +137,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             sets_participation=True,
         ),
         "dropout": Setting(
-            0.0,
-            "Probability that a sampled client never returns its update.",
-            low=0,
-            below=1,
+            0.0, "Probability that a sampled client never returns its update.", low=0, below=1
         ),
     },
     "Local training": {
@@ -157,19 +151,14 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             "Gradient steps per round, the same number for every client; replaces local_epochs.",
             low=1,
         ),
-        "batch_size": _hyperparameter(
-            32,
-            "Examples per gradient step.",
-            low=1,
-        ),
+        "batch_size": _hyperparameter(32, "Examples per gradient step.", low=1),
         "drop_last": _hyperparameter(
             False,
             "Drop the smaller last batch of an epoch, unless it is the only one. BatchNorm "
             "over one or two examples can cost accuracy.",
         ),
         "optimizer": _hyperparameter(
-            "sgd",
-            "Optimiser of the clients: sgd, adam, adamw, adagrad or rmsprop, as in optax.",
+            "sgd", "Optimiser of the clients: sgd, adam, adamw, adagrad or rmsprop, as in optax."
         ),
         "learning_rate": _hyperparameter(
             0.01,
@@ -201,7 +190,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
         ),
         "schedule_warmup": _hyperparameter(
             0.1,
-            "Fraction of the schedule in which the rate rises to learning_rate.",
+            "Fraction of the schedule for the warm-up, where the rate rises to learning_rate.",
             low=0,
             below=1,
             used_with=("learning_rate_schedule", ("warmup_constant", "warmup_cosine_decay")),
@@ -262,10 +251,7 @@ SETTING_GROUPS: dict[str, dict[str, Setting]] = {
             used_with=("optimizer", ("sgd", "adamw")),
         ),
         "clip_norm": _hyperparameter(
-            float,
-            "Largest norm of a gradient; unset: unlimited.",
-            above=0,
-            sweepable=True,
+            float, "Largest norm of a gradient; unset: unlimited.", above=0, sweepable=True
         ),
     },
     "Uploads and the server": {

@@ -59,10 +59,7 @@ def _settings() -> Iterator[str]:
 def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]]) -> Iterator[str]:
     """Yields lines with factories, their descriptions and their settings.
 
-    Args:
-      kind: Title, such as "methods".
-      setting: The setting that selects a factory, such as "algorithm".
-      table: Factories by name.
+    `kind` is the title, such as "methods"; `setting` selects a factory, such as "algorithm".
     """
     defaults = configuration.default()
     per_module = Counter(factory.__module__ for factory in table.values())
@@ -85,14 +82,9 @@ def _factories(kind: str, setting: str, table: Mapping[str, Callable[..., Any]])
 
 
 def _setting(name: str, default: Any, meaning: str, name_width: int, indent: int) -> list[str]:
-    """Returns the lines of a setting.
+    """Returns the lines of a setting: name, default and meaning.
 
-    Args:
-      name: Name of the setting.
-      default: Its default.
-      meaning: Its meaning.
-      name_width: Columns for the name, behind an indent of four.
-      indent: Columns before the meaning, behind an indent of four.
+    The name has `name_width` columns and the meaning starts at column `indent`, both after four.
     """
     head = f"    {name.ljust(name_width)}{_default_text(default)}".ljust(4 + indent)
     return wrapped(head + meaning, 4 + indent)
@@ -110,9 +102,5 @@ def wrapped(text: str, indent: int) -> list[str]:
     """Returns the lines of a text whose first `indent` columns are a label and stay unchanged."""
     label, body = text[:indent], " ".join(text[indent:].split())
     return textwrap.wrap(
-        body,
-        WIDTH,
-        initial_indent=label,
-        subsequent_indent=" " * indent,
-        break_on_hyphens=False,
+        body, WIDTH, initial_indent=label, subsequent_indent=" " * indent, break_on_hyphens=False
     ) or [label.rstrip()]

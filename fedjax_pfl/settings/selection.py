@@ -50,13 +50,9 @@ def check_used(
 def _check(
     changes: Mapping[str, Any], configs: Sequence[ConfigDict], prefix: str, registry: Registry
 ) -> None:
-    """Raises UsageError for a setting that none of the configurations uses.
+    """Raises UsageError for a setting in `changes` that none of the configurations uses.
 
-    Args:
-      changes: Settings of the run, of a phase or of a group.
-      configs: Configurations that these settings apply to.
-      prefix: Path of the settings, such as "phases[0].", for messages.
-      registry: Components by name.
+    `prefix` is the path of the settings for messages, such as "phases[0].".
     """
     for name, values in changes.items():
         if name in SETTINGS:
@@ -81,11 +77,11 @@ def _check_condition(name: str, value: Any, configs: Sequence[ConfigDict], prefi
     is_default = _as_list(value) == _as_list(setting.default_value)
     if is_default or any(setting.is_used(config.get) for config in configs):
         return
-    other, choices = setting.used_with or ("", ())
-    actual = " or ".join(dict.fromkeys(str(config[other]) for config in configs))
+    condition, choices = setting.used_with or ("", ())
+    actual = " or ".join(dict.fromkeys(str(config[condition]) for config in configs))
     raise UsageError(
-        f"{prefix}{name} counts with {other}={' or '.join(choices)} only, and {other} is {actual}; "
-        f"change {prefix}{other}, or leave {prefix}{name} out"
+        f"{prefix}{name} counts with {condition}={' or '.join(choices)} only, and {condition} is "
+        f"{actual}; change {prefix}{condition}, or leave {prefix}{name} out"
     )
 
 

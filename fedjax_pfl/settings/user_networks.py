@@ -134,7 +134,7 @@ def _signature(name: str, network: Any) -> tuple[set[str], Mapping[str, Any]]:
             missing = field.default is dataclasses.MISSING
             defaults[field.name] = ... if computed else empty if missing else field.default
     else:
-        # The signature of an NNX class is that of its metaclass.
+        # The signature of an NNX class belongs to its metaclass.
         function = network.__init__ if inspect.isclass(network) else network
         defaults = {
             p.name: p.default

@@ -72,7 +72,7 @@ def test_points_are_in_the_order_of_the_grid():
         ("fedmn.layout=2", "fedmn.layout is a tuple, which cannot be tuned"),
         ("rounds=5", "rounds cannot be tuned: it is a part of the budget; set it outside the grid"),
         ("seed=1,2", "seed cannot be tuned"),
-        ("clients=5", "clients cannot be tuned: the problem and what is measured are the same"),
+        ("clients=5", "clients cannot be tuned: the problem and the measurements are the same"),
         ("partition=iid", "partition cannot be tuned"),
         ("dataset=digits", "dataset cannot be tuned"),
         ("algorithm=local", "algorithm cannot be tuned"),

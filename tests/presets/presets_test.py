@@ -5,7 +5,7 @@ import re
 import pytest
 
 from fedjax_pfl.presets import baseline, factorized_fl
-from fedjax_pfl.presets.words import DATASETS, apply_words
+from fedjax_pfl.presets.vocabulary import DATASETS, apply_words
 from fedjax_pfl.settings import configuration
 from tests.commands import message
 

@@ -97,7 +97,7 @@ def test_presets_keep_their_ratio_of_client_visits(hypernetworks):
 def test_rounds_that_would_make_equal_visits_unequal_are_refused(hypernetworks):
     given = hypernetworks, ["learning_rate=.1"], 17, None
     assert message(lambda: search.plan(*given, as_preset=True)) == (
-        "17 rounds would give pfedhn 17 client updates and fedavg 15, which have as many "
+        "17 rounds would give pfedhn 17 client updates and fedavg 15, which are equal "
         "otherwise; give a multiple of 5"
     )
 

@@ -63,7 +63,7 @@ def ranked(results: Sequence[PointResult]) -> list[PointResult]:
     def key(result: PointResult) -> tuple[bool, float]:
         if not result.complete:
             return True, 0.0
-        # Twelve digits, so that 0.9 + 0.3 and 0.8 + 0.4 are equal.
+        # Twelve digits: 0.9 + 0.3 and 0.8 + 0.4 are equal.
         mean = round(spread(result)["mean"], 12)
         return False, math.inf if math.isnan(mean) else -sign(result) * mean
 
@@ -120,10 +120,7 @@ def is_number(value: Any) -> bool:
 def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: str) -> str:
     """Returns the code of a configuration file with a preset for each method.
 
-    Args:
-      best: Best point of each method.
-      remarks: Comment on each method.
-      header: Comment at the top.
+    The comment at the top has the header and a remark on each method.
     """
     changed = {method: changed_settings(result.config) for method, result in best.items()}
     tuned = {name.partition(".")[0] for result in best.values() for name in result.point}
@@ -153,7 +150,7 @@ def preset(best: Mapping[str, PointResult], remarks: Mapping[str, str], header: 
 def changed_settings(
     config: ConfigDict, registry: configuration.Registry = configuration.BUILTINS
 ) -> dict[str, Any]:
-    """Returns the used settings that differ from the defaults, except those of the machine."""
+    """Returns the used settings that differ from the defaults, except settings of the machine."""
     resolved = configuration.resolve(config, registry)
     defaults = configuration.default(registry).to_dict()
     machine = settings_with("resumable")

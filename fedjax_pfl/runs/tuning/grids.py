@@ -16,8 +16,8 @@ from fedjax_pfl.settings.general import settings_with
 Grid = dict[str, tuple[Any, ...]]  # values of each setting, in the given order
 Point = dict[str, Any]  # one value of each setting
 
-# Settings that can be tuned besides those of a method. All others define the problem, the budget or
-# the computation, and are the same for all methods.
+# Settings that can be tuned, besides settings of a method. All others define the problem, the
+# budget or the computation, and are the same for all methods.
 TRAINING = settings_with("tunable")
 _EXAMPLE = '"learning_rate=0.1,0.01; pfedla.rate=0.05,0.5"'
 _MAX_POINTS = 1000  # of a method
@@ -43,7 +43,7 @@ def grids(
     keys, defaults = set[str](), configuration.default(registry)
     for key, values in _parse(texts):
         if key in keys:
-            raise UsageError(f"the grid has {key} twice; give all of its values at once")
+            raise UsageError(f"the grid has {key} twice; give all of its values together")
         keys.add(key)
         method, name = _method_and_name(key, methods, defaults, registry.algorithm)
         grid = common if method is None else specific[method]
@@ -68,13 +68,9 @@ def _parse(texts: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _method_and_name(
     key: str, methods: Sequence[str], defaults: ConfigDict, registered: Container[str]
 ) -> tuple[str | None, str]:
-    """Returns the method of a key, None for all methods, and the name of the setting.
+    """Returns the method of a grid's key, None for all methods, and the name of the setting.
 
-    Args:
-      key: Key of a grid.
-      methods: Names of the methods to tune.
-      defaults: Default configuration.
-      registered: Names of all methods.
+    `methods` are those to tune, `registered` all methods.
     """
     group, _, last = key.rpartition(".")
     if not group and last in TRAINING:
@@ -108,7 +104,7 @@ def _unknown_key(
         return UsageError(f"the grid has {key}, which is no METHOD.SETTING; write {_EXAMPLE}")
     if top in defaults:
         return UsageError(
-            f"{key} cannot be tuned: the problem and what is measured are the same for all; "
+            f"{key} cannot be tuned: the problem and the measurements are the same for all; "
             f"set it outside the grid ({', '.join(TRAINING)} and a method's own can be tuned)"
         )
     names = [f"{method}.{name}" for method in methods for name in defaults.get(method, ())]
@@ -117,7 +113,7 @@ def _unknown_key(
 
 
 def _value(defaults: ConfigDict, name: str, text: str) -> Any:
-    """Parses a value of a setting; the type is that of its default."""
+    """Parses a value of a setting; it has the type of its default."""
     kind = configuration.setting_type(defaults, name)
     if kind not in (bool, int, float, str):
         raise UsageError(f"{name} is a {kind.__name__}, which cannot be tuned; set it instead")
@@ -170,13 +166,8 @@ def equal(
 def sample(points: Sequence[Point], count: int, seed: int) -> list[Point]:
     """Samples points without replacement. Returns them in grid order.
 
-    Points are ranked by a digest of their values. Methods with the same grid get the same points,
-    and a larger count keeps the points of a smaller one.
-
-    Args:
-      points: All points.
-      count: Number of points to sample.
-      seed: Seed of the digest.
+    Points are ranked by a digest of their values and the seed. Methods with the same grid get the
+    same points, and a larger count keeps the points of a smaller one.
     """
     order = sorted(range(len(points)), key=lambda i: _digest(points[i], seed))
     return [points[i] for i in sorted(order[:count])]
@@ -203,7 +194,7 @@ def label(point: Point) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Formats a value as it is written in a grid."""
+    """Formats a value in the format of a grid."""
     if value is None:
         return "unset"
     return str(value).lower() if isinstance(value, bool) else str(value)

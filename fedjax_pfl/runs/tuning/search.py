@@ -43,7 +43,7 @@ def tune(
       out: Folder of the runs and of the report.
       methods: Methods to tune. Default: the method of the configuration.
       seeds: Number of seeds. Default: the setting `seeds`.
-      rounds: Rounds of the first method's runs; those of others change in proportion.
+      rounds: Rounds of the first method's runs; other methods' rounds change in proportion.
       budget: Number of points to sample for each method. Default: all.
       budget_seed: Seed of the sample.
       together: Largest number of runs in one program. Default: no limit.
@@ -114,8 +114,8 @@ def plan(
     Args:
       configs: Configuration of each method; the number of rounds is changed in place.
       texts: Grids in the format of the command.
-      rounds: Rounds of the first method's runs; those of others change in proportion. None: as
-        configured.
+      rounds: Rounds of the first method's runs; other methods' rounds change in proportion.
+        None: as configured.
       budget: Number of points to sample for each method. None: all.
       seed: Seed of the sample.
       registry: Components by name.
@@ -196,13 +196,7 @@ def run_search(
 
 
 def format_results(results: Results, lines: Sequence[str], form: str) -> str:
-    """Formats the results for printing.
-
-    Args:
-      results: Results by method.
-      lines: Heading and notes.
-      form: "text", "markdown" or "csv".
-    """
+    """Formats results, heading and notes (`lines`) as "text", "markdown" or "csv"."""
     if form == "csv":
         return show.as_csv(results)
     head, *notes = lines
@@ -218,10 +212,7 @@ def format_results(results: Results, lines: Sequence[str], form: str) -> str:
 def _preset(results: Results, lines: Sequence[str], header: str) -> str | None:
     """Returns the content of tuned.py, or None if a method has no best point.
 
-    Args:
-      results: Results by method.
-      lines: Heading and notes.
-      header: Description of the grid.
+    Its comment has the header, a description of the grid, and the lines of heading and notes.
     """
     metric = show.metric_in(results)
     unit = " %" if metric.unit == "%" else ""
@@ -240,11 +231,7 @@ def _preset(results: Results, lines: Sequence[str], header: str) -> str | None:
 def _write(results: Results, lines: Sequence[str], code: str | None, out: Path) -> None:
     """Writes all files of the results, and removes those that only an earlier grid had.
 
-    Args:
-      results: Results by method.
-      lines: Heading and notes.
-      code: Content of tuned.py, or None.
-      out: Folder of the files.
+    `lines` are heading and notes; `code` is the content of tuned.py, or None.
     """
     picture = show.draw(results)
     texts = {form: format_results(results, lines, form) + "\n" for form in FORMATS}

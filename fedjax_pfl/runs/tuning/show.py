@@ -67,14 +67,7 @@ def _cells(result: PointResult, metric: Metric) -> list[str]:
 def head(
     results: Results, seeds: int, configs: Mapping[str, ConfigDict], registry: Registry = BUILTINS
 ) -> str:
-    """Returns the heading: definition of the score, and the budget of each method.
-
-    Args:
-      results: Results by method.
-      seeds: Number of seeds.
-      configs: Configuration of each method.
-      registry: Components by name.
-    """
+    """Returns the heading: definition of the score, and the budget of each method."""
     metric = metric_in(results)
     counts = [
         _count(map(len, results.values()), "point"),
@@ -105,10 +98,7 @@ def _count(numbers: Iterable[int], noun: str) -> str:
 def notes(results: Results, grid_sizes: Mapping[str, int], budget: int | None) -> list[str]:
     """Returns warnings about the selected points and missing runs.
 
-    Args:
-      results: Results by method.
-      grid_sizes: Number of points of each method's full grid.
-      budget: Number of points to sample for each method, or None.
+    `grid_sizes` has the number of points of each method's full grid.
     """
     lines = []
     for method, points in results.items():
@@ -231,16 +221,9 @@ def draw(results: Results) -> Picture | None:
 def _draw_method(
     axes: Axes, setting: str, points: Sequence[PointResult], style: tuple[str, str]
 ) -> Any:
-    """Draws the scores of a method in the panel of a setting.
+    """Draws the scores of a method in the panel of a setting, with a colour and a marker (`style`).
 
-    Args:
-      axes: The panel.
-      setting: Name of the setting.
-      points: Results of the method.
-      style: Colour and marker.
-
-    Returns:
-      The line of the legend, or None if the method has no finished point with this setting.
+    Returns the line of the legend, or None if the method has no finished point with this setting.
     """
     scores: dict[float, list[float]] = {}  # by value of the setting
     finished = [result for result in points if result.complete]
@@ -292,13 +275,7 @@ def _value_axis(axes: Axes, setting: str, values: Sequence[float]) -> None:
 
 
 def page(results: Results, lines: Sequence[str], picture: Picture | None) -> str:
-    """Returns the HTML page with all results.
-
-    Args:
-      results: Results by method.
-      lines: Heading and notes.
-      picture: Result of `draw`.
-    """
+    """Returns the HTML page with heading and notes (`lines`), all results and their picture."""
     blocks = [f"<p>{html.escape(line)}</p>" for line in lines]
     for table in tables(results):
         rows = [[_breakable(label), *cells] for label, *cells in table.rows]

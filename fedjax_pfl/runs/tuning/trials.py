@@ -70,14 +70,9 @@ def evaluations(config: ConfigDict, registry: Registry = BUILTINS) -> int:
 
 
 def shorten(configs: Mapping[str, ConfigDict], rounds: int, registry: Registry = BUILTINS) -> None:
-    """Sets the rounds of the first method, and those of the others in proportion, in place.
+    """Sets the rounds of the first method, and of the others in proportion, in place.
 
     Raises UsageError if methods with equal client updates would get different ones.
-
-    Args:
-      configs: Configuration of each method.
-      rounds: New number of rounds of the first method.
-      registry: Components by name.
     """
     first, *_ = configs.values()
     old_rounds, old_updates = total_rounds(first, registry), client_updates(first, registry)
@@ -97,7 +92,7 @@ def shorten(configs: Mapping[str, ConfigDict], rounds: int, registry: Registry =
             step = math.lcm(*(old_rounds // math.gcd(old_rounds, n) for n in lengths))
             raise UsageError(
                 f"{rounds} rounds would give {next(iter(configs))} {expected} client updates and "
-                f"{method} {count}, which have as many otherwise; give a multiple of {step}"
+                f"{method} {count}, which are equal otherwise; give a multiple of {step}"
             )
 
 
@@ -122,7 +117,7 @@ def _set_rounds(config: ConfigDict, rounds: int, registry: Registry) -> None:
 def equalize_evaluations(configs: Mapping[str, ConfigDict], registry: Registry = BUILTINS) -> None:
     """Gives all methods the same number of evaluations, in place, by changing `eval_every`.
 
-    The number is that of the first method, or the largest that all methods can have.
+    The first method has this number already unless another method cannot have it.
     """
     target = evaluations(next(iter(configs.values())), registry)
     while {evaluations(config, registry) for config in configs.values()} != {target}:
@@ -135,9 +130,7 @@ def equalize_evaluations(configs: Mapping[str, ConfigDict], registry: Registry =
 def check_trials(trials: Sequence[Trial], as_preset: bool = False) -> None:
     """Raises UsageError if the methods cannot be compared or scored.
 
-    Args:
-      trials: Points of each method.
-      as_preset: True if client updates may differ between methods, as in their presets.
+    With `as_preset`, client updates may differ between methods, as in their presets.
     """
     first, registry = trials[0], trials[0].registry
     if not first.config.validation_fraction and first.config.validation_examples is None:
@@ -194,15 +187,9 @@ def collect(trial: Trial, seeds: int, folder: Path) -> list[PointResult]:
 
 
 def run(trials: Sequence[Trial], seeds: int, folder: Path, max_runs: int | None) -> None:
-    """Trains missing runs and resumes unfinished ones, in as few programs as possible.
+    """Trains missing runs and resumes unfinished ones, with at most `max_runs` in one program.
 
-    Builds all programs before the first is compiled, so that errors appear at the start.
-
-    Args:
-      trials: Points of each method.
-      seeds: Number of seeds.
-      folder: Folder of the runs.
-      max_runs: Largest number of runs in one program; None for no limit.
+    Builds all programs before the first is compiled: errors appear at the start.
     """
     index, count, registry = RunIndex(folder), 0, trials[0].registry
     jobs: dict[str, Job] = {}

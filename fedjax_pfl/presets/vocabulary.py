@@ -64,20 +64,17 @@ _PATTERNS: dict[str, Callable[[ConfigDict, re.Match[str]], None]] = {
 def apply_words(
     config: ConfigDict, preset: str, own_words: Mapping[str, Callable[..., None]]
 ) -> ConfigDict:
-    """Changes a configuration by the words of a preset, and returns it.
+    """Changes a configuration by the words of a preset, joined with dashes, and returns it.
 
-    Args:
-      config: The configuration to change.
-      preset: Words joined with dashes. The dataset is digits unless a word names another.
-      own_words: The system's own words: a regular expression, and a function that gets the
-        configuration and the match.
+    The dataset is digits unless a word names another. `own_words` are the words of a system: a
+    regular expression, and a function that gets the configuration and the match.
     """
     patterns = {**_PATTERNS, **own_words}
-    words = [w for w in preset.split("-") if w]
+    preset_words = [word for word in preset.split("-") if word]
     # The dataset first: the other words change the defaults that it sets.
-    config.dataset = ["digits", *(w for w in words if w in DATASETS)][-1]
+    config.dataset = ["digits", *(word for word in preset_words if word in DATASETS)][-1]
     config.update(DATASETS[config.dataset])
-    for word in words:
+    for word in preset_words:
         if word in DATASETS:
             continue
         if word in configuration.ALGORITHMS:
@@ -85,9 +82,9 @@ def apply_words(
             continue
         matches = [(change, m) for p, change in patterns.items() if (m := re.fullmatch(p, word))]
         if not matches:
-            known = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
-            template = "-".join("{}" if w == word else w for w in words)
-            hint = configuration.suggestion(word, known, template)
+            names = [*DATASETS, *configuration.ALGORITHMS, *_examples(patterns, word)]
+            template = "-".join("{}" if w == word else w for w in preset_words)
+            hint = configuration.suggestion(word, names, template)
             raise UsageError(f"there is no preset {preset!r}: {word!r} is no word of one{hint}")
         change, match = matches[0]
         change(config, match)
