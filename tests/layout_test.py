@@ -72,3 +72,12 @@ def test_a_file_is_short_enough_to_be_read_top_to_bottom():
     lengths = {str(one.relative_to(ROOT)): len(one.read_text().splitlines()) for one in files}
     assert len(files) > 400
     assert {name: lines for name, lines in lengths.items() if lines > 400} == {}
+
+
+def test_one_module_uses_jaxprs():
+    """Names in JAX's own modules for jaxprs change between its releases."""
+    users = set()
+    for path in (ROOT / "fedjax_pfl").rglob("*.py"):
+        if any(name.startswith(("jax.extend", "jax.interpreters")) for name in imported(path)):
+            users.add(path.relative_to(ROOT / "fedjax_pfl").as_posix())
+    assert users == {"core/jaxprs.py"}

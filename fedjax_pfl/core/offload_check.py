@@ -5,9 +5,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import partial_eval
 
-from fedjax_pfl.core import offload
+from fedjax_pfl.core import jaxprs, offload
 from fedjax_pfl.core.algorithm import PyTree, State
 from fedjax_pfl.core.errors import UsageError
 
@@ -64,8 +63,7 @@ def check_reads(
             raise error
         return jax.tree.leaves(result)
 
-    closed = jax.make_jaxpr(traced)(*leaves)
-    _, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    _, used = jaxprs.prune(jax.make_jaxpr(traced)(*leaves).jaxpr)
     if any(use and id(leaf) in pending_writes for use, leaf in zip(used, leaves, strict=True)):
         raise error
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters.partial_eval import dce_jaxpr
 from ml_collections import ConfigDict
 
+from fedjax_pfl.core import jaxprs
 from fedjax_pfl.core.algorithm import Federation, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.examples import FederatedData, Split
@@ -184,7 +184,7 @@ def observe_server_state(method: Method, state: State) -> dict[str, np.ndarray]:
     names, server_leaves = sorted(shapes), len(jax.tree.leaves(state))
 
     def reads_clients(name: str) -> bool:
-        _, used = dce_jaxpr(program.jaxpr, [name == candidate for candidate in names])
+        _, used = jaxprs.prune(program.jaxpr, [name == candidate for candidate in names])
         return any(used[server_leaves:])
 
     kept_names = [name for name in names if not reads_clients(name)]

@@ -8,21 +8,17 @@ selected peers for FedFomo.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-from jax.extend.core import Literal
-from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedjax_pfl.core import trees
+from fedjax_pfl.core import jaxprs, trees
 from fedjax_pfl.core.algorithm import ClientContext, PyTree, State
 from fedjax_pfl.core.errors import UsageError
 
 Personal = Callable[[State, PyTree, ClientContext], PyTree]
 _EITHER, _SERVER, _CLIENT = range(3)  # the machine that can compute a value
-# Primitives that contain a program, and the parameter that holds it.
-_CALLS = {"jit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-_CALLS |= {"custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr"}
 
 
 class _Value:
@@ -110,8 +106,11 @@ def _evaluate_side(
         stacked = path[0].idx == 0 and path[1].name == "rows"
         rows = jax.tree_util.keystr(path[1:], simple=True, separator="/") if stacked else ""
         inputs.append(_Value(owner, value, _size(leaf), rows=rows))
-    constants = [_Value(_EITHER, value, 0) for value in closed.consts]
-    leaves = [_read(value, side) for value in _program(closed.jaxpr, constants, inputs, side)]
+    constants = [_constant(array) for array in closed.consts]
+    results = jaxprs.interpret(
+        closed.jaxpr, constants, inputs, partial(_operation, side=side), _constant
+    )
+    leaves = [_read(value, side) for value in results]
     return jax.tree.unflatten(jax.tree.structure(out), leaves)
 
 
@@ -122,36 +121,8 @@ def _owner_of(path: tuple[Any, ...]) -> int:
     return _CLIENT if path[1].name == "data" else _EITHER
 
 
-def _program(
-    jaxpr: Any, constants: Sequence[_Value], inputs: Sequence[_Value], side: _Side
-) -> list[_Value]:
-    """Evaluates a program on one machine, without the operations that no result needs.
-
-    Returns its results.
-    """
-    arguments = [*constants, *inputs]
-    with_constants = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    live, used = dce_jaxpr(with_constants, [True] * len(jaxpr.outvars))
-    values = dict(
-        zip(live.invars, (v for v, u in zip(arguments, used, strict=True) if u), strict=True)
-    )
-
-    def read(variable: Any) -> _Value:
-        if isinstance(variable, Literal):
-            return _Value(_EITHER, variable.val, 0)
-        return values[variable]
-
-    for equation in live.eqns:
-        operands = [read(variable) for variable in equation.invars]
-        name = equation.primitive.name
-        if name in _CALLS:
-            inner = equation.params[_CALLS[name]]
-            inner_constants = [_Value(_EITHER, c, 0) for c in getattr(inner, "consts", ())]
-            results = _program(getattr(inner, "jaxpr", inner), inner_constants, operands, side)
-        else:
-            results = _operation(equation, operands, side)
-        values |= zip(equation.outvars, results, strict=True)
-    return [read(variable) for variable in live.outvars]
+def _constant(array: Any) -> _Value:
+    return _Value(_EITHER, array, 0)
 
 
 def _operation(equation: Any, operands: Sequence[_Value], side: _Side) -> list[_Value]:
@@ -162,7 +133,7 @@ def _operation(equation: Any, operands: Sequence[_Value], side: _Side) -> list[_
         values = [_read(operand, side) for operand in operands]
     else:
         values = [operand.value for operand in operands]
-    outputs = _evaluate(equation, values) if owner in side.computes else [None] * len(sizes)
+    outputs = jaxprs.compute(equation, values) if owner in side.computes else [None] * len(sizes)
     results = [_Value(owner, output, size) for output, size in zip(outputs, sizes, strict=True)]
     server_bytes = sum(operand.size for operand in operands if operand.owner == _SERVER)
     reads_rows = any(operand.rows for operand in operands)
@@ -170,14 +141,6 @@ def _operation(equation: Any, operands: Sequence[_Value], side: _Side) -> list[_
         for position, result in enumerate(results):
             result.spread = equation, operands, position
     return results
-
-
-def _evaluate(equation: Any, values: Sequence[Any]) -> Sequence[Any]:
-    """Computes the outputs of one operation."""
-    primitive = equation.primitive
-    with equation.ctx.manager:
-        results = primitive.bind(*values, **primitive.get_bind_params(equation.params))
-    return results if primitive.multiple_results else [results]
 
 
 def _size(aval: Any) -> int:
@@ -199,6 +162,6 @@ def _read(value: _Value, side: _Side) -> Any:
             value.value = side.cross(value)
         else:
             equation, operands, position = value.spread
-            outputs = _evaluate(equation, [_read(operand, side) for operand in operands])
+            outputs = jaxprs.compute(equation, [_read(operand, side) for operand in operands])
             value.value = outputs[position]
     return value.value

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, Var
 
 from fedjax_pfl.core import trees
+from fedjax_pfl.core.jaxprs import Jaxpr, Var, inner_programs
 
 PyTree = Any
 Labels = frozenset[str]
@@ -101,7 +101,7 @@ def _uses(
             continue
         if eqn.primitive.name in _REARRANGING:
             labels |= dict.fromkeys(eqn.outvars, used)
-        for inner in _inner_programs(eqn):
+        for inner in inner_programs(eqn):
             # The operands of a loop's condition precede those of its body.
             extra = max(0, len(operands) - len(inner.invars))
             inner_labels = dict(zip(inner.invars, operands[extra:], strict=False))
@@ -110,13 +110,3 @@ def _uses(
                 for outer_var, inner_var in zip(eqn.outvars, inner.outvars, strict=True):
                     if isinstance(inner_var, Var) and inner_var in inner_labels:
                         labels[outer_var] = inner_labels[inner_var]
-
-
-def _inner_programs(eqn: Any) -> Iterator[Jaxpr]:
-    """Yields the programs that an equation runs, such as the body of a loop."""
-    for param in eqn.params.values():
-        for value in param if isinstance(param, tuple | list) else (param,):
-            if isinstance(value, ClosedJaxpr):
-                yield value.jaxpr
-            elif isinstance(value, Jaxpr):
-                yield value

@@ -5,16 +5,15 @@ jaxpr: it computes repeated rows once, and recognises leaves that an earlier pha
 leaves that differ between clients are computed for all of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend import core
-from jax.interpreters import partial_eval
+
+from fedjax_pfl.core import jaxprs
 
 PyTree = Any
-_CALLS = ("jit", "pjit", "closed_call", "core_call")  # operations that are evaluated inside
 
 
 class Repeated(NamedTuple):
@@ -72,7 +71,7 @@ def initial_state(
     kinds: list[int | str] = []  # of each client-side leaf: argument number, "row" or "all_rows"
 
     def lean_init(*leaves: Any) -> list[Any]:
-        values = _evaluate(closed.jaxpr, closed.consts, leaves)
+        values = jaxprs.interpret(closed.jaxpr, closed.consts, leaves, _operation)
         kinds.clear()
         results = [_expand(value) for value in values[:rest_count]]
         for value in values[rest_count:]:
@@ -87,10 +86,7 @@ def initial_state(
                 results.append(value)
         return results
 
-    program = jax.make_jaxpr(lean_init)(*shapes)
-    pruned, is_used = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    inputs = [fetch(k) for k, used in enumerate(is_used) if used]
-    results = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(pruned, program.consts)))(*inputs)
+    results = jaxprs.compute_with_used(lean_init, shapes, fetch)
     computed = iter(results[rest_count:])
     leaves = []
     for kind in kinds:
@@ -111,35 +107,13 @@ def _expand(value: Any) -> Any:
     return value.all_rows() if isinstance(value, Repeated) else value
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-    """Returns the results of a jaxpr; values stay `Repeated` until an operation reads them."""
-    values: dict[Any, Any] = dict(
-        zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *leaves), strict=True)
-    )
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        if name == "broadcast_in_dim" and len(eqn.invars) == 1 and 0 not in _axes(eqn):
-            results = [Repeated(_expand(read(eqn.invars[0])), params["shape"], _axes(eqn))]
-        elif name in _CALLS and "jaxpr" in params:
-            inner = params["jaxpr"]
-            results = _evaluate(inner.jaxpr, inner.consts, list(map(read, eqn.invars)))
-        else:
-            inputs = dict.fromkeys(v for v in eqn.invars if not isinstance(v, core.Literal))
-            results = _operation(jaxpr, eqn, {v: _expand(values[v]) for v in inputs})
-        values |= zip(eqn.outvars, results, strict=True)
-    return list(map(read, jaxpr.outvars))
-
-
-def _operation(jaxpr: Any, eqn: Any, inputs: Mapping[Any, Any]) -> list[Any]:
-    """Returns the results of one operation; None for results that are unused."""
-    used = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
-    program = jaxpr.replace(constvars=[], invars=list(inputs), outvars=used, eqns=[eqn])
-    results = iter(core.jaxpr_as_fun(core.ClosedJaxpr(program, []))(*inputs.values()))
-    return [None if isinstance(v, core.DropVar) else next(results) for v in eqn.outvars]
+def _operation(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Computes one operation; the broadcast of one row to all clients stays `Repeated`."""
+    arrays = [_expand(operand) for operand in operands]
+    is_broadcast = equation.primitive.name == "broadcast_in_dim" and len(arrays) == 1
+    if is_broadcast and 0 not in _axes(equation):
+        return [Repeated(arrays[0], equation.params["shape"], _axes(equation))]
+    return jaxprs.compute(equation, arrays)
 
 
 def _axes(eqn: Any) -> tuple[int, ...]:

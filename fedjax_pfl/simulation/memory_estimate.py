@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core
-from jax.interpreters import partial_eval
+
+from fedjax_pfl.core import jaxprs
 
 # The result takes the memory of the first operand if nothing else uses that operand.
 _IN_PLACE = ("scatter", "scatter-add", "dynamic_update_slice")
@@ -47,11 +47,11 @@ def all_gather_bytes(f: Callable[..., Any], *arguments: Any) -> int:
 
     def count(jaxpr: Any) -> int:
         total = 0
-        jaxpr, _ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+        jaxpr, _ = jaxprs.prune(jaxpr)
         for eqn in jaxpr.eqns:
             if eqn.primitive.name == "all_gather":
                 total += sum(_bytes(v.aval) for v in eqn.outvars)
-            total += sum(map(count, core.jaxprs_in_params(eqn.params)))
+            total += sum(map(count, jaxprs.inner_programs(eqn)))
         return total
 
     return count(jax.make_jaxpr(f)(*arguments).jaxpr)
@@ -64,7 +64,7 @@ def _bytes(value: Any) -> int:
 
 
 def _variables(atoms: Iterable[Any]) -> set[Any]:
-    return {atom for atom in atoms if not isinstance(atom, core.Literal)}
+    return {atom for atom in atoms if not isinstance(atom, jaxprs.Literal)}
 
 
 def _peak(jaxpr: Any, is_freed: Sequence[bool]) -> int:
@@ -81,7 +81,7 @@ def _peak(jaxpr: Any, is_freed: Sequence[bool]) -> int:
     size = {v: _bytes(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars)}
     live = peak = sum(size.values())
     for eqn in jaxpr.eqns:
-        outputs = [v for v in eqn.outvars if not isinstance(v, core.DropVar)]
+        outputs = [v for v in eqn.outvars if not isinstance(v, jaxprs.DropVar)]
         size |= {v: _bytes(v.aval) for v in outputs}
         output_bytes = sum(size[v] for v in outputs)
         replaced = _variables(eqn.invars[:1]) if eqn.primitive.name in _IN_PLACE else set()
@@ -98,9 +98,9 @@ def _peak(jaxpr: Any, is_freed: Sequence[bool]) -> int:
 def _operation_bytes(eqn: Any, output_bytes: int, uses: Counter[Any]) -> int:
     """Returns the bytes of an operation's results and inner values, without its operands."""
     is_loop, peak = eqn.primitive.name in ("while", "scan"), 0
-    for inner in core.jaxprs_in_params(eqn.params):
+    for inner in jaxprs.inner_programs(eqn):
         operands = eqn.invars[-len(inner.invars) :]
-        is_last = [isinstance(v, core.Literal) or uses[v] == 1 for v in operands]
+        is_last = [isinstance(v, jaxprs.Literal) or uses[v] == 1 for v in operands]
         all_freed = is_loop or len(is_last) < len(inner.invars)
         is_freed = [True] * len(inner.invars) if all_freed else is_last
         peak = max(peak, _peak(inner, is_freed) - sum(_bytes(v.aval) for v in inner.invars))

@@ -13,11 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend import core
-from jax.interpreters import partial_eval
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedjax_pfl.core import groups, trees
+from fedjax_pfl.core import groups, jaxprs, trees
 from fedjax_pfl.core.algorithm import Algorithm, PyTree, State
 from fedjax_pfl.core.examples import FederatedData
 from fedjax_pfl.simulation.cohort_examples import cohort_data, max_examples
@@ -277,19 +275,17 @@ class StreamedProgram:
             names[:] = observed
             return [observed[name] for name in names]
 
-        closed = jax.make_jaxpr(flat_observe)(*shapes)
-        pruned, is_used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(names))
         shared = jax.tree.leaves(jax.device_get(state._replace(clients=())))
         columns = [
             partial(clients.column, g, k)
             for g, rows in enumerate(group_store.groups)
             for k in range(len(rows.layout.shapes))
         ]
-        inputs = [leaf for leaf, used in zip(shared, is_used, strict=False) if used]
-        inputs += [
-            column() for column, used in zip(columns, is_used[len(shared) :], strict=True) if used
-        ]
-        values = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(pruned, closed.consts)))(*inputs)
+
+        def fetch(k: int) -> Any:
+            return shared[k] if k < len(shared) else columns[k - len(shared)]()
+
+        values = jaxprs.compute_with_used(flat_observe, shapes, fetch)
         return dict(zip(names, jax.device_get(values), strict=True))
 
     def _train(self, key: Any, shared: State, cohort_batches: Any, t: Any) -> Any:

@@ -1,0 +1,103 @@
+"""Operations on jaxprs, the programs that JAX traces. No other module uses JAX's own for them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.extend.core import DropVar as DropVar
+from jax.extend.core import Jaxpr as Jaxpr
+from jax.extend.core import Literal as Literal
+from jax.extend.core import Var as Var
+from jax.interpreters import partial_eval
+
+# Primitives that call a program once, and the parameter that holds it.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "checkpoint": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+
+
+def prune(program: Jaxpr, is_wanted: Sequence[bool] | None = None) -> tuple[Jaxpr, list[bool]]:
+    """Removes operations that no wanted result needs.
+
+    Args:
+      program: The program.
+      is_wanted: For each result, whether it is wanted. Default: all.
+
+    Returns:
+      The program with fewer arguments, and for each argument whether it is used.
+    """
+    wanted = [True] * len(program.outvars) if is_wanted is None else list(is_wanted)
+    pruned, is_used = partial_eval.dce_jaxpr(program, wanted)
+    return pruned, is_used
+
+
+def inner_programs(equation: Any) -> Iterator[Jaxpr]:
+    """Yields the programs that an equation runs, such as the body of a loop."""
+    yield from core.jaxprs_in_params(equation.params)
+
+
+def compute_with_used(
+    f: Callable[..., list[Any]], shapes: Sequence[Any], fetch: Callable[[int], Any]
+) -> list[Any]:
+    """Computes a function of arrays, of which only those that it uses are fetched.
+
+    Args:
+      f: The function; returns a list of arrays.
+      shapes: Shapes of its arguments.
+      fetch: Returns argument k.
+    """
+    closed = jax.make_jaxpr(f)(*shapes)
+    pruned, is_used = prune(closed.jaxpr)
+    arguments = [fetch(k) for k, used in enumerate(is_used) if used]
+    return jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(pruned, closed.consts)))(*arguments)
+
+
+def interpret(
+    program: Jaxpr,
+    constants: Sequence[Any],
+    arguments: Sequence[Any],
+    operation: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any], Any] = lambda array: array,
+) -> list[Any]:
+    """Runs a program on values that need not be arrays. Programs that it calls are run likewise.
+
+    Args:
+      program: The program.
+      constants: Values of its constants.
+      arguments: Values of its arguments.
+      operation: (equation, operands) -> results. Operations whose results are unused are skipped.
+      constant: Turns a literal, or a constant of a called program, into a value.
+    """
+    with_constants = program.replace(constvars=[], invars=[*program.constvars, *program.invars])
+    pruned, is_used = prune(with_constants)
+    pairs = zip((*constants, *arguments), is_used, strict=True)
+    values = dict(zip(pruned.invars, (value for value, used in pairs if used), strict=True))
+
+    def read(variable: Any) -> Any:
+        return constant(variable.val) if isinstance(variable, Literal) else values[variable]
+
+    for equation in pruned.eqns:
+        operands = [read(variable) for variable in equation.invars]
+        inner = equation.params.get(_CALLS.get(equation.primitive.name, ""))
+        if inner is None:
+            results = operation(equation, operands)
+        else:
+            inner_constants = [constant(array) for array in getattr(inner, "consts", ())]
+            inner_program = getattr(inner, "jaxpr", inner)
+            results = interpret(inner_program, inner_constants, operands, operation, constant)
+        values |= zip(equation.outvars, results, strict=True)
+    return [read(variable) for variable in pruned.outvars]
+
+
+def compute(equation: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """Computes the results of one operation from its operands, which are arrays."""
+    primitive = equation.primitive
+    with equation.ctx.manager:
+        results = primitive.bind(*operands, **primitive.get_bind_params(equation.params))
+    return results if primitive.multiple_results else [results]
