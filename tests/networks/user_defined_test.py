@@ -1,5 +1,6 @@
 """User-defined networks, linen and NNX: layers, masks, random numbers and errors."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -72,73 +73,52 @@ def test_layers_are_in_call_order():
 
 def test_features_are_inputs_of_the_head():
     variables = LINEN.init(KEY, X[:1])
-    outputs, z = WithFeatures(LinenNetwork("Plain", {}, Unordered(), (5,))).apply(variables, X)
+    outputs, z = WithFeatures(LINEN).apply(variables, X)
     expected = X.astype(np.float64) @ variables["params"]["z"]["kernel"] / np.sqrt(1 + 1e-5)
     np.testing.assert_allclose(z, np.maximum(expected, 0), rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(outputs, LINEN.apply(variables, X))
 
 
-@pytest.mark.parametrize("net", [LINEN, NNX])
+def train_step(net, variables, x, mask, seed=0):
+    """Returns the outputs in training and the new statistics."""
+    rngs = {"dropout": jax.random.key(seed)}
+    return net.apply(variables, x, train=True, mask=mask, rngs=rngs, mutable=["batch_stats"])
+
+
+NORMED = LinenNetwork("Normed", {}, Normed(), (5,))  # without dropout
+
+
+@pytest.mark.parametrize("net", [LINEN, NNX, NORMED])
 def test_batch_norm_ignores_padding(net):
     variables = net.init(KEY, X[:1])
-
-    def step(x, mask):
-        options = {
-            "train": True,
-            "mask": mask,
-            "rngs": {"dropout": KEY},
-            "mutable": ["batch_stats"],
-        }
-        return net.apply(variables, x, **options)
-
-    _, expected = step(X[:4], jnp.ones(4, bool))
+    expected_outputs, expected = train_step(net, variables, X[:4], jnp.ones(4, bool))
     padded = np.concatenate([X[:4], np.full((3, 5), 50, np.float32)])
-    _, actual = step(padded, jnp.arange(7) < 4)
-    mean = actual["batch_stats"]["middle"]["mean"]
-    assert (np.abs(mean) > 1e-4).all()
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), actual, expected)
+    outputs, stats = train_step(net, variables, padded, jnp.arange(7) < 4)
+    assert all((np.abs(leaf) > 1e-4).any() for leaf in jax.tree.leaves(stats))
+    chex.assert_trees_all_close(stats, expected, atol=1e-6)
+    if net is NORMED:
+        np.testing.assert_allclose(outputs[:4], expected_outputs, atol=1e-6)
     # Padding has an effect without the mask, and an empty mask gives finite values.
-    _, unmasked = step(padded, jnp.ones(7, bool))
-    assert np.abs(unmasked["batch_stats"]["middle"]["mean"] - mean).max() > 0.1
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(step(X, jnp.zeros(7, bool))))
-
-
-def test_outputs_ignore_padding():
-    """Compares training outputs of a network without dropout."""
-    net = LinenNetwork("Normed", {}, Normed(), (5,))
-    variables = net.init(KEY, X[:1])
-    assert net.layers == ("Dense_1", "BatchNorm_0", "Dense_0")  # by call
-
-    def outputs(x, mask):
-        options = {
-            "train": True,
-            "mask": mask,
-            "rngs": {"dropout": KEY},
-            "mutable": ["batch_stats"],
-        }
-        return net.apply(variables, x, **options)[0]
-
-    expected = outputs(X[:4], jnp.ones(4, bool))
-    actual = outputs(np.concatenate([X[:4], 9 * X[4:]]), jnp.arange(7) < 4)
-    np.testing.assert_allclose(actual[:4], expected, atol=1e-6)
+    _, unmasked = train_step(net, variables, padded, jnp.ones(7, bool))
+    differences = jax.tree.map(lambda a, b: np.abs(a - b).max(), unmasked, stats)
+    assert max(jax.tree.leaves(differences)) > 0.1
+    chex.assert_tree_all_finite(train_step(net, variables, X, jnp.zeros(7, bool)))
 
 
 @pytest.mark.parametrize("net", [LINEN, NNX])
 def test_dropout_depends_on_the_key_and_only_in_training(net):
     variables = net.init(KEY, X[:1])
-
-    def outputs(seed):
-        options = {"train": True, "mask": jnp.ones(7, bool), "mutable": ["batch_stats"]}
-        return net.apply(variables, X, rngs={"dropout": jax.random.key(seed)}, **options)[0]
-
-    np.testing.assert_array_equal(outputs(1), outputs(1))
-    assert (outputs(1) != outputs(2)).any()
+    first, again, second = (
+        train_step(net, variables, X, jnp.ones(7, bool), seed)[0] for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != second).any()
     np.testing.assert_array_equal(net.apply(variables, X), net.apply(variables, X))
     stats = net.apply(variables, X, mutable=["batch_stats"])[1]["batch_stats"]
-    jax.tree.map(np.testing.assert_array_equal, stats, variables["batch_stats"])
+    chex.assert_trees_all_equal(stats, variables["batch_stats"])
 
 
-class Tokens(nn.Module):
+class TokenModel(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Embed(7, 4)(x) + nn.Embed(20, 4)(jnp.arange(x.shape[1]))[None]
@@ -157,7 +137,7 @@ class ModernTokens(nnx.Module):
 @pytest.mark.parametrize(
     "net",
     [
-        LinenNetwork("Tokens", {}, Tokens(), (5,), "int32"),
+        LinenNetwork("Tokens", {}, TokenModel(), (5,), "int32"),
         NnxNetwork("ModernTokens", {}, lambda rngs: ModernTokens(rngs=rngs), (5,), "int32"),
         LSTM(7, 3, (4,)),
         Transformer(7, 8, 1, 2),
@@ -176,13 +156,6 @@ class AlwaysDrops(nn.Module):
     @nn.compact
     def __call__(self, x):
         return nn.Dropout(0.5, deterministic=False)(nn.Dense(3)(x))
-
-
-class Caches(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        self.variable("cache", "last", lambda: jnp.zeros(3))
-        return nn.Dense(3)(x)
 
 
 class Folds(nn.Module):
@@ -216,40 +189,30 @@ class ModernCaches(nnx.Module):
         return self.out(x)
 
 
+def linen(module):
+    return LinenNetwork("Net", {}, module, (5,))
+
+
+def modern(module):
+    return NnxNetwork("Net", {}, lambda rngs: module(rngs=rngs), (5,))
+
+
 @pytest.mark.parametrize(
     ("net", "line"),
     [
+        (linen(AlwaysDrops()), "Net draws random numbers when it is evaluated"),
         (
-            LinenNetwork("Net", {}, AlwaysDrops(), (5,)),
-            "Net draws random numbers when it is evaluated",
-        ),
-        (
-            LinenNetwork("Net", {}, nn.Sequential([nn.Dense(4), nn.BatchNorm(False)]), (5,)),
+            linen(nn.Sequential([nn.Dense(4), nn.BatchNorm(False)])),
             "Net changes batch_stats when it is evaluated; let its __call__ take train",
         ),
-        (
-            LinenNetwork("Net", {}, Folds(), (5,)),
-            r"BatchNorm of Net sees \[10, 1\], whose first axis is",
-        ),
-        (
-            NnxNetwork("Net", {}, lambda rngs: ModernDrops(rngs=rngs), (5,)),
-            "Net draws random numbers",
-        ),
-        (
-            NnxNetwork("Net", {}, lambda rngs: ModernCaches(rngs=rngs), (5,)),
-            "Net has last, which is a Ca",
-        ),
+        (linen(Folds()), r"BatchNorm of Net sees \[10, 1\], whose first axis is"),
+        (modern(ModernDrops), "Net draws random numbers"),
+        (modern(ModernCaches), "Net has last, which is a Ca"),
     ],
 )
 def test_invalid_networks(net, line):
     with pytest.raises(UsageError, match=line):
         check("Net", net, X[:2])
-
-
-def test_layers_and_head_can_be_named():
-    module = type("Named", (Unordered,), {"layers": ("a", "z", "middle"), "head": "z"})
-    net = LinenNetwork("Named", {}, module(), (5,))
-    assert (net.layers, net.head) == (("a", "z", "middle"), "z")
 
 
 class Reshapes(nn.Module):
@@ -306,29 +269,32 @@ class Remembers(nn.Module):
         ),
     ],
 )
-def test_error_messages_tell_how_to_fix_a_network(wrong, line, fixed):
-    def used(module):
-        net = LinenNetwork("Net", {}, module, (5,))
-        return check("Net", net, X[:2]), net.layers, net.head
+def test_messages_tell_how_to_fix_a_network(wrong, line, fixed):
+    def layers_and_head(module):
+        net = linen(module)
+        assert check("Net", net, X[:2]).shape == (2, 3)
+        return net.layers, net.head
 
     with pytest.raises(UsageError, match=line) as error:
-        used(wrong)
+        layers_and_head(wrong)
     assert "\n" not in str(error.value)
-    assert used(fixed)[0].shape == (2, 3)
+    layers, head = layers_and_head(fixed)
+    assert getattr(fixed, "layers", layers) == layers
+    assert getattr(fixed, "head", head) == head
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_factors_of_1d_convolutions(layout):
+def test_factors_of_1d_convolutions():
     """A kernel [F, I, O] is treated as [F, 1, I, O]."""
     module = nn.Sequential([nn.Conv(4, (3,)), lambda x: x.sum(1), nn.Dense(2)])
     network = LinenNetwork("conv", {}, module, (6, 3))
-    net = Factorized(network, (6, 3), 2, layout)
-    assert net.factorized == ("layers_0", "layers_2")
     x = np.random.default_rng(1).normal(size=(2, 6, 3)).astype(np.float32)
-    params = net.init(KEY, x)["params"]
-    kernel = net.model_params(params)["layers_0"]["kernel"]
-    np.testing.assert_array_equal(kernel, net.kernel(params["layers_0"], (3, 1, 3, 4))[:, 0])
-    assert net.apply({"params": params}, x).shape == (2, 2)
+    for layout in LAYOUTS:
+        net = Factorized(network, (6, 3), 2, layout)
+        assert net.factorized == ("layers_0", "layers_2")
+        params = net.init(KEY, x)["params"]
+        kernel = net.model_params(params)["layers_0"]["kernel"]
+        np.testing.assert_array_equal(kernel, net.kernel(params["layers_0"], (3, 1, 3, 4))[:, 0])
+        assert net.apply({"params": params}, x).shape == (2, 2)
     split = SplitKernels(network, (6, 3))
     expected = network.apply(network.init(KEY, x), x)
     np.testing.assert_allclose(split.apply(split.init(KEY, x), x), expected, atol=1e-5)

@@ -10,7 +10,6 @@ import optax
 import pytest
 
 from fedjax_pfl import transforms
-from fedjax_pfl.core import trees
 from fedjax_pfl.core.algorithm import Algorithm, ClientContext, ClientResult, State
 from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.core.groups import by_group
@@ -106,12 +105,20 @@ def test_equals_the_papers_algorithm(name: str, b1: float):
     np.testing.assert_allclose(history, reference(name, means, 0.3, 0.5, 0.9, 0.01), rtol=2e-5)
 
 
+MOMENTUM_SGD = optax.sgd(0.5, momentum=0.9)
+
+
 @pytest.mark.parametrize(
-    "optimizer", [optax.adam(0.05), optax.yogi(0.05), optax.sgd(0.5, momentum=0.9)]
+    ("wrapped", "optimizer"),
+    [
+        (optax.adam(0.05), optax.adam(0.05)),
+        (MOMENTUM_SGD, MOMENTUM_SGD),
+        (builtin("sgd", server_learning_rate=0.5, server_momentum=0.9), MOMENTUM_SGD),
+    ],
 )
-def test_equals_optax(optimizer: optax.GradientTransformation):
+def test_equals_optax(wrapped: Any, optimizer: optax.GradientTransformation):
     with jax.numpy_dtype_promotion("standard"):
-        history, means, _ = rounds(optimizer)
+        history, means, _ = rounds(wrapped)
         w = jnp.asarray(W)
         state = optimizer.init(w)
         for mean, new in zip(means, history, strict=True):
@@ -127,42 +134,11 @@ def test_sgd_of_rate_one_is_the_mean_bit_for_bit(optimizer: Any):
         assert w.tobytes() == mean.tobytes()
 
 
-def test_sgd_with_momentum_is_fedavgm():
-    fedavgm = cases.make("fedavgm", FEDERATION)
-    transform = server_optimizer(DATA, builtin("sgd", server_momentum=0.5))
-    wrapped = transform(cases.make("fedavg", FEDERATION))
-    state, expected = wrapped.init(KEY), fedavgm.init(KEY)
-    for t in range(3):
-        payload = wrapped.send(state._replace(clients=()), ClientContext(0, None, t, KEY))
-        uploads = jax.tree.map(lambda x: jnp.stack([x + 0.1, x * 0.9, x - 0.3]), payload)
-        ids, arrived = jnp.array([0, 4, 6]), jnp.array([True, True, False])
-        cohort = tiny.cohort(tiny.TRAIN, ids, arrived, uploads, uploads, t)
-        state = state._replace(server=wrapped.receive(state, cohort)[0])
-        expected = expected._replace(server=fedavgm.receive(expected, cohort)[0])
-    expected_model = {name: expected.server[name] for name in state.server.method}
-    chex.assert_trees_all_close(state.server.method, expected_model, rtol=1e-5, atol=1e-6)
-
-
-SUPPORTED = (
-    "fedavg",
-    "fedprox",
-    "fedper",
-    "fedrep",
-    "lg_fedavg",
-    "fedbn",
-    "fedavg_plus",
-    "per_fedavg",
-    "pfedme",
+SUPPORTED = {
+    *("apfl", "ditto", "fedala", "fedavg", "fedavg_plus", "fedbabu", "fedbn", "fedem", "fedper"),
+    *("fedprox", "fedrep", "fedrod", "fedsam", "l2gd", "lg_fedavg", "per_fedavg", "pfedme"),
     "pfedpara",
-    "fedem",
-    "ditto",
-    "apfl",
-    "fedala",
-    "fedbabu",
-    "fedrod",
-    "fedsam",
-    "l2gd",
-)
+}
 
 
 @pytest.mark.parametrize("name", cases.NAMES)
@@ -173,11 +149,8 @@ def test_unsupported_methods_are_refused(name: str):
         return
     with pytest.raises(UsageError, match=r"^server_optimizer is for methods whose [^\n]+$"):
         transform(cases.make(name, FEDERATION))
-
-
-def test_groups_are_refused():
     with pytest.raises(UsageError, match="server_optimizer is for one architecture"):
-        server_optimizer(DATA, builtin("adam"))(by_group((toy(), toy())))
+        transform(by_group((toy(), toy())))
 
 
 def test_a_phase_starts_from_the_model_with_new_moments():
@@ -191,13 +164,11 @@ def test_a_phase_starts_from_the_model_with_new_moments():
     chex.assert_trees_all_equal(sgd.init(KEY, fedavg.init(KEY)).server.method, toy().init(KEY)[0])
 
 
-# Together with upload noise, in the contract.
+# With upload noise, in the contract
 
 
 @pytest.fixture(scope="module")
 def around_fedper() -> rules.Subject:
-    case = cases.CASES["fedper"]
-
     def make(federation: Any, settings: Any = cases.NOTHING) -> Algorithm:
         return transforms.chain(
             cases.make("fedper", federation, settings),
@@ -207,9 +178,9 @@ def around_fedper() -> rules.Subject:
 
     def fired(first: State, last: State) -> bool:
         pairs = zip(*map(jax.tree.leaves, (first.server, last.server)), strict=True)
-        head = trees.layers(last.clients.personal)
-        return set(head) == {"fc2"} and all(bool((a != b).any()) for a, b in pairs)
+        return all(bool((a != b).any()) for a, b in pairs)
 
+    case = cases.CASES["fedper"]
     return rules.make_subject("fedper", cases.Case({}, fired, case.bytes_per_visit), make)
 
 
