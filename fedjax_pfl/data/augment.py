@@ -16,7 +16,7 @@ _JITTER, _HUE = 0.4, 0.1  # brightness, contrast, saturation: 40 %; hue: a tenth
 _P_JITTER, _P_GRAY = 0.8, 0.2
 _LUMA = (0.299, 0.587, 0.114)
 # Luma and two colour axes; a rotation of the latter changes hue.
-_YIQ = ((0.299, 0.587, 0.114), (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
+_YIQ = (_LUMA, (0.596, -0.274, -0.322), (0.211, -0.523, 0.312))
 
 
 def augment(x: jax.Array, key: jax.Array) -> jax.Array:
@@ -80,10 +80,7 @@ def _rotate_hue(image: jax.Array, turns: jax.Array) -> jax.Array:
     """Rotates the hue by a number of full turns."""
     to_yiq = jnp.array(_YIQ)
     cos, sin = jnp.cos(2 * math.pi * turns), jnp.sin(2 * math.pi * turns)
-    unit, zero = jnp.ones(()), jnp.zeros(())
-    rotation = jnp.stack(
-        [jnp.stack(row) for row in ((unit, zero, zero), (zero, cos, -sin), (zero, sin, cos))]
-    )
+    rotation = jnp.array([[1.0, 0.0, 0.0], [0.0, cos, -sin], [0.0, sin, cos]])
     return image @ (jnp.linalg.inv(to_yiq) @ rotation @ to_yiq).T
 
 

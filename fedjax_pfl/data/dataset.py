@@ -130,10 +130,8 @@ def arrays(
         len(coarse) != outputs or np.any(np.unique(coarse) != np.arange(np.max(coarse) + 1))
     ):
         raise UsageError(f"{name}: coarse must number the superclass of each class from 0")
-    owners = _check_owners(name, "owners", owners, len(x_train))
-    test_examples = 0 if x_test is None else len(x_test)
-    owners_test = _check_owners(name, "owners_test", owners_test, test_examples)
-    owners, owners_test, owner_names = _number(name, owners, owners_test)
+    examples = len(x_train), 0 if x_test is None else len(x_test)
+    owners, owners_test, owner_names = number_owners(name, owners, owners_test, examples)
     if owner_classes is not None and (
         owners is None or np.shape(owner_classes) != (int(owners.max()) + 1, outputs)
     ):
@@ -156,6 +154,7 @@ def arrays(
 
 
 def _to_array(name: str, argument: str, values: Any) -> np.ndarray:
+    """Returns the value of an argument of dataset `name` as an array, or raises UsageError."""
     if np.ma.is_masked(values):
         raise UsageError(f"{name}: {argument} has masked values; remove or fill these examples")
     try:
@@ -239,6 +238,7 @@ def _check_examples(
 
 
 def _as_int32(label: str, x: np.ndarray) -> np.ndarray:
+    """Returns integers as int32; raises UsageError if one is beyond 32 bits."""
     limits = np.iinfo(np.int32)
     if x.size and not limits.min <= int(x.min()) <= int(x.max()) <= limits.max:
         raise UsageError(
@@ -249,12 +249,13 @@ def _as_int32(label: str, x: np.ndarray) -> np.ndarray:
 
 
 def _check_owners(
-    name: str, argument: str, owners: np.ndarray | None, examples: int
+    name: str, argument: str, owners: np.ndarray | None, examples: int | None
 ) -> np.ndarray | None:
     """Returns owners as integers from 0 or as stripped text, or raises UsageError."""
     if owners is None:
         return None
     owners = _to_array(name, argument, owners)
+    examples = len(owners) if examples is None else examples
     if owners.dtype.kind == "O" and all(isinstance(owner, str) for owner in owners.flat):
         owners = owners.astype(str)
     if owners.dtype.kind == "U":
@@ -274,10 +275,26 @@ def _check_owners(
     return owners
 
 
-def _number(
-    name: str, owners: np.ndarray | None, owners_test: np.ndarray | None
+def number_owners(
+    name: str,
+    owners: np.ndarray | None,
+    owners_test: np.ndarray | None,
+    examples: tuple[int | None, int | None] = (None, None),
 ) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-    """Returns owners of both sets as consecutive numbers, and their names unless equal to these."""
+    """Numbers the owners of examples from 0, or raises UsageError for invalid owners.
+
+    Args:
+      name: Name of the dataset, for messages.
+      owners: Name or number of the owner of each training example, or None.
+      owners_test: Name or number of the owner of each test example, or None.
+      examples: Numbers of training and of test examples, if they may differ from those of owners.
+
+    Returns:
+      Owner of each training example, of each test example, and the names of owners. Names are None
+      if they equal the numbers.
+    """
+    owners = _check_owners(name, "owners", owners, examples[0])
+    owners_test = _check_owners(name, "owners_test", owners_test, examples[1])
     if owners is None:
         if owners_test is not None:
             raise UsageError(f"{name}: owners_test is given without owners; give both")
@@ -297,25 +314,6 @@ def scale_and_shift(
     """Returns scale and shift that standardise uint8 pixels, from moments of pixels in [0, 1]."""
     m, s = np.array(mean), np.array(std)
     return (1 / (255 * s)).astype(np.float32), (-m / s).astype(np.float32)
-
-
-def number_owners(
-    name: str, train: np.ndarray | None, test: np.ndarray | None
-) -> tuple[np.ndarray | None, np.ndarray | None, np.ndarray | None]:
-    """Numbers owners from 0.
-
-    Args:
-      name: Name of the dataset, for messages.
-      train: Name or number of the owner of each training example, or None.
-      test: Name or number of the owner of each test example, or None.
-
-    Returns:
-      Owner of each training example, of each test example, and the names of owners. Names are None
-      if they equal the numbers.
-    """
-    train = None if train is None else _check_owners(name, "owner", train, len(train))
-    test = None if test is None else _check_owners(name, "owner", test, len(test))
-    return _number(name, train, test)
 
 
 def subset(dataset: Dataset, sample_rows: SampleRows) -> Dataset:

@@ -4,8 +4,10 @@ A node is registered with Flower under a name such as client-0, which contains i
 key is stored when it is first online; a node with the same name and another key is refused.
 """
 
+import dataclasses
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -155,55 +157,49 @@ class FlowerExchange:
         start = time.monotonic()
         deadline, next_poll = start + (seconds or 1e9), start + _POLL_SECONDS
         nodes = self.nodes()
-        pending = _PendingRequests({i: content for i, content in requests.items() if i in nodes})
-        self.send(pending, nodes, seconds)
-        while pending.unanswered and (current_time := time.monotonic()) < deadline:
-            for reply in self.grid.pull_messages(list(pending.message_owners)):
-                i, node = pending.message_owners.pop(reply.metadata.reply_to_message_id, (-1, 0))
-                if i not in pending.unanswered or (
-                    reply.has_error() and self.should_wait(pending, i, reply)
-                ):
+        pending = {i: _Pending(content) for i, content in requests.items() if i in nodes}
+        sent: dict[str, tuple[int, int]] = {}  # client and node by message id
+        self.send(pending, sent, nodes, seconds)
+        while pending and (current_time := time.monotonic()) < deadline:
+            for reply in self.grid.pull_messages(list(sent)):
+                i, node = sent.pop(reply.metadata.reply_to_message_id, (-1, 0))
+                if i not in pending or (reply.has_error() and pending[i].should_wait(reply)):
                     continue
-                del pending.unanswered[i]
+                del pending[i]
                 yield i, self.read(reply, node)
-            for i in list(pending.unanswered):
-                if current_time > pending.give_up_at.get(i, current_time):
-                    del pending.unanswered[i]
-                    yield (
-                        i,
-                        refusal(f"its node went offline for more than {_RETURN_SECONDS:.0f} s"),
-                    )
+            for i in [i for i in pending if current_time > pending[i].give_up_at]:
+                del pending[i]
+                why = f"its node went offline for more than {_RETURN_SECONDS:.0f} s"
+                yield i, refusal(why)
             if current_time > next_poll:
-                self.send(pending, self.nodes(), seconds)
+                self.send(pending, sent, self.nodes(), seconds)
                 next_poll = current_time + _POLL_SECONDS
-            if pending.unanswered:
+            if pending:
                 time.sleep(0.2)
 
     def send(
-        self, pending: "_PendingRequests", nodes: Mapping[int, OnlineNode], seconds: float | None
+        self,
+        pending: Mapping[int, "_Pending"],
+        sent: dict[str, tuple[int, int]],
+        nodes: Mapping[int, OnlineNode],
+        seconds: float | None,
     ) -> None:
-        """Sends its request to each node that has not got it since it came online."""
+        """Sends its request to each node that has not got it since it came online.
+
+        Adds the client and the node of each message to `sent`, by message id. Messages expire a
+        minute after `seconds`.
+        """
         for i, (node, since) in nodes.items():
-            if i not in pending.unanswered or pending.sent_since.get(i) == since:
+            if i not in pending or pending[i].sent_since == since:
                 continue
-            content, ttl = to_record(pending.unanswered[i]), (seconds or 3600) + 60
+            content, ttl = to_record(pending[i].content), (seconds or 3600) + 60
             message = Message(content, node, "query", ttl=ttl)
             (message_id,) = self.grid.push_messages([message]) or [""]
-            pending.sent_since[i] = since
+            pending[i].sent_since = since
             if message_id:
-                pending.message_owners[message_id] = i, node
-                pending.attempts[i] = pending.attempts.get(i, 0) + 1
-                pending.give_up_at.pop(i, None)
-
-    def should_wait(self, pending: "_PendingRequests", i: int, reply: Message) -> bool:
-        """Returns True to keep waiting for client `i` after Flower has reported an error."""
-        if reply.error.code == ErrorCode.NODE_UNAVAILABLE:
-            pending.give_up_at.setdefault(i, time.monotonic() + _RETURN_SECONDS)
-            return True
-        if pending.attempts[i] >= _MAX_ATTEMPTS:
-            return False
-        pending.sent_since.pop(i, None)
-        return True
+                sent[message_id] = i, node
+                pending[i].attempts += 1
+                pending[i].give_up_at = math.inf
 
     def read(self, reply: Message, node: int) -> bytes:
         """Returns the bytes of a response. An error becomes a refusal without Flower's text."""
@@ -214,12 +210,19 @@ class FlowerExchange:
         return from_record(reply.content)
 
 
-class _PendingRequests:
-    """Requests without a response yet. Dicts are keyed by client id unless noted."""
+@dataclasses.dataclass
+class _Pending:
+    """A request without a response yet."""
 
-    def __init__(self, requests: Mapping[int, bytes]) -> None:
-        self.unanswered = dict(requests)
-        self.message_owners = dict[str, tuple[int, int]]()  # message id to client and node
-        self.sent_since = dict[int, str]()  # `OnlineNode.since` of the node that got the request
-        self.attempts = dict[int, int]()
-        self.give_up_at = dict[int, float]()  # deadline for a node that is offline
+    content: bytes
+    sent_since: str | None = None  # `OnlineNode.since` of the node that got the request
+    attempts: int = 0
+    give_up_at: float = math.inf  # deadline for a node that is offline
+
+    def should_wait(self, reply: Message) -> bool:
+        """Returns True to keep waiting after Flower has replied with an error."""
+        if reply.error.code == ErrorCode.NODE_UNAVAILABLE:
+            self.give_up_at = min(self.give_up_at, time.monotonic() + _RETURN_SECONDS)
+            return True
+        self.sent_since = None
+        return self.attempts < _MAX_ATTEMPTS

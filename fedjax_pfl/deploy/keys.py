@@ -34,9 +34,7 @@ def ensure_node_key(path: Path) -> Path:
     return public
 
 
-def ensure_certificates(
-    folder: Path, hosts: Sequence[str] = ("127.0.0.1",)
-) -> tuple[Path, Path, Path]:
+def ensure_certificates(folder: Path) -> tuple[Path, Path, Path]:
     """Creates a certificate authority and a server certificate unless valid ones exist.
 
     Returns the paths of the authority's certificate, the server's certificate and its key.
@@ -49,8 +47,8 @@ def ensure_certificates(
     extensions = [(x509.BasicConstraints(True, 0), True), (_AUTHORITY_USAGE, True)]
     authority_certificate = _certificate(name, name, authority, authority, extensions)
     key = ec.generate_private_key(ec.SECP384R1())
-    addresses = [x509.IPAddress(ipaddress.ip_address(host)) for host in hosts]
-    names = x509.SubjectAlternativeName([*addresses, x509.DNSName("localhost")])
+    address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
+    names = x509.SubjectAlternativeName([address, x509.DNSName("localhost")])
     server_certificate = _certificate(_name("localhost"), name, key, authority, [(names, False)])
     write_atomic(paths[0], authority_certificate.public_bytes(serialization.Encoding.PEM))
     write_atomic(paths[1], server_certificate.public_bytes(serialization.Encoding.PEM))

@@ -258,22 +258,15 @@ class _Processes:
 
         Returns the names of restarted processes, without those that end again after each restart.
         """
-        current_time = time.monotonic()
-        ended = [name for name, process in self.running.items() if process.poll() is not None]
-        due = {
-            name: self.started_at[name]
-            for name in ended
-            if current_time > self.started_at[name] + _RESTART_SECONDS
-        }
-        for name in due:
-            self.start(name, *self.arguments[name])
-        at_once = {
-            name
-            for name in self.restarted & set(due)
-            if current_time <= due[name] + 2 * _RESTART_SECONDS
-        }
-        self.restarted |= set(due)
-        return [name for name in due if name not in at_once]
+        names = []
+        for name, process in self.running.items():
+            seconds = time.monotonic() - self.started_at[name]
+            if process.poll() is not None and seconds > _RESTART_SECONDS:
+                self.start(name, *self.arguments[name])
+                if name not in self.restarted or seconds > 2 * _RESTART_SECONDS:
+                    names.append(name)
+                self.restarted.add(name)
+        return names
 
     def wait_for_port(self, port: int, name: str, seconds: float = 120.0) -> None:
         """Waits until a process listens on a port; raises UsageError if it ends or is too slow."""
