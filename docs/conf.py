@@ -59,7 +59,6 @@ API = {
         "fedjax_pfl.data.tables",
         "fedjax_pfl.data.table_sources",
         "fedjax_pfl.data.text",
-        "fedjax_pfl.data.windows",
         "fedjax_pfl.data.leaf",
         "fedjax_pfl.data.image_folder",
         "fedjax_pfl.data.tfds_images",

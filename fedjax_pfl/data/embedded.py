@@ -7,9 +7,9 @@ import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require_one_of
 from fedjax_pfl.data.columns import NORMALISE
-from fedjax_pfl.data.dataset import Dataset, Normalisation, scale_and_shift
+from fedjax_pfl.data.dataset import Dataset, Normalisation, arrays, scale_and_shift
+from fedjax_pfl.data.table_sources import cut_windows
 from fedjax_pfl.data.text import speeches
-from fedjax_pfl.data.windows import cut_windows
 
 
 def digits() -> Dataset:
@@ -19,16 +19,8 @@ def digits() -> Dataset:
     images = load_digits()
     # Mean and standard deviation over all pixels, which range from 0 to 16.
     scale, shift = scale_and_shift((4.8842 / 255,), (6.0168 / 255,))
-    return Dataset(
-        name="digits",
-        x_train=images.images.astype(np.uint8)[..., None],
-        y_train=images.target.astype(np.int32),
-        x_test=None,
-        y_test=None,
-        outputs=10,
-        scale=scale,
-        shift=shift,
-    )
+    x = images.images.astype(np.uint8)[..., None]
+    return arrays(x, images.target, outputs=10, scale=scale, shift=shift, name="digits")
 
 
 def synthetic(

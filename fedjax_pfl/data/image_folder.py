@@ -1,14 +1,13 @@
 """Images in folders: one folder per class, optionally below one folder per owner."""
 
-import csv
 from pathlib import Path
 
 import numpy as np
 
 from fedjax_pfl.core.errors import UsageError, require_one_of
-from fedjax_pfl.data.dataset import Dataset, number_owners
+from fedjax_pfl.data.dataset import Dataset, arrays
 from fedjax_pfl.data.pictures import pixels
-from fedjax_pfl.data.tables import find_path
+from fedjax_pfl.data.tables import find_path, read_csv
 
 ENDINGS = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 MODES = {"rgb": "RGB", "gray": "L"}
@@ -31,43 +30,37 @@ def images(path: str, *, size: int = 32, colour: str = "rgb", owner: str = "") -
     if "train" not in folders:
         folders = {"train": root}
     levels = 3 if owner == "folder" else 2
-    owner_of = _read_owners(name, owner) if owner not in ("", "folder") else {}
+    owner_of = _read_owners(owner) if owner not in ("", "folder") else {}
     files = {part: _find_images(name, folder, levels) for part, folder in folders.items()}
     classes = sorted({file.parent.name for part in files.values() for file in part})
 
-    def owners(part: str) -> np.ndarray:
+    def owner_name(file: Path) -> str:
         if owner == "folder":
-            return np.array([file.parent.parent.name for file in files[part]])
-        relative = [str(file.relative_to(root)) for file in files[part]]
-        for file in relative:
-            if file not in owner_of:
-                raise UsageError(f"{name}: the list of owners has no file {file!r}")
-        return np.array([owner_of[file] for file in relative])
+            return file.parent.parent.name
+        relative = str(file.relative_to(root))
+        if relative not in owner_of:
+            raise UsageError(f"{name}: the list of owners has no file {relative!r}")
+        return owner_of[relative]
 
-    def read(part: str) -> tuple[np.ndarray, np.ndarray]:
+    def read(part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Returns images, class numbers and owners of the training or the test set."""
         x = np.stack([_read_image(name, file, size, MODES[colour]) for file in files[part]])
         y = np.array([classes.index(file.parent.name) for file in files[part]], np.int32)
-        return x, y
+        return x, y, np.array([owner_name(file) for file in files[part]]) if owner else None
 
-    x, y = read("train")
-    x_test, y_test = read("test") if "test" in folders else (None, None)
-    train_owners = owners("train") if owner else None
-    test_owners = owners("test") if owner and "test" in folders else None
-    owner_train, owner_test, owner_names = number_owners(name, train_owners, test_owners)
-    return Dataset(
-        name=name,
-        x_train=x,
-        y_train=y,
-        x_test=x_test,
-        y_test=y_test,
+    x, y, owners = read("train")
+    x_test, y_test, owners_test = read("test") if "test" in folders else (None, None, None)
+    dataset = arrays(
+        x,
+        y,
+        x_test,
+        y_test,
         outputs=len(classes),
-        scale=np.array(1 / 255, np.float32),
-        shift=np.array(0, np.float32),
-        owner_train=owner_train,
-        owner_test=owner_test,
-        owner_names=owner_names,
-        metadata={"classes": classes},
+        owners=owners,
+        owners_test=owners_test,
+        name=name,
     )
+    return dataset._replace(metadata={"classes": classes})
 
 
 def _find_images(name: str, folder: Path, levels: int) -> list[Path]:
@@ -86,25 +79,21 @@ def _find_images(name: str, folder: Path, levels: int) -> list[Path]:
 
 
 def _read_image(name: str, file: Path, size: int, mode: str) -> np.ndarray:
+    """Returns the pixels of an image of the dataset `name`, or raises UsageError."""
     try:
         return pixels(file, mode, size)
     except ValueError as error:
         raise UsageError(f"{name}: {file} cannot be read as an image: {error}") from None
 
 
-def _read_owners(name: str, path: str) -> dict[str, str]:
+def _read_owners(path: str) -> dict[str, str]:
     """Returns the owner of each file that a CSV file lists, or raises UsageError."""
-    file = find_path("images.owner", path)
-    try:
-        with open(file, newline="", encoding="utf-8-sig") as stream:
-            rows = list(csv.DictReader(stream, strict=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{name}: {path} cannot be read as a list of owners: {error}") from None
-    if not rows or not {"file", "owner"} <= set(rows[0]):
-        columns = ", ".join(rows[0]) if rows else "none"
-        raise UsageError(f"{name}: {path} must have the columns file and owner; it has {columns}")
-    owner_of = {row["file"]: row["owner"] or "" for row in rows}
-    for row in rows:
-        if owner_of[row["file"]] != (row["owner"] or ""):
-            raise UsageError(f"{name}: {path} has two owners for {row['file']!r}; keep one")
+    table = read_csv(path, "images.owner")
+    files, owners = (
+        table.column(column, "images.owner", as_text=True).tolist() for column in ("file", "owner")
+    )
+    owner_of = dict(zip(files, owners, strict=True))
+    for file, owner in zip(files, owners, strict=True):
+        if owner_of[file] != owner:
+            raise UsageError(f"{table.name} has two owners for {file!r}; keep one")
     return owner_of

@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,10 +172,7 @@ def _characters(
         raise UsageError(f"{name}: examples are text, but labels are not one character each")
     vocabulary = characters([*xs[0], *ys[0], *xs[1], *ys[1]])
     longest = max(len(x) for part in xs for x in part)
-    x = [np.zeros((len(part), longest), np.int32) for part in xs]
-    for rows, part in zip(x, xs, strict=True):
-        for row, sequence in zip(rows, part, strict=True):
-            row[: len(sequence)] = encode(sequence, vocabulary)
+    x = [_pad([encode(sequence, vocabulary) for sequence in part], longest) for part in xs]
     y = [
         _label_last(rows, encode("".join(part), vocabulary))
         for rows, part in zip(x, ys, strict=True)
@@ -199,9 +197,16 @@ def _tweets(name: str, xs: Any, length: int, words: int) -> tuple[list[np.ndarra
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: words - 2]
     vocabulary = ["", "?", *sorted(frequent)]
     token = {word: i for i, word in enumerate(vocabulary) if i > 1}
-    x = [np.zeros((len(part), length), np.int32) for part in split]
-    for rows, part in zip(x, split, strict=True):
-        for row, tweet in zip(rows, part, strict=True):
-            tokens = [token.get(word, 1) for word in tweet[:length]]
-            row[: len(tokens)] = tokens
+    x = [
+        _pad([[token.get(w, 1) for w in tweet[:length]] for tweet in part], length)
+        for part in split
+    ]
     return x, vocabulary
+
+
+def _pad(sequences: Sequence[Any], length: int) -> np.ndarray:
+    """Returns sequences of tokens as rows, int32 [n, length], with 0 after the end of each."""
+    rows = np.zeros((len(sequences), length), np.int32)
+    for row, tokens in zip(rows, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    return rows

@@ -4,10 +4,13 @@ import difflib
 from collections.abc import Callable
 from pathlib import Path
 
-from fedjax_pfl.core.errors import UsageError, first_line
-from fedjax_pfl.data import tables, windows
-from fedjax_pfl.data.columns import ROLES, Roles, table_dataset
+import numpy as np
+
+from fedjax_pfl.core.errors import UsageError, first_line, require_one_of
+from fedjax_pfl.data import tables
+from fedjax_pfl.data.columns import NORMALISE, ROLES, Roles, table_dataset
 from fedjax_pfl.data.dataset import Dataset
+from fedjax_pfl.data.numbers import rows_by_id
 from fedjax_pfl.data.tables import Table
 
 Tables = tuple[Table, Table | None]  # for training and, if there is one, for testing
@@ -103,6 +106,101 @@ def _download(name: str, test: str, required: bool) -> Tables:
     return table("train"), table(test) if test in splits else None
 
 
+def windows(
+    path: str,
+    *,
+    owner: str = "",
+    input: str = "",
+    label: str = "label",
+    label_kind: str = "auto",
+    length: int = 32,
+    stride: int = 8,
+    horizon: int = 0,
+    test_share: float = 0.3,
+    normalise: str = "federation",
+    normalise_label: bool = True,
+) -> Dataset:
+    """Windows over the rows of a CSV or Parquet file, which are in order of time, windows:FILE.
+
+    Args:
+      owner: Column with the owner of a row. A window has rows of one owner. Empty: one series.
+      input: Columns of the input, separated by commas. Empty: all except owner and label.
+      label: Column to predict. Text and integers are classes, real numbers are a target.
+      label_kind: auto, class, or number to predict integers as a regression.
+      length: Number of rows of a window.
+      stride: Number of rows from the start of one window to the start of the next.
+      horizon: Number of rows from the last row of a window to the row of its label.
+      test_share: Fraction of each owner's rows, the last ones, for testing (split official). No
+        training window contains them.
+      normalise: Scale each input to mean 0 and deviation 1: by the training windows of all active
+        clients (federation), by those of each client (client), or not at all (none).
+      normalise_label: Scale the target of a regression too, always over the federation.
+    """
+    if min(length, stride) < 1 or horizon < 0 or not 0 < test_share < 1:
+        raise UsageError(
+            f"windows: length={length}, stride={stride}, horizon={horizon}, "
+            f"test_share={test_share}: use 1 or more, horizon from 0, a share between 0 and 1"
+        )
+    require_one_of("windows.normalise", normalise, NORMALISE)
+    if Path(path).suffix == ".parquet":
+        table, _ = tables.read_parquet(path, "windows")
+    else:
+        table = tables.read_csv(path, "windows")
+    roles = Roles(
+        owner=owner,
+        input=input,
+        label=label,
+        label_kind=label_kind,
+        categories="onehot",
+        normalise=normalise,
+        normalise_label=normalise_label,
+    )
+    series = table_dataset("windows", (table, None), roles)
+    if series.x_train.ndim > 2 or series.x_train.dtype.kind != "f":
+        raise UsageError(f"{table.name}: each input must be one number in a row")
+    return cut_windows(series, length, stride, horizon, test_share)
+
+
+def cut_windows(
+    series: Dataset, length: int, stride: int, horizon: int, test_share: float
+) -> Dataset:
+    """Cuts a dataset whose examples are rows in order of time into windows of `length` rows.
+
+    Training and test part of an owner are separate; a window and its label are in one of them. For
+    other arguments see `windows`.
+    """
+    has_owners = series.owner_train is not None
+    owner = np.zeros(len(series.x_train), int) if series.owner_train is None else series.owner_train
+    rows_by_owner = rows_by_id(owner, int(owner.max()) + 1)
+    # Rows of each window, and the row of its label: for training, and for testing.
+    window_parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    label_parts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+    for rows in rows_by_owner:
+        middle = len(rows) - round(test_share * len(rows))
+        for i, part in enumerate((rows[:middle], rows[middle:])):
+            first = np.arange(0, len(part) - length - horizon + 1, stride)
+            window_parts[i].append(part[first[:, None] + np.arange(length)])
+            label_parts[i].append(part[first + length - 1 + horizon])
+    (train, test), (train_labels, test_labels) = (
+        map(np.concatenate, parts) for parts in (window_parts, label_parts)
+    )
+    if not len(train) or not len(test):
+        longest = max(map(len, rows_by_owner))
+        raise UsageError(
+            f"{series.name}: no owner has rows for a window of {length} and a horizon of {horizon} "
+            f"in both parts of its {longest} rows, for training and testing; use a smaller length"
+        )
+    return series._replace(
+        x_train=series.x_train[train],
+        y_train=series.y_train[train_labels],
+        x_test=series.x_train[test],
+        y_test=series.y_train[test_labels],
+        owner_train=owner[train[:, 0]] if has_owners else None,
+        owner_test=owner[test[:, 0]] if has_owners else None,
+        overlapping=stride < length,
+    )
+
+
 SOURCES: dict[str, Callable[..., Dataset]] = {
     "csv": _source(
         "csv",
@@ -122,5 +220,5 @@ SOURCES: dict[str, Callable[..., Dataset]] = {
         "Hugging Face: hf:FOLDER that it has saved, hf:NAME or hf:NAME#CONFIGURATION to download.",
         "Test split of a dataset by name. Empty: test, if it exists",
     ),
-    "windows": windows.windows,
+    "windows": windows,
 }

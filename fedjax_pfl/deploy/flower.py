@@ -6,7 +6,6 @@ key is stored when it is first online; a node with the same name and another key
 
 import dataclasses
 import hashlib
-import json
 import math
 import re
 import time
@@ -23,7 +22,7 @@ from fedjax_pfl.deploy import run, schema
 from fedjax_pfl.deploy.lines import one_line
 from fedjax_pfl.deploy.node import refusal
 from fedjax_pfl.deploy.node_file import to_tuples
-from fedjax_pfl.deploy.storage import read_json, write_atomic
+from fedjax_pfl.deploy.storage import read_json, write_json
 
 _PART = "message"
 NODE_PREFIX = "client-"  # registered name of a node, before its client id
@@ -69,7 +68,7 @@ def run_from_file(grid: Grid, path: str) -> None:
             file.write(one_line(line) + "\n")
 
     def write_outcome(**fields: str) -> None:
-        write_atomic(outcome, json.dumps(fields).encode() + b"\n")
+        write_json(outcome, fields)
 
     try:
         config = to_tuples(spec["config"])
@@ -136,7 +135,7 @@ class FlowerExchange:
             keys[number] = key
             online[int(number)] = OnlineNode(node.node_id, node.last_activated_at)
         if keys != stored_keys:
-            write_atomic(path, json.dumps(keys, indent=2).encode() + b"\n")
+            write_json(path, keys, indent=2)
         return online
 
     def log_once(self, line: str) -> None:

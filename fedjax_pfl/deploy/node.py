@@ -126,9 +126,9 @@ def _enrol(node: Node, request: wire.Message) -> bytes:
         if len(list(node.folder.glob("run-*"))) >= MAX_RUNS:
             raise InvalidError(f"it has been in {MAX_RUNS} runs; its owner may remove old ones")
         if node.file.client is None:
-            storage.write_atomic(node.folder / CLIENT, json.dumps({"client": i}).encode() + b"\n")
+            storage.write_json(node.folder / CLIENT, {"client": i})
         folder.mkdir(exist_ok=True)
-        storage.write_atomic(folder / ENROLLED, json.dumps(enrolment).encode() + b"\n")
+        storage.write_json(folder / ENROLLED, enrolment)
     return wire.encode({**wire.response_facts(request), "described": node_examples.facts})
 
 
@@ -215,14 +215,14 @@ def _client(
         )
         storage.write_atomic(folder / MODEL, content)
         if names := description["alike"].get("classes"):
-            storage.write_atomic(folder / CLASSES, json.dumps(names).encode() + b"\n")
+            storage.write_json(folder / CLASSES, names)
 
     programs = ClientPrograms(method, group, data)
     round_shapes = (programs.shapes.client, programs.shapes.payload, programs.shapes.result)
     if sum(map(trees.leaf_bytes, jax.tree.leaves(round_shapes))) > MAX_BYTES:
         raise InvalidError(f"its model needs more than {MAX_BYTES:,} bytes in a round")
     if storage.read_json(folder / ENROLLED, schema.ENROLLED) != enrolment:
-        storage.write_atomic(folder / ENROLLED, json.dumps(enrolment).encode() + b"\n")
+        storage.write_json(folder / ENROLLED, enrolment)
     while len(_client_cache) >= _MAX_CACHED:
         del _client_cache[next(iter(_client_cache))]
     new_client = Client(

@@ -189,9 +189,7 @@ def _read_start_record(directory: Path, *, saved: bool) -> dict[str, Any]:
 def _write_start_record(directory: Path, start_record: Mapping[str, Any]) -> None:
     """Writes the run's `deployed.json`."""
     with run_directory.writing(directory):
-        storage.write_atomic(
-            directory / DEPLOYED_FILE, json.dumps(start_record, indent=2).encode() + b"\n"
-        )
+        storage.write_json(directory / DEPLOYED_FILE, start_record, indent=2)
 
 
 class _Run(NamedTuple):

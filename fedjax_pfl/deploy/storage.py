@@ -110,6 +110,11 @@ def write_atomic(path: Path, content: bytes) -> None:
         os.close(descriptor)
 
 
+def write_json(path: Path, content: Any, indent: int | None = None) -> None:
+    """Writes JSON data atomically, with a newline at the end."""
+    write_atomic(path, json.dumps(content, indent=indent).encode() + b"\n")
+
+
 def encode_state(state: PyTree) -> bytes:
     """Encodes a client-side state."""
     return wire.encode({}, {"client": state})

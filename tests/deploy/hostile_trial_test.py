@@ -86,7 +86,7 @@ def main(grid: Grid, context: Context) -> None:
         for i, content in exchange.ask(dict.fromkeys((0, 1), path.read_bytes()), 300):
             (place.parent / f"answer-{number:02d}-{i}").write_bytes(content)
     outcome = flower.outcome_path(Path(asked["log"]))
-    flower.write_atomic(outcome, json.dumps({"directory": str(place)}).encode())
+    flower.write_json(outcome, {"directory": str(place)})
 """
 
 
