@@ -101,19 +101,6 @@ def test_optimizers_equal_optax(name: str, settings: Any, optimizer: Any):
     assert all((params[k] != PARAMS[k]).all() for k in PARAMS)
 
 
-def test_settings_name_the_optimizers():
-    assert SETTINGS["optimizer"].default_value in optimizers.OPTIMIZERS
-    for name in ("learning_rate", "momentum", "weight_decay", "b1", "b2", "eps"):
-        setting, names = SETTINGS[name].used_with or ("", ())
-        assert setting == "optimizer"
-        assert set(names) <= set(optimizers.OPTIMIZERS)
-    assert set(optimizers.OPTIMIZERS) == {name for name, _, _ in CASES}
-    names = set(SETTINGS["optimizer"].meaning.replace(",", "").split())
-    assert set(optimizers.OPTIMIZERS) <= names
-    settings = set(SETTINGS["server_optimizer"].meaning.replace(",", "").split())
-    assert {"sgd", "adam", "yogi", "adagrad"} <= settings
-
-
 def test_optax_optimizer_with_learning_rate():
     """The optimiser has its own schedule; gradients are clipped before."""
     adamw = optax.adamw(optax.cosine_decay_schedule(0.1, STEPS), weight_decay=0.1)

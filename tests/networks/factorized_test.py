@@ -80,24 +80,6 @@ def test_kernel_of_each_layout(layout):
         np.testing.assert_allclose(actual[a, b, i, o], expected, rtol=1e-5)
 
 
-def test_rank_of_kernels_without_mu():
-    """The F² × (I·O) matrix has the chosen rank, except in the authors' layout."""
-
-    def unfold(w):
-        return np.asarray(w).reshape(w.shape[0] * w.shape[1], -1)
-
-    ranks = {}
-    for layout in ("kernel", "oihw"):
-        for rank in (1, 2):
-            net = Factorized(SMALL, SHAPE, rank, layout)
-            params = net.model_params(net.init(KEY, X)["params"])
-            ranks[layout, rank] = np.linalg.matrix_rank(unfold(params["conv2"]["kernel"]))
-            assert np.linalg.matrix_rank(params["fc1"]["kernel"]) == rank
-            assert np.linalg.matrix_rank(params["fc2"]["kernel"]) == rank
-    assert (ranks["kernel", 1], ranks["kernel", 2]) == (1, 2)
-    assert ranks["oihw", 1] > 1
-
-
 def test_apply_equals_the_network_with_these_kernels():
     net = Factorized(SMALL, SHAPE)
     variables = net.init(KEY, X)
