@@ -74,18 +74,17 @@ def test_damaged_keys_are_named_and_damaged_certificates_replaced(tmp_path, monk
 
 def test_a_run_whose_name_is_lost_does_not_enrol_its_nodes_again(tmp_path):
     """Under another name nodes would send their sums again."""
-    nodes = Nodes(tmp_path, 3, until=3 + 2 + 3 + 1)  # in the midst of the second round
-    with pytest.raises(KeyboardInterrupt):
-        run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.log_lines.append)
+    with pytest.raises(KeyboardInterrupt):  # during the second round
+        Nodes(tmp_path, 3, until=3 + 2 + 3 + 1).run(TWO_ROUNDS, tmp_path / "run")
     name = (tmp_path / "run" / run.DEPLOYED_FILE).rename(tmp_path / "kept")
     nodes = Nodes(tmp_path, 3)
-    line = message(run.run, TWO_ROUNDS, tmp_path / "run", nodes)
+    line = message(nodes.run, TWO_ROUNDS, tmp_path / "run")
     assert "deployed.json is missing or incomplete" in line
     assert nodes.responses == []
     name.rename(tmp_path / "run" / run.DEPLOYED_FILE)
-    done = run.run(TWO_ROUNDS, tmp_path / "run", nodes, log=nodes.log_lines.append)
+    done = nodes.run(TWO_ROUNDS, tmp_path / "run")
     assert done.resumed_at == 1
-    line = message(run.run, {**TWO_ROUNDS, "rounds": 3}, tmp_path / "run", nodes)
+    line = message(nodes.run, {**TWO_ROUNDS, "rounds": 3}, tmp_path / "run")
     assert "cannot be made longer, because its nodes keep" in line
 
 
@@ -94,6 +93,6 @@ def test_a_full_disk_at_the_start_of_a_run_is_a_usage_error(tmp_path, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(run_directory, "write_provenance", full)
-    line = message(run.run, TWO_ROUNDS, tmp_path / "run", Nodes(tmp_path, 3))
+    line = message(Nodes(tmp_path, 3).run, TWO_ROUNDS, tmp_path / "run")
     assert "cannot be written" in line
     assert ": free space on its disk" in line

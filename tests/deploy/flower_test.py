@@ -14,11 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from fedjax_pfl.core.errors import UsageError
-from fedjax_pfl.deploy import guard, run, schema, storage, wire
-from fedjax_pfl.runs import runner
+from fedjax_pfl.deploy import guard, schema, storage, wire
 from tests.commands import message
-from tests.deploy.run_test import CONFIG, assert_close
-from tests.runs.common import read_metrics
 
 pytest.importorskip(
     "flwr", reason="Flower is not installed; pip install -e '.[dev]' brings it, as CI does"
@@ -338,30 +335,3 @@ def test_a_process_that_ends_after_each_restart_is_reported_once(tmp_path, monke
 def test_a_second_trial_in_a_folder_is_refused(tmp_path):
     with trial._locked(tmp_path):
         assert "in use by another trial" in message(trial._locked(tmp_path, 0.3).__enter__)
-
-
-@pytest.mark.slow("a SuperLink and three nodes, which are fifteen processes, take minutes")
-def test_a_run_over_flower_equals_the_simulation(tmp_path):
-    settings = {"rounds": 2, "eval_every": 1, "clients_per_round": 3}
-    simulated = runner.run({**CONFIG, **settings}, tmp_path / "simulated")
-    config = tmp_path / "config.py"
-    config.write_text(
-        "from fedjax_pfl.settings import configuration\n"
-        f"def get_config():\n    return configuration.complete({ {**CONFIG, **settings}!r})\n"
-    )
-    arguments = ["--nodes=3", "--workdir", tmp_path / "real", "--folder", tmp_path / "nodes"]
-    completed = subprocess.run(
-        [sys.executable, "-m", "experiments.deploy", f"--config={config}", *map(str, arguments)],
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert_close(read_metrics(tmp_path / "real"), simulated.metrics)
-    lines = [json.loads(x) for x in (tmp_path / "real" / run.WIRE_FILE).read_text().splitlines()]
-    assert sum(line["ledger_up"] for line in lines) == simulated.ledger.total_up
-    keys = storage.read_json(tmp_path / "real.keys.json", schema.KEYS)
-    assert len(set(keys.values())) == 3
-    assert len(list((tmp_path / "nodes").glob("node-*/run-*/model.safetensors"))) == 3
-    assert len(lines) == 2
-    assert guard.running_processes(tmp_path / "nodes" / "flwr") == []

@@ -87,11 +87,6 @@ def test_a_node_enrols_after_invalid_responses(name, tmp_path):
         enrol_all(HostileNodes(tmp_path, WRONG_RESPONSES[name]), tmp_path)
 
 
-def start(config, folder, nodes):
-    """Starts a run in which a node may try to enrol once."""
-    return run.run(config, folder, nodes, run.Waiting(tries=1), nodes.log_lines.append)
-
-
 def test_only_a_valid_description_is_stored(tmp_path):
     """The run continues in the same directory when the node is honest.
 
@@ -99,14 +94,14 @@ def test_only_a_valid_description_is_stored(tmp_path):
     """
     nodes = HostileNodes(tmp_path, WRONG_RESPONSES["a count that is text"])
     with pytest.raises(UsageError, match="have not enrolled"):
-        start(ONE_ROUND, tmp_path / "run", nodes)
+        nodes.run(ONE_ROUND, tmp_path / "run", tries=1)
     first = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert set(first) == {"run", "starts"}
     nodes = Nodes(tmp_path, 3)
     with pytest.raises(UsageError, match="auroc"):
-        start({**ONE_ROUND, "metrics": "auroc"}, tmp_path / "no", nodes)
+        nodes.run({**ONE_ROUND, "metrics": "auroc"}, tmp_path / "no", tries=1)
     assert set(json.loads((tmp_path / "no" / run.DEPLOYED_FILE).read_text())) == {"run", "starts"}
-    assert len(start(ONE_ROUND, tmp_path / "run", nodes).clients) == 3
+    assert len(nodes.run(ONE_ROUND, tmp_path / "run", tries=1).clients) == 3
     start_record = storage.read_json(tmp_path / "run" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert start_record["run"] != first["run"]
 
@@ -128,7 +123,7 @@ def test_a_description_that_no_method_fits_is_not_stored(path, value, line, tmp_
     data = [{**NODE_DATA, "clients": 1, "client": 0}]
     nodes = HostileNodes(tmp_path, describing(path, value), hostile=0, n=1, data=data)
     with pytest.raises(UsageError, match=f"{line} for the data that the nodes describe"):
-        start(config, tmp_path / "run", nodes)
+        nodes.run(config, tmp_path / "run", tries=1)
     assert "federation" not in json.loads((tmp_path / "run" / run.DEPLOYED_FILE).read_text())
 
 
@@ -139,14 +134,14 @@ def test_a_description_without_a_state_is_not_stored(tmp_path, monkeypatch):
     monkeypatch.setattr(server, "initial_state", full)
     nodes = Nodes(tmp_path, 3)
     with pytest.raises(UsageError, match=r"no state can be initialised .*Out of memory"):
-        start(ONE_ROUND, tmp_path / "run", nodes)
+        nodes.run(ONE_ROUND, tmp_path / "run", tries=1)
     assert "federation" not in json.loads((tmp_path / "run" / run.DEPLOYED_FILE).read_text())
 
 
 def test_text_from_a_node_is_escaped_in_the_log(tmp_path):
     nodes = HostileNodes(tmp_path, WRONG_RESPONSES["text"])
     with pytest.raises(UsageError, match="have not enrolled"):
-        start(ONE_ROUND, tmp_path / "run", nodes)
+        nodes.run(ONE_ROUND, tmp_path / "run", tries=1)
     (line,) = nodes.log_lines
     escaped = "sorry\\nThe run has ended: /srv\\x1b[2J\\u202e"
     assert line == f"client 1 cannot enrol: it has refused: {escaped}"

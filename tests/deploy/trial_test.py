@@ -83,7 +83,10 @@ def test_an_interrupted_trial_resumes_and_equals_the_simulation(tmp_path):
     lines = [
         json.loads(line) for line in (tmp_path / "real" / run.WIRE_FILE).read_text().splitlines()
     ]
-    assert len({line["round"] for line in lines}) == len(lines)
+    assert len({line["round"] for line in lines}) == len(lines) == ROUNDS
+    assert sum(line["ledger_up"] for line in lines) == simulated.ledger.total_up
+    keys = run.storage.read_json(tmp_path / "real.keys.json", schema.KEYS)
+    assert len(set(keys.values())) == NODES
     start_record = run.storage.read_json(tmp_path / "real" / run.DEPLOYED_FILE, schema.DEPLOYED)
     assert start_record["starts"] == 3
     traffic = [(tmp_path / name / "traffic.json").read_text() for name in ("real", "simulated")]

@@ -1,14 +1,13 @@
 """Numbers for classes and categories, against tables worked out by hand."""
 
 import hashlib
-import json
 
 import numpy as np
 import pytest
 
 from fedjax_pfl import data
-from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.deploy import examples, node_file, schema, vocabulary
+from tests.commands import message
 
 ROWS = "city,age,kind,label\nBern,1,a,yes\nRome,2,b,no\nBern,3,b,yes\nOslo,4,a,no\n"
 CITIES, KINDS = ["Paris", "Oslo", "Rome", "Bern"], ["b", "a"]
@@ -19,11 +18,12 @@ def load(tmp_path, rows=ROWS, **settings):
     return data.load(f"csv:{tmp_path / 't.csv'}", **settings)
 
 
+def apply(dataset, labels, words, index=False):
+    return vocabulary.apply_vocabulary(dataset, labels, words, index)
+
+
 def test_classes_and_words_are_numbered_by_the_lists(tmp_path):
-    vocabularies = {"city": CITIES, "kind": KINDS}
-    dataset = vocabulary.apply_vocabulary(
-        load(tmp_path), ["no", "yes", "maybe"], vocabularies, False
-    )
+    dataset = apply(load(tmp_path), ["no", "yes", "maybe"], {"city": CITIES, "kind": KINDS})
     expected = [  # Paris, Oslo, Rome, Bern, age, b, a
         [0, 0, 0, 1, 1, 0, 1],
         [0, 0, 1, 0, 2, 1, 0],
@@ -39,10 +39,8 @@ def test_classes_and_words_are_numbered_by_the_lists(tmp_path):
 
 
 def test_an_index_is_the_position_in_the_list(tmp_path):
-    vocabularies = {"city": CITIES, "kind": KINDS}
-    dataset = vocabulary.apply_vocabulary(
-        load(tmp_path, categories="index"), ["no", "yes"], vocabularies, True
-    )
+    dataset = load(tmp_path, categories="index")
+    dataset = apply(dataset, ["no", "yes"], {"city": CITIES, "kind": KINDS}, index=True)
     np.testing.assert_array_equal(dataset.x_train, [[3, 1, 1], [2, 2, 0], [3, 3, 0], [1, 4, 1]])
     assert dataset.normalise.features.tolist() == [False, True, False]
     assert dataset.metadata["input"] == ["city", "age", "kind"]
@@ -50,29 +48,23 @@ def test_an_index_is_the_position_in_the_list(tmp_path):
 
 def test_hashed_words(tmp_path):
     """The index is the first 8 bytes of SHA-256 modulo 5."""
-    dataset = vocabulary.apply_vocabulary(
-        load(tmp_path), ["no", "yes"], {"city": 5, "kind": KINDS}, False
-    )
+    dataset = apply(load(tmp_path), ["no", "yes"], {"city": 5, "kind": KINDS})
     for row, city in zip(dataset.x_train, ["Bern", "Rome", "Bern", "Oslo"], strict=True):
         place = int(hashlib.sha256(city.encode()).hexdigest()[:16], 16) % 5
         assert row[:5].tolist() == np.eye(5)[place].tolist()
     assert dataset.metadata["input"][:6] == [*(f"city#{i}" for i in range(5)), "age"]
 
 
-def test_labels_that_are_whole_numbers_keep_their_values(tmp_path):
-    rows = "age,label\n1,7\n2,3\n3,7\n"
-    dataset = vocabulary.apply_vocabulary(load(tmp_path, rows), 9, {}, False)
-    assert (dataset.y_train.tolist(), dataset.outputs, "classes" in dataset.metadata) == (
-        [7, 3, 7],
-        9,
-        False,
-    )
-    with pytest.raises(UsageError, match="has label 7, and labels is 7"):
-        vocabulary.apply_vocabulary(load(tmp_path, rows), 7, {}, False)
+def test_integer_labels_keep_their_values(tmp_path):
+    integers = load(tmp_path, "age,label\n1,7\n2,3\n3,7\n")
+    dataset = apply(integers, 9, {})
+    assert (dataset.y_train.tolist(), dataset.outputs) == ([7, 3, 7], 9)
+    assert "classes" not in dataset.metadata
+    assert "has label 7, and labels is 7" in message(apply, integers, 7, {})
 
 
 @pytest.mark.parametrize(
-    ("labels", "vocabularies", "line"),
+    ("labels", "words", "line"),
     [
         (None, {}, 'add "labels"'),
         (["no"], {}, "class 'yes' is not listed"),
@@ -82,28 +74,27 @@ def test_labels_that_are_whole_numbers_keep_their_values(tmp_path):
         (["no", "yes"], {"age": 4}, "no column of text 'age'"),
     ],
 )
-def test_unlisted_words_are_an_error(labels, vocabularies, line, tmp_path):
-    with pytest.raises(UsageError, match=line):
-        vocabulary.apply_vocabulary(load(tmp_path), labels, vocabularies, False)
+def test_unlisted_words_are_an_error(labels, words, line, tmp_path):
+    assert line in message(apply, load(tmp_path), labels, words)
 
 
 def test_a_file_of_text_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("abcabcabc" * 20)
     dataset = data.load(f"text:{tmp_path / 'a.txt'}", owner="file")
-    with pytest.raises(UsageError, match="number its characters or words differently"):
-        vocabulary.apply_vocabulary(dataset, 30, {}, False)
+    assert "would number its characters or words differently" in message(apply, dataset, 30, {})
+
+
+def examples_of(tmp_path, rows, **content):
+    """Reads the examples of a node with a table of two integer classes."""
+    (tmp_path / "t.csv").write_text(rows)
+    shared = {"dataset": f"csv:{tmp_path / 't.csv'}", "labels": 2, "test_fraction": 0.3}
+    return examples.read(node_file.parse({**shared, **content}, "node.json"))
 
 
 def test_only_normalised_columns_are_summed(tmp_path):
     """Sums of a column of categories would count its words."""
-    (tmp_path / "t.csv").write_text("city,age,label\n" + "Bern,2,0\nRome,4,1\n" * 20)
-    content = {
-        "dataset": f"csv:{tmp_path / 't.csv'}",
-        "labels": 2,
-        "words": {"city": ["Bern", "Rome"]},
-        "test_fraction": 0.3,
-    }
-    facts = examples.read(node_file.parse(json.loads(json.dumps(content)), "x")).facts
+    rows = "city,age,label\n" + "Bern,2,0\nRome,4,1\n" * 20
+    facts = examples_of(tmp_path, rows, words={"city": ["Bern", "Rome"]}).facts
     assert facts["normalise"] == {"features": [False, False, True], "targets": False}
     assert (facts["sums"]["n"], len(facts["sums"]["mean"])) == (28, 1)
     assert 2 < facts["sums"]["mean"][0] < 4
@@ -113,14 +104,10 @@ def test_numbers_are_normalised_before_they_are_rounded(tmp_path):
     """For seconds of 2023, float32 has a resolution of 128 seconds."""
     start = 1_700_000_000
     rows = "".join(f"{start + i},{i},{i % 2}\n" for i in range(40))
-    (tmp_path / "t.csv").write_text("time,count,label\n" + rows)
-    content = {"dataset": f"csv:{tmp_path / 't.csv'}", "labels": 2, "test_fraction": 0.3}
-    mine = examples.read(node_file.parse(json.loads(json.dumps(content)), "x"))
+    mine = examples_of(tmp_path, f"time,count,label\n{rows}")
     assert mine.facts["stored_dtype"] == mine.facts["input_dtype"] == "float32"
-    mean, deviation = [start + 10.0, 0.0], [2.0, 1.0]
-    shared = schema.shared_fields(mine.facts)
-    description = {"counts": [mine.facts["counts"]], "alike": shared}
-    description |= {"mean": mean, "deviation": deviation}
+    description = {"counts": [mine.facts["counts"]], "alike": schema.shared_fields(mine.facts)}
+    description |= {"mean": [start + 10.0, 0.0], "deviation": [2.0, 1.0]}
     x = examples.normalise(mine, description, 0).x
     assert x.dtype == np.float32
     assert sorted(x[:, 0].tolist()) == [(i - 10) / 2 for i in range(40)]
