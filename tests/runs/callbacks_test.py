@@ -1,4 +1,4 @@
-"""User functions that are called while a run trains."""
+"""Tests of user functions that are called during a run."""
 
 import fedjax_pfl as pfl
 
@@ -14,41 +14,31 @@ SETTINGS = {
 }
 
 
-def test_callbacks_get_every_round_and_every_evaluation(tmp_path):
+def test_callbacks_receive_every_round_and_evaluation_and_can_stop_a_run(tmp_path):
     rounds, lines = [], []
     result = pfl.run(
         SETTINGS,
-        tmp_path / "run",
         on_round=lambda t, log: rounds.append((t, log.ids.tolist(), log.bytes_up)),
         on_evaluation=lines.append,
     )
-    assert [t for t, _, _ in rounds] == [0, 1, 2, 3]
-    assert all(ids == [0, 1, 2] for _, ids, _ in rounds)
-    assert sum(count for _, _, count in rounds) == result.ledger.total_up
+    assert [(t, ids) for t, ids, _ in rounds] == [(t, [0, 1, 2]) for t in range(4)]
+    assert sum(count for *_, count in rounds) == result.ledger.total_up
     assert lines == result.metrics
-    without = pfl.run(SETTINGS)
-    assert [line["before"] for line in without.metrics] == [line["before"] for line in lines]
 
-
-def test_a_callback_that_returns_false_ends_the_run_and_the_same_call_continues_it(tmp_path):
-    ended = pfl.run(SETTINGS, tmp_path / "run", on_evaluation=lambda line: line["round"] < 2)
-    assert [line["round"] for line in ended.metrics] == [2]
+    stopped = pfl.run(SETTINGS, tmp_path / "run", on_evaluation=lambda line: line["round"] < 2)
+    assert [line["round"] for line in stopped.metrics] == [2]
     assert (tmp_path / "run" / "clients.csv").is_file()
     resumed = pfl.run(SETTINGS, tmp_path / "run")
     assert (resumed.resumed_at, [line["round"] for line in resumed.metrics]) == (2, [2, 4])
-    whole = pfl.run(SETTINGS)
-    assert resumed.metrics[-1]["before"] == whole.metrics[-1]["before"]
+    assert [line["before"] for line in resumed.metrics] == [line["before"] for line in lines]
+
+    stopped = pfl.run(SETTINGS, on_round=lambda t, log: t < 2)
+    assert [line["round"] for line in stopped.metrics] == [2]
+    assert stopped.ledger.total_up == sum(count for *_, count in rounds[:3])
 
 
-def test_a_round_can_end_a_run_between_evaluations():
-    ended = pfl.run(SETTINGS, on_round=lambda t, log: t < 2)
-    assert [line["round"] for line in ended.metrics] == [2]
-    assert ended.ledger.total_up == 3 * ended.ledger.total_up // 3 > 0
-
-
-def test_runs_of_a_sweep_are_called_back_by_name():
+def test_callbacks_of_a_sweep_receive_the_name_of_the_run():
     names = []
-    pfl.run_all(
-        {**SETTINGS, "seeds": 2, "rounds": 2}, on_evaluation=lambda name, line: names.append(name)
-    )
+    settings = {**SETTINGS, "seeds": 2, "rounds": 2}
+    pfl.run_all(settings, on_evaluation=lambda name, line: names.append(name))
     assert names == ["seed=0", "seed=1"]

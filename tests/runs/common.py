@@ -1,24 +1,20 @@
-"""A tiny run, and what runs are compared by.
+"""A tiny run, and helpers that stop, resume and compare runs.
 
-Compiled rounds are kept between tests, so that each configuration compiles once in a process.
+Compiled rounds are cached, so each configuration compiles once per process.
 """
 
+import contextlib
+import itertools
 import json
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from fedjax_pfl.runs import runner
-
-
-def but_evaluations(stderr):
-    """Returns the lines of stderr except those of evaluations and of compiling."""
-    return [
-        line for line in stderr.splitlines() if not re.match(r"round \d+ of \d+|compiling$", line)
-    ]
-
+from tests.commands import message
 
 BASE = {
     "dataset": "synthetic",
@@ -57,7 +53,7 @@ _undisturbed = {}
 
 
 def undisturbed(config):
-    """A run that nothing happened to."""
+    """Returns the result of an uninterrupted run, cached by configuration."""
     key = json.dumps(config, sort_keys=True)
     if key not in _undisturbed:
         _undisturbed[key] = runner.run(config)
@@ -76,31 +72,89 @@ def contents(directory):
     return {p: p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
 
 
+def other_lines(stderr):
+    """Returns all lines except those of evaluations and of compiling."""
+    progress = re.compile(r"round \d+ of \d+|compiling$")
+    return [line for line in stderr.splitlines() if not progress.match(line)]
+
+
 def assert_same_bits(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         x, y = np.asarray(x), np.asarray(y)
-        assert x.dtype == y.dtype
-        assert x.shape == y.shape
-        assert x.tobytes() == y.tobytes()
+        assert (x.dtype, x.shape, x.tobytes()) == (y.dtype, y.shape, y.tobytes())
 
 
-def assert_same_run(got, wanted, directory=None):
-    assert_same_bits(got.state, wanted.state)
-    assert_same_bits(got.best, wanted.best)
-    assert got.ledger == wanted.ledger
-    assert got.clients == wanted.clients
-    assert untimed(got.metrics) == untimed(wanted.metrics)
+def assert_same_run(result, expected, directory=None):
+    assert_same_bits(result.state, expected.state)
+    assert_same_bits(result.best, expected.best)
+    assert result.ledger == expected.ledger
+    assert result.clients == expected.clients
+    assert untimed(result.metrics) == untimed(expected.metrics)
     if directory:
-        assert untimed(read_metrics(directory)) == untimed(wanted.metrics)
+        assert untimed(read_metrics(directory)) == untimed(expected.metrics)
         assert {p.name for p in directory.iterdir()} == FILES
 
 
-def after_rounds(made, number):
-    """The state after a number of rounds, one call each."""
-    rounds = made.phases[0].rounds
-    key, data = rounds.place((jax.random.key(0), made.data))
-    state, one = rounds.init(key), rounds.place(jnp.int32(1))
+class Killed(BaseException):
+    """Stands for a kill, or for Ctrl-C, which pytest handles itself."""
+
+
+@contextlib.contextmanager
+def kill(owner, name, condition, *, after=False):
+    """Raises Killed at the first call whose arguments meet the condition.
+
+    Args:
+      owner: The module or class of the function.
+      name: Name of the function.
+      condition: Function of the arguments.
+      after: Call the function first.
+    """
+    function = getattr(owner, name)
+
+    def stop(*arguments):
+        is_last = condition(*arguments)
+        if after or not is_last:
+            function(*arguments)
+        if is_last:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(owner, name, stop)
+        yield
+
+
+def at_call(number):
+    """Returns a condition for `kill` that is met by this call, counted from 1."""
+    calls = itertools.count(1)
+    return lambda *_: next(calls) == number
+
+
+def at_step(step):
+    """Returns a condition for `kill` on the saving of this round."""
+    return lambda store, saved, *_: saved == step
+
+
+def assert_resumes(config, directory, resumed_at):
+    """Runs to the end and compares with an uninterrupted run."""
+    result = runner.run(config, directory)
+    assert result.resumed_at == resumed_at
+    assert_same_run(result, undisturbed(config), directory)
+
+
+def refusal(config, directory, **components):
+    """Returns the line that refuses a run, and checks that no file changes."""
+    old = contents(directory.parent) if directory.parent.is_dir() else None
+    line = message(lambda: runner.run(config, directory, **components))
+    assert old is None or contents(directory.parent) == old
+    return line
+
+
+def state_after(experiment, number):
+    """Returns the state after a number of rounds, with a call for each."""
+    rounds = experiment.phases[0].rounds
+    key, data = rounds.place((jax.random.key(0), experiment.data))
+    state, single = rounds.init(key), rounds.place(jnp.int32(1))
     for t in range(number):
-        state, _ = rounds.run(key, state, data, rounds.place(jnp.int32(t)), one)
+        state, _ = rounds.run(key, state, data, rounds.place(jnp.int32(t)), single)
     return state

@@ -1,6 +1,7 @@
-"""Fixtures of all tests of runs."""
+"""Fixtures of the tests of runs."""
 
 import dataclasses
+import shutil
 
 import pytest
 from ml_collections import ConfigDict
@@ -59,3 +60,10 @@ def finished(tmp_path_factory, write_page):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(page, "write", write_page)
         return runner.run(BASE, directory), directory
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """A copy of the directory of the finished run."""
+    shutil.copytree(finished[1], tmp_path / "run")
+    return tmp_path / "run"

@@ -1,4 +1,4 @@
-"""What signals do to a command, and that the library leaves them alone otherwise."""
+"""Tests of signals to a command, and of Ctrl-C in Python."""
 
 import os
 import signal
@@ -8,8 +8,9 @@ import time
 import jax
 import pytest
 
-from fedjax_pfl.runs import interrupt, runner
-from tests.runs.common import BASE, assert_same_run, undisturbed
+import fedjax_pfl
+from fedjax_pfl.runs import interrupt, progress, runner
+from tests.runs.common import BASE, assert_resumes, assert_same_run, undisturbed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
@@ -19,63 +20,68 @@ def wait_for(condition):
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("nothing happened")
+    raise AssertionError("timeout")
 
 
-def test_a_first_signal_waits_and_a_second_does_not(monkeypatch, capfd):
+@pytest.fixture
+def codes(monkeypatch):
+    """Exit codes of the process, which does not end."""
     codes = []
     monkeypatch.setattr(interrupt.os, "_exit", codes.append)
-    before = signal.getsignal(signal.SIGTERM)
+    return codes
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def test_a_first_signal_waits_and_a_second_ends(codes, capfd):
+    handler = signal.getsignal(signal.SIGTERM)
     with interrupt.on_signals() as stop:
         with stop.protected():
-            os.kill(os.getpid(), signal.SIGTERM)
+            send(signal.SIGTERM)
             wait_for(lambda: stop.exit_status)
             assert (stop.exit_status, codes) == (143, [])
-            os.kill(os.getpid(), signal.SIGINT)
+            send(signal.SIGINT)
             wait_for(lambda: codes)
         assert codes == [130]
-    said = capfd.readouterr().err
-    assert "once more ends at once" in said
-    assert "run the same command again to resume" in said
-    assert signal.getsignal(signal.SIGTERM) is before
+    err = capfd.readouterr().err
+    assert "once more ends at once" in err
+    assert "run the same command again to resume" in err
+    assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_among_several_processes_the_same_signal_may_come_twice(monkeypatch):
-    """From the terminal, and passed on by the process that started this one."""
-    codes = []
-    monkeypatch.setattr(interrupt.os, "_exit", codes.append)
+def test_several_processes_ignore_a_repeated_signal(codes, monkeypatch):
+    """Receives Ctrl-C from the terminal and from the parent process."""
     monkeypatch.setattr(interrupt.multiprocess, "count", lambda: 2)
     with interrupt.on_signals() as stop, stop.protected():
-        os.kill(os.getpid(), signal.SIGINT)
+        send(signal.SIGINT)
         wait_for(lambda: stop.exit_status)
-        os.kill(os.getpid(), signal.SIGINT)
+        send(signal.SIGINT)
         time.sleep(0.2)
         assert codes == []
-        stop._when -= interrupt.ECHO
-        os.kill(os.getpid(), signal.SIGINT)
+        stop._requested_at -= interrupt.ECHO
+        send(signal.SIGINT)
         wait_for(lambda: codes)
     assert codes == [130]
 
 
-def test_where_nothing_is_being_saved_the_first_one_ends(monkeypatch):
-    codes = []
-    monkeypatch.setattr(interrupt.os, "_exit", codes.append)
+def test_a_signal_ends_an_unprotected_command(codes):
     with interrupt.on_signals():
-        os.kill(os.getpid(), signal.SIGINT)
+        send(signal.SIGINT)
         wait_for(lambda: codes)
     assert codes == [130]
 
 
-def test_other_signals_and_ignored_ones_are_left_alone(monkeypatch):
-    codes, before = [], threading.active_count()
-    monkeypatch.setattr(interrupt.os, "_exit", codes.append)
-    others = {signal.SIGUSR1: lambda *_: None, signal.SIGINT: signal.SIG_IGN}
-    handlers = {number: signal.signal(number, handler) for number, handler in others.items()}
+def test_ignored_and_other_signals_keep_their_handlers(codes):
+    threads = threading.active_count()
+    actions = {signal.SIGUSR1: lambda *_: None, signal.SIGINT: signal.SIG_IGN}
+    handlers = {number: signal.signal(number, action) for number, action in actions.items()}
     try:
         with interrupt.on_signals() as stop:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGINT)
-            assert threading.active_count() == before + 1
+            send(signal.SIGUSR1)
+            send(signal.SIGINT)
+            assert threading.active_count() == threads + 1
             time.sleep(0.1)
             with stop.protected():
                 assert (stop.exit_status, codes) == (0, [])
@@ -83,46 +89,74 @@ def test_other_signals_and_ignored_ones_are_left_alone(monkeypatch):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    assert threading.active_count() == before
+    assert threading.active_count() == threads
 
 
-def test_nobody_has_to_read_what_is_said(monkeypatch):
+def test_a_closed_stderr_does_not_delay_the_end(codes, monkeypatch):
     class Broken:
         def write(self, text):
             raise BrokenPipeError
 
         flush = write
 
-    codes = []
-    monkeypatch.setattr(interrupt.os, "_exit", codes.append)
     monkeypatch.setattr(interrupt.sys, "stderr", Broken())
     with interrupt.on_signals() as stop, stop.protected():
-        os.kill(os.getpid(), signal.SIGTERM)
+        send(signal.SIGTERM)
         wait_for(lambda: stop.exit_status)
-        os.kill(os.getpid(), signal.SIGTERM)
+        send(signal.SIGTERM)
         wait_for(lambda: codes)
     assert codes == [143]
 
 
-@pytest.mark.parametrize("after", [1, 2])
-def test_a_run_that_is_asked_to_stop_has_saved_what_it_did(after, tmp_path):
-    """With a checkpoint at evaluations only, it stops after the call and saves there."""
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_stopped_run_has_saved_its_rounds(call, tmp_path):
+    """Stops after a call between evaluations; a stop in the last call has no effect."""
     config = {**BASE, "checkpoint_every": None, "eval_every": 3}
     calls = []
 
-    class Asked(interrupt.Stop):
+    class StopAtCall(interrupt.Stop):
         def protected(self):
             calls.append(1)
-            self.exit_status = 143 if len(calls) == after else 0
+            self.exit_status = 143 if len(calls) == call else 0
             return super().protected()
 
-    if after == 1:
+    if call == 1:
         with pytest.raises(interrupt.Stopped, match="stopped at round 3") as stopped:
-            runner.run(config, tmp_path / "run", Asked())
+            runner.run(config, tmp_path / "run", StopAtCall())
         assert (stopped.value.round, stopped.value.code) == (3, 143)
-        result = runner.run(config, tmp_path / "run")
-        assert result.resumed_at == 3
-    else:  # asked for during the last call there is nothing left to stop
-        result = runner.run(config, tmp_path / "run", Asked())
-    assert_same_run(result, undisturbed(config), tmp_path / "run")
-    jax.block_until_ready(result.state)
+        assert_resumes(config, tmp_path / "run", 3)
+    else:
+        result = runner.run(config, tmp_path / "run", StopAtCall())
+        assert_same_run(result, undisturbed(config), tmp_path / "run")
+        jax.block_until_ready(result.state)
+
+
+def test_ctrl_c_in_python_saves_and_resumes(tmp_path, capfd):
+    evaluation = progress.evaluation
+
+    def pressed(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return evaluation(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(progress, "evaluation", pressed)
+        with pytest.raises(
+            KeyboardInterrupt, match="stopped at round 2; .* the same call .*resume"
+        ):
+            fedjax_pfl.run(BASE, tmp_path)
+    assert "stopping when these rounds are saved" in capfd.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_resumes(BASE, tmp_path, 2)
+
+
+def test_ctrl_c_in_python_ends_if_nothing_is_being_saved():
+    with interrupt.on_keyboard(saves=True) as stop:
+        with pytest.raises(KeyboardInterrupt, match="run the same call again to resume"):
+            signal.raise_signal(signal.SIGINT)
+        with stop.protected():
+            signal.raise_signal(signal.SIGINT)
+            assert stop.exit_status == 130
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+    with interrupt.on_keyboard(saves=False), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)

@@ -5,7 +5,7 @@ import pytest
 
 from fedjax_pfl.runs import build, runner
 from fedjax_pfl.settings import configuration
-from tests.runs.common import but_evaluations
+from tests.runs.common import other_lines
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
@@ -84,6 +84,6 @@ def test_a_run_says_it_once_and_leaves_the_batch_out(capsys):
     kept = run().metrics[-1]["train_loss"]
     assert capsys.readouterr().err.count("drop_last leaves it out") == 1
     dropped = run(drop_last=True).metrics[-1]["train_loss"]
-    assert but_evaluations(capsys.readouterr().err) == []
+    assert other_lines(capsys.readouterr().err) == []
     assert np.isfinite([kept, dropped]).all()
     assert kept != dropped

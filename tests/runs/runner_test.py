@@ -17,12 +17,12 @@ from tests.runs.common import (
     BASE,
     FILES,
     MODEL,
-    after_rounds,
     assert_same_bits,
     assert_same_run,
-    but_evaluations,
     contents,
+    other_lines,
     read_metrics,
+    state_after,
 )
 
 
@@ -139,7 +139,7 @@ def test_best_is_the_state_of_the_best_round(finished):
     assert seen == [
         max((t for t in scores if t <= now), key=lambda t: (scores[t], -t)) for now in scores
     ]
-    assert_same_bits(jax.device_get(after_rounds(result, best)), result.best)
+    assert_same_bits(jax.device_get(state_after(result, best)), result.best)
 
 
 # Settings that the runner itself acts on.
@@ -180,7 +180,7 @@ def test_neither_after_nor_the_first_download_and_every_update_rejected(capsys):
     assert result.ledger.client_down == [MODEL] * 3
     assert all(row["after_accuracy"] is None for row in result.clients)
 
-    lines = but_evaluations(capsys.readouterr().err)
+    lines = other_lines(capsys.readouterr().err)
     assert len(lines) == 6
     assert lines[5] == (
         "round 2: the update of client 2 was rejected because it is not finite or too large"
@@ -231,8 +231,8 @@ def _built_for(changes):
 @pytest.mark.slow("runs on several devices")
 def test_chunks_of_clients_and_devices_do_not_matter(finished):
     """One client at a time on each of two devices; and the cohort at once on one."""
-    together = after_rounds(_built_for({"chunk": 4, "devices": 1}), 1)
-    apart = after_rounds(finished[0], 1)
+    together = state_after(_built_for({"chunk": 4, "devices": 1}), 1)
+    apart = state_after(finished[0], 1)
     for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 

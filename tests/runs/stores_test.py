@@ -1,4 +1,4 @@
-"""A run is the same wherever examples and what stays with clients are kept."""
+"""Tests that runs do not depend on where examples and client-side state are stored."""
 
 import csv
 
@@ -10,11 +10,11 @@ from fedjax_pfl.core.errors import UsageError
 from fedjax_pfl.runs import checkpoints, export, runner
 from fedjax_pfl.runs.interrupt import Stop, Stopped
 from fedjax_pfl.simulation.stores import to_arrays
-from tests.runs.common import BASE, undisturbed, untimed
+from tests.runs.common import BASE, at_step, kill, undisturbed, untimed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
 
-# The second phase begins with the heads and the model of the first.
+# The second phase starts from the heads and the model of the first.
 CONFIG = {k: v for k, v in BASE.items() if k != "devices"} | {
     "algorithm": "fedper",
     "clients": 6,
@@ -22,120 +22,99 @@ CONFIG = {k: v for k, v in BASE.items() if k != "devices"} | {
     "rounds": 4,
     "phases": ({"rounds": 2}, {"rounds": 2}),
 }
+SINGLE = CONFIG | {"phases": ()}
 
 
-class Killed(BaseException):
-    """Nothing is done any more."""
-
-
-def assert_close(got, wanted):
-    """Numbers to 1e-6, and everything else the same."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        if isinstance(one, str):
-            assert one == other
+def assert_close(a, b):
+    """Compares numbers to 1e-6, and everything else exactly."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if isinstance(x, str):
+            assert x == y
         else:
-            np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
-def assert_same(got, wanted):
-    assert got.ledger == wanted.ledger
-    for one, other in ((got.state, wanted.state), (got.best, wanted.best)):
-        assert_close(one and to_arrays(one), other and to_arrays(other))
-    assert_close(untimed(got.metrics), untimed(wanted.metrics))
-    assert_close(got.clients, wanted.clients)
+def assert_close_runs(result, expected):
+    assert result.ledger == expected.ledger
+    for a, b in ((result.state, expected.state), (result.best, expected.best)):
+        assert_close(a and to_arrays(a), b and to_arrays(b))
+    assert_close(untimed(result.metrics), untimed(expected.metrics))
+    assert_close(result.clients, expected.clients)
 
 
-def stopped(config, directory):
-    """Until its first call has been saved."""
+def stop_after_a_call(config, directory):
     stop = Stop()
     stop.exit_status = 130
     with pytest.raises(Stopped):
         runner.run(config, directory, stop)
 
 
-# Rows that lie elsewhere, too; of pFedLA of a few others, and of Factorized-FL of all.
-PFEDLA = {"algorithm": "pfedla", "pfedla": {"candidates": 3}, "phases": ()}
+# pFedLA offloads rows of some clients, Factorized-FL rows of all clients.
 FACTORIZED = {"algorithm": "factorized_fl", "factorized_fl": {"minimum": 2}}
-METHODS = {  # with heads that stay with clients, rows are on the device
+METHODS = {
     "fedper": {},
-    "pfedla": PFEDLA,
+    "pfedla": {"algorithm": "pfedla", "pfedla": {"candidates": 3}, "phases": ()},
     "factorized": FACTORIZED,
-    "own heads": FACTORIZED | {"keep_head": True},
+    "client-side heads": FACTORIZED | {"keep_head": True},  # rows stay on the device
 }
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
-def test_a_run_goes_on_with_another_store(method, tmp_path):
-    """Of four rounds one on the device, one on the host, one on three devices, one on disk."""
+def test_a_run_resumes_with_another_store(method, tmp_path):
+    """Runs a round each on the device, on the host, on three devices and on disk."""
     config = CONFIG | method
-    stopped(config, tmp_path)
-    stopped(config | {"store": "host"}, tmp_path)
-    stopped(config | {"store": "sharded"}, tmp_path)
-    got = runner.run(config | {"store": "disk"}, tmp_path)
-    assert got.resumed_at == 3
-    wanted = undisturbed(config)
-    assert_same(got, wanted)
-    whole = export.load_result(tmp_path)
-    for state in (got.state, got.best):
-        parts = (export.personalize(whole, one, 4, [1, 4]) for one in (state, to_arrays(state)))
-        for (i, one), (j, other) in zip(*parts, strict=True):
-            assert i == j
-            assert_close(one, other)
+    for store in ({}, {"store": "host"}, {"store": "sharded"}):
+        stop_after_a_call(config | store, tmp_path)
+    result = runner.run(config | {"store": "disk"}, tmp_path)
+    assert result.resumed_at == 3
+    assert_close_runs(result, undisturbed(config))
+    loaded = export.load_result(tmp_path)
+    for state in (result.state, result.best):
+        states = (state, to_arrays(state))
+        models = [list(export.personalize(loaded, form, 4, [1, 4])) for form in states]
+        assert [i for i, _ in models[0]] == [1, 4]
+        assert_close(*models)
 
 
-def test_some_clients_are_evaluated_and_all_are_trained(tmp_path):
-    config = CONFIG | {"evaluate_clients": 2, "validation_fraction": 0.0, "phases": (), "rounds": 4}
-    one, other = (
-        runner.run(config | {"store": store}, tmp_path / store) for store in ("device", "host")
-    )
-    assert_same(one, other)
-    seen = [row["client"] for row in one.clients if row["before_accuracy"] is not None]
-    assert (
-        len(seen) == one.metrics[0]["before"]["clients"] == one.metrics[1]["before"]["clients"] == 2
-    )
-    assert sum(row["visits"] > 0 for row in one.clients) > 2
-    with open(tmp_path / "device" / "clients.csv", newline="") as file:
+def test_evaluation_of_some_clients(tmp_path):
+    config = SINGLE | {"evaluate_clients": 2, "validation_fraction": 0.0}
+    result = runner.run(config, tmp_path)
+    assert_close_runs(result, runner.run(config | {"store": "host"}))
+    ids = [row["client"] for row in result.clients if row["before_accuracy"] is not None]
+    assert len(ids) == 2
+    assert [line["before"]["clients"] for line in result.metrics] == [2, 2]
+    assert sum(row["visits"] > 0 for row in result.clients) > 2
+    with open(tmp_path / "clients.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["client"] for row in rows if row["test_examples"]] == [str(i) for i in seen]
+    assert [row["client"] for row in rows if row["test_examples"]] == [str(i) for i in ids]
 
 
-def test_several_runs_are_of_the_device(tmp_path):
+def test_several_runs_need_the_device_store(tmp_path):
     with pytest.raises(UsageError, match="run them one by one"):
         runner.run_all(CONFIG | {"store": "host", "seeds": 2}, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_was_killed_and_damaged_goes_on(tmp_path, monkeypatch, capsys):
-    """Killed between the rows of a checkpoint and the checkpoint; the one before has rotted."""
-    config = CONFIG | {"store": "host", "phases": ()}
-    save = checkpoints.Store.save
-
-    def killed(self, step, trees, facts):
-        if step == 3:
-            raise Killed
-        save(self, step, trees, facts)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoints.Store, "save", killed)
-        with pytest.raises(Killed):
-            runner.run(config, tmp_path)
-    there = tmp_path / "rows"
-    assert {path.name for path in there.iterdir()} == {"1.rows", "2.rows", "3.rows"}
-    content = bytearray((there / "2.rows").read_bytes())
+def test_a_killed_and_damaged_run_resumes(tmp_path, capsys):
+    """Kills between the rows and the rest of a checkpoint, and damages the previous rows."""
+    config = SINGLE | {"store": "host"}
+    with kill(checkpoints.Store, "save", at_step(3)):
+        runner.run(config, tmp_path)
+    folder = tmp_path / "rows"
+    assert {path.name for path in folder.iterdir()} == {"1.rows", "2.rows", "3.rows"}
+    content = bytearray((folder / "2.rows").read_bytes())
     content[-1] ^= 1
-    (there / "2.rows").write_bytes(content)
-    got = runner.run(config, tmp_path)
-    assert got.resumed_at == 1
+    (folder / "2.rows").write_bytes(content)
+    result = runner.run(config, tmp_path)
+    assert result.resumed_at == 1
     assert "The checkpoint of round 2 is damaged: 2.rows is not what was" in capsys.readouterr().err
-    assert_same(got, undisturbed(CONFIG | {"phases": ()}))
+    assert_close_runs(result, undisturbed(SINGLE))
     store = checkpoints.open_store(tmp_path / "checkpoints", read_only=True)
-    needed = [store.facts(step)["rows"] for step in store.steps()]
-    assert {path.name for path in there.iterdir()} == {
-        file for one in needed for file in one["files"]
-    }
-    assert_same(export.load_result(tmp_path), got)
-    for path in there.iterdir():
+    used = {file for step in store.steps() for file in store.facts(step)["rows"]["files"]}
+    assert {path.name for path in folder.iterdir()} == used
+    assert_close_runs(export.load_result(tmp_path), result)
+    for path in folder.iterdir():
         path.write_bytes(b"")
     with pytest.raises(UsageError, match="is damaged"):
         export.load_result(tmp_path)
