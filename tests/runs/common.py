@@ -119,9 +119,10 @@ def kill(owner, name, condition, *, after=False):
         if is_last:
             raise Killed
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, stop)
-        yield
+        with pytest.raises(Killed):
+            yield
 
 
 def at_call(number):

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import fedjax_pfl
-from fedjax_pfl.runs import interrupt, progress, runner
+from fedjax_pfl.runs import interrupt, run_directory, runner
 from tests.runs.common import BASE, assert_resumes, assert_same_run, undisturbed
 
 pytestmark = pytest.mark.slow("whole runs; runner_test has the quick ones")
@@ -132,17 +132,17 @@ def test_a_stopped_run_has_saved_its_rounds(call, tmp_path):
 
 
 def test_ctrl_c_in_python_saves_and_resumes(tmp_path, capfd):
-    evaluation = progress.evaluation
+    append = run_directory.append_metrics
 
-    def pressed(*arguments):
-        signal.raise_signal(signal.SIGINT)
-        return evaluation(*arguments)
+    def press_and_append(directory, line):
+        if line["round"] == 2:
+            signal.raise_signal(signal.SIGINT)
+        append(directory, line)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(progress, "evaluation", pressed)
-        with pytest.raises(
-            KeyboardInterrupt, match="stopped at round 2; .* the same call .*resume"
-        ):
+        patch.setattr(run_directory, "append_metrics", press_and_append)
+        line = "stopped at round 2; run the same call again to resume"
+        with pytest.raises(KeyboardInterrupt, match=line):
             fedjax_pfl.run(BASE, tmp_path)
     assert "stopping when these rounds are saved" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -61,7 +61,7 @@ def test_seeds_and_learning_rates_equal_single_runs(tmp_path, capsys):
             expected = undisturbed({**BASE, "learning_rate": rate, "seed": seed})
             assert results[name].config == expected.config
             assert_same_run(results[name], expected, tmp_path / name)
-    train.show_sweep(tmp_path, list(results))
+    train.show(tmp_path, results)
     lines = capsys.readouterr().out.splitlines()
     rows = [line.split() for line in lines if line.startswith("learning_rate=")]
     assert [row[0] for row in rows[:2]] == ["learning_rate=0.1", "learning_rate=0.02"]
@@ -102,7 +102,7 @@ def test_finished_runs_are_only_read(tmp_path, monkeypatch):
     run_directory.write_observations(tmp_path / "seed=1", {"alpha": ([2], [np.ones(3)])})
     files, stores, save = contents(tmp_path), [], checkpoints.Store.save
     monkeypatch.setattr(
-        checkpoints.Store, "save", lambda self, *rest: (stores.append(self), save(self, *rest))
+        checkpoints.Store, "save", lambda self, *args: (stores.append(self), save(self, *args))
     )
     results = runner.run_all(SEEDS, tmp_path)
     assert (contents(tmp_path), stores) == (files, [])
@@ -154,7 +154,7 @@ def test_diagnostics_belong_to_their_run():
 def test_errors_of_a_user_defined_method_are_not_changed():
     def broken(model, training, federation, *, rate: float = 1.0):
         fedavg = algorithms.fedavg(model, training, federation)
-        return fedavg._replace(send=lambda *rest: None + 1)
+        return fedavg._replace(send=lambda *args: None + 1)
 
     for settings in ({"seeds": 2}, {"sweep": "broken.rate=1,2"}):
         with pytest.raises(TypeError, match="unsupported operand"):
@@ -165,7 +165,7 @@ def test_a_user_defined_method_is_swept_in_a_phase():
     def scaled(model, training, federation, *, rate: float = 1.0):
         fedavg = algorithms.fedavg(model, training, federation)
         return fedavg._replace(
-            receive=lambda *rest: jax.tree.map(lambda a: rate * a, fedavg.receive(*rest))
+            receive=lambda *args: jax.tree.map(lambda a: rate * a, fedavg.receive(*args))
         )
 
     phases = ({"algorithm": "fedavg", "rounds": 1}, {"algorithm": "scaled", "rounds": 1})
